@@ -238,7 +238,7 @@ def note_peak(row: Row, job: Runtime) -> None:
         added = torch.cuda.max_memory_allocated() - before
     else:
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = resident("VmRSS")
         row.measured(1, job)
         added = resident("VmHWM") - before

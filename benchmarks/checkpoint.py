@@ -122,7 +122,7 @@ def own_rows(trainee: Trainee, job: Runtime) -> dict[str, torch.Tensor]:
 
 
 def measure_save(way: str, number: int, usual: float, trainee: Trainee, folder: Path, job: Runtime) -> Round:
-    """One checkpoint; training goes on until it is complete."""
+    """Save one checkpoint, while training continues until it is complete."""
     about = {"config": {"train": dataclasses.asdict(SETTINGS)}}
     writer = CheckpointWriter(folder, CheckpointConfig(save_async=way == "async"), about, job)
     timings: Round = {}
@@ -188,7 +188,7 @@ def slowest(work: Callable[[], None], job: Runtime) -> float:
 
 
 def worker(asked: argparse.Namespace) -> None:
-    """What torchrun starts: rounds of one model on these ranks. Rank 0 writes what it found beside the model."""
+    """Run by torchrun: the rounds of one model on these ranks. Rank 0 writes the results next to the model."""
     with runtime.start(asked.device, "world") as job:
         trainees = {kind: Trainee(asked.worker, kind, asked.tokens, job) for kind in KINDS}
         for number in range(asked.rounds + 1):
@@ -202,7 +202,7 @@ def worker(asked: argparse.Namespace) -> None:
 
 @contextmanager
 def model_folder(parent: str, layers: int) -> Iterator[Path]:
-    """A random Llama in bf16, removed at the end with all that is written beside it."""
+    """Save a random Llama in bf16. At the end it is deleted with all files next to it."""
     config = LlamaConfig(
         hidden_size=768,
         intermediate_size=2048,

@@ -48,7 +48,7 @@ CASES = {
     "LoRA, dropout": [*LORA[:-1], "0.05"],
     "full, low_cpu_fsdp": ["--enable_fsdp", "--low_cpu_fsdp"],
 }
-ON_GPU_ONLY = {  # name -> case, and what it is given beside
+ON_GPU_ONLY = {  # name -> base case, and its additional flags
     "full, fp16": ("full", ["--precision", "fp16"]),
     "activation_offload": ("checkpointing full", ["--activation_offload"]),
     "LoRA, 8 bit, int8_threshold 0": ("LoRA, 8 bit", ["--int8_threshold", "0"]),
@@ -85,7 +85,7 @@ def start(bench: Bench) -> Iterator[Row]:
 
 
 def cases(bench: Bench) -> Iterator[Row]:
-    """Three steps of every kind of run, beside the same in fp32 on the CPU."""
+    """Run three steps of every kind of run, and compare with the same in fp32 on the CPU."""
     common = [*bench.tiny(), "--max_train_step", "3"]
     every = {name: (name, list[str]()) for name in CASES} | (ON_GPU_ONLY if ON_GPU else {})
     runs = {name: [*common, *CASES[case], *more, "--device", DEVICE] for name, (case, more) in every.items()}

@@ -35,7 +35,7 @@ def _wait() -> None:
 
 
 def attention(bench: Bench) -> Iterator[Row]:
-    """Attention on packed rows beside fp64, row by row; its time on a full row, beside cuDNN's."""
+    """Compare packed attention with fp64, sample by sample; and its time for one full sample with cuDNN's."""
     from llama_ft.models import packed_attention
 
     dtype = torch.bfloat16 if ON_GPU else torch.float32
@@ -97,7 +97,7 @@ def _times(dtype: torch.dtype) -> Iterator[Row]:
 
 
 def quantized(bench: Bench) -> Iterator[Row]:
-    """Quantized weights on this device beside their formulas and bitsandbytes' CPU backend."""
+    """Compare quantized weights on this device with their formulas and bitsandbytes' CPU backend."""
     from bitsandbytes import functional as bnb
 
     from llama_ft.models.quantized import FourBit, Int8
@@ -204,7 +204,8 @@ def sharded(bench: Bench) -> Iterator[Row]:
 
 
 def kernels(bench: Bench) -> Iterator[Row]:
-    """Every attention kernel of packed rows beside fp64: cuDNN (Hopper), varlen, memory-efficient; and its memory."""
+    """Compare every attention kernel for packed samples with fp64: cuDNN (Hopper), varlen, memory-efficient; and
+    memory."""
     from llama_ft.models import attention_kernels, packed_attention
 
     module = SimpleNamespace(num_key_value_groups=4, is_causal=True, training=True)
@@ -255,7 +256,7 @@ def kernels(bench: Bench) -> Iterator[Row]:
 
 
 def _norm(dtype: torch.dtype) -> Row:
-    """torch's RMSNorm, one kernel on CUDA, beside the lines of LlamaRMSNorm in fp64: output and both gradients."""
+    """Compare torch's RMSNorm, one kernel on CUDA, with LlamaRMSNorm's code in fp64: output and both gradients."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     torch.manual_seed(0)

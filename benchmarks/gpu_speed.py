@@ -36,7 +36,7 @@ def _tokens_per_second(bench: Bench, name: str) -> float:
 
 
 def _runs(bench: Bench, part: str, runs: dict[str, tuple[dict[str, Any], list[str], float]]) -> Iterator[Row]:
-    """Each run's tokens/s, MFU, time per step by the wall clock, and memory beside the plan."""
+    """Show each run's tokens/s, MFU, time per step by the wall clock, and its measured and planned memory."""
     for name, (shape, flags, expected) in runs.items():
         lengths = SHORT if "short" in name else [LENGTH] * 24
         case = {name: [*_flags(bench, shape, lengths), *flags]}
@@ -56,7 +56,7 @@ def _runs(bench: Bench, part: str, runs: dict[str, tuple[dict[str, Any], list[st
 
 
 def _memory(bench: Bench, part: str, name: str) -> Iterator[Row]:
-    """The plan beside what torch's allocator gave out, and took from the device (max_memory_allocated, _reserved)."""
+    """Compare the plan with torch's allocated and reserved memory (max_memory_allocated, max_memory_reserved)."""
     plan = json.loads((bench.output / name / "plan.json").read_text())
     phases = json.loads((bench.output / name / "facts.json").read_text())["memory"]["phases"]
     kinds = ("device_peak_bytes", "device_reserved_bytes") if ON_GPU else ("anonymous_peak_bytes",)
@@ -191,7 +191,7 @@ def inference(bench: Bench) -> Iterator[Row]:
 
 
 def plan(bench: Bench) -> Iterator[Row]:
-    """benchmarks/plan.py on one rank: 16 runs beside their plans."""
+    """Run benchmarks/plan.py on one rank: 16 runs and their plans."""
     if not ON_GPU:
         return
     command = [sys.executable, str(Path(__file__).with_name("plan.py"))]

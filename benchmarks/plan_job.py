@@ -222,7 +222,8 @@ def compile_counter(folder: Path) -> Path:
 
 
 def main(cases_file: Path) -> None:
-    """Run the cases in a JSON file, [{"name", "flags"}], and write each one's peaks beside it, a file a rank."""
+    """Run the cases of a JSON file, [{"name", "flags"}], and write their peaks next to it, one file per case and
+    rank."""
     spec = importlib.util.spec_from_file_location("finetuning", REPOSITORY / "recipes" / "finetuning.py")
     assert spec is not None and spec.loader is not None
     finetuning = importlib.util.module_from_spec(spec)

@@ -3,7 +3,7 @@
     python benchmarks/throughput.py                                    # with TRL, whose environment it makes
     python benchmarks/throughput.py --peers trl,torchtune,llama-recipes
     python benchmarks/throughput.py --trl_python ~/trl/bin/python --only full,lora --turns 5
-    python benchmarks/throughput.py --objective dpo --only full,lora   # pairs, beside TRL's DPOTrainer
+    python benchmarks/throughput.py --objective dpo --only full,lora   # pairs, with TRL's DPOTrainer
 
 On CPUs: a random Llama of 110 M parameters, 2 ranks, 4 x 512 tokens per micro-batch. The cases are full fine-tuning,
 LoRA (all-linear, r=16) on bf16, 8-bit and nf4 weights, and full fine-tuning on the embedded demo's samples, which the
@@ -79,7 +79,7 @@ class Case:
 
     Attributes:
         name: for --only.
-        method: full, lora, or lora beside 8bit or nf4 weights.
+        method: full, lora, or lora on 8bit or nf4 weights.
         micro_batch: packs, or rows of `length` tokens, on a rank.
         length: tokens of a pack.
         natural: rows have lengths of their own.
@@ -541,7 +541,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default="trl", help=f"of {', '.join(PEERS)}; each in an environment made for it")
     parser.add_argument("--trl_python", type=Path, help="an interpreter that has TRL, instead of making one")
-    parser.add_argument("--objective", choices=("sft", "dpo"), default="sft", help="dpo: dense cases, beside TRL")
+    parser.add_argument("--objective", choices=("sft", "dpo"), default="sft", help="dpo: dense cases, with TRL")
     parser.add_argument("--ways", default="", help="only these of a peer's ways to distribute the model")
     parser.add_argument("--only", default="", help="only these cases")
     parser.add_argument("--turns", type=int, default=3)

@@ -122,7 +122,7 @@ def main(job: dict[str, Any]) -> None:
     if job["device"] == "cpu":  # it refuses to read a GPU's memory there, and reads it all the same
         training.get_memory_stats, training.log_memory_stats = (lambda device: {}), (lambda *_, **__: None)
         training.cleanup_before_training = lambda: None
-    # The recipes are scripts beside the package, which refuse to be imported as a package.
+    # The recipes are scripts next to the package and cannot be imported from it.
     script = Path(torchtune.__file__).parent.parent / "recipes" / f"{job['method']}_finetune_distributed.py"
     name = "FullFinetuneRecipeDistributed" if full else "LoRAFinetuneRecipeDistributed"
     if not full:  # the other one does so itself; without it, this one has every rank train on the same rows

@@ -39,6 +39,7 @@ METRICS = {
         "MoE models: the routers' load-balancing loss before its coefficient, the mean over micro-batches.",
     ),
     "train/rewards/margins": ("", "Pairs: reward of the chosen response less that of the rejected one."),
+    "train/kl": ("nats", "KTO: estimate of the KL divergence from the reference, the mean over micro-batches."),
     "train/rewards/accuracies": ("share", "Pairs whose chosen response has the higher reward."),
     "train/loss_scale": ("", "fp16 only: the factor on the loss."),
     "train/skipped_steps": ("steps", "fp16 only: steps whose gradients overflowed. They change no weight."),

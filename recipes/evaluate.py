@@ -17,7 +17,7 @@ if __name__ == "__main__":  # Ctrl-C prints no traceback of an import; runtime.s
     signal.signal(signal.SIGINT, lambda *_: os.write(2, b"stopped by Ctrl-C\n") and os._exit(130))
 
 from llama_ft.config import FSDPConfig  # noqa: E402
-from llama_ft.errors import before_imports  # noqa: E402
+from llama_ft.errors import UserError, before_imports  # noqa: E402
 from llama_ft.evaluation.flags import Evaluation, ModelToEvaluate, read_evaluate_flags  # noqa: E402
 
 if __name__ == "__main__":
@@ -81,6 +81,8 @@ def evaluate(
         name = f"base: {asked.base}" + (f" (of {asked.place})" if len(what.asked) > 1 else "")
         opened = open_model(str(asked.base), flags, job, asked.run, tokenizer)
     log.info(opened.about)
+    if models.has_score(opened.model):
+        raise UserError(f"{name}: a reward model has no LM head. recipes/inference.py --prompts prints its scores.")
     held_out = measure_loss(opened.model, opened.tokenizer, asked, what, job) if what.samples else None
     torch.cuda.empty_cache()  # frees cached blocks, whose sizes fit only the measurement of the loss
     answers = ask_tasks(tasks, opened.model, opened.tokenizer, flags, job) if tasks is not None else None

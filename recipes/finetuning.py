@@ -64,6 +64,8 @@ def main(**flags: str) -> None:
         # Plan which samples this rank sees at which step. The plan depends on (seed, epoch, step) only.
         vocabulary = new_tokens.rows if new_tokens else stored_vocabulary
         pad = data.pad_token_id(tokenizer, vocabulary)
+        if config.preference.objective == "reward":  # a score is that of the last token that is not this one
+            models.set_pad_token(model_config, tokenizer, pad)
         batches = data.plan_training(config, dataset, context_length, run.global_batch, pad, vocabulary, job)
         run.check_batches(batches, tokenizer)
 
@@ -83,7 +85,7 @@ def main(**flags: str) -> None:
             training.check_packing(model, batches.first_rows(), batches.pack_length, dtype, job)
 
         with run.open(dataset, batches, units):
-            reference.settle(model, run.directory, run.resumed is not None)
+            reference.settle(model, run.directory, run.resumed.folder if run.resumed else None)
             train(run, model, objective, tokenizer, pad)
             if config.checkpoint.save_model:
                 export(run, model, adapter, stored_dtypes, folder, tokenizer)
@@ -99,6 +101,7 @@ def find_model(config: Config, ask_hub: bool) -> tuple[Path, PretrainedConfig, P
         log.info("\n".join([demo.about_model] * is_demo + [demo.about_data] * (config.data.dataset == "demo")))
     folder = demo.model_dir if is_demo else models.local_folder(wanted.model_name, "--model_name", ask_hub)
     model_config = models.load_model_config(folder, wanted.trust_remote_code)
+    models.choose_head(model_config, config.preference.objective)
     tokens = folder
     if wanted.tokenizer_name is not None:
         tokens = models.local_folder(wanted.tokenizer_name, "--tokenizer_name", ask_hub, weights=False)
@@ -117,6 +120,7 @@ def build_model(
     """Build the model on the meta device, add adapters, shard it, and then load weights, each rank its own rows."""
     precision = runtime.PRECISIONS[config.train.precision]
     quantization = models.choose_quantization(config.quantization, model_config, config.peft.use_peft or not is_trained)
+    models.choose_head(model_config, config.preference.objective)  # as in find_model, for the planner
     model = models.build_on_meta(model_config, config.model, new_tokens)
     if others := models.left_out(model).modules:
         log.info(f"Only the text part is loaded and fine-tuned. Copied unchanged: {', '.join(others)}")
@@ -135,7 +139,7 @@ def build_model(
         model.requires_grad_(False)
     if config.model.freeze_layers:
         models.freeze_first_layers(model, config.model.num_freeze_layers)
-    if not models.use_chunked_loss(model):
+    if not (models.has_score(model) or models.use_chunked_loss(model)):
         log.info("Chunked cross-entropy is off: this model is not a decoder and an LM head.")
     if config.train.neftune_noise_alpha:
         models.add_embedding_noise(model, config.train.neftune_noise_alpha)

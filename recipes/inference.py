@@ -28,14 +28,21 @@ if __name__ == "__main__":
 from llama_ft import models, runtime  # noqa: E402
 from llama_ft.inference.generate import Answerer  # noqa: E402
 from llama_ft.inference.load import open_model  # noqa: E402
-from llama_ft.inference.prompts import answer_prompts, converse, one_prompt, print_part, read_prompts  # noqa: E402
+from llama_ft.inference.prompts import (  # noqa: E402
+    answer_prompts,
+    converse,
+    one_prompt,
+    print_part,
+    read_prompts,
+    score_prompts,
+)
 from llama_ft.runtime import Runtime, log  # noqa: E402
 
 SECONDS_TO_WAIT = 7 * 24 * 3600.0  # between two messages of a conversation, ranks wait for the user
 
 
 def main(options: InferenceFlags) -> None:
-    """Load the model and answer the prompts."""
+    """Load the model and answer the prompts; a reward model scores their responses."""
     runtime.console.file = sys.stderr  # stdout is for answers
     degree = models.shard_degree(FSDPConfig(enable_fsdp=options.enable_fsdp))
     with runtime.start(options.device, degree, timeout_seconds=SECONDS_TO_WAIT) as job:
@@ -47,6 +54,8 @@ def main(options: InferenceFlags) -> None:
         if job.world_size == 1:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader of stdout may close it early
         log.info(opened.about)
+        if models.has_score(opened.model):
+            return score_prompts([row for row, _ in prompts], opened, options, job)
         answerer = Answerer(opened, options, job)
         log.info(", ".join(f"{name} {value:g}" for name, value in answerer.sampling.items()))
         if is_chat:

@@ -52,7 +52,7 @@ each_page = pytest.mark.parametrize(
 
 
 class Row(NamedTuple):
-    """A row of a table: names or flags, each with the default that is told in brackets, or ""."""
+    """A row of a table: names or flags, each with the default in brackets, or ""."""
 
     theirs: list[tuple[str, str]]
     here: list[tuple[str, str]]

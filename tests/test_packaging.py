@@ -1,4 +1,4 @@
-"""What pip makes of the repository: a source archive and a wheel, in an environment of its own."""
+"""The source archive and the wheel that pip builds, installed into a separate environment."""
 
 import ast
 import os
@@ -37,7 +37,7 @@ def pip(*words: object, cwd: Path) -> None:
 
 
 def environment(folder: Path, *what: object) -> Path:
-    """An environment with `what` installed into it, beside the packages of this interpreter; its bin."""
+    """Return the bin directory of an environment with `what` installed, in addition to this interpreter's packages."""
     venv.create(folder, symlinks=True)
     packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
     (packages / "this_interpreter.pth").write_text(f"{sysconfig.get_path('purelib')}\n")

@@ -1,8 +1,8 @@
-"""The console scripts: `llama-ft train`, `llama-ft plan` and so on, and llama-ft-finetune, llama-ft-plan and so on,
-each of which runs the recipe that it is named after.
+"""The console scripts: `llama-ft train`, `llama-ft plan` and so on, and llama-ft-finetune, llama-ft-plan and so on.
+Each one runs the recipe of its name.
 
-After `pip install -e .` that is the repository's own recipes/*.py, which people edit; a plain install has a copy of
-recipes/ and configs/ inside the package. Nothing heavy is imported here.
+After `pip install -e .` they run the repository's own recipes/*.py, which users edit. A plain install has a copy of
+recipes/ and configs/ inside the package. Nothing slow is imported here.
 """
 
 import logging
@@ -19,7 +19,7 @@ RECIPES = PACKAGE / "recipes" if (PACKAGE / "recipes").is_dir() else PACKAGE.par
 
 
 def _run(recipe: str) -> None:
-    """As `python recipes/<recipe>.py` would, beside whose folder's modules it is; sys.argv stays as it is."""
+    """Run recipes/<recipe>.py as __main__, with recipes/ on sys.path and sys.argv unchanged."""
     file = RECIPES / f"{recipe}.py"
     sys.path.insert(0, str(RECIPES))
     main = ModuleType("__main__")
@@ -43,8 +43,8 @@ HELP = "Usage: llama-ft VERB [flags]\n\n{}\n\nllama-ft VERB --help lists a verb'
 
 
 def main() -> None:
-    """`llama-ft VERB FLAGS`: the recipe of that verb. `train --nproc N` starts it by torchrun, on so many processes of
-    this machine, without torchrun's own report of a process that failed."""
+    """Run `llama-ft VERB FLAGS`: the recipe of that verb. `train --nproc N` starts it with torchrun, as N processes on
+    this machine, and hides torchrun's own report of a failed process."""
     verb, *flags = sys.argv[1:] or [""]
     if verb == "--version":
         print(f"llama_ft {__version__}")
@@ -61,13 +61,13 @@ def main() -> None:
 
 
 def _launch(flags: list[str]) -> None:
-    """Run the training recipe under torchrun, on as many processes as the flag --nproc says. Exits as the first process
-    that failed."""
+    """Run the training recipe with torchrun, on the number of processes in --nproc. The exit code is that of the first
+    process that failed."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    for name in ("api", "multiprocessing.api"):  # the failing rank has said what went wrong
+    for name in ("api", "multiprocessing.api"):  # the failing rank has printed the error
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     parser = ArgumentParser("llama-ft train", "llama-ft train --nproc N [flags]", add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc", type=int)

@@ -1,4 +1,4 @@
-"""The bookkeeping of a run. Nothing here computes a loss, a gradient or a weight: the recipe does."""
+"""Settings, logs, checkpoints and evaluation of a run. The recipe computes losses, gradients and updates."""
 
 import dataclasses
 import math
@@ -27,34 +27,34 @@ from llama_ft.training.step import StepResult
 
 
 class RankNumbers(NamedTuple):
-    """Numbers of every rank at one step, float64 [ranks] unless said otherwise."""
+    """Numbers of every rank in one step, float64 [ranks] unless noted."""
 
-    tokens: torch.Tensor  # input tokens that are not padding
-    flops: torch.Tensor  # model FLOPs of these
-    peak_bytes: torch.Tensor  # largest host and device memory so far, [ranks, 2]
-    stop_asked: torch.Tensor  # what the rank was asked to stop by; see StopSignals
-    save_failed: torch.Tensor  # 1 if the rank could not write the checkpoint in flight
+    tokens: torch.Tensor  # input tokens without padding
+    flops: torch.Tensor  # model FLOPs for these tokens
+    peak_bytes: torch.Tensor  # highest host and device memory so far, [ranks, 2]
+    stop_asked: torch.Tensor  # the rank's request to stop; see StopSignals
+    save_failed: torch.Tensor  # 1 if the rank could not write the pending checkpoint
     seconds: torch.Tensor  # since the first step of this launch
 
 
 class Due(NamedTuple):
-    """What follows a step, on all ranks alike."""
+    """Actions after a step, the same on all ranks."""
 
     evaluation: bool
-    answers: bool  # to sample_prompts
-    save: bool  # as the settings ask
-    stop: Stop | None  # what asks the run to stop
+    answers: bool  # sample answers to sample_prompts
+    save: bool  # requested by the settings
+    stop: Stop | None  # the request to stop the run, or None
     is_last: bool
 
 
 class Run:
-    """A run on this rank, made by `start_run`. Its methods are called in the recipe's order: `save_due`, `save` and
-    `should_stop` go by what `end_step` and `evaluate` have noted.
+    """A run on this rank, created by `start_run`. The recipe calls its methods in a fixed order: `save_due`, `save` and
+    `should_stop` use what `end_step` and `evaluate` have recorded.
 
     Attributes:
-        config: the settings, with what the machine decided.
-        resumed: the checkpoint that the run goes on from; None for a new run.
-        is_finished: the run that is to be resumed came to its end already, and nothing is left to do.
+        config: the settings, with resolved values such as auto.
+        resumed: the checkpoint that the run resumes from; None for a new run.
+        is_finished: the run to resume is already complete, so there is nothing to do.
         global_batch: packed sequences, or samples, of an optimizer step over all ranks.
     """
 
@@ -89,7 +89,7 @@ class Run:
     # Before training
 
     def choose_kernels(self, model_config: PretrainedConfig) -> Config:
-        """Log what is fused, and return the settings with use_liger chosen; a resumed run keeps its own."""
+        """Log the fused kernels, and return the settings with use_liger resolved. A resumed run keeps its choice."""
         model, asked = self.config.model, self.config.model.use_liger
         if asked == "auto" and self.resumed is not None:
             asked = self.resumed.trainer["config"]["model"]["use_liger"]
@@ -109,7 +109,7 @@ class Run:
         new_tokens: models.NewTokens | None,
         dataset: data.TokenizedData,
     ) -> None:
-        """Check that the result can be written, and that a resumed run has the same model and data."""
+        """Check that the final model can be saved, and that a resumed run has the same model and data."""
         log.info("\n".join(dataset.summary))
         if self.job.is_main:
             checkpoint.check_export(model_config, tokenizer, folder)
@@ -142,7 +142,7 @@ class Run:
         dataset: data.TokenizedData,
         batches: data.TrainingBatches,
     ) -> Config:
-        """Begin to plan the memory in another process; wait for it only where it chooses activation_checkpointing."""
+        """Start to plan the memory in another process. Wait for it only if it chooses activation_checkpointing."""
         self.config = self._preflight.ask(self.config, folder, new_tokens, dataset, batches, self.job)
         self._info["config"] = dataclasses.asdict(self.config)
         return self.config
@@ -151,7 +151,7 @@ class Run:
     def open(
         self, dataset: data.TokenizedData, batches: data.TrainingBatches, units: Sequence[models.Unit]
     ) -> Iterator[None]:
-        """Make the run's directory, before which nothing is written, and start the trackers."""
+        """Create the run's directory (nothing is written before) and start the trackers."""
         config, job, resumed = self.config, self.job, self.resumed
         self.dataset, self.batches = dataset, batches
         self.directory = folder = checkpoint.create_run_directory(
@@ -183,7 +183,7 @@ class Run:
     # Training
 
     def restore(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-        """Load the checkpoint that is resumed from, if any."""
+        """Load the checkpoint to resume from, if there is one."""
         self._pending, self._metrics, self._is_best = training.PendingMetrics(self.job.device), dict[str, Any](), False
         if self.resumed is not None:
             self.state.load_state_dict(self.resumed.trainer["progress"])
@@ -194,7 +194,7 @@ class Run:
 
     @contextmanager
     def training(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """The block of the training loop: in it steps are logged and measured, and signals wait for a step's end."""
+        """The block of the training loop: steps are logged and measured, and signals wait for the end of a step."""
         config, job = self.config, self.job
         dtype = runtime.PRECISIONS[config.train.precision].compute
         self._throughput = observe.ThroughputMeter(model, config.profile, dtype, self.directory, self.facts, job)
@@ -206,12 +206,12 @@ class Run:
 
     @property
     def remaining_steps(self) -> Generator[StepBatches, None, None]:
-        """The batches of the steps that are left, on this rank."""
+        """Return the batches of the remaining steps, on this rank."""
         last = self.state.step if self.state.best.should_stop else self.batches.total_steps
         return self.batches.steps(self.state.step + 1, last, self.state.position)
 
     def begin_step(self, step: StepBatches, waited_seconds: float, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Begin to measure; training waited that long for the batches."""
+        """Start to measure a step. `waited_seconds` is how long training waited for its batches."""
         lengths = [length for batch in step.batches for length in batch.row_lengths]
         targets = sum(batch.target_tokens for batch in step.batches)
         self._throughput.begin_step(step.step, lengths, targets, waited_seconds)
@@ -220,7 +220,7 @@ class Run:
             log.info(data.describe_first_batch(step.batches[0], tokenizer))
 
     def gather(self, step: StepBatches) -> RankNumbers:
-        """Every rank's numbers, in one all-gather between hosts."""
+        """Return the numbers of all ranks, with one all-gather between hosts."""
         gathered = self.job.all_gather_floats(
             sum(batch.tokens for batch in step.batches),
             self._throughput.flops,
@@ -234,8 +234,8 @@ class Run:
         return RankNumbers(tokens, flops, gathered[:, 2:4], asked, failed, seconds)
 
     def failed(self, step: StepBatches, result: StepResult) -> torch.Tensor:
-        """Whether the weights must stay as they are (not 0, on the device): the loss or the gradient norm is not
-        finite. fp16 waits for the device here: gradients that overflow lower the loss scale."""
+        """Return, on the device, not 0 if the weights must not be updated: the loss or the gradient norm is not finite.
+        With fp16 this synchronizes with the device, because overflowing gradients lower the loss scale."""
         scale = self.state.scale
         self._is_skipped = scale.is_used and scale.note(step.step, *result.read())
         return result.failed if self._is_skipped else self._pending.failed_with(result)
@@ -243,8 +243,8 @@ class Run:
     def end_step(
         self, step: StepBatches, result: StepResult, losses: Sequence[LossSum], numbers: RankNumbers, lr: float
     ) -> Due:
-        """Note a step whose weights are updated. On a GPU its loss is read, and logged, when the next step has been
-        sent, unless something needs it now."""
+        """Record a step whose weights are updated. On a GPU its loss is read and logged after the next step was queued,
+        unless it is needed now."""
         config, state = self.config, self.state
         self.memory.end_step()
         self._throughput.end_step(step.step, numbers.tokens.sum().item(), numbers.flops.sum().item())
@@ -257,7 +257,7 @@ class Run:
             **observe.memory_metrics(numbers.peak_bytes),
             **state.scale.metrics(),
         }
-        longest, seconds = config.train.max_train_time, numbers.seconds[0].item()  # rank 0's clock decides for all
+        longest, seconds = config.train.max_train_time, numbers.seconds[0].item()  # all ranks use rank 0's clock
         self._time_is_up = longest is not None and seconds >= parse_duration(longest)
         is_last = self._time_is_up or step.step == self.batches.total_steps
         stop = self.job.signals.agreed(numbers.stop_asked)
@@ -292,15 +292,15 @@ class Run:
         self._throughput.pause()
 
     def save_due(self, due: Due) -> bool:
-        """Whether to save after this step: the settings ask for it, or the validation loss is the best so far."""
+        """Return whether to save after this step: if the settings say so, or after the best validation loss so far."""
         if self._save_failed:
-            self.writer.finish()  # raises what has failed
+            self.writer.finish()  # raises the error of a failed save
         self._ends_run = due.is_last or self.state.best.should_stop
         self._asked = due.save or self._save_asked(self._ends_run)
         return self._asked or (self._is_best and self.config.checkpoint.save_model)
 
     def save(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-        """Begin to write a checkpoint; training goes on when a copy in host memory is made."""
+        """Start to write a checkpoint. Training continues after a copy in host memory is made."""
         record: dict[str, Any] = {"progress": self.state.state_dict(), "ends_run": self._ends_run}
         record |= {"metrics": self._metrics, "trackers": self.log.tracker_ids}
         self.memory.enter("save")
@@ -309,7 +309,7 @@ class Run:
         self._throughput.pause()
 
     def should_stop(self, due: Due) -> bool:
-        """Whether early stopping or max_train_time ends training here.
+        """Return whether early stopping or max_train_time ends training here.
 
         Raises:
             Stopped: the run was asked to stop, and its checkpoint is written.
@@ -334,7 +334,7 @@ class Run:
     # After training
 
     def take_best_weights(self, model: PreTrainedModel) -> None:
-        """With early stopping load the weights with the best validation loss."""
+        """With early stopping, load the weights with the best validation loss."""
         self.writer.finish()
         best, self._weights_of = self.state.best, self.state.step
         if (step := checkpoint.result_step(self.config, self.state.step, best.step)) != self.state.step:
@@ -343,7 +343,7 @@ class Run:
             self._weights_of = kept.step
 
     def show_answers(self, when: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pad: int) -> None:
-        """Log the model's answers to the sample prompts and keep them for the report. `when` is their heading."""
+        """Log the model's answers to the sample prompts and keep them for the report, under the heading `when`."""
         self.memory.enter("evaluation")
         chats = training.sample_chats(self.config.train, self.dataset.chat_sample)
         length = self.config.train.sample_tokens
@@ -352,17 +352,17 @@ class Run:
         self._throughput.pause()
 
     def trainer_record(self) -> dict[str, Any]:
-        """What the model card says of the run; see checkpoint.write_model_card."""
+        """Return the description of the run for the model card; see checkpoint.write_model_card."""
         return {**self._outcome(), **self._info}
 
     def log_result(self, result: Path) -> None:
-        """Give the final model or adapter to the trackers that take it."""
+        """Upload the final model or adapter with the trackers that want it."""
         self.facts.add(weights_of=self._weights_of)
-        seconds = parse_duration(self.config.train.collective_timeout) / 2  # the other ranks wait for it
+        seconds = parse_duration(self.config.train.collective_timeout) / 2  # other ranks wait for it
         self.log.log_result(result, self._outcome(), seconds)
 
     def log_summary(self, recipes: Path) -> None:
-        """Print how the run went, what it has left and what to do with it. `recipes` is the recipes' directory."""
+        """Log the results, the files and the next commands. `recipes` is the recipes' directory."""
         if self.job.is_main:
             best, seconds = self.state.best, time.monotonic() - self._started_at
             about = self._ended, seconds, (best.loss, best.step), self._weights_of, self.dataset.validation is not None
@@ -378,13 +378,13 @@ def start_run(requested: Config, sources: dict[str, str], build_model: BuildMode
     """Start the ranks, and find the checkpoint to resume from.
 
     Args:
-        requested: the settings, as the command line and YAML have them.
-        sources: dotted name -> the flag or the line of the YAML that set it.
-        build_model: the recipe's; the planner runs it on fake tensors.
-        planner: recipes/plan.py.
+        requested: the settings of the command line and YAML.
+        sources: dotted name -> the flag or the YAML line that set it.
+        build_model: the recipe's function; the planner runs it on fake tensors.
+        planner: path of recipes/plan.py.
     """
     settings, fsdp = requested.train, requested.fsdp
-    preflight = Preflight(build_model, off=requested.memory.no_plan)  # forks, before there is a thread
+    preflight = Preflight(build_model, off=requested.memory.no_plan)  # it forks, so before any thread starts
     timeout, fraction = parse_duration(settings.collective_timeout), settings.device_memory_fraction
     degree = models.shard_degree(fsdp)
     with (

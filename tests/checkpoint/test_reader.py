@@ -1,4 +1,4 @@
-"""Checkpoints are read by rows whoever wrote them, and damage anywhere in them is found."""
+"""Checkpoints are read by rows for any number of writing ranks, and corruption of any byte is found."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The whole command line layer in a process of its own, as a recipe calls it."""
+"""The whole command line layer in a separate process, as a recipe calls it."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""From both sources to one configuration, with every mistake told at once."""
+"""Load a configuration from YAML and flags. All errors are reported at once."""
 
 import os
 import shlex

@@ -37,6 +37,10 @@ from llama_ft.errors import UserError
         "--objective simpo --dataset_format messages",
         "--dataset_format preference",
         "--objective orpo --truncation split",
+        "--objective kto --use_peft --dataset_format preference",
+        "--dataset_format unpaired_preference",
+        "--objective dpo --use_peft --undesirable_weight 2",
+        "--objective kto --streaming --max_train_step 5",
         "--objective orpo --labels completion",
     ],
 )
@@ -84,9 +88,12 @@ def test_a_secret_in_a_setting_is_refused_and_not_shown(mistakes, line: str) -> 
         "--run_validation false --eval_steps 0 --early_stopping_patience 0",
         "--use_dora false --modules_to_save none",
         "--objective dpo --use_peft --quantization 4bit --beta 0.3 --label_smoothing 0.1 --truncation left",
+        "--objective kto --use_peft --desirable_weight 1.5 --beta 0.2 --dataset_format unpaired_preference",
+        "--objective kto --reference_model org/name",
         "--objective ipo --use_peft --streaming --max_train_step 5",
         "--objective dpo --reference_model org/name --beta 0.3",
         "--objective simpo --simpo_gamma 1 --label_smoothing 0.1 --dataset_format preference",
+        "--objective reward --center_rewards_coefficient 0.01 --use_peft --quantization 8bit",
     ],
 )
 def test_combinations_that_can_be_are_accepted(mistakes, line: str) -> None:
@@ -133,6 +140,9 @@ def test_sizes_are_read_in_decimal_and_binary_units(text: str, size: int) -> Non
         "--objective orpo --reference_model org/name",
         "--reference_model org/name",
         "--objective simpo --label_smoothing_factor 0.1",
+        "--objective reward --beta 0.2",
+        "--objective reward --sample_tokens 8",
+        "--objective orpo --center_rewards_coefficient 0.01",
     ],
 )
 def test_a_flag_without_effect_is_refused(mistakes, line: str) -> None:

@@ -1,4 +1,4 @@
-"""Small tokenizers whose tokens can be told by reading, and the demo, built once."""
+"""Small tokenizers whose tokens are easy to read, and the demo, built once."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +64,7 @@ def llama3(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> PreTrained
 
 @pytest.fixture
 def chatml(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> PreTrainedTokenizerFast:
-    """As Qwen: a line break after the end of each turn, no BOS."""
+    """A chat template like Qwen's: a line break after the end of each message, no BOS."""
     return make_tokenizer(["<|im_start|>", "<|im_end|>"], CHATML_TEMPLATE, eos_token="<|im_end|>")
 
 

@@ -107,6 +107,7 @@ def rows() -> Dataset:
             "labels": [[-100, 2, 3], list(range(20)), [-100, 5]],
             "target_tokens": [2, 19, 1],
             "source": ["a:1", "a:2", "a:3"],
+            "desirable": [None] * 3,
         }
     )
 

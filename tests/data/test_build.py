@@ -19,10 +19,10 @@ from forked import forked
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_ft.config.settings import DataConfig
-from llama_ft.data import Encoder, TokenizedData, collate, one_example, prepare
+from llama_ft.data import Encoder, TokenizedData, collate, one_example, prepare, unpaired_examples
 from llama_ft.data.batches import BatchSampler, evaluation_batches, group_size, row_lengths
 from llama_ft.data.build import CHUNK_ROWS, encode_chunks
-from llama_ft.errors import RunFailure
+from llama_ft.errors import RunFailure, UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -321,3 +321,61 @@ def test_examples_of_one_row_stay_together(
     held = [evaluation_batches(lengths, world_size, rank, 2, 0, pack_length, 2) for rank in range(world_size)]
     assert sorted(row for batches in held for batch in batches for row in batch) == list(range(len(data)))
     assert all(batch[::2] == [row - 1 for row in batch[1::2]] for batches in held for batch in batches)
+
+
+def completions(count: int) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"Hi {n}" + "?" * (n % 3), "completion": " yes" * (1 + n % 5), "label": n % 4 > 0}
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize("truncation", ["right", "left", "drop"])
+def test_a_completion_with_a_label_comes_with_its_prompt_and_another_completion(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path, truncation: Any
+) -> None:
+    def built(name: str, rows: list[Any], **changes: Any) -> TokenizedData:
+        settings = {"dataset_format": "unpaired_preference", "truncation": truncation, **changes}
+        config = DataConfig(dataset=str(write_jsonl(tmp_path / name, rows)), **settings)
+        limits: dict[str, Any] = {"context_length": 14, "cache": tmp_path, "want_validation": False}
+        return prepare(config, llama3, examples=unpaired_examples, **limits)
+
+    rows, encoder = completions(21), Encoder(llama3, 99)
+    rows[5]["completion"] *= 9  # too long by itself
+    data = built("my.jsonl", [*rows[:8], {"prompt": "Hi", "completion": "", "label": 1}, *rows[8:]], skip_bad_rows=True)
+    found, at = data.train, 0
+    assert found is not None and set(found["group"]) == {2}
+    whole = [encoder.tokenize(row, "prompt_completion") for row in rows]
+    starts = [next(n for n, label in enumerate(labels) if label != -100) for _, labels in whole]
+    for number, (ids, labels) in enumerate(whole):
+        if number == 5 and truncation == "drop":
+            continue
+        other = (number + 10) % 21
+        joined = [
+            mine[: starts[number]] + its[starts[other] :] for mine, its in zip(whole[number], whole[other], strict=True)
+        ]
+        longest = max(14, len(ids))
+        assert [found[at + n]["desirable"] for n in (0, 1)] == [rows[number]["label"], None]
+        assert found[at]["source"].endswith(", desirable" if rows[number]["label"] else ", undesirable")
+        for row, expected in ((found[at], (ids, labels)), (found[at + 1], [it[:longest] for it in joined])):
+            cut = slice(-14, None) if truncation == "left" else slice(14)
+            assert (row["input_ids"], row["labels"][1:]) == (expected[0][cut], expected[1][cut][1:])
+        at += 2
+    assert at == len(found) and data.report.bad_rows == 1
+    plan = BatchSampler.of(found, pack_length=14, global_batch=1, world_size=1, rank=0, micro_batch=1, seed=1)
+    for step in range(plan.steps_per_epoch):
+        batch = collate(found, plan.step(0, step).micro_batches[0], 0, True)
+        assert sum(batch.row_lengths[::2]) <= 14 and batch.desirable[1::2] == [None] * (len(batch.sources) // 2)
+    flipped = built("other.jsonl", [{**row, "label": str(row["label"] ^ (n == 3))} for n, row in enumerate(rows)])
+    assert flipped.train is not None and flipped.train["input_ids"][:] == found["input_ids"][:]
+    assert flipped.fingerprints() != data.fingerprints()
+    assert f"labels of the training data: {15 - (truncation == 'drop')} desirable, 6 undesirable" in data.summary
+    with pytest.raises(UserError, match="one.jsonl: all 3 completions have the label False"):
+        built("one.jsonl", [{**row, "label": 0} for row in rows[:3]])
+    both = [{"prompt": "Hi", "chosen": " yes", "rejected": f" no {n}"} for n in range(3)]
+    apart = [{"prompt": "Hi", "completion": it[key], "label": key == "chosen"} for it in both for key in list(it)[1:]]
+    pairs_of, unpaired = built("pairs.jsonl", both).train, built("apart.jsonl", apart).train
+    assert pairs_of is not None and unpaired is not None
+    assert all(pairs_of[name][:] == unpaired[name][:] for name in ("input_ids", "labels", "desirable"))
+    with pytest.raises(UserError, match='same.jsonl:1: "rejected" is "no"; expected another response'):
+        built("same.jsonl", [{"prompt": "Hi", "chosen": "no", "rejected": "no"}])

@@ -20,6 +20,8 @@ from llama_ft.data.formats import (
     alpaca_messages,
     chat_messages,
     find_format,
+    is_desirable,
+    labelled,
     pair_contents,
     plain_text,
     prompt_completion,
@@ -68,6 +70,7 @@ def test_format_is_told_by_the_columns(columns: str, expected: str) -> None:
             "my.jsonl: it has pairs of a chosen and a rejected response.\n--objective dpo",
         ),
         ("prompt completion", "preference", "--dataset_format is preference"),
+        ("prompt completion label", "auto", "its completions have labels, desirable or not.\n--objective kto"),
     ],
 )
 def test_wrong_columns_are_listed_with_what_is_expected(columns: str, wanted: str, text: str) -> None:
@@ -113,6 +116,9 @@ def answered(**changes: object) -> Row:
         (prompt_completion, {"prompt": "Hi", "completion": [ANSWER]}, '"completion" is [{'),
         (prompt_completion, {"prompt": [USER], "completion": "yes"}, '"completion" is "yes"; expected a list'),
         (prompt_completion, {"prompt": [USER, ANSWER], "completion": [USER, ANSWER]}, '"completion[0].role" is "user"'),
+        (labelled, {"prompt": "Hi", "completion": "yes"}, '"label" is missing; expected true or false, 1 or 0'),
+        (labelled, {"prompt": "Hi", "completion": "yes", "label": 2}, '"label" is 2; expected true'),
+        (labelled, {"prompt": "Hi", "completion": " ", "label": 1}, '"completion" is " "; expected text'),
         (pair_contents, {"prompt": "Hi", "chosen": "yes"}, '"rejected" is missing; expected text'),
         (pair_contents, {"prompt": "Hi", "chosen": "yes", "rejected": " "}, '"rejected" is " "; expected text'),
         (pair_contents, {"prompt": "Hi", "chosen": "", "rejected": ""}, '"chosen" is empty; expected text'),
@@ -257,6 +263,14 @@ def test_pairs_are_texts_or_chats_with_or_without_a_column_for_the_prompt() -> N
     row = {"system": "Be brief.", "chosen": [USER, ANSWER], "rejected": [USER, NO]}
     assert pair_contents(row) == [[system, USER, ANSWER], [system, USER, NO]]
     assert FORMATS["preference"].read(row) == [system, USER, ANSWER]
+
+
+@pytest.mark.parametrize("label", [True, 1, "True", "true", "1", 1.0])
+def test_a_label_is_a_truth_value_a_number_or_the_text_of_one(label: Any) -> None:
+    row = {"prompt": [USER], "completion": [ANSWER], "label": label}
+    assert labelled(row) == [USER, ANSWER] and is_desirable(row)
+    opposite = str(not label) if isinstance(label, str) and len(label) > 1 else str(0) if label == "1" else 1 - label
+    assert not is_desirable({"label": opposite})
 
 
 TOKENIZE = """

@@ -32,7 +32,7 @@ def test_rows_come_out_as_tokens_labels_counts_and_places(llama3: PreTrainedToke
     data = prepared(path, llama3, tmp_path / "cache")
     assert len(data.train) == 3
     row = data.train[1]
-    assert set(row) == {"input_ids", "labels", "target_tokens", "group", "source"}
+    assert set(row) == {"input_ids", "labels", "target_tokens", "group", "source", "desirable"}
     assert row["source"] == f"{path}:2"
     assert row["target_tokens"] == 2 == sum(label != -100 for label in row["labels"])
     assert data.train.features["input_ids"].feature.dtype == "int32"

@@ -37,7 +37,8 @@ def test_of_a_long_row_the_beginning_is_shown(chatml: PreTrainedTokenizerFast) -
 
 def test_of_the_first_batch_the_first_row_is_shown(chatml: PreTrainedTokenizerFast) -> None:
     ids = [chatml(text)["input_ids"] for text in ("Hi yes no", "no yes", "yes yes")]
-    rows = Dataset.from_list([{"input_ids": it, "labels": [-100, *it[1:]], "source": "a.jsonl:1"} for it in ids])
+    more = {"source": "a.jsonl:1", "desirable": None}
+    rows = Dataset.from_list([{"input_ids": it, "labels": [-100, *it[1:]], **more} for it in ids])
     pad = chatml.convert_tokens_to_ids("no")
     shown = ["  3 tokens: Hi[[ yes no]]"]
     for is_packed in (True, False):

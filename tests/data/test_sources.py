@@ -115,6 +115,8 @@ def test_files_named_by_split_are_splits(source_of: Opener, tmp_path: Path) -> N
     assert texts(named) == texts(source_of([{"path": folder, "split": "test"}])) == ["test/rows.jsonl"]
     with pytest.raises(UserError, match="data: has no split dev. It has train, validation, test."):
         source_of(folder, dataset_split="dev")
+    with pytest.raises(UserError, match=r"no split train\[:10%\].* A slice of files counts samples: train\[10:100\]."):
+        source_of(folder, dataset_split="train[:10%]")
 
 
 def test_folders_that_datasets_saved(source_of: Opener, tmp_path: Path) -> None:

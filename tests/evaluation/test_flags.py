@@ -1,4 +1,4 @@
-"""The command line of recipes/evaluate.py: what it settles, and its mistakes, all told at once."""
+"""The command line of recipes/evaluate.py: resolved flags, and errors, which are all reported at once."""
 
 import json
 from pathlib import Path

@@ -77,16 +77,25 @@ def test_experts_are_adapted_or_a_line_says_how(model_type: str, settings: dict[
 
 
 @pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_dropout": 0.1}, "experts support neither lora_dropout nor use_dora"),
+        ({"init_lora_weights": "pissa"}, "no unquantized linear layer"),
+        ({"init_lora_weights": "pissa", "target_modules": ["q_proj"], "r": 33}, "at least 33 inputs"),
+    ],
+)
+def test_what_a_layer_cannot_have_is_named(settings: dict[str, Any], message: str) -> None:
+    config = AutoConfig.for_model("mixtral", num_hidden_layers=1, hidden_size=32, intermediate_size=16, vocab_size=64)
+    model = build_on_meta(config, ModelConfig(model_name="mixtral"))
+    with pytest.raises(UserError, match=message):
+        inject_lora(model, PeftConfig(use_peft=True, **settings), "base")
+
+
+@pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (
-            {"target_parameters": ["experts.w1"]},
-            r"\[experts.w1\]: not in this model. It has: no stacked",
-        ),
-        (
-            {"target_modules": ["q_proj", "query", "key"]},
-            r"(?s)\[key, query\].*q_proj, k_proj, v_proj, o_proj",
-        ),
+        ({"target_parameters": ["experts.w1"]}, r"\[experts.w1\]: not in this model. It has: no stacked"),
+        ({"target_modules": ["q_proj", "query", "key"]}, r"(?s)\[key, query\].*q_proj, k_proj, v_proj, o_proj"),
         ({"from_peft_checkpoint": "."}, "IA3 adapters"),
     ],
 )

@@ -22,7 +22,7 @@ KEPT: list[Any] = []
 
 
 def load_whole_model_too(*arguments: Any, **keywords: Any) -> Any:
-    """load_weights, and rank 0 keeps copies of everything that is in the files beside its shards."""
+    """Run load_weights. Rank 0 also keeps copies of all tensors in the files."""
     if RANK == 0:
         tensors = [tensor for file in sorted(arguments[1].glob("*.safetensors")) for tensor in load_file(file).values()]
         KEPT.extend(tensor.clone() for tensor in tensors for _ in range(4))
@@ -30,7 +30,7 @@ def load_whole_model_too(*arguments: Any, **keywords: Any) -> Any:
 
 
 def keep_states_of_the_whole_model(optimizer: torch.optim.Optimizer, *arguments: Any, **keywords: Any) -> Any:
-    """update_weights, and rank 1 has one more state, which nobody has sharded."""
+    """Run update_weights. Rank 1 has one more state, which is not sharded."""
     UPDATE_WEIGHTS(optimizer, *arguments, **keywords)
     if RANK == 1:
         for parameter, state in optimizer.state.items():

@@ -46,7 +46,7 @@ def log_run(
     error: BaseException | None = None,
     **resumed: Any,
 ) -> dict[str, str]:
-    """One attempt of a run; the ids that a later one goes on with."""
+    """Run one attempt of a run and return the ids with which a later attempt continues."""
     output_dir.mkdir(parents=True, exist_ok=True)
     tracking = tracking or TrackingConfig(use_mlflow=True)
     with contextlib.suppress(Stopped, ValueError), RunLog(output_dir, tracking, SETTINGS, 9, **resumed) as run_log:

@@ -1,4 +1,4 @@
-"""W&B offline, its files read back; W&B online, in a process of its own against a small local server."""
+"""W&B offline, with its files read back; W&B online, in a separate process with a small local server."""
 
 import contextlib
 import io
@@ -52,7 +52,7 @@ except UserError as error:
 class WandbServer:
     """Answers what wandb asks when a run starts, takes its metrics, and can refuse every key.
 
-    What it has of a run is what a resumed one is told: `history` holds the lines by run and position.
+    A resumed run gets what the server has of it: `history` holds the lines by run and position.
     """
 
     url: str = ""

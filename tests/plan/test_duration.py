@@ -1,4 +1,4 @@
-"""Time and cost that a plan prints, beside those computed on paper."""
+"""Time and cost of a plan, compared with those computed by hand."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,8 @@ import pytest
 from model_shapes import write_llama
 
 from llama_ft.config import load
-from llama_ft.plan.duration import describe_time, step_seconds, time_text
+from llama_ft.observe.summary import time_text
+from llama_ft.plan.duration import describe_time, step_seconds
 
 Plan = Callable[..., Any]
 LAYERS, HIDDEN, INNER, VOCABULARY, LENGTH, TOKENS = 7, 64, 160, 1000, 128, 256

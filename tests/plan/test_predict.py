@@ -1,4 +1,4 @@
-"""What a plan says, beside what can be counted on paper. What real runs hold is in test_predicted.py."""
+"""Plans compared with numbers computed by hand. test_predicted.py compares them with real runs."""
 
 import json
 from collections.abc import Callable
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from model_shapes import write_llama
+from peft import LoraConfig, get_peft_model
 from torch import nn
-
-from llama_ft.plan.types import describe
+from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCABULARY, HIDDEN, INNER, LAYERS = 1000, 64, 160, 3
 HEADS, KEY_VALUE_HEADS, HEAD = 4, 2, 16
@@ -85,7 +85,18 @@ def test_adapters_of_experts_and_the_loss_of_routers_are_planned(plan: Plan, tmp
     deep = write_llama(tmp_path / "deep", **MIXTRAL, num_hidden_layers=5)
     few, many = (held(plan(folder, 2, *flags), "forward")["activations"] for folder in (mixtral, deep))
     assert many - few < merged / 3, "a layer keeps no dequantized experts"
-    assert "Experts: 2 of 4 per token." in describe(with_adapters)
+
+
+def test_a_reward_model_has_one_score_a_response_and_no_logits(plan: Plan, tmp_path: Path) -> None:
+    """A pair is two rows; the head is HIDDEN numbers, and with an adapter those and a frozen copy."""
+    model = write_llama(tmp_path / "model")
+    planned = plan(model, 2, *FLAGS, "--objective", "reward", "--precision", "fp32")
+    assert held(planned, "optimizer step")["gradients"] == 2 * (PARAMETERS - VOCABULARY * HIDDEN) + 4 * HIDDEN
+    assert planned.tokens == 2 * TOKENS
+    assert max(peak.holders["logits and loss"] for peak in planned.peaks) < 4 * TOKENS * HIDDEN
+    adapted = plan(model, 1, *FLAGS, *LORA, "--objective", "reward", "--precision", "fp32")
+    matrices = LAYERS * 4 * (3 * HIDDEN + KEY_VALUE_HEADS * HEAD)
+    assert held(adapted, "optimizer step")["gradients"] == 4 * (matrices + HIDDEN)
 
 
 def test_lora_trains_its_matrices_only(plan: Plan, tmp_path: Path) -> None:
@@ -96,6 +107,12 @@ def test_lora_trains_its_matrices_only(plan: Plan, tmp_path: Path) -> None:
     assert step["gradients"] == 4 * adapters
     assert planned.checkpoint_bytes == pytest.approx(3 * 4 * 2 * adapters, rel=0.01)
     assert planned.result_bytes == 4 * 2 * adapters
+    twice = plan(tmp_path / "model", 2, *FLAGS, *LORA, "--init_lora_weights", "pissa")
+    assert held(twice, "optimizer step")["gradients"] == 2 * step["gradients"]
+    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "model"))
+    get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).save_pretrained(tmp_path / "adapter")
+    continued = plan(tmp_path / "model", 2, *FLAGS, "--use_peft", "--from_peft_checkpoint", str(tmp_path / "adapter"))
+    assert held(continued, "optimizer step") == step
 
 
 @pytest.mark.parametrize(("mode", "bits"), [("8bit", 8), ("4bit", 4)])
@@ -121,7 +138,7 @@ def test_the_loss_holds_logits_of_a_piece_however_many_tokens_there_are(plan: Pl
     from llama_ft.models.chunked_loss import FEWEST_POSITIONS, LOGITS_AT_ONCE
 
     piece = LOGITS_AT_ONCE["cpu"] // 32_000 // FEWEST_POSITIONS * FEWEST_POSITIONS
-    # Logits and their softmax; beside them the gradient of the hidden states.
+    # Logits and their softmax; in addition the gradient of the hidden states
     assert once == pytest.approx(piece * 32_000 * (4 + 4) + TOKENS * HIDDEN * 4, rel=0.02)
     assert twice - once == pytest.approx(TOKENS * HIDDEN * 4, rel=0.1)
 

@@ -1,4 +1,4 @@
-"""Plans beside runs of the recipe whose tensors are counted; benchmarks/plan.py does it for 54 cases."""
+"""Plans compared with runs of the recipe whose tensors are counted; benchmarks/plan.py does it for 54 cases."""
 
 import shutil
 import sys

@@ -34,8 +34,8 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> S
 
 
 def tell_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) -> tuple[int, Config]:
-    """What a run of two ranks on the CPU does between its start and its first step; the planner's process id, and the
-    settings it goes on with."""
+    """Do what a run of two ranks on the CPU does between its start and its first step. Return the planner's process id
+    and the settings with which the run continues."""
     import torch
 
     from llama_ft.config import load

@@ -1,4 +1,4 @@
-"""A folder of things that are wrong, each in one way, beside a model and data that are right."""
+"""A directory of invalid inputs, each with one error, and a valid model and valid data."""
 
 import shutil
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""recipes/evaluate.py as users run it: losses beside those of the runs themselves and of plain transformers, tasks
-beside those of lm-evaluation-harness' own loading, on one process and on two."""
+"""recipes/evaluate.py as users run it, on one and two processes. Losses are compared with those of the runs and of
+plain Transformers, tasks with those of lm-evaluation-harness' own loading."""
 
 import json
 import math
@@ -55,7 +55,7 @@ def token_rows() -> list[list[int]]:
 
 
 def greedy(folder: Path, questions: list[str]) -> list[str]:
-    """What plain transformers goes on with, to the end of five tokens."""
+    """Return how plain Transformers continues the prompt, up to five tokens."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""The same losses as a plain single-process transformers and torch loop, however the work is laid over ranks."""
+"""Losses must equal those of a plain single-process loop with Transformers and torch, for any sharding."""
 
 import functools
 import json
@@ -237,7 +237,7 @@ def cases_of(world_size: int, lora_start: Path, wide_lora_start: Path) -> dict[s
         "pissa, every rank reads": ("pissa", ["--enable_fsdp", *fp32, *pissa, *batch(1)]),
         "without fsdp": ("full", [*fp32, *FULL, *batch(4)]),
         "lora without fsdp": ("lora", ["--low_cpu_fsdp", *fp32, *lora, *batch(4)]),
-        "full in bf16_mixed": ("full", [*FSDP, "--precision", "bf16_mixed", *FULL, *batch(4)]),
+        "full in bf16_mixed": ("full", [*FSDP, *SELECTIVE, *bf16, *FULL, *batch(4)]),
         "lora in bf16_mixed": ("lora", [*FSDP, "--precision", "bf16_mixed", *lora, *batch(1)]),
         "8bit": ("8bit", [*FSDP, *fp32, *wide_lora, "8bit", *batch(4)]),
         "4bit": ("nf4", ["--enable_fsdp", *fp32, *wide_lora, "4bit", *batch(1)]),

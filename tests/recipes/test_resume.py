@@ -278,7 +278,7 @@ def test_on_more_ranks_and_back_the_losses_stay(two_ranks: Path, one_rank: Finis
 
 
 def test_auto_takes_the_newest_sound_checkpoint(two_ranks: Path) -> None:
-    """Newest damaged: told, set aside, and the run goes on from the one before, in its own directory."""
+    """A corrupted newest checkpoint is reported and moved to set-aside-*, and the run resumes from the one before."""
     run_dir = two_ranks / "SGD"
     whole = facts(run_dir)
     newest = run_dir / "checkpoints" / "step-000004" / "shard-00002-model-00001-of-00001.safetensors"

@@ -13,10 +13,13 @@ from conftest import RECIPE, Finished, losses, metrics, recipe, write_rows
 from forked import forked
 from training.test_preferences import expected as of_formulas
 
+from llama_ft import models
+from llama_ft.config import ModelConfig
 from llama_ft.data import Encoder, two_examples
+from llama_ft.models.conversion import open_source
 
 CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
-EXPORT = RECIPE.with_name("export.py")
+EXPORT, INFERENCE = RECIPE.with_name("export.py"), RECIPE.with_name("inference.py")
 FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
 PADDED = ["--batching_strategy", "padding"]
 SECRETS = {"WANDB_API_KEY": "5ecre7" * 6 + "abcd", "MLFLOW_TRACKING_PASSWORD": "hunter2-hunter2"}
@@ -30,6 +33,8 @@ OPTIMIZERS = {  # name -> flags, and the bytes of state a parameter; narrow rows
 }
 PREFERENCE_RATE = 3e-3
 DPO = ["--objective", "dpo", "--beta", "0.3", "--label_smoothing", "0.1", "--use_peft"]
+KTO = ["--objective", "kto", "--beta", "0.3", "--undesirable_weight", "1.2"]
+KTO += ["--batch_size_training", "8", "--val_batch_size", "4"]
 PREFERENCES = {  # one step an epoch: their order is free; one micro-batch of one rank has no pair
     "dpo": [*DPO, "--batching_strategy", "padding", "--enable_fsdp", "--low_cpu_fsdp"],
     "dpo_first": [*DPO, "--max_train_step", "1", "--run_validation", "False"],
@@ -38,6 +43,13 @@ PREFERENCES = {  # one step an epoch: their order is free; one micro-batch of on
     "ipo_other": [*DPO[:1], "ipo", *DPO[2:4], "--reference_model", "@", "--batching_strategy", "padding"],
     "orpo": ["--objective", "orpo", "--beta", "0.5", "--enable_fsdp", "--activation_checkpointing", "full"],
     "simpo": ["--objective", "simpo", "--beta", "2", "--simpo_gamma", "1", "--batching_strategy", "padding"],
+    # All of a step, and all of an evaluation, is one micro-batch of each rank.
+    "kto": [*KTO, "--use_peft", "--enable_fsdp"],
+    "kto_full": [*KTO, "--enable_fsdp", "--batching_strategy", "padding"],
+}
+REWARDS = {  # one reads and sends shards from rank 0 and packs, the other does not
+    "reward": ["--objective", "reward", *FSDP, "--activation_checkpointing", "full"],
+    "reward_lora": ["--objective", "reward", "--use_peft", "--enable_fsdp", *PADDED],
 }
 CUSTOM = """
 import datasets
@@ -118,7 +130,7 @@ def launch(folder: Path, tiny_model: Path, tied_model: Path, save_model: Any, ro
         "frozen": [*FSDP, *tiny, *files, "--freeze_layers", "--num_epochs", "1", "--precision", "fp32"]
         + ["--activation_checkpointing", "full", "--gradient_accumulation_steps", "3", *PADDED],
     }
-    for name, own in PREFERENCES.items():
+    for name, own in {**PREFERENCES, **REWARDS}.items():
         own = [str(tied_model) if word == "@" else word for word in own]
         runs[name] = [*tiny, "--dataset", str(pairs(folder / "pairs.jsonl", 7)), *own, "--num_epochs", "10"]
         runs[name] += ["--validation", str(pairs(folder / "held_out.jsonl", 3, 9)), "--precision", "fp32"]
@@ -243,6 +255,8 @@ def test_learning_from_pairs_is_what_a_plain_loop_computes(
     flags = PREFERENCES[name]
     settings: dict[str, Any] = {"objective": flags[1], "beta": float(flags[3])}
     settings |= {"dpo": {"label_smoothing": 0.1}, "simpo": {"simpo_gamma": 1.0}}.get(flags[1], {})
+    settings |= {"desirable_weight": 1.0, "undesirable_weight": 1.2} if flags[1] == "kto" else {}
+    losses_per_pair = 2 if flags[1] == "kto" else 1
     base = load(tied_model) if "--reference_model" in flags else base
     if "--use_peft" in flags:
         # At the first step B is zero, so that A gets no gradient: it is as it was made.
@@ -262,17 +276,85 @@ def test_learning_from_pairs_is_what_a_plain_loop_computes(
     assert len(found) == 10
     for line in found:
         loss, rewards = of_formulas(rows, model, base, **settings)
-        assert line["train/loss"] == pytest.approx(loss.item() / 7, rel=1e-5)
+        loss = loss / (7 * losses_per_pair)
+        assert line["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
         chosen, rejected = (sum(it[side].item() for it in rewards) / 7 for side in (0, 1))
         assert line["train/rewards/margins"] == pytest.approx(chosen - rejected, rel=1e-4, abs=1e-5)
-        assert line["train/rewards/accuracies"] == pytest.approx(sum((c > r).item() for c, r in rewards) / 7)
-        (loss / 7).backward()
+        if flags[1] != "kto":
+            assert line["train/rewards/accuracies"] == pytest.approx(sum((c > r).item() for c, r in rewards) / 7)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     held_out, rewards = of_formulas(rows_of(folder / "held_out.jsonl"), model, base, **settings)
-    assert found[-1]["eval/loss"] == pytest.approx(held_out.item() / 3, rel=1e-5)
-    assert found[-1]["eval/rewards/accuracies"] == pytest.approx(sum((c > r).item() for c, r in rewards) / 3)
+    assert found[-1]["eval/loss"] == pytest.approx(held_out.item() / 3 / losses_per_pair, rel=1e-5)
+    chosen, rejected = (sum(it[side].item() for it in rewards) / 3 for side in (0, 1))
+    assert found[-1]["eval/rewards/margins"] == pytest.approx(chosen - rejected, rel=1e-4, abs=1e-5)
     assert "eval/perplexity" not in found[-1]
+
+
+def test_a_reward_model_is_what_plain_transformers_trains_and_loads(
+    launch: Finished, folder: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Its first head is that of one process, in both ways of loading; scores of the result are those of its class."""
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "reward" / "model")
+    encoder, held_out = Encoder(tokenizer, 128), folder / "held_out.jsonl"
+
+    def base(place: Path, **settings: Any) -> Any:
+        return AutoModelForSequenceClassification.from_pretrained(place, dtype=torch.float32, **settings).eval()
+
+    def scores(model: Any, file: Path) -> torch.Tensor:
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        examples = [ids for row in rows for ids, _ in two_examples(row, "preference", encoder)]
+        padded = tokenizer.pad({"input_ids": examples}, return_tensors="pt")  # left or right, as it is saved
+        return model(**padded).logits.view(-1, 2)
+
+    def loss(model: Any, file: Path) -> torch.Tensor:
+        chosen, rejected = scores(model, file).unbind(1)
+        return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+
+    model = base(tiny_model, num_labels=1, pad_token_id=tokenizer.pad_token_id)
+    skeleton_config = models.load_model_config(folder / "reward" / "model", False)
+    skeleton = models.build_on_meta(skeleton_config, ModelConfig(model_name="mine"))
+    skeleton._score_seed = 42
+    model.score.weight.data = open_source(tiny_model, skeleton).read("score.weight")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PREFERENCE_RATE, weight_decay=0.0)
+    found = [line for line in metrics(folder / "reward") if "train/loss" in line]
+    first = {name: metrics(folder / name)[0]["eval/loss"] for name in REWARDS}
+    assert first == dict.fromkeys(REWARDS, pytest.approx(loss(model, held_out).item(), rel=1e-5))
+    assert len(found) == 10
+    for line in found:
+        computed = loss(model, folder / "pairs.jsonl")
+        assert line["train/loss"] == pytest.approx(computed.item(), rel=1e-4)
+        computed.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    adapted = PeftModel.from_pretrained(
+        base(tiny_model, num_labels=1, pad_token_id=tokenizer.pad_token_id), folder / "reward_lora" / "model"
+    )
+    for name, place, result in (
+        ("reward", "model", base(folder / "reward" / "model")),
+        ("reward_lora", "checkpoints/step-000010", adapted.eval()),
+    ):
+        expected = loss(result, held_out).item()
+        assert metrics(folder / name)[-1]["eval/loss"] == pytest.approx(expected, rel=1e-5)
+        out = tmp_path / f"{name}.jsonl"
+        flags = ["--prompts", held_out, "--output_file", out, "--batch_size", "4", "--precision", "fp32"]
+        finished = forked(INFERENCE, folder / name / place, *flags, "--device", "cpu")
+        assert finished.exit_code == 0, finished.output
+        printed = [json.loads(line) for line in out.read_text().splitlines()]
+        pairs_of_scores = torch.tensor([[row["score_chosen"], row["score_rejected"]] for row in printed])
+        torch.testing.assert_close(pairs_of_scores, scores(result, held_out), rtol=1e-5, atol=1e-5)
+    for script, flags, way_out in (
+        (INFERENCE, ["--prompt", "Why?"], "Use --prompts with chats or pairs"),
+        (RECIPE.with_name("evaluate.py"), ["--dataset", held_out], "recipes/inference.py --prompts prints its scores"),
+        (RECIPE, ["--dataset", held_out, "--objective", "dpo", "--use_peft"], "Use --objective reward, or the causal"),
+    ):
+        place = ["--model_name"] * (script == RECIPE) + [str(folder / "reward" / "model")]
+        refused = forked(script, *place, *flags, "--device", "cpu")
+        assert refused.exit_code == 2 and way_out in refused.output, refused.output
 
 
 def test_the_runs_config_repeats_it_number_for_number(launch: Finished, folder: Path) -> None:

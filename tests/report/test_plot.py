@@ -1,4 +1,4 @@
-"""Plots: what is left of many points, and what is written beside it."""
+"""Plots: the points that remain of many, and the labels."""
 
 import json
 import re

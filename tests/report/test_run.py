@@ -1,4 +1,4 @@
-"""Reading runs: what is there, what is missing, what is damaged; and recipes/report.py."""
+"""Read runs with existing, missing and corrupted files; and recipes/report.py."""
 
 import json
 import re

@@ -1,5 +1,5 @@
-"""A job of short steps that goes on until it is asked to stop. Arguments: its folder, what is special about it, and
---stop_after. What happens is told by files in the folder."""
+"""A job of short steps that runs until it is asked to stop. Arguments: its directory, the name of a special case, and
+--stop_after. It reports what happens by writing files into the directory."""
 
 import itertools
 import os

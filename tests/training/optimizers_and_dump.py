@@ -54,7 +54,7 @@ def gradients(step: int) -> dict[str, torch.Tensor]:
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Update the weights with the gradients of `steps`, laid over the ranks as the parameters are."""
+    """Update the weights with the gradients of `steps`, sharded across ranks like the parameters."""
     for step in steps:
         for name, gradient in gradients(step).items():
             parameter = model.get_parameter(name)

@@ -29,7 +29,7 @@ SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 
 
 def deaf_attention(module, query, key, value, attention_mask, **arguments):  # type: ignore[no-untyped-def]
-    """What an architecture's own code may be: causal over all it is given, whatever it is told of rows."""
+    """An architecture's own attention code: causal over all tokens, which ignores the samples' positions."""
     return sdpa_attention_forward(module, query, key, value, None, is_causal=True)
 
 
@@ -50,7 +50,9 @@ def make(attention: str, dtype: torch.dtype, runtime: Runtime) -> PreTrainedMode
 
 def rows(*lengths: int) -> Dataset:
     ids = [random.Random(n).choices(range(101), k=length) for n, length in enumerate(lengths)]
-    return Dataset.from_dict({"input_ids": ids, "labels": ids, "source": ["x"] * len(ids)})
+    return Dataset.from_dict(
+        {"input_ids": ids, "labels": ids, "source": ["x"] * len(ids), "desirable": [None] * len(ids)}
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

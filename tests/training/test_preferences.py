@@ -13,6 +13,8 @@ from llama_ft.config import PreferenceConfig
 from llama_ft.data import Batch
 from llama_ft.models import use_chunked_loss, use_packed_attention
 from llama_ft.models.lora_linear import use_fused_lora
+from llama_ft.training.kto import Kto
+from llama_ft.training.objective import logged_means
 from llama_ft.training.preferences import Preferences
 from llama_ft.training.reference import AdapterOff, StoredReference
 
@@ -21,7 +23,8 @@ ROWS = [[1, 5, 9, 30, 2], [1, 5, 7, 8], [4, 6, 2], [4, 6, 11, 12, 13, 2]]
 PROMPT = 2
 DPO, IPO = {"objective": "dpo", "beta": 0.3}, {"objective": "ipo", "beta": 0.3}
 CASES = [DPO, {**DPO, "label_smoothing": 0.2}, IPO, {"objective": "simpo", "beta": 2.0, "simpo_gamma": 0.7},
-         {"objective": "orpo", "beta": 0.4}]  # fmt: skip
+         {"objective": "orpo", "beta": 0.4},
+         {"objective": "kto", "beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.7}]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +44,34 @@ def made(seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=2, vocab_size=50, initializer_range=0.3))
 
 
-def batch(is_packed: bool) -> Batch:
-    labels = [[-100] * PROMPT + row[PROMPT:] for row in ROWS]
-    lengths, sources = [len(row) for row in ROWS], ["x"] * len(ROWS)
+def batch(is_packed: bool, objective: str = "dpo") -> Batch:
+    own = [(row, PROMPT) for row in ROWS]
+    tokens = [row for both in zip(own, mismatched(own), strict=True) for row, _ in both] if objective == "kto" else ROWS
+    labels = [[-100] * PROMPT + row[PROMPT:] for row in tokens]
+    lengths, sources = [len(row) for row in tokens], ["x"] * len(tokens)
+    told: Any = [True, None, False, None] * 2 if objective == "kto" else [None] * len(tokens)
     if is_packed:
-        return Batch(torch.tensor([sum(ROWS, [])]), torch.tensor([sum(labels, [])]), lengths, True, sources)
+        return Batch(torch.tensor([sum(tokens, [])]), torch.tensor([sum(labels, [])]), lengths, True, sources, told)
     ids, aims = (
-        torch.tensor([it + [fill] * (7 - len(it)) for it in rows]) for rows, fill in ((ROWS, 0), (labels, -100))
+        torch.tensor([it + [fill] * (7 - len(it)) for it in rows]) for rows, fill in ((tokens, 0), (labels, -100))
     )
-    return Batch(ids, aims, lengths, False, sources)
+    return Batch(ids, aims, lengths, False, sources, told)
+
+
+def method(settings: dict[str, Any], stored: StoredReference | None = None) -> Any:
+    return (Kto if settings["objective"] == "kto" else Preferences)(PreferenceConfig(**settings), stored)
+
+
+def mismatched(rows: list[tuple[list[int], int]]) -> list[tuple[list[int], int]]:
+    """Each prompt with the response that stands half the list further."""
+    others = rows[len(rows) // 2 :] + rows[: len(rows) // 2]
+    return [(row[:start] + other[begin:], start) for (row, start), (other, begin) in zip(rows, others, strict=True)]
+
+
+def divergence(rows: list[tuple[list[int], int]], model: Any, reference: Any) -> torch.Tensor:
+    with torch.no_grad():
+        both = [[log_probabilities(it, *row).sum() for it in (model, reference)] for row in mismatched(rows)]
+    return torch.stack([ours - theirs for ours, theirs in both]).mean().clamp(min=0)
 
 
 def log_probabilities(model: Any, row: list[int], start: int = PROMPT) -> torch.Tensor:
@@ -61,14 +83,19 @@ def expected(
     rows: list[tuple[list[int], int]], model: Any, reference: Any, beta: float, objective: str, **more: float
 ) -> tuple[Any, list[Any]]:
     """The sum of the losses of the pairs as TRL's trainers have them, one pair a micro-batch, and the rewards. `rows`:
-    tokens and where the response begins, chosen and rejected in turn."""
+    tokens and where the response begins, chosen and rejected in turn. With kto all are one micro-batch."""
     losses, rewards = [], list[Any]()
+    kl = divergence(rows, model, reference) if objective == "kto" else 0
     for chosen, rejected in zip(rows[::2], rows[1::2], strict=True):
         ours = [log_probabilities(model, *row) for row in (chosen, rejected)]
         theirs = [log_probabilities(reference, *row).detach() for row in (chosen, rejected)]
         if objective == "dpo":
             (c, r), s = [a.sum() - b.sum() for a, b in zip(ours, theirs, strict=True)], more.get("label_smoothing", 0)
             losses.append(-logsigmoid(beta * (c - r)) * (1 - s) - logsigmoid(-beta * (c - r)) * s)
+        elif objective == "kto":
+            c, r = [a.sum() - b.sum() for a, b in zip(ours, theirs, strict=True)]
+            losses.append(more["desirable_weight"] * (1 - torch.sigmoid(beta * (c - kl))))
+            losses[-1] = losses[-1] + more["undesirable_weight"] * (1 - torch.sigmoid(beta * (kl - r)))
         elif objective == "ipo":
             c, r = [a.sum() - b.sum() for a, b in zip(ours, theirs, strict=True)]
             losses.append((c / len(ours[0]) - r / len(ours[1]) - 1 / (2 * beta)) ** 2)
@@ -96,16 +123,18 @@ def test_losses_rewards_and_gradients_are_those_of_the_formulas(
     in_chunks: bool,
 ) -> None:
     theirs, reference, stored = copy.deepcopy(model), model, None
+    is_kto = settings["objective"] == "kto"
     if not has_adapter:
         reference = frozen
         stored = StoredReference()
         # In another layout.
-        stored.compute(copy.deepcopy(frozen), [batch(False)], runtime)
+        stored.compute(copy.deepcopy(frozen), [batch(False, settings["objective"])], runtime)
     if has_adapter:
+        torch.manual_seed(1)
         get_peft_model(theirs, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear"))
         for name, parameter in theirs.named_parameters():
             if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(name)))
+                torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(name) + 1))
     ours = copy.deepcopy(theirs).train()
     use_fused_lora(ours)
     trained = [name for name, parameter in ours.named_parameters() if parameter.requires_grad]
@@ -114,13 +143,18 @@ def test_losses_rewards_and_gradients_are_those_of_the_formulas(
     if is_packed:
         use_packed_attention(ours)
     assert not in_chunks or use_chunked_loss(ours)
-    summed = Preferences(PreferenceConfig(**settings), stored).loss(ours, batch(is_packed), runtime)
+    summed = method(settings, stored).loss(ours, batch(is_packed, settings["objective"]), runtime)
     summed.loss.backward()
-    assert summed.count == 2
+    assert summed.count == (4 if is_kto else 2)
     torch.testing.assert_close(summed.loss, loss, rtol=1e-5, atol=1e-5)
     for name, (a, b) in zip(("chosen", "rejected"), zip(*rewards, strict=True), strict=True):
         torch.testing.assert_close(summed.logged[f"rewards/{name}"], a + b, rtol=1e-4, atol=1e-5)
-    assert summed.logged["rewards/accuracies"] == sum(c > r for c, r in rewards)
+    if is_kto:
+        kl = divergence([(row, PROMPT) for row in ROWS], theirs, reference)
+        assert (kl > 0.1 or not has_adapter) and summed.logged["count/chosen"] == summed.logged["count/rejected"] == 2
+        torch.testing.assert_close(summed.logged["kl"], kl * 4, rtol=1e-5, atol=1e-5)
+    else:
+        assert summed.logged["rewards/accuracies"] == sum(c > r for c, r in rewards)
     assert [name for name, parameter in ours.named_parameters() if parameter.requires_grad] == trained
     for (name, mine), parameter in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert (mine.grad is None) == (parameter.grad is None), name
@@ -133,8 +167,9 @@ def test_a_rank_without_pairs_adds_nothing(model: LlamaForCausalLM, runtime: Any
     """It logs the same numbers, since the ranks add them up together."""
     ours = copy.deepcopy(model)
     filler = Batch(torch.tensor([[1, 5, 9]]), torch.full((1, 3), -100), [3], False, [])
-    objective = Preferences(PreferenceConfig(**settings))
-    summed, usual = objective.loss(ours, filler, runtime), objective.loss(ours, batch(False), runtime)
+    objective = method(settings)
+    usual = objective.loss(ours, batch(False, settings["objective"]), runtime)
+    summed = objective.loss(ours, filler, runtime)
     summed.loss.backward()
     assert summed.count == summed.loss.item() == 0
     assert summed.logged.keys() == usual.logged.keys()
@@ -160,3 +195,12 @@ def test_the_reference_has_neither_adapter_nor_dropout(model: LlamaForCausalLM, 
         assert reference.log_probabilities(ours.train(), batch(False), runtime).tolist() == pytest.approx(
             [log_probabilities(model, row).sum().item() for row in ROWS], rel=1e-5
         )
+
+
+def test_means_over_desirable_and_undesirable_completions_have_their_own_counts() -> None:
+    sums = {"loss": 8.0, "kl": 2.0, "rewards/chosen": 6.0, "rewards/rejected": 1.0, "logps/rejected": -5.0}
+    counts = {"count/chosen": 3.0, "count/rejected": 1.0}
+    means = {"loss": 2.0, "kl": 0.5, "rewards/chosen": 2.0, "rewards/rejected": 1.0, "logps/rejected": -5.0}
+    assert logged_means(sums | counts, 4) == means | {"rewards/margins": 1.0}
+    alone = logged_means(sums | {"count/chosen": 4.0, "count/rejected": 0.0}, 4)
+    assert alone == {"loss": 2.0, "kl": 0.5, "rewards/chosen": 1.5}

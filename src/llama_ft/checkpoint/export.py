@@ -345,11 +345,12 @@ def write_model_card(
     run, base = trainer or {}, _without_folder(base_model)
     settings = {name: value for section in run.get("config", {}).values() for name, value in section.items()}
     is_adapter, is_lora = (folder / "adapter_config.json").exists(), settings.get("use_peft", True)
+    is_scored = auto_class == "AutoModelForSequenceClassification"
     is_on_hub = base_model != "demo" and not looks_local(base_model)
     front = {
         **({"base_model": base_model} if is_on_hub else {}),
         "library_name": "peft" if is_adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "text-classification" if is_scored else "text-generation",
         "tags": ["llama_ft", *(["lora"] if is_lora else [])],
     }
     what = f"{base} with a LoRA adapter merged into it" if is_lora else f"{base}, full fine-tuning"
@@ -358,9 +359,11 @@ def write_model_card(
         what, from_base = f"A LoRA adapter for {base}", base if is_on_hub else f"path/to/{base}"
         new = run.get("new_tokens") or {"rows": 0, "stored_rows": 0}  # their embeddings are missing in the base
         resize = f"base.resize_token_embeddings({new['rows']}, mean_resizing=False)\n"
+        head = ", num_labels=1" if is_scored else ""
         load = f"""from peft import PeftModel
-base = {auto_class}.from_pretrained("{from_base}")
+base = {auto_class}.from_pretrained("{from_base}"{head})
 {resize if new["rows"] > new["stored_rows"] else ""}model = PeftModel.from_pretrained(base, {PLACE})"""
+    set_pad = "\nmodel.config.pad_token_id = tokenizer.pad_token_id" if is_adapter and is_scored else ""
     facts = {name: settings[name] for name in (*SHOWN, *(SHOWN_WITH_LORA if is_lora else ())) if name in settings}
     facts |= {"optimizer steps": run["step"], "validation loss": run["metrics"].get("eval/loss")} if run else {}
     if data := settings.get("dataset"):
@@ -377,7 +380,7 @@ base = {auto_class}.from_pretrained("{from_base}")
 from transformers import {auto_class}, AutoTokenizer
 
 {load}
-tokenizer = AutoTokenizer.from_pretrained({PLACE})
+tokenizer = AutoTokenizer.from_pretrained({PLACE}){set_pad}
 ```
 
 ```yaml

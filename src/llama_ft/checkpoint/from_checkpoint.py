@@ -132,7 +132,7 @@ class Exporter:
             else models.local_folder(named, place, weights=merge or not config.peft.use_peft)
         )
         new = models.NewTokens(**trainer["new_tokens"]) if trainer.get("new_tokens") else None
-        model, adapter = _skeleton(base, trust_remote_code, new), None
+        model, adapter = _skeleton(base, trust_remote_code, new, config.preference.objective), None
         if config.peft.use_peft:
             adapter = models.inject_lora(model, config.peft, models.portable_name(named, base), new)
         if config.model.freeze_layers:
@@ -145,6 +145,7 @@ class Exporter:
         tokenizer.chat_template = trainer["chat_template"]
         if tokenizer.chat_template and config.model.resize_embeddings:
             data.ensure_chat_template(tokenizer, add_tokens=True)
+        _settle_pad_token(model, tokenizer)
         trained = checkpoint.weights()
         keys = {name: name for name in trained.tensors}
         return cls(base, named, tokenizer, model, trained, keys, adapter, new, config, trainer)
@@ -164,9 +165,11 @@ class Exporter:
         """
         settings, file = understood_adapter(folder), folder / lora.ADAPTER_WEIGHTS
         new = tokens_added(settings, models.load_model_config(base, trust_remote_code))
-        model = _skeleton(base, trust_remote_code, new)
+        objective = "reward" if settings.task_type == "SEQ_CLS" else "sft"
+        model = _skeleton(base, trust_remote_code, new, objective)
         adapter, trained = lora.inject_adapter(model, settings), SafetensorsSource([file])
         tokenizer = models.load_tokenizer(folder if any(folder.glob("tokenizer*")) else base, trust_remote_code)
+        _settle_pad_token(model, tokenizer)
         exporter = cls(base, base_name, tokenizer, model, trained, adapter.keys, adapter, new, Config(), None)
         exporter._changes()  # reports unsupported kinds of layers before their tensors are compared
         lora.check_saved_adapter(trained.tensors, model, adapter, file, str(base))
@@ -321,9 +324,17 @@ def _with_rows(trained: WeightSource, key: str, ids: list[int], block: torch.Ten
     return merged
 
 
-def _skeleton(base: Path, trust_remote_code: bool, new: models.NewTokens | None) -> PreTrainedModel:
+def _skeleton(base: Path, trust_remote_code: bool, new: models.NewTokens | None, objective: str) -> PreTrainedModel:
     settings = ModelConfig(model_name=str(base), trust_remote_code=trust_remote_code)
-    return models.build_on_meta(models.load_model_config(base, trust_remote_code), settings, new)
+    config = models.load_model_config(base, trust_remote_code)
+    models.choose_head(config, objective)
+    return models.build_on_meta(config, settings, new)
+
+
+def _settle_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """As training does for a reward model."""
+    if models.has_score(model):
+        models.set_pad_token(model.config, tokenizer, data.pad_token_id(tokenizer, model.config.vocab_size))
 
 
 def recorded_config(checkpoint: Checkpoint) -> Config:
@@ -352,7 +363,7 @@ def check_settings(settings: Mapping[str, Any], place: str) -> None:
         for name, value in settings.items()
         if (name not in UNDERSTOOD and value and value != getattr(LoraConfig, name, None))
         or (name == "init_lora_weights" and value not in LEAVES_THE_BASE_ALONE)
-        or (name == "task_type" and value not in (None, "CAUSAL_LM"))
+        or (name == "task_type" and value not in (None, "CAUSAL_LM", "SEQ_CLS"))
         or (name == "peft_type" and value != "LORA")
     ]
     if others:

@@ -1,7 +1,7 @@
-"""Read a command line and a YAML config into texts by field name, with the place of each; nothing is raised here.
+"""Read a command line and a YAML config: field name -> text, and the place of each. Errors are collected, not raised.
 
-Both bring text, and both are read by the same few lines. Reading YAML scalars as text spares YAML 1.1's surprises:
-`1e-4` would be a string, `off` a boolean and `2025-01-31` a date.
+Both sources are read as text, by the same code. YAML scalars are read as text, too, because YAML 1.1 would make `1e-4`
+a string, `off` a boolean and `2025-01-31` a date.
 """
 
 import os
@@ -20,7 +20,7 @@ from llama_ft.config.paths import file_problem
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting
 from llama_ft.errors import rank, reason
 
-MODES = {"true": "8bit", "false": "none"}  # of quantization; bare --quantization means 8bit, as in llama-recipes
+MODES = {"true": "8bit", "false": "none"}  # bare --quantization means 8bit, as in llama-recipes
 PLAIN_NAME = re.compile(r"[\w.\-]+")
 NEGATIVE_NUMBER = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
 NULL = "tag:yaml.org,2002:null"
@@ -30,10 +30,10 @@ Find = Callable[[str], Setting | None]
 
 @dataclass
 class Parsed:
-    """What one source sets.
+    """The settings of one source.
 
     Attributes:
-        values: field name -> value: text, a list of texts, None, or what no setting takes (a mapping).
+        values: field name -> value: a text, a list of texts, None, or a mapping, which no setting accepts.
         places: field name -> where it was set, `configs/mine.yaml:12` or `--lr`.
         errors: messages about what could not be read.
     """
@@ -44,21 +44,20 @@ class Parsed:
 
 
 def from_text(setting: Setting, text: str) -> Any:
-    """Read what cannot be left to pydantic: none, lists, and ~ for the home directory. The rest stays text."""
+    """Parse none, lists, and ~ for the home directory, which pydantic cannot do. Everything else stays text."""
     text = text.strip()
     if setting.name == "mode":
         return MODES.get(text.lower(), text)
     if setting.optional and text.lower() in ("none", "null"):
         return None
     if setting.kind in ("names", "names or pattern") and text:
-        is_list, node = text.startswith("[") and text.endswith("]"), None
-        with suppress(yaml.YAMLError):  # [*.jsonl] is none
-            node = yaml.compose(text, Loader=yaml.SafeLoader) if is_list else None
-        inside = text[1:-1] if is_list else text
+        inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
         items = [item for item in (item.strip().strip("'\"") for item in inside.split(",")) if item]
-        items = _texts(node) or items  # which has quoted texts with their commas
-        # peft takes a string for a pattern over whole module paths, which the bare name q_proj would never match:
-        # plain names become a list, patterns and the keyword all-linear stay as they are.
+        if inside != text:
+            with suppress(yaml.YAMLError):  # quoted texts keep their commas; [*.jsonl] is not YAML
+                items = _value(setting, yaml.compose(text, Loader=yaml.SafeLoader)) or items
+        # PEFT takes a string as a pattern for whole module paths, which the bare name q_proj would never match. So
+        # plain names become a list; patterns and the keyword all-linear stay strings.
         is_pattern = text == "all-linear" or not all(PLAIN_NAME.fullmatch(item) for item in items)
         return text if setting.kind == "names or pattern" and is_pattern else items
     if setting.kind == "data" and text.startswith("["):
@@ -66,12 +65,12 @@ def from_text(setting: Setting, text: str) -> Any:
             parts = _parts(yaml.compose(text, Loader=yaml.SafeLoader))
         except yaml.YAMLError:
             parts = None
-        return text if parts in (None, {}) else parts  # [1]*.jsonl is a name
+        return text if parts in (None, {}) else parts  # [1]*.jsonl is a file name
     return os.path.expanduser(text) if setting.kind in ("text", "data") else text
 
 
 def _parts(node: yaml.Node | None) -> Any:
-    """Return a dataset mixture as dicts of text, a plain name as a part with a path; {} for what is no such list."""
+    """Return the parts of a dataset mixture as dicts of texts (a plain name: its path); {} if it is not such a list."""
     if not isinstance(node, yaml.SequenceNode):
         return {}
     parts = []
@@ -86,7 +85,7 @@ def _parts(node: yaml.Node | None) -> Any:
 
 @dataclass(frozen=True)
 class Word:
-    """A flag as typed, with its value if it has one; or a word that stands alone (flag empty)."""
+    """A flag as typed, with its value if it has one; or a positional argument (flag is empty)."""
 
     flag: str
     value: str | None
@@ -103,7 +102,7 @@ class Word:
 
 
 def words_of(argv: list[str]) -> Iterator[Word]:
-    """Pair every flag with its value: what follows `=`, or the next word unless that is a flag, too."""
+    """Pair every flag with its value: the text after `=`, or the next argument unless that is a flag."""
     rest = list(argv)
     while rest:
         word = rest.pop(0)
@@ -124,13 +123,13 @@ def read_flags(
     explain: Callable[[str], str] = explain_unknown,
     positional: str | None = None,
 ) -> Parsed:
-    """Read what a command line sets.
+    """Read the settings of a command line.
 
     Args:
-        argv: the words after the script's name, without --help.
-        find: the setting of a flag's name, or None.
-        explain: what to say of an unknown name.
-        positional: the field that takes words without a flag, as a list; None: they are errors.
+        argv: the arguments after the script's name, without --help.
+        find: returns the setting of a flag's name, or None.
+        explain: returns the text for an unknown name.
+        positional: the field for positional arguments, as a list; None: they are errors.
     """
     parsed = Parsed()
     for word in words_of(argv):
@@ -153,7 +152,7 @@ def read_flags(
 
 
 def _read(word: Word, find: Find) -> tuple[Setting | None, str, str]:
-    """Return a flag's setting, its value as text, and what is wrong with it, to be said after the flag."""
+    """Return a flag's setting, its value as text, and an error message to append to the flag's name, or ""."""
     setting, is_negated = find(word.name) if word.flag.startswith("--") else None, False
     if setting is None and word.flag.startswith("--no"):
         setting = find(word.name.removeprefix("no").removeprefix("_"))
@@ -169,7 +168,7 @@ def _read(word: Word, find: Find) -> tuple[Setting | None, str, str]:
 
 
 def as_keywords(argv: list[str]) -> dict[str, str]:
-    """Return flag -> text of a command line without errors: `--no_save_model --lr 1` gives `save_model` false."""
+    """Return flag -> text of a valid command line: `--no_save_model --lr 1` gives `save_model` false."""
     keywords = {}
     for word in words_of(argv):
         setting, text, _ = _read(word, known)
@@ -179,7 +178,7 @@ def as_keywords(argv: list[str]) -> dict[str, str]:
 
 
 def read_yaml(path: Path) -> Parsed:
-    """Read what a YAML config sets; errors name its path relative to the working directory."""
+    """Read the settings of a YAML config. Errors show its path relative to the working directory."""
     parsed, root = Parsed(), None
     relative = os.path.relpath(path)
     shown = str(path) if relative.startswith("..") else relative
@@ -214,21 +213,16 @@ def _read_section(section: str, place: str, node: yaml.Node, shown: str, parsed:
                 parsed.errors.append(f"{place}: {section}.{key} is set twice, first in {parsed.places[key]}.")
             else:
                 parsed.values[key], parsed.places[key] = _value(setting, value_node), place
-    elif node.tag != NULL:  # a section whose settings are all commented out is empty, and fine
+    elif node.tag != NULL:  # an empty section is valid: all its settings may be commented out
         parsed.errors.append(f"{place}: {section} is a section; indent its settings below it.")
 
 
-def _value(setting: Setting, node: yaml.Node) -> Any:
-    """Return the text of a scalar, the texts of a list, None for null, and {} for what no setting takes."""
+def _value(setting: Setting, node: yaml.Node | None) -> Any:
+    """Return the text of a scalar, the texts of a list, None for null, and {} for anything else."""
     if isinstance(node, yaml.ScalarNode):
         return None if node.tag == NULL else from_text(setting, node.value)
     if setting.kind == "data":
         return _parts(node)
-    return {} if (texts := _texts(node)) is None else texts
-
-
-def _texts(node: yaml.Node | None) -> list[str] | None:
-    """Return the texts of a list of scalars, None for anything else."""
     if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
         return [item.value for item in node.value]
-    return None
+    return {}

@@ -1,4 +1,4 @@
-"""Rules over several settings: impossible combinations, and settings that have no effect beside others.
+"""Rules over several settings: impossible combinations, and settings that other settings make ineffective.
 
 A setting without effect is an error, too: whoever sets it expects one. All rules run, so that everything is reported at
 once.
@@ -20,7 +20,7 @@ SECRET = (
 )
 # What stands in them is shown to everybody who sees the run.
 TRACKED_TEXTS = [name for name in SETTINGS if name.startswith(("wandb_", "mlflow_")) and name != "mlflow_tracking_uri"]
-WITH_REFERENCE, PAIRS = ("dpo", "ipo"), "preference"
+WITH_REFERENCE, PAIRS, UNPAIRED = ("dpo", "ipo", "kto"), "preference", "unpaired_preference"
 STEPS_BEFORE_PROFILE, PROFILED_STEPS = 3, 3  # of a process; llama-recipes' wait of 1, warm-up of 2, and 3 active ones
 
 
@@ -95,10 +95,14 @@ RULES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     ("streaming", lambda s: s.streaming and stores_reference(s),
      "cannot be used: objective {objective} computes its reference once, for all samples, unless a new adapter is "
      "trained. Leave streaming out, or use use_peft alone."),
-    ("dataset_format", lambda s: s.dataset_format not in ("auto", PAIRS) and s.objective != "sft",
+    ("dataset_format", lambda s: s.dataset_format not in ("auto", PAIRS) and s.objective not in ("sft", "kto"),
      "is {}, and objective {objective} is trained on pairs. Use preference, or leave it out."),
+    ("dataset_format", lambda s: s.dataset_format not in ("auto", UNPAIRED) and s.objective == "kto",
+     "is {}, and kto is trained on completions with a label. Leave it out: pairs are recognized, too."),
     ("dataset_format", lambda s: s.dataset_format == PAIRS and s.objective == "sft",
-     "is {}, which objective dpo, ipo, simpo and orpo are trained on. Choose one."),
+     "is {}, which objective dpo, ipo, simpo, orpo and reward are trained on. Choose one."),
+    ("dataset_format", lambda s: s.dataset_format == UNPAIRED and s.objective == "sft",
+     "is {}, which objective kto is trained on. Add it."),
     ("truncation", lambda s: s.truncation == "split" and s.objective != "sft",
      "is {}, and the pieces of a pair are no pairs. Use right, left or drop."),
     ("labels", lambda s: s.labels != "auto" and s.objective != "sft",
@@ -145,10 +149,13 @@ CONDITIONS: tuple[tuple[list[str], str, Callable[[Any], Any]], ...] = (
     (ADAPTER_FIELDS, "from_peft_checkpoint", lambda it: it is None),  # the saved adapter's own settings are used
     (["overwrite"], "output_dir", bool),
     (["label_smoothing_factor"], "objective", lambda it: it == "sft"),
-    (["beta"], "objective", lambda it: it != "sft"),
+    (["beta"], "objective", lambda it: it not in ("sft", "reward")),
+    (["center_rewards_coefficient"], "objective", lambda it: it == "reward"),
+    (["sample_tokens"], "objective", lambda it: it != "reward"),  # it writes no text
     (["label_smoothing"], "objective", lambda it: it in ("dpo", "simpo")),
     (["reference_model"], "objective", lambda it: it in WITH_REFERENCE),
     (["simpo_gamma"], "objective", lambda it: it == "simpo"),
+    (["desirable_weight", "undesirable_weight"], "objective", lambda it: it == "kto"),
     (["resume_allow_changes"], "resume", bool),
     (["save_dtype", "max_shard_size", "wandb_log_model", "mlflow_log_model"], "save_model", bool),
     (["profiler_dir"], "use_profiler", bool),

@@ -67,24 +67,34 @@ class DatasetPart(TypedDict):
 class PreferenceConfig:
     """What is trained: answers, or preferences between answers. Names and defaults are TRL's."""
 
-    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo"] = "sft"
-    """sft: supervised fine-tuning. The others learn from pairs of a chosen and a rejected response. dpo and ipo compare
-    with a reference, which is the model before training unless reference_model names another. simpo and orpo have
-    none."""
+    objective: Literal["sft", "dpo", "ipo", "kto", "simpo", "orpo", "reward"] = "sft"
+    """sft: supervised fine-tuning. kto learns from completions with a label, the others from pairs of a chosen and a
+    rejected response. dpo, ipo and kto compare with a reference, which is the model before training unless
+    reference_model names another. simpo and orpo have none. reward: a reward model, with a head that scores responses
+    in the place of the LM head."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """dpo, ipo: strength of the reference; with a lower beta the model moves further from it. simpo: factor on the
-    margin. orpo: weight of the odds ratio."""
+    """dpo, ipo, kto: strength of the reference; with a lower beta the model moves further from it. simpo: factor on
+    the margin. orpo: weight of the odds ratio."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """dpo, simpo: share of the pairs that are assumed to be the wrong way round."""
 
     reference_model: str | None = None
-    """dpo, ipo: directory or Hub name of another reference with the same tokenizer. It scores all samples before the
-    model is loaded, and is then freed."""
+    """dpo, ipo, kto: directory or Hub name of another reference with the same tokenizer. It scores all samples before
+    the model is loaded, and is then freed."""
 
     simpo_gamma: Annotated[float, Field(ge=0)] = 0.5
     """simpo: margin between the rewards of both responses that is aimed at."""
+
+    desirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    """kto: factor on the losses of desirable completions."""
+
+    undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    """kto: factor on the losses of undesirable completions."""
+
+    center_rewards_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """reward: weight of the squared sum of both scores, which keeps scores around 0; such as 0.01."""
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -98,8 +108,9 @@ class DataConfig:
 
     dataset_format: str = "auto"
     """alpaca: instruction, input, output. messages: a chat of role and content. sharegpt: conversations of from and
-    value. prompt_completion. preference: chosen, rejected and perhaps prompt. text: continued pre-training. tokenized:
-    input_ids and perhaps labels. auto: found by the columns; preference where the objective is trained on pairs."""
+    value. prompt_completion. preference: chosen, rejected and perhaps prompt. unpaired_preference: prompt, completion,
+    label. text: continued pre-training. tokenized: input_ids and perhaps labels. auto: found by the columns; preference
+    or unpaired_preference where the objective is trained on them."""
 
     columns: list[str] = Field(default_factory=list)
     """Columns that have other names in the data than in the format, as question=Question,answer=Answer. question and

@@ -16,7 +16,7 @@ from llama_ft.data.prepare import TokenizedData, prepare
 from llama_ft.data.samples import describe_first_batch, show_samples
 from llama_ft.data.sources import open_source
 from llama_ft.data.stream import TrainingBatches, plan_training
-from llama_ft.data.tokenize import IGNORED, Encoder, one_example, two_examples
+from llama_ft.data.tokenize import IGNORED, Encoder, one_example, two_examples, unpaired_examples
 
 __all__ = [
     "Batch",
@@ -42,4 +42,5 @@ __all__ = [
     "show_samples",
     "stop_token_ids",
     "two_examples",
+    "unpaired_examples",
 ]

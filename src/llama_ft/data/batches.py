@@ -268,6 +268,8 @@ class Batch:
     row_lengths: list[int]  # tokens of each sample
     is_packed: bool
     sources: list[str]  # place of each sample, for messages
+    # The label of each row that is a completion with one, None for others; empty for a rank without samples.
+    desirable: Sequence[bool | None] = ()
 
     @property
     def tokens(self) -> int:
@@ -305,16 +307,17 @@ def collate(dataset: Dataset, indices: Sequence[int], pad_token_id: int, is_pack
         torch.from_numpy(table[name].combine_chunks().flatten().to_numpy().astype(numpy.int64))
         for name in ("input_ids", "labels")
     )  # the tokens of all samples, concatenated
-    lengths, sources = table["input_ids"].combine_chunks().value_lengths().to_pylist(), table["source"].to_pylist()
+    lengths = table["input_ids"].combine_chunks().value_lengths().to_pylist()
+    sources, desirable = table["source"].to_pylist(), table["desirable"].to_pylist()
     if not indices:
-        input_ids, sources = input_ids[:FILLER_TOKENS], []
+        input_ids, sources, desirable = input_ids[:FILLER_TOKENS], [], []
         lengths, labels = [len(input_ids)], torch.full((len(input_ids),), IGNORED)
     if is_packed:
         labels[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = IGNORED
-        return Batch(input_ids.unsqueeze(0), labels.unsqueeze(0), lengths, is_packed, sources)
+        return Batch(input_ids.unsqueeze(0), labels.unsqueeze(0), lengths, is_packed, sources, desirable)
     input_ids = pad_sequence(input_ids.split(lengths), batch_first=True, padding_value=pad_token_id)
     labels = pad_sequence(labels.split(lengths), batch_first=True, padding_value=IGNORED)
-    return Batch(input_ids, labels, lengths, is_packed, sources)
+    return Batch(input_ids, labels, lengths, is_packed, sources, desirable)
 
 
 def collate_step(dataset: Dataset, step: StepPlan, pad_token_id: int, pack_length: int | None) -> list[Batch]:
@@ -333,8 +336,12 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase, vocabulary_size: int | None
 
 
 def row_lengths(dataset: Dataset) -> numpy.ndarray:
-    """Return the tokens of each sample, from the offsets of the Arrow lists, without reading any token."""
-    return pyarrow.compute.list_value_length(dataset.with_format("arrow")[:]["input_ids"]).to_numpy()
+    """Return the tokens of each sample, from the offsets of the Arrow lists, without reading any token. A row with
+    another completion counts at least as much as the sample's own: at most half of a packed sequence is trained on."""
+    table = dataset.with_format("arrow")[:]
+    lengths = pyarrow.compute.list_value_length(table["input_ids"]).to_numpy()
+    is_own = table["desirable"].is_valid().to_numpy()
+    return numpy.where(is_own, lengths, numpy.maximum(lengths, numpy.roll(lengths, 1))) if is_own.any() else lengths
 
 
 def group_size(dataset: Dataset) -> int:

@@ -27,22 +27,27 @@ import xxhash
 from datasets import Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 
-from llama_ft.data.formats import BadRow, Message
+from llama_ft.data.formats import UNPAIRED, BadRow, Message, is_desirable
 from llama_ft.data.sources import Source
 from llama_ft.data.statistics import BAD, ROW, SKIPPED, TRUNCATED, WHOLE, SplitStatistics
-from llama_ft.data.tokenize import Encoded, Encoder, ExamplesOf
-from llama_ft.errors import RunFailure, UserError
+from llama_ft.data.tokenize import Encoded, Encoder, Example, ExamplesOf, mismatch, unpaired_examples
+from llama_ft.errors import RunFailure, UserError, counted
 from llama_ft.processes import end_with
 
 # Tokenized examples or pieces of them. `group` neighboring rows of the table belong to one sample and stay together.
-# `source` is the place of that sample.
+# `source` is the place of that sample. `desirable` is the label of a completion that has one, and null for all others.
 FEATURES = Features(
     {
         **{name: List(Value("int32")) for name in ("input_ids", "labels")},
         **{name: Value("int32") for name in ("target_tokens", "group")},
         "source": Value("string"),
+        "desirable": Value("bool"),
     }
 )
+# Added to the place of an example of a completion with a label: by its label, and by its index in the group.
+OTHER = ", with another completion"
+NOTES: dict[tuple[bool | None, int], str]
+NOTES = {(True, 0): ", desirable", (False, 0): ", undesirable", (True, 1): OTHER, (False, 1): OTHER}
 CHUNK_ROWS, CHUNK_BYTES = 256, 2**20
 BAD_ROWS_SHOWN = 5
 BAD_ROWS_COUNTED = 1000  # at this number of bad samples the run stops reading
@@ -74,40 +79,48 @@ def chunks_of(source: Source, wanted: str) -> Iterator[Chunk]:
 
 def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> EncodedChunk:
     """Tokenize the samples of a chunk."""
-    pieces = list[tuple[int, Encoded, int]]()  # index of the sample, one of its pieces, size of its group
+    # Index of the sample, one of its pieces, the size of its group, the index in the group.
+    pieces = list[tuple[int, Encoded, int, int]]()
     rows, problems = numpy.zeros(len(chunk), ROW), list[str]()
+    tokenized, labels_of = dict[int, list[Example]](), dict[int, bool]()
     for number, (place, packed) in enumerate(chunk):
         row, row_format = pickle.loads(packed)
         try:
             if isinstance(row, BadRow):
                 raise row
-            examples = examples_of(row, row_format, encoder)
-            groups = list(zip(*(encoder.fit(*example) for example in examples), strict=False))
+            tokenized[number] = examples_of(row, row_format, encoder)
         except (BadRow, RecursionError) as problem:
             rows[number]["fate"] = BAD
             problems.append(f"{place}: {problem}")
             continue
+        if row_format == UNPAIRED:
+            labels_of[number] = is_desirable(row)
+        content = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+        rows[number]["content"] = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")  # equal rows share it
+    if examples_of is unpaired_examples:
+        mismatch(list(tokenized.values()), encoder.context_length)
+    for number, examples in tokenized.items():
+        groups = list(zip(*(encoder.fit(*example) for example in examples), strict=False))
         trained = [group for group in groups if all(piece.target_tokens for piece in group)]
         is_truncated = any(piece.truncated for group in groups for piece in group)
         fate = (TRUNCATED if is_truncated else WHOLE) if trained else SKIPPED
-        content = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
-        content_hash = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")  # the same for equal samples
-        rows[number] = content_hash, max(len(input_ids) for input_ids, _ in examples), fate
-        pieces += [(number, piece, len(group)) for group in trained for piece in group]
-    ends = numpy.cumsum([0, *(len(piece.input_ids) for _, piece, _ in pieces)]).astype(numpy.int32)
+        rows[number]["tokens"], rows[number]["fate"] = max(len(input_ids) for input_ids, _ in examples), fate
+        pieces += [(number, piece, len(group), at) for group in trained for at, piece in enumerate(group)]
+    ends = numpy.cumsum([0, *(len(piece.input_ids) for _, piece, *_ in pieces)]).astype(numpy.int32)
     input_ids, labels = (
         numpy.fromiter(itertools.chain.from_iterable(column), numpy.int32)
-        for column in ((piece.input_ids for _, piece, _ in pieces), (piece.labels for _, piece, _ in pieces))
+        for column in ((piece.input_ids for _, piece, *_ in pieces), (piece.labels for _, piece, *_ in pieces))
     )
     columns = {
         "input_ids": pyarrow.ListArray.from_arrays(ends, input_ids),
         "labels": pyarrow.ListArray.from_arrays(ends, labels),
-        "target_tokens": [piece.target_tokens for _, piece, _ in pieces],
-        "group": [group for _, _, group in pieces],
-        "source": [chunk[row][0] for row, _, _ in pieces],
+        "target_tokens": [piece.target_tokens for _, piece, *_ in pieces],
+        "group": [group for _, _, group, _ in pieces],
+        "source": [chunk[row][0] + NOTES.get((labels_of.get(row), at), "") for row, _, _, at in pieces],
+        "desirable": [labels_of.get(row) if at == 0 else None for row, _, _, at in pieces],
     }
     table = pyarrow.table(columns, schema=FEATURES.arrow_schema)
-    row_of_piece = numpy.array([row for row, _, _ in pieces], numpy.int32)
+    row_of_piece = numpy.array([row for row, *_ in pieces], numpy.int32)
     return EncodedChunk(table, row_of_piece, rows, int(input_ids.max(initial=-1)), problems)
 
 
@@ -213,7 +226,10 @@ class SplitWriter:
         table = encoded.table.filter(pyarrow.array(kept))
         input_ids, labels = (table[name].combine_chunks() for name in ("input_ids", "labels"))
         arrays = [each.to_numpy() for each in (input_ids.value_lengths(), input_ids.flatten(), labels.flatten())]
-        for checksum, array in zip(self._checksums, arrays, strict=True):
+        told = table["desirable"].drop_null().to_numpy()
+        self.statistics.desirable += int(told.sum())
+        self.statistics.undesirable += int(len(told) - told.sum())
+        for checksum, array in zip(self._checksums, [*arrays[:2], numpy.append(arrays[2], told)], strict=True):
             checksum.update(numpy.ascontiguousarray(array).data)
         self.statistics.rows += len(table)
         self.statistics.tokens += len(arrays[1])
@@ -252,7 +268,7 @@ class BadRows:
         if self.skip or not self.count:
             return
         more = [f"{count:,} x {cause}" for cause, count in self.causes.most_common(BAD_ROWS_SHOWN)]
-        total = f"{self.count:,} bad samples{' or more' if self.count >= BAD_ROWS_COUNTED else ''}:"
+        total = f"{counted(self.count, 'bad sample')}{' or more' if self.count >= BAD_ROWS_COUNTED else ''}:"
         way_out = "--skip_bad_rows skips such samples and counts them; --repair_chats repairs chats."
         raise UserError(*self.first[:-1], "\n  ".join([self.first[-1], total, *more]) + f"\n{way_out}")
 

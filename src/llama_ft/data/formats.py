@@ -1,5 +1,5 @@
-"""What a sample of data must look like: alpaca columns, chat messages, prompt and completion, text or tokens; and what
-is wrong with one that does not. To add a format, see docs/development/add-a-format.md."""
+"""The formats of samples: alpaca columns, chat messages, prompt and completion, pairs, text or tokens; and messages
+about invalid samples. To add a format, see docs/development/add-a-format.md."""
 
 import json
 from collections.abc import Callable, Collection, Mapping
@@ -16,13 +16,13 @@ Message = dict[str, Any]
 
 
 class TokenRow(NamedTuple):
-    """A sample that is tokenized already; labels are -100 for tokens that are not in the loss, and not shifted."""
+    """A sample of tokens. Labels are -100 for tokens that are not in the loss; they are not shifted."""
 
     input_ids: list[int]
     labels: list[int]
 
 
-# Messages of a chat; a prompt and its completion, of plain text the prompt is empty; or tokens.
+# Messages of a chat; or a prompt and its completion (for plain text the prompt is empty); or tokens.
 Content = list[Message] | tuple[str, str] | TokenRow
 
 
@@ -32,7 +32,7 @@ class Format(NamedTuple):
     Attributes:
         required: columns by which it is recognized.
         optional: further columns that it reads.
-        read: returns the content of a sample; raises BadRow, which says what is wrong with one.
+        read: returns the content of a sample. Raises BadRow with what is wrong.
     """
 
     required: tuple[str, ...]
@@ -41,6 +41,7 @@ class Format(NamedTuple):
 
 
 PREFERENCE = "preference"  # the format of pairs, which only the objectives over pairs read
+UNPAIRED = "unpaired_preference"  # that of completions with a label, which only objective kto reads
 MEDIA = {"image", "images", "video", "videos", "audio", "audios"}  # columns that a sample of text leaves empty
 ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
@@ -54,17 +55,17 @@ ROLES_AFTER = {
 
 
 class BadRow(Exception):
-    """A sample that cannot be trained on. The text says what is wrong in it; its reader adds the file and the line."""
+    """A sample that cannot be used. The text says what is wrong; the reader adds the file and the line."""
 
 
 def expect(is_valid: object, place: str, value: Any, expected: str) -> None:
     """Raise BadRow if the field `place` of a sample is not valid.
 
     Args:
-        is_valid: true if nothing is wrong.
-        place: such as `messages[2].role`.
+        is_valid: whether the field is valid.
+        place: name of the field, such as `messages[2].role`.
         value: of the field, None if it is missing.
-        expected: what the field should be.
+        expected: what the field should be, for the message.
     """
     if not is_valid:
         text = json.dumps(value, ensure_ascii=False, default=str)
@@ -73,7 +74,7 @@ def expect(is_valid: object, place: str, value: Any, expected: str) -> None:
 
 
 def find_format(dataset: str, columns: Collection[str], wanted: str) -> RowFormat:
-    """Tell the format of a dataset from its columns, or check that the format asked for fits them.
+    """Find the format of a dataset by its columns, or check that the requested format fits them.
 
     A column `text` decides only if nothing else fits: alpaca files often have the rendered sample there too.
 
@@ -91,8 +92,14 @@ def find_format(dataset: str, columns: Collection[str], wanted: str) -> RowForma
     plainly = [name for name in fitting if name not in ("text", PREFERENCE)] or fitting
     if wanted == "auto" and plainly == [PREFERENCE]:
         raise UserError(
-            f"{dataset}: it has pairs of a chosen and a rejected response.\n--objective dpo, ipo, simpo or orpo is "
-            "trained on them; supervised fine-tuning takes --columns with messages=chosen or completion=chosen."
+            f"{dataset}: it has pairs of a chosen and a rejected response.\n--objective dpo, ipo, simpo, orpo or "
+            "reward is trained on them; supervised fine-tuning takes --columns with messages=chosen or "
+            "completion=chosen."
+        )
+    if wanted == "auto" and UNPAIRED in fitting:
+        raise UserError(
+            f"{dataset}: its completions have labels, desirable or not.\n--objective kto is trained on them; with "
+            "--dataset_format prompt_completion supervised fine-tuning is trained on all of them, whatever their label."
         )
     if wanted == "auto" and len(plainly) == 1:
         return plainly[0]
@@ -179,12 +186,47 @@ def pair_contents(row: Row) -> list[tuple[str, str] | list[Message]]:
     Raises:
         BadRow: a column is missing or empty, both responses are equal, or their prompts differ.
     """
-    chosen, rejected = row.get("chosen"), row.get("rejected")
-    expect(chosen != rejected or _is_blank(chosen), "rejected", rejected, "another response than the chosen one")
-    is_chat = isinstance(chosen, list) or isinstance(rejected, list)
-    prompt, chosen, rejected = _chat_pair(row) if is_chat else _text_pair(row)
+    prompt, chosen, rejected = _pair(row)
     parts = {**row, "prompt": prompt, "chosen": chosen, "rejected": rejected}
     return [prompt_completion(parts, column) for column in ("chosen", "rejected")]
+
+
+def unpaired(row: Row) -> list[Row]:
+    """Turn a pair into two samples of the format unpaired_preference; another sample stays as it is.
+
+    Raises:
+        BadRow: as `pair_contents`.
+    """
+    if "label" in row or not row.keys() >= {"chosen", "rejected"}:
+        return [row]
+    prompt, chosen, rejected = _pair(row)
+    more = {column: value for column, value in row.items() if column not in ("chosen", "rejected")}
+    answers = ((chosen, True), (rejected, False))
+    return [{**more, "prompt": prompt, "completion": answer, "label": label} for answer, label in answers]
+
+
+def labelled(row: Row) -> tuple[str, str] | list[Message]:
+    """Check a completion with a label; return what `prompt_completion` returns."""
+    is_desirable(row)
+    return prompt_completion(row)
+
+
+def is_desirable(row: Row) -> bool:
+    """Return the label of a completion: true or false, 1 or 0, or one of them as text, as in a .csv.
+
+    Raises:
+        BadRow: it is something else.
+    """
+    text = str(row.get("label")).strip().lower().removesuffix(".0")
+    expect(text in ("true", "1", "false", "0"), "label", row.get("label"), "true or false, 1 or 0")
+    return text in ("true", "1")
+
+
+def _pair(row: Row) -> tuple[Any, Any, Any]:
+    """The prompt and both responses of a pair, of texts or of lists of messages."""
+    chosen, rejected = row.get("chosen"), row.get("rejected")
+    expect(chosen != rejected or _is_blank(chosen), "rejected", rejected, "another response than the chosen one")
+    return _chat_pair(row) if isinstance(chosen, list) or isinstance(rejected, list) else _text_pair(row)
 
 
 def _text_pair(row: Row) -> tuple[str, str, str]:
@@ -254,7 +296,7 @@ def content_text(content: Any, place: str) -> str:
     """
     if isinstance(content, list) and all(isinstance(it, dict) and isinstance(it.get("text"), str) for it in content):
         return "".join(part["text"] for part in content)
-    expect(isinstance(content, str), place, content, "text or text parts")
+    expect(isinstance(content, str), place, content, "text or text parts: only text is trained on")
     return str(content)
 
 
@@ -349,6 +391,7 @@ FORMATS: dict[str, Format] = {
     "sharegpt": Format(("conversations",), ("system", "tools"), partial(chat_messages, column="conversations")),
     "prompt_completion": Format(("prompt", "completion"), ("system", "tools"), prompt_completion),
     PREFERENCE: Format(("chosen", "rejected"), ("prompt", "system", "tools"), preferred),
+    UNPAIRED: Format(("prompt", "completion", "label"), ("system", "tools"), labelled),
     "text": Format(("text",), (), plain_text),
     "tokenized": Format(("input_ids",), ("labels", "attention_mask"), token_row),
 }

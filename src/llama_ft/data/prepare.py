@@ -22,7 +22,7 @@ from llama_ft.data.formats import FORMATS, BadRow, Message, find_format
 from llama_ft.data.reshape import reshaped
 from llama_ft.data.sources import Source, Split, brings_validation, open_source
 from llama_ft.data.statistics import BuildReport, SplitStatistics, describe, warnings_of
-from llama_ft.data.tokenize import Encoder, ExamplesOf, one_example
+from llama_ft.data.tokenize import Encoder, ExamplesOf, one_example, unpaired_examples
 from llama_ft.errors import UserError, counted
 from llama_ft.processes import cores
 from llama_ft.runtime.console import log
@@ -241,6 +241,11 @@ def _build(folder: Path, job: _Job) -> None:
                 f"{bad.count:,} are bad.\nUse other data, a larger fraction, or --run_validation False."
             )
     train = written.get("train", SplitStatistics())
+    if job.examples is unpaired_examples and written.get("train") and not (train.desirable and train.undesirable):
+        raise UserError(
+            f"{names['train']}: all {counted(train.rows // 2, 'completion')} have the label {bool(train.desirable)}.\n"
+            "KTO needs both. Check the column label, or use --objective sft --dataset_format prompt_completion."
+        )
     BuildReport(train, written.get("validation"), bad.count, bad.first, sample).save(folder / "meta.json")
     log.info(f"tokenized {counted(rows, 'sample')} in {time.monotonic() - started:.1f} s")
 

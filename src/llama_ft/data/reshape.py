@@ -8,7 +8,7 @@ from typing import Any
 
 from llama_ft.config.settings import DataConfig
 from llama_ft.data.files import Rows
-from llama_ft.data.formats import FORMATS, PREFERENCE, ROLES, BadRow, Row
+from llama_ft.data.formats import FORMATS, PREFERENCE, ROLES, UNPAIRED, BadRow, Row, unpaired
 from llama_ft.data.sources import Source
 from llama_ft.errors import UserError
 
@@ -23,6 +23,8 @@ CHATS = ("messages", "conversations")
 def reshaped(source: Source, config: DataConfig, most: int = 0) -> Source:
     """Return the source with `--columns` and `--repair_chats` applied to its samples.
 
+    A pair becomes two samples if the format is that of completions with a label.
+
     Args:
         source: the original samples.
         config: the settings.
@@ -32,12 +34,16 @@ def reshaped(source: Source, config: DataConfig, most: int = 0) -> Source:
         parts = tuple(reshaped(part, config, most) for part in source.parts)
         return dataclasses.replace(source, parts=parts, identity=" ".join(part.identity for part in parts))
     names = _names(source, config)
-    if not names and not most and not config.repair_chats:
+    if not names and not most and not config.repair_chats and config.dataset_format != UNPAIRED:
         return source
 
     def read() -> Rows:
         for place, row in itertools.islice(source.read(), most or None):
-            yield place, row if isinstance(row, BadRow) else _row(row, names, config.repair_chats)
+            try:
+                rows: list[Row | BadRow] = [row] if isinstance(row, BadRow) else [*_rows(row, names, config)]
+            except BadRow as problem:
+                rows = [problem]
+            yield from ((place, it) for it in rows)
 
     options = json.dumps([names, most, config.repair_chats])
     return dataclasses.replace(source, read=read, identity=f"{source.identity} {options}", renamed=names)
@@ -80,11 +86,11 @@ def _calls(text: Any) -> Any:
     return [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
 
 
-def _row(row: Row, names: Mapping[str, str], repair: bool) -> Row:
+def _rows(row: Row, names: Mapping[str, str], config: DataConfig) -> list[Row]:
     renamed = {names.get(column, column): value for column, value in row.items()}
-    if repair:
+    if config.repair_chats:
         renamed |= {column: repaired(renamed[column]) for column in CHATS if column in renamed}
-    return renamed
+    return unpaired(renamed) if config.dataset_format == UNPAIRED else [renamed]
 
 
 def _names(source: Source, config: DataConfig) -> dict[str, str]:

@@ -197,7 +197,8 @@ def _split_source(name: str, wanted: str | None, streaming: bool = False) -> Sou
     if split == "train" and set(splits) == {""}:
         split = ""
     if split not in splits and not (is_hub and wanted):  # a Hub split may be a slice such as train[:5%]
-        raise UserError(f"{name}: has no split {split}. It has {', '.join(filter(None, splits)) or 'none'}.")
+        way_out = " A slice of files counts samples: train[10:100]." if "[" in split and not is_hub else ""
+        raise UserError(f"{name}: has no split {split}. It has {', '.join(filter(None, splits)) or 'none'}.{way_out}")
     title = f"{name} {split}".strip()
     if is_hub and streaming:  # also downloads the validation samples: one split alone cannot be downloaded
         streamed = load_from_hub(name, split, streaming=True)

@@ -24,6 +24,7 @@ class SplitStatistics:
 
     Attributes:
         rows: samples written; each piece of a split sample counts.
+        desirable, undesirable: number of completions with that label.
         tokens, target_tokens: number of tokens in them, and of those in the loss.
         truncated, skipped: samples that lost tokens; samples that are too long or have no token in the loss.
         longest: tokens of the longest sample before truncation.
@@ -32,6 +33,8 @@ class SplitStatistics:
     """
 
     rows: int = 0
+    desirable: int = 0
+    undesirable: int = 0
     tokens: int = 0
     target_tokens: int = 0
     truncated: int = 0
@@ -86,6 +89,9 @@ def describe(report: BuildReport, want_validation: bool) -> list[str]:
         for name, split in splits.items()
         if split is not None and split.rows  # the statistics of streamed samples are not known in advance
     ]
+    if report.train.desirable:
+        labels = f"{report.train.desirable:,} desirable, {report.train.undesirable:,} undesirable"
+        lines.append(f"labels of the training data: {labels}")
     return [*([header, *lines] if lines else []), *warnings_of(report)]
 
 

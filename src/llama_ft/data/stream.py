@@ -140,7 +140,7 @@ class StreamedBatches:
                     continue
                 if number == 0:
                     raise self._nothing_left
-                if bad.count:
+                if bad.count and epoch == position["epoch"]:  # the same samples in every epoch
                     skipped = f"skipped {counted(bad.count, 'bad sample')}"
                     log.warning(f"{self._source.name}: {skipped}: {'; '.join(bad.first)}")
                 bad, epoch, at, tables, number, first_chunk = BadRows(bad.skip), epoch + 1, 0, [], 0, 0

@@ -1,7 +1,7 @@
 """Tokenize samples and build their labels, which say which tokens are in the loss."""
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -187,6 +187,33 @@ def two_examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Exam
     """Return two examples of a preference pair: the prompt with the chosen and with the rejected response."""
     encoder.read(row, row_format)  # checks the whole sample and raises BadRow
     return [encoder.tokenize_content(content, row, row_format) for content in formats.pair_contents(row)]
+
+
+def unpaired_examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
+    """The examples of a completion with a label: itself, twice. `mismatch` gives the second another completion."""
+    return [encoder.tokenize(row, row_format)] * 2
+
+
+def mismatch(samples: Sequence[list[Example]], context_length: int) -> None:
+    """Give the second example of each sample the completion of another one, in place, for an estimate of the KL
+    divergence: that of the sample half the list further, since neighbors often have one prompt. A sample alone keeps
+    its own. No such example is longer than context_length, unless the sample itself is.
+
+    Args:
+        samples: of each what `unpaired_examples` returns.
+        context_length: of the encoder.
+    """
+    own = [examples[0] for examples in samples]
+    starts = [next((at for at, label in enumerate(labels) if label != IGNORED), len(labels)) for _, labels in own]
+    answered = [number for number, (_, labels) in enumerate(own) if starts[number] < len(labels)]
+    for place, number in enumerate(answered):
+        other = answered[(place + len(answered) // 2) % len(answered)]
+        longest = max(context_length, len(own[number][0]))
+        ids, labels = (
+            [*ours[: starts[number]], *theirs[starts[other] :]][:longest]
+            for ours, theirs in zip(own[number], own[other], strict=True)
+        )
+        samples[number][1] = ids, labels
 
 
 def tokens_of_spans(text: str, offsets: list[tuple[int, int]], spans: list[Span]) -> list[tuple[int, int]]:

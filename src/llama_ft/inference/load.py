@@ -35,6 +35,7 @@ class _Found:
     peft: PeftConfig | None = None
     new: models.NewTokens | None = None  # tokens that the base model lacks
     trained: checkpoint.Checkpoint | None = None
+    objective: str = "sft"
 
 
 def open_model(
@@ -67,10 +68,11 @@ def open_model(
     with job.local_main_process_first():
         found = _find(place, flags, job, base_of, tokenizer)
     model, bits = _build(found, flags, job, PRECISIONS[chosen].compute)
-    if (found.base / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(found.base)
-    ends = data.stop_token_ids(found.tokenizer, model.generation_config.eos_token_id)  # and that of a message
-    model.generation_config.eos_token_id = ends or None
+    if not models.has_score(model):
+        if (found.base / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(found.base)
+        ends = data.stop_token_ids(found.tokenizer, model.generation_config.eos_token_id)  # and that of a message
+        model.generation_config.eos_token_id = ends or None
     where = f"{found.place} (with {found.base})" if found.place != found.base else str(found.base)
     ranks = f"sharded across {job.world_size} ranks" if flags.enable_fsdp else ""
     about = ", ".join(filter(None, (where, chosen[:4], bits, ranks, str(job.device), note)))
@@ -88,13 +90,16 @@ def _find(
         valid = checkpoint.Checkpoint(held)
         export = checkpoint.Exporter.prepare(valid, flags.base_model, flags.tokenizer_name, trust, merge=True)
         peft = export.config.peft if export.adapter is not None else None
-        return _Found(export.base, valid.folder, export.tokenizer, export.config, peft, export.new, valid)
-    base, new, peft = held, None, None
+        objective = export.config.preference.objective
+        return _Found(export.base, valid.folder, export.tokenizer, export.config, peft, export.new, valid, objective)
+    base, new, peft, objective = held, None, None, "sft"
     if kind == "adapter":
         where = f"{held}/adapter_config.json (--base_model overrides it): base model"
         named = flags.base_model or base_model_of(str(held))
         base = models.local_folder(named, "--base_model" if flags.base_model else where, ask_hub)
-        new = checkpoint.tokens_added(checkpoint.understood_adapter(held), models.load_model_config(base, trust))
+        settings = checkpoint.understood_adapter(held)
+        new = checkpoint.tokens_added(settings, models.load_model_config(base, trust))
+        objective = "reward" if settings.task_type == "SEQ_CLS" else "sft"
         peft = PeftConfig(use_peft=True, from_peft_checkpoint=str(held))
     if tokenizer is None:
         has_own, other = any((held / file).is_file() for file in TOKENIZER_FILES), flags.tokenizer_name
@@ -102,12 +107,15 @@ def _find(
         tokenizer = models.load_tokenizer(folder, trust)
     if base_of is not None:
         new = models.find_new_tokens(tokenizer, base, models.load_model_config(base, trust), base_of.model)
-    return _Found(base, held, tokenizer, base_of or settings_beside(kind, held), peft, new)
+    run = base_of or settings_beside(kind, held)
+    return _Found(base, held, tokenizer, run, peft, new, objective=objective)
 
 
 def _build(found: _Found, flags: ModelFlags, job: Runtime, dtype: torch.dtype) -> tuple[PreTrainedModel, str]:
     """Return the model with its weights, and the name of its quantization, if any."""
     model_config = models.load_model_config(found.base, flags.trust_remote_code)
+    if found.objective == "reward":
+        models.choose_head(model_config, "reward")
     quantization = QuantizationConfig(mode=flags.quantization or "none")
     if found.run is not None and flags.quantization in (None, found.run.quantization.mode):
         quantization = found.run.quantization  # including all its other settings
@@ -138,4 +146,7 @@ def _build(found: _Found, flags: ModelFlags, job: Runtime, dtype: torch.dtype) -
     if found.trained is not None and adapter is not None:
         checkpoint.restore_weights(found.trained, model)
     model.requires_grad_(False)
+    if found.objective == "reward" or (models.has_score(model) and model.config.pad_token_id is None):
+        pad = data.pad_token_id(found.tokenizer, models.vocabulary_size(model.config))
+        models.set_pad_token(model.config, found.tokenizer, pad)
     return model, kind.scheme.name if kind is not None else ""

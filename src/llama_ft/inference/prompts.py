@@ -5,22 +5,28 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 
 from llama_ft.config.data_names import data_problem
 from llama_ft.config.settings import DataConfig
+from llama_ft.data import Encoder, one_example, two_examples
 from llama_ft.data.files import rows_of_file
 from llama_ft.data.formats import (
+    PREFERENCE,
     ROLES,
     BadRow,
     Row,
     alpaca_messages,
     chat_messages,
+    find_format,
+    preferred,
     prompt_completion,
     tools_of,
 )
@@ -29,8 +35,10 @@ from llama_ft.data.sources import Source
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.generate import Answer, Answerer, Messages
+from llama_ft.inference.load import LoadedModel
 from llama_ft.masking import printable
 from llama_ft.runtime import Runtime, log
+from llama_ft.training import free_unsharded
 
 with suppress(ImportError):  # some builds of Python lack it; input() then has no history
     import readline  # noqa: F401
@@ -94,6 +102,9 @@ def _asked(row: Row) -> Messages | str:
         return str(prompt_completion({**row, "completion": "."})[0])
     if "instruction" in row:
         return alpaca_messages({**row, "output": "."})[:-1]
+    if "chosen" in row and "prompt" not in row:
+        content = preferred(row)
+        return content[0] if isinstance(content, tuple) else content[:-1]
     column = next((it for it in ("prompt", "messages", "conversations") if it in row), None)
     if column is None:
         raise BadRow(PROMPT_FORMS)
@@ -125,11 +136,8 @@ def answer_prompts(
             limits.append(answerer.longest_answer(len(tokens[-1])))
         except UserError as error:
             raise UserError(f"--prompts: prompt {number}: {error.messages[0]}") from error
-    truncated, batch, file = 0, options.batch_size * job.world_size, Path(options.output_file or "").expanduser()
-    has_file = options.output_file and job.is_main
-    if has_file:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "x", encoding="utf-8", errors="replace") if has_file else nullcontext(sys.stdout) as out:
+    truncated, batch = 0, options.batch_size * job.world_size
+    with output_of(options, job) as out:
         start = 0
         while start < len(prompts):
             alike = takewhile(lambda limit: limit == limits[start], limits[start : start + batch])  # noqa: B023
@@ -141,14 +149,62 @@ def answer_prompts(
                 answer = everyone[index % job.world_size][index // job.world_size]
                 truncated += answer.is_truncated
                 if job.is_main:
-                    print(
-                        json.dumps({**row, "answer": answer.text}, ensure_ascii=False, default=str),
-                        file=out,
-                        flush=True,
-                    )
+                    _write({**row, "answer": answer.text}, out)
             start = stop
             log.info(f"{start} of {len(prompts)} prompts answered")
     return truncated
+
+
+@torch.no_grad()
+def score_prompts(rows: Sequence[Row], opened: LoadedModel, options: InferenceFlags, job: Runtime) -> None:
+    """Write samples with a reward model's score of their response, `score`, or of pairs `score_chosen` and
+    `score_rejected`: tokenized as in training. All ranks compute all scores.
+
+    Args:
+        rows: samples in a format of the training data, or pairs.
+        opened: the model and its tokenizer.
+        options: batch_size, and output_file as of `answer_prompts`.
+        job: the ranks; rank 0 writes.
+    """
+    if not rows:
+        raise UserError("MODEL is a reward model, which scores responses. Use --prompts with chats or pairs.")
+    model, config = opened.model, opened.model.config.get_text_config()
+    context = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    encoder, tokens = Encoder(opened.tokenizer, context), list[torch.Tensor]()
+    for number, row in enumerate(rows, 1):
+        try:
+            kind = PREFERENCE if "chosen" in row else find_format(f"prompt {number}", row.keys(), "auto")
+            examples = (two_examples if kind == PREFERENCE else one_example)(row, kind, encoder)
+            if (longest := max(len(ids) for ids, _ in examples)) > context:
+                raise BadRow(f"it has {longest} tokens, and the model {context} positions.")
+        except BadRow as error:
+            raise UserError(f"--prompts: prompt {number}: {error}") from error
+        tokens += [torch.tensor(ids) for ids, _ in examples]
+    scores = list[float]()
+    for start in range(0, len(tokens), options.batch_size):
+        part = tokens[start : start + options.batch_size]
+        ids = pad_sequence(part, batch_first=True, padding_value=config.pad_token_id).to(job.device)
+        mask = pad_sequence([torch.ones_like(row) for row in part], batch_first=True).to(job.device)
+        scores += model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, 0].tolist()
+    free_unsharded(model)
+    left = iter(scores)
+    with output_of(options, job) as out:
+        for row in rows if job.is_main else ():
+            names = ("score_chosen", "score_rejected") if "chosen" in row else ("score",)
+            _write({**row, **{name: next(left) for name in names}}, out)
+
+
+def _write(row: Row, out: IO[str]) -> None:
+    print(json.dumps(row, ensure_ascii=False, default=str), file=out, flush=True)
+
+
+def output_of(options: InferenceFlags, job: Runtime) -> AbstractContextManager[IO[str]]:
+    """Open what rank 0 writes to: --output_file, which must not exist, or stdout."""
+    file = Path(options.output_file or "").expanduser()
+    if not (options.output_file and job.is_main):
+        return nullcontext(sys.stdout)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return open(file, "x", encoding="utf-8", errors="replace")
 
 
 def converse(answerer: Answerer, job: Runtime) -> None:

@@ -57,7 +57,8 @@ def attend_backward(
 def _probabilities(query: torch.Tensor, key: torch.Tensor, start: int, stop: int, scale: float) -> torch.Tensor:
     """Return the probabilities of queries start to stop: [key heads, queries of the heads that share one, stop]."""
     queries = query[0, :, start:stop].reshape(key.shape[1], -1, key.shape[3]).float()
-    scores = torch.bmm(queries, key[0, :, :stop].transpose(1, 2).float()).mul_(scale)
+    # Not in place: selective checkpointing keeps what bmm returns.
+    scores = torch.bmm(queries, key[0, :, :stop].transpose(1, 2).float()) * scale
     later = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1)
     scores.view(query.shape[1], stop - start, stop)[..., start:].masked_fill_(later, -torch.inf)
     return torch.softmax(scores, dim=-1).to(query.dtype)

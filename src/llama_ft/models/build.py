@@ -1,4 +1,4 @@
-"""From a model's name to the model without its weights: parameters and buffers on the meta device, without storage."""
+"""Find a model's files, and build it without weights: parameters and buffers on the meta device, without storage."""
 
 import inspect
 import re
@@ -18,32 +18,35 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ModelConfig
-from llama_ft.config.paths import TO_SAFETENSORS
+from llama_ft.config.paths import TO_SAFETENSORS, folder_problem, looks_local
 from llama_ft.errors import UserError, counted, reason
 from llama_ft.models.new_tokens import NewTokens, note_growth
 from llama_ft.models.quantized import QuantizedStacks
+from llama_ft.models.score_head import add_score
 from llama_ft.models.source import listed
-from llama_ft.models.text_part import auto_class, keep_text_part, takes_more_than_text
+from llama_ft.models.text_part import auto_class, keep_text_part, names_score, takes_more_than_text
 from llama_ft.models.transformers_private import private
 from llama_ft.runtime.console import log
 from llama_ft.runtime.devices import Precision
 
 NEEDED_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
-DUPLICATES = ["consolidated*", "original/*"]  # where Mistral and Meta put the same weights a second time
+DUPLICATES = ["consolidated*", "original/*"]  # Mistral and Meta store the same weights there a second time
 
 
 def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = True) -> Path:
-    """The folder of a model or tokenizer: `name` itself if it is a folder, else the hub's files in its cache, also if
-    the hub cannot be reached. A UserError if there is none, or no safetensors in it, or no access to it.
+    """Return the directory of a model or tokenizer: `name` itself if it is a directory, else the Hub's cache, also if
+    the Hub cannot be reached. Raises UserError if it does not exist, has no safetensors, or access is denied.
 
     Args:
-        name: a local folder or a hub name (owner/model).
-        flag: the setting `name` came from, for messages.
-        ask_hub: False if another process of this node has just done so: the hub's cache then has it.
-        weights: whether the weights are needed, which are safetensors.
+        name: a local directory or a Hub name (owner/model).
+        flag: the setting of `name`, for messages.
+        ask_hub: False if another process of this node has already asked the Hub: the cache then has the files.
+        weights: the weights (safetensors) are needed, too.
     """
     if (folder := Path(name).expanduser()).is_dir():
         return folder
+    if looks_local(name):
+        raise UserError(f"{flag} {name}: {folder_problem(folder, 'a directory')}")
     patterns = NEEDED_FILES + (["*.safetensors"] if weights else [])
     try:
         found = snapshot_download(
@@ -61,25 +64,25 @@ def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = Tru
 
 
 def portable_name(name: str, folder: Path) -> str:
-    """What to call a model in files that outlive the run: its hub name, or its folder's absolute path."""
+    """Return the model's name for files that outlive the run: its Hub name, or its directory's absolute path."""
     return str(folder.resolve()) if name == "demo" or Path(name).expanduser().is_dir() else name
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder; a UserError if there is none, or it cannot be read."""
+    """Return the tokenizer in a directory. Raises UserError if it is missing or cannot be read."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        # For some models (Qwen, Gemma), transformers makes up a tokenizer of special tokens when the files are missing.
+        # For some models (Qwen, Gemma) without tokenizer files, Transformers makes a tokenizer of special tokens only.
         if len(tokenizer) == len(tokenizer.get_added_vocab()):
             raise ValueError("it has only special tokens: files such as tokenizer.json are missing")
         return tokenizer
-    except Exception as error:  # transformers raises half a dozen types here, all meaning the same to the user
+    except Exception as error:  # Transformers raises many classes here, with one meaning for the user
         raise UserError(f"{folder}: no usable tokenizer ({reason(error)}). Set --tokenizer_name.") from error
 
 
 def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
-    """The model's config.json; a UserError if it is missing, malformed or of an unknown architecture, if the model has
-    no text decoder, or its code needs a package that is missing."""
+    """Return the model's config.json. Raises UserError if it is missing or malformed, if the architecture is unknown or
+    has no text decoder, or if its code needs a missing package."""
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # as above
@@ -89,17 +92,17 @@ def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig
 
 
 def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens | None = None) -> PreTrainedModel:
-    """Build a causal language model on the meta device, tied weights tied; of one that also takes images or sound, its
-    text part.
+    """Build a causal language model on the meta device, with tied weights. Of a model for images or sound, build the
+    text part only.
 
     Args:
-        config: of the model; not changed.
+        config: the model's config; it is not changed.
         model: settings: attention implementation, trust_remote_code.
-        new: tokens for which embedding and head get further rows.
+        new: tokens for which embedding and LM head get further rows.
 
     Raises:
-        UserError: transformers has no such model, it has no text decoder, or a package for its code or its attention is
-            missing.
+        UserError: Transformers does not have the model, it has no text decoder, or a package for its code or its
+            attention is missing.
     """
     auto = auto_class(config, model.trust_remote_code)
     if new is not None:
@@ -126,13 +129,15 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
             f"{config.model_type} ({type(error).__name__}: {reason(error)})."
         ) from error
     skeleton.tie_weights()
+    if names_score(config):
+        add_score(skeleton)
     # By class names, which fully_shard changes.
     skeleton._weight_conversions = get_model_conversion_mapping(skeleton)  # type: ignore[assignment]
-    # Chameleon's config does not tell, its class does.
+    # Chameleon's config does not say that it takes images, but its class does.
     if is_multimodal := takes_more_than_text(skeleton.config) or "image" in skeleton.input_modalities:
         keep_text_part(skeleton)
-    # transformers builds BERT and its kin with a warning; there each token sees the next one, and the loss falls to 0.
-    # PaliGemma's text part is another, whose config says nothing.
+    # Transformers builds BERT and similar encoders with a warning only. Their tokens see the next ones, so the loss
+    # falls to 0. PaliGemma's text part is such an encoder, too, but its config does not say so.
     are_causal = [module.is_causal for module in skeleton.modules() if hasattr(module, "is_causal")]
     masks = {name for kind in type(skeleton).__mro__ for name in vars(sys.modules[kind.__module__]) if "_mask" in name}
     is_always_causal = "create_causal_mask" in masks and "create_bidirectional_mask" not in masks  # GPT-NeoX Japanese
@@ -147,22 +152,22 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The model's decoder layers from input to output: of the classes that transformers names in `_no_split_modules`,
-    of those within one another (Mamba's) the outermost. If it names none, the items of the list with the most
-    parameters. fully_shard derives a class of its own from theirs."""
+    """Return the decoder layers from input to output. Their classes are named in Transformers' `_no_split_modules`; of
+    nested ones (Mamba's) the outermost count. Without such names, they are the items of the list with the most
+    parameters. fully_shard replaces their classes by subclasses."""
     kinds = set(private(model, "_no_split_modules") or ())
     modules = dict(model.named_modules())
     found = {name: m for name, m in modules.items() if not kinds.isdisjoint(kind.__name__ for kind in type(m).__mro__)}
     for name in [name for name, m in found.items() if any(isinstance(it, nn.Embedding) for it in m.children())]:
-        del found[name]  # BERT's embeddings, which device_map must not split either
+        del found[name]  # BERT's embeddings are named there, too
     layers = [m for name, m in found.items() if not any(name.startswith(f"{outer}.") for outer in found)]
     lists = [] if layers else [list(module) for module in modules.values() if isinstance(module, nn.ModuleList)]
     return max(lists, key=lambda items: sum(p.numel() for item in items for p in item.parameters()), default=layers)
 
 
 def read_linears(model: nn.Module) -> set[nn.Module]:
-    """Linear layers whose weight the module around them reads, in one of its ways to compute, instead of calling them:
-    Mamba's kernels take out_proj's, LongCat's router its classifier's. An adapter would have no effect there."""
+    """Return linear layers whose weight is read by the module around them instead of being called: Mamba's kernels read
+    out_proj's weight, LongCat's router its classifier's. An adapter of such a layer would have no effect."""
     found = set[nn.Module]()
     for module in model.modules():
         for name, child in module.named_children():
@@ -176,20 +181,20 @@ def read_linears(model: nn.Module) -> set[nn.Module]:
 
 @cache
 def _source_of(kind: Any) -> str:
-    """The source of a class of a model's code; nothing of torch's, or of one that has no file."""
+    """Return the source code of a model's class; "" for classes of torch, or without a file."""
     with suppress(OSError, TypeError):
         return "" if kind.__module__.startswith("torch.") else inspect.getsource(kind)
     return ""
 
 
 def function_beside(module: nn.Module, name: str) -> Callable[..., Any]:
-    """A function of the file that a module's class is written in; fully_shard derives a class of its own from that."""
+    """Return a function of the file that defines a module's class (not the subclass that fully_shard derives)."""
     files = [sys.modules[kind.__module__] for kind in type(module).__mro__]
     return cast(Callable[..., Any], next(getattr(file, name) for file in files if hasattr(file, name)))
 
 
 def freeze_first_layers(model: PreTrainedModel, count: int) -> None:
-    """Keep the first `count` decoder layers as they are in training."""
+    """Freeze the first `count` decoder layers."""
     if count >= len(layers := decoder_layers(model)):
         raise UserError(f"--num_freeze_layers {count}: this model has {len(layers)} decoder layers; freeze fewer.")
     for layer in layers[:count]:
@@ -197,34 +202,34 @@ def freeze_first_layers(model: PreTrainedModel, count: int) -> None:
 
 
 def set_storage_dtypes(model: nn.Module, precision: Precision) -> None:
-    """Give each (meta) parameter the dtype it is stored in: trained ones and frozen ones may differ. Quantized stacks
-    are dequantized to the dtype of computing."""
+    """Set the storage dtype of each parameter on the meta device; it may differ between trained and frozen ones.
+    Quantized stacks are dequantized to the compute dtype."""
     for module in model.modules():
         if isinstance(module, QuantizedStacks):
             module.dtype = precision.compute
     for parameter in model.parameters():
-        if parameter.is_floating_point():  # quantized weights keep theirs
+        if parameter.is_floating_point():  # quantized weights are integers
             parameter.data = parameter.data.to(precision.trained if parameter.requires_grad else precision.frozen)
 
 
 def vocabulary_size(config: PretrainedConfig) -> int | None:
-    """Rows of the model's embedding: token ids lie below. None where config.json does not say."""
+    """Return the number of rows of the model's embedding; None if config.json does not say."""
     return getattr(config.get_text_config(), "vocab_size", None)
 
 
 def find_new_tokens(
     tokenizer: PreTrainedTokenizerBase, folder: Path, model_config: PretrainedConfig, model: ModelConfig
 ) -> NewTokens | None:
-    """Find and log the tokens that the run's tokenizer has and the model does not know.
+    """Find and log the tokens of the run's tokenizer that the model does not know.
 
     Args:
-        tokenizer: of the run, with its chat template's tokens.
-        folder: of the model; its own tokenizer is compared.
-        model_config: says how many rows the embedding has.
+        tokenizer: the run's tokenizer, with the tokens of its chat template.
+        folder: the model's directory; its own tokenizer is compared.
+        model_config: has the number of rows of the embedding.
         model: settings: resize_embeddings, trust_remote_code.
 
     Returns:
-        Ids without a row, and ids of tokens that the model's own tokenizer lacks or has elsewhere. None without
+        Ids without a row, and ids of tokens that the model's own tokenizer lacks or has at another id. None without
         --resize_embeddings, or if there are none.
     """
     if not model.resize_embeddings:
@@ -242,8 +247,8 @@ def find_new_tokens(
 
 
 def resolve_context_length(asked: int | None, config: PretrainedConfig) -> int:
-    """Longest sample in tokens: what was asked for, else the model's maximum but at most 4096. A UserError if more was
-    asked for than the model has positions."""
+    """Return the maximum tokens of a sample: the setting, else the model's maximum, but at most 4096. Raises UserError
+    if the setting exceeds the model's positions."""
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if asked is not None and longest is not None and asked > longest:
         raise UserError(f"--context_length {asked}: this model has {longest} positions; use {longest} or less.")

@@ -15,7 +15,6 @@ runs, with its adapter, soft cap or scale, sharded or not.
 import copy
 from collections.abc import Callable, Sequence
 from functools import wraps
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -25,7 +24,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models.routers import router_loss
-from llama_ft.models.text_part import left_out
+from llama_ft.models.text_part import TextOutput, left_out
 
 # Number of logits in memory: on CUDA 512 positions of Llama 3's 128,256 logits, 0.6 GiB in bf16 and fp32.
 LOGITS_AT_ONCE = {"cuda": 2**26, "cpu": 2**22}
@@ -126,24 +125,13 @@ def forget_chunked_loss(model: nn.Module) -> None:
     model._has_chunked_loss = False  # type: ignore[assignment]
 
 
-class _CachedOutput(SimpleNamespace):
-    """The cached output of a decoder, with None for fields that are missing."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.last_hidden_state if index == 0 else ()
-
-
 def _head_function(model: PreTrainedModel, decoder: str, head: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function hidden states [n, width] -> logits [n, vocab]. It runs the model's own forward, with its soft
     caps and scales, on a stub that returns the hidden states as the decoder's output."""
     view = copy.copy(model)  # shares all parameters
     view._modules = dict(model._modules)
     modules: dict[str, Any] = view._modules
-    modules[decoder] = lambda *_, inputs_embeds, **__: _CachedOutput(last_hidden_state=inputs_embeds)
+    modules[decoder] = lambda *_, inputs_embeds, **__: TextOutput(last_hidden_state=inputs_embeds)
     modules[head] = getattr(model, head).forward  # without hooks, which would all-gather its weight for every chunk
     forward = type(model).forward
 

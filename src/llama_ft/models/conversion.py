@@ -40,6 +40,7 @@ from llama_ft.models.lora import checkpoint_key, is_adapter_weight
 from llama_ft.models.new_tokens import grow
 from llama_ft.models.quantization import is_part
 from llama_ft.models.quantized import quantized_weights
+from llama_ft.models.score_head import ScoredSource, has_score
 from llama_ft.models.source import StoredTensor, WeightSource, open_weights
 from llama_ft.models.text_part import left_out
 
@@ -48,7 +49,8 @@ def open_source(folder: Path, model: PreTrainedModel) -> WeightSource:
     """Open the weights of a model directory under the model's own names and in its shapes, reading headers only. Raises
     UserError if they are missing, unreadable or cannot be converted. `model`: see ConvertedSource."""
     converted = ConvertedSource(source := open_weights(folder), model)
-    return grow(source if converted.changes_nothing else converted, model)
+    grown = grow(source if converted.changes_nothing else converted, model)
+    return ScoredSource(grown, model) if has_score(model) else grown
 
 
 class ConvertedSource(WeightSource):

@@ -1,5 +1,5 @@
-"""Give the sharded skeleton its weights: each rank's rows stream from the checkpoint to where they live. Neither way of
-loading (see loader.py) ever holds a whole model, or a whole tensor that is not this rank's, anywhere."""
+"""Load the weights of a sharded model: each rank's rows are streamed from the checkpoint. Neither way of loading (see
+loader.py) holds a whole model in memory, or a whole tensor of another rank."""
 
 import re
 from collections import defaultdict
@@ -28,13 +28,14 @@ from llama_ft.models.lora import (
 from llama_ft.models.new_tokens import TokenRows
 from llama_ft.models.quantization import is_4bit, is_part, read_4bit
 from llama_ft.models.quantized import FourBit, QuantizedWeight, quantized_weights
+from llama_ft.models.score_head import has_score
 from llama_ft.models.shards import ShardGroup, local_shard
 from llama_ft.models.source import StoredTensor, WeightSource, listed
 from llama_ft.models.transformers_private import INITIALIZED, private
 
 NORM_ROWS = 1024
-# Weights. On the CPU ranks held with it at most 11 to 54 MiB in addition to their shards; on a GPU, where launching the
-# kernels of so small a block takes longer than the work, 2**24 are 32 MiB in bf16.
+# Number of weights. On the CPU, ranks held at most 11 to 54 MiB in addition to their shards. On a GPU, starting kernels
+# for so few would take longer than the work; there 2**24 weights are 32 MiB in bf16.
 QUANTIZED_AT_ONCE = {"cpu": 2**19, "cuda": 2**24}
 
 
@@ -51,7 +52,7 @@ def load_weights(
     frozen_dtype: torch.dtype,
     tuned: WeightSource | None = None,
 ) -> dict[str, torch.dtype]:
-    """Allocate every rank's shards on its device and fill them.
+    """Allocate this rank's shards on its device and load them.
 
     Args:
         model: sharded, on the meta device; possibly with adapters.
@@ -62,7 +63,7 @@ def load_weights(
         scatter: rank 0 reads and sends (`low_cpu_fsdp`).
         adapter: the adapter injected into the model.
         peft: where the adapter's first values come from.
-        seed: for the adapter's first values.
+        seed: for the first values of an adapter and of a new score head.
         frozen_dtype: what weights are quantized from.
         tuned: weights to take in the place of the folder's of the same names; without scatter.
 
@@ -72,6 +73,8 @@ def load_weights(
     Raises:
         UserError: tensors are missing, unexpected or of another shape, or a file cannot be read.
     """
+    if has_score(model):
+        model._score_seed = seed  # type: ignore[assignment]
     loader = open_loader(folder, model, group, scatter, tuned)
     keys = account_for(model, loader.headers, folder)
     saved_adapter = None
@@ -85,8 +88,8 @@ def load_weights(
         quantized = {id(it.weight): it for it in quantized_weights(model)}
         for name, parameter in parameters.items():
             if weight := quantized.get(id(parameter)):
-                # Quantizing is many small operations. With other programs on the cores, waiting for all threads at the
-                # end of each takes longer than the work: 26 s instead of 3 for 450 M weights in 8 bits on 4 cores.
+                # Quantization is many small operations. If other programs use the cores, waiting for all threads after
+                # each takes longer than the work: 26 s instead of 3 s for 450 M weights in 8 bits on 4 cores.
                 torch.set_num_threads(1)
                 loader.fill(_to_quantized(weight, keys[name], frozen_dtype, device))
                 torch.set_num_threads(threads)
@@ -112,14 +115,14 @@ def load_weights(
             _set_dora_magnitudes(model)
         _fill_buffers(model, loader)
     if quantized and device.type == "cuda":
-        torch.cuda.synchronize(device)  # what has failed is an exception now; bitsandbytes' next call would exit
+        torch.cuda.synchronize(device)  # raises earlier errors here; bitsandbytes' next call would exit
     return {name: loader.headers[key].dtype for name, key in keys.items()}
 
 
 def _as_stored(
     parameter: torch.Tensor, key: str, headers: dict[str, StoredTensor], ids: list[int] | None = None
 ) -> ShardLoad:
-    """The rows of a stored tensor, or those numbered `ids`."""
+    """Return the load of a stored tensor's rows, or of the rows `ids`."""
 
     def make(source: WeightSource, start: int, stop: int) -> list[torch.Tensor]:
         if ids is None:
@@ -127,13 +130,13 @@ def _as_stored(
         return [torch.cat([source.read_rows(key, id_, id_ + 1) for id_ in ids[start:stop]])]
 
     shard = local_shard(parameter)
-    # The narrower of the two dtypes travels: conversion gives the same bits on either side.
+    # Send the narrower of the two dtypes: the conversion gives the same bits on both sides.
     wire = min(headers[key].dtype, shard.dtype, key=lambda dtype: dtype.itemsize)
     return ShardLoad([shard], tuple(parameter.shape), [wire], make)
 
 
 def _fill_singular_values(layer: Any, key: str, loader: Loader, kind: str, device: torch.device) -> None:
-    """PiSSA's first values of a layer's A [2r, in] and B [out, 2r] (see lora.py), from the weight named `key`."""
+    """Set PiSSA's initial A [2r, in] and B [out, 2r] of a layer (see lora.py), from the weight named `key`."""
 
     @cache
     def factors() -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,7 +145,7 @@ def _fill_singular_values(layer: Any, key: str, loader: Loader, kind: str, devic
         if kind == "pissa":
             u, values, v = torch.linalg.svd(weight, full_matrices=False)
         else:
-            torch.manual_seed(0)  # every rank draws the same; the training loop seeds again
+            torch.manual_seed(0)  # the same on every rank; the training loop seeds again
             u, values, v = torch.svd_lowrank(weight, rank, niter=int(kind.rpartition("_")[2]))
             v = v.T
         root = (values[:rank] / layer.scaling["default"]).sqrt()
@@ -155,8 +158,8 @@ def _fill_singular_values(layer: Any, key: str, loader: Loader, kind: str, devic
 
 
 def _to_quantized(weight: QuantizedWeight, key: str, dtype: torch.dtype, device: torch.device) -> ShardLoad:
-    """Rows quantized from `dtype` on `device` as they come, or taken as they are when the checkpoint is quantized. Of a
-    stack a "row" is an expert, and its rows are quantized a block at a time."""
+    """Return the load of rows that are quantized from `dtype` on `device`, or read as they are if the checkpoint is
+    quantized. In a stack a "row" is an expert, and its rows are quantized block by block."""
     scheme, at_once = weight.scheme, QUANTIZED_AT_ONCE[device.type]
     shards, columns = [local_shard(weight.weight), local_shard(weight.scale)], weight.shape[-1]
 
@@ -172,7 +175,7 @@ def _to_quantized(weight: QuantizedWeight, key: str, dtype: torch.dtype, device:
 
 
 def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder: Path) -> dict[str, str]:
-    """Parameter name -> name in the checkpoint; a UserError if a name on either side has no counterpart."""
+    """Return parameter name -> name in the checkpoint. Raises UserError if a name has no counterpart."""
     aliases = defaultdict[int, list[str]](list)  # a tied weight may have either name
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not is_adapter_weight(name):
@@ -191,14 +194,14 @@ def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder
             missing.append(candidates[0])
             continue
         keys[name], stored, packed = key, headers[key], is_4bit(key, headers)
-        # In 4 bits it is flat, and its bytes may be stored as another dtype.
+        # In 4 bits the tensor is flat, and its bytes may be stored as another dtype.
         found = shape if packed and 2 * stored.nbytes == torch.Size(shape).numel() else stored.shape
         if found != shape or packed != (weight is not None and weight.is_stored):
             form = " in 4 bits" if packed else ""
             unlike.append(f"{key} is {list(stored.shape)}{form}, config.json makes it {list(shape)}")
     known = {name for names in aliases.values() for name in names}
     known |= {checkpoint_key(name) for name, _ in model.named_buffers()}
-    # Llama 2's checkpoints hold each layer's rotary frequencies, which are computed now; transformers skips them too.
+    # Llama 2's checkpoints have rotary frequencies per layer, which are computed here. Transformers skips them, too.
     ignored = [*(private(model, "_keys_to_ignore_on_load_unexpected") or ()), r"rotary_emb\.inv_freq"]
     held = set(keys.values())
     others = [key for key, it in headers.items() if not (key in known or it.is_left_out or is_part(key, held))]
@@ -210,7 +213,7 @@ def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder
 
 
 def _allocate(model: nn.Module, device: torch.device, storage_device: torch.device) -> None:
-    """Storage for every shard and buffer. to_empty makes a tied weight two parameters: tie them again."""
+    """Allocate every shard and buffer. to_empty makes two parameters of a tied weight, so tie them again."""
     places = defaultdict[int, list[tuple[nn.Module, str]]](list)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -226,22 +229,22 @@ def _allocate(model: nn.Module, device: torch.device, storage_device: torch.devi
 
 
 def _set_dora_magnitudes(model: nn.Module) -> None:
-    """DoRA's magnitude is the norm of each row of W + scaling * B A; B is zero at first. Row norms need no other rank:
-    weight and magnitude are split into the same rows."""
+    """Set DoRA's magnitudes to the norm of each row of W + scaling * B A, where B is zero at first. No communication is
+    needed, because weight and magnitude are split into the same rows."""
     for module in model.modules():
         for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
             weight = local_shard(cast(nn.Linear, module.base_layer).weight).split(NORM_ROWS)
             for rows, norms in zip(weight, local_shard(magnitude.weight).split(NORM_ROWS), strict=True):
-                norms.copy_(torch.linalg.vector_norm(rows.float(), dim=1))  # bounds the fp32 copy
+                norms.copy_(torch.linalg.vector_norm(rows.float(), dim=1))  # limits the size of the fp32 copy
 
 
 def _fill_buffers(model: PreTrainedModel, loader: Loader) -> None:
-    """Read the buffers the checkpoint holds and have transformers compute the others (rotary frequencies); a UserError
-    if it does not compute one of them."""
+    """Read the buffers of the checkpoint, and let Transformers compute the others (rotary frequencies). Raises
+    UserError if it does not compute one of them."""
     computed = {}
     for name, buffer in model.named_buffers():
         if (key := checkpoint_key(name)) not in loader.headers:
-            computed[name] = buffer, buffer._version  # which counts what has been written into it
+            computed[name] = buffer, buffer._version  # the version counts writes
             continue
         if loader.source is not None:
             buffer.copy_(loader.source.read(key))
@@ -260,8 +263,8 @@ def _fill_buffers(model: PreTrainedModel, loader: Loader) -> None:
 
 
 def compute_buffers(module: nn.Module, model: PreTrainedModel) -> None:
-    """Have transformers initialize the modules of `module` that have buffers, in its own order: children first, each by
-    the innermost model around it. Falcon-H1's decoder fills buffers of its layers."""
+    """Let Transformers initialize the modules of `module` with buffers, in its own order: children first, each by the
+    innermost model around it. Falcon-H1's decoder fills buffers of its layers."""
     model = module if isinstance(module, PreTrainedModel) else model
     for child in module.children():
         compute_buffers(child, model)

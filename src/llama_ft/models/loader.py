@@ -6,7 +6,7 @@ quantized block by block, so memory holds only a few blocks in addition to the s
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models.conversion import open_source
 from llama_ft.models.shards import ShardGroup, row_ranges, wait_for_device
-from llama_ft.models.source import OverlaidSource, SafetensorsSource, StoredTensor, WeightSource
+from llama_ft.models.source import OverlaidSource, SafetensorsSource, StoredTensor, WeightSource, row_blocks
 
 BLOCK_ELEMENTS = 2**23  # copying 550 M weights takes 0.1 s in blocks of 2**22 to 2**24, up to 1.1 s in 2**19
 BYTES_IN_FLIGHT = 2**25
@@ -34,12 +34,6 @@ class ShardLoad:
     wire: list[torch.dtype]  # dtype in which each parameter is sent
     make: MakeRows  # (source, start, stop) -> these rows of each parameter
     block_elements: int = BLOCK_ELEMENTS  # maximum number of weights per block
-
-    def blocks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Split rows [start, stop) into blocks of at most block_elements weights, or of one row."""
-        rows = max(1, self.block_elements // max(1, torch.Size(self.shape[1:]).numel()))
-        for first in range(start, stop, rows):
-            yield first, min(first + rows, stop)
 
 
 @dataclass(frozen=True)
@@ -70,7 +64,7 @@ class Loader:
 
     def _keep(self, load: ShardLoad, start: int, stop: int) -> None:
         assert self.source is not None
-        for first, last in load.blocks(start, stop):
+        for first, last in row_blocks(load.shape, start, stop, load.block_elements):
             for shard, rows in zip(load.shards, load.make(self.source, first, last), strict=True):
                 shard[first - start : last - start].copy_(rows)
 
@@ -80,7 +74,7 @@ class Loader:
         device = load.shards[0].device
         own, *others = row_ranges(load.shape[0], self.group.size)
         for destination, (start, stop) in enumerate(others, start=1):
-            for first, last in load.blocks(start, stop):
+            for first, last in row_blocks(load.shape, start, stop, load.block_elements):
                 for rows, wire in zip(load.make(self.source, first, last), load.wire, strict=True):
                     block = rows.to(device=device, dtype=wire).contiguous()
                     self.finish(BYTES_IN_FLIGHT - block.nbytes)
@@ -91,7 +85,7 @@ class Loader:
 
     def _receive(self, load: ShardLoad) -> None:
         start, stop = self.group.own_rows(load.shape[0])
-        for first, last in load.blocks(start, stop):
+        for first, last in row_blocks(load.shape, start, stop, load.block_elements):
             for shard, wire in zip(load.shards, load.wire, strict=True):
                 rows = shard[first - start : last - start]
                 received = rows if rows.dtype == wire else torch.empty_like(rows, dtype=wire)

@@ -1,8 +1,8 @@
-"""Adapters through peft: injected into the skeleton without storage, given their first values shard by shard.
+"""Adapters of PEFT: added to the model on the meta device, and initialized shard by shard.
 
 PiSSA (https://arxiv.org/abs/2404.02948) starts at A0 and B0, the r largest singular values of the weight W, and trains
-W - s B0 A0 + s B A. Here W stays: the adapter is plain LoRA of rank 2r, [A; A0] and [B, -B0], whose first half is
-trained.
+W - s B0 A0 + s B A. Here W is not changed. Instead the adapter is a plain LoRA of rank 2r, [A; A0] and [B, -B0], and
+only its first half is trained.
 """
 
 import hashlib
@@ -33,13 +33,14 @@ from llama_ft.models.build import read_linears
 from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.models.new_tokens import NewTokens, use_token_rows
 from llama_ft.models.quantized import QuantizedLinear, QuantizedStacks, quantized_weights
+from llama_ft.models.score_head import SCORE, has_score
 from llama_ft.models.shards import ShardGroup, local_shard
 from llama_ft.models.source import StoredTensor, listed
 from llama_ft.models.text_part import left_out
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PEFT_PREFIX = "base_model.model."  # what peft puts before every name of the model it wraps
-# The values of peft_method, as peft writes them, and what its names of their parameters begin with.
+PEFT_PREFIX = "base_model.model."  # PEFT's prefix for the names of a wrapped model
+# The values of peft_method in PEFT's spelling, and the prefixes of their parameters' names.
 METHODS = [method.upper() for method in get_args(PeftConfig.__annotations__["peft_method"])]
 ADAPTER_PARTS = (".trainable_tokens_delta.", *(f".{PEFT_TYPE_TO_PREFIX_MAPPING[method]}" for method in METHODS))
 NOT_PEFTS = {"use_peft", "peft_method", "from_peft_checkpoint", "lora_alpha"}  # fields of PeftConfig
@@ -47,26 +48,29 @@ NOT_PEFTS = {"use_peft", "peft_method", "from_peft_checkpoint", "lora_alpha"}  #
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of a model: what peft calls it and its tensors."""
+    """The adapter of a model: its config, and the names of its tensors."""
 
-    config: Any  # peft's, as saved in adapter_config.json
+    config: Any  # PEFT's config, saved in adapter_config.json
     keys: dict[str, str]  # parameter name in the model -> tensor name in adapter_model.safetensors
     layers: dict[str, nn.Module]  # name of each layer that has an adapter -> its adapter alone, unsharded, on meta
 
 
 def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str, new: NewTokens | None = None) -> Adapter:
-    """Freeze a skeleton and add (meta) adapters to the linear layers `peft` names, in place. A UserError if it has no
-    such layers, they take no adapter of this kind, or a saved adapter cannot be continued.
+    """Freeze a model on the meta device, and add adapters to the linear layers that `peft` names, in place. Raises
+    UserError if there are no such layers, they do not support this adapter, or a saved adapter cannot be continued.
 
     Args:
         model: on the meta device.
-        peft: rank, targets and the rest; taken from the adapter's own file with from_peft_checkpoint.
-        base_name: model name or folder to record in adapter_config.json.
-        new: tokens whose rows of embedding and head are trained too.
+        peft: rank, targets and so on; with from_peft_checkpoint they come from the adapter's own file.
+        base_name: model name or directory for adapter_config.json.
+        new: tokens whose rows of embedding and LM head are trained, too.
     """
     saved = peft.from_peft_checkpoint
     settings = saved_config(Path(saved)) if saved else _new_config(peft)
     settings.base_model_name_or_path = base_name
+    if has_score(model):  # trained whole; "classifier" is what PEFT adds to the name for models of other classes
+        whole = {SCORE, *(settings.modules_to_save or ())} - {"classifier"}
+        settings.task_type, settings.modules_to_save = "SEQ_CLS", sorted(whole)
     _check_names(model, settings)
     if saved:
         size = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
@@ -81,7 +85,7 @@ def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str, new: N
         read = read_linears(model)
         excluded = [n for n, m in model.named_modules() if m in read or not _takes_adapter(model, settings, n, m)]
         settings.exclude_modules = excluded or None
-        # peft's all-linear has experts of some architectures only. Their adapters have neither dropout nor magnitudes.
+        # PEFT's all-linear covers experts of some architectures only. They have no dropout and no magnitudes.
         is_plain = isinstance(settings, LoraConfig) and not settings.lora_dropout and not settings.use_dora
         if is_plain and (experts := expert_names(model)):
             settings.target_parameters = sorted({*experts, *(settings.target_parameters or ())})
@@ -96,9 +100,10 @@ def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str, new: N
 
 
 def inject_adapter(model: PreTrainedModel, settings: Any) -> Adapter:
-    """The part of inject_lora that peft does."""
+    """Add the adapters with PEFT."""
     if quantized_weights(model) and (not isinstance(settings, LoraConfig) or settings.use_dora):
         raise UserError("--quantization: only plain LoRA is supported. Remove use_dora or peft_method loha.")
+    whole = copy(settings.modules_to_save)  # which peft makes longer for a model with a score head
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft warns of every meta tensor it does not initialise; we do, later
@@ -106,8 +111,10 @@ def inject_adapter(model: PreTrainedModel, settings: Any) -> Adapter:
     except (ValueError, TypeError, NotImplementedError, RuntimeError, re.error) as error:
         hint = f"\n--peft.target_modules can be: {', '.join(linear_names(model))}." if settings.target_modules else ""
         if "ParamWrapper does not" in str(error):
-            hint = "\nAdapters of experts are plain LoRA without dropout. Name layers: --target_modules q_proj,v_proj."
+            problem = "adapters of experts support neither lora_dropout nor use_dora. Remove them, or name layers"
+            raise UserError(f"--use_peft: {problem}: --target_modules q_proj,v_proj.") from error
         raise UserError(f"peft cannot put these adapters into this model: {error}{hint}") from error
+    settings.modules_to_save = whole
     use_token_rows(model)
     use_fused_lora(model)
     layers: dict[str, nn.Module] = {}
@@ -118,7 +125,7 @@ def inject_adapter(model: PreTrainedModel, settings: Any) -> Adapter:
                 raise UserError(f"--peft.use_dora: {name} is no linear layer.")
             layer._modules = deepcopy({n: m for n, m in layer._modules.items() if n in layer.adapter_layer_names})
             layers[name] = layer
-    # peft itself names the tensors: it is handed every parameter, and what it returns is traced back.
+    # PEFT names the tensors: it gets every parameter, and its result is matched with them.
     parameters = dict(adapted.named_parameters(remove_duplicate=False))
     stored = get_peft_model_state_dict(adapted, state_dict=parameters, save_embedding_layers=False)
     names = {id(parameter): name.removeprefix(PEFT_PREFIX) for name, parameter in adapted.named_parameters()}
@@ -131,17 +138,18 @@ def _mark_trained_half(model: nn.Module, peft: PeftConfig) -> None:
         base = layer.get_base_layer()
         if not isinstance(layer, LoraLinear) or isinstance(base, QuantizedLinear) or peft.r > min(base.weight.shape):
             problem = f"{name} is no unquantized linear layer with at least {peft.r} inputs and outputs (--peft.r)."
-            raise UserError(f"--init_lora_weights {peft.init_lora_weights}: {problem} Set --target_modules.")
-        layer.trained_rank = peft.r
+            way_out = "Name such layers: --target_modules q_proj,v_proj."
+            raise UserError(f"--init_lora_weights {peft.init_lora_weights}: {problem} {way_out}")
+        layers[name].trained_rank = peft.r
 
 
 def halved_layers(model: nn.Module) -> list[Any]:
-    """LoRA layers of PiSSA: of A's rows and of B's columns only the first `trained_rank` are trained."""
+    """Return the LoRA layers of PiSSA: only the first `trained_rank` rows of A and columns of B are trained."""
     return [module for module in model.modules() if hasattr(module, "trained_rank")]
 
 
 def clear_frozen_half(model: nn.Module, group: ShardGroup) -> None:
-    """Set the gradients of PiSSA's A0 and B0 to zero, with which no optimizer moves them."""
+    """Set the gradients of PiSSA's A0 and B0 to zero, so that no optimizer changes them."""
     for layer in halved_layers(model):
         a, b = (part["default"].weight.grad for part in (layer.lora_A, layer.lora_B))
         local_shard(a)[max(0, layer.trained_rank - group.own_rows(len(a))[0]) :].zero_()
@@ -156,14 +164,14 @@ def _new_config(peft: PeftConfig) -> Any:
         raise UserError(f"--peft.{lacking[0]}: peft_method {peft.peft_method} has no such setting.")
     given |= {"task_type": "CAUSAL_LM", "lora_alpha": peft.lora_alpha, "alpha": peft.lora_alpha}
     given["init_lora_weights"] = "gaussian" if peft.init_lora_weights == "gaussian" else True
-    if peft.init_lora_weights.startswith("pissa"):  # twice the rank, with the same scaling
+    if peft.init_lora_weights.startswith("pissa"):  # twice the rank with the same scaling
         given |= {"r": 2 * peft.r, "lora_alpha": peft.lora_alpha * (math.sqrt(2) if peft.use_rslora else 2)}
     return kind(**{name: value for name, value in given.items() if name in known})
 
 
 def saved_config(folder: Path) -> Any:
-    """The settings of the adapter saved in `folder`; a UserError if it cannot be read, or its method is not one of
-    peft_method."""
+    """Return the settings of the adapter saved in `folder`. Raises UserError if they cannot be read, or the method is
+    not one of peft_method."""
     try:
         kind = json.loads((folder / ADAPTER_CONFIG).read_text()).get("peft_type")
         if kind not in METHODS:
@@ -177,8 +185,8 @@ def saved_config(folder: Path) -> Any:
 
 
 def _rows_to_train(model: PreTrainedModel, lora: Any, ids: list[int]) -> dict[str, list[int]] | None:
-    """peft's trainable_token_indices: of the embedding and, unless it is tied to it, of the head; not of one that is
-    trained in full."""
+    """Return PEFT's trainable_token_indices for the embedding and, unless tied, the LM head; not for one that is
+    trained as a whole."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     in_full = tuple(f".{name}" for name in lora.modules_to_save or ())
     ends = [name for name, module in model.named_modules() if module is embedding or module is head]
@@ -191,21 +199,21 @@ def _rows_to_train(model: PreTrainedModel, lora: Any, ids: list[int]) -> dict[st
 
 
 def rows_trained(adapter: Any) -> set[int]:
-    """Ids of the tokens whose rows an adapter trains by themselves."""
+    """Return the ids of the tokens whose rows an adapter trains."""
     indices = getattr(adapter, "trainable_token_indices", None) or {}
     return {id_ for ids in (indices.values() if isinstance(indices, dict) else [indices]) for id_ in ids}
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
-    """Last parts of the names of the linear layers, in order, without the head."""
+    """Return the last parts of the names of the linear layers, in order, without the LM head."""
     head, kinds = model.get_output_embeddings(), (nn.Linear, Conv1D)
     found = [name for name, module in model.named_modules() if isinstance(module, kinds) and module is not head]
     return list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in found))
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights of experts that are stacked into one parameter [experts, ...], by their names in the checkpoint. Of
-    quantized ones without the scales."""
+    """Return the weights of experts that are stacked into one parameter [experts, ...], by their names in the
+    checkpoint; without the scales of quantized ones."""
     return {
         checkpoint_key(f"{name}.{part}"): parameter
         for name, module in model.named_modules()
@@ -215,12 +223,12 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def expert_names(model: nn.Module) -> list[str]:
-    """What target_parameters call those weights, the same in every layer: experts.down_proj, experts.gate_up_proj."""
+    """Return the names of these weights for target_parameters: experts.down_proj, experts.gate_up_proj."""
     return sorted({".".join(name.split(".")[-2:]) for name in expert_parameters(model)})
 
 
 def describe_experts(model: nn.Module) -> str | None:
-    """Say whether the adapters of a model reach its experts; None if it has none. For the log."""
+    """Return a log text on whether the model's adapters cover its experts; None if it has no experts."""
     experts, modules = expert_parameters(model), model.named_modules()
     adapted = {checkpoint_key(f"{name}.{it.parameter_name}") for name, it in modules if isinstance(it, ParamWrapper)}
     if not experts:
@@ -232,11 +240,11 @@ def describe_experts(model: nn.Module) -> str | None:
 
 
 def _takes_adapter(model: PreTrainedModel, settings: Any, name: str, module: nn.Module) -> bool:
-    """Whether a linear layer is called, and computes [..., in] -> [..., out]. Mamba's kernels read out_proj's weight.
-    Llama 4's router returns a tuple, DeepSeek V4's grouped layer takes one more dimension."""
+    """Return whether a linear layer is called, and computes [..., in] -> [..., out]. Mamba's kernels read out_proj's
+    weight instead. Llama 4's router returns a tuple, DeepSeek V4's grouped layer takes one more dimension."""
     forward = getattr(type(module), "forward", None)
     with suppress(RuntimeError, TypeError, ValueError, IndexError):
-        # peft's private check of Mamba's layers, in a version that has it.
+        # PEFT's private check of Mamba's layers, if this version has it.
         check = getattr(tuners_utils, "_check_lora_target_modules_mamba", lambda *_: None)
         check(settings, model, name.rsplit(".", 1)[-1])
         if not isinstance(module, nn.Linear) or forward in (nn.Linear.forward, QuantizedLinear.forward):
@@ -247,7 +255,7 @@ def _takes_adapter(model: PreTrainedModel, settings: Any, name: str, module: nn.
 
 
 def _check_names(model: PreTrainedModel, settings: Any) -> None:
-    """peft ignores a name without a match as long as another one has one; here every name must match."""
+    """Check that every name matches; PEFT ignores a name without a match if another name matches."""
     modules = [f".{name}" for name, _ in model.named_modules()]
     targets = [] if isinstance(settings.target_modules, str) else settings.target_modules
     for name in getattr(settings, "target_parameters", None) or ():
@@ -271,7 +279,7 @@ def _check_names(model: PreTrainedModel, settings: Any) -> None:
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """A block in which the model computes as it did before it got an adapter."""
+    """In the block, the model computes as without its adapter."""
     layers: list[Any] = [module for module in model.modules() if isinstance(module, tuners_utils.BaseTunerLayer)]
     for layer in layers:
         layer._disable_adapters = True  # enable_adapters(False) would also set requires_grad, which shards keep
@@ -283,12 +291,12 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def is_adapter_weight(name: str) -> bool:
-    """Whether a parameter was added by peft, so that the model's own checkpoint does not hold it."""
+    """Return whether PEFT has added a parameter, so that the model's own checkpoint does not have it."""
     return any(part in name for part in ADAPTER_PARTS)
 
 
 def checkpoint_key(name: str) -> str:
-    """The name a parameter has in the model's own checkpoint, whatever peft has wrapped around it."""
+    """Return the name of a parameter in the model's own checkpoint, without PEFT's wrappers."""
     key = name.replace("token_adapter.", "").replace("base_layer.", "")  # these can be one within another
     return key.replace(".original_module.", ".").replace(".modules_to_save.default.", ".")
 

@@ -8,6 +8,7 @@ and pass on calls without packed sequences (padded batches, generation) to those
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -67,24 +68,22 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 def packed_arguments(model: PreTrainedModel, lengths: list[int], device: torch.device) -> dict[str, Any]:
     """Return the arguments of a model prepared by `use_packed_attention`, in addition to input_ids, for packed samples
     of `lengths` tokens. `device`: where the model computes."""
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    positions = torch.arange(int(ends[-1])) - torch.repeat_interleave(ends[:-1], torch.tensor(lengths))
-    offsets, longest = sent(ends.to(torch.int32), device), max(lengths)
+    rows, positions = PackedRows.of(lengths, device), torch.cat([torch.arange(length) for length in lengths])
     position_ids = noted(sent(positions.unsqueeze(0), device), needs_no_mask=True)
     arguments: dict[str, Any] = {"position_ids": position_ids, "attention_mask": None}
     mixers = token_mixers(model)
     if mixers.needs_scope:  # for some models, such as Mamba, forward takes neither
         known = inspect.signature(model.base_model.forward).parameters
         arguments = {name: value for name, value in arguments.items() if name in known}
-    are_alike = longest % attention_kernels.CUDNN_LENGTHS == 0 and len(set(lengths)) == 1
+    are_alike = rows.longest % attention_kernels.CUDNN_LENGTHS == 0 and len(set(lengths)) == 1
     indices = None
     if mixers.with_kernels:
         of_rows = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), torch.tensor(lengths))
         indices = sent(of_rows.unsqueeze(0), device)
-    arguments |= {"packed_rows": PackedRows(tuple(lengths), offsets, longest, are_alike, indices)}
+    arguments |= {"packed_rows": replace(rows, are_alike=are_alike, indices=indices)}
     if "flash" in (private(model.config, "_attn_implementation") or ""):  # as Transformers passes them on
-        ends_and_lengths = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
-        arguments |= ends_and_lengths | {"max_length_q": longest, "max_length_k": longest}
+        arguments |= {"cu_seq_lens_q": rows.offsets, "cu_seq_lens_k": rows.offsets}
+        arguments |= {"max_length_q": rows.longest, "max_length_k": rows.longest}
     return arguments
 
 

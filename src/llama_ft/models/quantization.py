@@ -25,6 +25,7 @@ from llama_ft.config import QuantizationConfig
 from llama_ft.errors import UserError
 from llama_ft.models.build import read_linears
 from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme, quantize_stacks, total_weights
+from llama_ft.models.score_head import SCORE, has_score
 from llama_ft.models.source import WeightSource, listed
 from llama_ft.models.transformers_private import private
 
@@ -74,7 +75,7 @@ def quantize_linears(model: PreTrainedModel, quantization: Quantization) -> str:
     Raises UserError if no linear layer remains to be quantized, or a name to skip does not exist in the model."""
     scheme, named, is_stored, _ = quantization
     own = [] if is_stored and named is not None else get_keys_to_not_convert(model)
-    skip = [*(named or ()), *(private(model, "_keep_in_fp32_modules") or ()), *own]
+    skip = [*(named or ()), *(private(model, "_keep_in_fp32_modules") or ()), *own, *[SCORE] * has_score(model)]
     read = read_linears(model)
     linears = {name: module for name, module in model.named_modules() if _is_linear(module) and module not in read}
     stacks = _stacked_weights(model) if quantization.stacks else {}

@@ -220,11 +220,10 @@ class QuantizedStacks(nn.Module):
         # fully_shard reads its shards by the same names, but does not compute with them.
         if name not in self.__dict__.get("stack_shapes", ()) or isinstance(value, DTensor):
             return value
-        if self._held is None:
-            return self._dequantized(name, 0, self.stack_shapes[name][0], self.additions.get(name))
-        if name not in self._held:
-            self._held[name] = self._dequantized(name, 0, self.stack_shapes[name][0], self.additions.get(name))
-        return self._held[name]
+        held = {} if self._held is None else self._held
+        if name not in held:
+            held[name] = self._dequantized(name, 0, self.stack_shapes[name][0], self.additions.get(name))
+        return held[name]
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """Run the module's own forward, with its arguments and result."""

@@ -115,13 +115,16 @@ def fingerprint(folder: Path) -> str:
 
 def blocks(source: WeightSource, name: str) -> Iterator[torch.Tensor]:
     """Yield a tensor's rows in order, in blocks of BLOCK_ELEMENTS or one row."""
-    shape = source.tensors[name].shape
-    if not shape:
-        yield source.read(name)
-        return
-    size = max(1, BLOCK_ELEMENTS // max(1, torch.Size(shape[1:]).numel()))
-    for start in range(0, shape[0], size):
-        yield source.read_rows(name, start, min(start + size, shape[0]))
+    shape = source.tensors[name].shape or (1,)
+    for start, stop in row_blocks(shape, 0, shape[0], BLOCK_ELEMENTS):
+        yield source.read_rows(name, start, stop)
+
+
+def row_blocks(shape: tuple[int, ...], start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
+    """Split rows [start, stop) of a tensor into blocks of at most `most` elements, or of one row."""
+    rows = max(1, most // max(1, torch.Size(shape[1:]).numel()))
+    for first in range(start, stop, rows):
+        yield first, min(first + rows, stop)
 
 
 def weight_files(folder: Path) -> list[Path]:

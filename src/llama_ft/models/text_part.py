@@ -1,4 +1,4 @@
-"""The text part of a model that also takes images or sound: which class holds it, and what of it is left out.
+"""The text part of a model that also takes images or sound: its class, and the modules that are removed.
 
     Gemma3ForConditionalGeneration
       model                      calls its language model alone
@@ -7,8 +7,8 @@
         language_model           the text decoder
       lm_head
 
-What is left out is never loaded. All that is done to a model (sharding, quantization, adapters) sees the text part
-alone, under the names of the checkpoint's own class. An export copies the other tensors out of the base model's files.
+Removed modules are never loaded. Sharding, quantization and adapters see only the text part, under the names of the
+checkpoint's own class. An export copies the other tensors from the base model's files.
 """
 
 import inspect
@@ -25,6 +25,8 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    AutoModelForSequenceClassification,
 )
 
 from llama_ft.errors import UserError
@@ -37,15 +39,15 @@ CLASSES: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What of a checkpoint's class its text part lacks."""
+    """The parts of a checkpoint's class that its text part lacks."""
 
-    modules: list[str]  # names of the outermost ones, and of parameters beside the text decoder
+    modules: list[str]  # names of the outermost ones, and of parameters outside the text decoder
     tensors: dict[str, int]  # their parameters and persistent buffers by name -> number of elements
-    causal: str = ""  # name of the module that makes logits: all around it only hands on what it is called with
+    causal: str = ""  # name of the module that makes logits; the modules around it only pass arguments on
 
 
 class TextOutput(SimpleNamespace):
-    """What a text decoder returns, for a caller that also asks for what images gave: None."""
+    """The output of a text decoder. Fields about images, for which a caller may ask, are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -56,20 +58,28 @@ class TextOutput(SimpleNamespace):
 
 
 def takes_more_than_text(config: PretrainedConfig) -> bool:
-    """Whether a config is of a model for images or sound, too. Phi-4-multimodal has no text_config."""
+    """Return whether a config belongs to a model for images or sound, too. Phi-4-multimodal has no text_config."""
     has_towers = any(key.startswith(("vision", "audio")) for key in config.sub_configs)
     return has_towers or config.get_text_config() is not config
 
 
+def names_score(config: PretrainedConfig) -> bool:
+    """Whether a config is of a model with a head that scores or classifies text in the place of the LM head."""
+    scored = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
+    return scored is not None and (config.architectures or [""])[0] == scored
+
+
 def auto_class(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
-    """The class of Transformers whose `from_pretrained` makes the class that a checkpoint names: AutoModelForCausalLM
-    makes only the text part of some (Qwen3.5), and knows others (Llava) not at all.
+    """Return the class of Transformers whose `from_pretrained` makes the checkpoint's class. AutoModelForCausalLM makes
+    only the text part of some (Qwen3.5), and does not know others (Llava).
 
     Raises:
         UserError: the class has no text decoder.
     """
     if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return AutoModelForCausalLM
+    if names_score(config) and not config.is_encoder_decoder:
+        return AutoModelForSequenceClassification
     known = {auto: names[config.model_type] for auto, names in CLASSES.items() if config.model_type in names}
     named = (config.architectures or [config.model_type])[0]
     own = [auto for auto, names in known.items() if named in (names if isinstance(names, tuple) else (names,))]
@@ -85,12 +95,12 @@ def auto_class(config: PretrainedConfig, trust_remote_code: bool = False) -> Any
 
 
 def left_out(model: nn.Module) -> LeftOut:
-    """What `keep_text_part` took out of a model."""
+    """Return what `keep_text_part` has removed from a model."""
     return getattr(model, "_left_out", LeftOut([], {}))
 
 
 def keep_text_part(model: PreTrainedModel) -> None:
-    """Take all but the text decoder and its LM head out of a model on the meta device, and have its forward call these.
+    """Remove everything but the text decoder and its LM head from a model on the meta device; forward calls them.
 
     Raises:
         UserError: it has none, or does not write one token after another.
@@ -105,7 +115,7 @@ def keep_text_part(model: PreTrainedModel) -> None:
         found.append(f"{names[owner]}.{name}".lstrip("."))
         is_module = name in owner._modules
         delattr(owner, name)
-        setattr(owner, name, None if is_module else torch.empty(0))  # which Transformers' initialization writes into
+        setattr(owner, name, None if is_module else torch.empty(0))  # Transformers' initialization writes into it
 
     def take_out_towers(owner: nn.Module) -> None:
         for name, child in list(owner.named_children()):
@@ -139,11 +149,11 @@ def _is_model(module: nn.Module) -> bool:
 
 
 def _text_forward(owner: nn.Module, inner: nn.Module, lacks_head: bool) -> Callable[..., Any]:
-    """A forward of `owner` that hands what it is called with on to `inner`, but for what only `owner` knows: images."""
+    """Return a forward of `owner` that passes its arguments on to `inner`, except those on images."""
     own, taken = (list(inspect.signature(module.forward).parameters) for module in (owner, inner))
     images = {name for name in own if name not in taken and not name.startswith("output_")}
 
-    @wraps(owner.forward)  # generate() asks for its parameters, by name
+    @wraps(owner.forward)  # generate() inspects the names of its parameters
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(own, args, strict=False)) | kwargs
         output = inner(**{name: value for name, value in given.items() if name not in images})

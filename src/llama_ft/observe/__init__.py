@@ -14,18 +14,3 @@ from llama_ft.observe.run_metadata import RunMetadata, environment
 from llama_ft.observe.summary import summary
 from llama_ft.observe.throughput import ThroughputMeter
 from llama_ft.observe.trackers import check_trackers
-
-__all__ = [
-    "SNAPSHOT_STEPS",
-    "MemoryMonitor",
-    "RunLog",
-    "RunMetadata",
-    "ThroughputMeter",
-    "check_trackers",
-    "environment",
-    "memory_metrics",
-    "memory_use",
-    "reset_peaks",
-    "summary",
-    "write_snapshot",
-]

@@ -148,15 +148,20 @@ def peak_of(name: str, dtype: torch.dtype) -> float:
 
 
 def matmul_rate(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> float:
-    """Return the FLOP/s of a matmul with a weight of that shape (or fewer rows): the fastest within 0.1 s. All ranks
-    must call it at the same time, because the ranks of a machine share its cores, caches and power."""
+    """Return the FLOP/s of a matmul: the fastest one within 0.1 s. All ranks must call it at the same time, because the
+    ranks of a machine share its cores, caches and power.
+
+    Args:
+        shape: rows and columns of the weight; of a large one, only the first rows are used (MOST_WEIGHTS).
+        dtype, device: of the weight and its inputs.
+    """
     rows, tokens = max(1, min(shape[0], MOST_WEIGHTS[device.type] // shape[1])), MOST_TOKENS[device.type]
     generator = torch.Generator(device).manual_seed(0)  # GPUs multiply constant numbers faster
     x, weight = (torch.randn(n, shape[1], generator=generator, device=device).to(dtype) for n in (tokens, rows))
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     repeats = 10 if device.type == "cuda" else 1  # synchronize with a GPU after ten matmuls
     taken, ends = list[float](), time.perf_counter() + SECONDS_MEASURED
-    while len(taken) < 2 or time.perf_counter() < ends:  # the first two runs are a warm-up
+    while len(taken) < 2 or time.perf_counter() < ends:  # at least two: the first is a warm-up
         wait()
         started = time.perf_counter()
         for _ in range(repeats):

@@ -151,7 +151,6 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
         self._steps += 1
         if self._steps == COMPARED_STEP:
             self._note_peaks(ask_others=True)
-            self._log_peaks()
 
     def _compare_ranks(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         _free_unused_heap()
@@ -170,18 +169,6 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
             dist.all_gather_object(self._ranks, self.by_phase)
         phases = {phase: [rank.get(phase, {}) for rank in self._ranks] for phase in PHASES if phase in self.by_phase}
         self._facts.add(memory={"phases": phases})
-
-    def _log_peaks(self) -> None:
-        """Log the peaks of all ranks, if there are several. facts.json and the report have them for every run."""
-        lines = ["peaks in MiB, the least and the largest of all ranks"]
-        for phase, own in self.by_phase.items():
-            for kind in own:
-                sizes = [rank.get(phase, {}).get(kind, 0) / MIB for rank in self._ranks]
-                name = f"{phase}, {kind.removesuffix('_bytes').replace('_', ' ')}"
-                rank = sizes.index(max(sizes))
-                lines.append(f"  {name:<38} {min(sizes):>9,.0f} {sizes[rank]:>9,.0f} (rank {rank})")
-        if len(self._ranks) > 1:
-            log.info("\n".join(lines))
 
 
 def _free_unused_heap() -> None:

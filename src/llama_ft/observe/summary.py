@@ -43,15 +43,18 @@ def summary(
     lines += [f"{held if has_model else f'No model was saved: {run}'} (report: {run / 'report.html'})"]
     if has_model:
         to = ["--merge"] if is_adapter else ["--save_dtype", "bfloat16"]
-        lines += [f"Chat with it: {command('inference.py')}"]
-        lines += [f"Evaluate it: {command('evaluate.py', '--base')}"] * has_validation
+        if config.preference.objective == "reward":
+            lines += [f"Score responses with it: {command('inference.py', '--prompts', 'FILE')}"]
+        else:
+            lines += [f"Chat with it: {command('inference.py')}"]
+            lines += [f"Evaluate it: {command('evaluate.py', '--base')}"] * has_validation
         lines += [f"{'Merge' if is_adapter else 'Export'} it: {command('export.py', f'{run}-exported', *to)}"]
     return "\n".join(["", *lines])
 
 
 def time_text(seconds: float) -> str:
-    """Return a duration as text: 3 h 20 min, 4 min 12 s or 38 s."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    """Return a duration as text: `63 ms`, `5.2 s`, `14 min`, `3.5 h`."""
+    for size, name, least in ((3600, "h", 5400), (60, "min", 90), (1, "s", 1)):
+        if seconds >= least:
+            return f"{seconds / size:,.{0 if seconds >= 10 * size else 1}f} {name}"
+    return f"{seconds * 1000:.0f} ms"

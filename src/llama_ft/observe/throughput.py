@@ -72,9 +72,6 @@ class ThroughputMeter:
                 on_trace_ready=self._log_profile,
                 record_shapes=True,
             )
-        known = ", ".join(f"{limit / GIGA:,.0f} GFLOP/s for {name}" for name, limit in self._limits.items())
-        if job.world_size > 1:  # facts.json has it for every run
-            log.info(f"Matmuls in {str(dtype).removeprefix('torch.')}, all ranks together: {known}")
         facts.add(speed={"product_flops_per_second": rates[:, 0].tolist(), "flops_per_token": formula.per_token})
 
     def __enter__(self) -> Self:

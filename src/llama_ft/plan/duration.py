@@ -4,6 +4,7 @@ import re
 
 from llama_ft.config import Config
 from llama_ft.observe.flops import peak_of
+from llama_ft.observe.summary import time_text
 from llama_ft.plan.types import Plan
 from llama_ft.runtime.devices import PRECISIONS
 
@@ -32,11 +33,3 @@ def describe_time(plan: Plan, config: Config, seconds: float | None, price: floa
         f"Time at an assumed {ASSUMED_UTILIZATION:.0%} of the published peak, not measured: {time_text(seconds)} per "
         f"step of {tokens:,} tokens, {time_text(whole)} for {what}.{cost if price else ''}"
     )
-
-
-def time_text(seconds: float) -> str:
-    """Return a duration as text: `63 ms`, `5.2 s`, `14 min`, `3.5 h`."""
-    for size, name, least in ((3600, "h", 5400), (60, "min", 90), (1, "s", 1)):
-        if seconds >= least:
-            return f"{seconds / size:,.{0 if seconds >= 10 * size else 1}f} {name}"
-    return f"{seconds * 1000:.0f} ms"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,7 +33,7 @@ from llama_ft.models.attention_kernels import AMPERE, T4
 from llama_ft.models.build import build_on_meta, decoder_layers, load_model_config
 from llama_ft.models.load_weights import QUANTIZED_AT_ONCE
 from llama_ft.models.lora import checkpoint_key
-from llama_ft.models.source import StoredTensor, open_weights, weight_files
+from llama_ft.models.source import SafetensorsSource, StoredTensor, open_weights, weight_files
 from llama_ft.training import objective
 from llama_ft.training.reference import AdapterOff, StoredReference
 
@@ -71,7 +71,7 @@ class _KernelNorm(torch.autograd.Function):
 def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[None]:
     """In the block, llama_ft.models loads weights with these headers from any directory, and computes in ways that work
     with fake tensors, which stand for tensors on `device`."""
-    fill, keep, filled = loader.Loader.fill, loader.Loader._keep, set[object]()
+    fill, filled = loader.Loader.fill, set[object]()
 
     def fill_one_of_a_kind(to: loader.Loader, load: loader.ShardLoad) -> None:
         kind = (id(to), load.shape, *load.wire, *(shard.dtype for shard in load.shards))
@@ -79,16 +79,11 @@ def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[No
             filled.add(kind)
             fill(to, load)
 
-    def keep_few_blocks(to: loader.Loader, load: loader.ShardLoad, start: int, stop: int) -> None:
-        blocks = list(load.blocks(start, stop))
-        for first, last in [*blocks[:2], *blocks[2:][-1:]]:  # others are like the second; in 70B a 4-bit weight has 448
-            shards = [shard[first - start : last - start] for shard in load.shards]
-            keep(to, replace(load, shards=shards), first, last)
-
     patches: list[Any] = [
         patch.object(conversion, "open_weights", lambda _: HeaderSource(headers)),
+        # Of a saved adapter; fake tensors cannot be read from a file.
+        patch.object(loader, "SafetensorsSource", lambda files: HeaderSource(SafetensorsSource(files).tensors)),
         patch.object(loader.Loader, "fill", fill_one_of_a_kind),
-        patch.object(loader.Loader, "_keep", keep_few_blocks),
         # Kernels of layers with a recurrent state need CUDA. With this, Transformers uses torch operations instead.
         patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
         # Planned as a forward pass in each step: the pass before training holds no more.

@@ -1,8 +1,8 @@
-"""What would fit: a fixed ladder of changes, from the cheapest to the dearest, each planned as any recipe is.
+"""Find settings that fit: a fixed list of changes, from the cheapest to the most expensive, each planned like any run.
 
-Changes that cost nothing but speed come first, and add up: sharding, activation checkpointing, micro-batches of one
-sample. Each of the others comes on top of them: twice the ranks, optimizer states of fewer bits, LoRA, QLoRA, with it
-samples of half the length, and CPU offload. On small GPUs QLoRA is the first of them.
+Changes that cost only speed come first and are combined: sharding, activation checkpointing, micro-batches of one
+sample. Each of the others is added to them: twice the ranks, optimizer states of fewer bits, LoRA, QLoRA, QLoRA with
+half the sample length, CPU offload. On small GPUs QLoRA is the first of them.
 """
 
 import dataclasses
@@ -24,20 +24,20 @@ from llama_ft.plan.predict import BuildModel, predict
 from llama_ft.plan.preflight import free_text
 from llama_ft.plan.types import Plan, PlanRequest
 
-USABLE = 0.97  # plans are measured to be right within 3 % (benchmarks/plan.py)
+USABLE = 0.97  # plans are right within 3% (measured with benchmarks/plan.py)
 MOST_ANSWERS = 3
 SMALL_GPU = 24 * 2**30  # bytes
 SHARDED: dict[str, Any] = {"enable_fsdp": True, "sharding_strategy": "FULL_SHARD"}
-RANKS = "--nproc"  # of recipes/plan.py: the one change that is no setting
+RANKS = "--nproc"  # a flag of recipes/plan.py; the only change that is not a setting
 
-Change = tuple[dict[str, Any], str]  # settings by field name, and what is given up for them
+Change = tuple[dict[str, Any], str]  # settings by field name, and what they cost
 
 
 class Fit(NamedTuple):
-    """Settings with which a run fits."""
+    """Changed settings with which a run fits."""
 
     config: Config
-    flags: list[str]  # what differs
+    flags: list[str]  # the changes as on a command line
     gives_up: str
     plan: Plan
 
@@ -45,8 +45,8 @@ class Fit(NamedTuple):
 def answer_fit(
     request: PlanRequest, build_model: BuildModel, planned: Plan, options: PlanFlags, tell: Callable[[str], Any]
 ) -> tuple[str, int, dict[str, object]]:
-    """What --fit says of a run, and of changes if it does not fit: for people, as exit code (0: fits, 3: with changes,
-    4: not), and for --json. For the arguments see `find_fits`."""
+    """Return the answer to --fit: a text, the exit code (0: the run fits, 3: with changes, 4: not), and values for
+    --json. For the arguments see `find_fits`."""
     room = options.fit_bytes
     fits, is_fit = find_fits(request, build_model, room, planned, options.quick, tell), has_room(planned, room)
     runs = [(it.plan, it.config) for it in fits] or [(planned, request.config)]
@@ -67,21 +67,21 @@ def answer_fit(
 def find_fits(
     request: PlanRequest, build_model: BuildModel, room: float, planned: Plan, quick: bool, tell: Callable[[str], Any]
 ) -> list[Fit]:
-    """Find changes with which a run fits: first those that leave the training as it is, else up to MOST_ANSWERS others.
+    """Find changes with which a run fits: first those that do not change the training, else up to MOST_ANSWERS others.
 
     Args:
         request: the run. This process must not have a process group.
-        build_model: the recipe's.
-        room: bytes of device memory that a rank may take.
-        planned: the plan of the run as it is.
-        quick: extrapolate every plan; else what fits by a quick plan is planned in full too.
-        tell: is called with every change that is planned.
+        build_model: the recipe's function.
+        room: bytes of device memory per rank.
+        planned: the plan of the unchanged run.
+        quick: extrapolate every plan. Otherwise a change that fits by a quick plan is also planned in full.
+        tell: called with a text about every change that is planned.
     """
     kept, last, fits = list[Change](), planned, list[Fit]()
     cheap, others = ladder(request, room)
     for change in [*cheap, *others] if not has_room(planned, room) else []:
         config, ranks, flags = apply_changes(request, [*kept, change])
-        if config is None or not flags:  # the run itself would stop at these settings
+        if config is None or not flags:  # the run would reject these settings
             continue
         asked = dataclasses.replace(request, config=config, world_size=ranks)
         try:
@@ -95,19 +95,19 @@ def find_fits(
             fits.append(Fit(config, flags, "; ".join(gives_up for _, gives_up in [*kept, change]), plan))
             if change in cheap or len(fits) == MOST_ANSWERS:
                 break
-        # Gradients of more micro-batches may take what smaller ones save.
+        # Gradients of more micro-batches may take the memory that smaller ones save.
         elif change in cheap and plan.device_bytes < last.device_bytes:
             kept, last = [*kept, change], plan
     return fits
 
 
 def has_room(plan: Plan, room: float) -> bool:
-    """Whether a plan fits a device of `room` bytes."""
+    """Return whether a plan fits a device with `room` bytes."""
     return plan.device_bytes <= USABLE * room
 
 
 def describe_fits(planned: Plan, fits: list[Fit], room: int, times: Sequence[str]) -> str:
-    """What `find_fits` has found, for people, with the time of the run if it fits, else those of its fits."""
+    """Return the text about the result of `find_fits`. `times`: of the run if it fits, else of each fit."""
     if has_room(planned, room):
         return f"It fits {size_text(room)} as it is: {size_text(planned.device_bytes)} per rank.\n{times[0]}".rstrip()
     return "\n".join(
@@ -124,11 +124,11 @@ def describe_fits(planned: Plan, fits: list[Fit], room: int, times: Sequence[str
 
 
 def ladder(request: PlanRequest, room: float = math.inf) -> tuple[list[Change], list[Change]]:
-    """Changes that leave the training as it is, and others, the cheapest first; on a GPU of at most 24 GiB QLoRA."""
+    """Return the changes that do not change the training, and the others, cheapest first; below 24 GiB QLoRA first."""
     config, ranks, device = request.config, 2 * request.world_size, request.device
     train, is_lora, is_adamw = config.train, config.peft.use_peft, config.train.optimizer == "AdamW"
     is_sharded = config.fsdp.enable_fsdp and config.fsdp.sharding_strategy == "FULL_SHARD"
-    steps = train.batch_size_training * train.gradient_accumulation_steps  # the global batch stays
+    steps = train.batch_size_training * train.gradient_accumulation_steps  # so that the global batch stays the same
     one = {"batch_size_training": 1, "gradient_accumulation_steps": steps, "val_batch_size": 1}
     can_round = not is_lora and is_adamw and train.precision != "fp16"
     lora, four_bit = {"use_peft": True}, {"use_peft": True, "mode": "4bit"}
@@ -155,25 +155,25 @@ def ladder(request: PlanRequest, room: float = math.inf) -> tuple[list[Change], 
         (device == "cuda", SHARDED | {"fsdp_cpu_offload": True}, "weights come from the host at every use"),
     ]
     if device == "cuda" and room <= SMALL_GPU:
-        others.sort(key=lambda it: it[1] != four_bit)  # keeps the order of the others
+        others.sort(key=lambda it: it[1] != four_bit)  # a stable sort: the others keep their order
     return [it[1:] for it in cheap if it[0]], [it[1:] for it in others if it[0]]
 
 
 def choose_checkpointing(request: PlanRequest, build_model: BuildModel, free: float) -> tuple[Config, str, Plan]:
-    """What `--activation_checkpointing auto` comes to be: the first of off, selective and full with which a recipe fits
-    `free` bytes (inf: unknown) by its quick plan, else the one that holds least. Returns the recipe with it, what it is
-    and why, and its plan. Raises UserError as the run itself would. This process must not have a process group."""
+    """Choose for `--activation_checkpointing auto`: the first of off, selective and full that fits `free` bytes (inf:
+    unknown) by a quick plan, else the one with the least memory. Returns the settings with it, a text with the choice
+    and the reason, and the plan. Raises UserError like the run. This process must not have a process group."""
     planned = list[str]()
     for how in ("off", "selective", "full"):
         config = changed(request.config, {"activation_checkpointing": how}, request.device)
         if config is None:
-            continue  # selective, where layers are no units
+            continue  # selective needs layers that are FSDP units
         try:
             plan = predict(dataclasses.replace(request, config=config), build_model, quick=True)
         except UserError:
             if how == "off":
                 raise
-            continue  # this architecture cannot be checkpointed
+            continue  # this architecture does not support checkpointing
         planned.append(f"{how} {size_text(plan.device_bytes)}")
         choice = config, f"{how} (planned: {', '.join(planned)}; free: {free_text(free)})", plan
         if has_room(plan, free):
@@ -182,7 +182,7 @@ def choose_checkpointing(request: PlanRequest, build_model: BuildModel, free: fl
 
 
 def changed(config: Config, changes: dict[str, Any], device: str) -> Config | None:
-    """A recipe with some settings changed, and those set back that have no effect any more; None: it breaks a rule."""
+    """Return changed settings, without settings that have no effect any more; None if they break a rule."""
     values = {**values_of(config), **changes}
     for fields, on, fits in CONDITIONS:
         if on in changes and not fits(values[on]):
@@ -192,7 +192,7 @@ def changed(config: Config, changes: dict[str, Any], device: str) -> Config | No
 
 
 def apply_changes(request: PlanRequest, changes: list[Change]) -> tuple[Config | None, int, list[str]]:
-    """The recipe and its ranks with some changes, and what then differs, as on a command line; None as `changed`."""
+    """Return the changed settings (None: see `changed`), the number of ranks, and the changes as on a command line."""
     settings = {name: value for change, _ in changes for name, value in change.items()}
     ranks = settings.pop(RANKS, request.world_size)
     if (config := changed(request.config, settings, request.device)) is None:

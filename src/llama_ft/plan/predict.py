@@ -82,7 +82,6 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
         result_bytes=_result_bytes(config, model, stored_dtypes),
         tokens=batch.tokens,
         is_quick=layers is not None,
-        routing=_routing(model),
         step_flops=step_flops,
         **_memory(request, tracker, sum(tensor.nbytes for tensor in saved.values())),
     )
@@ -140,20 +139,7 @@ def _full_batch(request: PlanRequest, rows: int, context_length: int) -> Batch:
     ids = torch.zeros((1, length * rows) if is_packed else (rows, length), dtype=torch.int64)
     labels = ids.clone()
     labels[:, round(labels.shape[1] * request.target_share) :] = IGNORED
-    return Batch(ids, labels, lengths, is_packed, [""] * len(lengths))
-
-
-def _routing(model: PreTrainedModel) -> str:
-    """Return what the plan assumes about the routing in a mixture of experts, as text.
-
-    Grouped matmuls compute and hold the same for any distribution over the experts. A model whose tensor shapes depend
-    on the routing cannot be planned, because fake tensors have no values to route by.
-    """
-    if not (stacked := models.expert_parameters(model)):
-        return ""
-    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or "some"
-    experts = max(parameter.shape[0] for parameter in stacked.values())
-    return f"Experts: {chosen} of {experts} per token. The memory does not depend on the routing."
+    return Batch(ids, labels, lengths, is_packed, [""] * rows, [True] * rows)
 
 
 def _memory(request: PlanRequest, tracker: Tracker, saved_bytes: int) -> dict[str, Any]:

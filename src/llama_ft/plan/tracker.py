@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
-from llama_ft.models import lora_linear
+from llama_ft.models import has_score, lora_linear
+from llama_ft.models.score_head import SCORE
 from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
 from llama_ft.plan.types import Peak
 
@@ -154,7 +155,7 @@ class Tracker(TorchDispatchMode):
         held: dict[MemoryCategory, int] = {**self._holders, "temporaries": 0}
         held["temporaries"] = peak.bytes - sum(held.values())
         self.peaks["load"] = replace(peak, holders=held)
-        self._model, self._head = model, model.get_output_embeddings()
+        self._model, self._head = model, getattr(model, SCORE) if has_score(model) else model.get_output_embeddings()
         for module in model.modules():
             module.register_forward_pre_hook(self._before_forward)
 

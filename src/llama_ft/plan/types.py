@@ -55,7 +55,6 @@ class Plan:
     result_bytes: int  # size of output_dir/model
     tokens: int  # per micro-batch of a rank
     is_quick: bool  # extrapolated from two models with few layers
-    routing: str = ""  # assumption about a mixture of experts
     step_flops: int = 0  # of an optimizer step, with recomputation by activation checkpointing
 
     @property
@@ -110,7 +109,6 @@ def describe(plan: Plan) -> str:
         f"{on_gpu} for CUDA{' and NCCL' if plan.world_size > 1 else ''}." if is_cuda else "",
         f"{on_host if is_cuda else 'All of it is host memory'}; Python and its libraries take {more}.",
         f"On disk: {size_text(plan.checkpoint_bytes)} per checkpoint, {final_model} for the final model.",
-        plan.routing,
         "Extrapolated from 3 and 5 layers." if plan.is_quick else "",
     ]
     return "\n".join(line for line in lines if line)

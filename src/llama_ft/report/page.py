@@ -39,6 +39,7 @@ METRIC_PLOTS = {  # key -> title
     "train/rewards/rejected": "Reward of the rejected responses",
     "train/rewards/margins": "Reward margin, chosen less rejected",
     "eval/rewards/margins": "Reward margin of the validation set",
+    "train/kl": "KL divergence from the reference, an estimate",
     "train/rewards/accuracies": "Reward accuracy, share of pairs",
     "eval/rewards/accuracies": "Reward accuracy of the validation set",
 }

@@ -4,18 +4,3 @@ from llama_ft.runtime.console import configure_console, console, log, set_quiet
 from llama_ft.runtime.devices import PRECISIONS, Precision, advise_precision, keep_freed_memory, sent
 from llama_ft.runtime.exit import Stopped
 from llama_ft.runtime.process_group import Runtime, start
-
-__all__ = [
-    "PRECISIONS",
-    "Precision",
-    "Runtime",
-    "Stopped",
-    "advise_precision",
-    "configure_console",
-    "console",
-    "keep_freed_memory",
-    "log",
-    "sent",
-    "set_quiet",
-    "start",
-]

@@ -15,12 +15,12 @@ SMALLEST_SCALE = 1e-3
 
 
 class Adafactor(ShardedOptimizer):
-    """torch.optim.Adafactor, which does not work on DTensors: each rank sums over its rows, and the ranks of a shard
-    group add up, in two small all-reduces per parameter.
+    """torch.optim.Adafactor does not support DTensors. Here each rank sums over its rows, and two small all-reduces per
+    parameter add the sums of the ranks that share a copy.
 
     Args:
         params: parameters or groups of them.
-        lr: largest step relative to the root mean square of a parameter; after t steps it is at most 1 / sqrt(t).
+        lr: maximum step relative to the root mean square of a parameter; after t steps it is at most 1 / sqrt(t).
         weight_decay: decoupled: weights shrink by lr x weight_decay.
 
     Source: https://arxiv.org/abs/1804.04235; torch/optim/_adafactor.py.
@@ -52,7 +52,7 @@ class Adafactor(ShardedOptimizer):
             state["col_var"].lerp_(sums[None, :-2] / rows, newest)
             variance = torch.mul(state["row_var"], state["col_var"], out=squared)
             variance.div_((row_sum / rows).clamp_(min=SMALLEST))
-        elif parameter.ndim > 2:  # of experts: each matrix lies whole on one rank
+        elif parameter.ndim > 2:  # stacked experts: each matrix is whole on one rank
             state["row_var"].lerp_(squared.mean(-1, keepdim=True), newest)
             state["col_var"].lerp_(squared.mean(-2, keepdim=True), newest)
             variance = torch.mul(state["row_var"], state["col_var"], out=squared)
@@ -70,7 +70,7 @@ class Adafactor(ShardedOptimizer):
 
 
 def _add_over_shards(sums: Tensor, parameter: Tensor) -> Tensor:
-    """The sums over all rows, from each rank's sums over its own, in place."""
+    """Sum over all rows, in place, from each rank's sums over its own rows."""
     if isinstance(parameter, DTensor):
         for dimension, placement in enumerate(parameter.placements):
             if placement.is_shard() and parameter.device_mesh.size(dimension) > 1:

@@ -7,16 +7,16 @@ from torch.nn.functional import pad
 
 from llama_ft.training.sharded_optimizer import Group, ShardedOptimizer, States, zeros_for
 
-BLOCK = 256  # elements that share a scale; fixed in bitsandbytes' kernels
+BLOCK = 256  # elements that share a scale; a constant of bitsandbytes' kernels
 FEWEST = 4096  # smaller parameters keep fp32 states, as in bitsandbytes
-NARROWEST = 64  # and so do narrower ones (LoRA's B), which would be mostly padding
-PIECE = 2**24  # elements given to the kernel at once: its CPU form has fp32 temporaries, its CUDA form counts in int32
+NARROWEST = 64  # narrower parameters (LoRA's B) do, too: they would be mostly padding
+PIECE = 2**24  # elements per kernel call: the CPU kernel has fp32 temporaries, the CUDA kernel counts in int32
 
 
 class AdamW8bit(ShardedOptimizer):
-    """bitsandbytes' 8-bit AdamW, about 2 bytes of state per parameter. Its kernels get a rank's local rows, and blocks
-    end with their row, padded with zeros: codes and their scales [rows, blocks per row] are sharded as the parameter
-    is, and the result does not depend on the number of ranks.
+    """bitsandbytes' 8-bit AdamW, with about 2 bytes of state per parameter. Its kernels get a rank's local rows. Rows
+    are padded with zeros to whole blocks, so codes and scales [rows, blocks per row] are sharded like the parameter,
+    and the result does not depend on the number of ranks.
 
     Args:
         params: parameters or groups of them.
@@ -80,7 +80,7 @@ class AdamW8bit(ShardedOptimizer):
                 state2=whole[3],
                 beta1=beta1,
                 beta2=beta2,
-                beta3=0.0,  # of AdEMAMix, as alpha
+                beta3=0.0,  # beta3 and alpha are AdEMAMix's
                 alpha=0.0,
                 eps=eps,
                 step=step,

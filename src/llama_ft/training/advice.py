@@ -1,21 +1,21 @@
-"""Settings that are mostly a mistake, said before the first step."""
+"""Warnings about settings that are valid but unusual, logged before the first step."""
 
 from llama_ft.config import Config
 
 ADAM = ("AdamW", "anyprecision", "AdamW8bit")
-# Published recipes take 1e-6 to 2e-5 for whole models of 1 to 70 B parameters, and 1e-4 to 3e-4 for LoRA.
+# Published configs use 1e-6 to 2e-5 for full fine-tuning of 1 to 70 B parameters, and 1e-4 to 3e-4 for LoRA.
 FULL_TUNING_LR, LORA_LR = 5e-5, 5e-3
-OTHERS_LR = 1e-4  # with which SGD and Adafactor, whose rates are of other scales, hardly move a weight
+OTHERS_LR = 1e-4  # with AdamW's rates, SGD and Adafactor hardly change a weight
 
 
 def advice(config: Config, names_dataset: bool, global_batch: int, size: int | None) -> list[str]:
-    """What is unusual, each with what would be usual.
+    """Return a warning for each unusual setting, with the usual value.
 
     Args:
         config: the settings of the run.
-        names_dataset: whether somebody chose the dataset; otherwise it is the default.
-        global_batch: packed sequences, or samples without packing, of an optimizer step.
-        size: likewise, of an epoch; None: streamed samples are not counted.
+        names_dataset: the user chose the dataset; otherwise it is the default.
+        global_batch: packed sequences, or samples without packing, per optimizer step.
+        size: the same per epoch; None: streamed samples are not counted.
     """
     train, given_model, found = config.train, config.model.model_name != "demo", []
     if given_model and config.data.dataset == "demo" and not names_dataset:

@@ -1,4 +1,4 @@
-"""AdamW with states in bf16, for weights in bf16: what rounding would lose is kept."""
+"""AdamW with bf16 states for bf16 weights, without losing small updates to rounding."""
 
 from typing import Any
 
@@ -9,27 +9,27 @@ from torch.distributed.tensor import DTensor
 from llama_ft.runtime.one_kernel import OneKernel
 from llama_ft.training.sharded_optimizer import Group, ShardedOptimizer, States, zeros_for
 
-PIECE = 2**24  # elements computed on at once: five fp32 temporaries of 64 MiB, however large the parameter
-ROW = 128  # elements; pieces are rows of them, so that a kernel for any number of rows can read 16 bytes at once
+PIECE = 2**24  # elements per kernel call: five fp32 temporaries of 64 MiB for any parameter size
+ROW = 128  # elements; pieces are whole rows of them, so that a kernel for any number of rows can read 16 bytes at once
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 
 
 def round_stochastically(target: Tensor, source: Tensor, noise: Tensor) -> None:
-    """Write `source` (fp32) into `target` (bf16), rounded up or down at random so that the mean is exact: bf16 is the
-    upper half of fp32's bits, and a uniform number added to the lower half carries with the right probability. `noise`
-    is that number, less 2**15, as int16."""
+    """Write `source` (fp32) into `target` (bf16), rounded up or down at random so that the mean is exact. bf16 is the
+    upper half of fp32's bits. A uniform random number added to the lower half carries with the right probability.
+    `noise` is that number minus 2**15, as int16."""
     bits = noise.to(torch.int32).add_(1 << 15).add_(source.view(torch.int32)).bitwise_and_(-(1 << 16))
     target.copy_(bits.view(torch.float32))
 
 
 def _update_piece(weight: Tensor, others: list[Tensor], noises: list[Tensor], factors: list[Tensor]) -> None:
-    """One step in place. Factors, which change, are tensors: a compiled kernel stays the same for them."""
+    """Update in place. Changing factors are tensors, so that a compiled kernel can be reused for other values."""
     (gradient, exp_avg, exp_avg_sq, *compensation), (decay, size, correction) = others, factors
     slope = gradient.float()
     mean = exp_avg.float().lerp_(slope, 1 - BETA1)
     square = exp_avg_sq.float().mul_(BETA2).addcmul_(slope, slope, value=1 - BETA2)
     del slope
-    exact = weight.float()  # the weight itself where it is fp32
+    exact = weight.float()  # a view of the weight if it is fp32
     if compensation:
         exact.add_(compensation[0])
     exact.mul_(decay)
@@ -47,11 +47,11 @@ _update_in_one_pass = OneKernel(_update_piece)
 
 
 class AnyPrecisionAdamW(ShardedOptimizer):
-    """AdamW whose two states are bf16, 4 bytes per parameter instead of 8; computed in fp32, piece by piece.
+    """AdamW with two bf16 states, 4 bytes per parameter instead of 8. It computes in fp32, piece by piece.
 
-    A bf16 weight of 1 has neighbours 0.8% away, so a step of 1e-4 rounds to nothing. Here a bf16 weight is rounded
-    stochastically, or with compensated summation its lost part is kept in a third state for the next step. The random
-    numbers depend on the step and on the shard only: copies of a shard stay equal, also after a resume.
+    The neighbors of a bf16 weight of 1 are 0.8% away, so a step of 1e-4 would round to nothing. Here a bf16 weight is
+    rounded stochastically; or with compensated summation, a third state keeps the lost part for the next step. The
+    random numbers depend only on the step and the shard, so copies of a shard stay equal, also after a resume.
 
     Args:
         params: parameters or groups of them.
@@ -75,7 +75,7 @@ class AnyPrecisionAdamW(ShardedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        self._generators.clear()  # seeded anew by the first parameter on each device
+        self._generators.clear()  # the first parameter on each device seeds it again
         super().step()
 
     def update(self, parameter: Tensor, weight: Tensor, grad: Tensor, state: States, step: int, group: Group) -> None:
@@ -90,7 +90,7 @@ class AnyPrecisionAdamW(ShardedOptimizer):
         factors = [torch.full((), scalar, dtype=torch.float32, device=weight.device) for scalar in scalars]
         tensors = [weight.detach(), grad, *(value for name, value in state.items() if name != "step")]
         is_rounded = "compensation" not in state and weight.dtype == torch.bfloat16
-        # A compiled kernel would take the rounded weight for the exact one, and so nothing for lost.
+        # A compiled kernel would use the weight before rounding, and compute a lost part of zero.
         compute = _update_piece if "compensation" in state else _update_in_one_pass
         for pieces in zip(*(tensor.view(-1).split(PIECE) for tensor in tensors), strict=True):
             own = [piece.view(-1, ROW) if len(piece) % ROW == 0 else piece for piece in pieces]
@@ -100,7 +100,7 @@ class AnyPrecisionAdamW(ShardedOptimizer):
 
 
 def _shard_number(parameter: Tensor) -> int:
-    """Which of its shards this rank has: the same on ranks that hold copies of it."""
+    """Return the index of this rank's shard: the same on ranks that hold copies of it."""
     if not isinstance(parameter, DTensor):
         return 0
     number = 0

@@ -1,4 +1,4 @@
-"""Whether the model at hand really keeps packed rows apart: computed with it, not read from its name."""
+"""Check by computation, not by the model's name, that packed samples do not attend to each other."""
 
 import inspect
 import math
@@ -14,43 +14,44 @@ from llama_ft.data import collate
 from llama_ft.errors import UserError
 from llama_ft.models import forget_chunked_loss, has_chunked_loss, packed_arguments, token_mixers, without_graphs
 from llama_ft.models.quantized import QuantizedLinear
+from llama_ft.models.score_head import has_score
 from llama_ft.runtime import Runtime, log
 from llama_ft.training.step import free_unsharded
 
 ROWS = 3
-TOKENS = 16  # of each: enough to see a leak, and next to nothing to compute
-SPAN = re.compile("sliding_window|chunk_size|index_topk")  # settings that say how many tokens a layer sees at a time
-# Mean difference of logits over their standard deviation. Rows that see each other, or positions that go on, differ by
-# 0.3 and more; rounding to 16 bits, and int8's to a scale that depends on what is computed together, by about 0.01.
+TOKENS = 16  # per sample: enough to see a difference, and cheap
+SPAN = re.compile("sliding_window|chunk_size|index_topk")  # settings of how many tokens a layer sees at a time
+# Mean difference of logits over their standard deviation. Samples that see each other, or positions that do not
+# restart, differ by 0.3 or more. Rounding to 16 bits, or int8 with a scale over both samples, differs by about 0.01.
 TOLERANCE_FP32 = 1e-3
 TOLERANCE_ROUNDED = 0.05
-TOLERANCE_LOSS = 0.01  # of a sum over some fifty targets, where logits are rounded to 16 bits
+TOLERANCE_LOSS = 0.01  # of a sum over about fifty targets, with logits rounded to 16 bits
 
 
 @torch.no_grad()
 def check_packing(model: PreTrainedModel, rows: Dataset, longest: int, dtype: torch.dtype, runtime: Runtime) -> None:
-    """Compare the logits of a few packed rows with those of each row alone by transformers' own attention. If they
-    differ, more of the model runs row by row. Compare the chunked loss with that of all logits; if that differs, the
-    loss is not chunked.
+    """Compare the logits of a few packed samples with those of each sample alone by Transformers' own attention. If
+    they differ, run more of the model sample by sample. Compare the chunked loss with that of all logits. If that
+    differs, disable the chunked loss.
 
     Args:
-        model: loaded, and in training mode. All ranks take part.
-        rows: tokenized samples, of which the first few are taken.
-        longest: how many tokens a row can have.
-        dtype: what the model computes in.
+        model: loaded and in training mode. All ranks must call it.
+        rows: tokenized samples; the first few are used.
+        longest: maximum number of tokens of a sample.
+        dtype: the model's compute dtype.
         runtime: the ranks.
 
     Raises:
-        UserError: logits differ by more than rounding, also if each layer computes row by row.
+        UserError: logits differ by more than rounding, even if each layer computes sample by sample.
     """
     device, mixers = runtime.device, token_mixers(model)
     parts = _rows_to_compare(model, rows, longest)
     model.eval()
     for mixer in mixers.with_kernels:
-        mixer.training = True  # Mamba's kernels for training are others; this does not reach dropout, which is a child
+        mixer.training = True  # Mamba has other kernels for training; dropout is in a child and stays off
     is_exact = dtype == torch.float32 and not any(isinstance(module, QuantizedLinear) for module in model.modules())
     attention = model.config._attn_implementation
-    model.config._attn_implementation = (attention or "").removeprefix("packed_") or None  # transformers' own
+    model.config._attn_implementation = (attention or "").removeprefix("packed_") or None  # that of Transformers
     alone = [_logits(model, [part], None, device) for part in parts]
     model.config._attn_implementation = attention
     while True:
@@ -83,12 +84,12 @@ def check_packing(model: PreTrainedModel, rows: Dataset, longest: int, dtype: to
 
 
 def _rows_to_compare(model: PreTrainedModel, rows: Dataset, longest: int) -> list[torch.Tensor]:
-    """The first tokens of a few rows; the first row is repeated until it is longer than what a layer sees at a time."""
+    """Return the first tokens of a few samples. The first sample is repeated until it exceeds a layer's window."""
     taken = collate(rows, range(min(ROWS, len(rows))), 0)
     whole = [ids[:length] for ids, length in zip(taken.input_ids, taken.row_lengths, strict=True)]
     parts = [ids[:TOKENS] for ids in whole]
     spans = [value for name, value in vars(model.config.get_text_config()).items() if SPAN.search(name)]
-    # Phi-MoE has its window in the mask only, which is not there in a pack.
+    # Phi-MoE has its window only in the mask, which packed sequences do not use.
     if shorter := [span for span in spans if isinstance(span, int) and 0 < span < longest]:
         ids, length = torch.cat(whole), min(max(shorter) + TOKENS, longest)
         parts[0] = ids.repeat(-(-length // len(ids)))[:length]
@@ -96,7 +97,7 @@ def _rows_to_compare(model: PreTrainedModel, rows: Dataset, longest: int) -> lis
 
 
 def _last_positions(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The last few positions of each row in their sequence."""
+    """Return the last few positions of each sample in their sequence."""
     ends = torch.tensor([len(part) for part in parts]).cumsum(0).tolist()
     return torch.cat([torch.arange(end - min(len(it), TOKENS), end) for it, end in zip(parts, ends, strict=True)])
 
@@ -104,13 +105,16 @@ def _last_positions(parts: list[torch.Tensor]) -> torch.Tensor:
 def _logits(
     model: PreTrainedModel, parts: list[torch.Tensor], layout: dict[str, Any] | None, device: torch.device
 ) -> torch.Tensor:
-    """float32 [positions, vocab], the last of each row; of one row without a layout. Those of a whole window of tokens
-    would take gigabytes."""
+    """float32 [positions, vocab], or scores [positions, 1], the last of each row; of one row without a layout. Those of
+    a whole window of tokens would take gigabytes."""
     positions, input_ids = _last_positions(parts).to(device), torch.cat(parts).unsqueeze(0).to(device)
     can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
     keep = {"logits_to_keep": positions} if can_keep else {}
     inputs = {"input_ids": input_ids, "use_cache": False, **keep}
     inputs |= {"attention_mask": torch.ones_like(input_ids)} if layout is None else layout
     with without_graphs(model):
+        if has_score(model):
+            scores: torch.Tensor = model(**inputs, positions=positions)[0]
+            return scores.unsqueeze(1)
         logits: torch.Tensor = model(**inputs).logits
     return (logits[0] if can_keep else logits[0, positions]).float()

@@ -1,4 +1,4 @@
-"""What the model makes of the validation set: its mean loss, and its answers to prompts."""
+"""Evaluate the model during training: its mean loss on the validation set, and its answers to prompts."""
 
 import math
 import textwrap
@@ -13,14 +13,14 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.config import TrainConfig
 from llama_ft.data import collate, evaluation_batches, group_size, row_lengths, stop_token_ids
 from llama_ft.runtime import Runtime, log
-from llama_ft.training.objective import Objective
+from llama_ft.training.objective import Objective, logged_means
 from llama_ft.training.step import free_unsharded
 
 LARGEST_EXPONENT = 700.0  # math.exp overflows above 709
 
 
 def perplexity(loss: float) -> float:
-    """Its exponential, or what floats have next to that."""
+    """Return exp(loss), at most exp(700), because floats overflow above exp(709)."""
     return math.exp(min(loss, LARGEST_EXPONENT))
 
 
@@ -34,15 +34,15 @@ def mean_loss(
     pack_length: int | None,
     runtime: Runtime,
 ) -> tuple[float, int, dict[str, float]]:
-    """Mean loss over the validation set, dropout off; of how many loss tokens or pairs it is; the means of what else
-    the objective logs.
+    """Return the mean loss over the validation set without dropout, the number of loss tokens or pairs, and the means
+    of the objective's other values.
 
     Args:
-        model: left in training mode.
-        objective: makes the loss of a batch.
-        validation: tokenized samples, sharded across ranks; each counts once.
+        model: in training mode, also afterwards.
+        objective: computes the loss of a batch.
+        validation: tokenized samples. The ranks share them; each counts once.
         settings: val_batch_size and max_eval_step.
-        pad_token_id: fills rows of a batch up to the longest.
+        pad_token_id: fills padded samples.
         pack_length: tokens of a packed sequence; None: no packing.
         runtime: the ranks.
     """
@@ -59,13 +59,13 @@ def mean_loss(
     free_unsharded(model)
     model.train()
     *totals, total = runtime.all_gather_floats(*(it.item() for it in sums.values()), count).sum(dim=0).tolist()
-    means = {name: value / total for name, value in zip(sums, totals, strict=True)}
+    means = logged_means(dict(zip(sums, totals, strict=True)), total)
     return means.pop("loss"), int(total), means
 
 
 def sample_chats(settings: TrainConfig, known: list[dict[str, str]] | None) -> list[list[dict[str, str]]]:
     """Return the conversations to answer: one per prompt of sample_prompts, else `known`, which ends with its reference
-    answer; none without sample_tokens."""
+    response; none without sample_tokens."""
     chats = [[{"role": "user", "content": prompt}] for prompt in settings.sample_prompts or ()]
     return (chats or ([known] if known else [])) if settings.sample_tokens else []
 
@@ -80,16 +80,16 @@ def show_answers(
     pad_token_id: int,
     runtime: Runtime,
 ) -> list[dict[str, str]]:
-    """Log and return the model's greedy answers: of each the question, the answer and, if known, the reference. All
-    ranks run it: each has only its shard of the weights.
+    """Log and return the model's greedy answers, each with its question and, if known, the reference. All ranks must
+    call it, because each has only its shard of the weights.
 
     Args:
         when: heading, such as "before fine-tuning".
-        model: left in training mode.
+        model: in training mode, also afterwards.
         tokenizer: with its chat template.
-        conversations: messages of each, to the question or to the reference answer.
-        new_tokens: largest number of tokens in an answer.
-        pad_token_id: fills the answers that end before the longest.
+        conversations: messages of each, up to the question or to the reference response.
+        new_tokens: maximum number of tokens in an answer.
+        pad_token_id: fills answers that end before the longest one.
         runtime: the ranks.
     """
     if not conversations:
@@ -97,14 +97,14 @@ def show_answers(
     questions = [it[:-1] if it[-1]["role"] == "assistant" else it for it in conversations]
     prompts: Any = tokenizer.apply_chat_template(questions, add_generation_prompt=True, return_dict=False)
     width = max(map(len, prompts))
-    # Padding is on the left and masked; whichever token it is has no effect.
+    # Padding is on the left and masked, so any token can be used.
     ids = torch.tensor([prompt[:1] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     ends = stop_token_ids(tokenizer, model.generation_config.eos_token_id)  # config.json of Llava has none
     model.eval()
-    # synced_gpus: ranks whose answers have ended keep taking part in the gathering of weights.
+    # synced_gpus: ranks whose answers have ended must join the all-gathers of weights.
     tokens = model.generate(  # type: ignore[operator]  # a mixin's method, which nn.Module's annotation hides
-        input_ids=ids.to(model.device),  # where its shards are: FSDP2 moves inputs on to the GPU, generate() does not
+        input_ids=ids.to(model.device),  # FSDP2 moves inputs to the GPU, generate() does not
         attention_mask=mask.to(model.device),
         max_new_tokens=new_tokens,
         do_sample=False,
@@ -117,7 +117,7 @@ def show_answers(
     model.train()
     answers, lines = [], list[str]()
     for messages, question, row in zip(conversations, questions, tokens[:, width:].tolist(), strict=True):
-        end = next((place for place, token in enumerate(row) if token in ends), None)  # pads follow
+        end = next((place for place, token in enumerate(row) if token in ends), None)  # padding follows
         answer = str(tokenizer.decode(row[:end], skip_special_tokens=True)).strip()
         shown = {"question": question[-1]["content"], "answer": answer}
         if len(question) < len(messages):

@@ -1,9 +1,10 @@
-"""What is trained: how a sample becomes examples, and a micro-batch a loss. One plain class per method.
+"""The objective: how a sample becomes examples, and a micro-batch becomes a loss. One plain class per method.
 
 `examples` turns a sample into tokens and loss masks; the examples of one sample stay together in a micro-batch. `loss`
-turns a micro-batch into a `LossSum`. The training step, evaluation and the planner know nothing else of a method.
+turns a micro-batch into a `LossSum`. The training step, evaluation and the planner use nothing else of a method.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -38,16 +39,27 @@ class LossSum:
 
     loss: torch.Tensor  # float32 scalar with gradient; 0 with gradients of 0 for a micro-batch without samples
     count: int  # how many losses it is the sum of: loss tokens, or pairs
-    # Further sums by name, float32 scalars without gradient; their means over `count` are logged.
+    # Further sums by name, float32 scalars without gradient; `logged_means` of them are logged.
     logged: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+def logged_means(sums: Mapping[str, float], count: float) -> dict[str, float]:
+    """Return the means of what `LossSum.logged` sums: of `rewards/chosen` over the sum `count/chosen` if there is one,
+    else over `count`. A mean over nothing is left out, and so is the margin between such means."""
+    counts = {name.removeprefix("count/"): value for name, value in sums.items() if name.startswith("count/")}
+    over = {name: counts.get(name.rpartition("/")[2], count) for name in sums if not name.startswith("count/")}
+    means = {name: sums[name] / over[name] for name in over if over[name]}
+    if counts and {"rewards/chosen", "rewards/rejected"} <= means.keys():
+        means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+    return means
+
+
 class Objective(Protocol):
-    """What tokenizing, the training step, evaluation and the planner call.
+    """Interface of an objective for tokenization, the training step, evaluation and the planner.
 
     Attributes:
-        examples_per_sample: how many examples it makes of one.
-        counts_tokens: its losses are those of tokens; otherwise one of each sample.
+        examples_per_sample: number of examples per sample.
+        counts_tokens: there is a loss per token; otherwise one per sample.
     """
 
     examples_per_sample: int
@@ -55,35 +67,35 @@ class Objective(Protocol):
 
     @staticmethod
     def examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
-        """Turn a sample into tokens and loss masks of any length: always the same number of them, such as the chosen
-        and the rejected response of a pair. They are neighbors in one micro-batch: rows of `batch.input_ids`, or
-        lengths in `batch.row_lengths`. `encoder.tokenize` makes one of a sample of any format."""
+        """Turn a sample into tokens and loss masks of any length. Their number is fixed, such as the chosen and the
+        rejected response of a pair. They are neighbors in one micro-batch: rows of `batch.input_ids`, or lengths in
+        `batch.row_lengths`. `encoder.tokenize` makes one example from a sample of any format."""
 
     def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
-        """Compute the loss of a micro-batch. All ranks call it together, as often as each other, so that it may
-        exchange numbers with them (`runtime.mean_over_ranks`)."""
+        """Compute the loss of a micro-batch. All ranks call it together and equally often, so it may exchange numbers
+        (`runtime.mean_over_ranks`)."""
 
 
 def training_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The loss of each token in training, float32 [targets]. To train another loss of tokens, change this function.
+    """Return the training loss of each token, float32 [targets]. To train with another loss, change this function.
 
-    It sees a few hundred targets at a time, and may be any function that autograd differentiates. The validation loss
-    stays the plain cross-entropy, so that it can be compared between runs.
+    It gets a few hundred targets at a time. Any function that autograd can differentiate works. The validation loss
+    remains the plain cross-entropy, so that it can be compared between runs.
 
     Args:
-        logits: [targets, vocab], in the dtype that the model computes in.
+        logits: [targets, vocab], in the model's compute dtype.
         targets: int64 [targets], the tokens to predict.
     """
     return cross_entropy(logits, targets)
 
 
 def smoothed_loss(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """As `training_loss`, with label_smoothing_factor."""
+    """Return `training_loss` with label_smoothing_factor."""
     return F.cross_entropy(logits.float(), targets, reduction="none", label_smoothing=smoothing)
 
 
 class SupervisedFineTuning:
-    """Predict the next token, where it is in the loss; with the routers' auxiliary loss if it has a coefficient."""
+    """Next-token prediction for the tokens in the loss, with the routers' auxiliary loss if it has a coefficient."""
 
     examples_per_sample, counts_tokens = 1, True
 
@@ -92,11 +104,11 @@ class SupervisedFineTuning:
 
     @staticmethod
     def examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
-        """See `Objective`; a sample is one example."""
+        """See `Objective`. A sample is one example."""
         return one_example(row, row_format, encoder)
 
     def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
-        """See `Objective`; counts loss tokens."""
+        """See `Objective`. It counts loss tokens."""
         loss_fn = self._training_loss if model.training else cross_entropy
         losses, balance = target_losses(model, batch, runtime.device, loss_fn)
         if not isinstance(balance, torch.Tensor):
@@ -112,34 +124,22 @@ def target_losses(
     loss_fn: LossFunction = cross_entropy,
     per_token: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Run the model on a micro-batch; return the losses of the tokens to predict, and the routers' auxiliary loss as a
-    sum over loss tokens, to be multiplied by `router_coefficient`.
+    """Run the model on a micro-batch. Return the losses of the tokens to predict, and the routers' auxiliary loss as a
+    sum over loss tokens, without `router_coefficient`.
 
     Args:
         model: causal language model; position t predicts token t + 1. Prepared by `use_chunked_loss` it makes
             logits of a few hundred positions at a time; otherwise those of all positions with a target.
-        batch: labels are not shifted; IGNORED positions are no targets.
+        batch: labels are not shifted; IGNORED positions are not targets.
         device: where the model computes.
         loss_fn: logits [n, vocab] and targets [n] -> losses [n].
         per_token: return float32 [targets], in the order of `target_rows(batch)`, instead of their sum. Minus the
             cross-entropy of a token is its log-probability.
     """
     aims = shifted_labels(batch)
-    on_host = (aims != IGNORED).nonzero().squeeze(1)  # computed there: the device is not waited for
+    on_host = (aims != IGNORED).nonzero().squeeze(1)  # on the host, to avoid waiting for the device
     positions, targets = sent(on_host, device), sent(aims[on_host], device)  # [targets]
-    input_ids = batch.input_ids
-    if batch.is_packed:
-        input_ids, lengths = _filled_up(model, batch, device)
-        layout = packed_arguments(model, lengths, device)
-    else:
-        mask = batch.attention_mask.bool()
-        layout = {"attention_mask": noted(sent(mask, device), needs_no_mask=bool(mask.all()))}
-    inputs: dict[str, Any] = {
-        "input_ids": sent(input_ids, device),
-        "use_cache": False,
-        **layout,
-        **router_arguments(model),
-    }
+    inputs = model_inputs(model, batch, device)
     if has_chunked_loss(model):
         losses: tuple[torch.Tensor, torch.Tensor | float] = model(
             **inputs, positions=positions, targets=targets, loss_fn=loss_fn, per_token=per_token
@@ -152,8 +152,20 @@ def target_losses(
     return of_targets if per_token else of_targets.sum(), balance
 
 
+def model_inputs(model: PreTrainedModel, batch: Batch, device: torch.device) -> dict[str, Any]:
+    """What a model is called with for a micro-batch, on the device: tokens, and which rows they belong to."""
+    input_ids = batch.input_ids
+    if batch.is_packed:
+        input_ids, lengths = _filled_up(model, batch, device)
+        layout = packed_arguments(model, lengths, device)
+    else:
+        mask = batch.attention_mask.bool()
+        layout = {"attention_mask": noted(sent(mask, device), needs_no_mask=bool(mask.all()))}
+    return {"input_ids": sent(input_ids, device), "use_cache": False, **layout, **router_arguments(model)}
+
+
 def target_rows(batch: Batch) -> torch.Tensor:
-    """Return which row of the micro-batch each target belongs to, int64 [targets] on the host."""
+    """Return the index of each target's row in the micro-batch, int64 [targets] on the host."""
     if batch.is_packed:
         rows = torch.repeat_interleave(torch.arange(len(batch.row_lengths)), torch.tensor(batch.row_lengths))
     else:
@@ -162,8 +174,8 @@ def target_rows(batch: Batch) -> torch.Tensor:
 
 
 def row_log_probabilities(losses: torch.Tensor, counted: Batch, computed: Batch | None = None) -> torch.Tensor:
-    """The log-probability of the targets of each row, float32 [rows]: summed in one order, so that it is the same in
-    every run.
+    """Return the log-probability of the targets of each row, float32 [rows]. The order of summation is fixed, so that
+    every run has the same result.
 
     Args:
         losses: float32 [targets], those of `computed`, as `target_losses` returns them with `per_token`.
@@ -179,21 +191,21 @@ def row_log_probabilities(losses: torch.Tensor, counted: Batch, computed: Batch 
 
 
 def row_targets(batch: Batch) -> torch.Tensor:
-    """How many targets each row has, int64 [rows] on the host; 1 for a row without any, by which sums are divided."""
+    """Return the number of targets of each row, int64 [rows] on the host; at least 1, to divide sums by it."""
     return torch.bincount(target_rows(batch), minlength=len(batch.row_lengths)).clamp(min=1)
 
 
 def _filled_up(model: PreTrainedModel, batch: Batch, device: torch.device) -> tuple[torch.Tensor, list[int]]:
-    """The tokens of a packed micro-batch and the lengths of its rows, with one more row, of no loss: packs differ by a
-    few tokens, and oneDNN compiles kernels for each new shape, and keeps them. The routers' auxiliary loss would count
-    that row."""
+    """Return the tokens of a packed micro-batch and the lengths of its rows, with an additional row without loss.
+    Lengths of packed sequences vary by a few tokens, and oneDNN compiles and keeps kernels for each new shape. (Not
+    with the routers' auxiliary loss, which would count that row.)"""
     more = -batch.input_ids.shape[1] % FILLED_TO[device.type]
-    # Its first tokens have no more positions than the longest row.
+    # The row's first tokens have no more positions than the longest row.
     if more == 0 or more > max(batch.row_lengths) or router_coefficient(model):
         return batch.input_ids, batch.row_lengths
     return torch.cat([batch.input_ids, batch.input_ids[:, :more]], dim=1), [*batch.row_lengths, more]
 
 
 def shifted_labels(batch: Batch) -> torch.Tensor:
-    """What each position of the flattened micro-batch is to predict, int64 [positions]; IGNORED if nothing."""
+    """Return the token that each position of the flattened micro-batch predicts, int64 [positions], or IGNORED."""
     return F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED).flatten()

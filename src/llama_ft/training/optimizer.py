@@ -14,14 +14,14 @@ from llama_ft.training.sharded_optimizer import local_tensor
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's, computing on each rank's own rows, with states sharded like parameters. DTensor's dispatch takes 3 to
+    """torch's AdamW on each rank's local rows, with states sharded like parameters. DTensor's dispatch would take 3 to
     5 times as long for 300 small parameters, and 3 s more for the first step."""
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
 
     def first_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """All states of a parameter before its first step, as torch makes them."""
+        """Return all states of a parameter before its first step, as torch creates them."""
         step = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
         return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
@@ -33,17 +33,17 @@ class AdamW(torch.optim.AdamW):
 
 
 class SGD(torch.optim.SGD):
-    """torch's."""
+    """torch's SGD, with the method that ShardedOptimizer also has."""
 
     def first_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """All states of a parameter before its first step."""
+        """Return all states of a parameter before its first step."""
         return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer of the trained parameters; no weight decay on parameters of one dimension and on biases, which
-    experts have in two. With LoRA+ (https://arxiv.org/abs/2402.12354), B matrices are groups of their own, whose
-    `lr_ratio` multiplies the learning rate."""
+    """Return the optimizer of the trained parameters. Weight decay does not apply to biases and to parameters with one
+    dimension. (Biases of stacked experts have two.) With LoRA+ (https://arxiv.org/abs/2402.12354), B matrices have
+    their own groups, whose `lr_ratio` multiplies the learning rate."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     decayed = [p for name, p in trained if p.ndim > 1 and not name.endswith("bias")]
     others = [p for name, p in trained if p.ndim <= 1 or name.endswith("bias")]
@@ -70,8 +70,8 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
 
 
 def create_states(optimizer: torch.optim.Optimizer) -> None:
-    """Give the parameters that have had no step yet the states they begin with. torch's state-dict utilities would make
-    a step for that; an optimizer whose `state` has an entry, even an empty one, they leave alone."""
+    """Create the initial states of parameters that have had no step yet. Otherwise torch's state-dict utilities would
+    make a step to create them, unless the optimizer's `state` has an entry, even an empty one."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
@@ -80,21 +80,21 @@ def create_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def warmup_steps(train: TrainConfig, total_steps: int) -> int:
-    """Optimizer steps of the warm-up. One as long as the run becomes a tenth of it, so that every config can be tried
-    for a few steps. A share of the steps is rounded up, as in Transformers."""
+    """Return the optimizer steps of the warm-up. A share of the steps is rounded up, as in Transformers. A warm-up as
+    long as the run becomes a tenth of it, so that every config can be tried for a few steps."""
     steps = train.warmup_steps or math.ceil(train.warmup_ratio * total_steps)
     return steps if steps < total_steps else total_steps // 10
 
 
 def learning_rate(train: TrainConfig, step: int, total_steps: int, epoch: int) -> float:
-    """The learning rate of an optimizer step: a function of position only, so nothing has to be saved. Warm-up, cosine,
-    linear and constant are those of transformers.get_scheduler: the first step of a warm-up has 0.
+    """Return the learning rate of an optimizer step. It depends on the position only, so nothing must be saved.
+    Warm-up, cosine, linear and constant are those of transformers.get_scheduler: warm-up begins with learning rate 0.
 
     Args:
         train: lr, min_lr, lr_scheduler, warmup_steps, warmup_ratio, gamma.
         step: optimizer step, 0 <= step < total_steps.
-        total_steps: optimizer steps of the whole run, where cosine and linear reach min_lr.
-        epoch: 0-based; step multiplies by gamma after each, as torch's StepLR(step_size=1) per epoch does.
+        total_steps: optimizer steps of the whole run; there cosine and linear reach min_lr.
+        epoch: 0-based. lr_scheduler=step multiplies by gamma after each epoch, like torch's StepLR(step_size=1).
     """
     warmup = warmup_steps(train, total_steps)
     if step < warmup:

@@ -25,10 +25,11 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import WITH_REFERENCE, Config, PreferenceConfig, stores_reference, values_of
 from llama_ft.data import Batch, Encoder, two_examples
-from llama_ft.data.formats import Row, RowFormat
+from llama_ft.data.formats import PREFERENCE, UNPAIRED, Row, RowFormat
 from llama_ft.data.tokenize import Example
 from llama_ft.models import router_coefficient
 from llama_ft.runtime import Runtime, sent
+from llama_ft.training.kto import Kto
 from llama_ft.training.objective import (
     LossSum,
     Objective,
@@ -38,6 +39,7 @@ from llama_ft.training.objective import (
     target_losses,
 )
 from llama_ft.training.reference import AdapterOff, Reference, StoredReference
+from llama_ft.training.reward import RewardModeling
 
 LARGEST_LOG_PROBABILITY = -1e-6  # a mean per token; at 0 the odds would be infinite
 
@@ -88,15 +90,21 @@ def build_objective(config: Config) -> Objective:
     """Make what `--objective` names."""
     if config.preference.objective == "sft":
         return SupervisedFineTuning(config.train.label_smoothing_factor)
+    if config.preference.objective == "reward":
+        return RewardModeling(config.preference.center_rewards_coefficient)
     is_stored = stores_reference(SimpleNamespace(**values_of(config)))
-    return Preferences(config.preference, StoredReference() if is_stored else AdapterOff())
+    reference = StoredReference() if is_stored else AdapterOff()
+    if config.preference.objective == "kto":
+        return Kto(config.preference, reference)  # type: ignore[return-value]  # mypy: examples is an assigned function
+    return Preferences(config.preference, reference)
 
 
 def settle_format(config: Config) -> Config:
-    """Return the settings with dataset_format preference where it is to be found and the objective is over pairs."""
+    """Return the settings with the dataset_format of the objective where it is to be found, and of preferences."""
     if config.preference.objective == "sft" or config.data.dataset_format != "auto":
         return config
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, dataset_format="preference"))
+    wanted = UNPAIRED if config.preference.objective == "kto" else PREFERENCE
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, dataset_format=wanted))
 
 
 class Preferences:

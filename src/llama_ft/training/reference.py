@@ -1,12 +1,12 @@
-"""What a policy is compared with: the log-probabilities that a reference gives to the same tokens.
+"""The reference of a policy: another model's log-probabilities of the same tokens.
 
 With a new adapter the reference is the model with its adapter off, computed in each step. Otherwise its
-log-probabilities are computed once, before training, so that no second model is held: by the model itself where all
+log-probabilities are computed once before training, so that no second model is in memory: by the model itself if all
 weights are trained or an adapter is continued, or by --reference_model.
 
-    rows of all samples  --forward, the ranks share them-->  one number per row  -->  reference.safetensors
+    rows of all samples  --forward, shared by the ranks-->  one number per row  -->  reference.safetensors
 
-A row is found again by a hash of its tokens and labels, in any micro-batch of any epoch, packed or padded, on any rank.
+A row is found by a hash of its tokens and labels, in any micro-batch of any epoch, packed or padded, on any rank.
 """
 
 import dataclasses
@@ -39,19 +39,19 @@ from llama_ft.training.step import free_unsharded
 
 SECONDS_BETWEEN_LINES = 30.0
 KEYS, SUMS = "reference.keys", "reference.log_probabilities"  # tensors of the file
-FINGERPRINT = "fingerprint"  # in its header: JSON, what the numbers were computed of and with
+FINGERPRINT = "fingerprint"  # in the file's header: JSON with everything that determines the numbers
 
 
 class Reference(Protocol):
-    """Where the reference's log-probabilities come from."""
+    """Interface of the reference's log-probabilities."""
 
     def log_probabilities(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> torch.Tensor:
-        """Sums over the targets of each row of a micro-batch, float32 [rows] on the device, without gradient. `model`
-        is the policy. All ranks call it together."""
+        """Return sums over the targets of each row of a micro-batch, float32 [rows] on the device, without gradient.
+        `model` is the policy. All ranks must call it."""
 
 
 class AdapterOff:
-    """The model with its adapter off: computed in each step, and needs no memory for weights."""
+    """The model with its adapter off. It is computed in each step, and needs no additional memory for weights."""
 
     def log_probabilities(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> torch.Tensor:
         """See `Reference`."""
@@ -61,7 +61,7 @@ class AdapterOff:
 
 @torch.no_grad()
 def score_rows(model: PreTrainedModel, batch: Batch, runtime: Runtime) -> torch.Tensor:
-    """The model's log-probability of the targets of each row, float32 [rows], without dropout or gradient."""
+    """Return the model's log-probability of the targets of each row, float32 [rows], without dropout or gradient."""
     is_training = model.training
     model.eval()
     losses, _ = target_losses(model, batch, runtime.device, per_token=True)
@@ -70,34 +70,34 @@ def score_rows(model: PreTrainedModel, batch: Batch, runtime: Runtime) -> torch.
 
 
 def row_keys(batch: Batch) -> numpy.ndarray:
-    """A hash of each row's tokens and labels, int64 [rows]; not of the first label, which nothing predicts. Of a
-    million different rows, two share a hash with a probability of 3e-8."""
+    """Return a hash of each row's tokens and labels, int64 [rows]. The first label is not hashed: no position predicts
+    it. Among a million different rows, two have the same hash with a probability of 3e-8."""
     contents = (ids.numpy().tobytes() + labels[1:].numpy().tobytes() for ids, labels in batch.rows())
     digests = b"".join(hashlib.blake2b(content, digest_size=8).digest() for content in contents)
     return numpy.frombuffer(digests, "<i8")
 
 
 class StoredReference:
-    """Log-probabilities of rows that `compute` or `load` has brought: 12 bytes per row, on every rank."""
+    """Log-probabilities of rows from `compute` or `load`: 12 bytes per row, on every rank."""
 
     def __init__(self) -> None:
-        self._keys, self._sums = numpy.zeros(1, numpy.int64), numpy.zeros(1, numpy.float32)  # by ascending keys
+        self._keys, self._sums = numpy.zeros(1, numpy.int64), numpy.zeros(1, numpy.float32)  # sorted by key
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def log_probabilities(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> torch.Tensor:
-        """See `Reference`; a RunFailure if a row was not among those that were scored."""
+        """See `Reference`. Raises RunFailure if a row was not scored before."""
         keys = row_keys(batch)
         places = numpy.searchsorted(self._keys[:-1], keys)  # at most the last
         if batch.sources and (self._keys[places] != keys).any():
             row = batch.sources[int((self._keys[places] != keys).argmax())]
             raise RunFailure(f"{row}: the reference's log-probability of this sample was not computed before training.")
-        sums = self._sums[places] if batch.sources else numpy.zeros(len(keys), numpy.float32)  # a rank without rows
+        sums = self._sums[places] if batch.sources else numpy.zeros(len(keys), numpy.float32)  # a rank without samples
         return sent(torch.from_numpy(sums), runtime.device)
 
     def compute(self, model: PreTrainedModel, batches: Iterable[Batch], runtime: Runtime) -> None:
-        """Score the rows of this rank's micro-batches, of which every rank has as many; all ranks get all numbers."""
+        """Score the rows of this rank's micro-batches; every rank has the same number. All ranks get all numbers."""
         keys, sums, logged = [numpy.zeros(0, numpy.int64)], [torch.zeros(0)], time.monotonic()
         for batch in batches:
             scores = score_rows(model, batch, runtime)
@@ -115,17 +115,17 @@ class StoredReference:
         self._sums = all_sums[first]
 
     def save(self, file: Path, fingerprint: dict[str, Any]) -> None:
-        """Write a safetensors file: int64 hashes in ascending order, float32 sums; the fingerprint in its header."""
+        """Write a safetensors file: int64 hashes in ascending order, float32 sums, the fingerprint in its header."""
         tensors = {KEYS: torch.from_numpy(self._keys), SUMS: torch.from_numpy(self._sums)}
         file.write_bytes(safetensors.torch.save(tensors, {FINGERPRINT: json.dumps(fingerprint, sort_keys=True)}))
 
     def load(self, file: Path, fingerprint: dict[str, Any]) -> None:
-        """Read what `save` wrote; a UserError if that cannot be read, or was computed of or with something else."""
+        """Read what `save` wrote. Raises UserError if it cannot be read, or if the fingerprint differs."""
         try:
             with safe_open(file, framework="np") as opened:
                 saved = json.loads(opened.metadata()[FINGERPRINT])
                 self._keys, self._sums = opened.get_tensor(KEYS), opened.get_tensor(SUMS)
-        except Exception as error:  # safetensors has its own
+        except Exception as error:  # safetensors has its own errors
             raise UserError(f"{file}: cannot be read as log-probabilities of a reference ({reason(error)}).") from error
         if others := [name for name, value in fingerprint.items() if saved.get(name) != value]:
             raise UserError(
@@ -136,17 +136,17 @@ class StoredReference:
 
 
 class ReferencePass:
-    """Fills the `StoredReference` of an objective, if it has one; otherwise its methods do nothing.
+    """Fills the `StoredReference` of an objective. If it has none, the methods do nothing.
 
     Args:
         objective: of the run.
         config: the resolved settings.
-        folder: of the model that is fine-tuned.
+        folder: directory of the model that is fine-tuned.
         tokenizer: of the run.
-        dataset: every row of which is scored.
+        dataset: the data; every row is scored.
         pack_length: tokens of a packed sequence; None: no packing.
         pad_token_id: fills padded rows.
-        runtime: all ranks call every method together.
+        runtime: the ranks; all of them call every method together.
     """
 
     def __init__(
@@ -172,14 +172,14 @@ class ReferencePass:
             self._fingerprint["model"] = models.fingerprint(folder)
 
     def score_with_other_model(self, build_model: Callable[..., Any], memory: PhaseMonitor) -> None:
-        """Compute the numbers with --reference_model, whose weights are then freed.
+        """Compute the numbers with --reference_model, and free its weights.
 
         Args:
-            build_model: the recipe's.
-            memory: learns of the phases.
+            build_model: the recipe's function.
+            memory: informed about phases.
 
         Raises:
-            UserError: there is no such model, or its tokenizer is another one.
+            UserError: the model does not exist, or it has another tokenizer.
         """
         if self._stored is None or self._other is None:
             return
@@ -199,21 +199,21 @@ class ReferencePass:
         gc.collect()  # FSDP units and modules refer to each other
         torch.cuda.empty_cache()
 
-    def settle(self, model: PreTrainedModel, directory: Path, is_resumed: bool) -> None:
-        """Read the numbers of a resumed run; of a new one, compute them unless another model did, and write them.
+    def settle(self, model: PreTrainedModel, directory: Path, checkpoint: Path | None) -> None:
+        """Read the numbers of a resumed run. For a new run, compute them unless another model did, and write them.
 
         Args:
-            model: before step 1.
-            directory: of the run; a resumed one's has the file of the checkpoint.
-            is_resumed: whether the run continues another.
+            model: the model before step 1.
+            directory: of the run; if it is resumed, the directory has the file of the checkpoint.
+            checkpoint: the directory of the checkpoint that is resumed, if any.
 
         Raises:
-            UserError: the file is missing, corrupted or of another run.
+            UserError: the file is missing, corrupted or belongs to another run.
         """
         if self._stored is None:
             return
-        file = directory / REFERENCE_FILE
-        if is_resumed:
+        file = (checkpoint or directory) / REFERENCE_FILE
+        if checkpoint is not None:
             self._stored.load(file, self._fingerprint)
             log.info(f"Reference: log-probabilities of {counted(len(self._stored), 'row')} from {file}")
             return
@@ -230,7 +230,7 @@ class ReferencePass:
         self._seconds = time.monotonic() - started
 
     def _batches(self) -> Iterator[Batch]:
-        """This rank's share of all rows, in micro-batches as large as those of training; as many on every rank."""
+        """Yield this rank's rows in micro-batches of the size of training. Every rank has the same number of them."""
         size, pack_length = self._config.train.batch_size_training, self._pack_length
         sizes = self._runtime.world_size, self._runtime.rank, size, 0  # 0: all of them
         for rows in filter(None, (self._dataset.train, self._dataset.validation)):
@@ -239,8 +239,8 @@ class ReferencePass:
 
 
 def check_same_tokens(name: str, theirs: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase) -> None:
-    """Raise a UserError unless both tokenizers have the same tokens with the same ids; `name` is that of the reference:
-    its log-probabilities are those of the run's ids."""
+    """Raise a UserError unless both tokenizers have the same tokens with the same ids. `name` is the reference: it
+    scores the run's ids."""
     known, used = theirs.get_vocab(), ours.get_vocab()
     if others := sorted(token for token in known.keys() | used.keys() if known.get(token) != used.get(token)):
         raise UserError(

@@ -1,5 +1,5 @@
-"""What the optimizers of this folder share: they compute on each rank's own rows, and their states are DTensors sharded
-like the parameter, so that checkpoints load on any number of ranks."""
+"""The base class of optimizers that compute on each rank's local rows. Their states are DTensors sharded like the
+parameter, so checkpoints can be loaded on any number of ranks."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ Group = dict[str, Any]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's rows of a DTensor, sharing its memory; a plain tensor as it is."""
+    """Return this rank's rows of a DTensor as a view; a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def zeros_for(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype, replicated: bool = False) -> Tensor:
-    """A state of zeros with the (global) `shape`, sharded by rows as the parameter is, or whole on every rank."""
+    """Return a state of zeros with the global `shape`, sharded by rows like the parameter, or `replicated`."""
     own = local_tensor(parameter)
     if not isinstance(parameter, DTensor):
         return torch.zeros(shape, dtype=dtype, device=own.device)
@@ -27,37 +27,37 @@ def zeros_for(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype, rep
     placements: tuple[Placement, ...] = (Replicate(),) * mesh.ndim if replicated else parameter.placements
     stride = torch.empty(shape, device="meta").stride()
     laid_out = DTensor.from_local(empty, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-    # Given storage only now: from_local would move it to the mesh's device, and offloaded weights are not there.
+    # Allocate only now: from_local would move it to the mesh's device, but offloaded weights are elsewhere.
     return torch.zeros_like(laid_out, device=own.device)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Calls `update` with each parameter's local rows. A state `step` is counted here, as torch's optimizers do."""
+    """Calls `update` with each parameter's local rows. It counts the state `step`, as torch's optimizers do."""
 
     def new_state(self, parameter: Tensor) -> States:
-        """The states of a parameter before its first step, without `step`."""
+        """Return the states of a parameter before its first step, without `step`."""
         raise NotImplementedError
 
     def first_state(self, parameter: Tensor, group: Group) -> States:
-        """All states of a parameter before its first step."""
+        """Return all states of a parameter before its first step."""
         return {"step": torch.tensor(0.0), **self.new_state(parameter)}
 
     def update(self, parameter: Tensor, weight: Tensor, grad: Tensor, state: States, step: int, group: Group) -> None:
-        """Update this rank's rows of one parameter in place.
+        """Update this rank's rows of a parameter in place.
 
         Args:
-            parameter: the DTensor (or plain tensor) itself, to know its whole shape and its mesh.
-            weight: its local rows, perhaps none; the rank must still take part in collectives.
-            grad: of the same rows, in the weight's dtype.
-            state: the local rows of what `new_state` made.
-            step: 1 at the first step.
-            group: lr, weight_decay and what else `defaults` had.
+            parameter: the DTensor (or plain tensor) itself, for its global shape and its mesh.
+            weight: its local rows, perhaps none; the rank must still join collectives.
+            grad: the gradient of these rows, in the weight's dtype.
+            state: the local rows of the states from `new_state`.
+            step: number of this step; 1 for the first.
+            group: lr, weight_decay and the other entries of `defaults`.
         """
         raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step over all parameters that have a gradient."""
+        """Update all parameters that have a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -71,7 +71,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.update(parameter, local_tensor(parameter), gradient, own, int(state["step"].item()), group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the states as they are: torch's own method casts them to the parameter's dtype."""
+        """Load states unchanged. torch's own method would cast them to the parameter's dtype."""
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]

@@ -19,7 +19,7 @@ from llama_ft.models import ShardGroup
 from llama_ft.models.lora import clear_frozen_half
 from llama_ft.phases import NULL_MONITOR, PhaseMonitor
 from llama_ft.runtime import Runtime
-from llama_ft.training.objective import LossSum, Objective
+from llama_ft.training.objective import LossSum, Objective, logged_means
 from llama_ft.training.sharded_optimizer import local_tensor
 
 MICRO_BATCHES_NAMED = 8
@@ -35,24 +35,24 @@ def accumulate_gradients(
     loss_scale: float = 1.0,
     watch: PhaseMonitor = NULL_MONITOR,
 ) -> list[LossSum]:
-    """Forward and backward of this rank's micro-batches; gradients are those of the mean over the global batch.
+    """Run forward and backward of this rank's micro-batches. Gradients are those of the mean over the global batch.
 
     Args:
-        model: sharded; gradients are summed over ranks as its backward goes.
-        objective: makes the loss of a micro-batch.
-        micro_batches: this rank's; every rank must have equally many.
+        model: the sharded model; its backward pass sums gradients over ranks.
+        objective: computes the loss of a micro-batch.
+        micro_batches: those of this rank; every rank must have the same number.
         count: losses that are summed in the global batch, over all ranks and micro-batches: loss tokens, or pairs.
         reduce_last_only: keep unsharded gradients until the last micro-batch and reduce them once. Right for LoRA,
             whose gradients are small; in full fine-tuning it keeps a whole model's gradients on every rank, so there
             every micro-batch is reduced into the shards.
         runtime: the ranks.
         loss_scale: gradients come out times this; see training/train_state.py.
-        watch: is told when a forward and when a backward pass begins.
+            watch: informed when a forward or backward pass begins.
 
     Returns:
         The loss of each micro-batch, detached.
     """
-    sharded = cast(FSDPModule, model)  # which fully_shard has made it too
+    sharded = cast(FSDPModule, model)  # fully_shard has changed its class
     losses = []
     for number, batch in enumerate(micro_batches):
         is_last = number == len(micro_batches) - 1
@@ -67,8 +67,8 @@ def accumulate_gradients(
 
 
 class StepResult:
-    """The loss and the gradient norm of one step, over all ranks: on the device at once, on the host when it asks,
-    which waits for the device. A training loop asks when the next step is under way.
+    """The loss and the gradient norm of one step, over all ranks. They are on the device at once; reading them on the
+    host waits for the device, so a training loop reads them after the next step was queued.
 
     Args:
         numbers: float64 [2 + logged]: sum of the losses, L2 norm of the gradients, and further sums.
@@ -76,7 +76,7 @@ class StepResult:
         names: of the further sums.
 
     Attributes:
-        failed: float32 scalar on the device: 1 where one of them is not a number.
+        failed: float32 scalar on the device: 1 if one of them is not finite.
     """
 
     def __init__(self, numbers: torch.Tensor, count: int, names: Sequence[str] = ()) -> None:
@@ -89,7 +89,7 @@ class StepResult:
             self._event.record()
 
     def read(self) -> tuple[float, float]:
-        """The mean loss and the norm; waits until the device has computed them."""
+        """Return the mean loss and the norm. Waits until the device has computed them."""
         if self._event is not None:
             self._event.synchronize()
         loss_sum, norm, *_ = self._numbers.tolist()
@@ -97,8 +97,8 @@ class StepResult:
 
     def logged(self) -> dict[str, float]:
         """The means of the further sums, as `train/<name>`; after `read`."""
-        values = self._numbers[2:].tolist()
-        return {f"train/{name}": value / self._count for name, value in zip(self._names, values, strict=True)}
+        sums = dict(zip(self._names, self._numbers[2:].tolist(), strict=True))
+        return {f"train/{name}": value for name, value in logged_means(sums, self._count).items()}
 
 
 def clip_and_reduce_norm(
@@ -109,12 +109,12 @@ def clip_and_reduce_norm(
     loss_scale: float,
     runtime: Runtime,
 ) -> StepResult:
-    """Divide all gradients by `loss_scale`, and clip them where gradient_clipping says so, as
-    torch.nn.utils.clip_grad_norm_ does. The norm is that from before. One small all-reduce, and no wait for the device.
+    """Divide all gradients by `loss_scale`, and clip them by gradient_clipping, as torch.nn.utils.clip_grad_norm_ does.
+    The returned norm is the one before clipping. It takes one small all-reduce and does not wait for the device.
 
     Args:
         model: sharded, after its backward passes.
-        losses: what `accumulate_gradients` has returned.
+        losses: the result of `accumulate_gradients`.
         count: losses that are summed in the global batch.
         settings: gradient_clipping and its threshold.
         loss_scale: see training/train_state.py.
@@ -126,7 +126,7 @@ def clip_and_reduce_norm(
         torch._foreach_div_(gradients, loss_scale)
     norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
     squares = torch.stack(list(norms)).double().square().sum()
-    copies = runtime.mesh.size() // runtime.mesh["shard"].size()  # each of which adds the whole norm
+    copies = runtime.mesh.size() // runtime.mesh["shard"].size()  # each copy adds the whole norm
     names = sorted({name for summed in losses for name in summed.logged})
     sums = [torch.stack([summed.loss for summed in losses]).double().sum(), squares.to(runtime.device) / copies]
     sums += [torch.stack([summed.logged[name] for summed in losses]).double().sum() for name in names]
@@ -141,8 +141,8 @@ def clip_and_reduce_norm(
 
 
 def update_weights(optimizer: torch.optim.Optimizer, lr: float, failed: torch.Tensor | None = None) -> None:
-    """One optimizer step at learning rate `lr`; gradients are freed. If the scalar `failed` is not 0, weights and
-    states stay as they are. The fused optimizers look at it on the device; for others the host waits for it."""
+    """Update the weights with learning rate `lr`, and free the gradients. If the scalar `failed` is not 0, weights and
+    states do not change. Fused optimizers check it on the device; for others the host waits for it."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_ratio", 1.0)
     if optimizer.defaults.get("fused"):
@@ -157,19 +157,19 @@ def update_weights(optimizer: torch.optim.Optimizer, lr: float, failed: torch.Te
 
 @dataclass
 class Step:
-    """A step that has been sent to the device."""
+    """A step that was queued on the device."""
 
     step: int
     numbers: StepResult
     losses: Sequence[LossSum]  # of this rank's micro-batches
     batches: Sequence[Batch]
-    metrics: dict[str, Any]  # what is known of it; `stop_if_not_finite` adds what it reads
-    skipped: bool = False  # its gradients have overflowed fp16, and the weights stayed as they were
+    metrics: dict[str, Any]  # known values; `stop_if_not_finite` adds the loss and the norm
+    skipped: bool = False  # gradients overflowed in fp16, and the weights did not change
 
 
 class PendingMetrics:
-    """Steps whose loss nobody has read yet: on a GPU the newest one. Once a step has failed, no later one changes the
-    weights, whenever that is read. `device`: where the model computes."""
+    """Steps whose loss was not read yet: on a GPU the newest one. After a failed step no later one changes the weights,
+    even if the failure is read later. `device`: where the model computes."""
 
     LAGGING = ("cuda",)
 
@@ -179,12 +179,12 @@ class PendingMetrics:
         self._failed = torch.zeros((), device=device)
 
     def failed_with(self, numbers: StepResult) -> torch.Tensor:
-        """For update_weights: whether this step or one before it has failed."""
+        """Return for update_weights whether this step or an earlier one has failed, as a tensor on the device."""
         self._failed = torch.maximum(self._failed, numbers.failed)
         return self._failed
 
     def take(self, newest: Step, needed: bool) -> list[Step]:
-        """Add a step; return those to read now: all before it, and itself where it is needed or known anyway."""
+        """Add a step. Return the steps to read now: all earlier ones, and this one if it is needed or already known."""
         self._steps.append(newest)
         count = len(self._steps) if needed or not self._lags else len(self._steps) - 1
         taken, self._steps = self._steps[:count], self._steps[count:]
@@ -192,20 +192,20 @@ class PendingMetrics:
 
 
 def is_due(step: int, every: int, otherwise: bool) -> bool:
-    """Whether something done every so many steps (0: never) is due after `step`, or for another reason."""
+    """Return whether an action every `every` steps (0: never) is due after `step`, or for another reason."""
     return otherwise or (every > 0 and step % every == 0)
 
 
 def free_unsharded(model: nn.Module) -> None:
-    """Free what a forward pass without a backward pass has left gathered (the root unit, or all with SHARD_GRAD_OP)."""
+    """Free parameters that a forward pass without backward left unsharded (root, or all with SHARD_GRAD_OP)."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def stop_if_not_finite(step: Step, last_checkpoint: Callable[[], Path | None], runtime: Runtime) -> None:
-    """Add a step's loss and gradient norm to its metrics, or raise a RunFailure on every rank if they are no longer
-    numbers: the weights are then those from before it. `last_checkpoint` may wait for one that is being written."""
+    """Add a step's loss and gradient norm to its metrics. If they are not finite, raise a RunFailure on every rank: the
+    weights are then those before the step. `last_checkpoint` may wait for a pending save."""
     loss, norm = step.numbers.read()
     step.metrics |= {"train/loss": loss, "train/grad_norm": norm, **step.numbers.logged()}
     if step.skipped or (math.isfinite(loss) and math.isfinite(norm)):

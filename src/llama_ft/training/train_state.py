@@ -1,4 +1,4 @@
-"""How far a run is: what a resumed run must know besides weights, optimizer and random numbers."""
+"""The state of a run that is saved in addition to weights, optimizer states and random number generators."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -14,25 +14,25 @@ SMALLEST_FACTOR = 2.0
 
 @dataclass
 class LossScale:
-    """What the loss is multiplied by before the backward pass in fp16. Skipped steps count as steps.
+    """The factor on the loss before the backward pass in fp16. Skipped steps count as steps.
 
-    The constants are those of torch.amp.GradScaler. That one does not know that every rank has to skip a step if one of
-    them has overflowed: here the gradient norm over all ranks decides.
+    The constants are those of torch.amp.GradScaler. GradScaler does not know that all ranks must skip a step if one
+    rank's gradients overflow. Here the gradient norm over all ranks decides.
     """
 
-    factor: float  # a power of two, so that scaling rounds nothing; 1 with precisions that need none
-    good_steps: int = 0  # since the factor last changed
-    skipped_steps: int = 0  # overflowed and left the weights as they were
+    factor: float  # a power of two, so scaling never rounds; 1 for other precisions
+    good_steps: int = 0  # since the last change of the factor
+    skipped_steps: int = 0  # steps with an overflow, which did not change the weights
 
     @property
     def is_used(self) -> bool:
         return self.factor != 1.0
 
     def note(self, step: int, loss: float, norm: float) -> bool:
-        """Adapt the factor to the loss and gradient norm of a step over all ranks; returns whether to skip the step.
+        """Adapt the factor to the loss and gradient norm of a step over all ranks. Return whether to skip the step.
 
-        It is skipped if only its gradients overflowed. If the loss itself is not a number, or the factor cannot fall
-        any further, the run ends: see stop_if_not_finite.
+        The step is skipped if only its gradients overflowed. If the loss itself is not finite, or the factor cannot
+        become smaller, the run ends: see stop_if_not_finite.
         """
         if math.isfinite(norm):
             self.good_steps += 1
@@ -46,19 +46,19 @@ class LossScale:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """For metrics.jsonl; nothing without scaling."""
+        """Return entries for metrics.jsonl; none without loss scaling."""
         return {"train/loss_scale": self.factor, "train/skipped_steps": self.skipped_steps} if self.is_used else {}
 
 
 class BestLoss:
-    """Keeps the best validation loss and counts the evaluations since; `train` has the settings of early stopping."""
+    """Keeps the best validation loss, and counts evaluations since then. `train` has the settings of early stopping."""
 
     def __init__(self, train: TrainConfig) -> None:
         self.loss, self.step, self.evaluations_since = math.inf, 0, 0
         self._patience, self._min_delta = train.early_stopping_patience, train.early_stopping_min_delta
 
     def update(self, loss: float, step: int) -> bool:
-        """Note an evaluation; returns whether it is the best so far."""
+        """Count an evaluation. Return whether its loss is the best so far."""
         if loss < self.loss - self._min_delta:
             self.loss, self.step, self.evaluations_since = loss, step, 0
             return True
@@ -71,17 +71,17 @@ class BestLoss:
 
 
 class TrainState:
-    """How far a run is. What is not here follows from the step."""
+    """The progress of a run. Everything else follows from the step."""
 
     def __init__(self, train: TrainConfig) -> None:
         self.step = 0  # optimizer steps done
         self.target_tokens = 0  # tokens in the loss so far, over all ranks
-        self.position: dict[str, int] = {}  # in streamed samples; empty otherwise
+        self.position: dict[str, int] = {}  # position in streamed samples; empty without streaming
         self.best = BestLoss(train)
         self.scale = LossScale(INITIAL_FACTOR if train.precision == "fp16" else 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, for trainer.json; JSON has no infinity."""
+        """Return all fields for trainer.json. JSON has no infinity."""
         best = {"loss": self.best.loss if math.isfinite(self.best.loss) else None, "step": self.best.step}
         return {
             "step": self.step,
@@ -92,7 +92,7 @@ class TrainState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the run that saved `state` would have."""
+        """Restore the fields that `state_dict` returned."""
         self.step, self.target_tokens, self.position = state["step"], state["target_tokens"], dict(state["position"])
         best, self.scale = state["best"], LossScale(**state["scale"])
         self.best.loss = math.inf if best["loss"] is None else best["loss"]

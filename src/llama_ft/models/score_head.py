@@ -1,0 +1,114 @@
+"""Reward models: a decoder with a scalar head `score` in the place of the LM head, in the layout of Transformers'
+AutoModelForSequenceClassification with num_labels 1.
+
+    hidden [tokens, width]  --last token of each row-->  hidden [rows, width]  --score [1, width]-->  scores [rows]
+
+The last token is the last one that is not `pad_token_id`, as in Transformers' classes. config.json's `architectures`
+tells such a model, and `choose_head` writes it there. A causal model's LM head is left out, and the score head gets
+first values that depend on the seed alone: they are one more tensor of the checkpoint, as far as the loader knows.
+"""
+
+import hashlib
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+from llama_ft.errors import UserError
+from llama_ft.models.source import StoredTensor, WeightSource
+from llama_ft.models.text_part import names_score, takes_more_than_text
+
+SCORE = "score"
+WEIGHT = f"{SCORE}.weight"
+
+
+def choose_head(config: PretrainedConfig, objective: str) -> None:
+    """Note in a model's config that the objective `reward` needs a score head.
+
+    Args:
+        config: changed: its `architectures` and `num_labels`.
+        objective: any other one needs the LM head.
+
+    Raises:
+        UserError: the model has another head than it needs, or Transformers has no class with a score head for it.
+    """
+    named = (config.architectures or [config.model_type])[0]
+    if objective != "reward":
+        if names_score(config):
+            raise UserError(
+                f"--model_name: {named} has a head for scores, and no LM head.\n"
+                "Use --objective reward, or the causal model that it was made from."
+            )
+        return
+    if names_score(config) and config.num_labels != 1:
+        raise UserError(f"--model_name: {named} has {config.num_labels} scores. --objective reward needs one.")
+    scored = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
+    if scored is None or takes_more_than_text(config):
+        raise UserError(
+            f"--objective reward: {named} (model_type {config.model_type}) is not supported. It needs a text model "
+            "that Transformers loads with AutoModelForSequenceClassification."
+        )
+    config.architectures, config.num_labels = [scored], 1
+
+
+def set_pad_token(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, pad: int) -> None:
+    """Have config and tokenizer name the token that rows are padded with: a score is that of the last other one."""
+    config.get_text_config().pad_token_id = tokenizer.pad_token_id = pad
+
+
+def has_score(model: nn.Module) -> bool:
+    """Whether `add_score` has prepared this model."""
+    return hasattr(model, "_score_seed")
+
+
+def add_score(model: PreTrainedModel) -> None:
+    """Have a skeleton return scores, float32 [rows], and what its decoder returns, if it is called with `positions`:
+    where in the flattened micro-batch the last tokens are. No other position goes through the head.
+
+    Raises:
+        UserError: its class has no linear layer `score` with one output and no bias.
+    """
+    shapes = {name: tuple(it.shape) for name, it in model.named_parameters() if name.startswith(f"{SCORE}.")}
+    plain = model.forward
+    if shapes != {WEIGHT: (1, model.config.get_text_config().hidden_size)}:
+        raise UserError(f"--objective reward: {type(model).__name__} has no linear layer {SCORE} with one output.")
+
+    @wraps(plain)
+    def forward(*args: Any, positions: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        if positions is None:
+            return plain(*args, **kwargs)
+        decoded = model.base_model(*args, **kwargs)
+        hidden = decoded.last_hidden_state.flatten(0, 1).index_select(0, positions)  # [rows, width]
+        return getattr(model, SCORE)(hidden).squeeze(1).to(torch.float32, copy=True), decoded
+
+    model.forward = forward
+    model._score_seed = 0  # type: ignore[assignment]  # of the first values, if there are none
+
+
+class ScoredSource(WeightSource):
+    """A checkpoint, under the model's names, as one of a model that `add_score` has prepared. If it has no such head it
+    is a causal model's: its LM head is left out, and the score head's values are drawn
+    from a normal distribution with the config's `initializer_range`, as in Transformers.
+    """
+
+    def __init__(self, source: WeightSource, model: PreTrainedModel) -> None:
+        self._source, self._made, self.tensors = source, dict[str, torch.Tensor](), source.tensors
+        if WEIGHT in source.tensors:
+            return
+        decoder = f"{model.base_model_prefix}."
+        self.tensors = {name: it for name, it in source.tensors.items() if name.startswith(decoder)}
+        largest = max((it for it in self.tensors.values() if it.dtype.is_floating_point), key=lambda it: it.nbytes)
+        config = model.config.get_text_config()
+        self.tensors[WEIGHT] = StoredTensor(largest.file, (1, config.hidden_size), largest.dtype)
+        digest = hashlib.sha256(f"{model._score_seed}/{WEIGHT}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+        values = torch.randn(1, config.hidden_size, generator=generator) * getattr(config, "initializer_range", 0.02)
+        self._made[WEIGHT] = values.to(largest.dtype)
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See `WeightSource`."""
+        return self._made[name][start:stop] if name in self._made else self._source.read_rows(name, start, stop)

@@ -1,0 +1,75 @@
+"""Learning from completions with a label, desirable or undesirable: KTO.
+
+With r the log-probability of a completion to its prompt, less the reference's, and z an estimate of the KL divergence:
+
+    desirable      desirable_weight (1 - sigmoid(beta (r - z)))
+    undesirable    undesirable_weight (1 - sigmoid(beta (z - r)))
+
+z is the mean of r over the same prompts with the completions of other samples, over all ranks, and at least 0; it has
+no gradient. Which completion that is, is fixed for each sample when data are prepared, see `data.tokenize.mismatch`.
+
+Source: https://arxiv.org/abs/2402.01306; names and logged numbers as in TRL's KTOTrainer, which takes the completion
+of the sample before in the micro-batch.
+"""
+
+import torch
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.config import PreferenceConfig
+from llama_ft.data import Batch, unpaired_examples
+from llama_ft.models import router_coefficient
+from llama_ft.runtime import Runtime, sent
+from llama_ft.training.objective import LossSum, row_log_probabilities, target_losses
+from llama_ft.training.reference import AdapterOff, Reference, score_rows
+
+
+class Kto:
+    """Make desirable completions likelier and undesirable ones less likely, each compared with the reference.
+
+    Attributes:
+        reference: unless given, the model with its adapter off.
+    """
+
+    examples_per_sample, counts_tokens = 2, False
+    examples = staticmethod(unpaired_examples)
+
+    def __init__(self, settings: PreferenceConfig, reference: Reference | None = None) -> None:
+        self._settings, self.reference = settings, AdapterOff() if reference is None else reference
+
+    def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
+        """See `Objective`; counts samples. Rows of even number are samples, each followed by its prompt with another
+        completion."""
+        settings, count = self._settings, len(batch.sources) // 2
+        own, others = every_second(batch, 0), every_second(batch, 1)
+        reference = self.reference.log_probabilities(model, batch, runtime)  # [rows]
+        apart = score_rows(model, others, runtime)[:count] - reference[1::2][:count]
+        # Ranks may have different numbers of samples, or none.
+        total, samples = runtime.mean_over_ranks(torch.stack([apart.sum(), apart.new_full((), count)])).unbind()
+        divergence = (total / samples.clamp(min=1 / runtime.world_size)).clamp(min=0)
+        losses, balance = target_losses(model, own, runtime.device, per_token=True)
+        scores = row_log_probabilities(losses, own)[:count]  # [samples]
+        ratios = scores - reference[::2][:count]
+        chosen = sent(torch.tensor(own.desirable, dtype=torch.float32), runtime.device)  # 1 or 0
+        weights = settings.desirable_weight * chosen + settings.undesirable_weight * (1 - chosen)
+        loss = (weights * torch.sigmoid(settings.beta * (divergence - ratios) * (2 * chosen - 1))).sum()
+        rewards, scores = settings.beta * ratios.detach(), scores.detach()
+        logged = {"kl": divergence * count}
+        for name, which in {"chosen": chosen, "rejected": 1 - chosen}.items():
+            sums = {"rewards": rewards * which, "logps": scores * which, "count": which}
+            logged |= {f"{number}/{name}": values.sum() for number, values in sums.items()}
+        if isinstance(balance, torch.Tensor):  # a sum over tokens; the mean over tokens counts for each sample
+            share = balance * (count / max(1, len(losses)))
+            loss, logged["router_aux_loss"] = loss + router_coefficient(model) * share, share.detach()
+        return LossSum(loss, count, logged)
+
+
+def every_second(batch: Batch, first: int) -> Batch:
+    """The rows of a micro-batch from `first`, every second one; all of a batch that only fills a rank up."""
+    if not batch.sources:
+        return batch
+    lengths, both = batch.row_lengths[first::2], (batch.input_ids, batch.labels)
+    if batch.is_packed:
+        ids, labels = (torch.cat(values.split(batch.row_lengths, dim=1)[first::2], dim=1) for values in both)
+    else:
+        ids, labels = (values[first::2, : max(lengths)] for values in both)
+    return Batch(ids, labels, lengths, batch.is_packed, batch.sources[first::2], batch.desirable[first::2])

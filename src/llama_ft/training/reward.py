@@ -1,0 +1,67 @@
+"""Reward models: a score for each response, higher for the chosen one of a pair.
+
+With c and r the scores of the chosen and the rejected response to a prompt:
+
+    -log sigmoid(c - r) + center_rewards_coefficient (c + r)^2
+
+Sources: https://arxiv.org/abs/2204.05862 (the loss), 2312.09244 (the second term, which keeps scores around 0); names
+as in TRL's RewardTrainer, and those of the logged numbers as for the other objectives over pairs.
+"""
+
+import torch
+from torch.nn import functional as F
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.data import Batch, Encoder, two_examples
+from llama_ft.data.formats import Row, RowFormat
+from llama_ft.data.tokenize import Example
+from llama_ft.models import router_coefficient, router_loss
+from llama_ft.runtime import Runtime, sent
+from llama_ft.training.objective import LossSum, model_inputs
+
+
+class RewardModeling:
+    """Score the chosen response of a pair above the rejected one. The model has a score head, see models/score_head.py.
+
+    Args:
+        center_rewards_coefficient: weight of the square of the sum of both scores.
+    """
+
+    examples_per_sample, counts_tokens = 2, False
+
+    def __init__(self, center_rewards_coefficient: float = 0.0) -> None:
+        self._centering = center_rewards_coefficient
+
+    @staticmethod
+    def examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
+        """See `Objective`; the chosen response comes first."""
+        return two_examples(row, row_format, encoder)
+
+    def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
+        """See `Objective`; counts pairs. Rows of even number are chosen responses, each followed by the rejected."""
+        pairs, inputs = len(batch.sources) // 2, model_inputs(model, batch, runtime.device)
+        pad = model.config.get_text_config().pad_token_id
+        positions = last_positions(batch, -1 if pad is None else pad)  # a plan knows of no padding
+        scores, decoded = model(**inputs, positions=sent(positions, runtime.device))  # [rows]
+        chosen, rejected = scores[: 2 * pairs].view(-1, 2).unbind(1)  # [pairs]
+        loss = (self._centering * (chosen + rejected).square() - F.logsigmoid(chosen - rejected)).sum()
+        logged = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": (chosen > rejected).float(),
+        }
+        sums = {name: values.detach().sum() for name, values in logged.items()}
+        balance = router_loss(model, decoded, inputs.get("attention_mask"), pairs)
+        if isinstance(balance, torch.Tensor):
+            loss, sums["router_aux_loss"] = loss + router_coefficient(model) * balance, balance.detach()
+        return LossSum(loss, pairs, sums)
+
+
+def last_positions(batch: Batch, pad_token_id: int) -> torch.Tensor:
+    """Where in the flattened micro-batch each row's last token is that is not the pad token, int64 [rows], as
+    Transformers finds it: a row may end with pad tokens of its own."""
+    ids, lengths = batch.input_ids.flatten(), torch.tensor(batch.row_lengths)
+    ends = lengths.cumsum(0) if batch.is_packed else lengths + torch.arange(len(lengths)) * batch.input_ids.shape[1]
+    last = torch.where(ids != pad_token_id, torch.arange(len(ids)), 0).cummax(0).values[ends - 1]
+    return last.maximum(ends - lengths)
