@@ -148,7 +148,9 @@ def untuned_loss(trainer: Any, file: Path) -> float:
 
 
 def read(file: Path) -> Dataset:
-    return Dataset.from_list([json.loads(line) for line in file.read_text().splitlines()])
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    # What all ranks read from a file has its cache there; TRL's precomputed reference needs one that they share.
+    return Dataset.from_json(str(file)) if "chosen" in rows[0] else Dataset.from_list(rows)
 
 
 def what_it_is(model: Any) -> str:
