@@ -18,11 +18,6 @@ class AdamW8bit(ShardedOptimizer):
     end with their row, padded with zeros: codes and their scales [rows, blocks per row] are sharded as the parameter
     is, and the result does not depend on the number of ranks.
 
-    Args:
-        params: parameters or groups of them.
-        lr: learning rate.
-        weight_decay: decoupled, as in AdamW.
-
     Source: https://arxiv.org/abs/2110.02861; bitsandbytes/optim/optimizer.py, Optimizer2State.
     """
 

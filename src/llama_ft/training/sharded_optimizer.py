@@ -32,7 +32,11 @@ def zeros_for(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype, rep
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Calls `update` with each parameter's local rows. A state `step` is counted here, as torch's optimizers do."""
+    """Calls `update` with each parameter's local rows. A state `step` is counted here, as torch's optimizers do.
+
+    All of them take params (parameters or groups of them), lr, and weight_decay: decoupled as in AdamW, so that weights
+    shrink by lr x weight_decay.
+    """
 
     def new_state(self, parameter: Tensor) -> States:
         """The states of a parameter before its first step, without `step`."""
