@@ -7,18 +7,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from llama_ft.models.shards import local_shard
+
 States = dict[str, Tensor]
 Group = dict[str, Any]
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's rows of a DTensor, sharing its memory; a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def zeros_for(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype, replicated: bool = False) -> Tensor:
     """A state of zeros with the (global) `shape`, sharded by rows as the parameter is, or whole on every rank."""
-    own = local_tensor(parameter)
+    own = local_shard(parameter)
     if not isinstance(parameter, DTensor):
         return torch.zeros(shape, dtype=dtype, device=own.device)
     rows = shape[0] if replicated else own.shape[0]
@@ -70,9 +67,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if not state:
                     state.update(self.first_state(parameter, group))
                 state["step"] += 1
-                own = {name: local_tensor(value) for name, value in state.items()}
-                gradient = local_tensor(parameter.grad).contiguous()
-                self.update(parameter, local_tensor(parameter), gradient, own, int(state["step"].item()), group)
+                own = {name: local_shard(value) for name, value in state.items()}
+                gradient = local_shard(parameter.grad).contiguous()
+                self.update(parameter, local_shard(parameter), gradient, own, int(state["step"].item()), group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the states as they are: torch's own method casts them to the parameter's dtype."""
