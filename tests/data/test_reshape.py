@@ -62,8 +62,9 @@ def test_only_the_first_samples_and_slices_of_local_files(read: Callable[..., So
     assert len(identities) == 3  # the cache must tell them apart
 
 
-def test_other_encodings_name_a_way_out(read: Callable[..., Source]) -> None:
+def test_utf_16_is_read_and_other_encodings_name_a_way_out(read: Callable[..., Source]) -> None:
     text = "instruction,output\nWarum?,Völlig klar\n"
+    assert rows(read("a.csv", text.encode("utf-16")))[0]["output"] == "Völlig klar"
     with pytest.raises(UserError, match="iconv"):
         rows(read("b.csv", text.encode("cp1252")))
 

@@ -17,9 +17,9 @@ from llama_ft.models.load_weights import compute_buffers
 from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.models.quantization import Quantization, quantize_linears
 from llama_ft.models.quantized import FourBit
+from llama_ft.models.shards import local_shard
 from llama_ft.runtime import PRECISIONS, Runtime
 from llama_ft.training import build_optimizer
-from llama_ft.training.sharded_optimizer import local_tensor
 
 
 def llama(tied: bool = False) -> LlamaForCausalLM:
@@ -94,7 +94,7 @@ def test_offloaded_4_bit_layers_of_one_process_are_copied_for_each_pass_and_trai
         set_storage_dtypes(model, precision)
         apply_fsdp(model, runtime.mesh, FSDPConfig(enable_fsdp=True, fsdp_cpu_offload=is_offloaded), precision)
         model.to_empty(device="cpu")
-        for parameter in map(local_tensor, model.parameters()):
+        for parameter in map(local_shard, model.parameters()):
             bits = torch.randint(0, 256, parameter.shape, dtype=torch.uint8)
             scale = torch.full(parameter.shape, 0.02).view(torch.int32)
             values = {torch.uint8: bits, torch.int32: scale}.get(parameter.dtype, torch.randn(parameter.shape) * 0.02)
@@ -112,7 +112,7 @@ def test_offloaded_4_bit_layers_of_one_process_are_copied_for_each_pass_and_trai
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
             loss.backward()
             assert (held[-1].untyped_storage().nbytes() == 0) == is_offloaded, "its copy is freed"
-            assert (held[-1].data_ptr() == local_tensor(packed).data_ptr()) != is_offloaded
+            assert (held[-1].data_ptr() == local_shard(packed).data_ptr()) != is_offloaded
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())

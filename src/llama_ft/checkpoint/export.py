@@ -185,13 +185,8 @@ def export_adapter(
     """Write the adapter as a PEFT directory. All ranks call it; rank 0 writes.
 
     Args:
-        model: the trained, sharded model.
         adapter: the result of `inject_lora`; its keys are PEFT's names of the tensors.
-        folder: target directory, replaced in one step when all files are written and synced.
-        save_dtype: of the floating tensors; None: as they are stored.
-        tokenizer: saved with the adapter, including its chat template.
-        write_card: writes README.md into the directory that it is given.
-        runtime: the ranks.
+        model, folder, save_dtype, tokenizer, write_card, runtime: as for `export_model`.
     """
     tensors = {adapter.keys[name]: p for name, p in model.named_parameters() if name in adapter.keys}
     weights = SavedWeights(tensors, _gathered(tensors, runtime), save_dtype)

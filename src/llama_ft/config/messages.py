@@ -49,9 +49,8 @@ LLAMA_RECIPES: dict[str, str] = {
     "grammar_dataset": "use dataset grammar, and dataset_split",
     "alpaca_dataset": "use dataset alpaca, or a file of columns instruction, input and output",
     "llamaguard_toxicchat_dataset": "use dataset path/to/file.py:function, which returns the samples",
-    "llama_adapter_config": PEFT_METHOD,
-    "prefix_config": PEFT_METHOD,
-    **dict.fromkeys(("adapter_len", "adapter_layers", "num_virtual_tokens"), PEFT_METHOD),
+    **dict.fromkeys("llama_adapter_config adapter_len adapter_layers".split(), PEFT_METHOD),
+    **dict.fromkeys("prefix_config num_virtual_tokens".split(), PEFT_METHOD),
 }
 
 # Names of other trainers that are not spelled similarly, and the setting (perhaps with a value) that replaces them.

@@ -4,11 +4,11 @@ A line without a valid sample yields a `BadRow` instead, so that several can be 
 are in memory at a time; a JSON array is read as a whole.
 """
 
+import codecs
 import csv
 import io
 import itertools
 import json
-from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,17 +66,20 @@ def _pruned(value: Any) -> Any:
 
 @contextmanager
 def _opened(name: str) -> Iterator[io.BufferedReader]:
-    """Open a file for reading, decompressed."""
+    """Open a file for reading: decompressed, and UTF-16 (found by its first two bytes) converted to UTF-8."""
     codec = {".gz": "gzip", ".zst": "zstd"}.get(Path(name).suffix)
     with fsspec.open(name, "rb").open() if is_url(name) else open(name, "rb") as raw:
         stream = pyarrow.CompressedInputStream(raw, codec) if codec else raw
-        yield stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(stream)
+        file = stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(stream)
+        if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            file = io.BufferedReader(io.BytesIO(file.read().decode("utf-16").encode()))
+        yield file
 
 
 def _json_rows(name: str) -> Rows:
     """Yield the samples of a JSON array if the file begins with [, otherwise of one object per line, for any suffix."""
     with _opened(name) as file:
-        if file.peek(64).removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+        if file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             yield from ((f"{name} row {number}", row) for number, row in enumerate(json.loads(file.read()), start=1))
             return
         for number, line in enumerate(file, start=1):

@@ -66,10 +66,9 @@ class TokenizedData:
 
     def facts(self) -> dict[str, Any]:
         """Return the counts as plain values, for the run's report."""
-        counted = asdict(self.report)
-        return {"summary": self.summary, "warnings": warnings_of(self.report)} | {
-            name: counted[name] for name in ("train", "validation")
-        }
+        counts = asdict(self.report)
+        splits = {"train": counts["train"], "validation": counts["validation"]}
+        return {"summary": self.summary, "warnings": warnings_of(self.report), **splits}
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def prepare(
         report = replace(report, validation=None)
     for split in filter(None, (report.train, report.validation)):
         check_ids(split.largest_id, source.name, tokenizer, vocabulary_size)
-    summary += describe(report, want_validation)
+    summary += describe(report)
     if want_validation and report.validation is None:
         summary.append("no validation data: --validation FILE or --validation 0.05")
     return TokenizedData(

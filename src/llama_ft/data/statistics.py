@@ -80,9 +80,9 @@ class BuildReport:
         return cls(**values | splits)
 
 
-def describe(report: BuildReport, want_validation: bool) -> list[str]:
+def describe(report: BuildReport) -> list[str]:
     """Return the lines of a table of both splits, followed by the warnings."""
-    splits = {"training": report.train, "validation": report.validation if want_validation else None}
+    splits = {"training": report.train, "validation": report.validation}
     header = " " * 10 + "".join(f"{title:>13}" for title in COLUMNS.values())
     lines = [
         f"{name:10}" + "".join(f"{getattr(split, column):13,}" for column in COLUMNS)

@@ -118,11 +118,8 @@ def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
 
 def _curves(text: str) -> dict[str, Curve]:
     lines, found = text.split("\n"), defaultdict[str, list[tuple[float, float]]](list)
-    for number, line in enumerate(lines[:-1], start=1):  # the last line is empty or incomplete
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"line {number}: {reason(error)}") from error
+    for line in lines[:-1]:  # the last line is empty or incomplete
+        record = json.loads(line)
         for key, value in record.items():
             value = max(value) if isinstance(value, list) else value
             if value is not None and math.isfinite(value):

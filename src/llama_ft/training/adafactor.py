@@ -19,9 +19,7 @@ class Adafactor(ShardedOptimizer):
     parameter add the sums of the ranks that share a copy.
 
     Args:
-        params: parameters or groups of them.
         lr: maximum step relative to the root mean square of a parameter; after t steps it is at most 1 / sqrt(t).
-        weight_decay: decoupled: weights shrink by lr x weight_decay.
 
     Source: https://arxiv.org/abs/1804.04235; torch/optim/_adafactor.py.
     """

@@ -18,11 +18,6 @@ class AdamW8bit(ShardedOptimizer):
     are padded with zeros to whole blocks, so codes and scales [rows, blocks per row] are sharded like the parameter,
     and the result does not depend on the number of ranks.
 
-    Args:
-        params: parameters or groups of them.
-        lr: learning rate.
-        weight_decay: decoupled, as in AdamW.
-
     Source: https://arxiv.org/abs/2110.02861; bitsandbytes/optim/optimizer.py, Optimizer2State.
     """
 

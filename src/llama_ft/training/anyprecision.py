@@ -54,10 +54,7 @@ class AnyPrecisionAdamW(ShardedOptimizer):
     random numbers depend only on the step and the shard, so copies of a shard stay equal, also after a resume.
 
     Args:
-        params: parameters or groups of them.
-        lr: learning rate.
         use_kahan_summation: compensated summation instead of stochastic rounding of bf16 weights.
-        weight_decay: decoupled, as in AdamW.
 
     Source: AnyPrecisionAdamW (torchdistx, used by llama-recipes); https://arxiv.org/abs/2010.06192.
     """

@@ -10,7 +10,7 @@ from torch import nn
 
 from llama_ft.config import TrainConfig
 from llama_ft.config.settings import OPTIMIZERS
-from llama_ft.training.sharded_optimizer import local_tensor
+from llama_ft.models.shards import local_shard
 
 
 class AdamW(torch.optim.AdamW):
@@ -28,7 +28,7 @@ class AdamW(torch.optim.AdamW):
     def _init_group(self, group: Any, params: Any, gradients: Any, *states: Any) -> Any:
         is_complex = super()._init_group(group, params, gradients, *states)
         for tensors in (params, gradients, *states):
-            tensors[:] = map(local_tensor, tensors)
+            tensors[:] = map(local_shard, tensors)
         return is_complex
 
 

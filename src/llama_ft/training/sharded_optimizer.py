@@ -7,18 +7,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from llama_ft.models.shards import local_shard
+
 States = dict[str, Tensor]
 Group = dict[str, Any]
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's rows of a DTensor as a view; a plain tensor unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def zeros_for(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype, replicated: bool = False) -> Tensor:
     """Return a state of zeros with the global `shape`, sharded by rows like the parameter, or `replicated`."""
-    own = local_tensor(parameter)
+    own = local_shard(parameter)
     if not isinstance(parameter, DTensor):
         return torch.zeros(shape, dtype=dtype, device=own.device)
     rows = shape[0] if replicated else own.shape[0]
@@ -32,7 +29,11 @@ def zeros_for(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype, rep
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Calls `update` with each parameter's local rows. It counts the state `step`, as torch's optimizers do."""
+    """Calls `update` with each parameter's local rows. It counts the state `step`, as torch's optimizers do.
+
+    All optimizers take params (parameters or groups of them), lr, and weight_decay, which is decoupled as in AdamW:
+    weights shrink by lr x weight_decay.
+    """
 
     def new_state(self, parameter: Tensor) -> States:
         """Return the states of a parameter before its first step, without `step`."""
@@ -66,9 +67,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if not state:
                     state.update(self.first_state(parameter, group))
                 state["step"] += 1
-                own = {name: local_tensor(value) for name, value in state.items()}
-                gradient = local_tensor(parameter.grad).contiguous()
-                self.update(parameter, local_tensor(parameter), gradient, own, int(state["step"].item()), group)
+                own = {name: local_shard(value) for name, value in state.items()}
+                gradient = local_shard(parameter.grad).contiguous()
+                self.update(parameter, local_shard(parameter), gradient, own, int(state["step"].item()), group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states unchanged. torch's own method would cast them to the parameter's dtype."""

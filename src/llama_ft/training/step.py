@@ -17,10 +17,10 @@ from llama_ft.data import Batch
 from llama_ft.errors import RunFailure
 from llama_ft.models import ShardGroup
 from llama_ft.models.lora import clear_frozen_half
+from llama_ft.models.shards import local_shard
 from llama_ft.phases import NULL_MONITOR, PhaseMonitor
 from llama_ft.runtime import Runtime
 from llama_ft.training.objective import LossSum, Objective, logged_means
-from llama_ft.training.sharded_optimizer import local_tensor
 
 MICRO_BATCHES_NAMED = 8
 
@@ -121,7 +121,7 @@ def clip_and_reduce_norm(
         runtime: the ranks.
     """
     clear_frozen_half(model, ShardGroup(runtime.mesh))
-    gradients = [local_tensor(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [local_shard(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     if loss_scale != 1.0:
         torch._foreach_div_(gradients, loss_scale)
     norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
@@ -147,7 +147,7 @@ def update_weights(optimizer: torch.optim.Optimizer, lr: float, failed: torch.Te
         group["lr"] = lr * group.get("lr_ratio", 1.0)
     if optimizer.defaults.get("fused"):
         if failed is not None:  # torch would not wait for its copy to the host, where offloaded weights are
-            failed = failed.to(local_tensor(optimizer.param_groups[0]["params"][0]).device)
+            failed = failed.to(local_shard(optimizer.param_groups[0]["params"][0]).device)
         optimizer.found_inf = failed  # type: ignore[attr-defined]  # what torch.amp.GradScaler hands it
         optimizer.step()
     elif failed is None or not failed.item():
