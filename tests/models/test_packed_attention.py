@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.models import attention_kernels, block_attention, packed_arguments, packed_attention, use_packed_attention
+from llama_ft.models import attention_kernels, packed_arguments, packed_attention, use_packed_attention
 from llama_ft.models.attention_kernels import AMPERE, HOPPER, T4
 
 CPU = torch.device("cpu")
@@ -135,12 +135,9 @@ def test_a_pack_costs_its_rows_own_attention_and_no_mask_over_all_of_it(name: st
         assert seen.attended == lengths * 2  # two layers
 
 
-@pytest.mark.parametrize(("window", "longest_in_blocks"), [(None, 0), (6, 0), (None, 150), (40, 150), (6, 150)])
-def test_rows_on_the_cpu_have_the_same_gradients_in_16_bits(
-    window: int | None, longest_in_blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There rows are filled up, and short ones computed a block of queries at a time."""
-    monkeypatch.setattr(block_attention, "LONGEST_IN_BLOCKS", longest_in_blocks)
+@pytest.mark.parametrize("window", [None, 6])
+def test_rows_on_the_cpu_have_the_same_gradients_in_16_bits(window: int | None) -> None:
+    """There the backward pass takes rows that are padded."""
     lengths, generator = (64, 64, 33, 5, 32, 1, 150, 151), torch.Generator().manual_seed(0)
     wide = [torch.randn(1, heads, sum(lengths), 8, generator=generator).bfloat16().float() for heads in (4, 2, 2, 4)]
     found = []
@@ -214,7 +211,6 @@ def test_the_kernel_follows_from_device_dtype_and_shape(
 
 
 def test_rows_of_one_length_reach_cudnn_on_hopper_though_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_attention, "LONGEST_IN_BLOCKS", 0)  # bit by bit the same kernel
     model = make("Llama", "sdpa").bfloat16()
     use_packed_attention(model)
     by_row = packed_logits(model, rows([128, 128]))

@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.models import attention_kernels, block_attention
+from llama_ft.models import attention_kernels
 from llama_ft.models.build import function_beside
 from llama_ft.models.packed_rows import (
     PackedRows,
@@ -40,6 +40,10 @@ from llama_ft.runtime.devices import sent
 ATEN = torch.ops.aten
 Attention = tuple[torch.Tensor, torch.Tensor | None]
 CAUSAL = 1  # mask type of the memory-efficient kernel
+# In 16 bits oneDNN compiles and keeps kernels of the backward pass for every length, on every thread: 11 MiB each on 4
+# threads of an AMD Zen 4. So lengths are rounded up. Tokens after the end have no gradient, and no earlier token sees
+# them.
+KERNEL_ROWS = 32
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
@@ -204,29 +208,20 @@ class _RowAttention(torch.autograd.Function):
 
 
 def _cpu_forward(row: list[torch.Tensor], scale: float | None, window: int | None) -> Any:
-    if block_attention.is_short(row[0], window):
-        return block_attention.attend(row, _scale_of(row[0], scale)), row[0].new_empty(0)
     mask = _row_mask(row[0].shape[2], window, row[0])
     return ATEN._scaled_dot_product_flash_attention_for_cpu(*row, 0.0, mask is None, attn_mask=mask, scale=scale)
 
 
 def _cpu_backward(row: list[torch.Tensor], log_sums: torch.Tensor, scale: float | None, window: int | None) -> Any:
-    length, is_short = row[0].shape[2], block_attention.is_short(row[0], window)
-    if row[0].itemsize == 2:
-        row = [block_attention.padded(part) for part in row]
-    if is_short:
-        gradient, query, key, value, _ = row
-        found = block_attention.attend_backward(gradient, query, key, value, _scale_of(query, scale))
-    else:
-        mask, log_sums = _row_mask(length, window, row[0]), functional.pad(log_sums, (0, row[0].shape[2] - length))
-        found = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-            *row, log_sums, 0.0, mask is None, attn_mask=mask, scale=scale
-        )
+    length = row[0].shape[2]
+    if row[0].itemsize == 2 and (more := -length % KERNEL_ROWS):
+        row = [functional.pad(part, (0, 0, 0, more)) for part in row]
+        log_sums = functional.pad(log_sums, (0, more))
+    mask = _row_mask(length, window, row[0])
+    found = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+        *row, log_sums, 0.0, mask is None, attn_mask=mask, scale=scale
+    )
     return [part[:, :, :length] for part in found]
-
-
-def _scale_of(query: torch.Tensor, scale: float | None) -> float:
-    return query.shape[3] ** -0.5 if scale is None else scale
 
 
 def _efficient_forward(row: list[torch.Tensor], scale: float | None, window: int | None) -> Any:

@@ -21,7 +21,6 @@ from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
 from llama_ft.models import (
     attention_kernels,
-    block_attention,
     chunked_loss,
     compiled,
     conversion,
@@ -88,7 +87,6 @@ def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[No
         patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
         # Planned as a forward pass in each step: the pass before training holds no more.
         patch.object(StoredReference, "log_probabilities", AdapterOff.log_probabilities),
-        patch.object(block_attention, "LONGEST_IN_BLOCKS", 0),  # many small operators that take little memory
     ]
     if device == "cuda":  # the device of fake tensors is the CPU
         patches += [
