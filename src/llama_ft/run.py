@@ -199,7 +199,6 @@ class Run:
         dtype = runtime.PRECISIONS[config.train.precision].compute
         self._throughput = observe.ThroughputMeter(model, config.profile, dtype, self.directory, self.facts, job)
         self.memory.begin_training(model, optimizer, self.facts)
-        runtime.keep_freed_memory(job.device)
         signals = job.signals.between_steps(config.train.stop_after)
         with self.log.training(), self.writer, signals, self._throughput:
             yield

@@ -35,7 +35,9 @@ if __name__ == "__main__":
             model, adapter, stored, _ = finetuning.build_model(config, folder, model_config, None, NULL_MONITOR, job)
             lengths = LENGTHS[job.rank]
             parts = [part.tolist() for part in rows[job.rank][: sum(lengths)].split(lengths)]
-            own = Dataset.from_dict({"input_ids": parts, "labels": parts, "source": [name] * 2})
+            own = Dataset.from_dict(
+                {"input_ids": parts, "labels": parts, "source": [name] * 2, "desirable": [None] * 2}
+            )
             is_packed = config.data.batching_strategy == "packing"
             batch = data.collate(own, range(len(lengths)), 0, is_packed)
             if is_packed and not config.peft.use_peft and config.fsdp.low_cpu_fsdp:  # each architecture once

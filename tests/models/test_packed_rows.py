@@ -57,7 +57,9 @@ def make(name: str) -> PreTrainedModel:
 def samples() -> Dataset:
     generator = torch.Generator().manual_seed(1)
     ids = [torch.randint(1, 101, (length,), generator=generator).tolist() for length in LENGTHS]
-    return Dataset.from_dict({"input_ids": ids, "labels": ids, "source": ["x"] * len(ids)})
+    return Dataset.from_dict(
+        {"input_ids": ids, "labels": ids, "source": ["x"] * len(ids), "desirable": [None] * len(ids)}
+    )
 
 
 def loss_and_norm(model: PreTrainedModel, loss: torch.Tensor) -> tuple[float, float]:

@@ -1,11 +1,7 @@
 """Which device and which copy of the model a rank has, for machines that are not here."""
 
-import platform
-from pathlib import Path
-
 import pytest
 import torch
-from forked import forked
 
 from llama_ft.errors import UserError
 from llama_ft.runtime.devices import pick_device, take_device
@@ -46,26 +42,3 @@ def test_a_copy_of_the_model_is_shared_by_all_ranks_a_node_or_as_many_as_asked()
     assert resolve_degree(2, 8, 4) == 2
     with pytest.raises(UserError, match="--sharding_group_size 4"):
         resolve_degree(4, 6, 2)
-
-
-COUNTS_PAGE_FAULTS = """
-import resource, torch
-from llama_ft.runtime import keep_freed_memory
-keep_freed_memory(torch.device("cpu"))
-torch.ones(2**24)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(16):
-    torch.ones(2**24)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
-def test_freed_memory_is_there_for_the_next_tensor_unless_the_user_has_set_malloc(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(COUNTS_PAGE_FAULTS)
-    faults = [
-        int(forked(tmp_path / "job.py", **environment).output)
-        for environment in ({}, {"MALLOC_TRIM_THRESHOLD_": "131072"})
-    ]
-    # A few bytes of Python's in the place of one tensor move the next one, once.
-    assert faults[0] < faults[1] / 2
