@@ -4,10 +4,9 @@ from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -63,29 +62,7 @@ def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, preci
             if mesh.size() > 1:  # on one process, fully_shard would divide by 1 and copy the result
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-            if _is_over_gloo(mesh) and mesh["shard"].size() > 1:
-                module.set_custom_reduce_scatter(GlooReduceScatter())  # type: ignore[arg-type]  # called, not derived from
     return units
-
-
-class GlooReduceScatter:
-    """A reduce-scatter over gloo for fully_shard, which itself all-reduces a copy. Here each rank receives its part of
-    every rank's input and adds the parts. That sends half the bytes. With two ranks the sums are bit-identical."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate a tensor for fully_shard."""
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
-        """Sum the inputs [ranks x n] of all ranks into this rank's output [n]."""
-        parts = torch.empty_like(input_tensor)
-        dist.all_to_all_single(parts, input_tensor, group=group)
-        torch.sum(parts.view(group.size(), -1), dim=0, out=output_tensor)
-
-
-def _is_over_gloo(mesh: DeviceMesh) -> bool:
-    """Return whether collectives use gloo. A plan for GPUs, made on the CPU, replaces this function."""
-    return mesh.device_type == "cpu"
 
 
 def _used_as_stored(model: nn.Module, mesh: DeviceMesh, fsdp: FSDPConfig, precision: Precision) -> set[nn.Parameter]:

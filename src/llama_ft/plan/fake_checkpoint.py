@@ -19,15 +19,7 @@ from transformers.integrations import hub_kernels
 
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
-from llama_ft.models import (
-    attention_kernels,
-    chunked_loss,
-    compiled,
-    conversion,
-    fsdp,
-    loader,
-    quantized,
-)
+from llama_ft.models import attention_kernels, chunked_loss, compiled, conversion, loader, quantized
 from llama_ft.models.attention_kernels import AMPERE, T4
 from llama_ft.models.build import build_on_meta, decoder_layers, load_model_config
 from llama_ft.models.load_weights import QUANTIZED_AT_ONCE
@@ -92,7 +84,6 @@ def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[No
         patches += [
             patch.object(attention_kernels, "capability_of", lambda it: T4 if it.dtype == torch.float16 else AMPERE),
             patch.object(quantized, "_on_cuda", lambda _: True),
-            patch.object(fsdp, "_is_over_gloo", lambda _: False),
             patch.object(compiled, "_is_cuda", lambda _: True),
             patch.object(functional, "rms_norm", _KernelNorm.apply),
             patch.dict(chunked_loss.LOGITS_AT_ONCE, cpu=chunked_loss.LOGITS_AT_ONCE["cuda"]),

@@ -262,7 +262,8 @@ def _workspace_bytes(func: Any, args: Any, is_cuda: bool) -> int:
         case "bitsandbytes.optimizer_update_8bit_blockwise" if not is_cuda:
             # In fp32: two states, the gradient, the second state's root before and after a division, 16-bit weights.
             return int(args[2].numel() * 4 * (5 if args[2].dtype == torch.float32 else 6))
-        case name if not is_cuda and name.replace("._", ".").startswith("c10d.allgather"):
-            # gloo receives into its own memory. Source: AsyncAllgatherWork in torch's ProcessGroupGloo.cpp.
+        case name if not is_cuda and name.replace("._", ".").startswith(("c10d.allgather", "c10d.reduce_scatter")):
+            # gloo receives into its own memory, and all-reduces a copy for a reduce-scatter. Source: AsyncAllgatherWork
+            # in torch's ProcessGroupGloo.cpp.
             return max((value.nbytes for value in _tensors(args)), default=0)
     return 0
