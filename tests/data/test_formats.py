@@ -67,7 +67,7 @@ def test_format_is_told_by_the_columns(columns: str, expected: str) -> None:
         (
             "prompt chosen rejected",
             "auto",
-            "my.jsonl: it has pairs of a chosen and a rejected response.\n--objective dpo",
+            "my.jsonl: it has pairs of a chosen and a rejected response.\nTrain on them with --objective dpo",
         ),
         ("prompt completion", "preference", "--dataset_format is preference"),
         ("prompt completion label", "auto", "its completions have labels, desirable or not.\n--objective kto"),

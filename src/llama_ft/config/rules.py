@@ -66,6 +66,8 @@ RULES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     ("mode", lambda s: s.mode != "none" and not s.use_peft,
      "is {}, and quantized weights cannot be trained. Add use_peft, which trains adapters."),
     ("block_size", lambda s: s.block_size.bit_count() != 1, "is {}; bitsandbytes supports 32, 64, 128, ... 4096."),
+    ("init_lora_weights", lambda s: s.init_lora_weights.startswith("pissa") and s.mode != "none",
+     "is {}, which needs unquantized weights. Remove quantization, or leave it out."),
     ("use_dora", lambda s: s.use_dora and s.mode != "none", "does not support quantization {mode}. Use plain LoRA."),
     ("precision", lambda s: s.precision == "fp16" and s.device == "cpu",
      "is fp16, which is for GPUs without bf16. Use bf16_mixed or fp32 on the CPU."),

@@ -92,8 +92,8 @@ def find_format(dataset: str, columns: Collection[str], wanted: str) -> RowForma
     plainly = [name for name in fitting if name not in ("text", PREFERENCE)] or fitting
     if wanted == "auto" and plainly == [PREFERENCE]:
         raise UserError(
-            f"{dataset}: it has pairs of a chosen and a rejected response.\n--objective dpo, ipo, simpo, orpo or "
-            "reward is trained on them; supervised fine-tuning takes --columns with messages=chosen or "
+            f"{dataset}: it has pairs of a chosen and a rejected response.\nTrain on them with --objective dpo, "
+            "ipo, kto, simpo, orpo or reward. Supervised fine-tuning takes --columns with messages=chosen or "
             "completion=chosen."
         )
     if wanted == "auto" and UNPAIRED in fitting:
