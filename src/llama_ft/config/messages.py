@@ -6,7 +6,6 @@ Unknown names are names of llama-recipes, common names of other trainers, or typ
 import difflib
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting
@@ -92,16 +91,6 @@ def nearest(word: str, candidates: Iterable[str], least: float = 0.6) -> str | N
     names = {candidate.lower(): candidate for candidate in candidates}
     match = difflib.get_close_matches(word.lower(), names, n=1, cutoff=least)
     return names[match[0]] if match else None
-
-
-def nearest_file(path: Path) -> str:
-    """Return ` Did you mean <path>?` with the most similar entry of the same directory, or an empty text."""
-    try:
-        others = [entry for entry in path.parent.iterdir() if entry.name != path.name]
-    except OSError:
-        return ""
-    entries = {entry.stem: entry for entry in sorted(others, key=lambda entry: entry.suffix == path.suffix)}
-    return f" Did you mean {entries[match]}?" if (match := nearest(path.stem, entries, 0.65)) else ""
 
 
 def known(name: str) -> Setting | None:
