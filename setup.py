@@ -84,13 +84,7 @@ setup(
     packages=find_packages("src"),
     package_data={"llama_ft.report": ["*.html", "*.css", "*.js"]},
     cmdclass={"build_py": BuildWithRecipes},
-    entry_points={
-        "console_scripts": ["llama-ft = llama_ft.commands:main"]
-        + [
-            f"llama-ft-{name} = llama_ft.commands:{name}"
-            for name in ("finetune", "plan", "export", "inference", "evaluate", "report")
-        ]
-    },
+    entry_points={"console_scripts": ["llama-ft = llama_ft.commands:main"]},
     python_requires=">=3.11",
     install_requires=REQUIREMENTS,
     extras_require={

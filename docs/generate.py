@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from llama_ft.commands import VERBS
 from llama_ft.config.messages import show
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting, settings_of
 
@@ -104,14 +105,15 @@ def config_page() -> str:
 def cli_page() -> str:
     """The flags of every recipe."""
     parts = [
-        "# Command lines\n\nEach recipe is a script in `recipes/` and a console command. `--help` prints the same\n"
-        "flags.\n",
-        "## finetuning\n\n`python recipes/finetuning.py [flags]`, or `llama-ft-finetune`. Its flags are the settings\n"
+        "# Command lines\n\nEach recipe is a script in `recipes/` and a verb of the console command `llama-ft`.\n"
+        "`--help` prints the same flags.\n",
+        "## finetuning\n\n`python recipes/finetuning.py [flags]`, or `llama-ft train`. Its flags are the settings\n"
         "of the [config reference](config.md), and `--config FILE`.\n",
     ]
+    verbs = {recipe: verb for verb, (recipe, _) in VERBS.items()}
     for name, (meaning, module, flags, words) in RECIPES.items():
         read: Any = getattr(importlib.import_module(f"llama_ft.{module}"), flags)
-        usage = f"`python recipes/{name}.py {words + ' ' if words else ''}[flags]`, or `llama-ft-{name}`."
+        usage = f"`python recipes/{name}.py {words + ' ' if words else ''}[flags]`, or `llama-ft {verbs[name]}`."
         settings = settings_of(read)
         stands_alone = settings.pop("places", None)  # what stands without a flag
         note = f"{cell(stands_alone.meaning)}\n\n" if stands_alone else ""

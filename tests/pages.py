@@ -18,6 +18,7 @@ from typing import Any
 
 from forked import ENVIRONMENT, REPOSITORY, Finished
 
+from llama_ft.commands import VERBS
 from llama_ft.config import load
 from llama_ft.config.messages import known
 from llama_ft.config.settings import settings_of
@@ -28,7 +29,6 @@ DEMO_RECIPE = REPOSITORY / "configs" / "demo.yaml"
 FOLDERS = ("recipes/", "src/", "configs/", "docs/", "tests/", "launch/", "benchmarks/", "examples/")
 MINE = Path("configs/mine.yaml")  # the config that the reader of the page below writes
 SCRIPTS = ("finetuning", "plan", "export", "report", "inference", "evaluate")
-CONSOLE = {f"llama-ft-{script}": script for script in SCRIPTS[1:]} | {"llama-ft-finetune": "finetuning"}
 OTHERS_FLAGS = re.compile(  # torchrun's, and what stands for any flag
     r"(nnodes|nproc_per_node|rdzv_\w*|node_rank|shutdown-timeout|max_restarts|no[_-]\w*|logdir|key|help|version|config)$"
     r"|(requeue|signal|export|time|nodes|ntasks\S*|gpus\S*|mem\S*|array|begin|kill-on-bad-exit|chdir)$"  # SLURM's
@@ -53,7 +53,9 @@ class Command:
     def script(self) -> tuple[str, list[str]] | None:
         """Which of the recipes it calls, and with which words."""
         for number, word in enumerate(self.words):
-            name = CONSOLE.get(word) or (Path(word).stem if re.search(r"(^|/)recipes/\w+\.py$", word) else None)
+            name = Path(word).stem if re.search(r"(^|/)recipes/\w+\.py$", word) else None
+            if self.words[number - 1] == "llama-ft" and word in VERBS:
+                name = VERBS[word][0]
             if re.fullmatch(r"launch/\S+\.sbatch", word):  # which hands its flags on
                 name = "finetuning"
             if name in SCRIPTS:
@@ -193,10 +195,9 @@ def lay_out(folder: Path, save_model: Callable[..., Path]) -> Path:
         (folder / name).symlink_to(REPOSITORY / name)
     for name in ("output", "bin"):
         (folder / name).mkdir()
-    for name in CONSOLE:  # as pip makes them
-        script = folder / "bin" / name
-        script.write_text(f"#!{sys.executable}\nfrom llama_ft import commands\n\ncommands.{name[9:]}()\n")
-        script.chmod(0o755)
+    script = folder / "bin" / "llama-ft"  # as pip makes it
+    script.write_text(f"#!{sys.executable}\nfrom llama_ft import commands\n\ncommands.main()\n")
+    script.chmod(0o755)
     [text] = Page(CONFIG_PAGE).blocks("yaml")
     (folder / MINE).write_text(text)
     special = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]

@@ -17,7 +17,7 @@ from forked import REPOSITORY
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-COMMANDS = {"finetune": "finetuning"} | {name: name for name in ("plan", "export", "inference", "evaluate", "report")}
+VERBS = ["train", "plan", "chat", "evaluate", "export", "report"]
 PACKAGED = ["setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE",
             "NOTICE", "THIRD_PARTY_NOTICES.md", "requirements.txt", "requirements-dev.txt", "src", "recipes",
             "configs"]  # fmt: skip
@@ -90,17 +90,16 @@ def metadata(installed: Path) -> Distribution:
     return Distribution.at(folder)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize(("flag", "exit_code"), [("--help", 0), ("--no_such_flag=1", 2)])
 def test_a_command_answers_before_torch_is_imported(
-    command: str, flag: str, exit_code: int, tmp_path: Path, installed: Path
+    verb: str, flag: str, exit_code: int, tmp_path: Path, installed: Path
 ) -> None:
-    program = f"llama-ft-{command}"
-    found = run(installed / program, flag, cwd=tmp_path, check=False, PYTHONPROFILEIMPORTTIME="1")
+    found = run(installed / "llama-ft", verb, flag, cwd=tmp_path, check=False, PYTHONPROFILEIMPORTTIME="1")
     imports = [line for line in found.stderr.splitlines() if line.startswith("import time:")]
     told = "\n".join(line for line in found.stderr.splitlines() if not line.startswith("import time:"))
     assert found.returncode == exit_code, told
-    assert (program if flag == "--help" else "no_such_flag") in found.stdout + told
+    assert (f"llama-ft {verb}" if flag == "--help" else "no_such_flag") in found.stdout + told
     assert len(imports) > 100
     assert not [line for line in imports if line.rpartition("|")[2].strip() in ("torch", "transformers")]
 
@@ -108,7 +107,7 @@ def test_a_command_answers_before_torch_is_imported(
 def test_the_launcher_tells_only_what_the_run_tells(installed: Path, tmp_path: Path) -> None:
     assert run(installed / "llama-ft", "--version", cwd=tmp_path).stdout.startswith("llama_ft ")
     lines = run(installed / "llama-ft", "--help", cwd=tmp_path).stdout.splitlines()
-    assert [line.split()[0] for line in lines[2:-2]] == ["train", "plan", "chat", "evaluate", "export", "report"]
+    assert [line.split()[0] for line in lines[2:-2]] == VERBS
     usage = run(installed / "llama-ft", "train", "--help", cwd=tmp_path).stdout
     assert "\n  llama-ft train --nproc 2 --enable_fsdp [flags]\n" in usage
     for flags, told in {"--no_such_flag=1 --nproc 2": "no_such_flag", "--nproc=0": "expected the number of"}.items():
@@ -124,7 +123,7 @@ def test_a_wheel_has_the_recipes_the_configs_and_the_licenses(installed: Path, c
             {file.relative_to(place / folder) for file in (place / folder).rglob("*.*") if file.suffix != ".pyc"}
             for place in (checkout, package)
         )
-        assert len(expected) >= len(COMMANDS)
+        assert len(expected) >= len(VERBS)
         assert found == expected
     [licenses] = package.parent.glob("llama_ft-*.dist-info/licenses")
     assert {"LICENSE", "NOTICE", "THIRD_PARTY_NOTICES.md"} <= {file.name for file in licenses.iterdir()}
@@ -134,11 +133,11 @@ def test_a_wheel_has_the_recipes_the_configs_and_the_licenses(installed: Path, c
 def test_the_demo_trains_out_of_a_wheel_on_two_ranks(installed: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python"]
     few = ["--device", "cpu", "--enable_fsdp", "--max_train_step", "2", "--warmup_steps", "0", "--no_run_validation"]
-    done = run(*torchrun, installed / "llama-ft-finetune", *few, "--output_dir", tmp_path / "run", cwd=tmp_path)
+    done = run(*torchrun, installed / "llama-ft", "train", *few, "--output_dir", tmp_path / "run", cwd=tmp_path)
     assert "step 2/2  loss" in done.stdout + done.stderr
     assert (tmp_path / "run" / "model" / "config.json").is_file()
     flags = ["--config", tmp_path / "run" / "config.yaml", "--nproc", "2", "--device", "cpu", "--fit", "2GiB"]
-    plan = run(installed / "llama-ft-plan", *flags, "--quick", cwd=tmp_path)
+    plan = run(installed / "llama-ft", "plan", *flags, "--quick", cwd=tmp_path)
     assert "It fits 2.00 GiB as it is" in plan.stdout
 
 

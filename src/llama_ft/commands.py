@@ -1,5 +1,4 @@
-"""The console scripts: `llama-ft train`, `llama-ft plan` and so on, and llama-ft-finetune, llama-ft-plan and so on.
-Each one runs the recipe of its name.
+"""The console script: `llama-ft train`, `llama-ft plan` and so on. Each one runs its recipe.
 
 After `pip install -e .` they run the repository's own recipes/*.py, which users edit. A plain install has a copy of
 recipes/ and configs/ inside the package. Nothing slow is imported here.
@@ -8,7 +7,6 @@ recipes/ and configs/ inside the package. Nothing slow is imported here.
 import logging
 import sys
 from argparse import ArgumentParser
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -28,9 +26,6 @@ def _run(recipe: str) -> None:
     exec(compile(file.read_text(), str(file), "exec"), vars(main))
 
 
-finetune, plan, export, inference, evaluate, report = (
-    partial(_run, recipe) for recipe in ("finetuning", "plan", "export", "inference", "evaluate", "report")
-)
 VERBS = {
     "train": ("finetuning", "Fine-tune a model. --nproc N: on N processes of this machine."),
     "plan": ("plan", "Predict the GPU memory of a run."),

@@ -351,7 +351,6 @@ def test_a_completion_with_a_label_comes_with_its_prompt_and_another_completion(
         ]
         longest = max(14, len(ids))
         assert [found[at + n]["desirable"] for n in (0, 1)] == [rows[number]["label"], None]
-        assert found[at]["source"].endswith(", desirable" if rows[number]["label"] else ", undesirable")
         for row, expected in ((found[at], (ids, labels)), (found[at + 1], [it[:longest] for it in joined])):
             cut = slice(-14, None) if truncation == "left" else slice(14)
             assert (row["input_ids"], row["labels"][1:]) == (expected[0][cut], expected[1][cut][1:])

@@ -33,10 +33,8 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no config\.json"):
         read(f"--model_name {tmp_path}")
     assert read("--fit RTX4090")[2].fit_bytes == 23.5 * 2**30
-    with pytest.raises(UserError, match="--fit h10: .*Did you mean h100?"):
+    with pytest.raises(UserError, match="--fit h10: expected the memory of a rank, such as 80GiB, or one of .*h100"):
         read("--fit h10")
-    with pytest.raises(UserError, match="--fit rtx3060: .*Did you mean rtx3090?"):
-        read("--fit rtx3060")
 
 
 def test_a_price_needs_a_gpu_and_a_t4_needs_fp16() -> None:

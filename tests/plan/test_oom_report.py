@@ -16,7 +16,6 @@ from llama_ft.config import Config
 from llama_ft.config.messages import size_text
 from llama_ft.plan.oom_report import MemoryReport, held_most, module_at_work
 from llama_ft.runtime import Runtime
-from llama_ft.runtime.out_of_memory import KILLED
 
 JOB = Path(__file__).with_name("out_of_memory_job.py")
 
@@ -84,26 +83,6 @@ def test_the_planner_is_a_program_of_its_own_without_gpu_and_job(
     (planner := tmp_path / "plan.py").write_text(code)
     answer = MemoryReport(Config(), runtime, planner).advise(MemoryError())
     assert said in answer and not {"RANK", "TORCHELASTIC_RUN_ID"} & set(answer.split())
-
-
-@pytest.mark.parametrize(
-    ("status", "killed"),
-    [
-        ({"state": "running", "step": 7}, True),
-        ({"state": "failed", "step": 3, "message": f"rank 1 was {KILLED}"}, True),
-        ({"state": "failed", "step": 3, "message": "error: disk full"}, False),
-        (None, False),
-    ],
-)
-def test_the_next_start_says_how_the_last_run_ended(
-    runtime: Runtime, tmp_path: Path, status: dict[str, object] | None, killed: bool
-) -> None:
-    if status is not None:
-        (tmp_path / "status.json").write_text(json.dumps(status))
-    said = MemoryReport(Config(), runtime, Path("plan.py")).last_end(tmp_path)
-    assert bool(said) == killed
-    if killed:
-        assert str(tmp_path) in said and KILLED in said and "exit-code-9.md" in said
 
 
 def test_a_rank_without_memory_ends_the_run_with_four_lines(

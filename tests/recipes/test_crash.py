@@ -39,7 +39,5 @@ def test_a_run_killed_in_a_save_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
     assert not (run_dir / "model").exists()
     resumed = forked(RECIPE, *flags, "--output_dir", run_dir, ranks=2)
     assert resumed.exit_code == 0 and "Resuming from" in resumed.output, resumed.output
-    assert f"The run in {run_dir} was killed (exit code -9)" in resumed.output
-    assert "Planned host memory per rank" in resumed.output and "docs/troubleshooting/exit-code-9.md" in resumed.output
     assert crash.differences(run_dir, whole) == []
     assert crash.flip_bits(run_dir, 12, random.Random(0)) == []

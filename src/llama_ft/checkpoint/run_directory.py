@@ -45,8 +45,6 @@ def create_run_directory(
         if not is_own and (foreign := foreign_entries(folder)):
             raise UserError(f"--output_dir {folder}: {foreign}")
         runtime.lock = _lock(folder)
-        if runtime.explainer is not None and (end := runtime.explainer.last_end(folder)):
-            log.warning(end)
         if resumed is not None and is_own:
             _set_newer_aside(resumed)
         else:

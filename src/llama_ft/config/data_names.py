@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from llama_ft.config.messages import nearest_file
-
 Kind = Literal["demo", "ready", "function", "url", "file", "folder", "glob", "hub"]
 READY_DATASETS = ("samsum", "grammar", "alpaca")  # llama-recipes' names; samsum_dataset and so on also work
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -85,7 +83,7 @@ def data_problem(name: str) -> str | None:
     if kind == "function":
         file = Path(name.rpartition(":")[0] or name).expanduser()
         if not file.is_file():
-            return f"no such file.{nearest_file(file)}"
+            return "no such file."
         return f"which function? Write {file}:function." if name.endswith((".py", ":")) else None
     if kind == "folder" and not any((path / sign).is_file() for sign in SAVED_BY_DATASETS):
         return None if any(data_files(path)) else f"is a directory without data files. Supported: {DATA_FORMS}."
@@ -96,6 +94,6 @@ def data_problem(name: str) -> str | None:
         return None
     if path.exists():
         return f"unknown suffix. Supported: {DATA_FORMS}."
-    if (near := nearest_file(path)) or data_suffix(name):
-        return f"no such file.{near}"
+    if data_suffix(name):
+        return "no such file."
     return f"is neither data nor a built-in dataset ({', '.join(('demo', *READY_DATASETS))}). Supported: {DATA_FORMS}."

@@ -33,11 +33,10 @@ def help_text(description: str, script: str) -> str:
 
     Args:
         description: what the recipe does. Only its first paragraph is printed.
-        script: the recipe as it was called, such as recipes/finetuning.py or /some/where/llama-ft-finetune.
+        script: the recipe as it was called, such as recipes/finetuning.py or `/some/where/llama-ft train`.
     """
     name = Path(script).name
-    python, torchrun = (name, f"--no-python {name}") if name.startswith("llama-ft-") else (f"python {script}", script)
-    many = f"torchrun --nproc_per_node 2 {torchrun}"
+    python, many = f"python {script}", f"torchrun --nproc_per_node 2 {script}"
     if name.startswith("llama-ft "):  # and its verb
         python, many = name, f"{name} --nproc 2"
     usage = f"Usage:\n  {python} [flags]\n  {many} --enable_fsdp [flags]"

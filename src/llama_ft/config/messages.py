@@ -6,12 +6,10 @@ Unknown names are names of llama-recipes, common names of other trainers, or typ
 import difflib
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting
 
-PEFT_METHOD = "peft_method can be lora or loha"
 TRANSLATIONS = "docs/migrate translates other trainers' names."
 
 # Prefixes of llama-recipes' dotted names, and the sections whose fields they can mean.
@@ -23,41 +21,27 @@ LLAMA_RECIPES_PREFIXES: dict[str, tuple[str, ...]] = {
     "wandb_config": ("tracking",),
 }
 
-# Names of llama-recipes that have no equivalent here, and what to do instead.
-REMOVED = (
+# Names of llama-recipes without a setting here, and the prefixes of its configs for what does not exist here.
+LLAMA_RECIPES = set(
     "one_gpu checkpoint_type activation_checkpointing_use_reentrant enable_memory_monitoring save_metrics "
-    "memory_monitoring_interval use_double_quant quant_storage num_workers_dataloader task_type inference_mode"
+    "memory_monitoring_interval use_double_quant quant_storage num_workers_dataloader task_type inference_mode "
+    "save_optimizer freeze_LLM_only custom_dataset samsum_dataset grammar_dataset alpaca_dataset "
+    "llamaguard_toxicchat_dataset llama_adapter_config adapter_len adapter_layers prefix_config "
+    "num_virtual_tokens".split()
 )
-LLAMA_RECIPES: dict[str, str] = {
-    **dict.fromkeys(REMOVED.split(), "docs/migrate/llama-recipes.md says why. Remove it"),
-    "pure_bf16": "use precision bf16_pure",
-    "mixed_precision": "use precision bf16_mixed (the default), or fp32 for false",
-    "use_fp16": "use precision bf16_mixed (the default), or fp16 on GPUs without bf16",
-    "use_fast_kernels": "use attn_implementation; sdpa, which auto takes, has torch's fastest kernels",
-    "hsdp": "use sharding_strategy HYBRID_SHARD",
-    "replica_group_size": "use sharding_strategy HYBRID_SHARD and sharding_group_size",
-    "fsdp_activation_checkpointing": "use activation_checkpointing full",
-    "dist_checkpoint_root_folder": "use output_dir: checkpoints are written to output_dir/checkpoints",
-    "dist_checkpoint_folder": "use output_dir: checkpoints are written to output_dir/checkpoints",
-    "save_optimizer": "checkpoints always hold the optimizer. Use save_steps to say how often",
-    "freeze_LLM_only": "only the language model is trained. Use freeze_layers",
-    "custom_dataset.file": "use dataset path/to/file.py:function",
-    "custom_dataset.train_split": "use dataset_split; a dataset function decides by itself",
-    "custom_dataset.test_split": "use validation; a dataset function decides by itself",
-    # Configuration classes of llama-recipes for features that do not exist here.
-    "samsum_dataset": "use dataset samsum, and dataset_split",
-    "grammar_dataset": "use dataset grammar, and dataset_split",
-    "alpaca_dataset": "use dataset alpaca, or a file of columns instruction, input and output",
-    "llamaguard_toxicchat_dataset": "use dataset path/to/file.py:function, which returns the samples",
-    **dict.fromkeys("llama_adapter_config adapter_len adapter_layers".split(), PEFT_METHOD),
-    **dict.fromkeys("prefix_config num_virtual_tokens".split(), PEFT_METHOD),
-}
 
 # Names of other trainers that are not spelled similarly, and the setting (perhaps with a value) that replaces them.
 CONFIG = Setting("", "config", "text", (), False, None, "The YAML config that is read first.")  # a flag, not a setting
 ALIASES: dict[str, str] = {
     "data_path": "dataset",
-    "enable_activation_checkpointing": "activation_checkpointing full",
+    "pure_bf16": "precision bf16_pure",
+    "mixed_precision": "precision bf16_mixed",
+    "use_fp16": "precision fp16",
+    "use_fast_kernels": "attn_implementation sdpa",
+    "hsdp": "sharding_strategy HYBRID_SHARD",
+    "replica_group_size": "sharding_group_size",
+    **dict.fromkeys(("dist_checkpoint_root_folder", "dist_checkpoint_folder"), "output_dir"),
+    **{f"{name}_activation_checkpointing": "activation_checkpointing full" for name in ("enable", "fsdp")},
     **{name: f"wandb_{name}" for name in ("project", "entity", "tags", "job_type", "group", "notes")},
     "model": "model_name",
     "lora": "use_peft",
@@ -109,16 +93,6 @@ def nearest(word: str, candidates: Iterable[str], least: float = 0.6) -> str | N
     return names[match[0]] if match else None
 
 
-def nearest_file(path: Path) -> str:
-    """Return ` Did you mean <path>?` with the most similar entry of the same directory, or an empty text."""
-    try:
-        others = [entry for entry in path.parent.iterdir() if entry.name != path.name]
-    except OSError:
-        return ""
-    entries = {entry.stem: entry for entry in sorted(others, key=lambda entry: entry.suffix == path.suffix)}
-    return f" Did you mean {entries[match]}?" if (match := nearest(path.stem, entries, 0.65)) else ""
-
-
 def known(name: str) -> Setting | None:
     """Return the setting of a plain, dotted or llama-recipes name (`lr`, `train.lr`, `lora_config.r`), or None."""
     if name == "config":
@@ -139,8 +113,8 @@ def explain_unknown(name: str, as_key: bool = False) -> str:
         as_key: the name is a key of a YAML file, not a flag.
     """
     prefix, _, field = name.rpartition(".")
-    if here := LLAMA_RECIPES.get(prefix) or LLAMA_RECIPES.get(name) or LLAMA_RECIPES.get(field):
-        return f", known from llama-recipes, is not used here: {here}."
+    if {prefix, field} & LLAMA_RECIPES:
+        return ", known from llama-recipes, is not used here: docs/migrate/llama-recipes.md says why."
     what, page = ("a setting" if as_key else "a flag"), f" {TRANSLATIONS}" if field in ALIASES else ""
     names = [name for name in SETTINGS if name != "mode"]  # --quantization
     match = nearest(field, [*names, *ALIASES, "quantization", *(SECTIONS if as_key else ["config"])], LIKE_A_SLIP)

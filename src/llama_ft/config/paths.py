@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_ft.config.data_names import data_problem, is_split_of
-from llama_ft.config.messages import nearest_file, subject
+from llama_ft.config.messages import subject
 from llama_ft.config.rules import SECRET, as_fraction
 from llama_ft.errors import UserError, rank, reason
 from llama_ft.masking import is_url_with_secret
@@ -95,14 +95,14 @@ def file_problem(name: str) -> str | None:
     """Return why the file `name` cannot be read, or None."""
     file = Path(name).expanduser()
     if not file.exists():
-        return f"no such file.{nearest_file(file)}"
+        return "no such file."
     return None if file.is_file() else "is a directory or a pipe; expected a file."
 
 
 def folder_problem(folder: Path, expected: str) -> str | None:
     """Return why `folder` is not an existing directory, or None. `expected` says what kind of directory is needed."""
     if not folder.exists():
-        return f"no such directory.{nearest_file(folder)}"
+        return "no such directory."
     return None if folder.is_dir() else f"is a file; expected {expected}."
 
 

@@ -44,10 +44,6 @@ FEATURES = Features(
         "desirable": Value("bool"),
     }
 )
-# Added to the place of an example of a completion with a label: by its label, and by its index in the group.
-OTHER = ", with another completion"
-NOTES: dict[tuple[bool | None, int], str]
-NOTES = {(True, 0): ", desirable", (False, 0): ", undesirable", (True, 1): OTHER, (False, 1): OTHER}
 CHUNK_ROWS, CHUNK_BYTES = 256, 2**20
 BAD_ROWS_SHOWN = 5
 BAD_ROWS_COUNTED = 1000  # at this number of bad samples the run stops reading
@@ -116,7 +112,7 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
         "labels": pyarrow.ListArray.from_arrays(ends, labels),
         "target_tokens": [piece.target_tokens for _, piece, *_ in pieces],
         "group": [group for _, _, group, _ in pieces],
-        "source": [chunk[row][0] + NOTES.get((labels_of.get(row), at), "") for row, _, _, at in pieces],
+        "source": [chunk[row][0] for row, *_ in pieces],
         "desirable": [labels_of.get(row) if at == 0 else None for row, _, _, at in pieces],
     }
     table = pyarrow.table(columns, schema=FEATURES.arrow_schema)

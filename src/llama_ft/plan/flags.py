@@ -9,7 +9,6 @@ from pydantic.dataclasses import dataclass
 
 from llama_ft.config.dump import flags_text, help_text
 from llama_ft.config.load import load
-from llama_ft.config.messages import nearest
 from llama_ft.config.parse import words_of
 from llama_ft.config.paths import looks_local
 from llama_ft.config.run_settings import STRICT, Count, parse_size
@@ -109,6 +108,5 @@ def device_bytes(text: str) -> int:
     try:
         return parse_size(text)
     except ValueError:
-        hint = f" Did you mean {meant}?" if (meant := nearest(text.lower(), GPUS)) else ""
         known = f"the memory of a rank, such as 80GiB, or one of {', '.join(GPUS)}"
-        raise UserError(f"--fit {text}: expected {known}.{hint}") from None
+        raise UserError(f"--fit {text}: expected {known}.") from None

@@ -23,7 +23,7 @@ from llama_ft.phases import Phase
 from llama_ft.plan.preflight import free_bytes, free_text
 from llama_ft.plan.types import read_plan
 from llama_ft.runtime import Runtime
-from llama_ft.runtime.out_of_memory import KILLED, KILLED_BY, shortage
+from llama_ft.runtime.out_of_memory import shortage
 
 SECONDS_TO_PLAN = 120.0
 NEEDS_LESS = 0.9
@@ -117,21 +117,9 @@ class MemoryReport:
                 answer = f"unknown, {planner.stderr.strip().rpartition(chr(10))[2]}"
         return f"What would fit in {free_text(limit)} per rank: {answer}"
 
-    def last_end(self, run: Path) -> str:
-        """Return how an earlier run in a directory ended, if its ranks were killed; "" otherwise. This process must
-        hold the lock of the directory. After exit code -9 of all ranks, status.json still says that the run works."""
-        try:
-            status = json.loads((run / "status.json").read_text())
-        except (OSError, ValueError):
-            return ""
-        if status.get("state") != "running" and KILLED not in str(status.get("message")):
-            return ""
-        return f"The run in {run} was {KILLED} or its machine lost power. {KILLED_BY}\n{self.describe_kill(run)}"
-
-    def describe_kill(self, run: Path | None = None) -> str:
+    def describe_kill(self) -> str:
         """Return the planned host memory of a run that was killed with -9, and a page about reducing it."""
-        run = run or self._run
-        if (plan := read_plan(run) if run else None) is None:
+        if self._run is None or (plan := read_plan(self._run)) is None:
             return PAGE
         load, save = size_text(plan.host_load_bytes), size_text(plan.host_save_bytes)
         return f"Planned host memory per rank, without Python: {load} while loading, {save} while saving.\n{PAGE}"

@@ -163,7 +163,7 @@ class ReferencePass:
         reference = getattr(objective, "reference", None)
         self._stored = reference if isinstance(reference, StoredReference) else None
         self._config, self._tokenizer, self._dataset, self._runtime = config, tokenizer, dataset, runtime
-        self._pack_length, self._pad_token_id, self._seconds = pack_length, pad_token_id, 0.0
+        self._pack_length, self._pad_token_id = pack_length, pad_token_id
         self._other, self._fingerprint = config.preference.reference_model, dict[str, Any](dataset.fingerprints())
         template = hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()
         self._fingerprint |= {"chat_template": template, "precision": config.train.precision}
@@ -193,7 +193,7 @@ class ReferencePass:
         config = dataclasses.replace(self._config, model=model, peft=PeftConfig())
         built = build_model(config, folder, model_config, None, memory, runtime, is_trained=False)
         memory.enter("evaluation")
-        self._score(self._stored, built[0])
+        self._stored.compute(built[0], self._batches(), runtime)
         self._fingerprint["model"] = models.fingerprint(folder)
         del built
         gc.collect()  # FSDP units and modules refer to each other
@@ -218,16 +218,10 @@ class ReferencePass:
             log.info(f"Reference: log-probabilities of {counted(len(self._stored), 'row')} from {file}")
             return
         if self._other is None:
-            self._score(self._stored, model)
+            self._stored.compute(model, self._batches(), self._runtime)
         if self._runtime.is_main:
             self._stored.save(file, self._fingerprint)
-        found = f"log-probabilities of {counted(len(self._stored), 'row')}, computed in {self._seconds:.1f} s"
-        log.info(f"Reference: {found}: {file}")
-
-    def _score(self, stored: StoredReference, model: PreTrainedModel) -> None:
-        started = time.monotonic()
-        stored.compute(model, self._batches(), self._runtime)
-        self._seconds = time.monotonic() - started
+        log.info(f"Reference: log-probabilities of {counted(len(self._stored), 'row')}: {file}")
 
     def _batches(self) -> Iterator[Batch]:
         """Yield this rank's rows in micro-batches of the size of training. Every rank has the same number of them."""
