@@ -46,7 +46,7 @@ def test_a_run_prints_few_lines_beside_its_settings_and_steps_and_ends_with_comm
     assert printed.count("\nstep ") == 5  # three steps, and the validation losses before and after them
     summary = printed.splitlines()[-6:]
     loss = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()][-1]["eval/loss"]
-    assert re.match(r"Training ended after step 3 of 3: all steps are done. The run took [\d.]+ (ms|s|min|h)", summary[0])
+    assert re.match(r"Training ended after step 3 of 3: all steps are done. The run took [\d.]+ (m?s|min)", summary[0])
     assert summary[1] == f"Best validation loss: {loss:.4g} at step 3"
     assert f"adapter of step 3: {tmp_path}/a/model (report: {tmp_path}/a/report.html)" in summary[2]
     assert (tmp_path / "a" / "report.html").is_file()
