@@ -64,7 +64,7 @@ def main(**flags: str) -> None:
         vocabulary = new_tokens.rows if new_tokens else stored_vocabulary
         pad = data.pad_token_id(tokenizer, vocabulary)
         if config.preference.objective == "reward":  # a score is that of the last token that is not this one
-            models.set_pad_token(model_config, tokenizer, pad)
+            model_config.get_text_config().pad_token_id = tokenizer.pad_token_id = pad
         batches = data.plan_training(config, dataset, context_length, run.global_batch, pad, vocabulary, job)
         run.check_batches(batches, tokenizer)
 

@@ -78,7 +78,6 @@ def test_llama_recipes_names_of_model_and_adapter_work(place: Path) -> None:
         (["kept", "--dataset", "row.jsonl"], ["--dataset row.jsonl: no such file."]),
         (["kept", "--output_file", "found.json"], ["--output_file found.json: exists already."]),
         (["kept", "--tasks="], ["--tasks: the value is empty."]),
-        (["kept", "--streaming"], ["--streaming: is for training only."]),
         (["./kapt", "--output_file", "base"], ["./kapt: no such directory.", "--output_file base: exists already."]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

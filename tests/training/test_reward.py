@@ -105,8 +105,6 @@ def test_a_new_head_depends_on_the_seed_alone_and_a_stored_one_is_kept(model: An
     [
         ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "sft", "--objective reward, or"),
         ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "dpo", "no LM head"),
-        ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"], "num_labels": 3}, "reward",
-         "LlamaForSequenceClassification has 3 scores. --objective reward needs one"),
         ({"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}, "reward",
          "reward: Gemma3ForConditionalGeneration .* not supported. It needs a text model"),
         ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "reward", "MambaForCausalLM .* not supported"),

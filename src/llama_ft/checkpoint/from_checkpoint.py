@@ -334,7 +334,8 @@ def _skeleton(base: Path, trust_remote_code: bool, new: models.NewTokens | None,
 def _settle_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """As training does for a reward model."""
     if models.has_score(model):
-        models.set_pad_token(model.config, tokenizer, data.pad_token_id(tokenizer, model.config.vocab_size))
+        pad = data.pad_token_id(tokenizer, model.config.vocab_size)
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id = pad
 
 
 def recorded_config(checkpoint: Checkpoint) -> Config:

@@ -113,8 +113,7 @@ def read_inference_flags(argv: list[str], description: str) -> InferenceFlags:
     prompts = [f"--{name}" for name in ("prompt", "prompt_file", "prompts", "chat") if name in parsed.places]
     for given in (options.places, prompts):
         if len(given) > 1:
-            adapter = " Give an adapter alone; --base_model names its base." if given is options.places else ""
-            errors.append(f"{' and '.join(given)}: cannot be combined. Give one of them.{adapter}")
+            errors.append(f"{' and '.join(given)}: cannot be combined. Give one of them.")
     for name in ("prompt_file", "prompts"):
         if (file := getattr(options, name)) and (error := file_problem(file)):
             errors.append(f"--{name} {file}: {error}")

@@ -148,5 +148,5 @@ def _build(found: _Found, flags: ModelFlags, job: Runtime, dtype: torch.dtype) -
     model.requires_grad_(False)
     if found.objective == "reward" or (models.has_score(model) and model.config.pad_token_id is None):
         pad = data.pad_token_id(found.tokenizer, models.vocabulary_size(model.config))
-        models.set_pad_token(model.config, found.tokenizer, pad)
+        model.config.get_text_config().pad_token_id = found.tokenizer.pad_token_id = pad
     return model, kind.scheme.name if kind is not None else ""

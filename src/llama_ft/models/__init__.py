@@ -33,7 +33,7 @@ from llama_ft.models.packed_attention import packed_arguments, use_packed_attent
 from llama_ft.models.packed_rows import token_mixers
 from llama_ft.models.quantization import Quantization, choose_quantization, quantize_linears
 from llama_ft.models.routers import router_arguments, router_coefficient, router_loss, use_router_loss
-from llama_ft.models.score_head import choose_head, has_score, set_pad_token
+from llama_ft.models.score_head import choose_head, has_score
 from llama_ft.models.shards import ShardGroup
 from llama_ft.models.source import fingerprint
 from llama_ft.models.text_part import auto_class, left_out

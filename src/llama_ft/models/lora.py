@@ -32,7 +32,7 @@ from llama_ft.errors import UserError
 from llama_ft.models.build import read_linears
 from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.models.new_tokens import NewTokens, use_token_rows
-from llama_ft.models.quantized import QuantizedLinear, QuantizedStacks, quantized_weights
+from llama_ft.models.quantized import QuantizedLinear, quantized_weights
 from llama_ft.models.score_head import SCORE, has_score
 from llama_ft.models.shards import ShardGroup, local_shard
 from llama_ft.models.source import StoredTensor, listed
@@ -264,12 +264,6 @@ def _check_names(model: PreTrainedModel, settings: Any) -> None:
             raise UserError(f"--peft.target_parameters [{name}]: not in this model. It has: {known}.")
     for setting, names in {"target_modules": targets, "modules_to_save": settings.modules_to_save}.items():
         absent = [name for name in sorted(names or ()) if not any(full.endswith(f".{name}") for full in modules)]
-        if setting == "modules_to_save" and any(
-            isinstance(module, QuantizedLinear | QuantizedStacks)
-            and name.endswith(tuple(f".{it}" for it in names or ()))
-            for name, module in model.named_modules()
-        ):
-            raise UserError(f"--peft.modules_to_save {names}: quantized weights cannot be trained; see --skip_modules.")
         if absent:
             kinds = nn.Embedding | nn.Linear
             here = {name.rpartition(".")[2] for name, it in model.named_modules() if isinstance(it, kinds)}

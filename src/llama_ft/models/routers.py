@@ -19,7 +19,6 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
 from llama_ft.models.build import function_beside
-from llama_ft.models.transformers_private import private
 from llama_ft.runtime.console import log
 
 STANDARD = ["gate_logits", "num_experts", "top_k", "attention_mask"]  # arguments of the formula above
@@ -27,7 +26,7 @@ COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # JetMoE uses the seco
 
 
 def use_router_loss(model: PreTrainedModel, coefficient: float | None) -> None:
-    """Set the coefficient of the auxiliary loss, and log it if the model has routers.
+    """Set the coefficient of the auxiliary loss, and log it unless it is 0.
 
     Args:
         model: the model on the meta device.
@@ -37,20 +36,12 @@ def use_router_loss(model: PreTrainedModel, coefficient: float | None) -> None:
     Raises:
         UserError: a coefficient is given, but Transformers defines no auxiliary loss for this architecture.
     """
-    own, kind = _own_coefficient(model), f"model_type {model.config.model_type}"
-    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    has_routers = any("router_logits" in (private(part, "_can_record_outputs") or {}) for part in parts)
-    if coefficient and own is None:
-        lacking = f"Transformers has no such loss for {kind}" if has_routers else "this model has no routers"
+    if coefficient and _own_coefficient(model) is None:
+        lacking = f"Transformers has no such loss for model_type {model.config.model_type}"
         raise UserError(f"--router_aux_loss_coef {coefficient:g}: {lacking}. Remove it.")
     model._router_loss_coefficient = coefficient  # type: ignore[assignment]
     if used := router_coefficient(model):
         log.info(f"Auxiliary loss of the routers: coefficient {used:g}, logged as train/router_aux_loss")
-    elif has_routers and own is None:
-        log.info(f"No auxiliary loss of the routers: Transformers has none for {kind}.")
-    elif has_routers and coefficient is None:
-        adds = f"--router_aux_loss_coef {own or 1e-3:g} adds it."
-        log.info(f"No auxiliary loss of the routers: config.json does not ask for it (output_router_logits). {adds}")
 
 
 def router_coefficient(model: PreTrainedModel) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
@@ -44,8 +44,6 @@ def choose_head(config: PretrainedConfig, objective: str) -> None:
                 "Use --objective reward, or the causal model that it was made from."
             )
         return
-    if names_score(config) and config.num_labels != 1:
-        raise UserError(f"--model_name: {named} has {config.num_labels} scores. --objective reward needs one.")
     scored = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
     if scored is None or takes_more_than_text(config):
         raise UserError(
@@ -53,11 +51,6 @@ def choose_head(config: PretrainedConfig, objective: str) -> None:
             "that Transformers loads with AutoModelForSequenceClassification."
         )
     config.architectures, config.num_labels = [scored], 1
-
-
-def set_pad_token(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, pad: int) -> None:
-    """Have config and tokenizer name the token that rows are padded with: a score is that of the last other one."""
-    config.get_text_config().pad_token_id = tokenizer.pad_token_id = pad
 
 
 def has_score(model: nn.Module) -> bool:

@@ -10,7 +10,6 @@ from pydantic.dataclasses import dataclass
 from llama_ft.config.dump import flags_text, help_text
 from llama_ft.config.load import load
 from llama_ft.config.parse import words_of
-from llama_ft.config.paths import looks_local
 from llama_ft.config.run_settings import STRICT, Count, parse_size
 from llama_ft.config.settings import Config, settings_of
 from llama_ft.config.tool_flags import check, read
@@ -72,8 +71,8 @@ def read_plan_flags(
     argv: list[str], demo_config: Path, description: str = ""
 ) -> tuple[Config, dict[str, str], PlanFlags]:
     """Return the settings, where each was set, and the plan's own flags with resolved `nproc_per_node` and `fit_bytes`.
-    The model's directory must exist, other files need not. Raises UserError with one message per error. --help prints
-    `description` and exits. For the other arguments see `llama_ft.config.load`."""
+    Files need not exist. Raises UserError with one message per error. --help prints `description` and exits. For the
+    other arguments see `llama_ft.config.load`."""
     own = settings_of(PlanFlags)
     if {"--help", "-h"} & set(argv):
         head, _, rest = help_text(description, sys.argv[0]).partition("\n\n")
@@ -90,11 +89,6 @@ def read_plan_flags(
         options.fit_bytes = device_bytes(options.fit) if options.fit else 0
     except UserError as failure:
         raise UserError(*errors, *failure.messages) from None
-    name = config.model.model_name
-    if name != "demo" and looks_local(name) and not (Path(name).expanduser() / "config.json").is_file():
-        errors.append(f"{places.get('model.model_name', '--model_name')} {name}: holds no config.json.")
-    if options.price is not None and not options.gpu:
-        errors.append(f"--price {options.price:g}: the time is estimated for a GPU. Name it: --fit h100.")
     if options.gpu in WITHOUT_BF16 and config.train.precision.startswith("bf16"):
         errors.append(f"--fit {options.fit}: this GPU does not compute bf16. Add --precision fp16.")
     check(errors)
