@@ -1,15 +1,18 @@
 """Write the reference pages that follow from the code: `python docs/generate.py` writes them, `--check` compares.
+It also writes configs/schema.json, the JSON schema of YAML configs, for editors.
 
 The settings come from the dataclasses of `llama_ft.config`, the flags of the other recipes from theirs, and the metrics
 from METRICS below, whose names a test compares with the code. Run it from anywhere; it needs no model and no network.
 """
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from llama_ft.commands import VERBS
+from llama_ft.config.dump import json_schema
 from llama_ft.config.messages import show
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting, settings_of
 
@@ -149,3 +152,4 @@ if __name__ == "__main__":
         sys.exit(f"stale: {', '.join(names)}; run python docs/generate.py" if (names := stale()) else 0)
     for name, page in PAGES.items():
         (REFERENCE / f"{name}.md").write_text(HEADER + page())
+    (REFERENCE.parents[1] / "configs" / "schema.json").write_text(json.dumps(json_schema(), indent=2) + "\n")

@@ -99,8 +99,9 @@ def test_each_slip_on_the_command_line_has_its_message(mistakes, line: str, told
     assert told in message
 
 
-def test_of_a_flag_given_twice_the_last_value_counts() -> None:
+def test_of_a_flag_given_twice_the_last_value_counts(capsys: pytest.CaptureFixture[str]) -> None:
     assert parsed("--lr 1 --train.lr 2").train.lr == 2
+    assert capsys.readouterr().err == "warning: --train.lr is given twice; the last value is used.\n"
 
 
 @pytest.mark.parametrize("flag", ["--one_gpu", "--train_config.one_gpu", "--custom_dataset.file mine.py"])

@@ -118,9 +118,11 @@ def test_sizes_are_read_in_decimal_and_binary_units(text: str, size: int) -> Non
     "line",
     [
         "--lr_scheduler linear --gamma 0.85",
+        "--optimizer anyprecision --use_kahan_summation",
         "--target_modules q_proj",
         "--use_peft --from_peft_checkpoint folder --r 4",
         "--use_peft --freeze_layers",
+        "--enable_fsdp --fsdp_wrap_policy transformer --min_num_params 5",
         "--device cpu --compile",
         "--use_peft --quantization 8bit --quant_type fp4",
         "--use_peft --quantization 8bit --int8_threshold 3 --device cpu",

@@ -41,7 +41,7 @@ def is_valid(text: str) -> bool:
 
 def test_the_written_schema_is_current() -> None:
     written = json.loads((CONFIGS / "schema.json").read_text())
-    assert written == json_schema(), "run: python -m llama_ft.config > configs/schema.json"
+    assert written == json_schema(), "run: python docs/generate.py"
 
 
 def test_every_setting_has_a_meaning_and_its_name_is_unique() -> None:

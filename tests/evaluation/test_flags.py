@@ -77,6 +77,7 @@ def test_llama_recipes_names_of_model_and_adapter_work(place: Path) -> None:
         (["plain", "--base", "--dataset", "rows.jsonl"], ["--base: plain does not say what it was fine-tuned from."]),
         (["kept", "--dataset", "row.jsonl"], ["--dataset row.jsonl: no such file."]),
         (["kept", "--output_file", "found.json"], ["--output_file found.json: exists already."]),
+        (["kept", "--streaming"], ["--streaming: is for training only."]),
         (["kept", "--tasks="], ["--tasks: the value is empty."]),
         (["./kapt", "--output_file", "base"], ["./kapt: no such directory.", "--output_file base: exists already."]),
     ],

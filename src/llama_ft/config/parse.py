@@ -6,6 +6,7 @@ a string, `off` a boolean and `2025-01-31` a date.
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import yaml
 from llama_ft.config.messages import explain_unknown, known
 from llama_ft.config.paths import file_problem
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting
-from llama_ft.errors import reason
+from llama_ft.errors import rank, reason
 
 MODES = {"true": "8bit", "false": "none"}  # bare --quantization means 8bit, as in llama-recipes
 PLAIN_NAME = re.compile(r"[\w.\-]+")
@@ -141,6 +142,8 @@ def read_flags(
         elif error:
             parsed.errors.append(f"{word.flag}{error}")
         else:
+            if setting.name in parsed.places and rank() == 0:
+                print(f"warning: {word.flag} is given twice; the last value is used.", file=sys.stderr)
             parsed.places[setting.name] = word.flag
             parsed.values[setting.name] = from_text(setting, text)
     return parsed

@@ -1,7 +1,7 @@
 """Rules over several settings: impossible combinations, and settings that other settings make ineffective.
 
-Most settings without effect are errors, too: whoever sets one expects an effect. All rules run, so that everything is
-reported at once.
+A setting without effect is an error, too: whoever sets it expects one. All rules run, so that everything is reported at
+once.
 """
 
 from collections.abc import Callable, Mapping
@@ -117,18 +117,31 @@ FSDP_FIELDS = "sharding_strategy sharding_group_size fsdp_wrap_policy min_num_pa
 
 # Fields that have an effect only while another field has a fitting value.
 CONDITIONS: tuple[tuple[list[str], str, Callable[[Any], Any]], ...] = (
+    (["num_freeze_layers"], "freeze_layers", bool),
     (["freeze_layers", "accumulate_unsharded"], "use_peft", lambda it: not it),
+    (["use_kahan_summation"], "optimizer", lambda it: it == "anyprecision"),
+    (["use_kahan_summation"], "precision", lambda it: it == "bf16_pure"),  # fp32 weights lose nothing to rounding
+    (["momentum"], "optimizer", lambda it: it == "SGD"),
     (["adam_beta1", "adam_beta2", "adam_epsilon"], "optimizer", lambda it: it in ("AdamW", "AdamW8bit")),
     (["warmup_steps"], "warmup_ratio", lambda it: it == 0),
+    (["min_lr"], "lr_scheduler", lambda it: it in ("cosine", "linear")),
+    (["loraplus_lr_ratio"], "use_peft", bool),
     (["loraplus_lr_ratio"], "peft_method", lambda it: it == "lora"),
     (["gamma"], "lr_scheduler", lambda it: it == "step"),
+    (["activation_checkpointing_k"], "activation_checkpointing", lambda it: it == "every_k"),
     (["activation_offload"], "activation_checkpointing", lambda it: it != "off"),
+    (["shuffle_buffer"], "streaming", bool),
+    (["sample_prompts", "sample_steps"], "sample_tokens", bool),
     (["num_epochs"], "streaming", lambda it: not it),
     (["gradient_clipping_threshold"], "gradient_clipping", bool),
     (VALIDATION_FIELDS, "run_validation", bool),
+    (["early_stopping_min_delta"], "early_stopping_patience", bool),
     (FSDP_FIELDS, "enable_fsdp", bool),
     (NEED_CUDA, "device", lambda it: it != "cpu"),
-    ([*PEFT_FIELDS, "loraplus_lr_ratio"], "use_peft", bool),
+    (["sharding_group_size"], "sharding_strategy", lambda it: it == "HYBRID_SHARD"),
+    (["min_num_params"], "fsdp_wrap_policy", lambda it: it != "transformer"),
+    (PEFT_FIELDS, "use_peft", bool),
+    (["skip_modules"], "mode", lambda it: it != "none"),
     (["quant_type", "block_size", "compute_dtype"], "mode", lambda it: it == "4bit"),
     (["int8_threshold"], "mode", lambda it: it == "8bit"),
     (ADAPTER_FIELDS, "from_peft_checkpoint", lambda it: it is None),  # the saved adapter's own settings are used
@@ -143,6 +156,8 @@ CONDITIONS: tuple[tuple[list[str], str, Callable[[Any], Any]], ...] = (
     (["desirable_weight", "undesirable_weight"], "objective", lambda it: it == "kto"),
     (["resume_allow_changes"], "resume", bool),
     (["save_dtype", "max_shard_size", "wandb_log_model", "mlflow_log_model"], "save_model", bool),
+    (["profiler_dir"], "use_profiler", bool),
+    (["flop_counter_start"], "flop_counter", bool),
     ([name for name in SETTINGS if name.startswith("wandb_")], "use_wandb", bool),
     ([name for name in SETTINGS if name.startswith("mlflow_")], "use_mlflow", bool),
 )

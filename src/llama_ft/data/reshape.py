@@ -21,9 +21,7 @@ CHATS = ("messages", "conversations")
 
 
 def reshaped(source: Source, config: DataConfig, most: int = 0) -> Source:
-    """Return the source with `--columns` and `--repair_chats` applied to its samples.
-
-    A pair becomes two samples if the format is that of completions with a label.
+    """Return the source with `--columns` and `--repair_chats` applied to its samples. KTO makes two of a pair.
 
     Args:
         source: the original samples.

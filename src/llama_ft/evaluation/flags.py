@@ -23,6 +23,7 @@ OF_DATASET = ("dataset_split", "dataset_format", "columns", "repair_chats", "max
 SAMPLES = ("dataset", *OF_DATASET, "labels", "truncation", "context_length")
 Split = Literal["train", "validation"]
 READ = {"dataset", "validation", "chat_template"}
+OF_TRAINING = {"streaming", "shuffle_buffer", "show_samples"}
 
 
 @settings_dataclass(config=STRICT, kw_only=True)
@@ -81,6 +82,7 @@ def read_evaluate_flags(argv: list[str], description: str) -> Evaluation:
     """Return what to evaluate. Raises UserError with all errors."""
     flags, parsed, errors = read(argv, EvaluateFlags, description)
     errors += [*check_models(flags), *check_output_file(flags.output_file)]
+    errors += [f"--{name}: is for training only." for name in parsed.places.keys() & OF_TRAINING]
     if flags.tasks and importlib.util.find_spec("lm_eval") is None:
         errors.append("--tasks: needs lm-evaluation-harness. pip install -e '.[eval]' installs it.")
     check(errors)

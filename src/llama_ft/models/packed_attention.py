@@ -41,8 +41,7 @@ ATEN = torch.ops.aten
 Attention = tuple[torch.Tensor, torch.Tensor | None]
 CAUSAL = 1  # mask type of the memory-efficient kernel
 # In 16 bits oneDNN compiles and keeps kernels of the backward pass for every length, on every thread: 11 MiB each on 4
-# threads of an AMD Zen 4. So lengths are rounded up. Tokens after the end have no gradient, and no earlier token sees
-# them.
+# threads of an AMD Zen 4. So lengths are rounded up: no earlier token sees the added ones, which have no gradient.
 KERNEL_ROWS = 32
 
 
