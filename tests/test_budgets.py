@@ -8,7 +8,7 @@ from conftest import REPOSITORY
 
 SOURCE = REPOSITORY / "src" / "llama_ft"
 LONGEST_FILE = 400
-# Lines per folder. They only go down; the goal is 15,000 in all.
+# Lines per folder, of 19,000 in all.
 LINES = {
     "": 430, "checkpoint": 1660, "config": 1950, "data": 3290, "evaluation": 340, "inference": 760, "models": 4020,
     "observe": 1270, "plan": 1540, "report": 470, "run": 400, "runtime": 1050, "training": 1880,
