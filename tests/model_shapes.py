@@ -27,15 +27,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.3-70B-Instruct": LLAMA | {
         "hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "num_attention_heads": 64,
     },
-    "Qwen/Qwen3-8B": {
-        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151_936, "hidden_size": 4096,
-        "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 128, "max_position_embeddings": 40_960, "tie_word_embeddings": False,
+    "Qwen/Qwen3-8B": QWEN3 | {
+        "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "max_position_embeddings": 40_960, "tie_word_embeddings": False,
     },
-    "Qwen/Qwen3-0.6B-Base": {
-        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151_936, "hidden_size": 1024,
-        "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 128, "max_position_embeddings": 32_768, "tie_word_embeddings": True,
+    "Qwen/Qwen3-0.6B-Base": QWEN3 | {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "max_position_embeddings": 32_768, "tie_word_embeddings": True,
     },
     "Qwen/Qwen3-4B-Instruct-2507": QWEN3 | {
         "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,

@@ -190,14 +190,14 @@ def two_examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Exam
 
 
 def unpaired_examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
-    """The examples of a completion with a label: itself, twice. `mismatch` gives the second another completion."""
+    """Return the example of a completion with a label, twice. `mismatch` gives the second one another completion."""
     return [encoder.tokenize(row, row_format)] * 2
 
 
 def mismatch(samples: Sequence[list[Example]], context_length: int) -> None:
     """Give the second example of each sample the completion of another one, in place, for an estimate of the KL
-    divergence: that of the sample half the list further, since neighbors often have one prompt. A sample alone keeps
-    its own. No such example is longer than context_length, unless the sample itself is.
+    divergence. The other sample is half a list away, since neighbors often have the same prompt. A single sample keeps
+    its own completion. No such example is longer than context_length, unless the sample itself is.
 
     Args:
         samples: of each what `unpaired_examples` returns.

@@ -40,7 +40,7 @@ def choose_head(config: PretrainedConfig, objective: str) -> None:
     if objective != "reward":
         if names_score(config):
             raise UserError(
-                f"--model_name: {named} has a head for scores, and no LM head.\n"
+                f"{config.name_or_path or named}: {named} has a head for scores, and no LM head.\n"
                 "Use --objective reward, or the causal model that it was made from."
             )
         return

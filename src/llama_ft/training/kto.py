@@ -1,12 +1,12 @@
 """Learning from completions with a label, desirable or undesirable: KTO.
 
-With r the log-probability of a completion to its prompt, less the reference's, and z an estimate of the KL divergence:
+r is the log-probability of a completion minus that of the reference. z is an estimate of the KL divergence:
 
     desirable      desirable_weight (1 - sigmoid(beta (r - z)))
     undesirable    undesirable_weight (1 - sigmoid(beta (z - r)))
 
-z is the mean of r over the same prompts with the completions of other samples, over all ranks, and at least 0; it has
-no gradient. Which completion that is, is fixed for each sample when data are prepared, see `data.tokenize.mismatch`.
+z is the mean of r over all ranks for the same prompts with completions of other samples. It is at least 0 and has no
+gradient. `data.tokenize.mismatch` chooses the other completion when the data are prepared.
 
 Source: https://arxiv.org/abs/2402.01306; names and logged numbers as in TRL's KTOTrainer, which takes the completion
 of the sample before in the micro-batch.
@@ -17,17 +17,16 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import PreferenceConfig
 from llama_ft.data import Batch, unpaired_examples
-from llama_ft.models import router_coefficient
 from llama_ft.runtime import Runtime, sent
-from llama_ft.training.objective import LossSum, row_log_probabilities, target_losses
+from llama_ft.training.objective import LossSum, row_log_probabilities, target_losses, with_router_loss
 from llama_ft.training.reference import AdapterOff, Reference, score_rows
 
 
 class Kto:
-    """Make desirable completions likelier and undesirable ones less likely, each compared with the reference.
+    """Makes desirable completions likelier and undesirable ones less likely than the reference does.
 
     Attributes:
-        reference: unless given, the model with its adapter off.
+        reference: by default the model with its adapter off.
     """
 
     examples_per_sample, counts_tokens = 2, False
@@ -41,7 +40,7 @@ class Kto:
         completion."""
         settings, count = self._settings, len(batch.sources) // 2
         own, others = every_second(batch, 0), every_second(batch, 1)
-        # One half after the other, and before the activations of the forward pass with gradient: less memory.
+        # To save memory: one half after the other, before the forward pass that keeps activations.
         reference, of_others = (self.reference.log_probabilities(model, it, runtime)[:count] for it in (own, others))
         apart = score_rows(model, others, runtime)[:count] - of_others  # [samples]
         # Ranks may have different numbers of samples, or none.
@@ -58,14 +57,12 @@ class Kto:
         for name, which in {"chosen": chosen, "rejected": 1 - chosen}.items():
             sums = {"rewards": rewards * which, "logps": scores * which, "count": which}
             logged |= {f"{number}/{name}": values.sum() for number, values in sums.items()}
-        if isinstance(balance, torch.Tensor):  # a sum over tokens; the mean over tokens counts for each sample
-            share = balance * (count / max(1, len(losses)))
-            loss, logged["router_aux_loss"] = loss + router_coefficient(model) * share, share.detach()
-        return LossSum(loss, count, logged)
+        balance = balance * (count / max(1, len(losses)))  # from a sum over tokens to one over samples
+        return with_router_loss(LossSum(loss, count, logged), balance, model)
 
 
 def every_second(batch: Batch, first: int) -> Batch:
-    """The rows of a micro-batch from `first`, every second one; all of a batch that only fills a rank up."""
+    """Return every second row of a micro-batch, beginning with `first`; all rows if the rank has no samples."""
     if not batch.sources:
         return batch
     lengths, both = batch.row_lengths[first::2], (batch.input_ids, batch.labels)

@@ -111,10 +111,16 @@ class SupervisedFineTuning:
         """See `Objective`. It counts loss tokens."""
         loss_fn = self._training_loss if model.training else cross_entropy
         losses, balance = target_losses(model, batch, runtime.device, loss_fn)
-        if not isinstance(balance, torch.Tensor):
-            return LossSum(losses, batch.target_tokens)
-        loss = losses + router_coefficient(model) * balance
-        return LossSum(loss, batch.target_tokens, {"router_aux_loss": balance.detach()})
+        return with_router_loss(LossSum(losses, batch.target_tokens), balance, model)
+
+
+def with_router_loss(result: LossSum, balance: torch.Tensor | float, model: PreTrainedModel) -> LossSum:
+    """Add the routers' auxiliary loss, times its coefficient, to the loss of a micro-batch. `balance` is its sum over
+    `result.count`, a scalar tensor; a float if the model has no such loss."""
+    if not isinstance(balance, torch.Tensor):
+        return result
+    logged = {**result.logged, "router_aux_loss": balance.detach()}
+    return LossSum(result.loss + router_coefficient(model) * balance, result.count, logged)
 
 
 def target_losses(

@@ -1,14 +1,14 @@
 """Learning from pairs of a chosen and a rejected response: DPO, IPO, SimPO and ORPO.
 
-With c and r the log-probabilities of both responses to a prompt, less those of the reference for DPO and IPO, in nats:
+c and r are the log-probabilities, in nats, of both responses to a prompt. DPO and IPO subtract those of the reference:
 
     dpo      -(1 - s) log sigmoid(beta (c - r)) - s log sigmoid(-beta (c - r))      s: label_smoothing
     ipo      (c - r - 1 / (2 beta))^2                                               c, r: means per token
     simpo    as dpo, of c - r - simpo_gamma / beta                                  c, r: means per token
     orpo     nll - beta log sigmoid(log odds(c) - log odds(r))                      c, r: means per token
 
-The reference is explained in reference.py. nll is the mean loss of the tokens of the prompt and the chosen
-response, of each pair for itself, so that it does not depend on how pairs are batched.
+reference.py explains the reference. nll is the mean loss of the tokens of the prompt and the chosen response. It is
+computed per pair, so that it does not depend on how pairs are batched.
 
 Sources: https://arxiv.org/abs/2305.18290 (DPO), 2310.12036 (IPO), 2405.14734 (SimPO), 2403.07691 (ORPO); names, means
 per token, nll and logged numbers as in TRL's DPOTrainer, CPOTrainer (simpo, with cpo_alpha 0) and ORPOTrainer.
@@ -27,7 +27,6 @@ from llama_ft.config import WITH_REFERENCE, Config, PreferenceConfig, stores_ref
 from llama_ft.data import Batch, Encoder, two_examples
 from llama_ft.data.formats import PREFERENCE, UNPAIRED, Row, RowFormat
 from llama_ft.data.tokenize import Example
-from llama_ft.models import router_coefficient
 from llama_ft.runtime import Runtime, sent
 from llama_ft.training.kto import Kto
 from llama_ft.training.objective import (
@@ -37,6 +36,7 @@ from llama_ft.training.objective import (
     row_log_probabilities,
     row_targets,
     target_losses,
+    with_router_loss,
 )
 from llama_ft.training.reference import AdapterOff, Reference, StoredReference
 from llama_ft.training.reward import RewardModeling
@@ -45,36 +45,36 @@ LARGEST_LOG_PROBABILITY = -1e-6  # a mean per token; at 0 the odds would be infi
 
 
 class Pairs(NamedTuple):
-    """What a loss of pairs is made of: log-probabilities, float32 [pairs], summed or meaned over a response."""
+    """The inputs of a loss of pairs: log-probabilities, float32 [pairs], sums or means over a response."""
 
-    chosen: torch.Tensor  # with a reference, less its own
+    chosen: torch.Tensor  # the reference's is subtracted, if there is one
     rejected: torch.Tensor
     nll: torch.Tensor | None = None  # orpo: mean loss of the prompt and the chosen response
 
 
-# float32 [pairs]: the loss of each pair, and what else is logged of it.
+# float32 [pairs]: the loss of each pair, and further numbers to log.
 PairLosses = tuple[torch.Tensor, dict[str, torch.Tensor]]
 PairLoss = Callable[[Pairs, PreferenceConfig], PairLosses]
 
 
 def dpo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
-    """Minus the log-sigmoid of the margin; see the top of this file."""
+    """Return minus the log-sigmoid of the margin; see the top of this file."""
     return _sigmoid_loss(settings.beta * (pairs.chosen - pairs.rejected), settings.label_smoothing), {}
 
 
 def ipo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
-    """Squared distance of the margin from the one that is aimed at."""
+    """Return the squared distance of the margin from its target."""
     return (pairs.chosen - pairs.rejected - 1 / (2 * settings.beta)).square(), {}
 
 
 def simpo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
-    """As DPO without a reference, of means per token and with a margin that is aimed at."""
+    """Return DPO's loss without a reference, for means per token and with a target margin."""
     margin = settings.beta * (pairs.chosen - pairs.rejected - settings.simpo_gamma / settings.beta)
     return _sigmoid_loss(margin, settings.label_smoothing), {}
 
 
 def orpo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
-    """The loss of prompt and chosen response, and the ratio of the odds of both responses."""
+    """Return the loss of prompt and chosen response, plus the loss of the ratio of both responses' odds."""
     assert pairs.nll is not None
     odds = _log_odds(pairs.chosen)
     log_odds = odds - _log_odds(pairs.rejected)
@@ -87,7 +87,7 @@ LOSSES: dict[str, PairLoss] = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": o
 
 
 def build_objective(config: Config) -> Objective:
-    """Make what `--objective` names."""
+    """Return the objective that `--objective` names."""
     if config.preference.objective == "sft":
         return SupervisedFineTuning(config.train.label_smoothing_factor)
     if config.preference.objective == "reward":
@@ -100,7 +100,7 @@ def build_objective(config: Config) -> Objective:
 
 
 def settle_format(config: Config) -> Config:
-    """Return the settings with the dataset_format of the objective where it is to be found, and of preferences."""
+    """Return the settings. A dataset_format of auto becomes the format that the objective needs."""
     if config.preference.objective == "sft" or config.data.dataset_format != "auto":
         return config
     wanted = UNPAIRED if config.preference.objective == "kto" else PREFERENCE
@@ -108,10 +108,10 @@ def settle_format(config: Config) -> Config:
 
 
 class Preferences:
-    """Make the chosen response of a pair likelier than the rejected one. `settings` choose one of `LOSSES`.
+    """Makes the chosen response of a pair likelier than the rejected one. The settings name one of `LOSSES`.
 
     Attributes:
-        reference: what dpo and ipo compare with, unless given the model with its adapter off; None for the others.
+        reference: of dpo and ipo; by default the model with its adapter off. None for other objectives.
     """
 
     examples_per_sample, counts_tokens = 2, False
@@ -138,7 +138,7 @@ class Preferences:
         scores = self._per_row(row_log_probabilities(losses, batch, with_prompts), batch)  # [rows]
         chosen, rejected = (scores - reference)[: 2 * count].view(-1, 2).unbind(1)  # [pairs]
         pairs = Pairs(chosen, rejected)
-        if settings.objective == "ipo":  # its loss is of means per token; what is logged, as in TRL, of sums
+        if settings.objective == "ipo":  # the loss uses means per token; sums are logged, as in TRL
             tokens = sent(row_targets(batch), runtime.device)[: 2 * count].view(-1, 2)
             pairs = Pairs(chosen / tokens[:, 0], rejected / tokens[:, 1])
         if has_nll:
@@ -157,31 +157,28 @@ class Preferences:
             **more,
         }
         sums = {name: values.detach().sum() for name, values in logged.items()}
-        loss = of_pairs.sum()
-        if isinstance(balance, torch.Tensor):  # a sum over tokens; the mean over tokens counts for each pair
-            share = balance * (count / max(1, len(losses)))
-            loss, sums["router_aux_loss"] = loss + router_coefficient(model) * share, share.detach()
-        return LossSum(loss, count, sums)
+        balance = balance * (count / max(1, len(losses)))  # from a sum over tokens to one over pairs
+        return with_router_loss(LossSum(of_pairs.sum(), count, sums), balance, model)
 
     def _per_row(self, sums: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Sums over the targets of each row, or means with simpo and orpo, float32 [rows]."""
+        """Return sums over the targets of each row, float32 [rows]; with simpo and orpo, means."""
         return sums / sent(row_targets(batch), sums.device) if self._is_mean else sums
 
 
 def _with_prompts(batch: Batch) -> Batch:
-    """The batch with all tokens of the rows with a chosen response as labels, but the first of a row."""
+    """Return the batch with labels on all tokens, except the first one, of rows with a chosen response."""
     wider = dataclasses.replace(batch, labels=batch.labels.clone())
-    for ids, labels in wider.rows()[: len(batch.sources) : 2]:  # none of a batch that only fills a rank up
+    for ids, labels in wider.rows()[: len(batch.sources) : 2]:  # a rank without samples has none
         labels[1:] = ids[1:]
     return wider
 
 
 def _sigmoid_loss(margin: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """The loss of pairs of which the share `smoothing` is taken to be the wrong way round, float32 [pairs]."""
+    """Return the loss, float32 [pairs], if chosen and rejected are swapped in a share `smoothing` of the pairs."""
     return -F.logsigmoid(margin) * (1 - smoothing) - F.logsigmoid(-margin) * smoothing
 
 
 def _log_odds(scores: torch.Tensor) -> torch.Tensor:
-    """log(p / (1 - p)) of log p, which is below 0."""
+    """Return log(p / (1 - p)) from log p."""
     scores = scores.clamp(max=LARGEST_LOG_PROBABILITY)
     return scores - (-torch.expm1(scores)).log()

@@ -1,6 +1,6 @@
 """Reward models: a score for each response, higher for the chosen one of a pair.
 
-With c and r the scores of the chosen and the rejected response to a prompt:
+c and r are the scores of the chosen and the rejected response to a prompt:
 
     -log sigmoid(c - r) + center_rewards_coefficient (c + r)^2
 
@@ -15,13 +15,13 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.data import Batch, Encoder, two_examples
 from llama_ft.data.formats import Row, RowFormat
 from llama_ft.data.tokenize import Example
-from llama_ft.models import router_coefficient, router_loss
+from llama_ft.models import router_loss
 from llama_ft.runtime import Runtime, sent
-from llama_ft.training.objective import LossSum, model_inputs
+from llama_ft.training.objective import LossSum, model_inputs, with_router_loss
 
 
 class RewardModeling:
-    """Score the chosen response of a pair above the rejected one. The model has a score head, see models/score_head.py.
+    """Scores the chosen response of a pair above the rejected one, with the head of models/score_head.py.
 
     Args:
         center_rewards_coefficient: weight of the square of the sum of both scores.
@@ -53,14 +53,12 @@ class RewardModeling:
         }
         sums = {name: values.detach().sum() for name, values in logged.items()}
         balance = router_loss(model, decoded, inputs.get("attention_mask"), pairs)
-        if isinstance(balance, torch.Tensor):
-            loss, sums["router_aux_loss"] = loss + router_coefficient(model) * balance, balance.detach()
-        return LossSum(loss, pairs, sums)
+        return with_router_loss(LossSum(loss, pairs, sums), balance, model)
 
 
 def last_positions(batch: Batch, pad_token_id: int) -> torch.Tensor:
-    """Where in the flattened micro-batch each row's last token is that is not the pad token, int64 [rows], as
-    Transformers finds it: a row may end with pad tokens of its own."""
+    """Return the position, in the flattened micro-batch, of the last token of each row that is not the pad token, int64
+    [rows]. Transformers does the same: a row's own text may end with pad tokens."""
     ids, lengths = batch.input_ids.flatten(), torch.tensor(batch.row_lengths)
     ends = lengths.cumsum(0) if batch.is_packed else lengths + torch.arange(len(lengths)) * batch.input_ids.shape[1]
     last = torch.where(ids != pad_token_id, torch.arange(len(ids)), 0).cummax(0).values[ends - 1]
