@@ -10,8 +10,9 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 COPIED = ("recipes", "configs")
 
-# requirements.txt pins the set that is tested; these are the versions beside which it may be installed. CI's job
-# `oldest` takes the lower ends, which pip can resolve together. Upper ends are of packages whose insides are used.
+# requirements.txt pins the set that is tested; these are the versions beside which it may be
+# installed. CI's job `oldest` takes the lower ends, which pip can resolve together. Upper ends are
+# of packages whose insides are used.
 REQUIREMENTS = [
     "torch>=2.11,<2.16",
     "transformers>=5.23,<5.24",
@@ -38,7 +39,8 @@ REQUIREMENTS = [
 
 
 class BuildWithRecipes(build_py):
-    """A wheel carries recipes/ and configs/ inside the package; `pip install -e .` uses them where they are."""
+    """A wheel carries recipes/ and configs/ inside the package; `pip install -e .` uses them where
+    they are."""
 
     def run(self) -> None:
         super().run()
@@ -46,12 +48,15 @@ class BuildWithRecipes(build_py):
             return
         for folder in COPIED:
             copy = Path(self.build_lib) / "llama_ft" / folder
-            shutil.rmtree(copy, ignore_errors=True)  # of an earlier build: what is gone here goes there
+            shutil.rmtree(
+                copy, ignore_errors=True
+            )  # of an earlier build: what is gone here goes there
             shutil.copytree(ROOT / folder, copy, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def read_version() -> str:
-    """The version in llama_ft/__init__.py, read without importing it: torch is not installed yet."""
+    """The version in llama_ft/__init__.py, read without importing it: torch is not installed
+    yet."""
     text = (ROOT / "src/llama_ft/__init__.py").read_text()
     found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
     if found is None:
@@ -89,7 +94,10 @@ setup(
     install_requires=REQUIREMENTS,
     extras_require={
         "gpu": ["liger-kernel>=0.8,<0.9"],
-        "hybrid": ["flash-linear-attention", "causal-conv1d"],  # kernels of layers that carry a state; need CUDA
+        "hybrid": [
+            "flash-linear-attention",
+            "causal-conv1d",
+        ],  # kernels of layers that carry a state; need CUDA
         "eval": ["lm_eval==0.4.13"],
         "mlflow": ["mlflow-skinny>=3.17,<4"],
         "dev": (ROOT / "requirements-dev.txt").read_text().splitlines(),

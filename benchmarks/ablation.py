@@ -1,15 +1,17 @@
-"""Measure what each part of recipes/finetuning.py adds to its speed, beginning with a loop of twenty lines.
+"""Measure what each part of recipes/finetuning.py adds to its speed, beginning with a loop of
+twenty lines.
 
     python benchmarks/ablation.py                        # 2 ranks on the CPU, a Llama of 110 M parameters
     python benchmarks/ablation.py --device cuda --nproc 1 --model DIR
 
-Rows of the table are cumulative. Each row runs the recipe's own functions, where the parts of later rows are replaced
-by plain versions (in this file, not in src). All rows of a table run in the same processes and take steps in turns, so
-that other load on the machine affects all of them. On CUDA, where several models may not fit, they run one after
-another.
+Rows of the table are cumulative. Each row runs the recipe's own functions, where the parts of later
+rows are replaced by plain versions (in this file, not in src). All rows of a table run in the same
+processes and take steps in turns, so that other load on the machine affects all of them. On CUDA,
+where several models may not fit, they run one after another.
 
     loop        Transformers' model, PEFT, fully_shard on every layer, padded samples, the model's own loss, fused
-                AdamW, clipping, loss.item(); with the threads of the other rows, not the single one that torchrun sets
+                AdamW, clipping, loss.item(); with the threads of the other rows, not the single one
+                that torchrun sets
     recipe      the model and step of recipes/finetuning.py without the parts below
     loss        chunked cross-entropy; positions without a label are skipped
     packing     packed sequences, attention within each sample, no mask and no padding
@@ -18,10 +20,11 @@ another.
     late        loss and norm are read one step late (CUDA)
     compile     --compile (CUDA)
 
-There are tables for full fine-tuning and LoRA (all-linear, r=16), each on full sequences (4 x 512 tokens per
-micro-batch) and on the demo's samples. Tokens are counted without padding; tokens/s is from the median step. Memory is
-the peak of a rank's tensors: its shards and states, and what a step adds to the process (from its resident size, on the
-CPU). On a CPU that emulates bf16 a step takes a minute; --precision fp32 is faster.
+There are tables for full fine-tuning and LoRA (all-linear, r=16), each on full sequences (4 x 512
+tokens per micro-batch) and on the demo's samples. Tokens are counted without padding; tokens/s is
+from the median step. Memory is the peak of a rank's tensors: its shards and states, and what a step
+adds to the process (from its resident size, on the CPU). On a CPU that emulates bf16 a step takes a
+minute; --precision fp32 is faster.
 """
 
 import argparse
@@ -79,7 +82,9 @@ def switched_off(off: set[str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if "loss" in off:
             stack.enter_context(patch.object(models, "use_chunked_loss", lambda model: True))
-            stack.enter_context(patch.object(training.SupervisedFineTuning, "loss", loss_of_all_logits))
+            stack.enter_context(
+                patch.object(training.SupervisedFineTuning, "loss", loss_of_all_logits)
+            )
         if "lora" in off:
             stack.enter_context(patch.object(lora, "use_fused_lora", lambda model: None))
         if "sharding" in off:
@@ -87,10 +92,14 @@ def switched_off(off: set[str]) -> Iterator[None]:
         yield
 
 
-def loss_of_all_logits(_: Any, model: Any, batch: data.Batch, job: runtime.Runtime) -> training.LossSum:
+def loss_of_all_logits(
+    _: Any, model: Any, batch: data.Batch, job: runtime.Runtime
+) -> training.LossSum:
     """SupervisedFineTuning.loss, as it is usually written."""
     device = job.device
-    layout: dict[str, Any] = {"attention_mask": batch.attention_mask.to(device)} if not batch.is_packed else {}
+    layout: dict[str, Any] = (
+        {"attention_mask": batch.attention_mask.to(device)} if not batch.is_packed else {}
+    )
     if batch.is_packed:
         layout = models.packed_arguments(model, batch.row_lengths, device)
     logits = model(input_ids=batch.input_ids.to(device), use_cache=False, **layout).logits.float()
@@ -183,7 +192,10 @@ class Loop(Row):
     def steps(self, count: int) -> None:
         for _ in range(count):
             (batch,), _ = self.next_batches()
-            parts = [part.to(self.device) for part in (batch.input_ids, batch.attention_mask, batch.labels)]
+            parts = [
+                part.to(self.device)
+                for part in (batch.input_ids, batch.attention_mask, batch.labels)
+            ]
             ids, mask, labels = parts
             loss = self.model(input_ids=ids, attention_mask=mask, labels=labels).loss
             loss.backward()
@@ -196,12 +208,16 @@ class Loop(Row):
 class Recipe(Row):
     """recipes/finetuning.py's model and step, without some of its parts."""
 
-    def __init__(self, name: str, feed: Feed, off: set[str], config: Config, folder: Path, job: Runtime) -> None:
+    def __init__(
+        self, name: str, feed: Feed, off: set[str], config: Config, folder: Path, job: Runtime
+    ) -> None:
         super().__init__(name, feed, off)
         self.config, self.job = config, job
         model_config = models.load_model_config(folder, False)
         with switched_off(off):
-            self.model, *_ = finetuning.build_model(config, folder, model_config, None, NULL_MONITOR, job)
+            self.model, *_ = finetuning.build_model(
+                config, folder, model_config, None, NULL_MONITOR, job
+            )
         self.optimizer = training.build_optimizer(self.model, config.train)
         self.model.train()
 
@@ -213,7 +229,9 @@ class Recipe(Row):
             losses = training.accumulate_gradients(
                 self.model, objective, batches, targets, self.config.peft.use_peft, self.job
             )
-            numbers = training.clip_and_reduce_norm(self.model, losses, targets, self.config.train, 1.0, self.job)
+            numbers = training.clip_and_reduce_norm(
+                self.model, losses, targets, self.config.train, 1.0, self.job
+            )
             training.update_weights(self.optimizer, LR, numbers.failed)
             unread.append(numbers)
             while len(unread) > ("late" not in self.off):
@@ -224,7 +242,12 @@ class Recipe(Row):
 def own_bytes(row: Row) -> int:
     """A rank's part of parameters and optimizer states."""
     tensors = [*row.model.parameters(), *row.model.buffers()]
-    tensors += [it for state in row.optimizer.state.values() for it in state.values() if isinstance(it, torch.Tensor)]
+    tensors += [
+        it
+        for state in row.optimizer.state.values()
+        for it in state.values()
+        if isinstance(it, torch.Tensor)
+    ]
     return sum(getattr(it, "_local_tensor", it).nbytes for it in tensors)
 
 
@@ -254,16 +277,41 @@ def resident(name: str) -> int:
     return int(found[1]) * 1024
 
 
-def config_for(asked: argparse.Namespace, folder: Path, part_names: set[str], mean_length: float) -> Config:
+def config_for(
+    asked: argparse.Namespace, folder: Path, part_names: set[str], mean_length: float
+) -> Config:
     """The recipe's settings with these parts."""
     packed = "packing" in part_names
     rows = 4 if packed else max(1, round(4 * LENGTH / mean_length))
     flags = ["--model_name", str(folder), "--dataset", str(folder / "rows.jsonl"), "--enable_fsdp"]
-    flags += ["--context_length", str(LENGTH), "--batch_size_training", str(rows), "--precision", asked.precision]
-    flags += ["--lr", str(LR), "--gradient_clipping", "--device", asked.device, "--num_epochs", "1000"]
+    flags += [
+        "--context_length",
+        str(LENGTH),
+        "--batch_size_training",
+        str(rows),
+        "--precision",
+        asked.precision,
+    ]
+    flags += [
+        "--lr",
+        str(LR),
+        "--gradient_clipping",
+        "--device",
+        asked.device,
+        "--num_epochs",
+        "1000",
+    ]
     flags += ["--batching_strategy", "packing" if packed else "padding"]
     if asked.method == "lora":
-        flags += ["--use_peft", "--peft.r", str(LORA_RANK), "--target_modules", "all-linear", "--lora_dropout", "0"]
+        flags += [
+            "--use_peft",
+            "--peft.r",
+            str(LORA_RANK),
+            "--target_modules",
+            "all-linear",
+            "--lora_dropout",
+            "0",
+        ]
     if "compile" in part_names:
         flags += ["--compile"]
     return load(flags)[0]
@@ -306,7 +354,13 @@ def makers(asked: argparse.Namespace, job: Runtime) -> list[Callable[[], Row]]:
         return Recipe(name, feed_for(config, folder, job), set(PARTS) - parts, config, folder, job)
 
     counts = range(len(on) + 1)
-    return [loop, *(partial(recipe, on[count - 1] if count else "recipe", set(on[:count])) for count in counts)]
+    return [
+        loop,
+        *(
+            partial(recipe, on[count - 1] if count else "recipe", set(on[:count]))
+            for count in counts
+        ),
+    ]
 
 
 def measure(asked: argparse.Namespace, job: Runtime) -> list[Row]:
@@ -339,11 +393,15 @@ def job_main(asked: argparse.Namespace) -> None:
         if max(first) > 1.05 * min(first):
             raise RuntimeError(f"The rows do not train the same: their first losses are {first}")
         if job.is_main:
-            told = [{"name": row.name, "rates": row.rates, "peak_bytes": row.peak_bytes} for row in rows]
+            told = [
+                {"name": row.name, "rates": row.rates, "peak_bytes": row.peak_bytes} for row in rows
+            ]
             Path(asked.inputs, "result.json").write_text(json.dumps(told))
 
 
-def write_inputs(folder: Path, kind: str, model: str | None, shape: dict[str, Any], nproc: int) -> None:
+def write_inputs(
+    folder: Path, kind: str, model: str | None, shape: dict[str, Any], nproc: int
+) -> None:
     """Model, tokenizer and rows: dense, or of the demo's natural lengths."""
     demo = data.build_demo(data.cache_dir()).model_dir
     if model is not None:
@@ -351,9 +409,15 @@ def write_inputs(folder: Path, kind: str, model: str | None, shape: dict[str, An
             (folder / file.name).symlink_to(file.absolute())
         tokenizer = AutoTokenizer.from_pretrained(model)
     else:
-        tokenizer = AutoTokenizer.from_pretrained(demo) if kind == "natural" else word_tokenizer(shape["vocab_size"])
+        tokenizer = (
+            AutoTokenizer.from_pretrained(demo)
+            if kind == "natural"
+            else word_tokenizer(shape["vocab_size"])
+        )
         torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(**{**shape, "vocab_size": len(tokenizer)})).bfloat16().save_pretrained(folder)
+        LlamaForCausalLM(
+            LlamaConfig(**{**shape, "vocab_size": len(tokenizer)})
+        ).bfloat16().save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     if kind == "natural":
         rows = natural_rows(folder, LENGTH, 64 * nproc * 4 * LENGTH)
@@ -363,32 +427,48 @@ def write_inputs(folder: Path, kind: str, model: str | None, shape: dict[str, An
 
 
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:
-    print(f"\n{title}\n\n| | tokens/s (min to max) | x the row before | x the first | peak, GiB a rank |")
+    print(
+        f"\n{title}\n\n| | tokens/s (min to max) | x the row before | x the first | peak, GiB a rank |"
+    )
     print("|---" * 5 + "|")
     for number, row in enumerate(rows):
         before = rows[max(0, number - 1)]
 
         def ratio(other: dict[str, Any], row: dict[str, Any] = row) -> float:
-            return statistics.median(mine / its for mine, its in zip(row["rates"], other["rates"], strict=True))
+            return statistics.median(
+                mine / its for mine, its in zip(row["rates"], other["rates"], strict=True)
+            )
 
         rate = f"{statistics.median(row['rates']):,.0f} ({min(row['rates']):,.0f} to {max(row['rates']):,.0f})"
         name = row["name"] if number == 0 else f"+ {row['name']}"
-        print(f"| {name} | {rate} | {ratio(before):.2f} | {ratio(rows[0]):.2f} | {row['peak_bytes'] / GIB:.2f} |")
+        print(
+            f"| {name} | {rate} | {ratio(before):.2f} | {ratio(rows[0]):.2f} | {row['peak_bytes'] / GIB:.2f} |"
+        )
 
 
 def main() -> None:
     """Start a job for every table, and print it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--precision", default="bf16_mixed")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=10, help="a turn, on CUDA; on the CPU a turn is a step")
+    parser.add_argument(
+        "--steps", type=int, default=10, help="a turn, on CUDA; on the CPU a turn is a step"
+    )
     parser.add_argument("--methods", default="full,lora")
     parser.add_argument("--rows", default="dense,natural")
-    parser.add_argument("--model", help="a model's folder; default: a random Llama of 110 M parameters")
-    parser.add_argument("--layers", type=int, default=SMALL_LLAMA["num_hidden_layers"], help="of the random Llama")
-    parser.add_argument("--width", type=int, default=SMALL_LLAMA["hidden_size"], help="of the random Llama")
+    parser.add_argument(
+        "--model", help="a model's folder; default: a random Llama of 110 M parameters"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=SMALL_LLAMA["num_hidden_layers"], help="of the random Llama"
+    )
+    parser.add_argument(
+        "--width", type=int, default=SMALL_LLAMA["hidden_size"], help="of the random Llama"
+    )
     parser.add_argument("--inputs", help=argparse.SUPPRESS)
     parser.add_argument("--method", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -401,7 +481,15 @@ def main() -> None:
             write_inputs(Path(folder), kind, asked.model, shape, asked.nproc)
             for method in asked.methods.split(","):
                 command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-                command += ["--nproc_per_node", str(asked.nproc), __file__, "--inputs", folder, "--method", method]
+                command += [
+                    "--nproc_per_node",
+                    str(asked.nproc),
+                    __file__,
+                    "--inputs",
+                    folder,
+                    "--method",
+                    method,
+                ]
                 command += ["--device", asked.device, "--precision", asked.precision]
                 command += ["--turns", str(asked.turns), "--steps", str(asked.steps)]
                 subprocess.run(command, check=True, stdin=subprocess.DEVNULL)

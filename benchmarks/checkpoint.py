@@ -1,9 +1,11 @@
-"""Measure how long a checkpoint takes and stalls training, compared with copying and writing the same bytes.
+"""Measure how long a checkpoint takes and stalls training, compared with copying and writing the
+same bytes.
 
     python benchmarks/checkpoint.py
 
-The model is a random Llama on 1 and 2 ranks under torchrun (full: trained in fp32, with AdamW's states; lora: adapters
-only). Every round runs these one after another, on all ranks at once, each with its own rows:
+The model is a random Llama on 1 and 2 ranks under torchrun (full: trained in fp32, with AdamW's
+states; lora: adapters only). Every round runs these one after another, on all ranks at once, each
+with its own rows:
 
     copy        a plain clone of every tensor into host memory
     torch.save  of those clones, and fsync
@@ -11,11 +13,12 @@ only). Every round runs these one after another, on all ranks at once, each with
     sync        a save with --save_async false; then a new optimizer and the weights are restored from it
     async       a save while training continues, until it is complete
 
-`stall` is how long training waits. `total` is the time until the checkpoint is complete: synced, with checksums, under
-its final name. `resume` is the time to restore, and `read` the time to read the same bytes. The bounds are 1.5 x the
-copy + 50 ms, 2 x the faster of the two writes + 0.5 s, and 2 x the reading + 0.5 s. Times are medians over rounds of
-the slowest rank; `x` is the median of each round's ratio. `slowed` is the additional time of training steps (compared
-with `step`), as a share of the total. All times are in seconds.
+`stall` is how long training waits. `total` is the time until the checkpoint is complete: synced,
+with checksums, under its final name. `resume` is the time to restore, and `read` the time to read
+the same bytes. The bounds are 1.5 x the copy + 50 ms, 2 x the faster of the two writes + 0.5 s, and
+2 x the reading + 0.5 s. Times are medians over rounds of the slowest rank; `x` is the median of
+each round's ratio. `slowed` is the additional time of training steps (compared with `step`), as a
+share of the total. All times are in seconds.
 """
 
 import argparse
@@ -69,14 +72,24 @@ class Trainee:
         models.apply_fsdp(self.model, job.mesh, FSDPConfig(enable_fsdp=True), precision)
         group = models.ShardGroup(job.mesh)
         models.load_weights(
-            self.model, folder, group, job.device, job.device, False, adapter, peft, 0, precision.frozen
+            self.model,
+            folder,
+            group,
+            job.device,
+            job.device,
+            False,
+            adapter,
+            peft,
+            0,
+            precision.frozen,
         )
         self.optimizer = build_optimizer(self.model, SETTINGS)
         self.batch = torch.randint(0, self.model.config.vocab_size, (1, tokens), device=job.device)
         self.step()
 
     def step(self) -> None:
-        """One optimizer step; it ends with a collective that waits for every rank, as the recipe's does."""
+        """One optimizer step; it ends with a collective that waits for every rank, as the recipe's
+        does."""
         loss = self.model(input_ids=self.batch, labels=self.batch).loss
         loss.backward()
         self.optimizer.step()
@@ -85,8 +98,8 @@ class Trainee:
 
 
 def measure_round(number: int, trainee: Trainee, folder: Path, job: Runtime) -> Round:
-    """Each way once, another one first each time: how quickly memory and page cache can be had depends on what was
-    freed just before."""
+    """Each way once, another one first each time: how quickly memory and page cache can be had
+    depends on what was freed just before."""
     usual = statistics.median(slowest(trainee.step, job) for _ in range(USUAL_STEPS))
     nbytes = sum(tensor.nbytes for tensor in own_rows(trainee, job).values())
     found: Round = {"usual step": usual, "bytes": job.all_gather_floats(nbytes).sum().item()}
@@ -102,7 +115,9 @@ def measure_round(number: int, trainee: Trainee, folder: Path, job: Runtime) -> 
     return found
 
 
-def measure_plain(way: str, number: int, usual: float, trainee: Trainee, folder: Path, job: Runtime) -> Round:
+def measure_plain(
+    way: str, number: int, usual: float, trainee: Trainee, folder: Path, job: Runtime
+) -> Round:
     """Copy and write, without llama_ft."""
     tensors = own_rows(trainee, job)
     copies: dict[str, torch.Tensor] = {}
@@ -118,10 +133,15 @@ def measure_plain(way: str, number: int, usual: float, trainee: Trainee, folder:
 
 def own_rows(trainee: Trainee, job: Runtime) -> dict[str, torch.Tensor]:
     """What this rank writes, where training has it."""
-    return {name: local_shard(it) for name, it in own_state(trainee.model, trainee.optimizer, job).items()}
+    return {
+        name: local_shard(it)
+        for name, it in own_state(trainee.model, trainee.optimizer, job).items()
+    }
 
 
-def measure_save(way: str, number: int, usual: float, trainee: Trainee, folder: Path, job: Runtime) -> Round:
+def measure_save(
+    way: str, number: int, usual: float, trainee: Trainee, folder: Path, job: Runtime
+) -> Round:
     """Save one checkpoint, while training continues until it is complete."""
     about = {"config": {"train": dataclasses.asdict(SETTINGS)}}
     writer = CheckpointWriter(folder, CheckpointConfig(save_async=way == "async"), about, job)
@@ -188,7 +208,8 @@ def slowest(work: Callable[[], None], job: Runtime) -> float:
 
 
 def worker(asked: argparse.Namespace) -> None:
-    """Run by torchrun: the rounds of one model on these ranks. Rank 0 writes the results next to the model."""
+    """Run by torchrun: the rounds of one model on these ranks. Rank 0 writes the results next to
+    the model."""
     with runtime.start(asked.device, "world") as job:
         trainees = {kind: Trainee(asked.worker, kind, asked.tokens, job) for kind in KINDS}
         for number in range(asked.rounds + 1):
@@ -196,8 +217,13 @@ def worker(asked: argparse.Namespace) -> None:
                 found = measure_round(number, trainee, asked.worker, job)
                 if job.is_main and number > 0:  # the first warms up
                     with open(asked.worker / "found.jsonl", "a") as file:
-                        file.write(json.dumps({"kind": kind, "ranks": job.world_size, **found}) + "\n")
-                    print(f"round {number} of {asked.rounds}: {kind} on {job.world_size}", file=sys.stderr)
+                        file.write(
+                            json.dumps({"kind": kind, "ranks": job.world_size, **found}) + "\n"
+                        )
+                    print(
+                        f"round {number} of {asked.rounds}: {kind} on {job.world_size}",
+                        file=sys.stderr,
+                    )
 
 
 @contextmanager
@@ -228,17 +254,23 @@ def row(kind: str, ranks: int, way: str, rounds: list[Round]) -> tuple[str, ...]
     def quicker(each: Round) -> float:
         return min(each["write"], each["torch.save"])
 
-    stall, total = median(lambda each: each[f"{way} stall"]), median(lambda each: each[f"{way} total"])
+    stall, total = (
+        median(lambda each: each[f"{way} stall"]),
+        median(lambda each: each[f"{way} total"]),
+    )
     read, resume = median(lambda each: each["read"]), median(lambda each: each["resume"])
     late = [
-        *(["stall"] if way == "async" and stall > 1.5 * median(copy) + 0.05 else []),  # sync: all of it is
+        # sync: all of it is
+        *(["stall"] if way == "async" and stall > 1.5 * median(copy) + 0.05 else []),
         *(["total"] if total > 2 * median(quicker) + 0.5 else []),
         *(["resume"] if resume > 2 * read + 0.5 else []),
     ]
     line = [kind, str(ranks), way, f"{rounds[0]['bytes'] / 2**20:,.0f}", f"{median(copy):.3f}"]
     waits = [f"{stall:.3f}", f"{median(lambda each: each['async stall'] / copy(each)):.2f}"]
     line += waits if way == "async" else ["", ""]
-    line += [f"{median(lambda each, name=name: each[name]):.2f}" for name in ("torch.save", "write")]  # type: ignore[misc]
+    line += [
+        f"{median(lambda each, name=name: each[name]):.2f}" for name in ("torch.save", "write")
+    ]  # type: ignore[misc]
     line += [f"{total:.2f}", f"{median(lambda each: each[f'{way} total'] / quicker(each)):.2f}"]
     line += [f"{read:.3f}", f"{resume:.3f}"] if way == "sync" else ["", ""]
     step, slowed = median(lambda each: each["usual step"]), ""
@@ -256,12 +288,18 @@ def print_table(lines: list[tuple[str, ...]]) -> None:
     table = [tuple(titles.split()), *lines]
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     for line in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=12, help="of the Llama; 12 are 110 M parameters")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--layers", type=int, default=12, help="of the Llama; 12 are 110 M parameters"
+    )
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks")
     parser.add_argument("--rounds", type=int, default=8, help="how often everything is measured")
     parser.add_argument("--tokens", type=int, default=16, help="of a training step")
@@ -273,8 +311,17 @@ def main() -> None:
         return worker(asked)
     with model_folder(asked.folder, asked.layers) as folder:
         for ranks in asked.ranks.split(","):
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
-            subprocess.run([*launcher, __file__, *sys.argv[1:], "--worker", str(folder.resolve())], check=True)
+            launcher = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc_per_node",
+                ranks,
+            ]
+            subprocess.run(
+                [*launcher, __file__, *sys.argv[1:], "--worker", str(folder.resolve())], check=True
+            )
         found = [json.loads(line) for line in (folder / "found.jsonl").read_text().splitlines()]
     lines = []
     for kind in KINDS:

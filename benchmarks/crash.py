@@ -1,20 +1,23 @@
-"""Kill a run with SIGKILL many times, resume it from its checkpoints, and compare it with an uninterrupted run.
+"""Kill a run with SIGKILL many times, resume it from its checkpoints, and compare it with an
+uninterrupted run.
 
     python benchmarks/crash.py --kills 200 --flips 80
 
-The runs are recipes/finetuning.py on 2 ranks under torchrun, alternately full fine-tuning and LoRA: a tiny model with
-dropout, gradient accumulation, shuffled samples, evaluation with a best checkpoint, a save in the background at every
-second step, keep_last 2. Each launch is killed at a random moment: while it loads, between two steps, while a
-checkpoint or the final model is written. The kill hits torchrun and both ranks at once, or one rank, after which
-torchrun must end the others. Then --resume auto continues until the run is done. Runs follow until the number of kills
-is reached.
+The runs are recipes/finetuning.py on 2 ranks under torchrun, alternately full fine-tuning and LoRA:
+a tiny model with dropout, gradient accumulation, shuffled samples, evaluation with a best
+checkpoint, a save in the background at every second step, keep_last 2. Each launch is killed at a
+random moment: while it loads, between two steps, while a checkpoint or the final model is written.
+The kill hits torchrun and both ranks at once, or one rank, after which torchrun must end the
+others. Then --resume auto continues until the run is done. Runs follow until the number of kills is
+reached.
 
-After every kill each directory checkpoints/step-* must be valid. At the end metrics.jsonl must be equal to that of the
-uninterrupted run in every number, except perf/ and memory/. So must best.json, and every byte of the final model and of
-the ranks' files in checkpoints. Any difference is printed, and the exit code is 1.
+After every kill each directory checkpoints/step-* must be valid. At the end metrics.jsonl must be
+equal to that of the uninterrupted run in every number, except perf/ and memory/. So must best.json,
+and every byte of the final model and of the ranks' files in checkpoints. Any difference is printed,
+and the exit code is 1.
 
-With --flips, single bits are flipped in the newest checkpoint of the uninterrupted run, in every kind of file. Each
-must be found, the file must be named, and the previous checkpoint must be used.
+With --flips, single bits are flipped in the newest checkpoint of the uninterrupted run, in every
+kind of file. Each must be found, the file must be named, and the previous checkpoint must be used.
 """
 
 import argparse
@@ -67,7 +70,9 @@ def write_inputs(folder: Path) -> None:
         attention_dropout=0.2,
     )
     LlamaForCausalLM(config).save_pretrained(folder / "model")
-    vocabulary = {token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {
+        token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
@@ -80,14 +85,27 @@ def write_inputs(folder: Path) -> None:
 
 
 class Launch:
-    """torchrun with 2 ranks of the recipe, whose processes are known by a variable in their environment."""
+    """torchrun with 2 ranks of the recipe, whose processes are known by a variable in their
+    environment."""
 
     def __init__(self, inputs: Path, run: Path, method: str) -> None:
         self.mark = f"CRASH_LAUNCH={uuid.uuid4().hex}"
         name, _, value = self.mark.partition("=")
-        known = {"PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        known["PYTHONHASHSEED"] = "0"  # peft writes sets into adapter_config.json, in whatever order they have
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        known = {
+            "PYTHONPATH": str(REPOSITORY / "src"),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        # peft writes sets into adapter_config.json, in whatever order they have
+        known["PYTHONHASHSEED"] = "0"
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            "2",
+        ]
         command += [str(REPOSITORY / "recipes" / "finetuning.py"), *FLAGS, *METHODS[method]]
         command += ["--model_name", str(inputs / "model"), "--dataset", str(inputs / "rows.jsonl")]
         self.log = run.with_suffix(".log")
@@ -107,15 +125,20 @@ class Launch:
         for folder in Path("/proc").iterdir():
             if folder.name.isdigit():
                 try:
-                    variables = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+                    variables = (
+                        (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+                    )
                 except OSError:
                     continue  # it has ended, or is another user's
                 if self.mark in variables:
-                    found[int(folder.name)] = next((v[5:] for v in variables if v.startswith("RANK=")), "")
+                    found[int(folder.name)] = next(
+                        (v[5:] for v in variables if v.startswith("RANK=")), ""
+                    )
         return found
 
     def kill_all(self, order: random.Random) -> None:
-        """SIGKILL to torchrun and ranks, until none is left: torchrun may be about to start some."""
+        """SIGKILL to torchrun and ranks, until none is left: torchrun may be about to start
+        some."""
         while alive := list(self.processes()):
             order.shuffle(alive)
             for process in alive:
@@ -123,8 +146,8 @@ class Launch:
         self.process.wait()
 
     def kill_rank(self, rank: str) -> float | None:
-        """SIGKILL to one rank. Returns the seconds after which all the others had ended; None: there is no such rank
-        at the moment, or it has ended by itself."""
+        """SIGKILL to one rank. Returns the seconds after which all the others had ended; None:
+        there is no such rank at the moment, or it has ended by itself."""
         found = [process for process, its in self.processes().items() if its == rank]
         if not found or self.process.poll() is not None:
             return None
@@ -153,7 +176,9 @@ def kill(process: int) -> None:
         pass
 
 
-def reaches(launch: Launch, moment: str, run: Path, startup_seconds: float, chance: random.Random) -> bool:
+def reaches(
+    launch: Launch, moment: str, run: Path, startup_seconds: float, chance: random.Random
+) -> bool:
     """Wait for a random moment of that kind; False if the launch ended before."""
     folder, delay = run / "checkpoints", chance.random()
     if moment == "loading":
@@ -217,9 +242,16 @@ def differences(run: Path, reference: Path) -> list[str]:
     for folder in complete_checkpoints(reference):
         files |= {f"checkpoints/{folder.name}/{file.name}" for file in folder.glob("shard-*")}
     for file in sorted(files):
-        contents = [(path / file).read_bytes() if (path / file).exists() else None for path in (run, reference)]
+        contents = [
+            (path / file).read_bytes() if (path / file).exists() else None
+            for path in (run, reference)
+        ]
         if contents[0] != contents[1]:
-            found.append(f"{file} differs" if None not in contents else f"{file}: only one of the runs has it")
+            found.append(
+                f"{file} differs"
+                if None not in contents
+                else f"{file}: only one of the runs has it"
+            )
     left = [path.name for path in (run / "checkpoints").glob(".*")]
     return found + [f"checkpoints/{name} was left" for name in left]
 
@@ -231,7 +263,9 @@ def relative_files(folder: Path, parent: Path) -> Iterator[str]:
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Its lines, without what differs between any two runs."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not key.startswith(TIMINGS)} for line in lines]
+    return [
+        {key: value for key, value in line.items() if not key.startswith(TIMINGS)} for line in lines
+    ]
 
 
 def unfinished(run: Path) -> set[tuple[str, int]]:
@@ -241,13 +275,20 @@ def unfinished(run: Path) -> set[tuple[str, int]]:
 
 def unsound(run: Path) -> list[str]:
     """Complaints about checkpoints that have the name of a complete one."""
-    return [f"{folder.name}: {line}" for folder in complete_checkpoints(run) for line in checkpoint_errors(folder)]
+    return [
+        f"{folder.name}: {line}"
+        for folder in complete_checkpoints(run)
+        for line in checkpoint_errors(folder)
+    ]
 
 
 def flip_bits(run: Path, flips: int, chance: random.Random) -> list[str]:
     """Flip bits in a run's newest checkpoint, one at a time; returns those that are missed."""
     newest, before, *_ = complete_checkpoints(run)
-    kinds = [sorted(newest.glob(pattern)) for pattern in ("*.safetensors", "trainer.json", "checksums.txt")]
+    kinds = [
+        sorted(newest.glob(pattern))
+        for pattern in ("*.safetensors", "trainer.json", "checksums.txt")
+    ]
     missed = []
     for number in range(flips):
         file = chance.choice(kinds[number % len(kinds)])
@@ -256,8 +297,13 @@ def flip_bits(run: Path, flips: int, chance: random.Random) -> list[str]:
         if number % 2 and file.suffix == ".safetensors":
             place = chance.randrange(8 + int.from_bytes(valid[:8], "little"))  # in its header
         file.write_bytes(valid[:place] + bytes([valid[place] ^ 1 << bit]) + valid[place + 1 :])
-        if not any(file.name in line for line in checkpoint_errors(newest)) or find_valid(run).folder != before:
-            missed.append(f"bit {bit} of byte {place} of {file} was flipped, and that was not found")
+        if (
+            not any(file.name in line for line in checkpoint_errors(newest))
+            or find_valid(run).folder != before
+        ):
+            missed.append(
+                f"bit {bit} of byte {place} of {file} was flipped, and that was not found"
+            )
         file.write_bytes(valid)
     return missed + checkpoint_errors(newest)
 
@@ -274,7 +320,8 @@ def reference_run(inputs: Path, method: str) -> tuple[Path, float]:
 
 
 class Crashes:
-    """Runs that are killed until there were enough kills; `counts` and `longest_end` are for the report."""
+    """Runs that are killed until there were enough kills; `counts` and `longest_end` are for the
+    report."""
 
     def __init__(self, inputs: Path, kills: int, seed: int) -> None:
         self.inputs, self.wanted, self.chance = inputs, kills, random.Random(seed)
@@ -286,7 +333,9 @@ class Crashes:
             before = unfinished(run)
             launch = Launch(self.inputs, run, method)
             moment = self.chance.choices(list(MOMENTS), list(MOMENTS.values()))[0]
-            if self.kills < self.wanted and reaches(launch, moment, run, startup_seconds, self.chance):
+            if self.kills < self.wanted and reaches(
+                launch, moment, run, startup_seconds, self.chance
+            ):
                 who = self.kill(launch)
             else:
                 who = ""
@@ -320,7 +369,9 @@ class Crashes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--flips", type=int, default=0, help="bits to flip, for each method")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
@@ -348,7 +399,9 @@ def main() -> None:
         print(f"run {runs} ({method}) is identical to the uninterrupted one", flush=True)
     shutil.rmtree(inputs)
     counts = ", ".join(f"{name} {count}" for name, count in sorted(crashes.counts.items()))
-    print(f"{crashes.kills} kills in {runs} runs ({counts}): every run identical to the uninterrupted one.")
+    print(
+        f"{crashes.kills} kills in {runs} runs ({counts}): every run identical to the uninterrupted one."
+    )
     print(f"After the kill of one rank the job had ended within {crashes.longest_end:.1f} s.")
 
 

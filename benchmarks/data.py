@@ -1,12 +1,14 @@
-"""Measure the cost of data: tokenization, the fill of packed sequences, packing against padding, waiting for batches.
+"""Measure the cost of data: tokenization, the fill of packed sequences, packing against padding,
+waiting for batches.
 
     python benchmarks/data.py
     python benchmarks/data.py --rows 1000000     # also that many short samples from another file
 
-It uses the embedded demo's samples and model, on one process. `packing` and `padding` are measured in alternating steps
-with the same number of samples per step and tokens per micro-batch. Their ratio is that of loss tokens per second, so
-padding and masks count as waste. `dense mask` is Transformers' own way to compute packed sequences. Peak memory is the
-anonymous memory of this process and of those that tokenize, minus the memory at the start; shared pages count once
+It uses the embedded demo's samples and model, on one process. `packing` and `padding` are measured
+in alternating steps with the same number of samples per step and tokens per micro-batch. Their
+ratio is that of loss tokens per second, so padding and masks count as waste. `dense mask` is
+Transformers' own way to compute packed sequences. Peak memory is the anonymous memory of this
+process and of those that tokenize, minus the memory at the start; shared pages count once
 (Pss_Anon).
 """
 
@@ -45,7 +47,8 @@ WORDS = "shard rank gather token weight adapter scale mesh row block mask pack e
 
 
 class Peak:
-    """Samples the anonymous memory of this process and its children; `bytes` is the most above the beginning."""
+    """Samples the anonymous memory of this process and its children; `bytes` is the most above the
+    beginning."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -81,22 +84,31 @@ class Peak:
         return 0
 
 
-def tokenize(config: DataConfig, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[data.TokenizedData, float]:
+def tokenize(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, length: int
+) -> tuple[data.TokenizedData, float]:
     """Tokenize with an empty cache; seconds of it."""
     with tempfile.TemporaryDirectory() as folder:
         os.symlink(data.build_demo(data.cache_dir()).model_dir.parent, Path(folder) / "demo")
         started = time.perf_counter()
-        rows = data.prepare(config, tokenizer, context_length=length, cache=Path(folder), want_validation=False)
+        rows = data.prepare(
+            config, tokenizer, context_length=length, cache=Path(folder), want_validation=False
+        )
         seconds = time.perf_counter() - started
         processes = config.tokenize_processes or cores()
         train, name = rows.report.train, "demo" if config.dataset == "demo" else "generated"
         counts = f"{train.rows:,} | {train.tokens:,} | {processes} | {seconds:.1f} s"
-        print(f"| {name} | {counts} | {train.rows / seconds:,.0f} | {train.tokens / seconds:,.0f} |", end="")
+        print(
+            f"| {name} | {counts} | {train.rows / seconds:,.0f} | {train.tokens / seconds:,.0f} |",
+            end="",
+        )
         return rows, seconds
 
 
 def packs_table(lengths: numpy.ndarray) -> None:
-    print("\n| tokens a pack | rows | packs | full, the last pack aside | least number (tokens / pack) | seconds |")
+    print(
+        "\n| tokens a pack | rows | packs | full, the last pack aside | least number (tokens / pack) | seconds |"
+    )
     print("|---|---|---|---|---|---|")
     for pack_length in CAPACITIES:
         short = numpy.minimum(lengths, pack_length)
@@ -105,28 +117,38 @@ def packs_table(lengths: numpy.ndarray) -> None:
         seconds = time.perf_counter() - started
         full = numpy.sort(tokens)[1:].mean() / pack_length
         least = -(-int(short.sum()) // pack_length)
-        print(f"| {pack_length} | {len(short):,} | {len(packs):,} | {full:.2%} | {least:,} | {seconds:.2f} |")
+        print(
+            f"| {pack_length} | {len(short):,} | {len(packs):,} | {full:.2%} | {least:,} | {seconds:.2f} |"
+        )
 
 
 def build(folder: Path, job: Runtime, packed: bool) -> PreTrainedModel:
     """The demo's model on a mesh of one, as recipes/finetuning.py makes it."""
     precision = runtime.PRECISIONS["fp32"]
-    model = models.build_on_meta(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
+    model = models.build_on_meta(
+        models.load_model_config(folder, False), ModelConfig(model_name=str(folder))
+    )
     if packed:
         models.use_packed_attention(model)
     models.set_storage_dtypes(model, precision)
     models.apply_fsdp(model, job.mesh, FSDPConfig(), precision)
     group = models.ShardGroup(job.mesh)
-    models.load_weights(model, folder, group, job.device, job.storage_device, False, None, None, 0, precision.frozen)
+    models.load_weights(
+        model, folder, group, job.device, job.storage_device, False, None, None, 0, precision.frozen
+    )
     return model
 
 
 def dense(model: PreTrainedModel, batch: Batch, device: torch.device) -> torch.Tensor:
     """The loss of a pack as transformers computes it from positions alone."""
     positions = torch.cat([torch.arange(length) for length in batch.row_lengths])[None]
-    logits = model(input_ids=batch.input_ids.to(device), position_ids=positions.to(device), use_cache=False).logits
+    logits = model(
+        input_ids=batch.input_ids.to(device), position_ids=positions.to(device), use_cache=False
+    ).logits
     targets = batch.labels[:, 1:].flatten().to(device)
-    return torch.nn.functional.cross_entropy(logits[0, :-1].float(), targets, ignore_index=-100, reduction="sum")
+    return torch.nn.functional.cross_entropy(
+        logits[0, :-1].float(), targets, ignore_index=-100, reduction="sum"
+    )
 
 
 def speed(rows: data.TokenizedData, folder: Path, job: Runtime, turns: int) -> None:
@@ -158,7 +180,9 @@ def speed(rows: data.TokenizedData, folder: Path, job: Runtime, turns: int) -> N
                     (dense(model, todo.batches[0], job.device) / todo.target_tokens).backward()
                 else:
                     objective = training.SupervisedFineTuning()
-                    training.accumulate_gradients(model, objective, todo.batches, todo.target_tokens, False, job)
+                    training.accumulate_gradients(
+                        model, objective, todo.batches, todo.target_tokens, False, job
+                    )
                 model.zero_grad()
                 if job.device.type == "cuda":
                     torch.cuda.synchronize()
@@ -168,11 +192,17 @@ def speed(rows: data.TokenizedData, folder: Path, job: Runtime, turns: int) -> N
                 rates[way].append(todo.target_tokens / seconds)
                 waited[way] += ahead[way].waited_seconds
                 stepped[way] += seconds
-    print(f"\n| {MICRO_BATCH_TOKENS} tokens a micro-batch | target tokens/s | packing is faster by | waited for data |")
+    print(
+        f"\n| {MICRO_BATCH_TOKENS} tokens a micro-batch | target tokens/s | packing is faster by | waited for data |"
+    )
     print("|---|---|---|---|")
     for way, rate in rates.items():
-        ratio = statistics.median(ours / theirs for ours, theirs in zip(rates["packing"], rate, strict=True))
-        print(f"| {way} | {statistics.median(rate):,.0f} | {ratio:.2f} x | {waited[way] / stepped[way]:.2%} |")
+        ratio = statistics.median(
+            ours / theirs for ours, theirs in zip(rates["packing"], rate, strict=True)
+        )
+        print(
+            f"| {way} | {statistics.median(rate):,.0f} | {ratio:.2f} x | {waited[way] / stepped[way]:.2%} |"
+        )
 
 
 def generated(file: Path, count: int) -> Path:
@@ -188,14 +218,22 @@ def generated(file: Path, count: int) -> Path:
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=0, help="tokenize and pack so many generated rows too")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rows", type=int, default=0, help="tokenize and pack so many generated rows too"
+    )
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
     asked = parser.parse_args()
     demo = data.build_demo(data.cache_dir())
     tokenizer = AutoTokenizer.from_pretrained(demo.model_dir)
-    print("| rows of | rows | tokens | processes | seconds | rows/s | tokens/s | peak memory |\n" + "|---" * 8 + "|")
+    print(
+        "| rows of | rows | tokens | processes | seconds | rows/s | tokens/s | peak memory |\n"
+        + "|---" * 8
+        + "|"
+    )
     with Peak() as peak:
         rows, _ = tokenize(DataConfig(dataset="demo"), tokenizer, MICRO_BATCH_TOKENS)
     print(f" {peak.bytes / GIB:.2f} GiB |")

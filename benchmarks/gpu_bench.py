@@ -21,13 +21,37 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 RECIPES = REPOSITORY / "recipes"
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero"}
-ON_HOST = ("batches.py", "objective.py", "packed_attention.py")  # look at tensors of the host, on a GPU too
-TINY = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+WAITING = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "_unique2",
+    "equal",
+    "is_nonzero",
+}
+# look at tensors of the host, on a GPU too
+ON_HOST = ("batches.py", "objective.py", "packed_attention.py")
+TINY = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
 TINY |= {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512}
-EIGHT_B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+EIGHT_B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
 EIGHT_B |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "rope_theta": 500000.0}
-THREE_B = EIGHT_B | {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24}
+THREE_B = EIGHT_B | {
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 24,
+}
 SHALLOW = EIGHT_B | {"num_hidden_layers": 4}  # layers as wide as 8B's, in files of 4 GB
 NO_TIME = "left out: too little time"
 LORA = ["--use_peft", "--target_modules", "all-linear", "--lora_dropout", "0"]
@@ -44,22 +68,30 @@ class Row(NamedTuple):
 
 
 class CountWaits(TorchDispatchMode):
-    """Counts operators that make the host wait for the device; on the CPU they are cheap and show all the same."""
+    """Counts operators that make the host wait for the device; on the CPU they are cheap and show
+    all the same."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []  # operator and line of the nearest frame outside torch
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = function._schema.name.split("::")[1]
         if name in WAITING:
-            frames = [frame for frame in traceback.extract_stack()[:-1] if "/torch/" not in frame.filename]
-            self.found.append(f"{name} at line {frames[-1].lineno} of {Path(frames[-1].filename).name}")
+            frames = [
+                frame for frame in traceback.extract_stack()[:-1] if "/torch/" not in frame.filename
+            ]
+            self.found.append(
+                f"{name} at line {frames[-1].lineno} of {Path(frames[-1].filename).name}"
+            )
         return function(*args, **(kwargs or {}))
 
 
 def make_model(folder: Path, shape: dict[str, Any]) -> Path:
-    """Write a Llama with random bf16 weights, one file per layer, and a tokenizer of single characters."""
+    """Write a Llama with random bf16 weights, one file per layer, and a tokenizer of single
+    characters."""
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -67,7 +99,9 @@ def make_model(folder: Path, shape: dict[str, Any]) -> Path:
     if (folder / "config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    config = LlamaConfig(**shape, tie_word_embeddings=False, max_position_embeddings=8192, dtype="bfloat16")
+    config = LlamaConfig(
+        **shape, tie_word_embeddings=False, max_position_embeddings=8192, dtype="bfloat16"
+    )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     files: dict[str, list[tuple[str, torch.Size]]] = {}
@@ -77,11 +111,16 @@ def make_model(folder: Path, shape: dict[str, Any]) -> Path:
     torch.manual_seed(0)
     with torch.device(DEVICE):
         for file, shapes in files.items():  # a layer at a time
-            values = {name: torch.ones(it) if len(it) == 1 else torch.randn(it).mul_(0.02) for name, it in shapes}
+            values = {
+                name: torch.ones(it) if len(it) == 1 else torch.randn(it).mul_(0.02)
+                for name, it in shapes
+            }
             tensors = {name: value.to(torch.bfloat16).cpu() for name, value in values.items()}
             save_file(tensors, folder / file, metadata={"format": "pt"})
     where = {name: file for file, shapes in files.items() for name, _ in shapes}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": where})
+    )
     vocabulary = {"<s>": 0, "</s>": 1, "<pad>": 2, **{chr(33 + n): 3 + n for n in range(200)}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -107,7 +146,8 @@ class Bench:
 
     def __init__(self, output: Path, seconds: float) -> None:
         self.output, self._until = output, time.monotonic() + seconds
-        self.seconds: dict[str, list[float]] = {}  # by case: when its steps, or answers, began, and the last one's end
+        # by case: when its steps, or answers, began, and the last one's end
+        self.seconds: dict[str, list[float]] = {}
         output.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -117,26 +157,44 @@ class Bench:
     def tiny(self) -> list[str]:
         """Flags of a tiny model and samples of uneven length."""
         model = make_model(self.output / "tiny", TINY)
-        samples = make_samples(self.output / "samples.jsonl", [20 + 37 * n % 200 for n in range(64)])
+        samples = make_samples(
+            self.output / "samples.jsonl", [20 + 37 * n % 200 for n in range(64)]
+        )
         common = "--lr 1e-3 --no_plan --context_length 256 --batch_size_training 2 --save_model false --overwrite"
         return ["--model_name", str(model), "--dataset", str(samples), *common.split()]
 
     def run(
-        self, cases: dict[str, list[str]], recipe: str = "finetuning", toggle: str = "", needs: float = 10.0
+        self,
+        cases: dict[str, list[str]],
+        recipe: str = "finetuning",
+        toggle: str = "",
+        needs: float = 10.0,
     ) -> dict[str, str]:
-        """Run a recipe with the flags of each case, as many as possible in one process, while there are as many seconds
-        as one `needs`; return the end of what the failed ones have printed. `toggle`: a key of TOGGLES."""
+        """Run a recipe with the flags of each case, as many as possible in one process, while there
+        are as many seconds as one `needs`; return the end of what the failed ones have printed.
+        `toggle`: a key of TOGGLES."""
         failed: dict[str, str] = {}
         left, file, done = dict(cases), self.output / "cases.json", self.output / "done.jsonl"
         while left and self.seconds_left > needs:
-            file.write_text(json.dumps({str(self.output / name): flags for name, flags in left.items()}))
+            file.write_text(
+                json.dumps({str(self.output / name): flags for name, flags in left.items()})
+            )
             done.write_text("")
-            command = [sys.executable, str(RECIPES.parent / "benchmarks" / "gpu_check.py"), "--child", str(file)]
+            command = [
+                sys.executable,
+                str(RECIPES.parent / "benchmarks" / "gpu_check.py"),
+                "--child",
+                str(file),
+            ]
             command += ["--recipe", recipe, "--toggle", toggle]
             torch.cuda.empty_cache()  # of what this process has made on the GPU
             try:
-                child = subprocess.run(command, capture_output=True, text=True, timeout=self.seconds_left)
-                said = child.stderr.strip() or child.stdout.strip() or f"exit code {child.returncode}"
+                child = subprocess.run(
+                    command, capture_output=True, text=True, timeout=self.seconds_left
+                )
+                said = (
+                    child.stderr.strip() or child.stdout.strip() or f"exit code {child.returncode}"
+                )
             except subprocess.TimeoutExpired:
                 said = NO_TIME
             for line in done.read_text().splitlines():
@@ -151,7 +209,10 @@ class Bench:
 
     def steps(self, name: str) -> list[dict[str, Any]]:
         """Lines of a run's metrics.jsonl that are steps."""
-        lines = [json.loads(line) for line in (self.output / name / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (self.output / name / "metrics.jsonl").read_text().splitlines()
+        ]
         return [line for line in lines if "train/loss" in line]
 
 
@@ -161,7 +222,8 @@ def last_line(text: str) -> str:
 
 
 def run_child(cases: Path, recipe: str, toggle: str) -> None:
-    """Run a recipe once per list of flags, and note the seconds of its steps, or answers, in done.jsonl."""
+    """Run a recipe once per list of flags, and note the seconds of its steps, or answers, in
+    done.jsonl."""
     from llama_ft import training
     from llama_ft.config.parse import as_keywords
     from llama_ft.inference.flags import read_inference_flags

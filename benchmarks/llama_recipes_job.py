@@ -1,5 +1,6 @@
-"""One run of llama-recipes' (now llama-cookbook's) finetuning.py, started by torchrun for benchmarks/throughput.py, in
-its own environment. It uses FSDP1 and keeps all weights and optimizer states in bf16. It trains on GPUs only."""
+"""One run of llama-recipes' (now llama-cookbook's) finetuning.py, started by torchrun for
+benchmarks/throughput.py, in its own environment. It uses FSDP1 and keeps all weights and optimizer
+states in bf16. It trains on GPUs only."""
 
 import json
 import os
@@ -70,7 +71,11 @@ def main(job: dict[str, Any]) -> None:
         ends.append(time.time())
 
     def seen(module: Any, given: Any, output: Any) -> None:
-        if module.training and getattr(output, "loss", None) is not None and hasattr(module, "lm_head"):
+        if (
+            module.training
+            and getattr(output, "loss", None) is not None
+            and hasattr(module, "lm_head")
+        ):
             losses.append(float(output.loss.detach()))
 
     register_optimizer_step_post_hook(step_done)

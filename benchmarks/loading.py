@@ -1,18 +1,19 @@
-"""Measure how long loading a model takes and how much memory it needs, compared with Transformers and accelerate.
+"""Measure how long loading a model takes and how much memory it needs, compared with Transformers
+and accelerate.
 
     python benchmarks/loading.py
 
-The table has a row per number of ranks, way of loading, and target. Each is measured alternately with one process that
-calls `from_pretrained(dtype=bfloat16)` and then clones every parameter (the call alone only maps the files). `x` is the
-median of the ratios to it. `peak` is a rank's highest memory minus its memory after imports and the start of the
-process group: anonymous host memory (RssAnon in /proc/<pid>/status), or device memory on CUDA, in separate rows. The
-bound is
+The table has a row per number of ranks, way of loading, and target. Each is measured alternately
+with one process that calls `from_pretrained(dtype=bfloat16)` and then clones every parameter (the
+call alone only maps the files). `x` is the median of the ratios to it. `peak` is a rank's highest
+memory minus its memory after imports and the start of the process group: anonymous host memory
+(RssAnon in /proc/<pid>/status), or device memory on CUDA, in separate rows. The bound is
 
     own shards + 1.5 x the largest tensor in its target dtype + 64 MiB     rank 0 of scatter
     own shards + 1.0 x the largest tensor's slice             + 64 MiB     every other rank
 
-On CUDA the shards do not count in host memory. Weights are in the page cache. `verdict` compares with these bounds, and
-for slices and scatter in bf16 with 1.2 and 2 times the baseline.
+On CUDA the shards do not count in host memory. Weights are in the page cache. `verdict` compares
+with these bounds, and for slices and scatter in bf16 with 1.2 and 2 times the baseline.
 """
 
 import argparse
@@ -70,8 +71,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What one rank says after loading; sizes in bytes. `largest` is the largest tensor, whole, in its target dtype,
-    and `slice` this rank's part of it."""
+    """What one rank says after loading; sizes in bytes. `largest` is the largest tensor, whole, in
+    its target dtype, and `slice` this rank's part of it."""
 
     seconds: float
     shards: int
@@ -82,7 +83,8 @@ class Loaded:
 
 @dataclass
 class Result:
-    """Seconds of every turn, and the turn with the highest peak in host and device memory, per rank."""
+    """Seconds of every turn, and the turn with the highest peak in host and device memory, per
+    rank."""
 
     seconds: list[float] = field(default_factory=list)
     ranks: list[Loaded] = field(default_factory=list)
@@ -94,7 +96,9 @@ def load(folder: Path, case: Case, job: Runtime) -> PreTrainedModel:
     """Skeleton, shards, weights: the steps of build_model in recipes/finetuning.py."""
     precision_name, peft, settings = TARGETS[case.target]
     precision = runtime.PRECISIONS[precision_name]
-    model = models.build_on_meta(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
+    model = models.build_on_meta(
+        models.load_model_config(folder, False), ModelConfig(model_name=str(folder))
+    )
     if quantization := models.choose_quantization(settings, model.config, peft.use_peft):
         models.quantize_linears(model, quantization)
     adapter = models.inject_lora(model, peft, str(folder)) if peft.use_peft else None
@@ -102,19 +106,32 @@ def load(folder: Path, case: Case, job: Runtime) -> PreTrainedModel:
     models.apply_fsdp(model, job.mesh, FSDPConfig(enable_fsdp=True), precision)
     group, scatter = models.ShardGroup(job.mesh), case.way == "scatter"
     models.load_weights(
-        model, folder, group, job.device, job.storage_device, scatter, adapter, peft, 0, precision.frozen
+        model,
+        folder,
+        group,
+        job.device,
+        job.storage_device,
+        scatter,
+        adapter,
+        peft,
+        0,
+        precision.frozen,
     )
     return model
 
 
 def load_with_accelerate(folder: Path, case: Case, job: Runtime) -> PreTrainedModel:
-    """cpu_ram_efficient_loading: rank 0 loads the model, the others are to have it on the meta device, and
-    fsdp2_prepare_model, which Accelerator.prepare calls, shards it and sends it out."""
+    """cpu_ram_efficient_loading: rank 0 loads the model, the others are to have it on the meta
+    device, and fsdp2_prepare_model, which Accelerator.prepare calls, shards it and sends it out."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin  # type: ignore[import-untyped]
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model  # type: ignore[import-untyped]
 
     warnings.simplefilter("ignore")  # about OMP_NUM_THREADS
-    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+    os.environ |= {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    }
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, cpu_ram_efficient_loading=True, auto_wrap_policy="transformer_based_wrap"
     )
@@ -142,8 +159,11 @@ WAYS: dict[str, Callable[[Path, Case, Runtime], PreTrainedModel]] = {
 BASELINE = Case(1, "from_pretrained", "bf16")
 
 
-def worker(rank: int, case: Case, folder: Path, device: Device, port: int, pipe: Connection) -> None:
-    """One rank, in a process of its own: says that it is ready, loads when told to, says how it went."""
+def worker(
+    rank: int, case: Case, folder: Path, device: Device, port: int, pipe: Connection
+) -> None:
+    """One rank, in a process of its own: says that it is ready, loads when told to, says how it
+    went."""
     os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
     os.environ |= {name: str(case.ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -169,7 +189,11 @@ def worker(rank: int, case: Case, folder: Path, device: Device, port: int, pipe:
 def preload() -> None:
     """Have ranks forked from a server that has imported the libraries: 0.2 s each instead of 8."""
     os.environ["PYTHONPATH"] = SOURCES
-    libraries = ["transformers.models.llama.modeling_llama", "llama_ft.models", "accelerate.utils.fsdp_utils"]
+    libraries = [
+        "transformers.models.llama.modeling_llama",
+        "llama_ft.models",
+        "accelerate.utils.fsdp_utils",
+    ]
     multiprocessing.get_context("forkserver").set_forkserver_preload(libraries)
 
 
@@ -181,7 +205,9 @@ def measure(case: Case, folder: Path, device: Device, result: Result) -> None:
     pipes, processes = [], []
     for rank in range(case.ranks):
         ours, theirs = context.Pipe()
-        process = context.Process(target=worker, args=(rank, case, folder, device, port, theirs), daemon=True)
+        process = context.Process(
+            target=worker, args=(rank, case, folder, device, port, theirs), daemon=True
+        )
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -194,7 +220,10 @@ def measure(case: Case, folder: Path, device: Device, result: Result) -> None:
         pipe.send("go")
     waiting = list(pipes)
     while waiting:
-        peaks = [max(peak, anonymous_bytes(process.pid)) for peak, process in zip(peaks, processes, strict=True)]
+        peaks = [
+            max(peak, anonymous_bytes(process.pid))
+            for peak, process in zip(peaks, processes, strict=True)
+        ]
         ready = wait(waiting, timeout=SAMPLE_SECONDS)
         waiting = [pipe for pipe in waiting if pipe not in ready]
     ranks: list[Loaded] = [pipe.recv() for pipe in pipes]
@@ -207,12 +236,16 @@ def measure(case: Case, folder: Path, device: Device, result: Result) -> None:
     host = [peak - level for peak, level in zip(peaks, levels, strict=True)]
     on_device = [rank.device_peak for rank in ranks if rank.device_peak is not None]
     result.host_peaks = [max(pair) for pair in zip(host, result.host_peaks or host, strict=True)]
-    result.device_peaks = [max(pair) for pair in zip(on_device, result.device_peaks or on_device, strict=True)]
+    result.device_peaks = [
+        max(pair) for pair in zip(on_device, result.device_peaks or on_device, strict=True)
+    ]
 
 
 def anonymous_bytes(pid: int | None) -> int:
     """Resident memory of a process that no file stands behind."""
-    found = re.search(r"^RssAnon:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    found = re.search(
+        r"^RssAnon:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
+    )
     return int(found.group(1)) * 1024 if found else 0
 
 
@@ -228,7 +261,8 @@ def bounds(case: Case, ranks: list[Loaded], shards_count: bool) -> list[int]:
 
 @contextlib.contextmanager
 def model_folder(given: str | None, millions: int) -> Iterator[Path]:
-    """The folder asked for, or a random Llama in bf16 of about so many million weights, removed at the end."""
+    """The folder asked for, or a random Llama in bf16 of about so many million weights, removed at
+    the end."""
     if given:
         yield Path(given)
         return
@@ -250,38 +284,86 @@ def model_folder(given: str | None, millions: int) -> Iterator[Path]:
 
 def row(case: Case, result: Result, baseline: Result) -> list[tuple[str, ...]]:
     """The table's lines of one case: host memory and, on CUDA, device memory."""
-    ratio = statistics.median(own / base for own, base in zip(result.seconds, baseline.seconds, strict=True))
+    ratio = statistics.median(
+        own / base for own, base in zip(result.seconds, baseline.seconds, strict=True)
+    )
     ours = case.way in LIMITS
     on_time = case.target != "bf16" or not ours or ratio <= LIMITS[case.way]
     lines = []
     for kind, peaks in (("host", result.host_peaks), ("device", result.device_peaks)):
         if not peaks:
             continue
-        allowed = bounds(case, result.ranks, shards_count=kind == "device" or not result.device_peaks)
+        allowed = bounds(
+            case, result.ranks, shards_count=kind == "device" or not result.device_peaks
+        )
         within = all(peak <= bound for peak, bound in zip(peaks, allowed, strict=True))
-        verdict = "" if case == BASELINE else "pass" if within and on_time else "too slow" if within else "over"
+        verdict = (
+            ""
+            if case == BASELINE
+            else "pass"
+            if within and on_time
+            else "too slow"
+            if within
+            else "over"
+        )
         seconds = f"{statistics.median(result.seconds):.2f}"
         shown = ["/".join(f"{size / MIB:,.0f}" for size in sizes) for sizes in (peaks, allowed)]
         shards = f"{result.ranks[0].shards / MIB:,.0f}"
-        lines.append((str(case.ranks), case.way, case.target, seconds, f"{ratio:.2f}", kind, shards, *shown, verdict))
+        lines.append(
+            (
+                str(case.ranks),
+                case.way,
+                case.target,
+                seconds,
+                f"{ratio:.2f}",
+                kind,
+                shards,
+                *shown,
+                verdict,
+            )
+        )
     return lines
 
 
 def print_table(lines: list[tuple[str, ...]]) -> None:
-    titles = ("ranks", "way", "target", "s", "x", "memory", "shards", "peak MiB of each rank", "bound", "verdict")
+    titles = (
+        "ranks",
+        "way",
+        "target",
+        "s",
+        "x",
+        "memory",
+        "shards",
+        "peak MiB of each rank",
+        "bound",
+        "verdict",
+    )
     widths = [max(len(line[column]) for line in [titles, *lines]) for column in range(len(titles))]
     for line in [titles, *lines]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="a model's folder instead of a random Llama")
-    parser.add_argument("--millions", type=int, default=550, help="weights of the random Llama, in millions")
-    parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks; more than there are GPUs are left out")
+    parser.add_argument(
+        "--millions", type=int, default=550, help="weights of the random Llama, in millions"
+    )
+    parser.add_argument(
+        "--ranks", default="1,2,4", help="numbers of ranks; more than there are GPUs are left out"
+    )
     parser.add_argument("--ways", default="slices,scatter,accelerate")
     parser.add_argument("--targets", default=",".join(TARGETS))
-    parser.add_argument("--device", choices=get_args(Device), default="auto", help="auto is CUDA where there is a GPU")
+    parser.add_argument(
+        "--device",
+        choices=get_args(Device),
+        default="auto",
+        help="auto is CUDA where there is a GPU",
+    )
     parser.add_argument("--turns", type=int, default=3, help="how often each row is measured")
     asked = parser.parse_args()
     if not importlib.util.find_spec("accelerate"):
@@ -303,9 +385,13 @@ def main() -> None:
         for turn in range(asked.turns):
             for case, result in results.items():
                 measure(case, folder, asked.device, result)
-                about = f"turn {turn + 1} of {asked.turns}: {case.ranks} x {case.way}, {case.target}"
+                about = (
+                    f"turn {turn + 1} of {asked.turns}: {case.ranks} x {case.way}, {case.target}"
+                )
                 print(f"{about}: {result.seconds[-1]:.2f} s", file=sys.stderr)
-    print_table([line for case, result in results.items() for line in row(case, result, results[BASELINE])])
+    print_table(
+        [line for case, result in results.items() for line in row(case, result, results[BASELINE])]
+    )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""Fine-tune a small random model of every decoder that the installed Transformers has, and compare with Transformers.
+"""Fine-tune a small random model of every decoder that the installed Transformers has, and compare
+with Transformers.
 
     python benchmarks/models.py --results models.jsonl                 # resumes: models in the file are not run again
-    python benchmarks/models.py --results models.jsonl --only "qwen3|lfm2" --columns full,packing --again
+    python benchmarks/models.py --results models.jsonl --only "qwen3|lfm2" --columns full,packing
+    --again
     python benchmarks/models.py --results models.jsonl --write         # writes docs/models.md from the file
 
-A model is made of its config class's defaults, with the small sizes of models.yaml. Each column is a run of a recipe in
-a process of its own, forked from one that has imported everything. The first loss (1e-5) and gradient norm (1e-4) are
-compared with those of plain Transformers and PEFT on the samples one by one; the logits of the result, after a step of
-SGD, with those of the plain model after the same step (1e-4). In 8 and 4 bits the plain model has weights that
-bitsandbytes has quantized and dequantized.
+A model is made of its config class's defaults, with the small sizes of models.yaml. Each column is
+a run of a recipe in a process of its own, forked from one that has imported everything. The first
+loss (1e-5) and gradient norm (1e-4) are compared with those of plain Transformers and PEFT on the
+samples one by one; the logits of the result, after a step of SGD, with those of the plain model
+after the same step (1e-4). In 8 and 4 bits the plain model has weights that bitsandbytes has
+quantized and dequantized.
 """
 
 import argparse
@@ -63,7 +66,10 @@ FLAGS = (
     "--no_plan --device cpu --precision fp32 --optimizer SGD --momentum 0 --weight_decay 0 --lr 0.01 --num_epochs 1 "
     "--max_train_step 1 --context_length 128 --sample_tokens 0 --save_steps 0 --dataset samples.jsonl"
 ).split()
-PADDED, PACKED = "--batching_strategy padding --batch_size_training".split(), "--batch_size_training 1".split()
+PADDED, PACKED = (
+    "--batching_strategy padding --batch_size_training".split(),
+    "--batch_size_training 1".split(),
+)
 LORA = "--use_peft --target_modules all-linear --peft.r 4 --lora_dropout 0".split()
 COLUMNS: dict[str, list[str]] = {  # those that do not say pack if `packing` is right, else they pad
     "full": [*PADDED, "4"],
@@ -82,21 +88,32 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
     """The config with small sizes, and of lists with a value per layer one layer of each kind."""
     known = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
     values = vars(config)
-    depth = next((values[name] for name in ("num_hidden_layers", "n_layer", "n_layers") if values.get(name)), None)
+    depth = next(
+        (values[name] for name in ("num_hidden_layers", "n_layer", "n_layers") if values.get(name)),
+        None,
+    )
     given: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, PretrainedConfig):
             given[name] = shrunk(value)
-        elif name not in known or (value is None and name not in SMALL_MODELS["needed"]) or isinstance(value, bool):
+        elif (
+            name not in known
+            or (value is None and name not in SMALL_MODELS["needed"])
+            or isinstance(value, bool)
+        ):
             continue
         elif isinstance(value, list | tuple) and value and len(value) == depth:
             kinds = list(dict.fromkeys(value))
-            kinds = [SMALL.get(name, it) if isinstance(it, int) and it > LAYERS else it for it in kinds]
+            kinds = [
+                SMALL.get(name, it) if isinstance(it, int) and it > LAYERS else it for it in kinds
+            ]
             given[name] = [kinds[number % len(kinds)] for number in range(LAYERS)]
         elif "drop" in name or "jitter" in name:
             given[name] = type(value)(0)
         elif name in SMALL and value not in (0, -1):
-            given[name] = [SMALL[name]] * len(value) if isinstance(value, list | tuple) else SMALL[name]
+            given[name] = (
+                [SMALL[name]] * len(value) if isinstance(value, list | tuple) else SMALL[name]
+            )
     heads = values.get("num_attention_heads")
     if "num_key_value_heads" in given and values["num_key_value_heads"] == heads:
         given["num_key_value_heads"] = LAYERS
@@ -105,11 +122,14 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
     special = {"pad_token_id": 2, "bos_token_id": 0, "eos_token_id": 1}
     for pattern, settings in SMALL_MODELS["special"].items():
         special |= settings if re.fullmatch(pattern, config.model_type) else {}
-    return type(config)(**given | {name: value for name, value in special.items() if name in values})
+    return type(config)(
+        **given | {name: value for name, value in special.items() if name in values}
+    )
 
 
 def build(work: Path, model_type: str) -> dict[str, Any]:
-    """Write the model into work/model, and see that plain Transformers trains it as a causal decoder here."""
+    """Write the model into work/model, and see that plain Transformers trains it as a causal
+    decoder here."""
     torch.manual_seed(0)
     config = shrunk(CONFIG_MAPPING[model_type]())
     kind = getattr(transformers, MULTIMODAL.get(model_type) or DECODERS[model_type])
@@ -119,8 +139,10 @@ def build(work: Path, model_type: str) -> dict[str, Any]:
             buffer.uniform_(-0.5, 0.5)  # DeepSeek's correction of routing, which begins as zeros
     for module in model.modules():
         if getattr(module, "scaling", None) == 1 and hasattr(module, "q_norm"):
-            # Gemma 4's attention has no scale but this weight's. With ones the softmax over random scores is all but a
-            # maximum: rounding of 1e-7 became 0.1 in the logits after a step, in Transformers itself.
+            # Gemma 4's attention has no scale but this weight's. With ones the softmax over random
+            # scores is all but a
+            # maximum: rounding of 1e-7 became 0.1 in the logits after a step, in Transformers
+            # itself.
             weight = module.q_norm.weight.data
             weight.fill_(len(weight) ** -0.5)
     model.save_pretrained(work / "model", max_shard_size="200KB")
@@ -130,14 +152,20 @@ def build(work: Path, model_type: str) -> dict[str, Any]:
     padded = padded_loss(model)
     with torch.no_grad():
         logits = model.eval()(input_ids=rows[0], use_cache=False).logits
-        changed = model(input_ids=torch.cat([rows[0][:, :-1], rows[0][:, -1:] - 1], 1), use_cache=False).logits
+        changed = model(
+            input_ids=torch.cat([rows[0][:, :-1], rows[0][:, -1:] - 1], 1), use_cache=False
+        ).logits
     if logits.shape[:2] != rows[0].shape:
         raise ValueError(f"its logits are {list(logits.shape)}: not a decoder of text")
     if not torch.allclose(logits[:, :-1], changed[:, :-1], atol=1e-5):
         raise ValueError("tokens see the tokens behind them: not a causal decoder")
     if not math.isfinite(loss):
         raise ValueError("its loss is not finite")
-    return {"class": type(model).__name__, "parameters": model.num_parameters(), "padded": abs(padded / loss - 1)}
+    return {
+        "class": type(model).__name__,
+        "parameters": model.num_parameters(),
+        "padded": abs(padded / loss - 1),
+    }
 
 
 def samples() -> list[list[int]]:
@@ -147,17 +175,22 @@ def samples() -> list[list[int]]:
 
 
 def plain(folder: Path, adapter: Path | None = None, mode: str = "") -> Any:
-    """The model in plain Transformers, with weights as bitsandbytes rounds them, and an adapter in plain PEFT."""
+    """The model in plain Transformers, with weights as bitsandbytes rounds them, and an adapter in
+    plain PEFT."""
     from peft import PeftModel
 
-    kind = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
+    kind = getattr(
+        transformers, json.loads((folder / "config.json").read_text())["architectures"][0]
+    )
     model = kind.from_pretrained(folder, dtype=torch.float32)
     if mode:
         for name in quantized_names(folder, mode):
             weight = model.get_parameter(name).data
             flat = weight.flatten(0, -2)
             if mode == "4bit":
-                rounded = bnb.dequantize_4bit(*bnb.quantize_4bit(flat, blocksize=64, quant_type="nf4"))
+                rounded = bnb.dequantize_4bit(
+                    *bnb.quantize_4bit(flat, blocksize=64, quant_type="nf4")
+                )
             else:
                 whole, scale, _ = bnb.int8_vectorwise_quant(flat.half())
                 rounded = whole.float() * (scale.unsqueeze(1) / 127)
@@ -167,7 +200,9 @@ def plain(folder: Path, adapter: Path | None = None, mode: str = "") -> Any:
 
 def quantized_names(folder: Path, mode: str) -> list[str]:
     """Names of the weights that llama_ft quantizes."""
-    config, _ = load([f"--model_name={folder}", f"--quantization={mode}", "--use_peft"], finetuning.DEMO_CONFIG)
+    config, _ = load(
+        [f"--model_name={folder}", f"--quantization={mode}", "--use_peft"], finetuning.DEMO_CONFIG
+    )
     model_config = models.load_model_config(folder, False)
     quantization = models.choose_quantization(config.quantization, model_config, True)
     model = models.build_on_meta(model_config, config.model)
@@ -181,7 +216,8 @@ def quantized_names(folder: Path, mode: str) -> list[str]:
 
 
 def loss_and_norm(model: Any) -> tuple[float, float]:
-    """Mean loss over all tokens of the samples, each alone, and the norm of its gradients, which stay in the model."""
+    """Mean loss over all tokens of the samples, each alone, and the norm of its gradients, which
+    stay in the model."""
     total = torch.zeros(())
     for row in samples():
         ids = torch.tensor([row])
@@ -207,7 +243,9 @@ def padded_loss(model: Any) -> float:
 @torch.no_grad()
 def logits_of(model: Any) -> torch.Tensor:
     """Logits of the first sample."""
-    logits: torch.Tensor = model.eval()(input_ids=torch.tensor(samples()[:1]), use_cache=False).logits
+    logits: torch.Tensor = model.eval()(
+        input_ids=torch.tensor(samples()[:1]), use_cache=False
+    ).logits
     return logits
 
 
@@ -217,7 +255,9 @@ def train(work: Path, column: str, layout: list[str]) -> dict[str, Any]:
     finetuning.main(**as_keywords([*flags, "--tokenizer_name", "../tokenizer"]))
     if os.environ.get("RANK", "0") != "0":
         return {}
-    lines = [json.loads(line) for line in (work / column / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (work / column / "metrics.jsonl").read_text().splitlines()
+    ]
     seen = next(line for line in lines if "train/loss" in line)
     mode = COLUMNS[column][-1] if "bit" in column else ""
     result = work / column / "model"
@@ -245,9 +285,13 @@ def train(work: Path, column: str, layout: list[str]) -> dict[str, Any]:
     }
     if mode:
         shapes = dict(plain(work / "model").named_parameters())
-        matrices = {name: p.numel() for name, p in shapes.items() if p.ndim > 1 and "embed" not in name}
+        matrices = {
+            name: p.numel() for name, p in shapes.items() if p.ndim > 1 and "embed" not in name
+        }
         chosen = quantized_names(work / "model", mode)
-        found["share"] = sum(shapes[name].numel() for name in chosen) / max(1, sum(matrices.values()))
+        found["share"] = sum(shapes[name].numel() for name in chosen) / max(
+            1, sum(matrices.values())
+        )
     return found
 
 
@@ -257,7 +301,9 @@ def lost_tensors(model: Any, adapter: Path) -> int:
 
     held = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
     stored = load_file(adapter / "adapter_model.safetensors").values()
-    return sum(not any(it.shape == mine.shape and torch.equal(it, mine) for mine in held) for it in stored)
+    return sum(
+        not any(it.shape == mine.shape and torch.equal(it, mine) for mine in held) for it in stored
+    )
 
 
 def stored_names(folder: Path) -> set[str]:
@@ -269,14 +315,26 @@ def stored_names(folder: Path) -> set[str]:
 
 def plan(work: Path, column: str, layout: list[str]) -> dict[str, Any]:
     """Run recipes/plan.py on the model."""
-    flags = ["--model_name", "model", "--dataset", "samples.jsonl", *layout, *COLUMNS[column], "--nproc", "2"]
+    flags = [
+        "--model_name",
+        "model",
+        "--dataset",
+        "samples.jsonl",
+        *layout,
+        *COLUMNS[column],
+        "--nproc",
+        "2",
+    ]
     config, _, options = read_plan_flags(flags, finetuning.DEMO_CONFIG, "")
     assert plan_recipe.main(config, options) == 0
     return {}
 
 
-def forked(call: Callable[[], dict[str, Any]], work: Path, ranks: int = 1) -> tuple[dict[str, Any] | None, str]:
-    """What `call` returns in a process of its own, or on rank 0 of some; None and the output if it does not return."""
+def forked(
+    call: Callable[[], dict[str, Any]], work: Path, ranks: int = 1
+) -> tuple[dict[str, Any] | None, str]:
+    """What `call` returns in a process of its own, or on rank 0 of some; None and the output if it
+    does not return."""
     answer, output = work / "answer.json", work / "output.txt"
     answer.unlink(missing_ok=True)
     sys.stdout.flush()
@@ -289,13 +347,24 @@ def forked(call: Callable[[], dict[str, Any]], work: Path, ranks: int = 1) -> tu
             children.append(child)
             continue
         try:
-            file = os.open(output, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if rank == 0 else os.O_APPEND))
+            file = os.open(
+                output, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if rank == 0 else os.O_APPEND)
+            )
             os.dup2(file, 1)
             os.dup2(file, 2)
             os.chdir(work)
             if ranks > 1:
-                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-                place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "models"}
+                place = {
+                    "RANK": rank,
+                    "LOCAL_RANK": rank,
+                    "WORLD_SIZE": ranks,
+                    "LOCAL_WORLD_SIZE": ranks,
+                }
+                place |= {
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                    "TORCHELASTIC_RUN_ID": "models",
+                }
                 os.environ.update({name: str(value) for name, value in place.items()})
             found = call()
             if rank == 0:
@@ -323,7 +392,11 @@ def reason(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(error:|\w*(Error|Exception)\b)", line)]
     line = (errors or lines or ["it ended without a word"])[-1]
-    if line.startswith("error:") and (following := lines[lines.index(line) + 1 :]) and line.endswith(":"):
+    if (
+        line.startswith("error:")
+        and (following := lines[lines.index(line) + 1 :])
+        and line.endswith(":")
+    ):
         line += " " + following[0]
     return re.sub(r"\(`[^`]*`\)|error: |rank 0 failed: ", "", line).replace("|", "/")[:160]
 
@@ -356,7 +429,10 @@ def run(model_type: str, columns: list[str], scratch: Path, show: bool) -> dict[
             file.write(json.dumps({"input_ids": row, "labels": row}) + "\n")
     started = time.monotonic()
     made, output = forked(partial(build, work, model_type), work)
-    record: dict[str, Any] = {"model": model_type, "class": MULTIMODAL.get(model_type) or DECODERS[model_type]}
+    record: dict[str, Any] = {
+        "model": model_type,
+        "class": MULTIMODAL.get(model_type) or DECODERS[model_type],
+    }
     if made is None:
         return record | {"skipped": reason(output)}
     record |= made
@@ -418,14 +494,19 @@ def page(records: list[dict[str, Any]]) -> str:
     """docs/models.md."""
     records = sorted(records, key=lambda record: record["model"])
     tried = [record for record in records if "skipped" not in record]
-    notes = Counter(record[column] for record in tried for column in SHOWN if record.get(column, "yes") != "yes")
+    notes = Counter(
+        record[column] for record in tried for column in SHOWN if record.get(column, "yes") != "yes"
+    )
     number = {note: str(place) for place, note in enumerate(notes, 1)}
     libraries = ("torch", "transformers", "peft", "bitsandbytes")
     versions = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in libraries)
     lines = [f"| model_type | class | {' | '.join(SHOWN)} |", "| --- " * (2 + len(SHOWN)) + "|"]
     for title, is_multimodal in (("**text**", False), ("**images and text (`+`)**", True)):
         group = [record for record in tried if (record["model"] in MULTIMODAL) == is_multimodal]
-        counts = [f"{sum(record.get(column) == 'yes' for record in group)} of {len(group)}" for column in SHOWN]
+        counts = [
+            f"{sum(record.get(column) == 'yes' for record in group)} of {len(group)}"
+            for column in SHOWN
+        ]
         lines.append(f"| {title} | | {' | '.join(counts)} |")
     for record in tried:
         cells = [number.get(record.get(column, ""), record.get(column, "")) for column in SHOWN]
@@ -433,7 +514,9 @@ def page(records: list[dict[str, Any]]) -> str:
         lines.append(f"| {name} | {record['class']} | {' | '.join(cells)} |")
     lines += ["", "## Reasons", "", *(f"{number[note]}. {note}" for note in notes), ""]
     lines += ["## Models that Transformers itself does not train on text alone on a CPU", ""]
-    lines += [f"- {record['model']}: {record['skipped']}" for record in records if "skipped" in record]
+    lines += [
+        f"- {record['model']}: {record['skipped']}" for record in records if "skipped" in record
+    ]
     about = ABOUT.format(date=date.today(), versions=versions, processor=processor())
     return about + "\n".join(lines) + "\n"
 
@@ -445,8 +528,12 @@ def processor() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, required=True, help="JSON lines, one per model; appended to")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--results", type=Path, required=True, help="JSON lines, one per model; appended to"
+    )
     parser.add_argument("--only", default="", help="a pattern of model types")
     parser.add_argument("--columns", default=",".join(COLUMNS))
     parser.add_argument("--again", action="store_true", help="run also what the file has")
@@ -475,7 +562,10 @@ def main() -> None:
             record = run(model_type, arguments.columns.split(","), scratch, arguments.show)
             with open(arguments.results, "a") as file:
                 file.write(json.dumps(record) + "\n")
-            print(json.dumps({name: value for name, value in record.items() if name != "numbers"}), flush=True)
+            print(
+                json.dumps({name: value for name, value in record.items() if name != "numbers"}),
+                flush=True,
+            )
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -484,7 +574,9 @@ def write_tokenizer(folder: Path) -> None:
     from tokenizers import models as tokenizer_models
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {
+        token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     tokenizer = Tokenizer(tokenizer_models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}

@@ -1,4 +1,5 @@
-"""Other trainers for benchmarks/throughput.py: their environments, and launches that are watched from outside."""
+"""Other trainers for benchmarks/throughput.py: their environments, and launches that are watched
+from outside."""
 
 import hashlib
 import os
@@ -17,7 +18,9 @@ import torch
 BENCHMARKS = Path(__file__).resolve().parent
 SAMPLE_SECONDS = 0.05
 SECONDS_TO_END = 20
-ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception)\b.*|error: .*)$", re.MULTILINE)
+ERROR = re.compile(
+    r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception)\b.*|error: .*)$", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,26 @@ ADAPTED = frozenset((method, "dense") for method in ("lora", "nf4", "8bit"))
 PEERS = {
     "trl": Peer(
         "trl",
-        (TORCH, "trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "peft==0.21.2", "bitsandbytes==0.50.2"),
+        (
+            TORCH,
+            "trl==1.16.0",
+            "transformers==5.23.0",
+            "accelerate==1.15.0",
+            "peft==0.21.2",
+            "bitsandbytes==0.50.2",
+        ),
         ("accelerate", "transformers", "ddp", "precomputed"),
-        ADAPTED | {(method, layout) for method in ("full", "lora") for layout in ("dense", "padding", "packing")},
+        ADAPTED
+        | {
+            (method, layout)
+            for method in ("full", "lora")
+            for layout in ("dense", "padding", "packing")
+        },
     ),
     "torchtune": Peer(
         "torchtune",
-        (TORCH, "torchtune==0.6.1", "torchao==0.11.0"),  # nf4tensor, which torchtune imports, left torchao later
+        # nf4tensor, which torchtune imports, left torchao later
+        (TORCH, "torchtune==0.6.1", "torchao==0.11.0"),
         ("fsdp2",),
         frozenset({("full", "dense"), ("lora", "dense")}),
     ),
@@ -67,7 +83,8 @@ PEERS = {
 
 
 def make_environment(peer: Peer, cache: Path) -> Path:
-    """The interpreter of the peer's own virtual environment, made now unless it is there with these requirements.
+    """The interpreter of the peer's own virtual environment, made now unless it is there with these
+    requirements.
 
     Raises:
         OSError: pip or venv failed; the message is its last line.
@@ -81,7 +98,9 @@ def make_environment(peer: Peer, cache: Path) -> Path:
             [sys.executable, "-m", "venv", "--clear", str(folder)],
             [str(python), "-m", "pip", "install", "--quiet", *peer.requirements],
         ):
-            ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            ended = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
             if ended.returncode:
                 raise OSError((ended.stdout.strip().splitlines() or ["no message"])[-1])
         finished.touch()
@@ -94,12 +113,13 @@ class RunFailed(Exception):
 
 @dataclass
 class Watched:
-    """What was seen of a run from outside: the wall clock at its start, each rank's most anonymous memory, and now and
-    then the CPU seconds of all ranks."""
+    """What was seen of a run from outside: the wall clock at its start, each rank's most anonymous
+    memory, and now and then the CPU seconds of all ranks."""
 
     started: float = 0.0
     peaks: dict[int, int] = field(default_factory=dict)  # process id -> bytes
-    clocks: list[tuple[float, float]] = field(default_factory=list)  # wall clock, CPU seconds so far
+    # wall clock, CPU seconds so far
+    clocks: list[tuple[float, float]] = field(default_factory=list)
 
 
 def launch(
@@ -127,7 +147,14 @@ def launch(
     Raises:
         RunFailed: it failed, or took too long.
     """
-    command = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    command = [
+        str(python),
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(ranks),
+    ]
     watched, ended = Watched(time.time()), threading.Event()
     with open(log, "w") as output:
         process = subprocess.Popen(
@@ -172,7 +199,8 @@ def end(process: subprocess.Popen[bytes], ranks: list[int]) -> None:
 
 
 def sample_memory(launcher: int, watched: Watched, ended: threading.Event) -> None:
-    """The most anonymous memory of each rank, a direct child of torchrun, and their CPU time; 0.1 ms every 50."""
+    """The most anonymous memory of each rank, a direct child of torchrun, and their CPU time; 0.1
+    ms every 50."""
     while not ended.wait(SAMPLE_SECONDS):
         try:
             children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
@@ -183,13 +211,18 @@ def sample_memory(launcher: int, watched: Watched, ended: threading.Event) -> No
                 status = Path(f"/proc/{child}/status").read_text()
                 found = re.search(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
                 if found:
-                    watched.peaks[child] = max(watched.peaks.get(child, 0), int(found.group(1)) * 1024)
+                    watched.peaks[child] = max(
+                        watched.peaks.get(child, 0), int(found.group(1)) * 1024
+                    )
             watched.clocks.append((time.time(), ticks / os.sysconf("SC_CLK_TCK")))
         except OSError:
             continue  # one has just ended
 
 
 def first_error(log: str) -> str:
-    """The line that says what was wrong: the first error that is not torchrun's own report of it."""
+    """The line that says what was wrong: the first error that is not torchrun's own report of
+    it."""
     found = [line for line in ERROR.findall(log) if "ChildFailedError" not in line]
-    return found[0][:300] if found else (log.strip().splitlines() or ["it printed nothing"])[-1][:300]
+    return (
+        found[0][:300] if found else (log.strip().splitlines() or ["it printed nothing"])[-1][:300]
+    )

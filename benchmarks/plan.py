@@ -2,14 +2,17 @@
 
     python benchmarks/plan.py
 
-A random Llama runs full fine-tuning, LoRA, LoRA on an 8-bit base, and QLoRA, with and without activation checkpointing,
-on 1, 2 and 4 ranks, with packed sequences of two lengths, and DPO and KTO: 60 runs of recipes/finetuning.py under
-torchrun, with 2 steps and a checkpoint each. Sequences are full, and all of their tokens are in the loss.
+A random Llama runs full fine-tuning, LoRA, LoRA on an 8-bit base, and QLoRA, with and without
+activation checkpointing, on 1, 2 and 4 ranks, with packed sequences of two lengths, and DPO and
+KTO: 60 runs of recipes/finetuning.py under torchrun, with 2 steps and a checkpoint each. Sequences
+are full, and all of their tokens are in the loss.
 
-The measured value is the peak of tensors on the rank with the highest memory, from the construction of the model to the
-end: on CUDA torch.cuda.max_memory_allocated, on the CPU every byte of torch's allocator, on any thread. (That needs a
-C++ compiler; see plan_job.py.) The limit is 5% on CUDA and 10% on the CPU. Cases with more ranks than GPUs are skipped.
---phases prints the same for every phase, --dump the living tensors at each measured peak.
+The measured value is the peak of tensors on the rank with the highest memory, from the construction
+of the model to the
+end: on CUDA torch.cuda.max_memory_allocated, on the CPU every byte of torch's allocator, on any
+thread. (That needs a C++ compiler; see plan_job.py.) The limit is 5% on CUDA and 10% on the CPU.
+Cases with more ranks than GPUs are skipped. --phases prints the same for every phase, --dump the
+living tensors at each measured peak.
 """
 
 import argparse
@@ -80,7 +83,9 @@ class Case:
     def flags(self, folder: Path, device: str) -> list[str]:
         """Of recipes/finetuning.py."""
         flags = ["--model_name", folder / "model", "--dataset"]
-        flags += [folder / f"{'pairs' if self.method in PREFERENCES else 'rows'}-{self.length}.jsonl"]
+        flags += [
+            folder / f"{'pairs' if self.method in PREFERENCES else 'rows'}-{self.length}.jsonl"
+        ]
         flags += ["--device", device, "--enable_fsdp", "--min_num_params", 100_000]
         flags += {**METHODS, **PREFERENCES}[self.method]
         flags += [
@@ -91,7 +96,14 @@ class Case:
             "--context_length",
             self.length,
         ]
-        flags += ["--batch_size_training", MICRO_BATCH, "--max_train_step", STEPS, "--log_steps", STEPS]
+        flags += [
+            "--batch_size_training",
+            MICRO_BATCH,
+            "--max_train_step",
+            STEPS,
+            "--log_steps",
+            STEPS,
+        ]
         flags += ["--output_dir", folder / self.name, "--no_plan"]
         return list(map(str, flags))
 
@@ -118,19 +130,25 @@ def write_inputs(folder: Path, hidden: int, layers: int, vocabulary: int) -> Non
         max_position_embeddings=max(LENGTHS),
     )
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder / "model")
-    tokens = {token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokens = {
+        token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     tokenizer = Tokenizer(BPE(vocab=tokens, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "model")
     for length in LENGTHS:
-        with open(folder / f"pairs-{length}.jsonl", "w") as file:  # a token of the prompt, and </s> after each response
+        # a token of the prompt, and </s> after each response
+        with open(folder / f"pairs-{length}.jsonl", "w") as file:
             for number in range(STEPS * MICRO_BATCH * max(RANKS)):
                 responses = {"chosen": "c" * (length - 2), "rejected": "r" * (length - 2)}
                 file.write(json.dumps({"prompt": chr(ord("A") + number), **responses}) + "\n")
         with open(folder / f"rows-{length}.jsonl", "w") as file:
             for number in range(STEPS * MICRO_BATCH * max(RANKS)):
-                file.write(json.dumps({"input_ids": [(number + place) % 256 for place in range(length)]}) + "\n")
+                file.write(
+                    json.dumps({"input_ids": [(number + place) % 256 for place in range(length)]})
+                    + "\n"
+                )
 
 
 def write_job(cases: list[Case], folder: Path, device: str, dump: bool = False) -> Path:
@@ -144,19 +162,34 @@ def write_job(cases: list[Case], folder: Path, device: str, dump: bool = False) 
 
 def read_found(case: Case, folder: Path) -> list[dict[str, Any]]:
     """What plan_job.py has found, rank by rank."""
-    return [json.loads((folder / f"{case.name}-{rank}.json").read_text()) for rank in range(case.ranks)]
+    return [
+        json.loads((folder / f"{case.name}-{rank}.json").read_text()) for rank in range(case.ranks)
+    ]
 
 
 def measure(cases: list[Case], folder: Path, device: str, dump: bool) -> None:
     """Run the cases; one launch for each number of ranks."""
     for ranks in sorted({case.ranks for case in cases}):
         job = write_job([case for case in cases if case.ranks == ranks], folder, device, dump)
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "LLAMA_FT_CACHE": str(folder / "cache")}
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(ranks),
+        ]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY / "src"),
+            "LLAMA_FT_CACHE": str(folder / "cache"),
+        }
         command = [*launcher, str(REPOSITORY / "benchmarks" / "plan_job.py"), str(job)]
         print(f"measuring on {ranks} ranks", file=sys.stderr)
         with open(folder / f"output-{ranks}.txt", "w") as output:
-            ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+            ended = subprocess.run(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment
+            )
         if ended.returncode:
             sys.exit((folder / f"output-{ranks}.txt").read_text()[-6000:])
 
@@ -167,7 +200,9 @@ def predict(cases: list[Case], folder: Path, device: str) -> dict[Case, Plan]:
     for case in cases:
         words = case.flags(folder, device)
         config, _ = load(words, finetuning.DEMO_CONFIG)
-        request = PlanRequest(config, folder / "model", case.ranks, case.ranks, "cuda" if device == "cuda" else "cpu")
+        request = PlanRequest(
+            config, folder / "model", case.ranks, case.ranks, "cuda" if device == "cuda" else "cpu"
+        )
         plans[case] = planner.predict(request, finetuning.build_model)
     return plans
 
@@ -179,7 +214,9 @@ class Line:
         self.case, self.plan, self.ranks = case, plan, ranks
         if (left := max(rank["baseline_bytes"] for rank in ranks)) > LEFT_BYTES:
             raise SystemExit(f"{case.name}: {left} bytes of the run before it were still there")
-        self.by_rank = [{phase: max(steps.values()) for phase, steps in rank["peaks"].items()} for rank in ranks]
+        self.by_rank = [
+            {phase: max(steps.values()) for phase, steps in rank["peaks"].items()} for rank in ranks
+        ]
         self.fullest = max(self.by_rank, key=lambda phases: max(phases.values()))
         self.measured = max(self.fullest.values())
         self.ratio = plan.peak.bytes / self.measured
@@ -191,19 +228,40 @@ class Line:
 
     def phases(self) -> list[tuple[str, float, int]]:
         """Phase, bytes predicted, bytes measured, of phases that have both."""
-        both = [(peak.phase, peak.bytes, self.fullest.get(peak.phase, 0)) for peak in self.plan.peaks]
+        both = [
+            (peak.phase, peak.bytes, self.fullest.get(peak.phase, 0)) for peak in self.plan.peaks
+        ]
         return [each for each in both if each[2]]
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self.case), "name": self.case.name, "plan": self.plan.to_json(), "ranks_measured": self.ranks}
+        return {
+            **asdict(self.case),
+            "name": self.case.name,
+            "plan": self.plan.to_json(),
+            "ranks_measured": self.ranks,
+        }
 
 
 def print_table(lines: list[Line], limit: float) -> None:
-    titles = ["method", "checkpointing", "ranks", "length", "predicted MiB", "measured MiB", "of rank 0", "ratio"]
+    titles = [
+        "method",
+        "checkpointing",
+        "ranks",
+        "length",
+        "predicted MiB",
+        "measured MiB",
+        "of rank 0",
+        "ratio",
+    ]
     table = [[*titles, "peak predicted in", "measured in", ""]]
     for line in lines:
         found = [f"{nbytes / MIB:,.1f}" for nbytes in (line.plan.peak.bytes, line.measured)]
-        found += [f"{max(line.by_rank[0].values()) / MIB:,.1f}", f"{line.ratio:.3f}", line.plan.peak.phase, line.phase]
+        found += [
+            f"{max(line.by_rank[0].values()) / MIB:,.1f}",
+            f"{line.ratio:.3f}",
+            line.plan.peak.phase,
+            line.phase,
+        ]
         verdict = "" if abs(line.ratio - 1) <= limit else "outside"
         table.append([*map(str, asdict(line.case).values()), *found, verdict])
     print_columns(table)
@@ -213,7 +271,11 @@ def print_phases(lines: list[Line]) -> None:
     table = [["case", "phase", "predicted MiB", "measured MiB", "ratio"]]
     for line in lines:
         for phase, predicted, measured in line.phases():
-            figures = [f"{predicted / MIB:,.2f}", f"{measured / MIB:,.2f}", f"{predicted / measured:.3f}"]
+            figures = [
+                f"{predicted / MIB:,.2f}",
+                f"{measured / MIB:,.2f}",
+                f"{predicted / measured:.3f}",
+            ]
             table.append([line.case.name, phase, *figures])
     print()
     print_columns(table)
@@ -224,37 +286,55 @@ def print_dumps(lines: list[Line]) -> None:
     for line in lines:
         for peak in line.plan.peaks:
             places = line.ranks[0].get("dump", {}).get(peak.phase, [])
-            print(f"\n{line.case.name}, {peak.phase}: {peak.bytes / MIB:,.2f} MiB predicted, in {peak.module or '-'}")
+            print(
+                f"\n{line.case.name}, {peak.phase}: {peak.bytes / MIB:,.2f} MiB predicted, in {peak.module or '-'}"
+            )
             for holder, nbytes in peak.holders.items():
                 print(f"  {nbytes / MIB:10,.3f}  {holder}")
             print(f"  {line.by_rank[0].get(peak.phase, 0) / MIB:,.2f} MiB measured:")
             for place in places:
-                print(f"  {place['bytes'] / MIB:10,.3f}  in {place['tensors']:3d}  {place['place']}")
+                print(
+                    f"  {place['bytes'] / MIB:10,.3f}  in {place['tensors']:3d}  {place['place']}"
+                )
 
 
 def print_columns(table: list[list[str]]) -> None:
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     for line in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--cases", type=int, help="only the first so many")
-    parser.add_argument("--only", default="", help="only cases with this in their name, such as lora-full-2")
+    parser.add_argument(
+        "--only", default="", help="only cases with this in their name, such as lora-full-2"
+    )
     parser.add_argument("--hidden", type=int, default=128, help="of the Llama")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--phases", action="store_true", help="print every phase")
-    parser.add_argument("--dump", action="store_true", help="print what was alive at the peaks (CPU); slower")
+    parser.add_argument(
+        "--dump", action="store_true", help="print what was alive at the peaks (CPU); slower"
+    )
     parser.add_argument("--json", type=Path, help="write all that was found into this file")
     asked = parser.parse_args()
-    device = asked.device if asked.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = (
+        asked.device if asked.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    )
     machine_ranks = torch.cuda.device_count() if device == "cuda" else max(RANKS)
-    cases = [case for case in CASES if asked.only in case.name and case.ranks <= machine_ranks][: asked.cases]
+    cases = [case for case in CASES if asked.only in case.name and case.ranks <= machine_ranks][
+        : asked.cases
+    ]
     if not cases:
-        parser.error(f"--only {asked.only}: no case has this in its name. They are named {CASES[0].name}, ...")
+        parser.error(
+            f"--only {asked.only}: no case has this in its name. They are named {CASES[0].name}, ..."
+        )
     with tempfile.TemporaryDirectory(prefix="plan-") as temporary:
         folder = Path(temporary)
         write_inputs(folder, asked.hidden, asked.layers, asked.vocabulary)
@@ -269,7 +349,9 @@ def main() -> None:
     if asked.dump:
         print_dumps(lines)
     worst = max(lines, key=lambda line: abs(line.ratio - 1))
-    print(f"\nWorst: {worst.case.name}, {worst.ratio:.3f} of what was measured; the limit is {LIMITS[device]:.0%}")
+    print(
+        f"\nWorst: {worst.case.name}, {worst.ratio:.3f} of what was measured; the limit is {LIMITS[device]:.0%}"
+    )
     sys.exit(int(abs(worst.ratio - 1) > LIMITS[device]))
 
 

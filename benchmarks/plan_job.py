@@ -1,9 +1,10 @@
-"""Runs of recipes/finetuning.py, one after the other, started by torchrun for benchmarks/plan.py. Their tensors are
-counted by phase.
+"""Runs of recipes/finetuning.py, one after the other, started by torchrun for benchmarks/plan.py.
+Their tensors are counted by phase.
 
-On the CPU torch's allocator is replaced by one that counts (tensor_bytes.cpp): exact bytes, on all threads, including
-those of gloo and autograd. The profiler's memory events miss threads that it does not know (1.2% difference on one
-rank). On CUDA it is torch.cuda.max_memory_allocated. Counting begins with the construction of the model.
+On the CPU torch's allocator is replaced by one that counts (tensor_bytes.cpp): exact bytes, on all
+threads, including those of gloo and autograd. The profiler's memory events miss threads that it
+does not know (1.2% difference on one rank). On CUDA it is torch.cuda.max_memory_allocated. Counting
+begins with the construction of the model.
 """
 
 import ctypes
@@ -44,7 +45,8 @@ class TensorBytes(Protocol):
 
 
 class HostBytes:
-    """Tensors in host memory, of whichever thread. The library stays loaded, and its allocator torch's, to the end."""
+    """Tensors in host memory, of whichever thread. The library stays loaded, and its allocator
+    torch's, to the end."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
@@ -63,7 +65,8 @@ class HostBytes:
         self._library.tensor_bytes_reset()
 
     def tell(self, listener: Callable[[int, int, int], None] | None) -> None:
-        """From now on `listener` hears of every allocation and release: (order, address, bytes or 0)."""
+        """From now on `listener` hears of every allocation and release: (order, address, bytes or
+        0)."""
         kind = ctypes.CFUNCTYPE(None, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)
         former, self._callback = self._callback, kind(listener) if listener else kind()
         self._library.tensor_bytes_tell(self._callback)
@@ -71,7 +74,8 @@ class HostBytes:
 
 
 class DeviceBytes:
-    """Tensors on this process' GPU. Others may reset the peak, as the recipe does: `before_reset` runs before."""
+    """Tensors on this process' GPU. Others may reset the peak, as the recipe does: `before_reset`
+    runs before."""
 
     def __init__(self, before_reset: Callable[[], None]) -> None:
         self._reset = torch.cuda.reset_peak_memory_stats
@@ -98,9 +102,11 @@ class Phases:
     def __init__(self) -> None:
         self.counter: TensorBytes
         self.peaks: dict[str, dict[int, int]] = {}
-        self.marks: list[tuple[str, int]] = []  # with a dump: which phase began after which allocation
+        # with a dump: which phase began after which allocation
+        self.marks: list[tuple[str, int]] = []
         self.phase, self.step, self.baseline = "", 0, 0
-        self.order = self.first_order = 0  # with a dump: of allocations, so far and when the model was begun
+        # with a dump: of allocations, so far and when the model was begun
+        self.order = self.first_order = 0
 
     def begin(self) -> None:
         self.counter.reset()
@@ -122,7 +128,11 @@ class Phases:
 
 def watch_recipe(finetuning: Any, phases: Phases) -> None:
     """From now on every run's phases are marked where the recipe tells its own watch of them."""
-    build_model, check_rows, enter = finetuning.build_model, training.check_packing, observe.MemoryMonitor.enter
+    build_model, check_rows, enter = (
+        finetuning.build_model,
+        training.check_packing,
+        observe.MemoryMonitor.enter,
+    )
 
     def building(*given: Any, **named: Any) -> Any:
         phases.begin()
@@ -159,7 +169,9 @@ class Dump:
         for order, phase, total, _ in self._replay():
             peaks[phase] = max(peaks.get(phase, (0, 0)), (total, order))
         wanted = {order: phase for phase, (_, order) in peaks.items()}
-        found = {wanted[order]: dict(alive) for order, _, _, alive in self._replay() if order in wanted}
+        found = {
+            wanted[order]: dict(alive) for order, _, _, alive in self._replay() if order in wanted
+        }
         return {phase: _by_place(tensors) for phase, tensors in found.items()}
 
     def _replay(self) -> Iterator[tuple[int, str, int, dict[int, tuple[int, str]]]]:
@@ -184,7 +196,9 @@ def _by_place(tensors: dict[int, tuple[int, str]]) -> list[dict[str, Any]]:
     for nbytes, place in tensors.values():
         places.setdefault(place, []).append(nbytes)
     largest = sorted(places.items(), key=lambda item: -sum(item[1]))[:DUMPED]
-    return [{"bytes": sum(sizes), "tensors": len(sizes), "place": place} for place, sizes in largest]
+    return [
+        {"bytes": sum(sizes), "tensors": len(sizes), "place": place} for place, sizes in largest
+    ]
 
 
 def _place() -> str:
@@ -195,7 +209,10 @@ def _place() -> str:
             frames.append(_frame_text(frame))
         frame = frame.f_back
     node = torch._C._current_autograd_node()
-    return " < ".join(([f"[{node.name()}]"] if node is not None else []) + frames) or "(no Python: a thread of C++)"
+    return (
+        " < ".join(([f"[{node.name()}]"] if node is not None else []) + frames)
+        or "(no Python: a thread of C++)"
+    )
 
 
 def _frame_text(frame: FrameType) -> str:
@@ -205,7 +222,9 @@ def _frame_text(frame: FrameType) -> str:
 def compile_counter(folder: Path) -> Path:
     """tensor_bytes.cpp as a library, in 2 s."""
     if shutil.which("c++") is None:
-        raise SystemExit("Counting the tensors on a CPU takes a C++ compiler, and there is no c++ (Debian: g++).")
+        raise SystemExit(
+            "Counting the tensors on a CPU takes a C++ compiler, and there is no c++ (Debian: g++)."
+        )
     library = folder / "tensor_bytes.so"
     torch_folder = Path(torch.__file__).parent
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
@@ -222,9 +241,11 @@ def compile_counter(folder: Path) -> Path:
 
 
 def main(cases_file: Path) -> None:
-    """Run the cases of a JSON file, [{"name", "flags"}], and write their peaks next to it, one file per case and
-    rank."""
-    spec = importlib.util.spec_from_file_location("finetuning", REPOSITORY / "recipes" / "finetuning.py")
+    """Run the cases of a JSON file, [{"name", "flags"}], and write their peaks next to it, one file
+    per case and rank."""
+    spec = importlib.util.spec_from_file_location(
+        "finetuning", REPOSITORY / "recipes" / "finetuning.py"
+    )
     assert spec is not None and spec.loader is not None
     finetuning = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(finetuning)
@@ -239,7 +260,8 @@ def main(cases_file: Path) -> None:
     for case in asked["cases"]:
         gc.collect()
         if torch.cuda.is_initialized():
-            torch._C._cuda_clearCublasWorkspaces()  # a case must not find what the one before it has left
+            # a case must not find what the one before it has left
+            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
         dump = Dump(phases)
         if asked["dump"] and isinstance(phases.counter, HostBytes):

@@ -1,14 +1,16 @@
-"""Losses, rewards and margins of recipes/finetuning.py and of TRL's trainers: 10 steps in fp32 on the same pairs.
+"""Losses, rewards and margins of recipes/finetuning.py and of TRL's trainers: 10 steps in fp32 on
+the same pairs.
 
     python benchmarks/preferences.py                                   # makes an environment with TRL
     python benchmarks/preferences.py --trl_python ~/trl/bin/python --only dpo,ipo --methods lora
 
-The model is the demo's Llama of 6.6 M random parameters. Prompts and chosen responses are the demo's chats, a rejected
-response is that of another chat. One process trains, on one thread: both sides see the same micro-batches in the same
-order, and have one learning rate, AdamW, and gradient clipping at 1. Both adapters begin with the weights that
-recipes/finetuning.py gives its own.
+The model is the demo's Llama of 6.6 M random parameters. Prompts and chosen responses are the
+demo's chats, a rejected response is that of another chat. One process trains, on one thread: both
+sides see the same micro-batches in the same order, and have one learning rate, AdamW, and gradient
+clipping at 1. Both adapters begin with the weights that recipes/finetuning.py gives its own.
 
-Printed per objective is the largest difference in any step, divided by the largest value that TRL has in any step.
+Printed per objective is the largest difference in any step, divided by the largest value that TRL
+has in any step.
 """
 
 import argparse
@@ -31,7 +33,17 @@ from llama_ft.data.batches import BatchSampler  # noqa: E402
 
 STEPS, GLOBAL_BATCH, LENGTH, SEED = 10, 4, 512, 42
 RATES = {"full": 1e-3, "lora": 3e-3}
-LORA = ["--use_peft", "--peft.r", "8", "--lora_alpha", "16", "--target_modules", "all-linear", "--lora_dropout", "0"]
+LORA = [
+    "--use_peft",
+    "--peft.r",
+    "8",
+    "--lora_alpha",
+    "16",
+    "--target_modules",
+    "all-linear",
+    "--lora_dropout",
+    "0",
+]
 LIMIT = 1e-5  # of the differences
 SECONDS = 600.0
 Row = dict[str, Any]
@@ -71,7 +83,8 @@ CASES = {
         "simpo",
         {"beta": 2.0, "simpo_gamma": 1.0, "loss_type": "simpo", "cpo_alpha": 0.0},
     ),
-    # TRL's loss of the chosen responses is a mean over the tokens of a micro-batch; ours is one over those of a pair.
+    # TRL's loss of the chosen responses is a mean over the tokens of a micro-batch; ours is one
+    # over those of a pair.
     "orpo": Case("--objective orpo --beta 0.4", "orpo", {"beta": 0.4}, micro_batch=1),
     # One micro-batch per step: the KL divergence is estimated in each by itself.
     "kto": Case(
@@ -102,10 +115,12 @@ def pairs() -> list[Row]:
 
 
 def completions(rows: list[Row]) -> tuple[list[Row], list[Row]]:
-    """Samples of KTO: the chosen or the rejected response of each pair. And pairs of each with the completion by which
-    its KL divergence is estimated: ours is half of all samples further."""
+    """Samples of KTO: the chosen or the rejected response of each pair. And pairs of each with the
+    completion by which its KL divergence is estimated: ours is half of all samples further."""
     labels = [number % 3 > 0 for number in range(len(rows))]
-    found = [row["chosen" if label else "rejected"] for row, label in zip(rows, labels, strict=True)]
+    found = [
+        row["chosen" if label else "rejected"] for row, label in zip(rows, labels, strict=True)
+    ]
     samples = [
         {
             "prompt": row["prompt"],
@@ -116,18 +131,28 @@ def completions(rows: list[Row]) -> tuple[list[Row], list[Row]]:
         for number, (row, completion, label) in enumerate(zip(rows, found, labels, strict=True))
     ]
     return samples, [
-        {"prompt": sample["prompt"], "chosen": sample["completion"], "rejected": found[sample["other"]]}
+        {
+            "prompt": sample["prompt"],
+            "chosen": sample["completion"],
+            "rejected": found[sample["other"]],
+        }
         for sample in samples
     ]
 
 
 def our_order(rows: list[Row], tokenizer: Any, is_kto: bool = False) -> list[int]:
-    """Numbers of the pairs in the order of our steps. KTO counts another completion as no shorter than the own one."""
+    """Numbers of the pairs in the order of our steps. KTO counts another completion as no shorter
+    than the own one."""
     encoder = Encoder(tokenizer, LENGTH)
     lengths = [len(ids) for row in rows for ids, _ in two_examples(row, "preference", encoder)]
     if is_kto:
         lengths[1::2] = map(max, lengths[::2], lengths[1::2])
-    layout: dict[str, Any] = {"world_size": 1, "rank": 0, "micro_batch": GLOBAL_BATCH, "global_batch": GLOBAL_BATCH}
+    layout: dict[str, Any] = {
+        "world_size": 1,
+        "rank": 0,
+        "micro_batch": GLOBAL_BATCH,
+        "global_batch": GLOBAL_BATCH,
+    }
     plan = BatchSampler(lengths, lengths, seed=SEED, group=2, **layout)
     steps = [plan.step(0, step).micro_batches for step in range(plan.steps_per_epoch)]
     return [example // 2 for step in steps for share in step for example in share[::2]]
@@ -151,7 +176,9 @@ class Bench:
         rows, tokenizer = pairs(), AutoTokenizer.from_pretrained(self.model)
         samples, with_others = completions(rows)
         self.rows = {"ours": write(folder / "pairs.jsonl", rows)}
-        self.rows["trl"] = write(folder / "trl-pairs.jsonl", [rows[at] for at in our_order(rows, tokenizer)])
+        self.rows["trl"] = write(
+            folder / "trl-pairs.jsonl", [rows[at] for at in our_order(rows, tokenizer)]
+        )
         without = [{name: row[name] for name in row if name != "other"} for row in samples]
         self.rows["ours kto"] = write(folder / "samples.jsonl", without)
         order = our_order(with_others, tokenizer, is_kto=True)
@@ -164,33 +191,81 @@ class Bench:
         weights = {name: weight * ("lora_A" in name) for name, weight in load_file(file).items()}
         save_file(weights, file, metadata={"format": "pt"})
 
-    def ours(self, case: Case, method: str, output: Path, more: list[str]) -> list[dict[str, float]]:
+    def ours(
+        self, case: Case, method: str, output: Path, more: list[str]
+    ) -> list[dict[str, float]]:
         """A run of recipes/finetuning.py: what it logged of each step."""
-        flags: list[Any] = [*case.flags.split(), *(LORA if method == "lora" else []), *more, "--seed", SEED]
-        flags += ["--model_name", self.model, "--dataset", self.rows["ours kto" if case.trainer == "kto" else "ours"]]
+        flags: list[Any] = [
+            *case.flags.split(),
+            *(LORA if method == "lora" else []),
+            *more,
+            "--seed",
+            SEED,
+        ]
+        flags += [
+            "--model_name",
+            self.model,
+            "--dataset",
+            self.rows["ours kto" if case.trainer == "kto" else "ours"],
+        ]
         flags += ["--output_dir", output, "--run_validation", False]
-        flags += ["--batching_strategy", "padding", "--batch_size_training", case.micro_batch, "--num_epochs", 1]
-        flags += ["--gradient_accumulation_steps", GLOBAL_BATCH // case.micro_batch, "--context_length", LENGTH]
-        flags += ["--precision", "fp32", "--device", "cpu", "--lr", RATES[method], "--lr_scheduler", "constant"]
+        flags += [
+            "--batching_strategy",
+            "padding",
+            "--batch_size_training",
+            case.micro_batch,
+            "--num_epochs",
+            1,
+        ]
+        flags += [
+            "--gradient_accumulation_steps",
+            GLOBAL_BATCH // case.micro_batch,
+            "--context_length",
+            LENGTH,
+        ]
+        flags += [
+            "--precision",
+            "fp32",
+            "--device",
+            "cpu",
+            "--lr",
+            RATES[method],
+            "--lr_scheduler",
+            "constant",
+        ]
         flags += ["--gradient_clipping", "--no_plan"]
         environment = {"PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1"}
         recipe, log = REPOSITORY / "recipes" / "finetuning.py", Path(f"{output}.txt")
         launch(Path(sys.executable), recipe, list(map(str, flags)), 1, log, SECONDS, environment)
         records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
         logged = [record for record in records if "train/loss" in record]
-        return [{name.removeprefix("train/"): value for name, value in each.items()} for each in logged]
+        return [
+            {name.removeprefix("train/"): value for name, value in each.items()} for each in logged
+        ]
 
     def trl(self, case: Case, method: str, output: Path) -> list[dict[str, float]]:
         """The same of a run of TRL."""
         output.mkdir()
         job = {
-            "model": str(self.model), "rows": str(self.rows["trl kto" if case.trainer == "kto" else "trl"]),
-            "output": str(output), "check": None,
-            "method": method, "adapter": str(self.adapter) if method == "lora" else None, "way": "ddp",
-            "trainer": case.trainer, "settings": case.settings, "layout": "padding", "length": LENGTH,
-            "micro_batch": case.micro_batch, "accumulation": GLOBAL_BATCH // case.micro_batch, "steps": STEPS,
-            "lr": RATES[method], "precision": "fp32", "device": "cpu", "checkpointing": False,
-        }  # fmt: skip
+            "model": str(self.model),
+            "rows": str(self.rows["trl kto" if case.trainer == "kto" else "trl"]),
+            "output": str(output),
+            "check": None,
+            "method": method,
+            "adapter": str(self.adapter) if method == "lora" else None,
+            "way": "ddp",
+            "trainer": case.trainer,
+            "settings": case.settings,
+            "layout": "padding",
+            "length": LENGTH,
+            "micro_batch": case.micro_batch,
+            "accumulation": GLOBAL_BATCH // case.micro_batch,
+            "steps": STEPS,
+            "lr": RATES[method],
+            "precision": "fp32",
+            "device": "cpu",
+            "checkpointing": False,
+        }
         (output / "job.json").write_text(json.dumps(job))
         environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         script, arguments, log = PEERS["trl"].job, [str(output / "job.json")], output / "log.txt"
@@ -198,8 +273,11 @@ class Bench:
         return list(json.loads((output / "rank-0.json").read_text())["logs"])
 
 
-def differences(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> dict[str, tuple[float, float]]:
-    """The largest difference of each number that both have logged, and the largest value of TRL's."""
+def differences(
+    ours: list[dict[str, float]], theirs: list[dict[str, float]]
+) -> dict[str, tuple[float, float]]:
+    """The largest difference of each number that both have logged, and the largest value of
+    TRL's."""
     assert len(ours) == len(theirs) == STEPS
     found = {}
     for name in (
@@ -211,19 +289,30 @@ def differences(ours: list[dict[str, float]], theirs: list[dict[str, float]]) ->
         "logps/chosen",
         "kl",
     ):
-        both = [(own[name], its[name]) for own, its in zip(ours, theirs, strict=True) if name in own and name in its]
-        both = both[name == "rewards/accuracies" :]  # the first rewards are 0, but for rounding errors
+        both = [
+            (own[name], its[name])
+            for own, its in zip(ours, theirs, strict=True)
+            if name in own and name in its
+        ]
+        # the first rewards are 0, but for rounding errors
+        both = both[name == "rewards/accuracies" :]
         if both:
             found[name] = max(abs(own - its) for own, its in both), max(abs(its) for _, its in both)
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trl_python", type=Path, help="an interpreter that has TRL, instead of making one")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--trl_python", type=Path, help="an interpreter that has TRL, instead of making one"
+    )
     parser.add_argument("--only", default=",".join(CASES), help="only these objectives")
     parser.add_argument("--methods", default="full,lora")
-    parser.add_argument("--folder", type=Path, help="for rows, runs and logs; a temporary one by default")
+    parser.add_argument(
+        "--folder", type=Path, help="for rows, runs and logs; a temporary one by default"
+    )
     asked = parser.parse_args()
     python = asked.trl_python or make_environment(PEERS["trl"], cache_dir())
     folder = Path(tempfile.mkdtemp(prefix="preferences-", dir=asked.folder))
@@ -234,11 +323,20 @@ def main() -> None:
             theirs = bench.trl(CASES[name], method, Path(f"{run}-trl"))
             ours = bench.ours(CASES[name], method, run, [])
             found = differences(ours, theirs)
-            relative = {each: difference / (most or 1) for each, (difference, most) in found.items()}
+            relative = {
+                each: difference / (most or 1) for each, (difference, most) in found.items()
+            }
             worst = max(worst, *relative.values())
-            print(f"{name}, {method}: loss {theirs[0]['loss']:.4f} to {theirs[-1]['loss']:.4f};", end=" ")
             print(
-                ", ".join(f"{each} {value:.1e} of {found[each][1]:.3g}" for each, value in relative.items()), flush=True
+                f"{name}, {method}: loss {theirs[0]['loss']:.4f} to {theirs[-1]['loss']:.4f};",
+                end=" ",
+            )
+            print(
+                ", ".join(
+                    f"{each} {value:.1e} of {found[each][1]:.3g}"
+                    for each, value in relative.items()
+                ),
+                flush=True,
             )
     print(f"\nThe largest relative difference is {worst:.1e}; the limit is {LIMIT:g}")
     sys.exit(int(worst > LIMIT))

@@ -3,19 +3,21 @@
     python benchmarks/scaling.py                       # minutes, on a CPU
     python benchmarks/scaling.py --longest 131072      # samples of up to 128k tokens; attention alone takes minutes
 
-Every line is a run of recipes/finetuning.py under torchrun, on a random Llama and samples of one length with all tokens
-in the loss. Seconds are the median of all steps but the first. Memory is the peak of the rank with the highest memory:
-the process's anonymous memory on a CPU, torch's memory on a GPU. The tables:
+Every line is a run of recipes/finetuning.py under torchrun, on a random Llama and samples of one
+length with all tokens in the loss. Seconds are the median of all steps but the first. Memory is the
+peak of the rank with the highest memory: the process's anonymous memory on a CPU, torch's memory on
+a GPU. The tables:
 
     tokens      per step, in micro-batches of more and more samples of 512 tokens: full fine-tuning
     length      of a sample, one per step: LoRA, --activation_checkpointing full
     layers      full fine-tuning
     ranks       full fine-tuning and LoRA, with the same samples per step on every rank
 
-Below each table is the growth: seconds ~ FLOPs^e, fitted to the logarithms. 1 is linear; less means a fixed cost that
-larger steps share; more is a loss. The FLOPs of a step are those of its matmuls: 2 per weight and token for each of
-forward, recomputation, backward to the inputs and backward to the weights; and of causal attention: 2 x length x width
-per token and layer, twice that backward. Peaks are fitted by a line: a constant, and an amount per item.
+Below each table is the growth: seconds ~ FLOPs^e, fitted to the logarithms. 1 is linear; less means
+a fixed cost that larger steps share; more is a loss. The FLOPs of a step are those of its matmuls:
+2 per weight and token for each of forward, recomputation, backward to the inputs and backward to
+the weights; and of causal attention: 2 x length x width per token and layer, twice that backward.
+Peaks are fitted by a line: a constant, and an amount per item.
 """
 
 import argparse
@@ -72,7 +74,9 @@ class Case:
         head = VOCABULARY * self.width
         passes = 2 + self.recomputes + (self.method == "full")
         attention = 2 * self.length * self.width * self.layers * (3 + self.recomputes)
-        return self.tokens * (2 * weights * passes + 2 * head * (2 + (self.method == "full")) + attention)
+        return self.tokens * (
+            2 * weights * passes + 2 * head * (2 + (self.method == "full")) + attention
+        )
 
 
 def intermediate(width: int) -> int:
@@ -124,14 +128,40 @@ def write_rows(folder: Path, case: Case) -> Path:
 def measure(folder: Path, case: Case, device: str, precision: str) -> Cost:
     """Run the recipe."""
     run = Path(tempfile.mkdtemp(dir=folder)) / "run"
-    flags = ["--model_name", str(write_model(folder, case)), "--dataset", str(write_rows(folder, case))]
+    flags = [
+        "--model_name",
+        str(write_model(folder, case)),
+        "--dataset",
+        str(write_rows(folder, case)),
+    ]
     flags += ["--context_length", str(case.length), "--batch_size_training", str(case.micro_batch)]
     flags += ["--max_train_step", str(case.steps), "--device", device, "--precision", precision]
-    flags += ["--output_dir", str(run), "--save_model", "false", "--no_plan", "--lr", "1e-4", "--log_steps", "1"]
+    flags += [
+        "--output_dir",
+        str(run),
+        "--save_model",
+        "false",
+        "--no_plan",
+        "--lr",
+        "1e-4",
+        "--log_steps",
+        "1",
+    ]
     flags += ["--enable_fsdp"] if case.ranks > 1 else []
-    flags += ["--use_peft", "--target_modules", "all-linear", "--peft.r", "16"] if case.method == "lora" else []
+    flags += (
+        ["--use_peft", "--target_modules", "all-linear", "--peft.r", "16"]
+        if case.method == "lora"
+        else []
+    )
     flags += ["--activation_checkpointing", "full"] if case.recomputes else []
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(case.ranks)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(case.ranks),
+    ]
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     finished = subprocess.run(
         [*command, str(REPOSITORY / "recipes" / "finetuning.py"), *flags],
@@ -139,23 +169,41 @@ def measure(folder: Path, case: Case, device: str, precision: str) -> Cost:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, **hidden, "PYTHONPATH": str(REPOSITORY / "src"), "LLAMA_FT_CACHE": str(folder / "cache")},
+        env={
+            **os.environ,
+            **hidden,
+            "PYTHONPATH": str(REPOSITORY / "src"),
+            "LLAMA_FT_CACHE": str(folder / "cache"),
+        },
     )
     if finished.returncode:
         raise SystemExit(f"{case} failed:\n{finished.stdout}")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "perf/step_seconds" in line]
-    peaks = [line.get("memory/device_peak_bytes") or line["memory/host_peak_bytes"] for line in steps]
-    return Cost(statistics.median(line["perf/step_seconds"] for line in steps[1:]), max(map(max, peaks)))
+    peaks = [
+        line.get("memory/device_peak_bytes") or line["memory/host_peak_bytes"] for line in steps
+    ]
+    return Cost(
+        statistics.median(line["perf/step_seconds"] for line in steps[1:]), max(map(max, peaks))
+    )
 
 
 def exponent(work: Sequence[float], seconds: Sequence[float]) -> float:
     """e of seconds ~ work^e, by least squares of the logarithms."""
-    return statistics.linear_regression([math.log(it) for it in work], [math.log(it) for it in seconds]).slope
+    return statistics.linear_regression(
+        [math.log(it) for it in work], [math.log(it) for it in seconds]
+    ).slope
 
 
-def table(title: str, column: str, cases: dict[str, Case], amounts: list[float], unit: str, asked: argparse.Namespace,
-          folder: Path) -> None:  # fmt: skip
+def table(
+    title: str,
+    column: str,
+    cases: dict[str, Case],
+    amounts: list[float],
+    unit: str,
+    asked: argparse.Namespace,
+    folder: Path,
+) -> None:
     """Measure and print.
 
     Args:
@@ -167,7 +215,11 @@ def table(title: str, column: str, cases: dict[str, Case], amounts: list[float],
         asked: the settings of the command line.
         folder: for models, rows and runs.
     """
-    print(f"\n{title}\n\n| {column} | tokens/s | GFLOP/s | s a step | peak, GiB a rank |\n" + "|---" * 5 + "|")
+    print(
+        f"\n{title}\n\n| {column} | tokens/s | GFLOP/s | s a step | peak, GiB a rank |\n"
+        + "|---" * 5
+        + "|"
+    )
     costs = []
     for name, case in cases.items():
         cost = measure(folder, case, asked.device, asked.precision)
@@ -196,7 +248,11 @@ def doubling(first: int, last: int) -> list[int]:
 def ranks_table(base: Case, asked: argparse.Namespace, folder: Path) -> None:
     """Every rank has the same work: the seconds of a step should stay."""
     print(f"\n{base.micro_batch} rows of {base.length} tokens a rank\n")
-    print("| method | ranks | tokens/s | tokens/s a rank | s a step | peak, GiB a rank |\n" + "|---" * 6 + "|")
+    print(
+        "| method | ranks | tokens/s | tokens/s a rank | s a step | peak, GiB a rank |\n"
+        + "|---" * 6
+        + "|"
+    )
     for method in ("full", "lora"):
         for ranks in (int(it) for it in asked.ranks.split(",")):
             case = replace(base, method=method, ranks=ranks)
@@ -208,14 +264,22 @@ def ranks_table(base: Case, asked: argparse.Namespace, folder: Path) -> None:
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tables", default="tokens,length,layers,ranks")
-    parser.add_argument("--most_tokens", type=int, default=16384, help="of a step in the first table")
+    parser.add_argument(
+        "--most_tokens", type=int, default=16384, help="of a step in the first table"
+    )
     parser.add_argument("--longest", type=int, default=32768, help="row in the second table")
     parser.add_argument("--most_layers", type=int, default=16)
     parser.add_argument("--ranks", default="1,2,4")
-    parser.add_argument("--width", type=int, default=256, help="hidden size; the second table takes 64 on a CPU")
-    parser.add_argument("--steps", type=int, default=5, help="a run; rows longer than 8192 take 3, than 65536 2")
+    parser.add_argument(
+        "--width", type=int, default=256, help="hidden size; the second table takes 64 on a CPU"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=5, help="a run; rows longer than 8192 take 3, than 65536 2"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--folder", help="for models, rows and runs; a temporary one by default")
@@ -227,14 +291,18 @@ def main() -> None:
         if "tokens" in wanted:
             sizes = doubling(512, asked.most_tokens)
             cases = {f"{size:,}": replace(base, micro_batch=size // 512) for size in sizes}
-            table("Tokens of a step", "tokens", cases, list(map(float, sizes)), "token", asked, folder)
+            table(
+                "Tokens of a step", "tokens", cases, list(map(float, sizes)), "token", asked, folder
+            )
         if "length" in wanted:
             lengths = doubling(1024, asked.longest)
             narrow = replace(base, method="lora", micro_batch=1, recomputes=True, layers=2)
             narrow = replace(narrow, width=HEAD_WIDTH) if asked.device == "cpu" else narrow
             cases = {
                 f"{length:,}": replace(
-                    narrow, length=length, steps=2 if length > 65536 else 3 if length > 8192 else asked.steps
+                    narrow,
+                    length=length,
+                    steps=2 if length > 65536 else 3 if length > 8192 else asked.steps,
                 )
                 for length in lengths
             }

@@ -1,11 +1,13 @@
-"""Measure how long a run takes from its command to the end of the first step, compared with its imports alone.
+"""Measure how long a run takes from its command to the end of the first step, compared with its
+imports alone.
 
     python benchmarks/start.py --turns 5
 
-These run alternately: a new Python that imports torch, a model class of Transformers, PEFT and datasets; one step of
-recipes/finetuning.py on one process with a tiny Llama, full fine-tuning and LoRA, with data to be tokenized (cold) or
-already in the cache (warm); --help of every recipe. Each is timed from its start to its last output, a run also to the
-line of its first step. CPU seconds are those of the whole process, which other load on the machine changes less.
+These run alternately: a new Python that imports torch, a model class of Transformers, PEFT and
+datasets; one step of recipes/finetuning.py on one process with a tiny Llama, full fine-tuning and
+LoRA, with data to be tokenized (cold) or already in the cache (warm); --help of every recipe. Each
+is timed from its start to its last output, a run also to the line of its first step. CPU seconds
+are those of the whole process, which other load on the machine changes less.
 
 Targets: the first step ends within 1.5 x the imports + 3 s; --help within 2 s.
 """
@@ -56,7 +58,12 @@ def timed(command: list[str], environment: dict[str, str], into: Timings) -> Non
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "PYTHONUNBUFFERED": "1", **environment},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY / "src"),
+            "PYTHONUNBUFFERED": "1",
+            **environment,
+        },
     )
     assert process.stdout is not None
     output = []
@@ -68,13 +75,18 @@ def timed(command: list[str], environment: dict[str, str], into: Timings) -> Non
         raise SystemExit(f"{' '.join(command)} failed:\n{''.join(output)}")
     into.seconds.append(time.perf_counter() - started)
     after = os.times()
-    used = after.children_user + after.children_system - before.children_user - before.children_system
+    used = (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
     into.cpu_seconds.append(used)
 
 
 def write_rows(file: Path) -> None:
     """Questions and answers, to be tokenized."""
-    rows = [{"instruction": f"What is {n} + {n}?", "output": f"It is {2 * n}. " * (1 + n % 5)} for n in range(64)]
+    rows = [
+        {"instruction": f"What is {n} + {n}?", "output": f"It is {2 * n}. " * (1 + n % 5)}
+        for n in range(64)
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -85,8 +97,20 @@ def one_turn(folder: Path, timings: dict[str, Timings]) -> None:
         shutil.rmtree(folder / "cache", ignore_errors=True)
         for cache in ("cold", "warm"):
             run = folder / "run"
-            inputs = ["--model_name", str(folder / "model"), "--dataset", str(folder / "text.jsonl")]
-            command = [str(REPOSITORY / "recipes" / "finetuning.py"), *inputs, *FLAGS, *flags, "--output_dir", str(run)]
+            inputs = [
+                "--model_name",
+                str(folder / "model"),
+                "--dataset",
+                str(folder / "text.jsonl"),
+            ]
+            command = [
+                str(REPOSITORY / "recipes" / "finetuning.py"),
+                *inputs,
+                *FLAGS,
+                *flags,
+                "--output_dir",
+                str(run),
+            ]
             environment = {"LLAMA_FT_CACHE": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": ""}
             timed(command, environment, timings.setdefault(f"{method}, {cache} cache", Timings()))
             shutil.rmtree(run)
@@ -97,20 +121,30 @@ def one_turn(folder: Path, timings: dict[str, Timings]) -> None:
 
 def cell(numbers: list[float]) -> str:
     """Median (least to most)."""
-    return f"{statistics.median(numbers):.2f} ({min(numbers):.2f} to {max(numbers):.2f})" if numbers else ""
+    return (
+        f"{statistics.median(numbers):.2f} ({min(numbers):.2f} to {max(numbers):.2f})"
+        if numbers
+        else ""
+    )
 
 
 def print_table(timings: dict[str, Timings]) -> None:
     imports = timings["imports"]
     most = MOST_IMPORTS * statistics.median(imports.seconds) + MORE_SECONDS
-    print("| | first step after, s | ended after, s | CPU, s | x imports | CPU x imports | target, s | |")
+    print(
+        "| | first step after, s | ended after, s | CPU, s | x imports | CPU x imports | target, s | |"
+    )
     print("|---" * 8 + "|")
     for name, its in timings.items():
         asked = its.first_step or its.seconds
         ratio = statistics.median(a / b for a, b in zip(asked, imports.seconds, strict=True))
-        cpu_ratio = statistics.median(a / b for a, b in zip(its.cpu_seconds, imports.cpu_seconds, strict=True))
+        cpu_ratio = statistics.median(
+            a / b for a, b in zip(its.cpu_seconds, imports.cpu_seconds, strict=True)
+        )
         target = most if its.first_step else HELP_SECONDS if "--help" in name else None
-        verdict = "" if target is None else "met" if statistics.median(asked) <= target else "MISSED"
+        verdict = (
+            "" if target is None else "met" if statistics.median(asked) <= target else "MISSED"
+        )
         print(
             f"| {name} | {cell(its.first_step)} | {cell(its.seconds)} | {cell(its.cpu_seconds)} | {ratio:.2f} | "
             f"{cpu_ratio:.2f} | {'' if target is None else f'{target:.1f}'} | {verdict} |"
@@ -119,7 +153,9 @@ def print_table(timings: dict[str, Timings]) -> None:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--turns", type=int, default=5)
     asked = parser.parse_args()
     timings: dict[str, Timings] = {}

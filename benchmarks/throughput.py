@@ -1,32 +1,36 @@
-"""Compare tokens per second of recipes/finetuning.py and of other trainers, in alternating runs on identical data.
+"""Compare tokens per second of recipes/finetuning.py and of other trainers, in alternating runs on
+identical data.
 
     python benchmarks/throughput.py                                    # with TRL, whose environment it makes
     python benchmarks/throughput.py --peers trl,torchtune,llama-recipes
     python benchmarks/throughput.py --trl_python ~/trl/bin/python --only full,lora --turns 5
     python benchmarks/throughput.py --objective dpo --only full,lora   # pairs, with TRL's DPOTrainer
 
-On CPUs: a random Llama of 110 M parameters, 2 ranks, 4 x 512 tokens per micro-batch. The cases are full fine-tuning,
-LoRA (all-linear, r=16) on bf16, 8-bit and nf4 weights, and full fine-tuning on the embedded demo's samples, which the
-other trainer (the peer) pads or packs itself. On CUDA: Llama-3.1-8B's shapes with random weights, packed sequences of
-4096 tokens, all GPUs.
+On CPUs: a random Llama of 110 M parameters, 2 ranks, 4 x 512 tokens per micro-batch. The cases are
+full fine-tuning, LoRA (all-linear, r=16) on bf16, 8-bit and nf4 weights, and full fine-tuning on
+the embedded demo's samples, which the other trainer (the peer) pads or packs itself. On CUDA:
+Llama-3.1-8B's shapes with random weights, packed sequences of 4096 tokens, all GPUs.
 
-With --objective dpo a micro-batch has half as many pairs, and so as many tokens. In full fine-tuning the recipe
-computes the reference once. TRL holds a second model (its way accelerate), or computes the reference once, too
-(precomputed). In bf16 only the losses of the first step must agree: TRL's log-probabilities are then bf16 numbers.
+With --objective dpo a micro-batch has half as many pairs, and so as many tokens. In full
+fine-tuning the recipe computes the reference once. TRL holds a second model (its way accelerate),
+or computes the reference once, too (precomputed). In bf16 only the losses of the first step must
+agree: TRL's log-probabilities are then bf16 numbers.
 
-Before the timing each side runs two steps. A peer with several ways to distribute the model runs them in each way. The
-losses must agree, or there is no table. (On the demo's samples, which each side packs differently, the losses of the
-untrained model on the same samples must agree.) The fastest way is measured; the others are listed below the table. If
-a peer's step takes longer than --longest_step, only the second of its two steps is measured.
+Before the timing each side runs two steps. A peer with several ways to distribute the model runs
+them in each way. The losses must agree, or there is no table. (On the demo's samples, which each
+side packs differently, the losses of the untrained model on the same samples must agree.) The
+fastest way is measured; the others are listed below the table. If a peer's step takes longer than
+--longest_step, only the second of its two steps is measured.
 
-Tokens are counted without padding. The time is from the end of the last warm-up step to the end of the last step, at
-which each step's record appears (here: the longer of that and the recipe's step_seconds). Both sides clip gradients at
-1, use fused AdamW with one learning rate, log every step and neither evaluate nor save. Peers get OMP_NUM_THREADS =
-cores / ranks, as accelerate's launcher sets it. On a CPU that only emulates bf16, which slows peers down many times,
---peer_precision fp32 compares with their best case. MFU is that of the recipe; a peer's is computed by the ratio of
-tokens per second. Memory is the highest anonymous memory of a rank, read from outside; on CUDA it is
-torch.cuda.max_memory_allocated. CPU seconds per step are those of all ranks. On a machine that others use, too, they
-say more than the clock.
+Tokens are counted without padding. The time is from the end of the last warm-up step to the end of
+the last step, at which each step's record appears (here: the longer of that and the recipe's
+step_seconds). Both sides clip gradients at 1, use fused AdamW with one learning rate, log every
+step and neither evaluate nor save. Peers get OMP_NUM_THREADS = cores / ranks, as accelerate's
+launcher sets it. On a CPU that only emulates bf16, which slows peers down many times,
+--peer_precision fp32 compares with their best case. MFU is that of the recipe; a peer's is computed
+by the ratio of tokens per second. Memory is the highest anonymous memory of a rank, read from
+outside; on CUDA it is torch.cuda.max_memory_allocated. CPU seconds per step are those of all ranks.
+On a machine that others use, too, they say more than the clock.
 """
 
 import argparse
@@ -60,16 +64,30 @@ from llama_ft.data.batches import BatchSampler  # noqa: E402
 MIB = 2**20
 LR, LORA_RANK, SEED = 1e-4, 16, 42
 CHECKED_STEPS, CHECKED_ROWS = 2, 64
-# Relative: bf16 has 8 bits, and accelerate's FSDP2 returns the model's outputs, log-probabilities, in it.
+# Relative: bf16 has 8 bits, and accelerate's FSDP2 returns the model's outputs, log-probabilities,
+# in it.
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 6e-3}
 QUANTIZED_TOLERANCE = 1e-2
-PATIENCE = 1.5  # a way of distributing that takes so many times the best one's time for the checked steps is given up
+# a way of distributing that takes so many times the best one's time for the checked steps is given
+# up
+PATIENCE = 1.5
 SECONDS_A_RUN = 1500.0
-SMALL_LLAMA = dict(hidden_size=1024, intermediate_size=2432, num_hidden_layers=8, num_attention_heads=8)
+SMALL_LLAMA = dict(
+    hidden_size=1024, intermediate_size=2432, num_hidden_layers=8, num_attention_heads=8
+)
 SMALL_LLAMA |= dict(num_key_value_heads=8, vocab_size=8000, max_position_embeddings=2048)
-LLAMA_8B = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32)
-LLAMA_8B |= dict(num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5)
-METHODS = {"full": [], "lora": [], "8bit": ["--quantization", "8bit"], "nf4": ["--quantization", "4bit"]}
+LLAMA_8B = dict(
+    hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32
+)
+LLAMA_8B |= dict(
+    num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5
+)
+METHODS = {
+    "full": [],
+    "lora": [],
+    "8bit": ["--quantization", "8bit"],
+    "nf4": ["--quantization", "4bit"],
+}
 
 
 @dataclass(frozen=True)
@@ -166,7 +184,8 @@ class Run:
     def cpu_seconds(self, warmup: int) -> float:
         """Of a step after the warm-up."""
         first, last = (
-            [cpu for wall, cpu in self.clocks if wall <= end][-1] for end in (self.ends[warmup - 1], self.ends[-1])
+            [cpu for wall, cpu in self.clocks if wall <= end][-1]
+            for end in (self.ends[warmup - 1], self.ends[-1])
         )
         return (last - first) / (len(self.ends) - warmup)
 
@@ -191,15 +210,29 @@ class Bench:
         pythons: interpreter of each peer.
     """
 
-    def __init__(self, asked: argparse.Namespace, device: str, folder: Path, pythons: dict[str, Path]) -> None:
+    def __init__(
+        self, asked: argparse.Namespace, device: str, folder: Path, pythons: dict[str, Path]
+    ) -> None:
         self.asked, self.device, self.folder, self.pythons = asked, device, folder, pythons
         self.launches = 0
 
     def precision(self, case: Case) -> str:
-        return "bf16_pure" if case.pure and self.asked.precision != "fp32" else str(self.asked.precision)
+        return (
+            "bf16_pure"
+            if case.pure and self.asked.precision != "fp32"
+            else str(self.asked.precision)
+        )
 
-    def run(self, case: Case, who: Contender, steps: int, check: bool = False, seconds: float = SECONDS_A_RUN) -> Run:
-        """One launch. With `check` the loss of the untuned model on natural rows is asked for too."""
+    def run(
+        self,
+        case: Case,
+        who: Contender,
+        steps: int,
+        check: bool = False,
+        seconds: float = SECONDS_A_RUN,
+    ) -> Run:
+        """One launch. With `check` the loss of the untuned model on natural rows is asked for
+        too."""
         self.launches += 1
         output = self.folder / f"run-{self.launches:03d}"
         output.mkdir()
@@ -216,12 +249,37 @@ class Bench:
         flags += ["--objective", "dpo"] if self.asked.objective == "dpo" else []
         flags += METHODS[case.method]
         if case.method != "full":
-            flags += ["--use_peft", "--peft.r", LORA_RANK, "--target_modules", "all-linear", "--lora_dropout", 0]
+            flags += [
+                "--use_peft",
+                "--peft.r",
+                LORA_RANK,
+                "--target_modules",
+                "all-linear",
+                "--lora_dropout",
+                0,
+            ]
         flags += ["--enable_fsdp"] if self.asked.nproc > 1 else []
         flags += ["--activation_checkpointing", "full"] if case.checkpointing else []
-        flags += ["--validation", self.rows(case, "check")] if check else ["--run_validation", False]
-        flags += ["--context_length", case.length, "--batch_size_training", case.micro_batch, "--seed", SEED]
-        flags += ["--lr", LR, "--lr_scheduler", "constant", "--gradient_clipping", "--precision", self.precision(case)]
+        flags += (
+            ["--validation", self.rows(case, "check")] if check else ["--run_validation", False]
+        )
+        flags += [
+            "--context_length",
+            case.length,
+            "--batch_size_training",
+            case.micro_batch,
+            "--seed",
+            SEED,
+        ]
+        flags += [
+            "--lr",
+            LR,
+            "--lr_scheduler",
+            "constant",
+            "--gradient_clipping",
+            "--precision",
+            self.precision(case),
+        ]
         flags += ["--max_train_step", steps, "--save_model", False, "--device", self.device]
         metrics = output / "run" / "metrics.jsonl"
         ends: list[float] = []
@@ -231,28 +289,42 @@ class Bench:
             done = sum(line.endswith(b"\n") and b'"train/loss"' in line for line in lines)
             ends.extend([time.time()] * (done - len(ends)))
 
-        environment = {"PYTHONPATH": str(REPOSITORY / "src"), "LLAMA_FT_CACHE": str(self.folder / "cache")}
-        script, arguments = REPOSITORY / "recipes" / "finetuning.py", [*map(str, flags), *self.asked.ours.split()]
+        environment = {
+            "PYTHONPATH": str(REPOSITORY / "src"),
+            "LLAMA_FT_CACHE": str(self.folder / "cache"),
+        }
+        script, arguments = (
+            REPOSITORY / "recipes" / "finetuning.py",
+            [*map(str, flags), *self.asked.ours.split()],
+        )
         arguments += ["--output_dir", str(output / "run")]
         python, log = Path(sys.executable), output / "log.txt"
-        watched = launch(python, script, arguments, self.asked.nproc, log, seconds, environment, look)
+        watched = launch(
+            python, script, arguments, self.asked.nproc, log, seconds, environment, look
+        )
         records = [json.loads(line) for line in metrics.read_text().splitlines()]
         found = [record for record in records if "train/loss" in record]
         device_peaks = [max(record.get("memory/device_peak_bytes", [0])) for record in found]
         own = [record["perf/step_seconds"] for record in found]
         return Run(
             ends=ends,
-            tokens=[record["perf/tokens_per_second"] * record["perf/step_seconds"] for record in found],
+            tokens=[
+                record["perf/tokens_per_second"] * record["perf/step_seconds"] for record in found
+            ],
             losses=[record["train/loss"] for record in found],
             step_seconds=own,
             started=watched.started,
             peak_bytes=max(device_peaks) if self.device == "cuda" else max(watched.peaks.values()),
-            untuned_loss=next((record["eval/loss"] for record in records if record["step"] == 0), None),
+            untuned_loss=next(
+                (record["eval/loss"] for record in records if record["step"] == 0), None
+            ),
             mfu=[record[key] for record in found if (key := "perf/matmul_utilization") in record],
             clocks=watched.clocks,
         )
 
-    def _run_peer(self, case: Case, who: Contender, steps: int, output: Path, check: bool, seconds: float) -> Run:
+    def _run_peer(
+        self, case: Case, who: Contender, steps: int, output: Path, check: bool, seconds: float
+    ) -> Run:
         job = {
             **asdict(case),
             "model": str(self.model(case)),
@@ -267,24 +339,39 @@ class Bench:
             "lr": LR,
             "r": LORA_RANK,
             "trainer": self.asked.objective,
-            "settings": {"precompute_ref_log_probs": who.way == "precomputed"} if self.asked.objective == "dpo" else {},
+            "settings": {"precompute_ref_log_probs": who.way == "precomputed"}
+            if self.asked.objective == "dpo"
+            else {},
             "adapter": None,
             "accumulation": 1,
         }
         if who.layout == "padding":  # as many rows a step as ours has on average
-            job["micro_batch"] = max(1, round(case.micro_batch * case.length / self.mean_length(case)))
+            job["micro_batch"] = max(
+                1, round(case.micro_batch * case.length / self.mean_length(case))
+            )
         (output / "job.json").write_text(json.dumps(job))
-        environment = {"HF_HOME": str(self.folder / "cache" / "hf"), "TOKENIZERS_PARALLELISM": "false"}
+        environment = {
+            "HF_HOME": str(self.folder / "cache" / "hf"),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         if self.device == "cpu":
-            environment["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // self.asked.nproc))
+            environment["OMP_NUM_THREADS"] = str(
+                max(1, len(os.sched_getaffinity(0)) // self.asked.nproc)
+            )
         script, arguments = PEERS[who.trainer].job, [str(output / "job.json")]
         python, log = self.pythons[who.trainer], output / "log.txt"
         watched = launch(python, script, arguments, self.asked.nproc, log, seconds, environment)
-        ranks = [json.loads((output / f"rank-{rank}.json").read_text()) for rank in range(self.asked.nproc)]
+        ranks = [
+            json.loads((output / f"rank-{rank}.json").read_text())
+            for rank in range(self.asked.nproc)
+        ]
         told = ranks[0]
         return Run(
             ends=told["ends"],
-            tokens=[now - before for before, now in zip([0, *told["tokens"]], told["tokens"], strict=False)],
+            tokens=[
+                now - before
+                for before, now in zip([0, *told["tokens"]], told["tokens"], strict=False)
+            ],
             losses=told["losses"],
             step_seconds=[],
             started=watched.started,
@@ -295,7 +382,8 @@ class Bench:
         )
 
     def model(self, case: Case) -> Path:
-        """Its folder, made when first asked for. Natural rows are the demo tokenizer's, and so is their vocabulary."""
+        """Its folder, made when first asked for. Natural rows are the demo tokenizer's, and so is
+        their vocabulary."""
         if self.asked.model:
             return Path(self.asked.model)
         folder = self.folder / ("model-natural" if case.natural else "model")
@@ -307,7 +395,10 @@ class Bench:
                 shapes = {**shapes, "vocab_size": len(tokenizer)}
             else:
                 tokenizer = word_tokenizer(shapes["vocab_size"])
-            ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+            ids = {
+                f"{name}_token_id": getattr(tokenizer, f"{name}_token_id")
+                for name in ("bos", "eos", "pad")
+            }
             torch.manual_seed(0)
             with torch.device(self.device):
                 model = LlamaForCausalLM(LlamaConfig(**shapes, **ids, dtype="bfloat16")).bfloat16()
@@ -317,17 +408,22 @@ class Bench:
         return folder
 
     def rows(self, case: Case, reader: str) -> Path:
-        """A file of tokenized rows: dense ones for a peer are in the order in which ours takes them; `check` is for the
-        untuned model's loss."""
+        """A file of tokenized rows: dense ones for a peer are in the order in which ours takes
+        them; `check` is for the untuned model's loss."""
         has_pairs = self.asked.objective == "dpo"
         kind = "natural" if case.natural else f"{case.length}x{case.micro_batch}"
         order = reader if reader in ("ours", "check") or case.natural else "peers"
-        file = self.folder / f"rows-{kind}-{order if not case.natural or reader == 'check' else 'all'}.jsonl"
+        file = (
+            self.folder
+            / f"rows-{kind}-{order if not case.natural or reader == 'check' else 'all'}.jsonl"
+        )
         if not file.exists():
             steps = self.asked.warmup + self.asked.steps
             batch = case.micro_batch * self.asked.nproc
             if case.natural:
-                rows = natural_rows(self.model(case), case.length, (steps + 2) * batch * case.length)
+                rows = natural_rows(
+                    self.model(case), case.length, (steps + 2) * batch * case.length
+                )
             else:
                 vocabulary = len(AutoTokenizer.from_pretrained(self.model(case)))
                 make = dense_pairs if has_pairs else dense_rows
@@ -336,7 +432,9 @@ class Bench:
                 rows = rows[:CHECKED_ROWS]
             elif order == "peers":
                 lengths = [case.length] * len(rows) * (1 + has_pairs)
-                rows = [rows[number] for number in our_order(lengths, case.length, batch, 1 + has_pairs)]
+                rows = [
+                    rows[number] for number in our_order(lengths, case.length, batch, 1 + has_pairs)
+                ]
             file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return file
 
@@ -349,21 +447,28 @@ def word_tokenizer(size: int) -> PreTrainedTokenizerFast:
     """A tokenizer of so many tokens, which nothing is tokenized with."""
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     words = [*special.values(), *(f"t{number}" for number in range(size - len(special)))]
-    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[-1]))
+    tokenizer = Tokenizer(
+        WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[-1])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def dense_rows(vocabulary: int, length: int, count: int) -> list[dict[str, list[int]]]:
-    """Rows that fill a pack each. Small ids are frequent, so that there is something to learn: losses that agree after
-    a step say that the weights were changed alike. No label before the first token, whoever shifts them."""
+    """Rows that fill a pack each. Small ids are frequent, so that there is something to learn:
+    losses that agree after a step say that the weights were changed alike. No label before the
+    first token, whoever shifts them."""
     chance = random.Random(0)
-    rows = [[3 + int((vocabulary - 3) * chance.random() ** 3) for _ in range(length)] for _ in range(count)]
+    rows = [
+        [3 + int((vocabulary - 3) * chance.random() ** 3) for _ in range(length)]
+        for _ in range(count)
+    ]
     return [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in rows]
 
 
 def natural_rows(model: Path, longest: int, tokens: int) -> list[dict[str, list[int]]]:
-    """The demo's rows with the chat template, of at least so many tokens, in a random order; all is trained on."""
+    """The demo's rows with the chat template, of at least so many tokens, in a random order; all is
+    trained on."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     lines = build_demo(cache_dir()).train_file.read_text(encoding="utf-8").splitlines()
     random.Random(0).shuffle(lines)
@@ -371,7 +476,10 @@ def natural_rows(model: Path, longest: int, tokens: int) -> list[dict[str, list[
     while tokens > 0:
         row = json.loads(lines[len(rows) % len(lines)])
         question = "\n".join(row[name] for name in ("instruction", "input") if row.get(name))
-        chat = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
+        chat = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": row["output"]},
+        ]
         ids = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)[:longest]
         rows.append({"input_ids": ids, "labels": [-100, *ids[1:]]})
         tokens -= len(ids)
@@ -379,22 +487,33 @@ def natural_rows(model: Path, longest: int, tokens: int) -> list[dict[str, list[
 
 
 def dense_pairs(vocabulary: int, length: int, count: int) -> list[dict[str, str]]:
-    """Pairs whose prompt and response fill `length` tokens with the end of the text; words of `word_tokenizer`."""
+    """Pairs whose prompt and response fill `length` tokens with the end of the text; words of
+    `word_tokenizer`."""
     chance = random.Random(0)
 
     def words(number: int) -> str:
         return "".join(f" t{int((vocabulary - 3) * chance.random() ** 3)}" for _ in range(number))
 
     prompt, response = length // 2, length - length // 2 - 1
-    return [{"prompt": words(prompt), "chosen": words(response), "rejected": words(response)} for _ in range(count)]
+    return [
+        {"prompt": words(prompt), "chosen": words(response), "rejected": words(response)}
+        for _ in range(count)
+    ]
 
 
 def our_order(lengths: list[int], length: int, batch: int, group: int) -> list[int]:
     """Numbers of the rows, or of the pairs where `group` is 2, in the order of our steps."""
-    layout: dict[str, Any] = {"global_batch": batch, "micro_batch": batch, "world_size": 1, "rank": 0}
+    layout: dict[str, Any] = {
+        "global_batch": batch,
+        "micro_batch": batch,
+        "world_size": 1,
+        "rank": 0,
+    }
     plan = BatchSampler(lengths, lengths, pack_length=length, seed=SEED, group=group, **layout)
     steps = [plan.step(0, step) for step in range(plan.steps_per_epoch)]
-    return [row // group for step in steps for share in step.micro_batches for row in share[::group]]
+    return [
+        row // group for step in steps for share in step.micro_batches for row in share[::group]
+    ]
 
 
 def disagreement(ours: Run, theirs: Run, tolerance: float, natural: bool, steps: int) -> str:
@@ -414,14 +533,19 @@ def disagreement(ours: Run, theirs: Run, tolerance: float, natural: bool, steps:
 
 
 def tolerance_of(case: Case, precision: str) -> float:
-    return QUANTIZED_TOLERANCE if case.method in ("nf4", "8bit") else LOSS_TOLERANCE[precision.split("_")[0]]
+    return (
+        QUANTIZED_TOLERANCE
+        if case.method in ("nf4", "8bit")
+        else LOSS_TOLERANCE[precision.split("_")[0]]
+    )
 
 
 def choose_ways(bench: Bench, case: Case, ours: Run) -> tuple[dict[Contender, Run], list[str]]:
     """Two steps of every peer in every way that it has; the losses are compared with ours.
 
     Returns:
-        The fastest way of each peer and layout with its run, and a line about each of the other ways.
+        The fastest way of each peer and layout with its run, and a line about each of the other
+        ways.
 
     Raises:
         SystemExit: losses do not agree.
@@ -433,8 +557,14 @@ def choose_ways(bench: Bench, case: Case, ours: Run) -> tuple[dict[Contender, Ru
             if (case.method, layout) not in peer.can:
                 lines.append(f"{case.name}: {name} has no {case.method} on {layout} rows here")
                 continue
-            ways = [way for way in peer.ways if bench.asked.nproc > 1 or way == {"trl": "ddp"}.get(name, peer.ways[-1])]
-            ways = [way for way in ways if not bench.asked.ways or way in bench.asked.ways.split(",")]
+            ways = [
+                way
+                for way in peer.ways
+                if bench.asked.nproc > 1 or way == {"trl": "ddp"}.get(name, peer.ways[-1])
+            ]
+            ways = [
+                way for way in ways if not bench.asked.ways or way in bench.asked.ways.split(",")
+            ]
             if bench.asked.objective == "sft" or case.method != "full":
                 ways = [way for way in ways if way != "precomputed"]
             runs = dict[Contender, Run]()
@@ -448,21 +578,33 @@ def choose_ways(bench: Bench, case: Case, ours: Run) -> tuple[dict[Contender, Ru
                     lines.append(f"{case.name}: {who} did not run: {error}")
                     print(lines[-1], file=sys.stderr)
                     continue
-                # In bf16 TRL under FSDP2 adds up log-probabilities in bf16: sums of 2,000 nats are wrong by up to 8.
-                checked = 1 if bench.asked.objective == "dpo" and bench.precision(case) != "fp32" else CHECKED_STEPS
+                # In bf16 TRL under FSDP2 adds up log-probabilities in bf16: sums of 2,000 nats are
+                # wrong by up to 8.
+                checked = (
+                    1
+                    if bench.asked.objective == "dpo" and bench.precision(case) != "fp32"
+                    else CHECKED_STEPS
+                )
                 tolerance = tolerance_of(case, bench.precision(case))
                 if wrong := disagreement(ours, run, tolerance, case.natural, checked):
-                    raise SystemExit(f"{case.name}: the losses of ours and of {who} do not agree: {wrong}")
+                    raise SystemExit(
+                        f"{case.name}: the losses of ours and of {who} do not agree: {wrong}"
+                    )
                 runs[who] = run
                 patience = min(patience, PATIENCE * (time.time() - started))
                 seconds = run.ends[-1] - run.ends[0]
-                print(f"{case.name}: {who} ({run.distributed}): losses agree, {seconds:.1f} s a step", file=sys.stderr)
+                print(
+                    f"{case.name}: {who} ({run.distributed}): losses agree, {seconds:.1f} s a step",
+                    file=sys.stderr,
+                )
             if runs:
                 best = min(runs, key=lambda who: runs[who].ends[-1] - runs[who].ends[0])
                 chosen[best] = runs[best]
                 for who in runs.keys() - {best}:
                     rate = runs[who].tokens[-1] / (runs[who].ends[-1] - runs[who].ends[0])
-                    lines.append(f"{case.name}: {who} ({runs[who].distributed}): {rate:,.0f} tokens/s in one step")
+                    lines.append(
+                        f"{case.name}: {who} ({runs[who].distributed}): {rate:,.0f} tokens/s in one step"
+                    )
     return chosen, lines
 
 
@@ -472,7 +614,11 @@ def measure(bench: Bench, case: Case) -> tuple[dict[Contender, list[Run]], list[
     chosen, lines = choose_ways(bench, case, checked)
     runs: dict[Contender, list[Run]] = {who: [] for who in (OURS, *chosen)}
     warmup, steps = bench.asked.warmup, bench.asked.warmup + bench.asked.steps
-    slow = {who: run for who, run in chosen.items() if run.ends[-1] - run.ends[0] > bench.asked.longest_step}
+    slow = {
+        who: run
+        for who, run in chosen.items()
+        if run.ends[-1] - run.ends[0] > bench.asked.longest_step
+    }
     for turn in range(bench.asked.turns):
         for who, done in runs.items():
             if who in slow:
@@ -483,23 +629,37 @@ def measure(bench: Bench, case: Case) -> tuple[dict[Contender, list[Run]], list[
             about = f"{case.name}, turn {turn + 1} of {bench.asked.turns}: {who}"
             print(f"{about}: {rate:,.0f} tokens/s", file=sys.stderr)
     for who, run in chosen.items():
-        shown = [f"{value:.4f}" for value in (checked.untuned_loss, run.untuned_loss) if value is not None]
-        shown = shown or [f"{pair[0]:.4f}/{pair[1]:.4f}" for pair in zip(checked.losses, run.losses, strict=False)]
-        lines.append(f"{case.name}: {who} is {run.distributed}; losses checked (ours/theirs): {' '.join(shown)}")
+        shown = [
+            f"{value:.4f}"
+            for value in (checked.untuned_loss, run.untuned_loss)
+            if value is not None
+        ]
+        shown = shown or [
+            f"{pair[0]:.4f}/{pair[1]:.4f}" for pair in zip(checked.losses, run.losses, strict=False)
+        ]
+        lines.append(
+            f"{case.name}: {who} is {run.distributed}; losses checked (ours/theirs): {' '.join(shown)}"
+        )
         lines[-1] += "; one step, measured once" if who in slow else ""
     return runs, lines
 
 
 def table_lines(case: Case, runs: dict[Contender, list[Run]], warmup: int) -> list[list[str]]:
-    """The table's lines of one case. The ratio is the median over the turns of ours by the peer's."""
-    rates = {who: [run.tokens_per_second(min(warmup, len(run.ends) - 1)) for run in done] for who, done in runs.items()}
+    """The table's lines of one case. The ratio is the median over the turns of ours by the
+    peer's."""
+    rates = {
+        who: [run.tokens_per_second(min(warmup, len(run.ends) - 1)) for run in done]
+        for who, done in runs.items()
+    }
     mfu = [value for run in runs[OURS] for value in run.mfu[warmup:]]
     lines = []
     for who, done in runs.items():
         theirs = rates[who] if len(rates[who]) > 1 else rates[who] * len(rates[OURS])
         ratio = statistics.median(own / rate for own, rate in zip(rates[OURS], theirs, strict=True))
         target = case.targets.get(who.layout)
-        verdict = "" if target is None else f"{target:g} {'reached' if ratio >= target else 'missed'}"
+        verdict = (
+            "" if target is None else f"{target:g} {'reached' if ratio >= target else 'missed'}"
+        )
         lines.append(
             [
                 case.name,
@@ -532,26 +692,46 @@ def print_table(lines: list[list[str]]) -> None:
     ]
     widths = [max(len(line[column]) for line in [titles, *lines]) for column in range(len(titles))]
     for line in [titles, *lines]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        )
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", default="trl", help=f"of {', '.join(PEERS)}; each in an environment made for it")
-    parser.add_argument("--trl_python", type=Path, help="an interpreter that has TRL, instead of making one")
-    parser.add_argument("--objective", choices=("sft", "dpo"), default="sft", help="dpo: dense cases, with TRL")
-    parser.add_argument("--ways", default="", help="only these of a peer's ways to distribute the model")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--peers", default="trl", help=f"of {', '.join(PEERS)}; each in an environment made for it"
+    )
+    parser.add_argument(
+        "--trl_python", type=Path, help="an interpreter that has TRL, instead of making one"
+    )
+    parser.add_argument(
+        "--objective", choices=("sft", "dpo"), default="sft", help="dpo: dense cases, with TRL"
+    )
+    parser.add_argument(
+        "--ways", default="", help="only these of a peer's ways to distribute the model"
+    )
     parser.add_argument("--only", default="", help="only these cases")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=2, help="steps that are not measured")
     parser.add_argument("--steps", type=int, default=4, help="measured steps of a turn")
     parser.add_argument("--longest_step", type=float, default=60.0, help="seconds; see above")
-    parser.add_argument("--precision", choices=("bf16_mixed", "fp32"), default="bf16_mixed", help="of both sides")
-    parser.add_argument("--peer_precision", choices=("bf16_mixed", "fp32"), help="of the peers, where it is another")
-    parser.add_argument("--nproc", type=int, help="ranks; by default 2 on the CPU, all GPUs on CUDA")
+    parser.add_argument(
+        "--precision", choices=("bf16_mixed", "fp32"), default="bf16_mixed", help="of both sides"
+    )
+    parser.add_argument(
+        "--peer_precision", choices=("bf16_mixed", "fp32"), help="of the peers, where it is another"
+    )
+    parser.add_argument(
+        "--nproc", type=int, help="ranks; by default 2 on the CPU, all GPUs on CUDA"
+    )
     parser.add_argument("--model", help="a model's folder instead of a random Llama")
     parser.add_argument("--ours", default="", help="further flags for recipes/finetuning.py")
-    parser.add_argument("--folder", type=Path, help="for model, rows and logs; a temporary one by default")
+    parser.add_argument(
+        "--folder", type=Path, help="for model, rows and logs; a temporary one by default"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the run directories in --folder")
     parser.add_argument("--json", type=Path, help="write every run's figures into this file")
     asked = parser.parse_args()
@@ -578,36 +758,64 @@ def describe_machine(asked: argparse.Namespace, device: str) -> str:
     """A line about what it was measured on."""
     if device == "cuda":
         return f"{asked.nproc} x {torch.cuda.get_device_name()}, torch {torch.__version__}, {asked.precision}"
-    models = subprocess.run(["lscpu"], capture_output=True, text=True).stdout if shutil.which("lscpu") else ""
-    name = next((line.split(":")[1].strip() for line in models.splitlines() if line.startswith("Model name")), "CPU")
+    models = (
+        subprocess.run(["lscpu"], capture_output=True, text=True).stdout
+        if shutil.which("lscpu")
+        else ""
+    )
+    name = next(
+        (
+            line.split(":")[1].strip()
+            for line in models.splitlines()
+            if line.startswith("Model name")
+        ),
+        "CPU",
+    )
     load = os.getloadavg()[0]
     about = f"{len(os.sched_getaffinity(0))} cores of {name}, {asked.nproc} ranks, torch {torch.__version__}"
-    precision = asked.precision + (f" (peers {asked.peer_precision})" if asked.peer_precision else "")
+    precision = asked.precision + (
+        f" (peers {asked.peer_precision})" if asked.peer_precision else ""
+    )
     return f"{about}, {precision}; load average {load:.1f} at the start"
 
 
 def main() -> None:
     asked = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that what was launched is ended too
+    # so that what was launched is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     asked.nproc = asked.nproc or (torch.cuda.device_count() if device == "cuda" else 2)
     wanted = asked.only.split(",") if asked.only else [case.name for case in CASES[device]]
     if unknown := set(wanted) - {case.name for case in CASES[device]}:
-        raise SystemExit(f"--only {','.join(unknown)}: there are {', '.join(case.name for case in CASES[device])}")
-    pythons, about, has_pairs = find_pythons(asked), describe_machine(asked, device), asked.objective == "dpo"
+        raise SystemExit(
+            f"--only {','.join(unknown)}: there are {', '.join(case.name for case in CASES[device])}"
+        )
+    pythons, about, has_pairs = (
+        find_pythons(asked),
+        describe_machine(asked, device),
+        asked.objective == "dpo",
+    )
     if asked.folder:
         asked.folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="throughput-", dir=asked.folder))
     bench = Bench(asked, device, folder, pythons)
     lines, notes, found = list[list[str]](), list[str](), dict[str, Any]()
     try:
-        for case in (case for case in CASES[device] if case.name in wanted and not (has_pairs and case.natural)):
+        for case in (
+            case
+            for case in CASES[device]
+            if case.name in wanted and not (has_pairs and case.natural)
+        ):
             if has_pairs:
-                case = replace(case, micro_batch=max(1, case.micro_batch // 2), targets={"dense": 1.0})
+                case = replace(
+                    case, micro_batch=max(1, case.micro_batch // 2), targets={"dense": 1.0}
+                )
             runs, said = measure(bench, case)
             notes += said
             lines += table_lines(case, runs, asked.warmup)
-            found[case.name] = {str(who): [asdict(run) for run in done] for who, done in runs.items()}
+            found[case.name] = {
+                str(who): [asdict(run) for run in done] for who, done in runs.items()
+            }
             if asked.json:
                 asked.json.write_text(json.dumps(found))
     except RunFailed as error:

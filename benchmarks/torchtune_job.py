@@ -1,6 +1,8 @@
-"""One run of torchtune's distributed recipe, in its own environment, started by torchrun for benchmarks/throughput.py.
+"""One run of torchtune's distributed recipe, in its own environment, started by torchrun for
+benchmarks/throughput.py.
 
-torchtune keeps all weights and optimizer states in one dtype: with bf16_mixed it runs everything in bf16.
+torchtune keeps all weights and optimizer states in one dtype: with bf16_mixed it runs everything in
+bf16.
 """
 
 import json
@@ -19,7 +21,8 @@ from torchtune import training
 
 
 class StepLog:
-    """Takes the time when the recipe logs. (What it logs as the loss is with LoRA that of rank 0's rows.)"""
+    """Takes the time when the recipe logs. (What it logs as the loss is with LoRA that of rank 0's
+    rows.)"""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -73,8 +76,15 @@ def configuration(job: dict[str, Any]) -> Any:
         "rope_base": rope["rope_theta"],
     }
     if job["method"] == "lora":
-        model |= {"_component_": "torchtune.models.llama3.lora_llama3", "lora_rank": job["r"], "lora_alpha": 32}
-        model |= {"lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"], "apply_lora_to_mlp": True}
+        model |= {
+            "_component_": "torchtune.models.llama3.lora_llama3",
+            "lora_rank": job["r"],
+            "lora_alpha": 32,
+        }
+        model |= {
+            "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
+            "apply_lora_to_mlp": True,
+        }
     files = sorted(path.name for path in Path(job["model"]).glob("*.safetensors"))
     checkpointer = {
         "_component_": "torchtune.training.FullModelHFCheckpointer",
@@ -86,7 +96,10 @@ def configuration(job: dict[str, Any]) -> Any:
     return OmegaConf.create(
         {
             "output_dir": job["output"],
-            "tokenizer": {"_component_": "__main__.Tokenizer", "pad": shapes.get("pad_token_id") or 0},
+            "tokenizer": {
+                "_component_": "__main__.Tokenizer",
+                "pad": shapes.get("pad_token_id") or 0,
+            },
             "model": model,
             "checkpointer": checkpointer,
             "resume_from_checkpoint": False,
@@ -95,7 +108,12 @@ def configuration(job: dict[str, Any]) -> Any:
             "seed": 0,
             "shuffle": False,
             "batch_size": job["micro_batch"],
-            "optimizer": {"_component_": "torch.optim.AdamW", "fused": True, "weight_decay": 0.0, "lr": job["lr"]},
+            "optimizer": {
+                "_component_": "torch.optim.AdamW",
+                "fused": True,
+                "weight_decay": 0.0,
+                "lr": job["lr"],
+            },
             "lr_scheduler": {
                 "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
                 "num_warmup_steps": 0,
@@ -120,12 +138,20 @@ def main(job: dict[str, Any]) -> None:
     config = configuration(job)
     full = job["method"] == "full"
     if job["device"] == "cpu":  # it refuses to read a GPU's memory there, and reads it all the same
-        training.get_memory_stats, training.log_memory_stats = (lambda device: {}), (lambda *_, **__: None)
+        training.get_memory_stats, training.log_memory_stats = (
+            (lambda device: {}),
+            (lambda *_, **__: None),
+        )
         training.cleanup_before_training = lambda: None
     # The recipes are scripts next to the package and cannot be imported from it.
-    script = Path(torchtune.__file__).parent.parent / "recipes" / f"{job['method']}_finetune_distributed.py"
+    script = (
+        Path(torchtune.__file__).parent.parent
+        / "recipes"
+        / f"{job['method']}_finetune_distributed.py"
+    )
     name = "FullFinetuneRecipeDistributed" if full else "LoRAFinetuneRecipeDistributed"
-    if not full:  # the other one does so itself; without it, this one has every rank train on the same rows
+    # the other one does so itself; without it, this one has every rank train on the same rows
+    if not full:
         dist.init_process_group(training.get_distributed_backend(job["device"]))
     recipe = runpy.run_path(str(script))[name](config)
     recipe.setup(config)

@@ -1,8 +1,10 @@
-"""One run of a TRL trainer, in its own environment, started by torchrun for throughput.py and preferences.py.
+"""One run of a TRL trainer, in its own environment, started by torchrun for throughput.py and
+preferences.py.
 
-Ways to shard it: `accelerate` is accelerate's FSDP2, `transformers` is Transformers' own (DistributedConfig), `ddp`
-keeps a whole model on every rank. On the CPU accelerate ignores its FSDP plugin and runs DDP without a message. There,
-this script enables FSDP2 itself, as accelerate does on a GPU.
+Ways to shard it: `accelerate` is accelerate's FSDP2, `transformers` is Transformers' own
+(DistributedConfig), `ddp` keeps a whole model on every rank. On the CPU accelerate ignores its FSDP
+plugin and runs DDP without a message. There, this script enables FSDP2 itself, as accelerate does
+on a GPU.
 """
 
 import json
@@ -38,13 +40,18 @@ LAYER_POLICY = "TRANSFORMER_BASED_WRAP"
 
 
 def load_model(job: dict[str, Any]) -> Any:
-    """fp32 where it is trained; else as the frozen weights of the other side: bf16, or quantized."""
+    """fp32 where it is trained; else as the frozen weights of the other side: bf16, or
+    quantized."""
     bf16, quantized = job["precision"] != "fp32", job["method"] in ("8bit", "nf4")
     compute = torch.bfloat16 if bf16 else torch.float32
-    settings: dict[str, Any] = {"dtype": torch.float32 if job["method"] == "full" or not bf16 else torch.bfloat16}
+    settings: dict[str, Any] = {
+        "dtype": torch.float32 if job["method"] == "full" or not bf16 else torch.bfloat16
+    }
     if job["way"] == "transformers":
         size = int(os.environ["WORLD_SIZE"])
-        settings["distributed_config"] = DistributedConfig(fsdp_size=size, fsdp_mixed_precision=bf16)
+        settings["distributed_config"] = DistributedConfig(
+            fsdp_size=size, fsdp_mixed_precision=bf16
+        )
     if job["method"] == "nf4":
         # Stored as floats, the only kind of 4-bit weights that accelerate can shard.
         storage = compute if job["way"] == "accelerate" else torch.uint8
@@ -59,7 +66,9 @@ def load_model(job: dict[str, Any]) -> Any:
     if quantized:
         device = f"cuda:{os.environ['LOCAL_RANK']}" if job["device"] == "cuda" else "cpu"
         settings["device_map"] = {"": device}
-    return AutoModelForCausalLM.from_pretrained(job["model"], attn_implementation="sdpa", **settings)
+    return AutoModelForCausalLM.from_pretrained(
+        job["model"], attn_implementation="sdpa", **settings
+    )
 
 
 def settings_of(job: dict[str, Any]) -> Any:
@@ -73,7 +82,8 @@ def settings_of(job: dict[str, Any]) -> Any:
         **job["settings"],
         output_dir=job["output"],
         use_cpu=on_cpu,
-        # With transformers' own FSDP2 the model casts for itself; bf16 would add autocast, which is slower.
+        # With transformers' own FSDP2 the model casts for itself; bf16 would add autocast, which is
+        # slower.
         bf16=job["precision"] != "fp32" and job["way"] != "transformers",
         max_length=job["length"],
         train_sampling_strategy="sequential",
@@ -132,24 +142,36 @@ class Clock(TrainerCallback):
 
 
 def untuned_loss(trainer: Any, file: Path) -> float:
-    """The mean loss over all target tokens of a file's rows, through this run's own preparation and batches; on every
-    rank the same rows."""
+    """The mean loss over all target tokens of a file's rows, through this run's own preparation and
+    batches; on every rank the same rows."""
     args, sums = trainer.args, torch.zeros(2, dtype=torch.float64)
-    rows = trainer._prepare_dataset(read(file), trainer.processing_class, args, args.packing, None, "check")
+    rows = trainer._prepare_dataset(
+        read(file), trainer.processing_class, args, args.packing, None, "check"
+    )
     trainer.model.eval()
     with torch.no_grad():
         for first in range(0, len(rows), args.per_device_train_batch_size):
             batch = trainer.data_collator(
-                [rows[number] for number in range(first, min(first + args.per_device_train_batch_size, len(rows)))]
+                [
+                    rows[number]
+                    for number in range(
+                        first, min(first + args.per_device_train_batch_size, len(rows))
+                    )
+                ]
             )
-            outputs = trainer.model(**trainer._prepare_inputs(batch), use_cache=False, fused_lm_head=True)
-            sums -= torch.tensor([float(outputs.log_probs.float().sum()), -float(outputs.label_mask.sum())])
+            outputs = trainer.model(
+                **trainer._prepare_inputs(batch), use_cache=False, fused_lm_head=True
+            )
+            sums -= torch.tensor(
+                [float(outputs.log_probs.float().sum()), -float(outputs.label_mask.sum())]
+            )
     return float(sums[0] / sums[1])
 
 
 def read(file: Path) -> Dataset:
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    # What all ranks read from a file has its cache there; TRL's precomputed reference needs one that they share.
+    # What all ranks read from a file has its cache there; TRL's precomputed reference needs one
+    # that they share.
     return Dataset.from_json(str(file)) if "chosen" in rows[0] else Dataset.from_list(rows)
 
 
@@ -158,7 +180,13 @@ def what_it_is(model: Any) -> str:
     if isinstance(model, DistributedDataParallel):
         return "DDP"
     units = sum(isinstance(module, FSDPModule) for module in model.modules())
-    return f"FSDP2, {units} units" if units else "one process" if dist.get_world_size() == 1 else "not distributed"
+    return (
+        f"FSDP2, {units} units"
+        if units
+        else "one process"
+        if dist.get_world_size() == 1
+        else "not distributed"
+    )
 
 
 def main(job: dict[str, Any]) -> None:
@@ -167,13 +195,18 @@ def main(job: dict[str, Any]) -> None:
         model = PeftModel.from_pretrained(model, job["adapter"], is_trainable=True)
     elif job["method"] != "full":
         peft = LoraConfig(
-            r=job["r"], lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+            r=job["r"],
+            lora_alpha=32,
+            lora_dropout=0.0,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
         )
     clock, kind = Clock(job["device"]), TRAINERS[job["trainer"]][0]
     if job["way"] == "accelerate" and job["device"] == "cpu":
 
         class Sharded(kind):  # type: ignore[misc, valid-type]
-            """Sharded before the rest of the trainer is made, as on a GPU: its reference model is sharded, too."""
+            """Sharded before the rest of the trainer is made, as on a GPU: its reference model is
+            sharded, too."""
 
             def create_accelerator_and_postprocess(self) -> None:
                 super().create_accelerator_and_postprocess()

@@ -1,8 +1,10 @@
-"""Write the reference pages that follow from the code: `python docs/generate.py` writes them, `--check` compares.
-It also writes configs/schema.json, the JSON schema of YAML configs, for editors.
+"""Write the reference pages that follow from the code: `python docs/generate.py` writes them,
+`--check` compares. It also writes configs/schema.json, the JSON schema of YAML configs, for
+editors.
 
-The settings come from the dataclasses of `llama_ft.config`, the flags of the other recipes from theirs, and the metrics
-from METRICS below, whose names a test compares with the code. Run it from anywhere; it needs no model and no network.
+The settings come from the dataclasses of `llama_ft.config`, the flags of the other recipes from
+theirs, and the metrics from METRICS below, whose names a test compares with the code. Run it from
+anywhere; it needs no model and no network.
 """
 
 import importlib
@@ -80,7 +82,9 @@ def kind(setting: Setting) -> str:
 def table(settings: dict[str, Setting], flags: bool = False) -> str:
     """A row per setting: name, type, default, meaning."""
     rows = [
-        "| flag | type | default | meaning |" if flags else "| setting | type | default | meaning |",
+        "| flag | type | default | meaning |"
+        if flags
+        else "| setting | type | default | meaning |",
         "|---|---|---|---|",
     ]
     for setting in settings.values():
@@ -126,7 +130,9 @@ def cli_page() -> str:
 
 def metrics_page() -> str:
     """The keys of metrics.jsonl."""
-    rows = "\n".join(f"| `{key}` | {unit} | {cell(meaning)} |" for key, (unit, meaning) in METRICS.items())
+    rows = "\n".join(
+        f"| `{key}` | {unit} | {cell(meaning)} |" for key, (unit, meaning) in METRICS.items()
+    )
     return (
         "# Metrics\n\n`metrics.jsonl` in the run directory has one JSON object per logged step, written as it\n"
         "happens. A key appears only if it was measured. Trackers get the same names.\n\n"
@@ -149,7 +155,11 @@ def stale() -> list[str]:
 
 if __name__ == "__main__":
     if "--check" in sys.argv:
-        sys.exit(f"stale: {', '.join(names)}; run python docs/generate.py" if (names := stale()) else 0)
+        sys.exit(
+            f"stale: {', '.join(names)}; run python docs/generate.py" if (names := stale()) else 0
+        )
     for name, page in PAGES.items():
         (REFERENCE / f"{name}.md").write_text(HEADER + page())
-    (REFERENCE.parents[1] / "configs" / "schema.json").write_text(json.dumps(json_schema(), indent=2) + "\n")
+    (REFERENCE.parents[1] / "configs" / "schema.json").write_text(
+        json.dumps(json_schema(), indent=2) + "\n"
+    )

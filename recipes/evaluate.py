@@ -1,8 +1,8 @@
 """Evaluate models: loss and perplexity on a validation set, and tasks of lm-evaluation-harness.
 
-MODEL is a run's directory, a checkpoint, a saved adapter, or the directory or Hub name of a model. --base adds the base
-model of each. Without --dataset the samples are the run's validation set, and the loss is the one that the run
-computed.
+MODEL is a run's directory, a checkpoint, a saved adapter, or the directory or Hub name of a model.
+--base adds the base model of each. Without --dataset the samples are the run's validation set, and
+the loss is the one that the run computed.
 """
 
 import gc
@@ -40,15 +40,22 @@ TASK_SETTINGS = ("limit", "num_fewshot", "apply_chat_template", "batch_size")
 def main(what: Evaluation) -> None:
     """Load each model, evaluate it, and print the tables."""
     flags = what.flags
-    with runtime.start(flags.device, models.shard_degree(FSDPConfig(enable_fsdp=flags.enable_fsdp))) as job:
+    with runtime.start(
+        flags.device, models.shard_degree(FSDPConfig(enable_fsdp=flags.enable_fsdp))
+    ) as job:
         tasks = find_tasks(flags, job) if flags.tasks else None
         results, bases = list[Evaluated](), list[tuple[Any, Evaluated]]()
         for asked in what.asked:
             tuned, tokenizer = evaluate(asked, None, tasks, what, job)
             base = results[0] if results else None
             if asked.base is not None:
-                # With the fine-tuned model's tokenizer and chat template, the base model gets the same tokens.
-                run = asked.run and (asked.run.model, asked.run.quantization, asked.run.train.precision)
+                # With the fine-tuned model's tokenizer and chat template, the base model gets the
+                # same tokens.
+                run = asked.run and (
+                    asked.run.model,
+                    asked.run.quantization,
+                    asked.run.train.precision,
+                )
                 alike = asked.base, tokenizer.chat_template, len(tokenizer), run
                 base = next((known for key, known in bases if key == alike), None)
                 if base is None:
@@ -73,8 +80,12 @@ def evaluate(
     what: Evaluation,
     job: Runtime,
 ) -> tuple[Evaluated, PreTrainedTokenizerBase]:
-    """Load a model and evaluate it. With the tokenizer of a fine-tuned model: evaluate its base model."""
-    flags = replace(what.flags, precision=what.flags.precision or (asked.run.train.precision if asked.run else "auto"))
+    """Load a model and evaluate it. With the tokenizer of a fine-tuned model: evaluate its base
+    model."""
+    flags = replace(
+        what.flags,
+        precision=what.flags.precision or (asked.run.train.precision if asked.run else "auto"),
+    )
     if tokenizer is None:
         name, opened = asked.place, open_model(asked.place, flags, job)
     else:
@@ -82,10 +93,17 @@ def evaluate(
         opened = open_model(str(asked.base), flags, job, asked.run, tokenizer)
     log.info(opened.about)
     if models.has_score(opened.model):
-        raise UserError(f"{name}: a reward model has no LM head. recipes/inference.py --prompts prints its scores.")
-    held_out = measure_loss(opened.model, opened.tokenizer, asked, what, job) if what.samples else None
-    torch.cuda.empty_cache()  # frees cached blocks, whose sizes fit only the measurement of the loss
-    answers = ask_tasks(tasks, opened.model, opened.tokenizer, flags, job) if tasks is not None else None
+        raise UserError(
+            f"{name}: a reward model has no LM head. recipes/inference.py --prompts prints its scores."
+        )
+    held_out = (
+        measure_loss(opened.model, opened.tokenizer, asked, what, job) if what.samples else None
+    )
+    # frees cached blocks, whose sizes fit only the measurement of the loss
+    torch.cuda.empty_cache()
+    answers = (
+        ask_tasks(tasks, opened.model, opened.tokenizer, flags, job) if tasks is not None else None
+    )
     result, tokenizer = Evaluated(name, opened.about, held_out, answers), opened.tokenizer
     del opened
     gc.collect()  # free this model before the next one is loaded

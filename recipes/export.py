@@ -1,8 +1,9 @@
-"""Export a checkpoint as a model or an adapter, for Transformers, PEFT, vLLM and others, or for the Hugging Face Hub.
+"""Export a checkpoint as a model or an adapter, for Transformers, PEFT, vLLM and others, or for the
+Hugging Face Hub.
 
-CHECKPOINT is a checkpoint, a run's directory or a saved adapter. One process reads it block by block, without a GPU and
-with little memory. The output is what a run writes to output_dir/model. --merge merges an adapter into its base model,
-in the original precision, also after --quantization.
+CHECKPOINT is a checkpoint, a run's directory or a saved adapter. One process reads it block by
+block, without a GPU and with little memory. The output is what a run writes to output_dir/model.
+--merge merges an adapter into its base model, in the original precision, also after --quantization.
 """
 
 import signal
@@ -29,14 +30,22 @@ def main(options: ExportFlags) -> None:
     folder, place = options.out, options.source
     write = (folder, checkpoint.save_dtype(options.save_dtype), parse_size(options.max_shard_size))
     if options.kind == "adapter" and options.base_model:
-        base = models.local_folder(options.base_model, f"{place} (--base_model overrides it): base model")
+        base = models.local_folder(
+            options.base_model, f"{place} (--base_model overrides it): base model"
+        )
         log.info(f"The adapter: {place}")
-        exporter = checkpoint.Exporter.of_adapter(place, base, options.base_model, options.trust_remote_code)
+        exporter = checkpoint.Exporter.of_adapter(
+            place, base, options.base_model, options.trust_remote_code
+        )
     else:
         valid = checkpoint.find_valid(place)
         log.info(f"The checkpoint: {valid.folder}, after step {valid.step}")
         exporter = checkpoint.Exporter.prepare(
-            valid, options.base_model, options.tokenizer_name, options.trust_remote_code, merge=options.merge
+            valid,
+            options.base_model,
+            options.tokenizer_name,
+            options.trust_remote_code,
+            merge=options.merge,
         )
     if exporter.adapter is None or options.merge or options.kind == "adapter":
         exporter.write_model(*write)
@@ -48,13 +57,18 @@ def main(options: ExportFlags) -> None:
 
 
 def upload(folder: Path, repository: str, private: bool) -> str:
-    """Upload a complete directory to the Hub with the token of HF_TOKEN or `hf auth login`. Return its URL."""
+    """Upload a complete directory to the Hub with the token of HF_TOKEN or `hf auth login`. Return
+    its URL."""
     api = HfApi()
     try:
         address = str(api.create_repo(repository, private=private, exist_ok=True))
         if private and not api.model_info(repository).private:
-            raise RunFailure(f"--push_to_hub {repository}: is public; nothing was uploaded. {folder} is complete.")
-        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload from llama_ft")
+            raise RunFailure(
+                f"--push_to_hub {repository}: is public; nothing was uploaded. {folder} is complete."
+            )
+        api.upload_folder(
+            repo_id=repository, folder_path=folder, commit_message="Upload from llama_ft"
+        )
     except (HTTPError, OSError, ValueError, RuntimeError) as error:
         raise RunFailure(
             f"--push_to_hub {repository}: the upload to {constants.ENDPOINT} failed ({reason(error)}).\n"

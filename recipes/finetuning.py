@@ -1,8 +1,9 @@
 """Fine-tune a language model on your data, on any number of processes.
 
-Read it from top to bottom: `main` is the path of a run, `build_model` loads a sharded model, `train` is the training
-loop. The functions that they call are in src/llama_ft, one folder per step. To change the loss, see
-llama_ft/training/objective.py; to change how samples are read, llama_ft/data/formats.py.
+Read it from top to bottom: `main` is the path of a run, `build_model` loads a sharded model,
+`train` is the training loop. The functions that they call are in src/llama_ft, one folder per step.
+To change the loss, see llama_ft/training/objective.py; to change how samples are read,
+llama_ft/data/formats.py.
 """
 
 from pathlib import Path
@@ -37,10 +38,12 @@ def main(**flags: str) -> None:
         if run.is_finished:
             return
         config, job = run.config, run.job
-        # Cross-entropy of the next token over the tokens in the loss, or another objective by --objective.
+        # Cross-entropy of the next token over the tokens in the loss, or another objective by
+        # --objective.
         objective = training.build_objective(config)
 
-        # Find the model, and tokenize samples. The first rank of each node fills the cache that its other ranks read.
+        # Find the model, and tokenize samples. The first rank of each node fills the cache that its
+        # other ranks read.
         with job.local_main_process_first():
             folder, model_config, tokenizer = find_model(config, ask_hub=job.local_rank == 0)
         config = run.choose_kernels(model_config)
@@ -60,26 +63,34 @@ def main(**flags: str) -> None:
         new_tokens = models.find_new_tokens(tokenizer, folder, model_config, config.model)
         run.check_inputs(folder, model_config, tokenizer, new_tokens, dataset)
 
-        # Plan which samples this rank sees at which step. The plan depends on (seed, epoch, step) only.
+        # Plan which samples this rank sees at which step. The plan depends on (seed, epoch, step)
+        # only.
         vocabulary = new_tokens.rows if new_tokens else stored_vocabulary
         pad = data.pad_token_id(tokenizer, vocabulary)
-        if config.preference.objective == "reward":  # a score is that of the last token that is not this one
+        # a score is that of the last token that is not this one
+        if config.preference.objective == "reward":
             model_config.get_text_config().pad_token_id = tokenizer.pad_token_id = pad
-        batches = data.plan_training(config, dataset, context_length, run.global_batch, pad, vocabulary, job)
+        batches = data.plan_training(
+            config, dataset, context_length, run.global_batch, pad, vocabulary, job
+        )
         run.check_batches(batches, tokenizer)
 
-        # With activation_checkpointing=auto, wait for the planner's choice; else it plans while weights are loaded.
+        # With activation_checkpointing=auto, wait for the planner's choice; else it plans while
+        # weights are loaded.
         resolved = run.plan_memory(folder, new_tokens, dataset, batches)
-        # DPO's reference is the model with its adapter off, or log-probabilities computed once: by --reference_model
-        # here, or below by the model itself before step 1.
+        # DPO's reference is the model with its adapter off, or log-probabilities computed once: by
+        # --reference_model here, or below by the model itself before step 1.
         reference = training.ReferencePass(
             objective, resolved, folder, tokenizer, dataset, batches.pack_length, pad, job
         )
         if run.resumed is None:
             reference.score_with_other_model(build_model, run.memory)
-        model, adapter, stored_dtypes, units = build_model(resolved, folder, model_config, new_tokens, run.memory, job)
+        model, adapter, stored_dtypes, units = build_model(
+            resolved, folder, model_config, new_tokens, run.memory, job
+        )
         run.memory.leave()  # ends the phase "load"
-        if batches.pack_length is not None:  # samples must not see each other: compare a few with samples alone
+        # samples must not see each other: compare a few with samples alone
+        if batches.pack_length is not None:
             dtype = runtime.PRECISIONS[config.train.precision].compute
             training.check_packing(model, batches.first_rows(), batches.pack_length, dtype, job)
 
@@ -91,19 +102,31 @@ def main(**flags: str) -> None:
             run.log_summary(PLANNER.parent)
 
 
-def find_model(config: Config, ask_hub: bool) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase]:
+def find_model(
+    config: Config, ask_hub: bool
+) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase]:
     """Return the model's directory, config and tokenizer. Only one rank per node asks the Hub."""
     wanted = config.model
     is_demo = wanted.model_name == "demo"
     if is_demo or config.data.dataset == "demo":
         demo = data.build_demo(data.cache_dir())
-        log.info("\n".join([demo.about_model] * is_demo + [demo.about_data] * (config.data.dataset == "demo")))
-    folder = demo.model_dir if is_demo else models.local_folder(wanted.model_name, "--model_name", ask_hub)
+        log.info(
+            "\n".join(
+                [demo.about_model] * is_demo + [demo.about_data] * (config.data.dataset == "demo")
+            )
+        )
+    folder = (
+        demo.model_dir
+        if is_demo
+        else models.local_folder(wanted.model_name, "--model_name", ask_hub)
+    )
     model_config = models.load_model_config(folder, wanted.trust_remote_code)
     models.choose_head(model_config, config.preference.objective)
     tokens = folder
     if wanted.tokenizer_name is not None:
-        tokens = models.local_folder(wanted.tokenizer_name, "--tokenizer_name", ask_hub, weights=False)
+        tokens = models.local_folder(
+            wanted.tokenizer_name, "--tokenizer_name", ask_hub, weights=False
+        )
     return folder, model_config, models.load_tokenizer(tokens, wanted.trust_remote_code)
 
 
@@ -116,13 +139,19 @@ def build_model(
     job: Runtime,
     is_trained: bool = True,
 ) -> tuple[PreTrainedModel, models.Adapter | None, dict[str, torch.dtype], list[models.Unit]]:
-    """Build the model on the meta device, add adapters, shard it, and then load weights, each rank its own rows."""
+    """Build the model on the meta device, add adapters, shard it, and then load weights, each rank
+    its own rows."""
     precision = runtime.PRECISIONS[config.train.precision]
-    quantization = models.choose_quantization(config.quantization, model_config, config.peft.use_peft or not is_trained)
-    models.choose_head(model_config, config.preference.objective)  # as in find_model, for the planner
+    quantization = models.choose_quantization(
+        config.quantization, model_config, config.peft.use_peft or not is_trained
+    )
+    # as in find_model, for the planner
+    models.choose_head(model_config, config.preference.objective)
     model = models.build_on_meta(model_config, config.model, new_tokens)
     if others := models.left_out(model).modules:
-        log.info(f"Only the text part is loaded and fine-tuned. Copied unchanged: {', '.join(others)}")
+        log.info(
+            f"Only the text part is loaded and fine-tuned. Copied unchanged: {', '.join(others)}"
+        )
     if quantization is not None:
         log.info(models.quantize_linears(model, quantization))
     models.fuse_layers(model, config.model, config.train, job.device)
@@ -131,7 +160,11 @@ def build_model(
     models.use_router_loss(model, config.train.router_aux_loss_coef)
     models.checkpoint_activations(model, config.train)
     base_name = models.portable_name(config.model.model_name, folder)
-    adapter = models.inject_lora(model, config.peft, base_name, new_tokens) if config.peft.use_peft else None
+    adapter = (
+        models.inject_lora(model, config.peft, base_name, new_tokens)
+        if config.peft.use_peft
+        else None
+    )
     if adapter is not None and (experts := models.describe_experts(model)):
         log.info(experts)
     if not is_trained:  # a reference: frozen weights take half the memory
@@ -169,17 +202,22 @@ def build_model(
 
 
 def train(
-    run: Run, model: PreTrainedModel, objective: training.Objective, tokenizer: PreTrainedTokenizerBase, pad: int
+    run: Run,
+    model: PreTrainedModel,
+    objective: training.Objective,
+    tokenizer: PreTrainedTokenizerBase,
+    pad: int,
 ) -> None:
     """Run the training loop. All ranks call it together; rank 0 writes the log.
 
-    On a GPU the loss of a step is read and logged after the next step was queued, so that the GPU never waits. (In fp16
-    it is read at once.)
+    On a GPU the loss of a step is read and logged after the next step was queued, so that the GPU
+    never waits. (In fp16 it is read at once.)
     """
     config, job, state, batches = run.config, run.job, run.state, run.batches
     settings = config.train
     optimizer = training.build_optimizer(model, settings)  # AdamW, unless --optimizer names another
-    # Gradients of LoRA are small: each rank accumulates its own, and only the last micro-batch reduces them.
+    # Gradients of LoRA are small: each rank accumulates its own, and only the last micro-batch
+    # reduces them.
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
     torch.manual_seed(settings.seed + job.rank)  # a different dropout on each rank
     run.restore(model, optimizer)  # from the resumed checkpoint, if there is one
@@ -193,9 +231,11 @@ def train(
         for step in steps:
             run.begin_step(step, steps.waited_seconds, tokenizer)
 
-            # Run forward, objective.loss and backward on this rank's micro-batches. Gradients are summed over ranks.
+            # Run forward, objective.loss and backward on this rank's micro-batches. Gradients are
+            # summed over ranks.
             scale = state.scale.factor  # loss scale in fp16, otherwise 1
-            count = step.target_tokens if objective.counts_tokens else step.samples  # number of losses over all ranks
+            # number of losses over all ranks
+            count = step.target_tokens if objective.counts_tokens else step.samples
             losses = training.accumulate_gradients(
                 model, objective, step.batches, count, reduce_last_only, job, scale, run.memory
             )
@@ -203,16 +243,19 @@ def train(
             result = training.clip_and_reduce_norm(model, losses, count, settings, scale, job)
             numbers = run.gather(step)
             lr = training.learning_rate(settings, step.step - 1, batches.total_steps, step.epoch)
-            training.update_weights(optimizer, lr, run.failed(step, result))  # and zero_grad; not after an overflow
+            # and zero_grad; not after an overflow
+            training.update_weights(optimizer, lr, run.failed(step, result))
 
-            due = run.end_step(step, result, losses, numbers, lr)  # eval_steps, save_steps, end of epoch, signals
+            # eval_steps, save_steps, end of epoch, signals
+            due = run.end_step(step, result, losses, numbers, lr)
             if due.evaluation:
                 run.evaluate(model, objective, pad)
             if due.answers:
                 run.show_answers(f"after step {step.step}", model, tokenizer, pad)
             if run.save_due(due):  # also if the validation loss is the best so far
                 run.save(model, optimizer)
-            if run.should_stop(due):  # early stopping, max_train_time; a requested stop raises Stopped
+            # early stopping, max_train_time; a requested stop raises Stopped
+            if run.should_stop(due):
                 break
         run.take_best_weights(model)
         run.show_answers("after fine-tuning", model, tokenizer, pad)
@@ -226,20 +269,33 @@ def export(
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Write the final model or adapter as safetensors for Transformers and PEFT. Rank 0 gets it shard by shard."""
+    """Write the final model or adapter as safetensors for Transformers and PEFT. Rank 0 gets it
+    shard by shard."""
     config, result = run.config.checkpoint, run.directory / "model"
     run.memory.enter("save")
     torch.cuda.empty_cache()  # NCCL allocates buffers outside of torch's cache at the first send
     save_dtype = checkpoint.save_dtype(config.save_dtype)
     base_model, record = run.config.model.model_name, run.trainer_record()
     auto_class = models.auto_class(model.config, run.config.model.trust_remote_code).__name__
-    write_card = partial(checkpoint.write_model_card, base_model=base_model, trainer=record, auto_class=auto_class)
+    write_card = partial(
+        checkpoint.write_model_card, base_model=base_model, trainer=record, auto_class=auto_class
+    )
     if adapter is not None:
-        checkpoint.export_adapter(model, adapter, result, save_dtype, tokenizer, write_card, run.job)
+        checkpoint.export_adapter(
+            model, adapter, result, save_dtype, tokenizer, write_card, run.job
+        )
     else:
         largest_file = parse_size(config.max_shard_size)
         checkpoint.export_model(
-            model, result, folder, stored_dtypes, save_dtype, largest_file, tokenizer, write_card, run.job
+            model,
+            result,
+            folder,
+            stored_dtypes,
+            save_dtype,
+            largest_file,
+            tokenizer,
+            write_card,
+            run.job,
         )
     run.log_result(result)
 

@@ -1,8 +1,9 @@
 """Ask a model: one prompt, a file of prompts, or a conversation in the terminal.
 
-MODEL is a run's directory, a checkpoint, a saved adapter, or the directory or Hub name of a model. It is loaded as for
-training: on the CPU, on a GPU, in 8 or 4 bits, or under torchrun with --enable_fsdp, which shards a model that is too
-large for one GPU. Nothing is written into its directory.
+MODEL is a run's directory, a checkpoint, a saved adapter, or the directory or Hub name of a model.
+It is loaded as for
+training: on the CPU, on a GPU, in 8 or 4 bits, or under torchrun with --enable_fsdp, which shards a
+model that is too large for one GPU. Nothing is written into its directory.
 """
 
 import io
@@ -47,7 +48,9 @@ def main(options: InferenceFlags) -> None:
     degree = models.shard_degree(FSDPConfig(enable_fsdp=options.enable_fsdp))
     with runtime.start(options.device, degree, timeout_seconds=SECONDS_TO_WAIT) as job:
         has_prompt = bool(options.prompt or options.prompt_file or options.prompts)
-        is_chat = job.broadcast_from_rank0(lambda: options.chat or (not has_prompt and sys.stdin.isatty()))
+        is_chat = job.broadcast_from_rank0(
+            lambda: options.chat or (not has_prompt and sys.stdin.isatty())
+        )
         prompts = read_prompts(options.prompts, options.columns) if options.prompts else []
         prompt = "" if prompts or is_chat else job.broadcast_from_rank0(lambda: one_prompt(options))
         opened = open_model(options.places[0], options, job)

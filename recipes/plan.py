@@ -1,7 +1,8 @@
 """Plan a run's memory before it starts: a rank's memory by category, at the peak of each phase.
 
-It takes the config and the flags of recipes/finetuning.py, and --nproc. It needs no GPU, no weights and no data: the
-recipe's own functions run on tensors without storage, as rank 0 of the requested number of ranks.
+It takes the config and the flags of recipes/finetuning.py, and --nproc. It needs no GPU, no weights
+and no data: the recipe's own functions run on tensors without storage, as rank 0 of the requested
+number of ranks.
 """
 
 import dataclasses
@@ -36,26 +37,36 @@ with exit_on_error():  # an import fails if torch has changed
 
 
 def main(config: Config, options: PlanFlags) -> int:
-    """Print the plan. Return the exit code: 0; with --fit 3 if only changed settings fit, 4 if none does."""
+    """Print the plan. Return the exit code: 0; with --fit 3 if only changed settings fit, 4 if none
+    does."""
     folder, is_cpu = find_folder(config.model), config.train.device == "cpu"
     config = settle_checkpointing(config, "cpu" if is_cpu else "cuda")
-    request = PlanRequest(config, folder, options.nproc, options.nproc_per_node or 1, "cpu" if is_cpu else "cuda")
+    request = PlanRequest(
+        config, folder, options.nproc, options.nproc_per_node or 1, "cpu" if is_cpu else "cuda"
+    )
     if config.model.resize_embeddings:
         request = with_new_tokens(request)
     tell = partial(print, file=sys.stderr, flush=True)
     if options.nproc > 1 and not config.fsdp.enable_fsdp:
-        tell(f"warning: each of the {options.nproc} ranks will hold the whole model. --enable_fsdp shards it.")
+        tell(
+            f"warning: each of the {options.nproc} ranks will hold the whole model. --enable_fsdp shards it."
+        )
     if not options.quick:
         tell("Planning every layer; --quick takes less time ...")
     try:
         if config.train.activation_checkpointing == "auto":
-            room = options.fit_bytes or free_bytes(torch.device(request.device), request.local_world_size)
+            room = options.fit_bytes or free_bytes(
+                torch.device(request.device), request.local_world_size
+            )
             chosen, why, _ = choose_checkpointing(request, build_model, room)
             tell(f"activation_checkpointing auto: {why}")
             request = dataclasses.replace(request, config=chosen)
         planned = predict(request, build_model, options.quick)
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # mostly errors of the model's own code
-        raise RunFailure(f"This model could not be planned: {type(error).__name__}: {error}") from error
+    # mostly errors of the model's own code
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        raise RunFailure(
+            f"This model could not be planned: {type(error).__name__}: {error}"
+        ) from error
     values: dict[str, object] = {"plan": dataclasses.asdict(planned)}
     text, exit_code = describe(planned), 0
     if options.fit:

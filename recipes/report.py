@@ -1,8 +1,8 @@
 """Write the report of a run, or compare runs: one HTML file that needs no network.
 
-RUN is the directory of a run. The run may still work, may have been killed, or may come from an earlier version. For
-one RUN, this writes its report.html, as a run does at its end. For several, it writes one page with their curves in
-shared charts and the settings that differ.
+RUN is the directory of a run. The run may still work, may have been killed, or may come from an
+earlier version. For one RUN, this writes its report.html, as a run does at its end. For several, it
+writes one page with their curves in shared charts and the settings that differ.
 """
 
 import signal
@@ -29,7 +29,9 @@ def main(options: ReportFlags) -> None:
     try:
         replace_text(path, page)
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}.\n--out FILE names another place.") from error
+        raise UserError(
+            f"{path} cannot be written: {error.strerror}.\n--out FILE names another place."
+        ) from error
     print(f"The report: {path}")
 
 

@@ -1,7 +1,9 @@
-"""Small real things to train on, and processes: new interpreters, torchrun's, and (forked.py) cheaper ones.
+"""Small real things to train on, and processes: new interpreters, torchrun's, and (forked.py)
+cheaper ones.
 
-A new process that imports torch costs 5 to 8 s of a core. So many cases share one launch, and `forked` begins where
-imports have ended; `run`, `torchrun` and `recipe` are for what depends on Python's start or torchrun's agent."""
+A new process that imports torch costs 5 to 8 s of a core. So many cases share one launch, and
+`forked` begins where imports have ended; `run`, `torchrun` and `recipe` are for what depends on
+Python's start or torchrun's agent."""
 
 import importlib.util
 import json
@@ -24,21 +26,44 @@ if TYPE_CHECKING:
 os.environ["OMP_NUM_THREADS"] = "1"
 
 RECIPE, CASES = REPOSITORY / "recipes" / "finetuning.py", REPOSITORY / "tests" / "run_cases.py"
-QUESTIONS = ["What is a shard", "Who reads the checkpoint", "Why is the loss a sum", "Where do adapters live"]
-ANSWERS = ["Some rows of a weight.", "Rank 0.", "So that it does not depend on how rows were dealt.", "Beside."]
+QUESTIONS = [
+    "What is a shard",
+    "Who reads the checkpoint",
+    "Why is the loss a sum",
+    "Where do adapters live",
+]
+ANSWERS = [
+    "Some rows of a weight.",
+    "Rank 0.",
+    "So that it does not depend on how rows were dealt.",
+    "Beside.",
+]
 
 
 def run(command: list[str], timeout: float = 240, **environment: str) -> Finished:
     """Run a command as a user would, with this checkout's package and one thread a process."""
     started, variables = time.monotonic(), {**os.environ, **ENVIRONMENT, **environment}
-    streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    finished = subprocess.run(command, **streams, text=True, timeout=timeout, cwd=REPOSITORY, env=variables)
+    streams: Any = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+    }
+    finished = subprocess.run(
+        command, **streams, text=True, timeout=timeout, cwd=REPOSITORY, env=variables
+    )
     return Finished(finished.returncode, finished.stdout, time.monotonic() - started)
 
 
 def torchrun(processes: int, *arguments: str, timeout: float = 240, **environment: str) -> Finished:
     """torchrun on one machine; `arguments` begin with the script."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(processes),
+    ]
     return run([*launcher, *arguments], timeout, **environment)
 
 
@@ -49,8 +74,11 @@ def recipe(*flags: str, processes: int = 0, timeout: float = 240, **environment:
     return run([sys.executable, str(RECIPE), *flags], timeout, **environment)
 
 
-def run_cases(folder: Path, cases: Any, ranks: int = 0, script: Path = CASES, timeout: float = 240) -> Finished:
-    """A launch of a script that does every case of `folder`/cases.json; usually the recipe for lists of flags."""
+def run_cases(
+    folder: Path, cases: Any, ranks: int = 0, script: Path = CASES, timeout: float = 240
+) -> Finished:
+    """A launch of a script that does every case of `folder`/cases.json; usually the recipe for
+    lists of flags."""
     (folder / "cases.json").write_text(json.dumps(cases))
     finished = forked(script, folder / "cases.json", ranks=ranks, timeout=timeout)
     assert finished.exit_code == 0, finished.output
@@ -104,8 +132,14 @@ def save_tokenizer() -> Callable[..., Path]:
         special = ["<s>", "</s>", *(["<pad>"] if pad else [])]
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         sizes = {"vocab_size": 301, "special_tokens": special, "initial_alphabet": alphabet}
-        inner.train_from_iterator(QUESTIONS + ANSWERS, trainers.BpeTrainer(**sizes, show_progress=False))
-        tokens = {"bos_token": "<s>", "eos_token": "</s>", **({"pad_token": "<pad>"} if pad else {})}
+        inner.train_from_iterator(
+            QUESTIONS + ANSWERS, trainers.BpeTrainer(**sizes, show_progress=False)
+        )
+        tokens = {
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            **({"pad_token": "<pad>"} if pad else {}),
+        }
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **tokens)
         tokenizer.save_pretrained(folder)
         return folder
@@ -115,11 +149,14 @@ def save_tokenizer() -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def save_model(save_tokenizer: Callable[..., Path]) -> Callable[..., Path]:
-    """Save a tiny random Llama with a tokenizer, several safetensors files and grouped-query attention."""
+    """Save a tiny random Llama with a tokenizer, several safetensors files and grouped-query
+    attention."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    def save(folder: Path, tied: bool = False, pad: bool = True, seed: int = 0, **settings: Any) -> Path:
+    def save(
+        folder: Path, tied: bool = False, pad: bool = True, seed: int = 0, **settings: Any
+    ) -> Path:
         torch.manual_seed(seed)
         shape = {
             "hidden_size": 32,
@@ -169,7 +206,9 @@ def runtime() -> Iterator["Runtime"]:
 
 def write_jsonl(file: Path, rows: Iterable[object]) -> Path:
     """A .jsonl file of rows; one that is text already is a line as it is."""
-    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    file.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return file
 
 
@@ -177,7 +216,10 @@ def write_rows(file: Path, count: int) -> Path:
     """A .jsonl file of alpaca rows of uneven length, no two alike."""
     questions = [f"{QUESTIONS[n % 4]}, number {n}?" for n in range(count)]
     answers = [" ".join([ANSWERS[(n + n // 4) % 4]] * (1 + n % 5)) for n in range(count)]
-    rows = [{"instruction": question, "output": answer} for question, answer in zip(questions, answers, strict=True)]
+    rows = [
+        {"instruction": question, "output": answer}
+        for question, answer in zip(questions, answers, strict=True)
+    ]
     return write_jsonl(file, rows)
 
 

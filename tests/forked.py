@@ -1,7 +1,8 @@
 """Processes that have torch imported when they begin: forks of a server that has imported it once.
 
-Importing torch and transformers takes every process 5 to 8 s of a core. What is forked here is a process of its own all
-the same, with a command line, an environment, an output and an exit code; ranks meet over gloo as torchrun's do.
+Importing torch and transformers takes every process 5 to 8 s of a core. What is forked here is a
+process of its own all the same, with a command line, an environment, an output and an exit code;
+ranks meet over gloo as torchrun's do.
 """
 
 import multiprocessing
@@ -19,10 +20,18 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-# One thread each: a plain 1, which torchrun sets by itself, means a share of the cores to llama_ft.runtime. The tests'
-# tensors are tiny, and threads that wait for each other spin: on busy cores test_loss_scale took over 300 s, not 42.
-ENVIRONMENT = {"PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "01", "CUDA_VISIBLE_DEVICES": ""}
-PRELOADED = [f"llama_ft.{part}" for part in ("checkpoint", "data", "models", "observe", "runtime", "training")]
+# One thread each: a plain 1, which torchrun sets by itself, means a share of the cores to
+# llama_ft.runtime. The tests' tensors are tiny, and threads that wait for each other spin: on busy
+# cores test_loss_scale took over 300 s, not 42.
+ENVIRONMENT = {
+    "PYTHONPATH": str(REPOSITORY / "src"),
+    "OMP_NUM_THREADS": "01",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+PRELOADED = [
+    f"llama_ft.{part}"
+    for part in ("checkpoint", "data", "models", "observe", "runtime", "training")
+]
 PRELOADED += ["transformers.models.llama.modeling_llama", "accelerate.utils.fsdp_utils"]
 SECONDS_TO_LEAVE = 30.0  # what torchrun gives the other ranks when one has failed
 POLLING = threading.Lock()  # multiprocessing polls all of its processes whenever it starts one
@@ -50,9 +59,14 @@ def start_server() -> None:
 
 
 def forked(
-    script: Path | str, *arguments: str | Path, ranks: int = 0, timeout: float = 240, **environment: str
+    script: Path | str,
+    *arguments: str | Path,
+    ranks: int = 0,
+    timeout: float = 240,
+    **environment: str,
 ) -> Finished:
-    """Run a script as `python script arguments`, or (ranks > 0) as so many ranks as torchrun starts them.
+    """Run a script as `python script arguments`, or (ranks > 0) as so many ranks as torchrun starts
+    them.
 
     Variables that a library reads when it is imported have no effect in `environment`.
 
@@ -69,7 +83,9 @@ def forked(
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}
             variables = {**os.environ, **ENVIRONMENT, **place, **own, **environment}
             context = multiprocessing.get_context("forkserver")
-            processes.append(context.Process(target=_run_script, args=(words, variables, output.name)))
+            processes.append(
+                context.Process(target=_run_script, args=(words, variables, output.name))
+            )
             with POLLING:
                 processes[-1].start()
         exit_code = _wait(processes, started + timeout)
@@ -81,11 +97,17 @@ def forked(
 
 
 def _meeting(ranks: int) -> tuple[Any, dict[str, str]]:
-    """A store where the ranks meet, and the variables by which torchrun's agent would tell them of it."""
+    """A store where the ranks meet, and the variables by which torchrun's agent would tell them of
+    it."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    variables = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+    }
     variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     variables |= {"TORCHELASTIC_RUN_ID": "forked", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     return store, {**variables, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
@@ -104,8 +126,8 @@ def _run_script(words: list[str], variables: dict[str, str], output: str) -> Non
 
 
 def _wait(processes: list[ForkServerProcess], deadline: float) -> int | None:
-    """Wait for all; the exit code of the one that failed first, or None after the deadline. As under torchrun, a
-    failure ends the others."""
+    """Wait for all; the exit code of the one that failed first, or None after the deadline. As
+    under torchrun, a failure ends the others."""
     failed = 0
     while running := [process for process in processes if _exit_code(process) is None]:
         if time.monotonic() > deadline:

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def serve(answer: Callable[[str, str, bytes], tuple[int, object]]) -> Iterator[str]:
-    """A server at the address that is yielded: path, authorization and body of a request -> status and JSON."""
+    """A server at the address that is yielded: path, authorization and body of a request -> status
+    and JSON."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:

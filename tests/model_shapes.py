@@ -1,4 +1,5 @@
-"""config.json of the models that configs/ names, with what has a shape in it, as published on the hub."""
+"""config.json of the models that configs/ names, with what has a shape in it, as published on the
+hub."""
 
 import json
 from pathlib import Path
@@ -76,8 +77,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-# As the models' pages count them, of Gemma the text part: of its 4,300,079,472 the vision tower has 416,866,032 (27
-# layers of 15,239,504, patches, positions, a norm) and the projector 2,950,272.
+# As the models' pages count them, of Gemma the text part: of its 4,300,079,472 the vision tower has
+# 416,866,032 (27 layers of 15,239,504, patches, positions, a norm) and the projector 2,950,272.
 PARAMETERS = {
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
     "meta-llama/Llama-3.2-3B-Instruct": 3_212_749_824,
@@ -109,5 +110,7 @@ def write_llama(folder: Path, **settings: Any) -> Path:
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(LLAMA | {"dtype": "bfloat16"} | shape | settings))
+    (folder / "config.json").write_text(
+        json.dumps(LLAMA | {"dtype": "bfloat16"} | shape | settings)
+    )
     return folder

@@ -1,4 +1,5 @@
-"""Markdown pages taken apart: the commands, flags, files and links that they name, and a copy to run commands in."""
+"""Markdown pages taken apart: the commands, flags, files and links that they name, and a copy to
+run commands in."""
 
 import csv
 import importlib
@@ -31,7 +32,8 @@ MINE = Path("configs/mine.yaml")  # the config that the reader of the page below
 SCRIPTS = ("finetuning", "plan", "export", "report", "inference", "evaluate")
 OTHERS_FLAGS = re.compile(  # torchrun's, and what stands for any flag
     r"(nnodes|nproc_per_node|rdzv_\w*|node_rank|shutdown-timeout|max_restarts|no[_-]\w*|logdir|key|help|version|config)$"
-    r"|(requeue|signal|export|time|nodes|ntasks\S*|gpus\S*|mem\S*|array|begin|kill-on-bad-exit|chdir)$"  # SLURM's
+    # SLURM's
+    r"|(requeue|signal|export|time|nodes|ntasks\S*|gpus\S*|mem\S*|array|begin|kill-on-bad-exit|chdir)$"
     r"|(enable-lora|lora-modules|max-lora-rank|chat-template|served-model-name|max-model-len|tool-call-parser"
     r"|enable-auto-tool-choice)$"  # vLLM's
     r"|(outfile|outtype|base|lora|jinja|chat-template-file)$"  # llama.cpp's
@@ -43,8 +45,9 @@ ROWS = 400  # a few packs of 4,096 tokens
 
 @dataclass(frozen=True)
 class Command:
-    """One line of a bash block, its continuations joined: its text without comment, its words as bash splits them, and
-    what it needs that a laptop without network lacks (empty where it is to be run)."""
+    """One line of a bash block, its continuations joined: its text without comment, its words as
+    bash splits them, and what it needs that a laptop without network lacks (empty where it is to be
+    run)."""
 
     text: str
     words: list[str]
@@ -92,16 +95,29 @@ class Page:
         return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
     def sentences(self) -> list[str]:
-        """The sentences of the prose, of headings, list items and cells; code and the target of a link are one word."""
+        """The sentences of the prose, of headings, list items and cells; code and the target of a
+        link are one word."""
         prose = re.sub(r"<!--.*?-->", "", self.prose, flags=re.DOTALL)
         prose = re.sub(r"`[^`]*`", "CODE", re.sub(r"\]\([^)]*\)", "]", prose))
         parts = re.split(r"\n\s*\n|\n\s*(?:[-*#>]+|\d+\.)\s|\|", f"\n{prose}")
-        return [sentence for part in parts for sentence in re.split(r"(?<=[.!?])[*_)\"]*\s", " ".join(part.split()))]
+        return [
+            sentence
+            for part in parts
+            for sentence in re.split(r"(?<=[.!?])[*_)\"]*\s", " ".join(part.split()))
+        ]
 
     def missing_files(self) -> list[str]:
         """What it names in one of our folders, or links to, and what is not there."""
-        named = {code for code in self.inline_code() if code.startswith(FOLDERS) and not re.search(r"[\s<>{]", code)}
-        lost = [name for name in sorted(named - {str(MINE)}) if not any(REPOSITORY.glob(name.rstrip("/")))]
+        named = {
+            code
+            for code in self.inline_code()
+            if code.startswith(FOLDERS) and not re.search(r"[\s<>{]", code)
+        }
+        lost = [
+            name
+            for name in sorted(named - {str(MINE)})
+            if not any(REPOSITORY.glob(name.rstrip("/")))
+        ]
         return lost + [link for link in self.links() if not self._leads_somewhere(link)]
 
     def _leads_somewhere(self, link: str) -> bool:
@@ -112,13 +128,23 @@ class Page:
         return not anchor or anchor in Page(str(target.relative_to(REPOSITORY))).anchors()
 
     def unknown_flags(self) -> list[str]:
-        """Flags named in the text that neither a recipe of ours nor a program we name has. On pages about other
-        trainers the first column of a table has theirs."""
-        text = re.sub(r"^\|[^|]*\|", "|", self.prose, flags=re.MULTILINE) if "/migrate/" in self.name else self.prose
+        """Flags named in the text that neither a recipe of ours nor a program we name has. On pages
+        about other trainers the first column of a table has theirs."""
+        text = (
+            re.sub(r"^\|[^|]*\|", "|", self.prose, flags=re.MULTILINE)
+            if "/migrate/" in self.name
+            else self.prose
+        )
         codes = re.findall(r"`([^`\n]+)`", text)
-        named = {flag for code in codes for flag in re.findall(r"(?<![\w-])--([A-Za-z][\w.-]*)", code)}
+        named = {
+            flag for code in codes for flag in re.findall(r"(?<![\w-])--([A-Za-z][\w.-]*)", code)
+        }
         ours = named & (settings_of(PlanFlags).keys() | script_flag_names())
-        return [flag for flag in sorted(named - ours) if known(flag) is None and not OTHERS_FLAGS.match(flag)]
+        return [
+            flag
+            for flag in sorted(named - ours)
+            if known(flag) is None and not OTHERS_FLAGS.match(flag)
+        ]
 
 
 def read_commands(block: str) -> list[Command]:
@@ -156,8 +182,8 @@ def script_flag_names() -> set[str]:
 
 
 def flag_mistakes(command: Command) -> list[str]:
-    """What a recipe of ours finds wrong in the command, files that an earlier one would write aside. Called in a
-    directory made by `lay_out`."""
+    """What a recipe of ours finds wrong in the command, files that an earlier one would write
+    aside. Called in a directory made by `lay_out`."""
     if command.words[0] == "make":
         unknown = set(command.words[1:2]) - make_targets()
         return [f"there is no make {target}" for target in unknown]
@@ -166,13 +192,24 @@ def flag_mistakes(command: Command) -> list[str]:
         return []
     script, words = found
     for recipe in re.findall(r"--config[ =](output/\S+)", " ".join(words)):
-        Path(recipe).parent.mkdir(parents=True, exist_ok=True)  # as if the run before had written it
-        Path(recipe).write_text("model: {model_name: my_models/Llama-3.1-8B}\ndata: {dataset: my_data.jsonl}\n")
+        # as if the run before had written it
+        Path(recipe).parent.mkdir(parents=True, exist_ok=True)
+        Path(recipe).write_text(
+            "model: {model_name: my_models/Llama-3.1-8B}\ndata: {dataset: my_data.jsonl}\n"
+        )
     try:
         flag_reader(script)(words)
     except UserError as error:
-        to_come = [word for word in words if word.startswith("output/") or ("/" in word and not Path(word).exists())]
-        return [line for line in error.messages if not any(part in line for part in (*MISSING, *to_come))]
+        to_come = [
+            word
+            for word in words
+            if word.startswith("output/") or ("/" in word and not Path(word).exists())
+        ]
+        return [
+            line
+            for line in error.messages
+            if not any(part in line for part in (*MISSING, *to_come))
+        ]
     return []
 
 
@@ -181,8 +218,8 @@ def make_targets() -> set[str]:
 
 
 def lay_out(folder: Path, save_model: Callable[..., Path]) -> Path:
-    """A copy of the repository in which a page's commands can be run: two tiny models with a tokenizer and the chat
-    template of Llama 3.1, and data."""
+    """A copy of the repository in which a page's commands can be run: two tiny models with a
+    tokenizer and the chat template of Llama 3.1, and data."""
     from transformers import AutoTokenizer
 
     from llama_ft.data.chat_template import BUILT_IN
@@ -201,7 +238,12 @@ def lay_out(folder: Path, save_model: Callable[..., Path]) -> Path:
     [text] = Page(CONFIG_PAGE).blocks("yaml")
     (folder / MINE).write_text(text)
     special = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    shape = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 305, "max_position_embeddings": 131_072}
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "vocab_size": 305,
+        "max_position_embeddings": 131_072,
+    }
     for number, name in enumerate(("Llama-3.1-8B", "Llama-3.1-8B-Instruct")):
         place = save_model(folder / "my_models" / name, seed=number, **shape)
         tokenizer = AutoTokenizer.from_pretrained(place)
@@ -231,16 +273,21 @@ def lay_out(folder: Path, save_model: Callable[..., Path]) -> Path:
 
 def write_tickets(folder: Path) -> None:
     """The dataset of the page on data: its function, and a table for it."""
-    [snippet] = [snippet for snippet in Page(DATA_PAGE).blocks("python") if "def tickets" in snippet]
+    [snippet] = [
+        snippet for snippet in Page(DATA_PAGE).blocks("python") if "def tickets" in snippet
+    ]
     (folder / "my_dataset.py").write_text(snippet)
     with (folder / "tickets.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["question", "answer", "state"])
-        writer.writerows([[f"Question {n}?", f"Answer {n}.", "open" if n == 5 else "solved"] for n in range(21)])
+        writer.writerows(
+            [[f"Question {n}?", f"Answer {n}.", "open" if n == 5 else "solved"] for n in range(21)]
+        )
 
 
 def run_commands(commands: list[Command], folder: Path, timeout: float) -> Finished:
-    """Run commands as they are printed, by one bash that stops at the first that fails, in a directory of `lay_out`."""
+    """Run commands as they are printed, by one bash that stops at the first that fails, in a
+    directory of `lay_out`."""
     path = [str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
     own = {"PYTHONPATH": str(folder / "src"), "PATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1"}
     finished = subprocess.run(

@@ -21,36 +21,56 @@ def plan() -> Plan:
     peaks = [
         Peak("load", 60 * MIB, {"sharded parameters": 60 * MIB}),
         Peak("backward", 230 * MIB, {"sharded parameters": 60 * MIB, **activations}),
-        Peak("optimizer step", 120 * MIB, {"sharded parameters": 60 * MIB, "optimizer state": 60 * MIB}),
+        Peak(
+            "optimizer step",
+            120 * MIB,
+            {"sharded parameters": 60 * MIB, "optimizer state": 60 * MIB},
+        ),
     ]
     names = "reserved outside host_load host_save checkpoint result".split()
-    sizes: dict[str, Any] = {f"{name}_bytes": MIB for name in names} | {"tokens": 4096, "is_quick": False}
+    sizes: dict[str, Any] = {f"{name}_bytes": MIB for name in names} | {
+        "tokens": 4096,
+        "is_quick": False,
+    }
     return Plan("cuda", 2, peaks, **sizes)
 
 
-def write_run(folder: Path, state: Any = "finished", steps: int = 60, lr: str = "3e-4", scale: float = 1.0) -> Path:
+def write_run(
+    folder: Path, state: Any = "finished", steps: int = 60, lr: str = "3e-4", scale: float = 1.0
+) -> Path:
     """Everything a report can show, with markup and secrets wherever text may come from outside."""
     folder.mkdir()
     config, _ = load(["--model_name", "demo", "--dataset", ROWS, "--lr", lr], paths=False)
     # A password in a setting is refused, but was not always.
-    (folder / "config.yaml").write_text(to_yaml(config).replace(ROWS, ROWS.replace("//", "//me:hunter2hunter2@")))
+    (folder / "config.yaml").write_text(
+        to_yaml(config).replace(ROWS, ROWS.replace("//", "//me:hunter2hunter2@"))
+    )
     log = MetricsLog(folder / "metrics.jsonl")
     for step in range(steps + 1):
-        held_out = {"eval/loss": scale * (3 - step / 40), "eval/perplexity": 9.0} if step % 20 == 0 else {}
+        held_out = (
+            {"eval/loss": scale * (3 - step / 40), "eval/perplexity": 9.0} if step % 20 == 0 else {}
+        )
         trained = {
-            "epoch": step / steps, "train/loss": scale * (3.1 - step / 40 + 0.2 * (step % 3)),
+            "epoch": step / steps,
+            "train/loss": scale * (3.1 - step / 40 + 0.2 * (step % 3)),
             "train/lr": 1e-3 / (step + 1),
-            "train/grad_norm": float("nan") if step == 7 else 1.0 + step % 5, "perf/tokens_per_second": 900.0 + step,
-            "perf/mfu": 0.4 + step / 1000, "perf/matmul_utilization": 0.6 + step / 1000,
+            "train/grad_norm": float("nan") if step == 7 else 1.0 + step % 5,
+            "perf/tokens_per_second": 900.0 + step,
+            "perf/mfu": 0.4 + step / 1000,
+            "perf/matmul_utilization": 0.6 + step / 1000,
             "perf/step_seconds": 0.5 + step % 2,
             "memory/host_peak_bytes": [900 * MIB, 880 * MIB],
             "memory/device_peak_bytes": [235 * MIB, (236 if step > 30 else 230) * MIB],
-        }  # fmt: skip
+        }
         log.write({"step": step, **(trained if step else {}), **held_out})
     log.close()
     status = RunStatus(folder)
     status.step = steps
-    status.write(state, 1 if state == "failed" else 0, f"error: no good. {MARKUP}" if state == "failed" else "")
+    status.write(
+        state,
+        1 if state == "failed" else 0,
+        f"error: no good. {MARKUP}" if state == "failed" else "",
+    )
     plan().save(folder)
     write_facts(folder)
     return folder
@@ -60,12 +80,21 @@ def write_facts(folder: Path) -> None:
     facts = RunMetadata(folder)
     split = {"rows": 60, "tokens": 6000, "target_tokens": 3000, "longest": 200}
     split |= {"truncated": 0, "skipped": 0}
-    facts.add(data={"summary": [f"training {MARKUP}"], "train": split, "validation": {**split, "rows": 7}})
     facts.add(
-        environment={"command": f"recipes/finetuning.py --dataset {MARKUP} HF_TOKEN={SECRET}", "GPUs": "2 x H100"}
+        data={"summary": [f"training {MARKUP}"], "train": split, "validation": {**split, "rows": 7}}
+    )
+    facts.add(
+        environment={
+            "command": f"recipes/finetuning.py --dataset {MARKUP} HF_TOKEN={SECRET}",
+            "GPUs": "2 x H100",
+        }
     )
     layers = [f"model.layers.{n}" for n in range(LAYERS)]
-    facts.add(units=[{"name": n, "kind": "Layer", "parameters": 10**6, "bytes": 2 * 10**6} for n in layers])
+    facts.add(
+        units=[
+            {"name": n, "kind": "Layer", "parameters": 10**6, "bytes": 2 * 10**6} for n in layers
+        ]
+    )
     answer = {"question": f"What? {MARKUP}", "answer": f"{MARKUP} \udc80", "reference": SECRET}
     facts.add_samples("before fine-tuning", [answer])
     facts.add_samples("after fine-tuning", [{**answer, "answer": "That."}])

@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
-MODEL, ADAPTER = ("config.json", "model.safetensors"), ("adapter_config.json", "adapter_model.safetensors")
+MODEL, ADAPTER = (
+    ("config.json", "model.safetensors"),
+    ("adapter_config.json", "adapter_model.safetensors"),
+)
 
 
 def make(folder: Path, *files: str) -> Path:

@@ -1,4 +1,5 @@
-"""Runs recipes/finetuning.py once for every list of flags in a JSON file, all in the processes of one launch."""
+"""Runs recipes/finetuning.py once for every list of flags in a JSON file, all in the processes of
+one launch."""
 
 import importlib.util
 import json

@@ -1,29 +1,58 @@
-"""The code stays small, and imports point one way. CONTRIBUTING.md says what to do when a budget is reached."""
+"""The code stays small, and imports point one way. CONTRIBUTING.md says what to do when a budget is
+reached."""
 
 import ast
+import io
+import tokenize
 from collections import Counter
 from pathlib import Path
 
 from conftest import REPOSITORY
 
 SOURCE = REPOSITORY / "src" / "llama_ft"
-LONGEST_FILE = 400
-# Lines per folder, of 19,000 in all.
-LINES = {
-    "": 430, "checkpoint": 1660, "config": 1950, "data": 3290, "evaluation": 340, "inference": 760, "models": 4020,
-    "observe": 1270, "plan": 1540, "report": 470, "run": 400, "runtime": 1050, "training": 1880,
+LONGEST_FILE = 600  # lines
+# Tokens per folder: names, operators, numbers and strings, without docstrings and comments. Lines
+# are free. Whoever needs more raises the number in the same commit and says why.
+TOKENS = {
+    "": 3200, "checkpoint": 13_800, "config": 12_900, "data": 27_500, "evaluation": 2700,
+    "inference": 6100, "models": 35_500, "observe": 9900, "plan": 13_200, "report": 4400,
+    "run": 4200, "runtime": 7700, "training": 15_400,
 }  # fmt: skip
-# What each folder imports of the others. config knows nobody; tools know the rest and are known by no other folder.
+UNCOUNTED = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+# What each folder imports of the others. config knows nobody; tools know the rest and are known by
+# no other folder.
 BELOW = {
-    "": {"config"}, "config": set(), "runtime": {"config"}, "data": {"config", "runtime"},
-    "models": {"config", "runtime"}, "report": {"config"}, "observe": {"config", "models", "runtime"},
+    "": {"config"},
+    "config": set(),
+    "runtime": {"config"},
+    "data": {"config", "runtime"},
+    "models": {"config", "runtime"},
+    "report": {"config"},
+    "observe": {"config", "models", "runtime"},
     "training": {"config", "data", "models", "runtime"},
     "checkpoint": {"config", "data", "models", "runtime", "training"},
     "plan": {"checkpoint", "config", "data", "models", "observe", "runtime", "training"},
     "inference": {"checkpoint", "config", "data", "models", "runtime", "training"},
     "evaluation": {"config", "data", "inference", "models", "runtime", "training"},
-    "run": {"checkpoint", "config", "data", "models", "observe", "plan", "report", "runtime", "training"},
-}  # fmt: skip
+    "run": {
+        "checkpoint",
+        "config",
+        "data",
+        "models",
+        "observe",
+        "plan",
+        "report",
+        "runtime",
+        "training",
+    },
+}
 
 
 def folder_of(file: Path) -> str:
@@ -32,13 +61,50 @@ def folder_of(file: Path) -> str:
     return file.relative_to(SOURCE).parts[0] if file.parent != SOURCE else ""
 
 
+def docstring_lines(tree: ast.AST) -> set[int]:
+    lines = set[int]()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
+            continue
+        if isinstance(node.value.value, str):
+            lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return lines
+
+
+def count_tokens(text: str) -> int:
+    """Count the tokens of a file. Python 3.12 splits an f-string into several; it counts as one."""
+    docstrings = docstring_lines(ast.parse(text))
+    count = 0
+    f_strings = 0  # nested f-strings that are open
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        kind = tokenize.tok_name[token.type]
+        if kind.endswith("STRING_END"):
+            f_strings -= 1
+            continue
+        if kind.endswith("STRING_START"):
+            f_strings += 1
+            if f_strings > 1:
+                continue
+        elif f_strings:
+            continue
+        if token.type not in UNCOUNTED and token.start[0] not in docstrings:
+            count += 1
+    return count
+
+
+def test_f_strings_docstrings_and_comments_count_the_same_on_every_python() -> None:
+    text = '"""What it does."""\nx = f"{y + 1} {f\'{z}\'}"  # why\n\n\ndef f():\n    """Doc."""\n'
+    assert count_tokens(text) == len(["x", "=", "f-string", "def", "f", "(", ")", ":"])
+
+
 def test_no_folder_and_no_file_exceeds_its_budget() -> None:
-    lines = {file: len(file.read_text().splitlines()) for file in SOURCE.rglob("*.py")}
-    assert not {str(file): count for file, count in lines.items() if count > LONGEST_FILE}
+    texts = {file: file.read_text() for file in SOURCE.rglob("*.py")}
+    lines = {str(file): len(text.splitlines()) for file, text in texts.items()}
+    assert not {file: count for file, count in lines.items() if count > LONGEST_FILE}
     used = Counter[str]()
-    for file, count in lines.items():
-        used[folder_of(file)] += count
-    assert not {folder: count for folder, count in used.items() if count > LINES[folder]}
+    for file, text in texts.items():
+        used[folder_of(file)] += count_tokens(text)
+    assert not {folder: count for folder, count in used.items() if count > TOKENS[folder]}, used
 
 
 def test_imports_point_one_way() -> None:

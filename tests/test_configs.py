@@ -1,4 +1,5 @@
-"""configs/: every ready recipe is in the table, its command loads, and its plan is what is said of it and fits."""
+"""configs/: every ready recipe is in the table, its command loads, and its plan is what is said of
+it and fits."""
 
 import dataclasses
 import gc
@@ -23,7 +24,8 @@ README = (FOLDER / "README.md").read_text()
 EXAMPLES = REPOSITORY / "examples" / "README.md"
 DEMOS = ("demo", "quickstart")  # they name no hardware
 RECIPES = {file.stem: file for file in sorted(FOLDER.glob("*.yaml")) if file.stem not in DEMOS}
-# The least that torch sees of a card so called: an L4's or A10G's 21.9 GiB, an A100's or H100's 79.1.
+# The least that torch sees of a card so called: an L4's or A10G's 21.9 GiB, an A100's or H100's
+# 79.1.
 CARDS = {"4gb": 3.7, "24gb": min(GPUS["l4"], GPUS["rtx4090"]), "80gb": GPUS["h100"]}
 # One for each hardware; the others take as long, and are marked slow.
 PLANNED_ALWAYS = {
@@ -69,14 +71,18 @@ def head_of(stem: str) -> str:
 def command_of(stem: str) -> list[str]:
     """The head comment's command for training."""
     text = re.sub(r"\\\n\s*", "", head_of(stem))
-    [command] = re.findall(r"^ +((?:python|torchrun) .*recipes/finetuning\.py .*)$", text, re.MULTILINE)
+    [command] = re.findall(
+        r"^ +((?:python|torchrun) .*recipes/finetuning\.py .*)$", text, re.MULTILINE
+    )
     return shlex.split(command)
 
 
 def planned_of(stem: str) -> tuple[str, tuple[float, ...]]:
-    """The head comment's command for planning, and what it says comes out: GiB a rank on the GPU and on the host, of a
-    checkpoint, and of the result."""
-    command, numbers = re.findall(r"^Planned by (python .*):\n +(.*)$", head_of(stem), re.MULTILINE)[0]
+    """The head comment's command for planning, and what it says comes out: GiB a rank on the GPU
+    and on the host, of a checkpoint, and of the result."""
+    command, numbers = re.findall(
+        r"^Planned by (python .*):\n +(.*)$", head_of(stem), re.MULTILINE
+    )[0]
     return command, tuple(float(number) for number in re.findall(r"([\d.]+) GiB", numbers))
 
 
@@ -100,12 +106,22 @@ def test_the_table_says_what_the_recipe_sets(stem: str) -> None:
     method, context_length, planned, tokens = rows()[stem][-4:]
     bits = config.quantization.mode
     assert ("LoRA" in method) == config.peft.use_peft
-    assert [kind for kind in ("8-bit", "4-bit") if kind in method] == ([bits[0] + "-bit"] if bits != "none" else [])
-    assert stem.split("_")[-2] == (bits if bits != "none" else "lora" if config.peft.use_peft else "full")
+    assert [kind for kind in ("8-bit", "4-bit") if kind in method] == (
+        [bits[0] + "-bit"] if bits != "none" else []
+    )
+    assert stem.split("_")[-2] == (
+        bits if bits != "none" else "lora" if config.peft.use_peft else "full"
+    )
     train, length = config.train, config.data.context_length
     assert length is not None and context_length == f"{length:,}"
-    step = train.batch_size_training * train.gradient_accumulation_steps * length * hardware_of(stem).ranks
-    step *= 1 if config.preference.objective == "sft" else 2  # the chosen and the rejected response of a pair
+    step = (
+        train.batch_size_training
+        * train.gradient_accumulation_steps
+        * length
+        * hardware_of(stem).ranks
+    )
+    # the chosen and the rejected response of a pair
+    step *= 1 if config.preference.objective == "sft" else 2
     assert tokens == f"{step:,}"
     assert 16_000 <= step <= 200_000
     assert float(planned) == planned_of(stem)[1][0]
@@ -113,7 +129,10 @@ def test_the_table_says_what_the_recipe_sets(stem: str) -> None:
 
 
 def test_the_readme_has_the_planned_figures() -> None:
-    shown = re.findall(r"\(configs/(\S+)\.yaml\) \| ([\d,]+) \| ([\d.]+) \|", (REPOSITORY / "README.md").read_text())
+    shown = re.findall(
+        r"\(configs/(\S+)\.yaml\) \| ([\d,]+) \| ([\d.]+) \|",
+        (REPOSITORY / "README.md").read_text(),
+    )
     assert len(shown) >= 10
     for stem, length, planned in shown:
         assert [length, planned] == [rows()[stem][-3], rows()[stem][-2]]
@@ -128,7 +147,9 @@ def test_an_example_loads_and_is_in_their_table(file: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", sorted(EXAMPLES.parent.glob("*.yaml")), ids=lambda file: file.stem)
-def test_the_plan_of_an_example_is_what_their_table_says(file: Path, finetuning: ModuleType, tmp_path: Path) -> None:
+def test_the_plan_of_an_example_is_what_their_table_says(
+    file: Path, finetuning: ModuleType, tmp_path: Path
+) -> None:
     config, _ = load([f"--config={file}"], paths=False)
     request = request_for(config, Hardware(1, 1, "24gb"), tmp_path / "model")
     plan = predict(request, finetuning.build_model, quick=True)
@@ -149,14 +170,18 @@ def test_the_commands_load_and_start_the_ranks_that_the_hardware_has(stem: str) 
     assert int(counts.get("--nnodes", 1)) == hardware.nodes
     assert config.fsdp.enable_fsdp == (hardware.ranks > 1 or config.fsdp.fsdp_cpu_offload)
     ranks = f" --nproc {hardware.ranks}" if hardware.ranks > 1 else ""
-    assert planned_of(stem)[0] == f"python recipes/plan.py --config configs/{stem}.yaml{ranks} --quick"
+    assert (
+        planned_of(stem)[0] == f"python recipes/plan.py --config configs/{stem}.yaml{ranks} --quick"
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_shapes_are_those_of_the_models_on_the_hub(name: str, tmp_path: Path) -> None:
     from llama_ft.models import build_on_meta, load_model_config
 
-    skeleton = build_on_meta(load_model_config(write_config(tmp_path, name), False), ModelConfig(model_name=name))
+    skeleton = build_on_meta(
+        load_model_config(write_config(tmp_path, name), False), ModelConfig(model_name=name)
+    )
     assert sum(parameter.numel() for parameter in skeleton.parameters()) == PARAMETERS[name]
 
 
@@ -168,12 +193,17 @@ def request_for(config: Config, hardware: Hardware, folder: Path) -> PlanRequest
 
 
 @pytest.mark.parametrize(
-    "stem", [pytest.param(it, marks=[] if it in PLANNED_ALWAYS else pytest.mark.slow) for it in RECIPES]
+    "stem",
+    [pytest.param(it, marks=[] if it in PLANNED_ALWAYS else pytest.mark.slow) for it in RECIPES],
 )
-def test_the_plan_is_what_the_head_says_and_fits(stem: str, finetuning: ModuleType, tmp_path: Path) -> None:
+def test_the_plan_is_what_the_head_says_and_fits(
+    stem: str, finetuning: ModuleType, tmp_path: Path
+) -> None:
     config, _ = load([f"--config={RECIPES[stem]}"], paths=False)
     hardware = hardware_of(stem)
-    plan = predict(request_for(config, hardware, tmp_path / "model"), finetuning.build_model, quick=True)
+    plan = predict(
+        request_for(config, hardware, tmp_path / "model"), finetuning.build_model, quick=True
+    )
     gc.collect()
     host_bytes = max(plan.host_load_bytes, plan.host_save_bytes)
     planned = (plan.device_bytes, host_bytes, plan.checkpoint_bytes, plan.result_bytes)

@@ -1,4 +1,5 @@
-"""benchmarks/gpu_check.py, whose small parts run on the CPU: the command that is to prove CUDA has so been run."""
+"""benchmarks/gpu_check.py, whose small parts run on the CPU: the command that is to prove CUDA has
+so been run."""
 
 import json
 import sys
@@ -25,13 +26,21 @@ def check(parts: str, output: Path, timeout: float) -> list[dict[str, str]]:
 def test_kernels_and_shards_hold_on_the_cpu(tmp_path: Path) -> None:
     rows = check("start,attention,quantized,sharded", tmp_path, 200)
     found = {row["claim"]: row["found"] for row in rows}
-    assert {found[f"torch.{dtype} gathered"] for dtype in ("int8", "uint8", "int32", "bfloat16")} == {"equal"}
+    assert {
+        found[f"torch.{dtype} gathered"] for dtype in ("int8", "uint8", "int32", "bfloat16")
+    } == {"equal"}
 
 
 @pytest.mark.slow
 def test_every_part_that_runs_a_recipe_holds_on_the_cpu(tmp_path: Path) -> None:
     found = {row["claim"]: row["found"] for row in check(RUNS_THE_RECIPES, tmp_path, 1200)}
-    assert found.keys() >= {"SIGTERM", "kill -9", "losses after step 3", "LoRA, nf4", "lora: tokens/s"}
+    assert found.keys() >= {
+        "SIGTERM",
+        "kill -9",
+        "losses after step 3",
+        "LoRA, nf4",
+        "lora: tokens/s",
+    }
     assert float(found["qlora: tokens/s"].split(",")[0]) > 0
     assert float(found["qlora: planned / anonymous_peak_bytes"].split()[0]) > 0
 
@@ -43,6 +52,8 @@ def test_a_step_that_waits_is_a_line_of_the_table(tmp_path: Path) -> None:
     from gpu_bench import Bench, last_line  # type: ignore[import-not-found]
 
     bench = Bench(tmp_path, 200)
-    case = {"SGD": [*bench.tiny(), "--max_train_step", "3", "--optimizer", "SGD", "--device", "cpu"]}
+    case = {
+        "SGD": [*bench.tiny(), "--max_train_step", "3", "--optimizer", "SGD", "--device", "cpu"]
+    }
     failed = bench.run(case, toggle="fail at waits")
     assert "the host waits for the device: _local_scalar_dense" in last_line(failed["SGD"])

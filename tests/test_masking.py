@@ -22,7 +22,10 @@ KEY = "a1B2c3D4e5F6g7H8i9J0"
             f"https://b.s3.amazonaws.com/r.jsonl?X-Amz-Credential=AKIA%2F{KEY}&X-Amz-Date=2026&X-Amz-Signature={KEY}",
             "https://b.s3.amazonaws.com/r.jsonl?X-Amz-Credential=***&X-Amz-Date=2026&X-Amz-Signature=***",
         ),
-        (f"https://x.blob.core.windows.net/c/r?sv=2024&sig={KEY}%3D", "https://x.blob.core.windows.net/c/r?sv=2024&sig=***"),
+        (
+            f"https://x.blob.core.windows.net/c/r?sv=2024&sig={KEY}%3D",
+            "https://x.blob.core.windows.net/c/r?sv=2024&sig=***",
+        ),
         (f"https://h/r.jsonl?access_token={KEY}", "https://h/r.jsonl?access_token=***"),
         (f"AWS_SECRET_ACCESS_KEY={KEY}/{KEY}", "AWS_SECRET_ACCESS_KEY=***"),
         (f"Authorization: Bearer {KEY}", "Authorization: Bearer ***"),
@@ -37,11 +40,13 @@ KEY = "a1B2c3D4e5F6g7H8i9J0"
         (f"AccountName=a;AccountKey={KEY}+/==", "AccountName=a;AccountKey=***"),
         (f"https://h/f?code={KEY}", "https://h/f?code=***"),
         (f"https://h/r.jsonl?API%5FKEY={KEY}&x=1", "https://h/r.jsonl?API%5FKEY=***&x=1"),
-        ("-----BEGIN RSA PRIVATE KEY-----\nProc-Type: 4,ENCRYPTED\nMIIE\n-----END RSA PRIVATE KEY-----",
-         "-----BEGIN RSA PRIVATE KEY-----***-----END RSA PRIVATE KEY-----"),
+        (
+            "-----BEGIN RSA PRIVATE KEY-----\nProc-Type: 4,ENCRYPTED\nMIIE\n-----END RSA PRIVATE KEY-----",
+            "-----BEGIN RSA PRIVATE KEY-----***-----END RSA PRIVATE KEY-----",
+        ),
         ("http://host/a,http://me:pass@h/b", "http://host/a,http://***@h/b"),
     ],
-)  # fmt: skip
+)
 def test_secrets_are_masked(text: str, masked: str) -> None:
     assert mask_secrets(text) == masked
     assert mask_secrets(masked) == masked  # facts are masked when written and when shown
@@ -51,14 +56,24 @@ def test_secrets_are_masked(text: str, masked: str) -> None:
     "text",
     [
         "recipes/finetuning.py --model_name meta-llama/Llama-3.1-8B --lr 1e-4 --tokenizer_name x --resize_embeddings",
-        "https://host.org/a?page=2&sort=key", "http://host:8080/org@v1/a.jsonl",
-        "hf://datasets/org/name@main/rows.jsonl", "s3://bucket/rows.jsonl",
+        "https://host.org/a?page=2&sort=key",
+        "http://host:8080/org@v1/a.jsonl",
+        "hf://datasets/org/name@main/rows.jsonl",
+        "s3://bucket/rows.jsonl",
         "~/.cache/huggingface/hub/models--a--b/snapshots/" + "0123456789abcdef" * 2 + "01234567",
-        "403,592 tokens", "getpass(prompt='Password: ', stream=None)", "key=value", "token=None",
-        "npm_config_registry_of_mine", "Basic understanding of authorization: 3 parts", "?code=404",
-        "hf_transfer", "sk-learn", "pad_token=<pad>", "user@host: me@example.com",
+        "403,592 tokens",
+        "getpass(prompt='Password: ', stream=None)",
+        "key=value",
+        "token=None",
+        "npm_config_registry_of_mine",
+        "Basic understanding of authorization: 3 parts",
+        "?code=404",
+        "hf_transfer",
+        "sk-learn",
+        "pad_token=<pad>",
+        "user@host: me@example.com",
     ],
-)  # fmt: skip
+)
 def test_what_is_no_secret_stays(text: str) -> None:
     assert mask_secrets(text) == text
 
@@ -66,12 +81,39 @@ def test_what_is_no_secret_stays(text: str) -> None:
 @pytest.mark.parametrize(
     "part",
     [
-        "Ala-Gly-", "http://", "a+", "a", "token", "?token", "&a.token-", "x://a:", "x://a:b/", "sk-", "hf_", "npm_",
-        "eyJa", "eyJaaaaaaaa.", "eyJaaaaaaaa-", "Bearer ", "Bearer", " ", "password ", "password: ", "Authorization ",
-        "Authorization: Basic ", "-----BEGIN ", "-----BEGIN PRIVATE KEY-----", "0123456789abcdef", "?a%5F", "key=",
-        "=", "@", "://", "://a@",
+        "Ala-Gly-",
+        "http://",
+        "a+",
+        "a",
+        "token",
+        "?token",
+        "&a.token-",
+        "x://a:",
+        "x://a:b/",
+        "sk-",
+        "hf_",
+        "npm_",
+        "eyJa",
+        "eyJaaaaaaaa.",
+        "eyJaaaaaaaa-",
+        "Bearer ",
+        "Bearer",
+        " ",
+        "password ",
+        "password: ",
+        "Authorization ",
+        "Authorization: Basic ",
+        "-----BEGIN ",
+        "-----BEGIN PRIVATE KEY-----",
+        "0123456789abcdef",
+        "?a%5F",
+        "key=",
+        "=",
+        "@",
+        "://",
+        "://a@",
     ],
-)  # fmt: skip
+)
 def test_time_is_linear_in_the_length(part: str) -> None:
     text = part * (65_536 // len(part))
     start = time.process_time()

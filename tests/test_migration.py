@@ -1,4 +1,5 @@
-"""Coming from another trainer: llama-recipes' flags are answered, and the pages name settings that exist."""
+"""Coming from another trainer: llama-recipes' flags are answered, and the pages name settings that
+exist."""
 
 import functools
 import re
@@ -12,8 +13,8 @@ from llama_ft.config.load import convert
 from llama_ft.config.messages import explain_unknown, known, show
 
 LLAMA_RECIPES_PAGE = "docs/migrate/llama-recipes.md"
-# The fields of llama-recipes' configurations with their defaults, from src/llama_recipes/configs of its repository
-# (meta-llama/llama-recipes, later llama-cookbook).
+# The fields of llama-recipes' configurations with their defaults, from src/llama_recipes/configs of
+# its repository (meta-llama/llama-recipes, later llama-cookbook).
 LLAMA_RECIPES = {
     "train_config": (
         "model_name=PATH/to/Model tokenizer_name=None enable_fsdp=False low_cpu_fsdp=False run_validation=True "
@@ -47,7 +48,13 @@ LLAMA_RECIPES = {
 }
 
 each_page = pytest.mark.parametrize(
-    "page", [LLAMA_RECIPES_PAGE, "docs/migrate/torchtune.md", "docs/migrate/trl.md", "docs/migrate/axolotl.md"]
+    "page",
+    [
+        LLAMA_RECIPES_PAGE,
+        "docs/migrate/torchtune.md",
+        "docs/migrate/trl.md",
+        "docs/migrate/axolotl.md",
+    ],
 )
 
 
@@ -69,7 +76,10 @@ def table(page: str) -> list[Row]:
     for theirs, here in re.findall(r"^\| (`.*?) \| (.*?) \| .*\|$", Page(page).text, re.MULTILINE):
         same = re.fullmatch(r"same(?: \((.*)\))?", here)
         rows.append(
-            Row(entries(theirs), [(name, same[1] or "") for name, _ in entries(theirs)] if same else entries(here))
+            Row(
+                entries(theirs),
+                [(name, same[1] or "") for name, _ in entries(theirs)] if same else entries(here),
+            )
         )
     return rows
 
@@ -94,11 +104,18 @@ def test_every_field_of_llama_recipes_is_accepted_or_refused_with_what_to_use(co
     told = {name: default for row in table(LLAMA_RECIPES_PAGE) for name, default in row.theirs}
     for field in LLAMA_RECIPES[config].split():
         name, _, default = field.partition("=")
-        for flag in (f"{config}.{name}", *([name] if config.endswith("config") and name != "mode" else [])):
-            assert known(flag) or re.search("llama-recipes|docs/migrate", explain_unknown(flag)), flag
+        for flag in (
+            f"{config}.{name}",
+            *([name] if config.endswith("config") and name != "mode" else []),
+        ):
+            assert known(flag) or re.search("llama-recipes|docs/migrate", explain_unknown(flag)), (
+                flag
+            )
         told_as = next((form for form in (f"{config}.{name}", name) if form in told), None)
         if told_as is None:
-            assert config.endswith("_dataset") and f"`{config}.`" in Page(LLAMA_RECIPES_PAGE).text, f"{config}.{name}"
+            assert (
+                config.endswith("_dataset") and f"`{config}.`" in Page(LLAMA_RECIPES_PAGE).text
+            ), f"{config}.{name}"
         elif default:
             assert told[told_as] == default, f"{config}.{name}"
 
@@ -113,12 +130,19 @@ def test_a_page_has_their_command_and_the_same_here(page: str) -> None:
 
 def test_names_of_other_frameworks_are_answered_with_flags_and_values_that_exist() -> None:
     page = "docs/migrate/other-frameworks.md"
-    names = {name for row in table(page) for entry, _ in row.theirs for name in re.findall(r"\w+", entry)}
+    names = {
+        name for row in table(page) for entry, _ in row.theirs for name in re.findall(r"\w+", entry)
+    }
     assert names >= set(
         "sync_module_states param_init_fn device_id auto_wrap_policy use_orig_params limit_all_gathers fsdp_devices "
         "cpu_ram_efficient_loading precision true XLA_PYTHON_CLIENT_MEM_FRACTION CUDA_VISIBLE_DEVICES".split()
     )
-    ours = [entry.removeprefix("--") for row in table(page) for entry, _ in row.here if entry.startswith("--")]
+    ours = [
+        entry.removeprefix("--")
+        for row in table(page)
+        for entry, _ in row.here
+        if entry.startswith("--")
+    ]
     values = [entry.partition(" ")[::2] for entry in ours if not entry.startswith("nproc")]
     assert len(values) > 30
     for flag, value in values:

@@ -23,11 +23,15 @@ PACKAGED = ["setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG
             "configs"]  # fmt: skip
 
 
-def run(*words: object, cwd: Path, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *words: object, cwd: Path, check: bool = True, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """A command without this session's PYTHONPATH: only what is installed can be imported."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command, variables = [str(word) for word in words], {**inherited, **environment}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=variables, timeout=300)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env=variables, timeout=300
+    )
     assert not check or done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done
 
@@ -37,12 +41,23 @@ def pip(*words: object, cwd: Path) -> None:
 
 
 def environment(folder: Path, *what: object) -> Path:
-    """Return the bin directory of an environment with `what` installed, in addition to this interpreter's packages."""
+    """Return the bin directory of an environment with `what` installed, in addition to this
+    interpreter's packages."""
     venv.create(folder, symlinks=True)
-    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
+    packages = Path(
+        sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)})
+    )
     (packages / "this_interpreter.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-    pip("--python", folder / "bin" / "python", "install", "--no-deps", "--no-build-isolation", "--no-index", *what,
-        cwd=folder)  # fmt: skip
+    pip(
+        "--python",
+        folder / "bin" / "python",
+        "install",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        *what,
+        cwd=folder,
+    )
     return folder / "bin"
 
 
@@ -73,7 +88,16 @@ def archive(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wheel(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from the source archive, which so has everything that is needed."""
     folder = tmp_path_factory.mktemp("wheel")
-    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", folder, archive, cwd=folder)
+    pip(
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-w",
+        folder,
+        archive,
+        cwd=folder,
+    )
     [file] = folder.iterdir()
     return file
 
@@ -95,13 +119,19 @@ def metadata(installed: Path) -> Distribution:
 def test_a_command_answers_before_torch_is_imported(
     verb: str, flag: str, exit_code: int, tmp_path: Path, installed: Path
 ) -> None:
-    found = run(installed / "llama-ft", verb, flag, cwd=tmp_path, check=False, PYTHONPROFILEIMPORTTIME="1")
+    found = run(
+        installed / "llama-ft", verb, flag, cwd=tmp_path, check=False, PYTHONPROFILEIMPORTTIME="1"
+    )
     imports = [line for line in found.stderr.splitlines() if line.startswith("import time:")]
-    told = "\n".join(line for line in found.stderr.splitlines() if not line.startswith("import time:"))
+    told = "\n".join(
+        line for line in found.stderr.splitlines() if not line.startswith("import time:")
+    )
     assert found.returncode == exit_code, told
     assert (f"llama-ft {verb}" if flag == "--help" else "no_such_flag") in found.stdout + told
     assert len(imports) > 100
-    assert not [line for line in imports if line.rpartition("|")[2].strip() in ("torch", "transformers")]
+    assert not [
+        line for line in imports if line.rpartition("|")[2].strip() in ("torch", "transformers")
+    ]
 
 
 def test_the_launcher_tells_only_what_the_run_tells(installed: Path, tmp_path: Path) -> None:
@@ -110,33 +140,78 @@ def test_the_launcher_tells_only_what_the_run_tells(installed: Path, tmp_path: P
     assert [line.split()[0] for line in lines[2:-2]] == VERBS
     usage = run(installed / "llama-ft", "train", "--help", cwd=tmp_path).stdout
     assert "\n  llama-ft train --nproc 2 --enable_fsdp [flags]\n" in usage
-    for flags, told in {"--no_such_flag=1 --nproc 2": "no_such_flag", "--nproc=0": "expected the number of"}.items():
+    for flags, told in {
+        "--no_such_flag=1 --nproc 2": "no_such_flag",
+        "--nproc=0": "expected the number of",
+    }.items():
         found = run(installed / "llama-ft", "train", *flags.split(), cwd=tmp_path, check=False)
         assert found.returncode == 2
         assert len(found.stderr.splitlines()) == 1 + ("nproc=" in flags) and told in found.stderr
 
 
-def test_a_wheel_has_the_recipes_the_configs_and_the_licenses(installed: Path, checkout: Path) -> None:
+def test_a_wheel_has_the_recipes_the_configs_and_the_licenses(
+    installed: Path, checkout: Path
+) -> None:
     [package] = installed.parent.glob("lib/python3.*/site-packages/llama_ft")
     for folder in ("recipes", "configs"):
         expected, found = (
-            {file.relative_to(place / folder) for file in (place / folder).rglob("*.*") if file.suffix != ".pyc"}
+            {
+                file.relative_to(place / folder)
+                for file in (place / folder).rglob("*.*")
+                if file.suffix != ".pyc"
+            }
             for place in (checkout, package)
         )
         assert len(expected) >= len(VERBS)
         assert found == expected
     [licenses] = package.parent.glob("llama_ft-*.dist-info/licenses")
-    assert {"LICENSE", "NOTICE", "THIRD_PARTY_NOTICES.md"} <= {file.name for file in licenses.iterdir()}
+    assert {"LICENSE", "NOTICE", "THIRD_PARTY_NOTICES.md"} <= {
+        file.name for file in licenses.iterdir()
+    }
 
 
 @pytest.mark.slow
 def test_the_demo_trains_out_of_a_wheel_on_two_ranks(installed: Path, tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python"]
-    few = ["--device", "cpu", "--enable_fsdp", "--max_train_step", "2", "--warmup_steps", "0", "--no_run_validation"]
-    done = run(*torchrun, installed / "llama-ft", "train", *few, "--output_dir", tmp_path / "run", cwd=tmp_path)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "--no-python",
+    ]
+    few = [
+        "--device",
+        "cpu",
+        "--enable_fsdp",
+        "--max_train_step",
+        "2",
+        "--warmup_steps",
+        "0",
+        "--no_run_validation",
+    ]
+    done = run(
+        *torchrun,
+        installed / "llama-ft",
+        "train",
+        *few,
+        "--output_dir",
+        tmp_path / "run",
+        cwd=tmp_path,
+    )
     assert "step 2/2  loss" in done.stdout + done.stderr
     assert (tmp_path / "run" / "model" / "config.json").is_file()
-    flags = ["--config", tmp_path / "run" / "config.yaml", "--nproc", "2", "--device", "cpu", "--fit", "2GiB"]
+    flags = [
+        "--config",
+        tmp_path / "run" / "config.yaml",
+        "--nproc",
+        "2",
+        "--device",
+        "cpu",
+        "--fit",
+        "2GiB",
+    ]
     plan = run(installed / "llama-ft", "plan", *flags, "--quick", cwd=tmp_path)
     assert "It fits 2.00 GiB as it is" in plan.stdout
 
@@ -159,11 +234,15 @@ def pinned(requirement: Requirement) -> str:
 @pytest.fixture(scope="module")
 def ranges(metadata: Distribution) -> dict[str, Requirement]:
     """What a plain install asks for."""
-    return read_requirements("\n".join(line for line in metadata.requires or [] if "extra ==" not in line))
+    return read_requirements(
+        "\n".join(line for line in metadata.requires or [] if "extra ==" not in line)
+    )
 
 
 def extra(metadata: Distribution, name: str) -> dict[str, Requirement]:
-    lines = [line.partition(";")[0] for line in metadata.requires or [] if f'extra == "{name}"' in line]
+    lines = [
+        line.partition(";")[0] for line in metadata.requires or [] if f'extra == "{name}"' in line
+    ]
     return read_requirements("\n".join(lines))
 
 
@@ -173,11 +252,18 @@ def test_the_tested_versions_lie_within_the_ranges(ranges: dict[str, Requirement
         assert ranges[name].specifier.contains(pinned(requirement)), ranges[name]
 
 
-def test_what_is_imported_is_required(metadata: Distribution, ranges: dict[str, Requirement]) -> None:
+def test_what_is_imported_is_required(
+    metadata: Distribution, ranges: dict[str, Requirement]
+) -> None:
     own = {"llama_ft", *(file.stem for file in (REPOSITORY / "recipes").glob("*.py"))}
     extras = metadata.metadata.get_all("Provides-Extra") or []
     optional = {name for each in extras if each != "dev" for name in extra(metadata, each)}
-    called = {"yaml": "pyyaml", "liger_kernel": "liger-kernel", "lm_eval": "lm-eval", "mlflow": "mlflow-skinny"}
+    called = {
+        "yaml": "pyyaml",
+        "liger_kernel": "liger-kernel",
+        "lm_eval": "lm-eval",
+        "mlflow": "mlflow-skinny",
+    }
     imported: dict[str, Path] = {}
     for file in [*(REPOSITORY / "src").rglob("*.py"), *(REPOSITORY / "recipes").glob("*.py")]:
         for node in ast.walk(ast.parse(file.read_text())):
@@ -198,17 +284,27 @@ def test_what_is_imported_is_required(metadata: Distribution, ranges: dict[str, 
 def test_the_notices_name_every_requirement(metadata: Distribution) -> None:
     notices = (REPOSITORY / "THIRD_PARTY_NOTICES.md").read_text()
     table = dict(re.findall(r"^\| ([\w-]+) \| (.+) \|$", notices, re.MULTILINE))
-    assert {canonicalize_name(name) for name in table} - {"package"} == pins().keys() and all(table.values())
+    assert {canonicalize_name(name) for name in table} - {"package"} == pins().keys() and all(
+        table.values()
+    )
     for name in set(metadata.metadata.get_all("Provides-Extra") or []) - {"dev"}:
         assert f"\n- {name}: " in notices
 
 
-def test_the_matrix_is_what_is_promised(metadata: Distribution, ranges: dict[str, Requirement]) -> None:
+def test_the_matrix_is_what_is_promised(
+    metadata: Distribution, ranges: dict[str, Requirement]
+) -> None:
     workflow = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "ci.yml").read_text())
     axes = workflow["jobs"]["matrix"]["strategy"]["matrix"]
     classifiers = metadata.metadata.get_all("Classifier") or []
-    pythons = [found[1] for line in classifiers if (found := re.fullmatch(r".*:: Python :: (3\.\d+)", line))]
+    pythons = [
+        found[1]
+        for line in classifiers
+        if (found := re.fullmatch(r".*:: Python :: (3\.\d+)", line))
+    ]
     assert axes["python"] == pythons == ["3.11", "3.12", "3.13"]
-    versions = [f"2.{minor}" for minor in range(30) if ranges["torch"].specifier.contains(f"2.{minor}.0")]
+    versions = [
+        f"2.{minor}" for minor in range(30) if ranges["torch"].specifier.contains(f"2.{minor}.0")
+    ]
     assert axes["torch"] == versions == ["2.11", "2.12", "2.13", "2.14", "2.15"]
     assert metadata.metadata["Requires-Python"] == ">=3.11"

@@ -1,4 +1,5 @@
-"""Questions of the task python_docs: the demo's validation samples, each docstring among three others."""
+"""Questions of the task python_docs: the demo's validation samples, each docstring among three
+others."""
 
 import json
 import random
@@ -11,7 +12,8 @@ LONGEST_ANSWER = 200  # characters
 
 
 def load(**_: object) -> dict[str, Dataset]:
-    """Splits by name, as lm-evaluation-harness takes them. Rows: question, choices, answer (which of them is right)."""
+    """Splits by name, as lm-evaluation-harness takes them. Rows: question, choices, answer (which
+    of them is right)."""
     with open(build_demo(cache_dir()).validation_file, encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     questions = [f"{row['instruction']}\n{row['input']}".strip() for row in rows]
@@ -19,9 +21,15 @@ def load(**_: object) -> dict[str, Dataset]:
     chance = random.Random(0)
     found = []
     for number, question in enumerate(questions):
-        wrong = chance.sample([answer for other, answer in enumerate(answers) if other != number], 3)
+        wrong = chance.sample(
+            [answer for other, answer in enumerate(answers) if other != number], 3
+        )
         place = chance.randrange(4)
         found.append(
-            {"question": question, "choices": [*wrong[:place], answers[number], *wrong[place:]], "answer": place}
+            {
+                "question": question,
+                "choices": [*wrong[:place], answers[number], *wrong[place:]],
+                "answer": place,
+            }
         )
     return {"test": Dataset.from_list(found)}

@@ -1,7 +1,7 @@
 """The console script: `llama-ft train`, `llama-ft plan` and so on. Each one runs its recipe.
 
-After `pip install -e .` they run the repository's own recipes/*.py, which users edit. A plain install has a copy of
-recipes/ and configs/ inside the package. Nothing slow is imported here.
+After `pip install -e .` they run the repository's own recipes/*.py, which users edit. A plain
+install has a copy of recipes/ and configs/ inside the package. Nothing slow is imported here.
 """
 
 import logging
@@ -13,7 +13,8 @@ from types import ModuleType
 from llama_ft import __version__
 
 PACKAGE = Path(__file__).resolve().parent
-RECIPES = PACKAGE / "recipes" if (PACKAGE / "recipes").is_dir() else PACKAGE.parents[1] / "recipes"  # see setup.py
+# see setup.py
+RECIPES = PACKAGE / "recipes" if (PACKAGE / "recipes").is_dir() else PACKAGE.parents[1] / "recipes"
 
 
 def _run(recipe: str) -> None:
@@ -31,22 +32,30 @@ VERBS = {
     "plan": ("plan", "Predict the GPU memory of a run."),
     "chat": ("inference", "Chat with a model or adapter, or answer a file of prompts."),
     "evaluate": ("evaluate", "Measure losses on a dataset, and scores of lm-evaluation-harness."),
-    "export": ("export", "Export a checkpoint, or merge an adapter, for Transformers, PEFT and vLLM."),
+    "export": (
+        "export",
+        "Export a checkpoint, or merge an adapter, for Transformers, PEFT and vLLM.",
+    ),
     "report": ("report", "Write the HTML report of a run, or compare several."),
 }
 HELP = "Usage: llama-ft VERB [flags]\n\n{}\n\nllama-ft VERB --help lists a verb's flags, --version prints the version."
 
 
 def main() -> None:
-    """Run `llama-ft VERB FLAGS`: the recipe of that verb. `train --nproc N` starts it with torchrun, as N processes on
-    this machine, and hides torchrun's own report of a failed process."""
+    """Run `llama-ft VERB FLAGS`: the recipe of that verb. `train --nproc N` starts it with
+    torchrun, as N processes on this machine, and hides torchrun's own report of a failed
+    process."""
     verb, *flags = sys.argv[1:] or [""]
     if verb == "--version":
         print(f"llama_ft {__version__}")
     elif verb in ("--help", "-h"):
-        print(HELP.format("\n".join(f"  {name:10}{meaning}" for name, (_, meaning) in VERBS.items())))
+        print(
+            HELP.format("\n".join(f"  {name:10}{meaning}" for name, (_, meaning) in VERBS.items()))
+        )
     elif verb not in VERBS:
-        print(f"llama-ft {verb}: expected one of {', '.join(VERBS)}, or --version.", file=sys.stderr)
+        print(
+            f"llama-ft {verb}: expected one of {', '.join(VERBS)}, or --version.", file=sys.stderr
+        )
         sys.exit(2)
     elif verb == "train" and any(flag.partition("=")[0] == "--nproc" for flag in flags):
         _launch(flags)
@@ -56,15 +65,17 @@ def main() -> None:
 
 
 def _launch(flags: list[str]) -> None:
-    """Run the training recipe with torchrun, on the number of processes in --nproc. The exit code is that of the first
-    process that failed."""
+    """Run the training recipe with torchrun, on the number of processes in --nproc. The exit code
+    is that of the first process that failed."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     for name in ("api", "multiprocessing.api"):  # the failing rank has printed the error
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    parser = ArgumentParser("llama-ft train", "llama-ft train --nproc N [flags]", add_help=False, allow_abbrev=False)
+    parser = ArgumentParser(
+        "llama-ft train", "llama-ft train --nproc N [flags]", add_help=False, allow_abbrev=False
+    )
     parser.add_argument("--nproc", type=int)
     options, flags = parser.parse_known_args(flags)
     if options.nproc < 1:

@@ -13,31 +13,41 @@ from llama_ft.masking import mask_urls, printable
 from llama_ft.processes import end_restarts
 
 SECONDS_TO_BE_ENDED = 20
-NO_ANSWER = {socket.gaierror: "host not found", ConnectionRefusedError: "connection refused", TimeoutError: "timed out"}
+NO_ANSWER = {
+    socket.gaierror: "host not found",
+    ConnectionRefusedError: "connection refused",
+    TimeoutError: "timed out",
+}
 
 
 class UserError(Exception):
-    """An error that the user can fix. It is printed as `error: ...` without a traceback, and the exit code is 2.
+    """An error that the user can fix. It is printed as `error: ...` without a traceback, and the
+    exit code is 2.
 
     Args:
-        *messages: one text per error. Its first line says where and what is wrong, further lines how to fix it.
+        *messages: one text per error. Its first line says where and what is wrong, further lines
+            how to fix it.
     """
 
     def __init__(self, *messages: str) -> None:
-        self.messages = tuple(mask_urls(message) for message in messages)  # terminal output is logged and shared
+        # terminal output is logged and shared
+        self.messages = tuple(mask_urls(message) for message in messages)
         super().__init__(*self.messages)
 
     def __str__(self) -> str:
-        return printable("\n".join("error: " + message.replace("\n", "\n       ") for message in self.messages))
+        return printable(
+            "\n".join("error: " + message.replace("\n", "\n       ") for message in self.messages)
+        )
 
 
 class RunFailure(UserError):
-    """A run fails without an error of the user (loss not finite, disk full). It is printed like a UserError; the exit
-    code is 1."""
+    """A run fails without an error of the user (loss not finite, disk full). It is printed like a
+    UserError; the exit code is 1."""
 
 
 class LostRank(RunFailure):
-    """Another rank died or hangs. torchrun may restart the ranks, because a restart can succeed here."""
+    """Another rank died or hangs. torchrun may restart the ranks, because a restart can succeed
+    here."""
 
 
 def counted(count: int, noun: str) -> str:
@@ -64,10 +74,13 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def before_imports() -> Iterator[None]:
-    """Apply `exit_on_error` to the code before the imports of torch and Transformers. Garbage collection is off until
-    `runtime.configure_console`, because the imports take 8 s with it and 6 s without."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # keep a handler that the recipe has set
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from an import; runtime.start replaces it
+    """Apply `exit_on_error` to the code before the imports of torch and Transformers. Garbage
+    collection is off until `runtime.configure_console`, because the imports take 8 s with it and 6
+    s without."""
+    # keep a handler that the recipe has set
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # no traceback from an import; runtime.start replaces it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     with exit_on_error():
         yield
     gc.disable()
@@ -75,10 +88,11 @@ def before_imports() -> Iterator[None]:
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Print the user's errors once per node, and exit with code 2. torchrun does not restart the ranks.
+    """Print the user's errors once per node, and exit with code 2. torchrun does not restart the
+    ranks.
 
-    All ranks of a node get the same errors. All but the first wait to be ended: if one of them exited earlier, torchrun
-    would end the first rank before it has printed the errors.
+    All ranks of a node get the same errors. All but the first wait to be ended: if one of them
+    exited earlier, torchrun would end the first rank before it has printed the errors.
     """
     try:
         yield

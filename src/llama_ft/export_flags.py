@@ -20,14 +20,16 @@ class ExportFlags:
     """Flags of recipes/export.py."""
 
     places: list[str] = Field(default_factory=list)
-    """CHECKPOINT OUT: a checkpoint, a run's directory (its best checkpoint after early stopping, else the newest valid
-    one) or a saved adapter, which is merged; and the directory that is written."""
+    """CHECKPOINT OUT: a checkpoint, a run's directory (its best checkpoint after early stopping,
+    else the newest valid one) or a saved adapter, which is merged; and the directory that is
+    written."""
 
     merge: bool = False
     """LoRA: write a whole model with the adapter merged into it."""
 
     base_model: str | None = None
-    """Directory or Hub name of the unquantized base model; if not given, what the run or the adapter names."""
+    """Directory or Hub name of the unquantized base model; if not given, what the run or the
+    adapter names."""
 
     tokenizer_name: str | None = None
     """Directory or Hub name of another tokenizer."""
@@ -36,7 +38,8 @@ class ExportFlags:
     """Run Python code that comes with the model."""
 
     save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of what is written; auto: the base model's own, tensor by tensor; adapters as they were trained."""
+    """Precision of what is written; auto: the base model's own, tensor by tensor; adapters as they
+    were trained."""
 
     max_shard_size: Size = "5GB"
     """Largest file."""
@@ -45,7 +48,8 @@ class ExportFlags:
     """Replace the model that OUT already holds."""
 
     push_to_hub: str | None = None
-    """OWNER/NAME: then upload OUT to this Hugging Face repository, with the token of HF_TOKEN or `hf auth login`."""
+    """OWNER/NAME: then upload OUT to this Hugging Face repository, with the token of HF_TOKEN or
+    `hf auth login`."""
 
     private: bool = False
     """With --push_to_hub: a private repository."""
@@ -57,27 +61,40 @@ class ExportFlags:
 
 
 def read_export_flags(argv: list[str], description: str) -> ExportFlags:
-    """Return the flags with resolved `source`, `out`, `kind` and `base_model`. Raises UserError with all errors."""
+    """Return the flags with resolved `source`, `out`, `kind` and `base_model`. Raises UserError
+    with all errors."""
     options, _, errors = read(argv, ExportFlags, description, {"dtype": "save_dtype"})
     if len(options.places) != 2:
-        raise UserError(*errors, "Expected export.py CHECKPOINT OUT: what is read, and the directory that is written.")
+        raise UserError(
+            *errors,
+            "Expected export.py CHECKPOINT OUT: what is read, and the directory that is written.",
+        )
     source, out = options.places
     options.source, options.out = Path(source).expanduser(), Path(out).expanduser().absolute()
     options.kind = export_kind(options.source)
     if options.kind is None:
         none = "is neither a checkpoint, nor a run's directory, nor an adapter."
-        raise UserError(*errors, f"{options.source}: {folder_problem(options.source, 'a directory') or none}")
+        raise UserError(
+            *errors, f"{options.source}: {folder_problem(options.source, 'a directory') or none}"
+        )
     if options.kind == "adapter" and not options.base_model:
         options.base_model = base_model_of(source)
     recorded = recorded_inputs(options.source)
     base = options.base_model or recorded.get("model_name")
     if base and (error := model_problem(base)):
         errors.append(f"{source} (--base_model overrides it): base model {base}: {error}")
-    inputs = {"CHECKPOINT": source, "its base model": base, "--tokenizer_name": options.tokenizer_name, **recorded}
+    inputs = {
+        "CHECKPOINT": source,
+        "its base model": base,
+        "--tokenizer_name": options.tokenizer_name,
+        **recorded,
+    }
     if error := model_dir_problem(out, options.overwrite, inputs):
         errors.append(f"{out}: {error}")
     if options.push_to_hub and get_token() is None:
-        errors.append(f"--push_to_hub: no token for {constants.ENDPOINT}. Run `hf auth login`, or set HF_TOKEN.")
+        errors.append(
+            f"--push_to_hub: no token for {constants.ENDPOINT}. Run `hf auth login`, or set HF_TOKEN."
+        )
     check(errors)
     return options
 
@@ -92,10 +109,17 @@ def export_kind(folder: Path) -> Literal["checkpoint", "run", "adapter"] | None:
 
 
 def recorded_inputs(folder: Path) -> dict[str, str | None]:
-    """Return the inputs of a run or of a checkpoint's run; none if it cannot be read (a checksum shows that)."""
-    for file in (folder / "trainer.json", *sorted(folder.glob("checkpoints/step-*/trainer.json"), reverse=True)):
+    """Return the inputs of a run or of a checkpoint's run; none if it cannot be read (a checksum
+    shows that)."""
+    for file in (
+        folder / "trainer.json",
+        *sorted(folder.glob("checkpoints/step-*/trainer.json"), reverse=True),
+    ):
         with suppress(OSError, ValueError, LookupError, TypeError):
             config = json.loads(file.read_text())["config"]
             names = {**config["model"], **config["peft"]}
-            return {name: names.get(name) for name in ("model_name", "tokenizer_name", "from_peft_checkpoint")}
+            return {
+                name: names.get(name)
+                for name in ("model_name", "tokenizer_name", "from_peft_checkpoint")
+            }
     return {}

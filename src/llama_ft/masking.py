@@ -4,54 +4,80 @@ import re
 from urllib.parse import unquote
 
 HIDDEN = "***"
-# A secret is found by the name before its =, in the query of a URL or in a command. Short values are code or examples.
-# Texts have any length and content (answers of a model, samples), so each pattern must take linear time: a part that
-# was scanned from one start must not be scanned again from the next one.
+# A secret is found by the name before its =, in the query of a URL or in a command. Short values
+# are code or examples. Texts have any length and content (answers of a model, samples), so each
+# pattern must take linear time: a part that was scanned from one start must not be scanned again
+# from the next one.
 _NAMES = (
     r"(?:(?:api|access|account)(?:[_-]|%5F|%2D)?key|(?:[_-]|%5F|%2D)key|token|secret|passw(?:or)?d|signature|sig"
     r"|credential)"
 )
 _IN_QUERY = rf"[?&;#](?=[\w.%-]*{_NAMES}|(?:key|pass|pwd|auth)=)[\w.%-]+="
-_USER_AND_PASSWORD = r"[^/\s@:?#'\"]*:(?!:|\d+(?:[/?#]|$))(?:(?!://)[^\s'\"])*@"  # does not match host:8080/a@b
+# does not match host:8080/a@b
+_USER_AND_PASSWORD = r"[^/\s@:?#'\"]*:(?!:|\d+(?:[/?#]|$))(?:(?!://)[^\s'\"])*@"
 _PATTERNS = [
     (re.compile(rf"(://){_USER_AND_PASSWORD}"), rf"\1{HIDDEN}@"),
     (re.compile(r"(://)[^/\s@'\"]+@"), rf"\1{HIDDEN}@"),
     (re.compile(rf"({_IN_QUERY})[^&\s'\"]+", re.IGNORECASE), rf"\1{HIDDEN}"),
-    (re.compile(rf"((?:{_NAMES}|[?&]code)=['\"]?)[\w+/.~-]{{8,}}=*", re.IGNORECASE), rf"\1{HIDDEN}"),
-    (re.compile(r"(passw(?:or)?d['\"]?\s*[:=]\s*['\"]?)[^\s'\",;&)][^\s'\"&]*", re.IGNORECASE), rf"\1{HIDDEN}"),
-    (re.compile(r"(\bBearer\s+|Authorization\W{1,5}Basic\s+)[\w+/.~-]{8,}=*", re.IGNORECASE), rf"\1{HIDDEN}"),
-    # Keys with a known form: Hugging Face, GitHub, GitLab, OpenAI and similar, AWS, Google, Slack, W&B, npm.
-    (re.compile(r"\b(hf_|api_org_|gh[opsu]_|github_pat_|glpat-|sk-|AKIA|ASIA|AIza|xox[abps]-|wandb_v\d_"
-                r"|npm_(?=[A-Za-z0-9]{30}))[\w-]{12,}"), rf"\1{HIDDEN}"),
-    (re.compile(r"(?<![\w-])(eyJ)[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*){0,3}"), rf"\1{HIDDEN}"),  # JSON web tokens
-    (re.compile(r"(-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----)[\s\S]*?(?=-----END|\Z)"), rf"\1{HIDDEN}"),
-    (re.compile(r"(?<![/@\w])[0-9a-f]{40}(?!\w)"), HIDDEN),  # older W&B keys; in a Hub path it is a commit
-]  # fmt: skip
+    (
+        re.compile(rf"((?:{_NAMES}|[?&]code)=['\"]?)[\w+/.~-]{{8,}}=*", re.IGNORECASE),
+        rf"\1{HIDDEN}",
+    ),
+    (
+        re.compile(r"(passw(?:or)?d['\"]?\s*[:=]\s*['\"]?)[^\s'\",;&)][^\s'\"&]*", re.IGNORECASE),
+        rf"\1{HIDDEN}",
+    ),
+    (
+        re.compile(r"(\bBearer\s+|Authorization\W{1,5}Basic\s+)[\w+/.~-]{8,}=*", re.IGNORECASE),
+        rf"\1{HIDDEN}",
+    ),
+    # Keys with a known form: Hugging Face, GitHub, GitLab, OpenAI and similar, AWS, Google, Slack,
+    # W&B, npm.
+    (
+        re.compile(
+            r"\b(hf_|api_org_|gh[opsu]_|github_pat_|glpat-|sk-|AKIA|ASIA|AIza|xox[abps]-|wandb_v\d_"
+            r"|npm_(?=[A-Za-z0-9]{30}))[\w-]{12,}"
+        ),
+        rf"\1{HIDDEN}",
+    ),
+    # JSON web tokens
+    (re.compile(r"(?<![\w-])(eyJ)[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*){0,3}"), rf"\1{HIDDEN}"),
+    (
+        re.compile(r"(-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----)[\s\S]*?(?=-----END|\Z)"),
+        rf"\1{HIDDEN}",
+    ),
+    # older W&B keys; in a Hub path it is a commit
+    (re.compile(r"(?<![/@\w])[0-9a-f]{40}(?!\w)"), HIDDEN),
+]
 
 _URL = re.compile(r"(?<!\S)\S*://\S+")
 _USER = re.compile(rf"\bhttps?://[^/\s?#]*@|://{_USER_AND_PASSWORD}", re.IGNORECASE)
 _QUERY = re.compile(rf"{_IN_QUERY}[^&\s]", re.IGNORECASE)
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")  # all but tabs and line ends
+# all but tabs and line ends
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 
 
 def printable(text: str) -> str:
-    """Replace control characters, so that texts of files and models cannot move a terminal's cursor or set its title.
-    The length of the text does not change."""
+    """Replace control characters, so that texts of files and models cannot move a terminal's cursor
+    or set its title. The length of the text does not change."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def mask_secrets(text: str) -> str:
-    """Return `text` with everything that looks like a key, a token or a password replaced by ***."""
+    """Return `text` with everything that looks like a key, a token or a password replaced by
+    ***."""
     for pattern, replacement in _PATTERNS:
         text = pattern.sub(replacement, text)
     return text
 
 
 def mask_urls(text: str) -> str:
-    """Return `text` with secrets masked in its URLs only, because a message needs its other parts."""
+    """Return `text` with secrets masked in its URLs only, because a message needs its other
+    parts."""
     return _URL.sub(lambda url: mask_secrets(url[0]), text)
 
 
 def is_url_with_secret(text: str) -> bool:
-    """Return whether a text is a URL with a password, or with a key, a token or a signature in its query."""
+    """Return whether a text is a URL with a password, or with a key, a token or a signature in its
+    query."""
     return any(_USER.search(url) or _QUERY.search(url) for url in _URL.findall(unquote(text)))

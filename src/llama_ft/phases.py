@@ -20,7 +20,8 @@ MEMORY_CATEGORIES: tuple[MemoryCategory, ...] = get_args(MemoryCategory)
 
 
 class PhaseMonitor(Protocol):
-    """An object that is informed about the phases of a run: the measurement of peaks, and the planner."""
+    """An object that is informed about the phases of a run: the measurement of peaks, and the
+    planner."""
 
     def enter(self, phase: Phase) -> None:
         """End the previous phase and begin this one."""

@@ -1,6 +1,7 @@
 """Functions for processes: forks, restarts by torchrun, and text files that other processes read.
 
-torchrun's agent is the parent process of a node's ranks. It restarts all of them after one has failed.
+torchrun's agent is the parent process of a node's ranks. It restarts all of them after one has
+failed.
 """
 
 import ctypes
@@ -22,7 +23,8 @@ def end_with(parent: int, oom_score: int = 0) -> None:
 
     Args:
         parent: process id of the parent.
-        oom_score: 0 to 1000; with a higher score the kernel kills this process before others if memory runs out.
+        oom_score: 0 to 1000; with a higher score the kernel kills this process before others if
+            memory runs out.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before prctl
@@ -37,8 +39,12 @@ def attempt() -> int:
 
 
 def may_be_restarted() -> bool:
-    """Return whether an earlier attempt of this job is possible. The count above misses failures of other nodes."""
-    restarts, nodes = os.environ.get("TORCHELASTIC_MAX_RESTARTS"), os.environ.get("GROUP_WORLD_SIZE")
+    """Return whether an earlier attempt of this job is possible. The count above misses failures of
+    other nodes."""
+    restarts, nodes = (
+        os.environ.get("TORCHELASTIC_MAX_RESTARTS"),
+        os.environ.get("GROUP_WORLD_SIZE"),
+    )
     return int(restarts or 0) > 0 or int(nodes or 1) > 1
 
 
@@ -49,7 +55,8 @@ def end_restarts() -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file in one move, so that readers never see a part of it. Several processes may do that at once."""
+    """Replace a file in one move, so that readers never see a part of it. Several processes may do
+    that at once."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         aside.write_text(text, encoding="utf-8")

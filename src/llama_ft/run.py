@@ -1,4 +1,5 @@
-"""Settings, logs, checkpoints and evaluation of a run. The recipe computes losses, gradients and updates."""
+"""Settings, logs, checkpoints and evaluation of a run. The recipe computes losses, gradients and
+updates."""
 
 import dataclasses
 import math
@@ -48,8 +49,8 @@ class Due(NamedTuple):
 
 
 class Run:
-    """A run on this rank, created by `start_run`. The recipe calls its methods in a fixed order: `save_due`, `save` and
-    `should_stop` use what `end_step` and `evaluate` have recorded.
+    """A run on this rank, created by `start_run`. The recipe calls its methods in a fixed order:
+    `save_due`, `save` and `should_stop` use what `end_step` and `evaluate` have recorded.
 
     Attributes:
         config: the settings, with resolved values such as auto.
@@ -75,13 +76,21 @@ class Run:
         result = checkpoint.finished_result(resumed, config.checkpoint) if resumed else None
         self.is_finished = result is not None
         if resumed is not None and result is not None:
-            log.info(f"This run was finished after step {resumed.step}; its final model is {result}")
+            log.info(
+                f"This run was finished after step {resumed.step}; its final model is {result}"
+            )
             job.begin_run(resumed.run, resumed.step)
             return
         settings = config.train
         self.global_batch = checkpoint.global_batch(settings, resumed, job.world_size)
-        sizes = settings.batch_size_training, settings.gradient_accumulation_steps, self.global_batch
-        self._layout = job.describe(*sizes, "pack" if config.data.batching_strategy == "packing" else "row")
+        sizes = (
+            settings.batch_size_training,
+            settings.gradient_accumulation_steps,
+            self.global_batch,
+        )
+        self._layout = job.describe(
+            *sizes, "pack" if config.data.batching_strategy == "packing" else "row"
+        )
         log.info(self._layout)
         if job.is_main:
             observe.check_trackers(config.tracking, config.checkpoint.output_dir)
@@ -89,7 +98,8 @@ class Run:
     # Before training
 
     def choose_kernels(self, model_config: PretrainedConfig) -> Config:
-        """Log the fused kernels, and return the settings with use_liger resolved. A resumed run keeps its choice."""
+        """Log the fused kernels, and return the settings with use_liger resolved. A resumed run
+        keeps its choice."""
         model, asked = self.config.model, self.config.model.use_liger
         if asked == "auto" and self.resumed is not None:
             asked = self.resumed.trainer["config"]["model"]["use_liger"]
@@ -97,7 +107,9 @@ class Run:
         use_liger, fused = self.job.broadcast_from_rank0(choose)
         if fused:
             log.info(fused)
-        self.config = dataclasses.replace(self.config, model=dataclasses.replace(model, use_liger=use_liger))
+        self.config = dataclasses.replace(
+            self.config, model=dataclasses.replace(model, use_liger=use_liger)
+        )
         self._info["config"] = dataclasses.asdict(self.config)
         return self.config
 
@@ -109,7 +121,8 @@ class Run:
         new_tokens: models.NewTokens | None,
         dataset: data.TokenizedData,
     ) -> None:
-        """Check that the final model can be saved, and that a resumed run has the same model and data."""
+        """Check that the final model can be saved, and that a resumed run has the same model and
+        data."""
         log.info("\n".join(dataset.summary))
         if self.job.is_main:
             checkpoint.check_export(model_config, tokenizer, folder)
@@ -121,16 +134,27 @@ class Run:
         }
         self._check_same_run()
 
-    def check_batches(self, batches: data.TrainingBatches, tokenizer: PreTrainedTokenizerBase) -> None:
+    def check_batches(
+        self, batches: data.TrainingBatches, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         """Log the number of steps, advice and samples."""
         log.info(batches.describe())
         if self.resumed is not None and self.resumed.step > batches.total_steps:
-            done = f"{self.resumed.step} steps are done, and the run is to have {batches.total_steps}"
+            done = (
+                f"{self.resumed.step} steps are done, and the run is to have {batches.total_steps}"
+            )
             raise UserError(f"--resume {self.resumed.folder}: {done}.")
-        asked, warmup = self.config.train.warmup_steps, training.warmup_steps(self.config.train, batches.total_steps)
+        asked, warmup = (
+            self.config.train.warmup_steps,
+            training.warmup_steps(self.config.train, batches.total_steps),
+        )
         if asked > warmup:
-            log.warning(f"warmup_steps is {asked}, and the run has {batches.total_steps} steps: {warmup} are taken.")
-        for advice in training.advice(self.config, "data.dataset" in self._sources, self.global_batch, batches.size):
+            log.warning(
+                f"warmup_steps is {asked}, and the run has {batches.total_steps} steps: {warmup} are taken."
+            )
+        for advice in training.advice(
+            self.config, "data.dataset" in self._sources, self.global_batch, batches.size
+        ):
             log.warning(advice)
         if self.config.data.show_samples:
             data.show_samples(batches.first_rows(), tokenizer, self.config.data.show_samples)
@@ -142,14 +166,20 @@ class Run:
         dataset: data.TokenizedData,
         batches: data.TrainingBatches,
     ) -> Config:
-        """Start to plan the memory in another process. Wait for it only if it chooses activation_checkpointing."""
-        self.config = self._preflight.ask(self.config, folder, new_tokens, dataset, batches, self.job)
+        """Start to plan the memory in another process. Wait for it only if it chooses
+        activation_checkpointing."""
+        self.config = self._preflight.ask(
+            self.config, folder, new_tokens, dataset, batches, self.job
+        )
         self._info["config"] = dataclasses.asdict(self.config)
         return self.config
 
     @contextmanager
     def open(
-        self, dataset: data.TokenizedData, batches: data.TrainingBatches, units: Sequence[models.Unit]
+        self,
+        dataset: data.TokenizedData,
+        batches: data.TrainingBatches,
+        units: Sequence[models.Unit],
     ) -> Iterator[None]:
         """Create the run's directory (nothing is written before) and start the trackers."""
         config, job, resumed = self.config, self.job, self.resumed
@@ -158,21 +188,27 @@ class Run:
             config.checkpoint, config.model.model_name, job, resumed
         )
         log.info(f"Run directory: {folder}")
-        job.begin_run(folder, resumed.step if resumed else 0, at_end=partial(report.write_or_warn, folder))
+        job.begin_run(
+            folder, resumed.step if resumed else 0, at_end=partial(report.write_or_warn, folder)
+        )
         if job.is_main:
             text = to_yaml(config, f"--config {folder}/config.yaml repeats this run")
             (folder / "config.yaml").write_text(text)
         self._preflight.tell(folder)
         self.facts = observe.RunMetadata(folder, job.is_main)
         environment = observe.environment(self._info["versions"], self._layout)
-        self.facts.add(environment=environment, data=dataset.facts(), total_steps=batches.total_steps)
+        self.facts.add(
+            environment=environment, data=dataset.facts(), total_steps=batches.total_steps
+        )
         self.facts.add(units=[dataclasses.asdict(unit) for unit in units])
         self.writer = checkpoint.CheckpointWriter(folder, config.checkpoint, self._info, job)
         resolved, earlier = dataclasses.asdict(config), dict[str, Any]()
         if resumed is not None:
             ids = resumed.trainer["trackers"]
             earlier = {"resume_step": resumed.step, "resumed_dir": resumed.run, "tracker_ids": ids}
-        with observe.RunLog(folder, config.tracking, resolved, batches.total_steps, job.rank, **earlier) as self.log:
+        with observe.RunLog(
+            folder, config.tracking, resolved, batches.total_steps, job.rank, **earlier
+        ) as self.log:
             yield
 
     def _check_same_run(self) -> None:
@@ -184,7 +220,11 @@ class Run:
 
     def restore(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
         """Load the checkpoint to resume from, if there is one."""
-        self._pending, self._metrics, self._is_best = training.PendingMetrics(self.job.device), dict[str, Any](), False
+        self._pending, self._metrics, self._is_best = (
+            training.PendingMetrics(self.job.device),
+            dict[str, Any](),
+            False,
+        )
         if self.resumed is not None:
             self.state.load_state_dict(self.resumed.trainer["progress"])
             checkpoint.restore(self.resumed, model, optimizer, self.job)
@@ -194,10 +234,13 @@ class Run:
 
     @contextmanager
     def training(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """The block of the training loop: steps are logged and measured, and signals wait for the end of a step."""
+        """The block of the training loop: steps are logged and measured, and signals wait for the
+        end of a step."""
         config, job = self.config, self.job
         dtype = runtime.PRECISIONS[config.train.precision].compute
-        self._throughput = observe.ThroughputMeter(model, config.profile, dtype, self.directory, self.facts, job)
+        self._throughput = observe.ThroughputMeter(
+            model, config.profile, dtype, self.directory, self.facts, job
+        )
         self.memory.begin_training(model, optimizer, self.facts)
         signals = job.signals.between_steps(config.train.stop_after)
         with self.log.training(), self.writer, signals, self._throughput:
@@ -209,7 +252,9 @@ class Run:
         last = self.state.step if self.state.best.should_stop else self.batches.total_steps
         return self.batches.steps(self.state.step + 1, last, self.state.position)
 
-    def begin_step(self, step: StepBatches, waited_seconds: float, tokenizer: PreTrainedTokenizerBase) -> None:
+    def begin_step(
+        self, step: StepBatches, waited_seconds: float, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         """Start to measure a step. `waited_seconds` is how long training waited for its batches."""
         lengths = [length for batch in step.batches for length in batch.row_lengths]
         targets = sum(batch.target_tokens for batch in step.batches)
@@ -233,20 +278,28 @@ class Run:
         return RankNumbers(tokens, flops, gathered[:, 2:4], asked, failed, seconds)
 
     def failed(self, step: StepBatches, result: StepResult) -> torch.Tensor:
-        """Return, on the device, not 0 if the weights must not be updated: the loss or the gradient norm is not finite.
-        With fp16 this synchronizes with the device, because overflowing gradients lower the loss scale."""
+        """Return, on the device, not 0 if the weights must not be updated: the loss or the gradient
+        norm is not finite. With fp16 this synchronizes with the device, because overflowing
+        gradients lower the loss scale."""
         scale = self.state.scale
         self._is_skipped = scale.is_used and scale.note(step.step, *result.read())
         return result.failed if self._is_skipped else self._pending.failed_with(result)
 
     def end_step(
-        self, step: StepBatches, result: StepResult, losses: Sequence[LossSum], numbers: RankNumbers, lr: float
+        self,
+        step: StepBatches,
+        result: StepResult,
+        losses: Sequence[LossSum],
+        numbers: RankNumbers,
+        lr: float,
     ) -> Due:
-        """Record a step whose weights are updated. On a GPU its loss is read and logged after the next step was queued,
-        unless it is needed now."""
+        """Record a step whose weights are updated. On a GPU its loss is read and logged after the
+        next step was queued, unless it is needed now."""
         config, state = self.config, self.state
         self.memory.end_step()
-        self._throughput.end_step(step.step, numbers.tokens.sum().item(), numbers.flops.sum().item())
+        self._throughput.end_step(
+            step.step, numbers.tokens.sum().item(), numbers.flops.sum().item()
+        )
         state.step, state.position = step.step, step.position
         state.target_tokens += step.target_tokens
         self._metrics = {
@@ -256,34 +309,60 @@ class Run:
             **observe.memory_metrics(numbers.peak_bytes),
             **state.scale.metrics(),
         }
-        longest, seconds = config.train.max_train_time, numbers.seconds[0].item()  # all ranks use rank 0's clock
+        # all ranks use rank 0's clock
+        longest, seconds = config.train.max_train_time, numbers.seconds[0].item()
         self._time_is_up = longest is not None and seconds >= parse_duration(longest)
         is_last = self._time_is_up or step.step == self.batches.total_steps
         stop = self.job.signals.agreed(numbers.stop_asked)
-        self._ends_epoch, self._is_best, self._save_failed = step.ends_epoch, False, bool(numbers.save_failed.any())
+        self._ends_epoch, self._is_best, self._save_failed = (
+            step.ends_epoch,
+            False,
+            bool(numbers.save_failed.any()),
+        )
         evaluation = self.dataset.validation is not None
-        evaluation &= training.is_due(step.step, config.train.eval_steps, step.ends_epoch or is_last)
+        evaluation &= training.is_due(
+            step.step, config.train.eval_steps, step.ends_epoch or is_last
+        )
         answers = not is_last and training.is_due(step.step, config.train.sample_steps, False)
         due = Due(evaluation, answers, self._save_asked(is_last or stop is not None), stop, is_last)
-        newest = training.Step(step.step, result, losses, step.batches, self._metrics, self._is_skipped)
-        for read in self._pending.take(newest, needed=any((evaluation, due.save, is_last, stop is not None))):
+        newest = training.Step(
+            step.step, result, losses, step.batches, self._metrics, self._is_skipped
+        )
+        for read in self._pending.take(
+            newest, needed=any((evaluation, due.save, is_last, stop is not None))
+        ):
             training.stop_if_not_finite(read, self.writer.finish, self.job)
             read.metrics.update(self._throughput.metrics(read.step))
             is_logged_later = evaluation and read is newest
-            if not is_logged_later and training.is_due(read.step, config.train.log_steps, read is newest and is_last):
+            if not is_logged_later and training.is_due(
+                read.step, config.train.log_steps, read is newest and is_last
+            ):
                 self.log.log_step(read.step, read.metrics | self.writer.timings())
         self.job.note_step(step.step)
-        if config.memory.memory_snapshot and step.step == min(self._snapshot_step, self.batches.total_steps):
-            log.info(f"Memory snapshot: {observe.write_snapshot(self.directory, self.job.rank, f'step-{step.step}')}")
+        if config.memory.memory_snapshot and step.step == min(
+            self._snapshot_step, self.batches.total_steps
+        ):
+            log.info(
+                f"Memory snapshot: {observe.write_snapshot(self.directory, self.job.rank, f'step-{step.step}')}"
+            )
         return due
 
     def evaluate(self, model: PreTrainedModel, objective: Objective, pad: int) -> None:
         """Compute and log the validation loss."""
         self.memory.enter("evaluation")
-        settings, samples, pack_length = self.config.train, self.dataset.validation, self.batches.pack_length
+        settings, samples, pack_length = (
+            self.config.train,
+            self.dataset.validation,
+            self.batches.pack_length,
+        )
         assert samples is not None
-        loss, _, more = training.mean_loss(model, objective, samples, settings, pad, pack_length, self.job)
-        self._metrics |= {"eval/loss": loss, **{f"eval/{name}": value for name, value in more.items()}}
+        loss, _, more = training.mean_loss(
+            model, objective, samples, settings, pad, pack_length, self.job
+        )
+        self._metrics |= {
+            "eval/loss": loss,
+            **{f"eval/{name}": value for name, value in more.items()},
+        }
         if objective.counts_tokens:
             self._metrics["eval/perplexity"] = training.perplexity(loss)
         self._is_best = self.state.step > 0 and self.state.best.update(loss, self.state.step)
@@ -291,7 +370,8 @@ class Run:
         self._throughput.pause()
 
     def save_due(self, due: Due) -> bool:
-        """Return whether to save after this step: if the settings say so, or after the best validation loss so far."""
+        """Return whether to save after this step: if the settings say so, or after the best
+        validation loss so far."""
         if self._save_failed:
             self.writer.finish()  # raises the error of a failed save
         self._ends_run = due.is_last or self.state.best.should_stop
@@ -316,7 +396,11 @@ class Run:
         if (best := self.state.best).should_stop:
             reason = f"the validation loss was best at step {best.step}"
         else:
-            reason = f"max_train_time {self.config.train.max_train_time} is over" if self._time_is_up else ""
+            reason = (
+                f"max_train_time {self.config.train.max_train_time} is over"
+                if self._time_is_up
+                else ""
+            )
         if reason:
             self.facts.add(stopped_early=reason)
         if reason or due.is_last:
@@ -336,13 +420,18 @@ class Run:
         """With early stopping, load the weights with the best validation loss."""
         self.writer.finish()
         best, self._weights_of = self.state.best, self.state.step
-        if (step := checkpoint.result_step(self.config, self.state.step, best.step)) != self.state.step:
+        if (
+            step := checkpoint.result_step(self.config, self.state.step, best.step)
+        ) != self.state.step:
             kept = checkpoint.open_best(step, self.directory, self.resumed, self.job)
             checkpoint.restore_weights(kept, model)
             self._weights_of = kept.step
 
-    def show_answers(self, when: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pad: int) -> None:
-        """Log the model's answers to the sample prompts and keep them for the report, under the heading `when`."""
+    def show_answers(
+        self, when: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pad: int
+    ) -> None:
+        """Log the model's answers to the sample prompts and keep them for the report, under the
+        heading `when`."""
         self.memory.enter("evaluation")
         chats = training.sample_chats(self.config.train, self.dataset.report.chat_sample)
         length = self.config.train.sample_tokens
@@ -357,14 +446,21 @@ class Run:
     def log_result(self, result: Path) -> None:
         """Upload the final model or adapter with the trackers that want it."""
         self.facts.add(weights_of=self._weights_of)
-        seconds = parse_duration(self.config.train.collective_timeout) / 2  # other ranks wait for it
+        # other ranks wait for it
+        seconds = parse_duration(self.config.train.collective_timeout) / 2
         self.log.log_result(result, self._outcome(), seconds)
 
     def log_summary(self, recipes: Path) -> None:
         """Log the results, the files and the next commands. `recipes` is the recipes' directory."""
         if self.job.is_main:
             best, seconds = self.state.best, time.monotonic() - self._started_at
-            about = self._ended, seconds, (best.loss, best.step), self._weights_of, self.dataset.validation is not None
+            about = (
+                self._ended,
+                seconds,
+                (best.loss, best.step),
+                self._weights_of,
+                self.dataset.validation is not None,
+            )
             runtime.console.print(observe.summary(self.config, self.directory, recipes, *about))
 
     def _outcome(self) -> dict[str, Any]:
@@ -373,7 +469,9 @@ class Run:
 
 
 @contextmanager
-def start_run(requested: Config, sources: dict[str, str], build_model: BuildModel, planner: Path) -> Iterator[Run]:
+def start_run(
+    requested: Config, sources: dict[str, str], build_model: BuildModel, planner: Path
+) -> Iterator[Run]:
     """Start the ranks, and find the checkpoint to resume from.
 
     Args:
@@ -383,7 +481,8 @@ def start_run(requested: Config, sources: dict[str, str], build_model: BuildMode
         planner: path of recipes/plan.py.
     """
     settings, fsdp = requested.train, requested.fsdp
-    preflight = Preflight(build_model, off=requested.memory.no_plan)  # it forks, so before any thread starts
+    # it forks, so before any thread starts
+    preflight = Preflight(build_model, off=requested.memory.no_plan)
     timeout, fraction = parse_duration(settings.collective_timeout), settings.device_memory_fraction
     degree = models.shard_degree(fsdp)
     with (
@@ -393,7 +492,11 @@ def start_run(requested: Config, sources: dict[str, str], build_model: BuildMode
     ):
         runtime.set_quiet(requested.tracking.quiet)
         resumed = checkpoint.find_checkpoint(requested.checkpoint, job)
-        config = training.settle_format(checkpoint.resolve_precision(requested, sources, job, resumed))
+        config = training.settle_format(
+            checkpoint.resolve_precision(requested, sources, job, resumed)
+        )
         log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))
-        run = Run(settle_checkpointing(config, job.device.type), sources, job, memory, resumed, preflight)
+        run = Run(
+            settle_checkpointing(config, job.device.type), sources, job, memory, resumed, preflight
+        )
         yield run

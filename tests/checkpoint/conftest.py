@@ -17,7 +17,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def bases(
-    save_model: Callable[..., Path], save_tokenizer: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    save_model: Callable[..., Path],
+    save_tokenizer: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """A folder of base models with tokenizers."""
     from transformers import (
@@ -35,14 +37,25 @@ def bases(
     save_model(folder / "llama")
     save_model(folder / "tied", tied=True)
     save_model(folder / "biased", attention_bias=True)
-    shutil.copytree(folder / "llama", folder / "fp16", ignore=shutil.ignore_patterns("*.safetensors*"))
+    shutil.copytree(
+        folder / "llama", folder / "fp16", ignore=shutil.ignore_patterns("*.safetensors*")
+    )
     load(folder / "llama").to(torch.float16).save_pretrained(folder / "fp16")
     torch.manual_seed(1)
-    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=301, initializer_range=0.1))
+    gpt2 = GPT2LMHeadModel(
+        GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=301, initializer_range=0.1)
+    )
     gpt2.save_pretrained(save_tokenizer(folder / "gpt2"))
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     experts = {"num_local_experts": 3, "num_key_value_heads": 2, "vocab_size": 301}
-    MixtralForCausalLM(MixtralConfig(**shape, **experts)).save_pretrained(save_tokenizer(folder / "mixtral"))
+    MixtralForCausalLM(MixtralConfig(**shape, **experts)).save_pretrained(
+        save_tokenizer(folder / "mixtral")
+    )
     oss = GptOssForCausalLM(GptOssConfig(**shape, **experts, head_dim=8, num_experts_per_tok=2))
     oss.save_pretrained(save_tokenizer(folder / "gpt_oss"))
     deep = {**shape, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16,

@@ -1,4 +1,5 @@
-"""Trains a sharded model for three steps and saves its logits, a checkpoint and the exported result, case by case."""
+"""Trains a sharded model for three steps and saves its logits, a checkpoint and the exported
+result, case by case."""
 
 import json
 import sys
@@ -26,16 +27,25 @@ if __name__ == "__main__":
     batch = Batch(ids, ids, [30, 30], False, ["a", "b"])
     for name, case in cases.items():
         with runtime.start("cpu", case.get("shards", "world")) as job:
-            folder, precision = Path(case["model"]), runtime.PRECISIONS[case.get("precision", "fp32")]
+            folder, precision = (
+                Path(case["model"]),
+                runtime.PRECISIONS[case.get("precision", "fp32")],
+            )
             tokenizer = models.load_tokenizer(folder, False)
-            model = models.build_on_meta(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
+            model = models.build_on_meta(
+                models.load_model_config(folder, False), ModelConfig(model_name=str(folder))
+            )
             peft = PeftConfig(**case["peft"])
             adapter = models.inject_lora(model, peft, str(folder)) if peft.use_peft else None
             models.freeze_first_layers(model, case.get("frozen_layers", 0))
             models.set_storage_dtypes(model, precision)
-            models.apply_fsdp(model, job.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision)
+            models.apply_fsdp(
+                model, job.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision
+            )
             group, device, frozen = models.ShardGroup(job.mesh), job.device, precision.frozen
-            dtypes = models.load_weights(model, folder, group, device, device, True, adapter, peft, 0, frozen)
+            dtypes = models.load_weights(
+                model, folder, group, device, device, True, adapter, peft, 0, frozen
+            )
             optimizer = training.build_optimizer(model, TrainConfig(lr=1e-2))
             model.train()
             for _ in range(3):
@@ -55,9 +65,13 @@ if __name__ == "__main__":
             dtype = getattr(torch, case["dtype"]) if case["dtype"] else None
             card = partial(write_card, target / "model")
             if adapter is None:
-                checkpoint.export_model(model, target / "model", folder, dtypes, dtype, 60_000, tokenizer, card, job)
+                checkpoint.export_model(
+                    model, target / "model", folder, dtypes, dtype, 60_000, tokenizer, card, job
+                )
             else:
-                checkpoint.export_adapter(model, adapter, target / "model", dtype, tokenizer, card, job)
+                checkpoint.export_adapter(
+                    model, adapter, target / "model", dtype, tokenizer, card, job
+                )
 
             # Spoil the trained weights, then take them back from the checkpoint.
             with torch.no_grad():
@@ -69,4 +83,6 @@ if __name__ == "__main__":
             with torch.no_grad():
                 again = model(input_ids=ids, use_cache=False).logits
             if job.is_main:
-                torch.save({"ids": ids, "logits": logits, "from checkpoint": again}, target / "logits.pt")
+                torch.save(
+                    {"ids": ids, "logits": logits, "from checkpoint": again}, target / "logits.pt"
+                )

@@ -1,4 +1,5 @@
-"""What a run leaves behind loads in plain transformers and peft, and gives the logits of the trained model."""
+"""What a run leaves behind loads in plain transformers and peft, and gives the logits of the
+trained model."""
 
 import json
 import re
@@ -23,7 +24,9 @@ def results(tiny_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPat
 
     half, fp16 = (tmp_path_factory.mktemp(name) for name in ("half", "fp16"))
     for folder, dtype in ((half, torch.bfloat16), (fp16, torch.float16)):
-        shutil.copytree(tiny_model, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*"))
+        shutil.copytree(
+            tiny_model, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*")
+        )
         AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype).save_pretrained(folder)
     untied = {"model": str(tiny_model), "peft": {}, "dtype": None}
     cases: dict[str, dict[str, Any]] = {
@@ -35,7 +38,10 @@ def results(tiny_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPat
         "copies": {**untied, "shards": 1},
         "lora": {**untied, "peft": LORA},
         "dora": {**untied, "peft": {**LORA, "use_dora": True, "bias": "lora_only"}},
-        "head": {**untied, "peft": {**LORA, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}},
+        "head": {
+            **untied,
+            "peft": {**LORA, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        },
     }
     out = tmp_path_factory.mktemp("results")
     run_cases(out, cases, ranks=WORLD_SIZE, script=SCRIPT)
@@ -56,19 +62,30 @@ def test_a_full_model_reloads_with_the_trained_logits(results: Path, case: str) 
     saved = torch.load(results / case / "logits.pt", weights_only=True)
     model = AutoModelForCausalLM.from_pretrained(results / case / "model")
     is_half = case in ("bf16", "half")
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16 if is_half else torch.float32}
+    assert {parameter.dtype for parameter in model.parameters()} == {
+        torch.bfloat16 if is_half else torch.float32
+    }
     assert (logits_of(model, saved) - saved["logits"]).abs().max() < (0.1 if is_half else 1e-5)
     assert AutoTokenizer.from_pretrained(results / case / "model").decode([10, 11])
-    assert "# meta-llama/Llama-3.1-8B, fine-tuned" in (results / case / "model" / "README.md").read_text()
+    assert (
+        "# meta-llama/Llama-3.1-8B, fine-tuned"
+        in (results / case / "model" / "README.md").read_text()
+    )
     assert not list(results.rglob(".writing-*"))
-    assert all(file.stat().st_size < 62_000 for file in (results / case / "model").glob("*.safetensors"))
+    assert all(
+        file.stat().st_size < 62_000 for file in (results / case / "model").glob("*.safetensors")
+    )
 
 
-def test_frozen_layers_are_the_checkpoints_to_the_bit_though_bf16_held_them(results: Path, tiny_model: Path) -> None:
+def test_frozen_layers_are_the_checkpoints_to_the_bit_though_bf16_held_them(
+    results: Path, tiny_model: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float16).state_dict()
-    model = AutoModelForCausalLM.from_pretrained(results / "frozen" / "model", dtype="auto").state_dict()
+    model = AutoModelForCausalLM.from_pretrained(
+        results / "frozen" / "model", dtype="auto"
+    ).state_dict()
     for name, tensor in base.items():
         assert model[name].dtype == torch.float16
         assert torch.equal(model[name], tensor) == (".layers.0." in name), name
@@ -108,14 +125,18 @@ def test_a_checkpoint_of_an_adapter_holds_no_frozen_weight(results: Path) -> Non
 
 
 def test_plain_pytorch_reads_a_checkpoint_on_one_process(results: Path, tiny_model: Path) -> None:
-    """The code of docs/reference/checkpoint-format.md, as it stands there, on what three ranks wrote."""
+    """The code of docs/reference/checkpoint-format.md, as it stands there, on what three ranks
+    wrote."""
     from safetensors import safe_open
     from safetensors.torch import load_file
 
     folder = results / "full" / "checkpoints" / "step-000003"
     names: dict[str, Any] = {}
     for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL):
-        here = {"output/run/checkpoints/step-000100": str(folder), "my_models/Llama-3.1-8B": str(tiny_model)}
+        here = {
+            "output/run/checkpoints/step-000100": str(folder),
+            "my_models/Llama-3.1-8B": str(tiny_model),
+        }
         for there, path in here.items():
             code = code.replace(there, path)
         exec(code, names)
@@ -124,11 +145,15 @@ def test_plain_pytorch_reads_a_checkpoint_on_one_process(results: Path, tiny_mod
     assert (logits_of(model, saved) - saved["logits"]).abs().max() < 1e-5
 
     files = [folder / f"shard-{rank:05d}-model-00001-of-00001.safetensors" for rank in (1, 2, 3)]
-    assert sorted(folder.iterdir()) == sorted([*files, folder / "checksums.txt", folder / "trainer.json"])
+    assert sorted(folder.iterdir()) == sorted(
+        [*files, folder / "checksums.txt", folder / "trainer.json"]
+    )
     weight = model.model.layers[1].mlp.down_proj.weight
     name = "optimizer.state.model.layers.1.mlp.down_proj.weight.exp_avg"
     pieces = [load_file(file)[name] for file in files]
-    assert len(pieces[0]) == 11 and torch.equal(optimizer.state[weight]["exp_avg"], torch.cat(pieces))
+    assert len(pieces[0]) == 11 and torch.equal(
+        optimizer.state[weight]["exp_avg"], torch.cat(pieces)
+    )
     assert optimizer.state[weight]["step"].item() == 3 and optimizer.param_groups[0]["lr"] == 1e-5
     for rank, file in enumerate(files):
         header = safe_open(file, "pt").metadata()
@@ -137,6 +162,12 @@ def test_plain_pytorch_reads_a_checkpoint_on_one_process(results: Path, tiny_mod
         assert offsets[name] == {"saved_offsets": [11 * rank, 0]}
         assert offsets[f"rng.{rank}.cpu"] == {"saved_offsets": [0]}
     parameters = dict(model.named_parameters())
-    states = {f"optimizer.state.{name}.{key}" for name in parameters for key in ("step", "exp_avg", "exp_avg_sq")}
+    states = {
+        f"optimizer.state.{name}.{key}"
+        for name in parameters
+        for key in ("step", "exp_avg", "exp_avg_sq")
+    }
     found = {name for file in files for name in load_file(file)}
-    assert found == {f"model.{name}" for name in parameters} | states | {f"rng.{rank}.cpu" for rank in range(3)}
+    assert found == {f"model.{name}" for name in parameters} | states | {
+        f"rng.{rank}.cpu" for rank in range(3)
+    }

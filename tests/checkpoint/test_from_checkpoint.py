@@ -1,5 +1,5 @@
-"""What is made of a checkpoint, against transformers' and peft's own saving of the same weights; corruption, other
-bases, the model card and the hub."""
+"""What is made of a checkpoint, against transformers' and peft's own saving of the same weights;
+corruption, other bases, the model card and the hub."""
 
 import dataclasses
 import json
@@ -15,10 +15,23 @@ from checkpoint_by_hand import METRICS, load, logits, save_checkpoint, stored, t
 from conftest import REPOSITORY, load_script
 
 from llama_ft.checkpoint import Exporter, find_valid, write_model_card
-from llama_ft.config import CheckpointConfig, Config, DataConfig, ModelConfig, PeftConfig, TrainConfig
+from llama_ft.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    PeftConfig,
+    TrainConfig,
+)
 from llama_ft.errors import RunFailure, UserError
 
-LORA = {"use_peft": True, "target_modules": "all-linear", "r": 4, "lora_alpha": 6, "lora_dropout": 0}
+LORA = {
+    "use_peft": True,
+    "target_modules": "all-linear",
+    "r": 4,
+    "lora_alpha": 6,
+    "lora_dropout": 0,
+}
 
 
 def settings_of(base: Path, peft: dict[str, Any] | None = None, **model: Any) -> Config:
@@ -32,7 +45,8 @@ def settings_of(base: Path, peft: dict[str, Any] | None = None, **model: Any) ->
 
 
 def adapted(base: Path, **settings: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The base with an adapter of random weights, through peft alone; and the weights of the adapter."""
+    """The base with an adapter of random weights, through peft alone; and the weights of the
+    adapter."""
     from peft import LoraConfig, get_peft_model
 
     given = {key: value for key, value in {**LORA, **settings}.items() if key != "use_peft"}
@@ -41,7 +55,9 @@ def adapted(base: Path, **settings: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def prepare(checkpoint: Path, merge: bool = False, base_model: str | None = None) -> Exporter:
-    return Exporter.prepare(find_valid(checkpoint), base_model, None, trust_remote_code=False, merge=merge)
+    return Exporter.prepare(
+        find_valid(checkpoint), base_model, None, trust_remote_code=False, merge=merge
+    )
 
 
 FULL: dict[str, tuple[str, dict[str, Any]]] = {
@@ -55,7 +71,9 @@ FULL: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", FULL)
-def test_a_fully_tuned_model_is_what_transformers_would_save(case: str, bases: Path, tmp_path: Path) -> None:
+def test_a_fully_tuned_model_is_what_transformers_would_save(
+    case: str, bases: Path, tmp_path: Path
+) -> None:
     name, settings = FULL[case]
     base = bases / name
     dtype = next(iter(stored(base).values())).dtype
@@ -84,26 +102,42 @@ def test_what_stands_beside_the_weights_is_carried_over(bases: Path, tmp_path: P
     shutil.copytree(bases / "llama", base)
     (base / "modeling_mine.py").write_text("# mine\n")
     template = "{% for turn in messages %}{{ turn.content }}</s>{% endfor %}"
-    checkpoint = save_checkpoint(tmp_path, tuned(load(base)), settings_of(base), chat_template=template)
+    checkpoint = save_checkpoint(
+        tmp_path, tuned(load(base)), settings_of(base), chat_template=template
+    )
     prepare(checkpoint).write_model(tmp_path / "out", torch.bfloat16, 10**9)
     held = {file.name for file in (tmp_path / "out").iterdir()}
-    assert held >= {"model.safetensors", "config.json", "generation_config.json", "modeling_mine.py", "README.md"}
+    assert held >= {
+        "model.safetensors",
+        "config.json",
+        "generation_config.json",
+        "modeling_mine.py",
+        "README.md",
+    }
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert {tensor.dtype for tensor in stored(tmp_path / "out").values()} == {torch.bfloat16}
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.chat_template == template, "what the run wrote chats with"
     stops_at = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
-    assert stops_at == [2, tokenizer.convert_tokens_to_ids("</s>")] == [2, 1], "the base's own, and the end of a turn"
+    assert stops_at == [2, tokenizer.convert_tokens_to_ids("</s>")] == [2, 1], (
+        "the base's own, and the end of a turn"
+    )
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj", "experts.gate_up_proj"]}
+EXPERTS = {
+    "target_modules": ["q_proj"],
+    "target_parameters": ["experts.down_proj", "experts.gate_up_proj"],
+}
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"], "use_rslora": True}, EXPERTS]
+    "settings",
+    [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"], "use_rslora": True}, EXPERTS],
 )
-def test_an_adapter_is_what_peft_would_save(settings: dict[str, Any], bases: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_what_peft_would_save(
+    settings: dict[str, Any], bases: Path, tmp_path: Path
+) -> None:
     from peft import PeftModel
 
     base = bases / ("mixtral" if settings is EXPERTS else "llama")
@@ -114,19 +148,25 @@ def test_an_adapter_is_what_peft_would_save(settings: dict[str, Any], bases: Pat
     ours, theirs = stored(tmp_path / "adapter"), stored(tmp_path / "reference")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-    targets = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
+    targets = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())[
+        "target_modules"
+    ]
     assert targets == sorted(targets), "the same file each time, whatever order a set has"
     again = PeftModel.from_pretrained(load(base), tmp_path / "adapter").eval()
     assert torch.equal(logits(again), logits(reference))
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_a_base_that_has_moved_or_does_not_fit_is_refused_with_the_way_out(bases: Path, tmp_path: Path) -> None:
+def test_a_base_that_has_moved_or_does_not_fit_is_refused_with_the_way_out(
+    bases: Path, tmp_path: Path
+) -> None:
     weights = dict(tuned(load(bases / "llama")))
     checkpoint = save_checkpoint(tmp_path, weights, settings_of(tmp_path / "gone"))
     with pytest.raises(UserError, match="--base_model overrides it"):
         prepare(checkpoint)
-    trusting = save_checkpoint(tmp_path / "other", {}, settings_of(bases / "llama", trust_remote_code=True))
+    trusting = save_checkpoint(
+        tmp_path / "other", {}, settings_of(bases / "llama", trust_remote_code=True)
+    )
     with pytest.raises(UserError, match="--trust_remote_code"):
         prepare(trusting)
     prepare(checkpoint, base_model=str(bases / "llama")).write_model(tmp_path / "out", None, 10**9)
@@ -136,7 +176,9 @@ def test_a_base_that_has_moved_or_does_not_fit_is_refused_with_the_way_out(bases
         prepare(save_checkpoint(tmp_path / "cut", weights, settings_of(bases / "llama")))
 
 
-def test_a_corrupted_checkpoint_is_refused_by_file_and_a_run_falls_back(bases: Path, tmp_path: Path) -> None:
+def test_a_corrupted_checkpoint_is_refused_by_file_and_a_run_falls_back(
+    bases: Path, tmp_path: Path
+) -> None:
     weights, config = tuned(load(bases / "llama")), settings_of(bases / "llama")
     older, newer = (save_checkpoint(tmp_path, weights, config, step) for step in (1, 2))
     assert find_valid(tmp_path).folder == newer
@@ -152,9 +194,13 @@ def test_a_corrupted_checkpoint_is_refused_by_file_and_a_run_falls_back(bases: P
         find_valid(tmp_path)
 
 
-def test_the_card_tells_base_data_settings_and_loss_but_no_folders_and_secrets(tmp_path: Path) -> None:
+def test_the_card_tells_base_data_settings_and_loss_but_no_folders_and_secrets(
+    tmp_path: Path,
+) -> None:
     urls = ["http://me:hunter2@host/a.jsonl", "https://host/b?X-Amz-Signature=hunter2"]
-    config = dataclasses.asdict(settings_of(Path("/home/someone/Llama-3.1-8B"), {"use_peft": True, "r": 4}))
+    config = dataclasses.asdict(
+        settings_of(Path("/home/someone/Llama-3.1-8B"), {"use_peft": True, "r": 4})
+    )
     trainer = {"step": 12, "metrics": METRICS, "config": config}
     (tmp_path / "adapter_config.json").touch()
 
@@ -165,15 +211,27 @@ def test_the_card_tells_base_data_settings_and_loss_but_no_folders_and_secrets(t
     local, of_hub = card("/home/someone/Llama-3.1-8B"), card("meta-llama/Llama-3.1-8B")
     _, front, body = local.split("---\n", 2)
     assert yaml.safe_load(front) == {
-        "library_name": "peft", "pipeline_tag": "text-generation", "tags": ["llama_ft", "lora"]
-    }  # fmt: skip
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["llama_ft", "lora"],
+    }
     assert "/home/someone" not in body and "PeftModel" in body
-    assert "LoRA adapter for Llama-3.1-8B, trained on rows.jsonl with llama_ft. The base model's license" in body
+    assert (
+        "LoRA adapter for Llama-3.1-8B, trained on rows.jsonl with llama_ft. The base model's license"
+        in body
+    )
     facts = yaml.safe_load(re.search(r"```yaml\n(.*?)```", body, re.DOTALL)[1])  # type: ignore[index]
-    assert facts.items() >= {"optimizer steps": 12, "validation loss": 1.5, "lr": 2e-3, "r": 4}.items()
-    assert "base_model: meta-llama/Llama-3.1-8B" in of_hub and 'from_pretrained("meta-llama/Llama-3.1-8B")' in of_hub
+    assert (
+        facts.items() >= {"optimizer steps": 12, "validation loss": 1.5, "lr": 2e-3, "r": 4}.items()
+    )
+    assert (
+        "base_model: meta-llama/Llama-3.1-8B" in of_hub
+        and 'from_pretrained("meta-llama/Llama-3.1-8B")' in of_hub
+    )
     for config["data"]["dataset"] in (urls[0], [{"path": url} for url in urls]):
-        assert "hunter2" not in card("/models/base") and "http://***@host/a.jsonl" in card("/models/base")
+        assert "hunter2" not in card("/models/base") and "http://***@host/a.jsonl" in card(
+            "/models/base"
+        )
 
 
 class Hub:

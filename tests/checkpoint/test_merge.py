@@ -1,4 +1,5 @@
-"""A merged adapter against peft's own merge_and_unload, tensor by tensor, and what cannot be merged."""
+"""A merged adapter against peft's own merge_and_unload, tensor by tensor, and what cannot be
+merged."""
 
 import json
 import shutil
@@ -17,15 +18,30 @@ ATTENTION = ["q_proj", "v_proj"]
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("llama", {"target_modules": "all-linear"}),
-    "rslora": ("llama", {"target_modules": ATTENTION, "use_rslora": True, "rank_pattern": {"q_proj": 3}}),
-    "dora": ("llama", {"target_modules": "all-linear", "use_dora": True, "alpha_pattern": {"v_proj": 7}}),
-    "norms, head": ("llama", {"target_modules": ATTENTION, "modules_to_save": ["input_layernorm", "lm_head"]}),
+    "rslora": (
+        "llama",
+        {"target_modules": ATTENTION, "use_rslora": True, "rank_pattern": {"q_proj": 3}},
+    ),
+    "dora": (
+        "llama",
+        {"target_modules": "all-linear", "use_dora": True, "alpha_pattern": {"v_proj": 7}},
+    ),
+    "norms, head": (
+        "llama",
+        {"target_modules": ATTENTION, "modules_to_save": ["input_layernorm", "lm_head"]},
+    ),
     "biases": ("biased", {"target_modules": ATTENTION, "bias": "all"}),
     "tied": ("tied", {"target_modules": "all-linear"}),
     "tied, head in full": ("tied", {"target_modules": ATTENTION, "modules_to_save": ["lm_head"]}),
-    "tied, embedding in full": ("tied", {"target_modules": ATTENTION, "modules_to_save": ["embed_tokens"]}),
+    "tied, embedding in full": (
+        "tied",
+        {"target_modules": ATTENTION, "modules_to_save": ["embed_tokens"]},
+    ),
     "experts": ("mixtral", {"target_modules": "all-linear", "use_rslora": True}),
-    "experts, whose weights are [in, out]": ("gpt_oss", {"target_modules": ATTENTION, "target_parameters": EXPERTS}),
+    "experts, whose weights are [in, out]": (
+        "gpt_oss",
+        {"target_modules": ATTENTION, "target_parameters": EXPERTS},
+    ),
     "Conv1D": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
 }
 
@@ -35,7 +51,9 @@ def save_adapter(base: Path, folder: Path, **settings: Any) -> Path:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(7)
-    model = get_peft_model(load(base), LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=6, **settings))
+    model = get_peft_model(
+        load(base), LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=6, **settings)
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -45,7 +63,9 @@ def save_adapter(base: Path, folder: Path, **settings: Any) -> Path:
 
 
 def merge(adapter: Path, base: Path, folder: Path, save_dtype: torch.dtype | None = None) -> Path:
-    Exporter.of_adapter(adapter, base, str(base), trust_remote_code=False).write_model(folder, save_dtype, 60_000)
+    Exporter.of_adapter(adapter, base, str(base), trust_remote_code=False).write_model(
+        folder, save_dtype, 60_000
+    )
     return folder
 
 
@@ -60,7 +80,8 @@ def test_the_merged_model_is_the_adapted_one(case: str, bases: Path, tmp_path: P
     expected = logits(adapted)
     assert (logits(load(merged)) - expected).abs().max() < 1e-5 * expected.abs().max().clamp(min=1)
     assert (logits(load(base)) - expected).abs().max() > 1e-2
-    if case.startswith("tied, "):  # peft's merge changes embedding and head together although only one was adapted
+    # peft's merge changes embedding and head together although only one was adapted
+    if case.startswith("tied, "):
         assert json.loads((merged / "config.json").read_text())["tie_word_embeddings"] is False
         tensors, before = stored(merged), stored(base)["model.embed_tokens.weight"]
         changed = "lm_head.weight" if "head" in case else "model.embed_tokens.weight"
@@ -75,12 +96,20 @@ def test_the_merged_model_is_the_adapted_one(case: str, bases: Path, tmp_path: P
 
 
 def test_what_the_adapter_does_not_change_stays_bit_by_bit(bases: Path, tmp_path: Path) -> None:
-    base = shutil.copytree(bases / "mixtral", tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors*"))
+    base = shutil.copytree(
+        bases / "mixtral", tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors*")
+    )
     load(bases / "mixtral").to(torch.bfloat16).save_pretrained(base)
     short = shutil.copytree(bases / "gpt2", tmp_path / "short")
-    save_file({n.removeprefix("transformer."): t for n, t in stored(short).items()}, short / "model.safetensors")
-    for place, named, target in ((base, base, "q_proj"), (short, bases / "gpt2", "c_attn")):  # by transformers' names
-        adapter = save_adapter(place, tmp_path / target, target_modules=[target], fan_in_fan_out=place == short)
+    save_file(
+        {n.removeprefix("transformer."): t for n, t in stored(short).items()},
+        short / "model.safetensors",
+    )
+    # by transformers' names
+    for place, named, target in ((base, base, "q_proj"), (short, bases / "gpt2", "c_attn")):
+        adapter = save_adapter(
+            place, tmp_path / target, target_modules=[target], fan_in_fan_out=place == short
+        )
         before, after = stored(named), stored(merge(adapter, place, tmp_path / f"{target}-merged"))
         assert before.keys() == after.keys()
         for name, tensor in before.items():
@@ -88,7 +117,9 @@ def test_what_the_adapter_does_not_change_stays_bit_by_bit(bases: Path, tmp_path
             assert torch.equal(after[name], tensor) != (f"{target}.weight" in name), name
 
 
-def test_a_merged_model_is_rounded_once_from_fp32_and_has_the_adapters_tokenizer(bases: Path, tmp_path: Path) -> None:
+def test_a_merged_model_is_rounded_once_from_fp32_and_has_the_adapters_tokenizer(
+    bases: Path, tmp_path: Path
+) -> None:
     from transformers import AutoTokenizer
 
     adapter = save_adapter(bases / "llama", tmp_path / "adapter", target_modules=ATTENTION)
@@ -97,7 +128,10 @@ def test_a_merged_model_is_rounded_once_from_fp32_and_has_the_adapters_tokenizer
         shutil.copy(bases / "llama" / file, adapter)
     (adapter / "chat_template.jinja").write_text("{{ messages }}")
     merged = merge(adapter, bases / "llama", tmp_path / "merged", save_dtype=torch.bfloat16)
-    assert all(torch.equal(tensor, exact[name].to(torch.bfloat16)) for name, tensor in stored(merged).items())
+    assert all(
+        torch.equal(tensor, exact[name].to(torch.bfloat16))
+        for name, tensor in stored(merged).items()
+    )
     assert json.loads((merged / "config.json").read_text())["dtype"] == "bfloat16"
     assert AutoTokenizer.from_pretrained(merged).chat_template == "{{ messages }}"
     assert "with a LoRA adapter merged into it" in (merged / "README.md").read_text()
@@ -112,14 +146,18 @@ def refusal(adapter: Path, base: Path, tmp_path: Path) -> str:
 
 def test_another_base_or_tensor_is_refused_with_what_differs(bases: Path, tmp_path: Path) -> None:
     base = shutil.copytree(bases / "llama", tmp_path / "base")
-    assert "Embedding" in refusal(save_adapter(base, tmp_path / "e", target_modules=["embed_tokens"]), base, tmp_path)
+    assert "Embedding" in refusal(
+        save_adapter(base, tmp_path / "e", target_modules=["embed_tokens"]), base, tmp_path
+    )
     adapter = save_adapter(base, tmp_path / "adapter", target_modules=ATTENTION)
     assert "q_proj" in refusal(adapter, bases / "gpt2", tmp_path)
     tensors = stored(adapter)
     extra = {**tensors, "base_model.model.model.extra.weight": torch.ones(2)}
     save_file(extra, adapter / "adapter_model.safetensors")
     assert "It has base_model.model.model.extra.weight" in refusal(adapter, base, tmp_path)
-    save_file({n: t[:, :-1].clone() for n, t in tensors.items()}, adapter / "adapter_model.safetensors")
+    save_file(
+        {n: t[:, :-1].clone() for n, t in tensors.items()}, adapter / "adapter_model.safetensors"
+    )
     assert "q_proj.lora_A.weight (4, 31) for (4, 32)" in refusal(adapter, base, tmp_path)
     config = json.loads((base / "config.json").read_text())
     note = {"quant_method": "bitsandbytes", "load_in_4bit": True}
@@ -136,7 +174,9 @@ def test_another_base_or_tensor_is_refused_with_what_differs(bases: Path, tmp_pa
         ({"use_something_new": True}, "use_something_new = True"),
     ],
 )
-def test_other_adapters_are_refused_by_name(settings: dict[str, Any], named: str, bases: Path, tmp_path: Path) -> None:
+def test_other_adapters_are_refused_by_name(
+    settings: dict[str, Any], named: str, bases: Path, tmp_path: Path
+) -> None:
     adapter = save_adapter(bases / "llama", tmp_path / "adapter", target_modules=ATTENTION)
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**config, **settings}))

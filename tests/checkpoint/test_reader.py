@@ -1,4 +1,5 @@
-"""Checkpoints are read by rows for any number of writing ranks, and corruption of any byte is found."""
+"""Checkpoints are read by rows for any number of writing ranks, and corruption of any byte is
+found."""
 
 import json
 import random
@@ -9,7 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llama_ft.checkpoint import Checkpoint, CheckpointWriter, checkpoint_errors, complete_checkpoints
+from llama_ft.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    checkpoint_errors,
+    complete_checkpoints,
+)
 from llama_ft.checkpoint.reader import shard_file
 from llama_ft.config import CheckpointConfig
 from llama_ft.errors import UserError
@@ -30,7 +36,9 @@ def three_ranks(folder: Path, tensor: torch.Tensor, chunks: list[torch.Tensor]) 
         offsets |= {"model.w": {"saved_offsets": [start, 0]}}
         start += len(rows)
         save_file(own, folder / shard_file(rank), {"DCP_SHARDING_INFO": json.dumps(offsets)})
-    (folder / "trainer.json").write_text(json.dumps({"format": 2, "step": 5, "world_size": len(chunks)}))
+    (folder / "trainer.json").write_text(
+        json.dumps({"format": 2, "step": 5, "world_size": len(chunks)})
+    )
     return Checkpoint(folder)
 
 
@@ -53,7 +61,9 @@ def written(tmp_path: Path, runtime: Runtime) -> Path:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 40)).sum().backward()
     optimizer.step()
-    with CheckpointWriter(tmp_path, CheckpointConfig(), {"config": {"train": {"lr": 1e-4}}}, runtime) as writer:
+    with CheckpointWriter(
+        tmp_path, CheckpointConfig(), {"config": {"train": {"lr": 1e-4}}}, runtime
+    ) as writer:
         writer.save(1, model, optimizer, {})
     (folder,) = complete_checkpoints(tmp_path)
     assert checkpoint_errors(folder) == []

@@ -10,7 +10,9 @@ from llama_ft.config.settings import SETTINGS
 from llama_ft.errors import UserError
 
 
-def run(line: str = "", model: str = "m1", rows: str = "d1", held_out: str = "v1") -> tuple[dict, dict[str, str]]:
+def run(
+    line: str = "", model: str = "m1", rows: str = "d1", held_out: str = "v1"
+) -> tuple[dict, dict[str, str]]:
     config, places = load(f"--model_name folder {line}".split(), paths=False)
     contents = {"model_name": model, "dataset": rows, "validation": held_out}
     return {"config": dataclasses.asdict(config), "contents": contents}, places
@@ -23,8 +25,12 @@ def check(now: str, allowed: list[str] | None = None, before: str = "", **conten
 
 
 def test_where_and_how_it_is_computed_may_differ() -> None:
-    check("--enable_fsdp --sharding_strategy HYBRID_SHARD --activation_checkpointing full --batch_size_training 2")
-    check("--output_dir elsewhere --save_steps 5 --keep_last 2 --log_steps 7 --use_wandb --stop_after 3h50m")
+    check(
+        "--enable_fsdp --sharding_strategy HYBRID_SHARD --activation_checkpointing full --batch_size_training 2"
+    )
+    check(
+        "--output_dir elsewhere --save_steps 5 --keep_last 2 --log_steps 7 --use_wandb --stop_after 3h50m"
+    )
     check("--dataset moved/rows.jsonl --tokenizer_name moved")
 
 
@@ -33,7 +39,9 @@ def test_all_that_makes_another_run_is_told_old_and_new() -> None:
         check("--seed 7 --use_peft --peft.r 4 --optimizer SGD", before="--use_peft", rows="d2")
     lines = str(refused.value).splitlines()
     told = ["--optimizer is SGD, was AdamW", "--seed is 7, was 42", "--peft.r is 4, was 8"]
-    assert [line.strip() for line in lines[1:4]] == told and "data.dataset is demo, and its content" in lines[4]
+    assert [
+        line.strip() for line in lines[1:4]
+    ] == told and "data.dataset is demo, and its content" in lines[4]
     assert lines[-1].strip() == "--resume_allow_changes optimizer,seed,r,dataset"
     check("--lr 3e-4 --num_epochs 5", allowed=["lr", "num_epochs"])
     with pytest.raises(UserError, match="--resume_allow_changes lr$"):
@@ -44,7 +52,9 @@ def test_all_that_makes_another_run_is_told_old_and_new() -> None:
         check("--validation 0.2", before="--validation 0.1", held_out="v2")
 
 
-def test_settings_are_compared_before_it_is_known_what_they_hold_and_at_their_defaults_if_not_saved() -> None:
+def test_settings_are_compared_before_it_is_known_what_they_hold_and_at_their_defaults_if_not_saved() -> (
+    None
+):
     saved, _ = run()
     now, places = run("--gamma 0.5 --lr_scheduler step")
     del now["contents"], saved["config"]["train"]["gamma"], saved["config"]["train"]["lr_scheduler"]
@@ -54,6 +64,10 @@ def test_settings_are_compared_before_it_is_known_what_they_hold_and_at_their_de
 
 def test_what_may_differ_are_settings_and_what_changes_losses_is_not_among_them() -> None:
     assert MAY_DIFFER <= SETTINGS.keys()
-    assert MAY_DIFFER.isdisjoint({"seed", "lr", "precision", "optimizer", "context_length", "r", "mode", "num_epochs"})
+    assert MAY_DIFFER.isdisjoint(
+        {"seed", "lr", "precision", "optimizer", "context_length", "r", "mode", "num_epochs"}
+    )
     changes_losses = {"model", "train", "preference", "peft", "quantization", "data"}
-    assert {setting.section for setting in SETTINGS.values()} == changes_losses | SECTIONS_THAT_MAY_DIFFER
+    assert {
+        setting.section for setting in SETTINGS.values()
+    } == changes_losses | SECTIONS_THAT_MAY_DIFFER

@@ -56,21 +56,30 @@ def test_a_directory_in_which_another_process_works_is_refused_and_left_alone(
         assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
-def test_a_process_that_was_killed_holds_no_directory(busy: tuple[Path, int], runtime: Runtime) -> None:
+def test_a_process_that_was_killed_holds_no_directory(
+    busy: tuple[Path, int], runtime: Runtime
+) -> None:
     folder, other = busy
     os.kill(other, signal.SIGKILL)  # and it need not be reaped
-    assert create_run_directory(CheckpointConfig(output_dir=str(folder), overwrite=True), "m", runtime) == folder
+    assert (
+        create_run_directory(CheckpointConfig(output_dir=str(folder), overwrite=True), "m", runtime)
+        == folder
+    )
     assert not (folder / "metrics.jsonl").exists()
     assert runtime.lock is not None
     runtime.lock.close()
 
 
 @pytest.mark.parametrize("way", [{"overwrite": True}, {"resume": "auto"}])
-def test_files_that_no_run_wrote_are_never_removed(way: dict[str, Any], tmp_path: Path, runtime: Runtime) -> None:
+def test_files_that_no_run_wrote_are_never_removed(
+    way: dict[str, Any], tmp_path: Path, runtime: Runtime
+) -> None:
     (tmp_path / "checkpoints" / "epoch_1").mkdir(parents=True)
     (tmp_path / "metrics.jsonl").write_text('{"loss": 1}\n')
     for _ in range(2):  # and the first attempt leaves nothing that the second takes for a run's
-        with pytest.raises(UserError, match="holds metrics.jsonl, checkpoints but no .llama_ft-run"):
+        with pytest.raises(
+            UserError, match="holds metrics.jsonl, checkpoints but no .llama_ft-run"
+        ):
             create_run_directory(CheckpointConfig(output_dir=str(tmp_path), **way), "m", runtime)
         held = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
         assert held == {"checkpoints", "checkpoints/epoch_1", "metrics.jsonl"}
@@ -92,6 +101,8 @@ def test_what_was_set_aside_or_put_into_checkpoints_and_a_result_without_them_st
     runtime.lock.close()
     (tmp_path / "model").mkdir()
     with pytest.raises(UserError, match="already holds a run or its final model"):
-        create_run_directory(CheckpointConfig(output_dir=str(tmp_path), resume="auto"), "m", runtime)
+        create_run_directory(
+            CheckpointConfig(output_dir=str(tmp_path), resume="auto"), "m", runtime
+        )
     assert (tmp_path / "model").is_dir() and runtime.lock is not None
     runtime.lock.close()

@@ -31,7 +31,9 @@ Save = Callable[[torch.nn.Module, torch.optim.Optimizer, TrainConfig], Checkpoin
 def save(runtime: Runtime, tmp_path: Path) -> Save:
     """Write a checkpoint of a model and its optimizer, and open it."""
 
-    def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, train: TrainConfig) -> Checkpoint:
+    def save(
+        model: torch.nn.Module, optimizer: torch.optim.Optimizer, train: TrainConfig
+    ) -> Checkpoint:
         about = {"config": {"train": dataclasses.asdict(train)}, "versions": {}}
         with CheckpointWriter(tmp_path, CheckpointConfig(), about, runtime) as writer:
             writer.save(1, model, optimizer, {})
@@ -70,8 +72,13 @@ def test_the_settings_are_those_of_the_new_run(save: Save, runtime: Runtime) -> 
     checkpoint = save(model, optimizer, train)
     fresh = build_optimizer(model, TrainConfig(lr=2e-5, weight_decay=0.25))
     restore(checkpoint, model, fresh, runtime)
-    assert [(group["lr"], group["weight_decay"]) for group in fresh.param_groups] == [(2e-5, 0.25), (2e-5, 0.0)]
-    assert torch.equal(fresh.state[model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    assert [(group["lr"], group["weight_decay"]) for group in fresh.param_groups] == [
+        (2e-5, 0.25),
+        (2e-5, 0.0),
+    ]
+    assert torch.equal(
+        fresh.state[model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"]
+    )
 
 
 def test_compiled_layers_that_recompute_are_saved_under_their_own_names(
@@ -79,7 +86,10 @@ def test_compiled_layers_that_recompute_are_saved_under_their_own_names(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    train, model = TrainConfig(activation_checkpointing="full"), AutoModelForCausalLM.from_pretrained(tied_model)
+    train, model = (
+        TrainConfig(activation_checkpointing="full"),
+        AutoModelForCausalLM.from_pretrained(tied_model),
+    )
     names = [name for name, _ in model.named_parameters()]
     checkpoint_activations(model, train)
     compile_layers(model, backend="eager")
@@ -102,13 +112,18 @@ def test_compiled_layers_that_recompute_are_saved_under_their_own_names(
 
 STATE = "optimizer.state.weight.exp_avg"
 UNFIT: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
-    "codes": (lambda it: it.update({STATE: it[STATE].byte()}), r"\(64, 96\) torch.uint8 saved, \(64, 96\) needed"),
+    "codes": (
+        lambda it: it.update({STATE: it[STATE].byte()}),
+        r"\(64, 96\) torch.uint8 saved, \(64, 96\) needed",
+    ),
     "weight": (lambda it: it.pop("model.bias"), r"bias: absent saved, \(64,\) needed"),
 }
 
 
 @pytest.mark.parametrize("kind", UNFIT)
-def test_what_does_not_fit_is_told_before_anything_is_read(save: Save, runtime: Runtime, kind: str) -> None:
+def test_what_does_not_fit_is_told_before_anything_is_read(
+    save: Save, runtime: Runtime, kind: str
+) -> None:
     train, model = TrainConfig(), torch.nn.Linear(96, 64)
     change, message = UNFIT[kind]
     checkpoint = save(model, build_optimizer(model, train), train)

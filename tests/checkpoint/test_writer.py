@@ -1,4 +1,5 @@
-"""Checkpoints are complete or absent, and no more are kept than asked for; a process group of one and real files."""
+"""Checkpoints are complete or absent, and no more are kept than asked for; a process group of one
+and real files."""
 
 import json
 import os
@@ -59,7 +60,11 @@ def test_only_the_best_and_those_asked_for_are_kept_also_after_a_new_start(
     left.mkdir()
     with new_writer(keep_last=2) as writer:
         assert not left.exists()
-        assert json.loads(best.read_text()) == {"checkpoint": "step-000003", "step": 3, "eval/loss": 1.0}
+        assert json.loads(best.read_text()) == {
+            "checkpoint": "step-000003",
+            "step": 3,
+            "eval/loss": 1.0,
+        }
         for step in (4, 5):
             writer.save(step, model, optimizer, STATE)
     assert names(tmp_path) == {"step-000003", "step-000004", "step-000005", "best.json"}
@@ -76,7 +81,9 @@ def test_a_failed_save_is_told_at_the_next_step_and_the_old_one_stays(
     writer.save(2, model, optimizer, STATE)
     while not writer.has_failed:
         threading.Event().wait(0.01)
-    with pytest.raises(RunFailure, match=r"step-000002: the checkpoint could not be written.*\n.*step-000001"):
+    with pytest.raises(
+        RunFailure, match=r"step-000002: the checkpoint could not be written.*\n.*step-000001"
+    ):
         writer.finish()
     assert checkpoint_errors(tmp_path / "checkpoints" / "step-000001") == []
     assert not any(name.startswith(".writing") for name in names(tmp_path))
@@ -97,7 +104,8 @@ def test_when_a_checkpoint_is_due(new_writer: Callable[..., CheckpointWriter]) -
     def due(**settings: object) -> list[bool]:
         writer = new_writer(**settings)
         steps = [(4, True, False), (4, False, True), (3, False, False), (4, False, False)]
-        return [writer.is_due(*step) for step in steps]  # the end of an epoch, of the run, the third step, none
+        # the end of an epoch, of the run, the third step, none
+        return [writer.is_due(*step) for step in steps]
 
     assert due() == [True, True, False, False]
     assert due(save_every_epoch=False, save_steps=3) == [False, True, True, False]
@@ -131,7 +139,10 @@ class Tied(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
+        self.first, self.second = (
+            torch.nn.Linear(4, 4, bias=False),
+            torch.nn.Linear(4, 4, bias=False),
+        )
         self.second.weight = self.first.weight
         self.register_buffer("counts", torch.zeros(3))
 
@@ -153,12 +164,23 @@ def test_a_tied_parameter_is_written_once_and_a_buffer_is_not(
     assert torch.equal(model.second.weight, saved) and model.counts.tolist() == [7, 7, 7]
 
 
-def test_a_file_holds_the_rows_appended_and_one_with_rows_missing_is_an_error(tmp_path: Path) -> None:
-    tensors = {"a": torch.randn(5, 3), "b": torch.randn(4, 2).bfloat16(), "empty": torch.zeros(0, 3)}
+def test_a_file_holds_the_rows_appended_and_one_with_rows_missing_is_an_error(
+    tmp_path: Path,
+) -> None:
+    tensors = {
+        "a": torch.randn(5, 3),
+        "b": torch.randn(4, 2).bfloat16(),
+        "empty": torch.zeros(0, 3),
+    }
     with SafetensorsFile(tmp_path / "whole", tensors) as file:
         for rows in (rows for tensor in tensors.values() for rows in tensor.split(2)):
             file.append(rows)
     loaded = load((tmp_path / "whole").read_bytes())
-    assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], it) for name, it in tensors.items())
-    with pytest.raises(ValueError, match="bytes written"), SafetensorsFile(tmp_path / "short", tensors) as file:
+    assert loaded.keys() == tensors.keys() and all(
+        torch.equal(loaded[name], it) for name, it in tensors.items()
+    )
+    with (
+        pytest.raises(ValueError, match="bytes written"),
+        SafetensorsFile(tmp_path / "short", tensors) as file,
+    ):
         file.append(tensors["a"])

@@ -38,14 +38,20 @@ def start(tmp_path: Path) -> Start:
     (tmp_path / "demo.yaml").write_text("train:\n  seed: 5\n")
 
     def popen(*argv: str, rank: int | None = None) -> subprocess.Popen[str]:
-        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
+        }
         environment["PYTHONPATH"] = str(SOURCE)
         if rank is not None:
             environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         return subprocess.Popen(
             [sys.executable, "recipe.py", *argv],
-            cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     return popen
 
@@ -67,7 +73,7 @@ def test_mistakes_are_printed_on_rank_0_and_the_exit_code_is_2(start: Start) -> 
     assert (process.returncode, out) == (2, "")
     assert err == (
         "error: --lrr is not a flag. Did you mean --lr?\nerror: --model_name ./nope: no such directory.\n"
-    )  # fmt: skip
+    )
 
 
 def test_another_rank_says_nothing_and_waits_for_rank_0_to_have_spoken(start: Start) -> None:
@@ -85,7 +91,10 @@ def test_help_lists_every_flag_in_no_time(start: Start) -> None:
     process = start("--use_peft", "--help", "--nonsense")
     out, err = process.communicate()
     after = os.times()
-    assert after.children_user + after.children_system - before.children_user - before.children_system < 2
+    assert (
+        after.children_user + after.children_system - before.children_user - before.children_system
+        < 2
+    )
     assert (process.returncode, err) == (0, "")
     assert out.startswith("What it does.\n\nUsage:\n  python recipe.py [flags]\n")
     assert "  --lr X                            Peak learning rate. [default: 0.0001]\n" in out

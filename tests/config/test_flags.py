@@ -12,7 +12,8 @@ def parsed(line: str) -> Config:
 
 
 @pytest.mark.parametrize(
-    "line", ["--lr 1e-3", "--lr=1e-3", "--train.lr 1e-3", "--train.lr=0.001", "--train_config.lr 1e-3"]
+    "line",
+    ["--lr 1e-3", "--lr=1e-3", "--train.lr 1e-3", "--train.lr=0.001", "--train_config.lr 1e-3"],
 )
 def test_a_setting_has_a_plain_and_a_dotted_flag_with_or_without_equals(line: str) -> None:
     assert parsed(line).train.lr == 0.001
@@ -20,28 +21,51 @@ def test_a_setting_has_a_plain_and_a_dotted_flag_with_or_without_equals(line: st
 
 @pytest.mark.parametrize(
     ("line", "value"),
-    [("--use_peft", True), ("--use_peft True", True), ("--use_peft 1", True), ("--use_peft=yes", True),
-     ("--use_peft False", False), ("--use_peft=off", False), ("--no_use_peft", False), ("--nouse_peft", False),
-     ("--no-use-peft", False), ("--no_peft.use_peft", False)],
-)  # fmt: skip
+    [
+        ("--use_peft", True),
+        ("--use_peft True", True),
+        ("--use_peft 1", True),
+        ("--use_peft=yes", True),
+        ("--use_peft False", False),
+        ("--use_peft=off", False),
+        ("--no_use_peft", False),
+        ("--nouse_peft", False),
+        ("--no-use-peft", False),
+        ("--no_peft.use_peft", False),
+    ],
+)
 def test_a_switch_is_turned_on_and_off_in_every_spelling(line: str, value: bool) -> None:
     assert parsed(line).peft.use_peft is value
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("all-linear", "all-linear"), ("q_proj", ["q_proj"]), (r".*\.(q|v)_proj", r".*\.(q|v)_proj"),
-     (r".*\.[0-9]{1,2}\.q_proj", r".*\.[0-9]{1,2}\.q_proj"), ("q_proj,k_proj", ["q_proj", "k_proj"]),
-     ("[q_proj, k_proj]", ["q_proj", "k_proj"]), ("['q_proj','k_proj']", ["q_proj", "k_proj"])],
-)  # fmt: skip
+    [
+        ("all-linear", "all-linear"),
+        ("q_proj", ["q_proj"]),
+        (r".*\.(q|v)_proj", r".*\.(q|v)_proj"),
+        (r".*\.[0-9]{1,2}\.q_proj", r".*\.[0-9]{1,2}\.q_proj"),
+        ("q_proj,k_proj", ["q_proj", "k_proj"]),
+        ("[q_proj, k_proj]", ["q_proj", "k_proj"]),
+        ("['q_proj','k_proj']", ["q_proj", "k_proj"]),
+    ],
+)
 def test_lists_are_written_with_commas_and_patterns_stay_text(text: str, value: object) -> None:
-    assert load(["--use_peft", f"--target_modules={text}"], paths=False)[0].peft.target_modules == value
+    assert (
+        load(["--use_peft", f"--target_modules={text}"], paths=False)[0].peft.target_modules
+        == value
+    )
 
 
 def test_quoted_texts_of_a_list_keep_their_commas() -> None:
     quoted = """["Hello, you", 'b: c?', "it's"]"""
     for text, value in {quoted: ["Hello, you", "b: c?", "it's"], "[a*, *b]": ["a*", "*b"]}.items():
-        assert load(["--sample_tokens=8", f"--sample_prompts={text}"], paths=False)[0].train.sample_prompts == value
+        assert (
+            load(["--sample_tokens=8", f"--sample_prompts={text}"], paths=False)[
+                0
+            ].train.sample_prompts
+            == value
+        )
 
 
 @pytest.mark.parametrize("word", ["none", "None", "null"])
@@ -101,20 +125,33 @@ def test_each_slip_on_the_command_line_has_its_message(mistakes, line: str, told
 
 def test_of_a_flag_given_twice_the_last_value_counts(capsys: pytest.CaptureFixture[str]) -> None:
     assert parsed("--lr 1 --train.lr 2").train.lr == 2
-    assert capsys.readouterr().err == "warning: --train.lr is given twice; the last value is used.\n"
+    assert (
+        capsys.readouterr().err == "warning: --train.lr is given twice; the last value is used.\n"
+    )
 
 
-@pytest.mark.parametrize("flag", ["--one_gpu", "--train_config.one_gpu", "--custom_dataset.file mine.py"])
+@pytest.mark.parametrize(
+    "flag", ["--one_gpu", "--train_config.one_gpu", "--custom_dataset.file mine.py"]
+)
 def test_a_llama_recipes_flag_without_meaning_is_refused_with_the_page(mistakes, flag: str) -> None:
     (message,) = mistakes(*flag.split())
-    assert message.startswith(f"{flag.split()[0]}, known from llama-recipes, is not used here: docs/migrate/llama-")
+    assert message.startswith(
+        f"{flag.split()[0]}, known from llama-recipes, is not used here: docs/migrate/llama-"
+    )
 
 
 @pytest.mark.parametrize(
     ("line", "mode"),
-    [("--quantization", "8bit"), ("--quantization 4bit", "4bit"), ("--quantization.mode 4bit", "4bit"),
-     ("--quantization True", "8bit"), ("--quantization none", "none"), ("--no_quantization", "none"),
-     ("--quantization False", "none"), ("--mode none", "none")],
-)  # fmt: skip
+    [
+        ("--quantization", "8bit"),
+        ("--quantization 4bit", "4bit"),
+        ("--quantization.mode 4bit", "4bit"),
+        ("--quantization True", "8bit"),
+        ("--quantization none", "none"),
+        ("--no_quantization", "none"),
+        ("--quantization False", "none"),
+        ("--mode none", "none"),
+    ],
+)
 def test_quantization_is_short_for_its_mode_and_means_8bit_alone(line: str, mode: str) -> None:
     assert parsed(f"{line} --use_peft").quantization.mode == mode

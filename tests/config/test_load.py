@@ -18,22 +18,36 @@ from llama_ft.config.dump import to_yaml
         ("--num_epochs 1.5", "--num_epochs 1.5: must be a valid integer."),
         ("--train.num_epochs 0", "--train.num_epochs 0: must be at least 1."),
         ("--run_validation maybe", "--run_validation maybe: must be a valid boolean."),
-        ("--optimizer adamw", "--optimizer adamw: expected one of AdamW, anyprecision, AdamW8bit, SGD, Adafactor. "
-                              "Did you mean AdamW?"),
+        (
+            "--optimizer adamw",
+            "--optimizer adamw: expected one of AdamW, anyprecision, AdamW8bit, SGD, Adafactor. "
+            "Did you mean AdamW?",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_value_is_told_in_plain_words(mistakes, line: str, message: str) -> None:
     assert mistakes(*shlex.split(line)) == [message]
 
 
 def test_names_values_and_files_of_both_sources_are_told_together(mistakes, recipe) -> None:
     found = mistakes(
-        recipe("train:\n  lrr: 1\n  num_epochs: 0\n"), "--seed", "x", "--typo_of_mine", "--compile", "--use_liger",
-        "--dataset", "nope.jsonl", paths=True,
-    )  # fmt: skip
+        recipe("train:\n  lrr: 1\n  num_epochs: 0\n"),
+        "--seed",
+        "x",
+        "--typo_of_mine",
+        "--compile",
+        "--use_liger",
+        "--dataset",
+        "nope.jsonl",
+        paths=True,
+    )
     assert [message.partition(" ")[0] for message in found] == [
-        "mine.yaml:2:", "--typo_of_mine", "mine.yaml:3:", "--seed", "--dataset"
-    ]  # fmt: skip
+        "mine.yaml:2:",
+        "--typo_of_mine",
+        "mine.yaml:3:",
+        "--seed",
+        "--dataset",
+    ]
     found = mistakes(
         "--compile", "--use_liger", "--dataset", "nope.jsonl", paths=True
     )  # rules, once all of it is valid
@@ -42,10 +56,18 @@ def test_names_values_and_files_of_both_sources_are_told_together(mistakes, reci
 
 @pytest.mark.parametrize(
     ("line", "seed"),
-    [("", 77), ("--enable_fsdp --low_cpu_fsdp", 77), ("--use_peft --num_epochs 1", 77), ("--model_name org/model", 42),
-     ("--dataset mine.jsonl", 42), ("--data.dataset mine.jsonl", 42)],
-)  # fmt: skip
-def test_without_model_data_and_config_the_demo_config_is_read(tmp_path: Path, line: str, seed: int) -> None:
+    [
+        ("", 77),
+        ("--enable_fsdp --low_cpu_fsdp", 77),
+        ("--use_peft --num_epochs 1", 77),
+        ("--model_name org/model", 42),
+        ("--dataset mine.jsonl", 42),
+        ("--data.dataset mine.jsonl", 42),
+    ],
+)
+def test_without_model_data_and_config_the_demo_config_is_read(
+    tmp_path: Path, line: str, seed: int
+) -> None:
     (tmp_path / "demo.yaml").write_text("train:\n  seed: 77\n")
     config, places = load(line.split(), tmp_path / "demo.yaml", paths=False)
     assert (config.train.seed, "train.seed" in places) == (seed, seed == 77)
@@ -57,7 +79,11 @@ def test_the_home_directory_may_be_written_as_a_tilde() -> None:
     assert config.model.model_name == os.path.expanduser("~/llama")
 
 
-MIX = [{"path": "a.jsonl", "weight": 2.5}, {"path": "b.jsonl", "split": "test"}, {"path": "c.jsonl"}]
+MIX = [
+    {"path": "a.jsonl", "weight": 2.5},
+    {"path": "b.jsonl", "split": "test"},
+    {"path": "c.jsonl"},
+]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +107,10 @@ def test_a_mix_is_read_from_flag_and_file_and_written_back(recipe, text: str) ->
         ("[{path: a.jsonl, weight: 0}]", "--dataset[0].weight: must be greater than 0."),
         ("[a.jsonl, {path: b.jsonl, weight: x}]", "--dataset[1].weight: must be a valid number."),
         ("[{path: a, weight: 1e9}]", "--dataset[0].weight: must be at most 1000."),
-        ("[{path: a, wieght: 2}]", "--dataset[0].wieght: expected one of path, weight, split. Did you mean weight?"),
+        (
+            "[{path: a, wieght: 2}]",
+            "--dataset[0].wieght: expected one of path, weight, split. Did you mean weight?",
+        ),
         ("[{weight: 1}]", "--dataset[0].path: is required."),
         ("[]", "--dataset: the value is empty."),
     ],
@@ -94,6 +123,8 @@ def test_what_is_wrong_in_a_mix_is_told_with_its_part(mistakes, text: str, told:
 def test_early_stopping_needs_data_that_may_bring_validation(mistakes) -> None:
     for dataset in ("a.jsonl.gz", "*.csv", "[a.jsonl, b.jsonl]"):
         (message,) = mistakes("--dataset", dataset, "--early_stopping_patience", "5")
-        assert message.startswith("--early_stopping_patience has no effect without validation data.")
+        assert message.startswith(
+            "--early_stopping_patience has no effect without validation data."
+        )
     for dataset in ("org/name", "samsum", "code.py:build", "demo"):
         assert mistakes("--dataset", dataset, "--early_stopping_patience", "5") == []

@@ -17,12 +17,16 @@ def make_run(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["new", "deep/er/still", "."])
-def test_a_new_or_empty_directory_is_accepted_and_not_created(mistakes, tmp_path: Path, name: str) -> None:
+def test_a_new_or_empty_directory_is_accepted_and_not_created(
+    mistakes, tmp_path: Path, name: str
+) -> None:
     assert mistakes("--output_dir", name, paths=True) == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_is_there_is_refused_unless_it_may_be_overwritten(mistakes, tmp_path: Path) -> None:
+def test_a_run_that_is_there_is_refused_unless_it_may_be_overwritten(
+    mistakes, tmp_path: Path
+) -> None:
     make_run(tmp_path / "run")
     (message,) = mistakes("--output_dir", "run", paths=True)
     assert message.startswith("--output_dir run: already holds a run.")
@@ -31,7 +35,8 @@ def test_a_run_that_is_there_is_refused_unless_it_may_be_overwritten(mistakes, t
     (tmp_path / "killed early" / RUN_MARKER).touch()
     (message,) = mistakes("--output_dir", "killed early", paths=True)
     assert "already holds a run" in message
-    (tmp_path / "mine" / "checkpoints" / "step-000100").mkdir(parents=True)  # without a run's marker
+    # without a run's marker
+    (tmp_path / "mine" / "checkpoints" / "step-000100").mkdir(parents=True)
     for more in ([], ["--overwrite"], ["--resume", "auto"]):
         (message,) = mistakes("--output_dir", "mine", *more, paths=True)
         assert message.startswith("--output_dir mine: holds checkpoints but no .llama_ft-run")
@@ -42,14 +47,19 @@ def test_a_run_that_is_there_may_be_continued(mistakes, tmp_path: Path, monkeypa
         make_run(tmp_path / name)
     for resume in ("auto", "run", "run/checkpoints/step-000010"):
         assert mistakes("--output_dir", "run", "--resume", resume, paths=True) == []
-    (message,) = mistakes("--output_dir", "run", "--resume", "other/checkpoints/step-000010", paths=True)
+    (message,) = mistakes(
+        "--output_dir", "run", "--resume", "other/checkpoints/step-000010", paths=True
+    )
     assert "already holds a run" in message
     assert len(mistakes("--output_dir", "run", paths=True)) == 1
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")  # what the attempt before this one has left
+    # what the attempt before this one has left
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     assert mistakes("--output_dir", "run", paths=True) == []
 
 
-def test_overwriting_spares_what_is_resumed_and_what_is_read(mistakes, tmp_path: Path, monkeypatch) -> None:
+def test_overwriting_spares_what_is_resumed_and_what_is_read(
+    mistakes, tmp_path: Path, monkeypatch
+) -> None:
     for name in ("run", "other"):
         make_run(tmp_path / name)
     (tmp_path / "run" / "model" / "adapter_config.json").write_text("{}")
@@ -59,7 +69,9 @@ def test_overwriting_spares_what_is_resumed_and_what_is_read(mistakes, tmp_path:
         monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
         (message,) = mistakes("--output_dir", "run", "--overwrite", "--resume", resumed, paths=True)
         assert "--overwrite would delete run/checkpoints/step-000010, which resume reads" in message
-        assert mistakes("--output_dir", "run", "--overwrite", "--resume", elsewhere, paths=True) == []
+        assert (
+            mistakes("--output_dir", "run", "--overwrite", "--resume", elsewhere, paths=True) == []
+        )
         adapter = ["--use_peft", "--from_peft_checkpoint", "run/model"]
         (message,) = mistakes("--output_dir", "run", "--overwrite", *adapter, paths=True)
         assert "--overwrite would delete run/model, which from_peft_checkpoint reads" in message
@@ -76,18 +88,29 @@ def test_only_what_an_export_wrote_may_be_replaced(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("---\ntags:\n- llama_ft\n- lora\n---\n")
     assert "replace that model with --overwrite" in str(model_dir_problem(str(tmp_path), False, {}))
     assert model_dir_problem(str(tmp_path), True, {}) is None
-    for name in ("train.py", "tokenizer_notes.txt", "my.model", "additional_chat_templates/thesis.tex"):
+    for name in (
+        "train.py",
+        "tokenizer_notes.txt",
+        "my.model",
+        "additional_chat_templates/thesis.tex",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-        assert f"holds more than a model ({name})" in str(model_dir_problem(str(tmp_path), True, {}))
+        assert f"holds more than a model ({name})" in str(
+            model_dir_problem(str(tmp_path), True, {})
+        )
         (tmp_path / name).unlink()
 
 
 def test_a_file_in_the_way_is_named(mistakes, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    assert mistakes("--output_dir", "file", paths=True) == ["--output_dir file: file is not a directory."]
+    assert mistakes("--output_dir", "file", paths=True) == [
+        "--output_dir file: file is not a directory."
+    ]
     (message,) = mistakes("--output_dir", "/proc/run", paths=True)
-    assert message.startswith("--output_dir /proc/run: /proc cannot be written to: "), "even to root"
+    assert message.startswith("--output_dir /proc/run: /proc cannot be written to: "), (
+        "even to root"
+    )
 
 
 def test_the_other_ranks_do_not_trip_over_the_run_that_rank_0_has_begun(

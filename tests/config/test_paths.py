@@ -22,7 +22,13 @@ def files(tmp_path: Path) -> Files:
 
 
 def test_a_good_model_data_and_adapter_pass(mistakes, files: Files) -> None:
-    files("m/config.json", "m/model-00001-of-00002.safetensors", "m/tokenizer.json", "a.jsonl", "b.parquet")
+    files(
+        "m/config.json",
+        "m/model-00001-of-00002.safetensors",
+        "m/tokenizer.json",
+        "a.jsonl",
+        "b.parquet",
+    )
     files("lora/adapter_config.json", "lora/adapter_model.safetensors")
     line = "--model_name m --tokenizer_name ./m --dataset a.jsonl --validation b.parquet --use_peft"
     assert mistakes(*line.split(), "--from_peft_checkpoint", "lora", paths=True) == []
@@ -32,11 +38,20 @@ def test_a_good_model_data_and_adapter_pass(mistakes, files: Files) -> None:
     ("line", "told"),
     [
         ("--model_name ./modle", "--model_name ./modle: no such directory."),
-        ("--model_name model/config.json", "--model_name model/config.json: is a file; expected a directory"),
+        (
+            "--model_name model/config.json",
+            "--model_name model/config.json: is a file; expected a directory",
+        ),
         ("--model_name empty", "--model_name empty: holds no config.json."),
         ("--model_name model", "--model_name model: holds no *.safetensors."),
-        ("--use_peft --from_peft_checkpoint nope", "--from_peft_checkpoint nope: no such directory."),
-        ("--use_peft --from_peft_checkpoint lora", "--from_peft_checkpoint lora: holds no adapter_model.safetensors."),
+        (
+            "--use_peft --from_peft_checkpoint nope",
+            "--from_peft_checkpoint nope: no such directory.",
+        ),
+        (
+            "--use_peft --from_peft_checkpoint lora",
+            "--from_peft_checkpoint lora: holds no adapter_model.safetensors.",
+        ),
         ("--chat_template chatlm", "--chat_template chatlm: no such file."),
         ("--dataset data/my_dta.jsonl", "--dataset data/my_dta.jsonl: no such file."),
         ("--dataset empty", "--dataset empty: is a directory without data files."),
@@ -49,7 +64,13 @@ def test_a_good_model_data_and_adapter_pass(mistakes, files: Files) -> None:
     ],
 )
 def test_each_wrong_path_has_its_message(mistakes, files: Files, line: str, told: str) -> None:
-    files("model/config.json", "empty/", "lora/adapter_config.json", "data/my_data.jsonl", "notes.xlsx")
+    files(
+        "model/config.json",
+        "empty/",
+        "lora/adapter_config.json",
+        "data/my_data.jsonl",
+        "notes.xlsx",
+    )
     files("code.py", text="raise SystemExit('this file was run')")
     (message,) = mistakes(*line.split(), paths=True)
     assert message.startswith(told)
@@ -57,7 +78,15 @@ def test_each_wrong_path_has_its_message(mistakes, files: Files, line: str, told
 
 @pytest.mark.parametrize(
     "name",
-    ["data", "data/*.jsonl", "my.jsonl.gz", "org/dataset", "org/dataset:main", "samsum_dataset", "s3://bucket/x.jsonl"],
+    [
+        "data",
+        "data/*.jsonl",
+        "my.jsonl.gz",
+        "org/dataset",
+        "org/dataset:main",
+        "samsum_dataset",
+        "s3://bucket/x.jsonl",
+    ],
 )
 def test_what_may_be_a_dataset_is_not_refused(mistakes, files: Files, name: str) -> None:
     files("data/my_data.jsonl", "my.jsonl.gz")
@@ -65,7 +94,9 @@ def test_what_may_be_a_dataset_is_not_refused(mistakes, files: Files, name: str)
 
 
 def test_a_secret_in_a_url_is_not_repeated(mistakes) -> None:
-    (message,) = mistakes("--model_name", "demo", "--datset=http://me:hunter2@host/a.jsonl", "--dataset", "demo")
+    (message,) = mistakes(
+        "--model_name", "demo", "--datset=http://me:hunter2@host/a.jsonl", "--dataset", "demo"
+    )
     assert "hunter2" not in message
 
 
@@ -73,7 +104,9 @@ def test_overwriting_a_run_does_not_delete_a_part_of_a_mix(mistakes, files: File
     files("run/.llama_ft-run", "run/status.json", "run/model/rows.jsonl", "my.jsonl")
     line = ["--dataset", "[my.jsonl, run/model/rows.jsonl]", "--output_dir", "run", "--overwrite"]
     (message,) = mistakes(*line, paths=True)
-    assert "--overwrite would delete run/model, which dataset run/model/rows.jsonl reads." in message
+    assert (
+        "--overwrite would delete run/model, which dataset run/model/rows.jsonl reads." in message
+    )
 
 
 def test_validation_may_be_a_split_of_data_that_have_splits(mistakes, files: Files) -> None:

@@ -9,9 +9,15 @@ from llama_ft.config import load
 
 
 def test_a_recipe_sets_what_it_names_with_its_lines_as_places(recipe) -> None:
-    config, places = load([recipe("# mine\ntrain:\n  lr: 1e-4\n\n  num_epochs: 2\npeft:\n  use_peft: yes\n")])
+    config, places = load(
+        [recipe("# mine\ntrain:\n  lr: 1e-4\n\n  num_epochs: 2\npeft:\n  use_peft: yes\n")]
+    )
     assert (config.train.lr, config.train.num_epochs, config.peft.use_peft) == (1e-4, 2, True)
-    assert places == {"train.lr": "mine.yaml:3", "train.num_epochs": "mine.yaml:5", "peft.use_peft": "mine.yaml:7"}
+    assert places == {
+        "train.lr": "mine.yaml:3",
+        "train.num_epochs": "mine.yaml:5",
+        "peft.use_peft": "mine.yaml:7",
+    }
 
 
 def test_the_command_line_wins_over_the_recipe(recipe) -> None:
@@ -34,7 +40,10 @@ def test_values_are_read_as_written_and_not_as_yaml_1_1_takes_them(recipe) -> No
     config, _ = load([recipe(text)])
     assert config.train.lr == 1e-4
     assert config.train.activation_checkpointing == "off"
-    assert (config.tracking.wandb_name, config.tracking.wandb_tags) == ("2025-01-31", ["1e3", "yes"])
+    assert (config.tracking.wandb_name, config.tracking.wandb_tags) == (
+        "2025-01-31",
+        ["1e3", "yes"],
+    )
     assert (config.data.validation, config.data.context_length) == ("0.050", None)
 
 
@@ -49,17 +58,26 @@ def test_quantization_has_a_short_form(recipe, text: str) -> None:
     [
         ("train:\n\n  lrr: 1", "mine.yaml:3: train.lrr is not a setting. Did you mean train.lr?"),
         ("data:\n  lr: 1", "mine.yaml:2: data.lr is not a setting. Did you mean train.lr?"),
-        ("train:\n  one_gpu: true", "mine.yaml:2: train.one_gpu, known from llama-recipes, is not used here: "),
+        (
+            "train:\n  one_gpu: true",
+            "mine.yaml:2: train.one_gpu, known from llama-recipes, is not used here: ",
+        ),
         ("lr: 1", "mine.yaml:1: lr is not a setting. Did you mean train.lr?"),
         ("trian:\n  lr: 1", "mine.yaml:1: trian is not a setting. Did you mean train?"),
         ("epochs: 3", "mine.yaml:1: epochs is not a setting. Did you mean train.num_epochs?"),
         ("train: 5", "mine.yaml:1: train is a section;"),
         ("train:\n  lr: 1\n  lr: 2", "mine.yaml:3: train.lr is set twice, first in mine.yaml:2."),
         ("train:\n  lr:", "mine.yaml:2: train.lr none: must be a valid number."),
-        ("checkpoint:\n  output_dir: ''", "mine.yaml:2: checkpoint.output_dir: the value is empty."),
+        (
+            "checkpoint:\n  output_dir: ''",
+            "mine.yaml:2: checkpoint.output_dir: the value is empty.",
+        ),
         ("train:\n  lr: {a: 1}", "mine.yaml:2: train.lr {}: must be a valid number."),
         ("peft:\n  r: 0\n  use_peft: 1", "mine.yaml:2: peft.r 0: must be at least 1."),
-        ("train:\n  precision: bf6", "mine.yaml:2: train.precision bf6: expected one of bf16_mixed, bf16_pure, "),
+        (
+            "train:\n  precision: bf6",
+            "mine.yaml:2: train.precision bf6: expected one of bf16_mixed, bf16_pure, ",
+        ),
         ("- lr", "--config mine.yaml: a config is sections with settings"),
     ],
 )
@@ -68,7 +86,9 @@ def test_each_mistake_in_a_recipe_has_its_line(mistakes, recipe, text: str, told
     assert message.startswith(told)
 
 
-@pytest.mark.parametrize(("text", "line"), [("train:\n  lr: [1\n", 3), ("train:\n\tlr: 1\n", 2), ("a: b: c\n", 1)])
+@pytest.mark.parametrize(
+    ("text", "line"), [("train:\n  lr: [1\n", 3), ("train:\n\tlr: 1\n", 2), ("a: b: c\n", 1)]
+)
 def test_a_syntax_error_names_its_line(mistakes, recipe, text: str, line: int) -> None:
     (message,) = mistakes(recipe(text))
     assert message.startswith(f"--config mine.yaml:{line}: not valid YAML: ")

@@ -60,7 +60,9 @@ def test_combinations_that_cannot_be_are_refused(mistakes, line: str) -> None:
 )
 def test_a_secret_in_a_setting_is_refused_and_not_shown(mistakes, line: str) -> None:
     (message,) = mistakes(*line.split())
-    assert message.startswith(f"{line.split()[-2]} has what looks like a password, a key or a signature")
+    assert message.startswith(
+        f"{line.split()[-2]} has what looks like a password, a key or a signature"
+    )
     assert "hunter2" not in message and "AKIA" not in message
 
 
@@ -108,7 +110,14 @@ def test_what_needs_a_gpu_is_refused_by_its_flag_when_auto_comes_out_as_the_cpu(
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("5GB", 5 * 10**9), ("200 mb", 2 * 10**8), ("1.5KB", 1500), ("2TB", 2 * 10**12), ("24GiB", 24 * 2**30), ("7B", 7)],
+    [
+        ("5GB", 5 * 10**9),
+        ("200 mb", 2 * 10**8),
+        ("1.5KB", 1500),
+        ("2TB", 2 * 10**12),
+        ("24GiB", 24 * 2**30),
+        ("7B", 7),
+    ],
 )
 def test_sizes_are_read_in_decimal_and_binary_units(text: str, size: int) -> None:
     assert parse_size(text) == size
@@ -147,9 +156,12 @@ def test_a_flag_without_effect_is_refused(mistakes, line: str) -> None:
     assert message.split()[0] in line
 
 
-def test_a_recipe_may_hold_defaults_that_have_no_effect_and_no_other_values(mistakes, recipe) -> None:
+def test_a_recipe_may_hold_defaults_that_have_no_effect_and_no_other_values(
+    mistakes, recipe
+) -> None:
     assert mistakes(recipe("train:\n  gamma: 0.85\npeft:\n  r: 8\n  use_peft: false\n")) == []
-    assert mistakes(recipe("model:\n  use_liger: false\ntrain:\n  device: cpu\n")) == []  # as chosen there
+    # as chosen there
+    assert mistakes(recipe("model:\n  use_liger: false\ntrain:\n  device: cpu\n")) == []
     assert mistakes(recipe("train:\n  gamma: 0.9\npeft:\n  r: 4\n")) == [
         "mine.yaml:2: train.gamma has no effect with lr_scheduler cosine.",
         "mine.yaml:4: peft.r has no effect with use_peft false.",
@@ -157,7 +169,9 @@ def test_a_recipe_may_hold_defaults_that_have_no_effect_and_no_other_values(mist
 
 
 def test_what_a_flag_makes_moot_in_a_recipe_is_set_back(recipe) -> None:
-    lora = recipe("peft:\n  use_peft: true\n  r: 4\n  target_modules: all-linear\ntrain:\n  eval_steps: 5\n")
+    lora = recipe(
+        "peft:\n  use_peft: true\n  r: 4\n  target_modules: all-linear\ntrain:\n  eval_steps: 5\n"
+    )
     config, places = load([lora, "--use_peft", "false", "--run_validation", "no"], paths=False)
     assert config.peft == Config().peft
     assert differences(config) == ["train.run_validation = false (default true)"]

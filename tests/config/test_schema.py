@@ -25,9 +25,13 @@ EditorLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":float"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-EditorLoader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^(true|false)$"), list("tf"))
 EditorLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d*(\.\d+([eE][-+]?\d+)?|\d[eE][-+]?\d+)$"), list("-+.0123456789")
+    "tag:yaml.org,2002:bool", re.compile("^(true|false)$"), list("tf")
+)
+EditorLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?\d*(\.\d+([eE][-+]?\d+)?|\d[eE][-+]?\d+)$"),
+    list("-+.0123456789"),
 )
 
 
@@ -47,7 +51,9 @@ def test_the_written_schema_is_current() -> None:
 def test_every_setting_has_a_meaning_and_its_name_is_unique() -> None:
     assert all(setting.meaning for setting in SETTINGS.values())
     fields = sum(
-        len(section.__dataclass_fields__) for section in vars(Config()).values() if hasattr(section, "__dict__")
+        len(section.__dataclass_fields__)
+        for section in vars(Config()).values()
+        if hasattr(section, "__dict__")
     )
     assert len(SETTINGS) == fields
 
@@ -88,12 +94,16 @@ LINES = [
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_the_written_configuration_is_a_recipe_that_says_the_same(line: str, tmp_path: Path) -> None:
+def test_the_written_configuration_is_a_recipe_that_says_the_same(
+    line: str, tmp_path: Path
+) -> None:
     config, _ = load(line.split(), paths=False)
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(config, "llama_ft 0.1\nwritten by a test"))
     again, places = load([f"--config={file}"], paths=False)
     one_run_only = ("checkpoint.output_dir", "checkpoint.overwrite")
-    assert differences(again) == [it for it in differences(config) if not it.startswith(one_run_only)]
+    assert differences(again) == [
+        it for it in differences(config) if not it.startswith(one_run_only)
+    ]
     assert len(places) == len(SETTINGS) - 4
     assert all(place.startswith(str(file)) for place in places.values())

@@ -27,10 +27,15 @@ CHATML_TEMPLATE = (
 
 @pytest.fixture
 def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
-    """Makes a byte-level BPE tokenizer in which each of WORDS is one token and everything else is single bytes."""
+    """Makes a byte-level BPE tokenizer in which each of WORDS is one token and everything else is
+    single bytes."""
 
-    def make(special_tokens: list[str], chat_template: str | None, **named_tokens: str) -> PreTrainedTokenizerFast:
-        vocabulary = {byte: index for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    def make(
+        special_tokens: list[str], chat_template: str | None, **named_tokens: str
+    ) -> PreTrainedTokenizerFast:
+        vocabulary = {
+            byte: index for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+        }
         merges = []
         for word in WORDS:
             for end in range(2, len(word) + 1):
@@ -39,7 +44,9 @@ def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
                     merges.append((word[: end - 1], word[end - 1]))
         backend = Tokenizer(models.BPE(vocabulary, merges))
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(PIECES, "isolated"), byte_level])
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(PIECES, "isolated"), byte_level]
+        )
         backend.decoder = decoders.ByteLevel()
         backend.add_special_tokens(special_tokens)
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **named_tokens)
@@ -51,7 +58,8 @@ def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
 
 @pytest.fixture
 def llama3(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> PreTrainedTokenizerFast:
-    """As Llama 3: no generation block, no pad token, BOS from the template and from the post-processor too."""
+    """As Llama 3: no generation block, no pad token, BOS from the template and from the
+    post-processor too."""
     from tokenizers.processors import TemplateProcessing
 
     special = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]

@@ -1,4 +1,5 @@
-"""Iterates over streamed rows as the training loop does, and writes down what each step had: folder, cases as JSON."""
+"""Iterates over streamed rows as the training loop does, and writes down what each step had:
+folder, cases as JSON."""
 
 import json
 import sys
@@ -20,25 +21,42 @@ def main(folder: Path, cases: list[dict[str, Any]]) -> None:
         for case in cases:
             way = "packing" if case["pack_length"] else "padding"
             config = DataConfig(
-                dataset=str(folder / case["file"]), streaming=True, batching_strategy=way, **case["config"]
+                dataset=str(folder / case["file"]),
+                streaming=True,
+                batching_strategy=way,
+                **case["config"],
             )
-            settings = TrainConfig(max_train_step=case["last"], batch_size_training=case["micro_batch"])
-            tokenized = data.prepare(config, tokenizer, context_length=200, cache=folder, want_validation=False)
-            rows = data.plan_training(Config(train=settings, data=config), tokenized, 200, 8, 0, None, job)
+            settings = TrainConfig(
+                max_train_step=case["last"], batch_size_training=case["micro_batch"]
+            )
+            tokenized = data.prepare(
+                config, tokenizer, context_length=200, cache=folder, want_validation=False
+            )
+            rows = data.plan_training(
+                Config(train=settings, data=config), tokenized, 200, 8, 0, None, job
+            )
             steps, message = [], ""
             try:
                 if case.get("first_rows"):
                     rows.first_rows()
-                with data.Prefetcher(rows.steps(case["first"], case["last"], case["position"])) as feed:
+                with data.Prefetcher(
+                    rows.steps(case["first"], case["last"], case["position"])
+                ) as feed:
                     for todo in feed:
                         time.sleep(case.get("pause", 0) * job.rank * (todo.step % 3))
-                        own = [place.rpartition(":")[2] for batch in todo.batches for place in batch.sources]
+                        own = [
+                            place.rpartition(":")[2]
+                            for batch in todo.batches
+                            for place in batch.sources
+                        ]
                         everyone: list[Any] = [None] * job.world_size
                         runtime.process_group.dist.all_gather_object(everyone, own)
                         steps.append(
                             {
                                 "step": todo.step,
-                                "rows": sorted(int(place) for places in everyone for place in places),
+                                "rows": sorted(
+                                    int(place) for places in everyone for place in places
+                                ),
                                 "targets": todo.target_tokens,
                                 "micro_batches": len(todo.batches),
                                 "ends_epoch": todo.ends_epoch,

@@ -19,9 +19,17 @@ LAYOUTS = [(1, 4, 1), (1, 1, 4), (2, 2, 2), (3, 2, 2), (8, 2, 1), (4, 4, 16)]
 
 
 def plans(
-    world_size: int, micro_batch: int, accumulation: int, seed: int = 42, pack_length: int | None = None
+    world_size: int,
+    micro_batch: int,
+    accumulation: int,
+    seed: int = 42,
+    pack_length: int | None = None,
 ) -> list[BatchSampler]:
-    shape = {"global_batch": world_size * micro_batch * accumulation, "world_size": world_size, "seed": seed}
+    shape = {
+        "global_batch": world_size * micro_batch * accumulation,
+        "world_size": world_size,
+        "seed": seed,
+    }
     shape |= {"micro_batch": micro_batch, "pack_length": pack_length}  # type: ignore[dict-item]
     return [BatchSampler(LENGTHS, TARGETS, rank=rank, **shape) for rank in range(world_size)]
 
@@ -39,13 +47,23 @@ def test_every_row_is_seen_once_an_epoch_and_no_rank_has_more_tokens(
         for step in range(ranks[0].steps_per_epoch):
             shares = [plan.step(epoch, step) for plan in ranks]
             assert len({len(share.micro_batches) for share in shares}) == 1
-            tokens = [[sum(LENGTHS[row] for row in batch) for batch in share.micro_batches] for share in shares]
+            tokens = [
+                [sum(LENGTHS[row] for row in batch) for batch in share.micro_batches]
+                for share in shares
+            ]
             if pack_length is None:
-                assert all(len(batch) <= micro_batch for share in shares for batch in share.micro_batches)
+                assert all(
+                    len(batch) <= micro_batch for share in shares for batch in share.micro_batches
+                )
             else:
                 assert max(map(max, tokens)) <= pack_length * micro_batch
-            if pack_length and (step + 1) * global_batch <= len(ranks[0]):  # every micro-batch has all its packs
-                light += sum(count < 0.95 * pack_length * micro_batch for counts in tokens for count in counts)
+            # every micro-batch has all its packs
+            if pack_length and (step + 1) * global_batch <= len(ranks[0]):
+                light += sum(
+                    count < 0.95 * pack_length * micro_batch
+                    for counts in tokens
+                    for count in counts
+                )
             rows = [row for share in shares for batch in share.micro_batches for row in batch]
             assert {share.target_tokens for share in shares} == {sum(TARGETS[row] for row in rows)}
             seen += rows
@@ -62,7 +80,12 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(pack_length: int | 
             for step in range(ranks[0].steps_per_epoch)
         ]
 
-    assert global_batches(1, 12, 1) == global_batches(2, 3, 2) == global_batches(3, 4, 1) == global_batches(4, 1, 3)
+    assert (
+        global_batches(1, 12, 1)
+        == global_batches(2, 3, 2)
+        == global_batches(3, 4, 1)
+        == global_batches(4, 1, 3)
+    )
 
 
 def test_order_is_a_function_of_seed_epoch_and_step_alone() -> None:
@@ -70,27 +93,44 @@ def test_order_is_a_function_of_seed_epoch_and_step_alone() -> None:
     forward = {(epoch, step): first.step(epoch, step) for epoch in range(3) for step in range(5)}
     backward = {key: again.step(*key) for key in reversed(forward)}
     assert forward == backward
-    firsts = {str(plans(1, 50, 1, seed)[0].step(epoch, 0).micro_batches) for seed in (1, 2) for epoch in (0, 1, 2)}
+    firsts = {
+        str(plans(1, 50, 1, seed)[0].step(epoch, 0).micro_batches)
+        for seed in (1, 2)
+        for epoch in (0, 1, 2)
+    }
     assert len(firsts) == 6
 
 
-@pytest.mark.parametrize(("rows", "world_size", "batch_size"), list(itertools.product([1, 5, 16], [1, 2, 4], [1, 3])))
+@pytest.mark.parametrize(
+    ("rows", "world_size", "batch_size"), list(itertools.product([1, 5, 16], [1, 2, 4], [1, 3]))
+)
 def test_evaluation_sees_every_row_once(rows: int, world_size: int, batch_size: int) -> None:
     lengths = numpy.arange(rows) % 7 + 1
-    ranks = [evaluation_batches(lengths, world_size, rank, batch_size) for rank in range(world_size)]
-    packed = [evaluation_batches(lengths, world_size, rank, batch_size, pack_length=9) for rank in range(world_size)]
+    ranks = [
+        evaluation_batches(lengths, world_size, rank, batch_size) for rank in range(world_size)
+    ]
+    packed = [
+        evaluation_batches(lengths, world_size, rank, batch_size, pack_length=9)
+        for rank in range(world_size)
+    ]
     assert len({len(batches) for batches in packed}) == 1
-    assert sorted(row for batches in packed for batch in batches for row in batch) == list(range(rows))
+    assert sorted(row for batches in packed for batch in batches for row in batch) == list(
+        range(rows)
+    )
     assert all(lengths[batch].sum() <= 9 * batch_size for batches in packed for batch in batches)
     assert len({len(batches) for batches in ranks}) == 1
-    assert sorted(row for batches in ranks for batch in batches for row in batch) == list(range(rows))
+    assert sorted(row for batches in ranks for batch in batches for row in batch) == list(
+        range(rows)
+    )
     assert all(len(batch) <= batch_size for batches in ranks for batch in batches)
     assert evaluation_batches(numpy.ones(10), 2, 1, 2, 2) == [[1, 3], [5, 7]]  # max_batches
 
 
 def test_padded_rows_of_a_step_are_of_like_length() -> None:
     lengths = numpy.random.default_rng(0).integers(1, 500, 4000)
-    plan = BatchSampler(lengths, lengths, global_batch=8, world_size=1, rank=0, micro_batch=8, seed=1)
+    plan = BatchSampler(
+        lengths, lengths, global_batch=8, world_size=1, rank=0, micro_batch=8, seed=1
+    )
     steps = [lengths[plan.step(0, step).micro_batches[0]] for step in range(500)]
     assert sum(batch.sum() for batch in steps) == lengths.sum()
     padded = sum(batch.max() * 8 for batch in steps)
@@ -130,13 +170,21 @@ def test_packed_rows_follow_one_another_and_no_row_predicts_the_next(rows: Datas
     assert (batch.tokens, batch.target_tokens) == (25, 22) and batch.input_ids.dtype == torch.int64
     for is_packed in (True, False):  # a rank without rows
         empty = collate(rows, [], pad_token_id=9, is_packed=is_packed)
-        assert (empty.input_ids.tolist(), empty.labels.tolist(), empty.sources) == ([[1, 2, 3]], [[-100] * 3], [])
-    plan = BatchSampler([5, 4, 3], [1, 1, 1], global_batch=8, world_size=4, rank=3, micro_batch=2, seed=0)
+        assert (empty.input_ids.tolist(), empty.labels.tolist(), empty.sources) == (
+            [[1, 2, 3]],
+            [[-100] * 3],
+            [],
+        )
+    plan = BatchSampler(
+        [5, 4, 3], [1, 1, 1], global_batch=8, world_size=4, rank=3, micro_batch=2, seed=0
+    )
     assert plan.step(0, 0) == ([[]], 3, 3)
 
 
 def test_pad_token_falls_back_to_the_end_of_turn(
-    demo: Demo, llama3: PreTrainedTokenizerFast, make_tokenizer: Callable[..., PreTrainedTokenizerFast]
+    demo: Demo,
+    llama3: PreTrainedTokenizerFast,
+    make_tokenizer: Callable[..., PreTrainedTokenizerFast],
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo.model_dir)
     assert pad_token_id(tokenizer) == tokenizer.pad_token_id != tokenizer.eos_token_id
@@ -148,7 +196,9 @@ CHANCE = numpy.random.default_rng(0)
 CAPACITY = 2048
 
 
-def natural(draw: Callable[[int], numpy.ndarray], rows: int = 20_000, longest: int = CAPACITY) -> numpy.ndarray:
+def natural(
+    draw: Callable[[int], numpy.ndarray], rows: int = 20_000, longest: int = CAPACITY
+) -> numpy.ndarray:
     return numpy.clip(draw(rows), 1, longest).astype(numpy.int64)
 
 
@@ -163,8 +213,8 @@ KINDS = {
 
 
 def least_number(lengths: numpy.ndarray, pack_length: int) -> int:
-    """A bound no packing can go below (Martello and Toth's L2): for every size, rows that leave no room for rows of
-    that size count whole, and the small ones fill what the middle ones leave."""
+    """A bound no packing can go below (Martello and Toth's L2): for every size, rows that leave no
+    room for rows of that size count whole, and the small ones fill what the middle ones leave."""
     best = math.ceil(lengths.sum() / pack_length)
     for small in numpy.unique(lengths[2 * lengths <= pack_length]).tolist():
         alone = lengths > pack_length - small
@@ -176,7 +226,9 @@ def least_number(lengths: numpy.ndarray, pack_length: int) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_packs_are_within_1_percent_of_the_least_number_or_4_for_rows_of_nearly_one_length(kind: str) -> None:
+def test_packs_are_within_1_percent_of_the_least_number_or_4_for_rows_of_nearly_one_length(
+    kind: str,
+) -> None:
     least, most = least_number(KINDS[kind], CAPACITY), 1.04 if kind == "nearly equal" else 1.01
     lengths, (packs, tokens) = KINDS[kind], pack_rows(KINDS[kind], CAPACITY)
     assert len(packs) <= max(most * least, least + 1 if kind == "few" else 0)
@@ -184,4 +236,6 @@ def test_packs_are_within_1_percent_of_the_least_number_or_4_for_rows_of_nearly_
     assert numpy.array_equal(
         numpy.sort(numpy.concatenate(packs)), numpy.arange(len(lengths))
     )  # each whole and in one pack
-    assert [longest_first[slots].sum() for slots in packs] == tokens.tolist() and max(tokens) <= CAPACITY
+    assert [longest_first[slots].sum() for slots in packs] == tokens.tolist() and max(
+        tokens
+    ) <= CAPACITY

@@ -1,4 +1,5 @@
-"""Tokenizing on several processes: the same files as on one, whatever the rows, and an end when something is killed."""
+"""Tokenizing on several processes: the same files as on one, whatever the rows, and an end when
+something is killed."""
 
 import json
 import multiprocessing
@@ -59,7 +60,11 @@ def odd_rows(tmp_path: Path) -> Path:
 def test_several_processes_write_the_same_files_as_one(
     llama3: PreTrainedTokenizerFast, tmp_path: Path, odd_rows: Path, truncation: str
 ) -> None:
-    settings: dict[str, Any] = {"truncation": truncation, "validation": "0.1", "skip_bad_rows": True}
+    settings: dict[str, Any] = {
+        "truncation": truncation,
+        "validation": "0.1",
+        "skip_bad_rows": True,
+    }
     one = prepared(odd_rows, llama3, tmp_path / "one", 1, **settings)
     three = prepared(odd_rows, llama3, tmp_path / "three", 3, **settings)
     (first,), (second,) = built(tmp_path / "one"), built(tmp_path / "three")
@@ -82,7 +87,9 @@ def test_rows_on_disk_are_what_the_encoder_makes_of_each_row(
             expected += [(f"{odd_rows}:{number}", piece) for piece in encoder.encode(row, "alpaca")]
             [uncut] = Encoder(llama3, 10_000).encode(row, "alpaca")
             whole.append(len(uncut.input_ids))
-    expected = [(place, it) for place, it in expected if any(label != -100 for label in it.labels[1:])]
+    expected = [
+        (place, it) for place, it in expected if any(label != -100 for label in it.labels[1:])
+    ]
     assert data.train["source"][:] == [place for place, _ in expected]
     assert data.train["input_ids"][:] == [piece.input_ids for _, piece in expected]
     assert data.train["labels"][:] == [piece.labels for _, piece in expected]
@@ -99,13 +106,29 @@ def test_the_table_counts_what_became_of_each_row(
     llama3: PreTrainedTokenizerFast, tmp_path: Path, truncation: str
 ) -> None:
     """Ten rows of 15 tokens, one of 94, and one of 72 whose answer is at its end."""
-    rows = [*pairs(10), {"instruction": "Hi 0", "output": "yes" * 40}, {"instruction": "Hi" * 60, "output": "yes"}]
-    data = prepared(write_jsonl(tmp_path / "my.jsonl", rows), llama3, tmp_path, 1, truncation=truncation)
+    rows = [
+        *pairs(10),
+        {"instruction": "Hi 0", "output": "yes" * 40},
+        {"instruction": "Hi" * 60, "output": "yes"},
+    ]
+    data = prepared(
+        write_jsonl(tmp_path / "my.jsonl", rows), llama3, tmp_path, 1, truncation=truncation
+    )
     train = data.report.train
     assert train.longest == 94
-    counts = {"right": (11, 1, 1), "left": (12, 2, 0), "drop": (10, 0, 2), "split": (14, 0, 0)}[truncation]
+    counts = {"right": (11, 1, 1), "left": (12, 2, 0), "drop": (10, 0, 2), "split": (14, 0, 0)}[
+        truncation
+    ]
     assert (train.rows, train.truncated, train.skipped) == counts
-    words = ["training", train.rows, train.tokens, train.target_tokens, 94, train.truncated, train.skipped]
+    words = [
+        "training",
+        train.rows,
+        train.tokens,
+        train.target_tokens,
+        94,
+        train.truncated,
+        train.skipped,
+    ]
     assert data.summary[2].split() == list(map(str, words))
 
 
@@ -126,24 +149,37 @@ def when_tokenizing(act: Callable[[Any], None]) -> threading.Thread:
 @pytest.mark.parametrize(
     ("number", "ends_with", "told"),
     [
-        (signal.SIGKILL, RunFailure, r"was killed, most .*\n.*near .*my.jsonl:\d+. --tokenize_processes 1 "),
+        (
+            signal.SIGKILL,
+            RunFailure,
+            r"was killed, most .*\n.*near .*my.jsonl:\d+. --tokenize_processes 1 ",
+        ),
         (signal.SIGINT, KeyboardInterrupt, None),
     ],
     ids=["a worker is killed", "Ctrl-C"],
 )
 def test_a_kill_or_ctrl_c_ends_it_and_leaves_no_process_and_no_folder(
-    llama3: PreTrainedTokenizerFast, tmp_path: Path, number: int, ends_with: type[BaseException], told: str | None
+    llama3: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    number: int,
+    ends_with: type[BaseException],
+    told: str | None,
 ) -> None:
     path = write_jsonl(tmp_path / "my.jsonl", pairs(60_000, "yes " * 20))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has background jobs ignore it
-    thread = when_tokenizing(lambda worker: os.kill(os.getpid() if number == signal.SIGINT else worker.pid, number))
+    # a shell has background jobs ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = when_tokenizing(
+        lambda worker: os.kill(os.getpid() if number == signal.SIGINT else worker.pid, number)
+    )
     with pytest.raises(ends_with, match=told):
         prepared(path, llama3, tmp_path, 2)
     thread.join()
     assert multiprocessing.active_children() == [] and built(tmp_path) == []
 
 
-def test_a_process_killed_while_it_sends_its_tokens_ends_the_run_too(llama3: PreTrainedTokenizerFast) -> None:
+def test_a_process_killed_while_it_sends_its_tokens_ends_the_run_too(
+    llama3: PreTrainedTokenizerFast,
+) -> None:
     """The rest of what it began to send never comes: who waits for that, waits forever."""
 
     def kill_when_receiving() -> None:
@@ -176,7 +212,9 @@ def test_a_killed_run_leaves_no_process_and_its_folder_is_removed_by_the_next(
         f"cache = Path({str(tmp_path / 'cache')!r})\n"
         "prepare(config, tokenizer, context_length=40, cache=cache, want_validation=True)\n"
     )
-    run = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src")})
+    run = subprocess.Popen(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
+    )
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
     while len(workers := children.read_text().split()) < 2:
         assert run.poll() is None
@@ -209,12 +247,19 @@ def state_of(pid: str) -> str:
 def test_fingerprint_is_that_of_the_tokens_however_they_are_laid_out(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    """Rows left out shift the boundaries of chunks, and another place of the file changes nothing."""
+    """Rows left out shift the boundaries of chunks, and another place of the file changes
+    nothing."""
     rows = pairs(600)
     with_bad = [row for pair in zip(rows, ["{"] * 600, strict=True) for row in pair]
     one, two, swapped = (
-        prepared(write_jsonl(tmp_path / name, lines), llama3, tmp_path, 1, skip_bad_rows=True).fingerprints()
-        for name, lines in (("a.jsonl", rows), ("b.jsonl", with_bad), ("c.jsonl", [rows[1], rows[0], *rows[2:]]))
+        prepared(
+            write_jsonl(tmp_path / name, lines), llama3, tmp_path, 1, skip_bad_rows=True
+        ).fingerprints()
+        for name, lines in (
+            ("a.jsonl", rows),
+            ("b.jsonl", with_bad),
+            ("c.jsonl", [rows[1], rows[0], *rows[2:]]),
+        )
     )
     assert one == two and one != swapped
 
@@ -225,7 +270,9 @@ def test_fingerprint_of_streamed_rows_is_of_all_that_decides_their_tokens_but_no
     save_model(tmp_path / "model")
 
     def fingerprint(name: str, rows: list[Any], **settings: Any) -> str:
-        config = DataConfig(dataset=str(write_jsonl(tmp_path / name, rows)), streaming=True, **settings)
+        config = DataConfig(
+            dataset=str(write_jsonl(tmp_path / name, rows)), streaming=True, **settings
+        )
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
         data = prepare(config, tokenizer, context_length=40, cache=tmp_path, want_validation=False)
         assert data.train is None
@@ -234,7 +281,11 @@ def test_fingerprint_of_streamed_rows_is_of_all_that_decides_their_tokens_but_no
     template = tmp_path / "t.jinja"
     template.write_text("{% for m in messages %}{{ m.role + m.content + eos_token }}{% endfor %}")
     first = fingerprint("a.jsonl", pairs(3))
-    assert fingerprint("moved.jsonl", pairs(3)) == fingerprint("a.jsonl", pairs(3), skip_bad_rows=True) == first
+    assert (
+        fingerprint("moved.jsonl", pairs(3))
+        == fingerprint("a.jsonl", pairs(3), skip_bad_rows=True)
+        == first
+    )
     assert fingerprint("a.jsonl", pairs(4)) != first
     assert fingerprint("a.jsonl", pairs(3), chat_template=str(template)) != first
 
@@ -283,7 +334,10 @@ def test_ranks_with_other_rows_than_rank_0_end_the_run_and_a_cache_that_lacks_a_
 
 def right_and_wrong(row: Any, row_format: str, encoder: Encoder) -> list[Any]:
     """What an objective over pairs makes of a row: its answer, and another one."""
-    return [encoder.tokenize({**row, "output": row["output"] + more}, row_format) for more in ("", " no" * 3)]
+    return [
+        encoder.tokenize({**row, "output": row["output"] + more}, row_format)
+        for more in ("", " no" * 3)
+    ]
 
 
 @pytest.mark.parametrize("pack_length", [None, 60])
@@ -291,13 +345,20 @@ def right_and_wrong(row: Any, row_format: str, encoder: Encoder) -> list[Any]:
 def test_examples_of_one_row_stay_together(
     llama3: PreTrainedTokenizerFast, tmp_path: Path, pack_length: int | None, world_size: int
 ) -> None:
-    rows = [{"instruction": f"Hi {number}", "output": "yes" * (1 + number % 9)} for number in range(1, 41)]
+    rows = [
+        {"instruction": f"Hi {number}", "output": "yes" * (1 + number % 9)}
+        for number in range(1, 41)
+    ]
     rows[7]["output"] += " yes" * 100  # dropped with its twin
     config = DataConfig(dataset=str(write_jsonl(tmp_path / "my.jsonl", rows)), truncation="drop")
     kwargs: dict[str, Any] = {"context_length": 60, "cache": tmp_path, "want_validation": False}
-    plain = prepare(DataConfig(dataset=str(write_jsonl(tmp_path / "ok.jsonl", rows[9:12]))), llama3, **kwargs).train
+    plain = prepare(
+        DataConfig(dataset=str(write_jsonl(tmp_path / "ok.jsonl", rows[9:12]))), llama3, **kwargs
+    ).train
     data = prepare(config, llama3, examples=right_and_wrong, **kwargs).train
-    assert plain is not None and data is not None and (group_size(plain), group_size(data)) == (1, 2)
+    assert (
+        plain is not None and data is not None and (group_size(plain), group_size(data)) == (1, 2)
+    )
     assert data["source"][::2] == data["source"][1::2] and len(data) < 2 * len(rows)
     lengths, seen = row_lengths(data), list[int]()
     for rank in range(world_size):
@@ -306,21 +367,37 @@ def test_examples_of_one_row_stay_together(
         for step in range(plan.steps_per_epoch):
             share = plan.step(0, step)
             for indices in share.micro_batches:
-                assert all(row % 2 == 0 for row in indices[::2]) and indices[1::2] == [row + 1 for row in indices[::2]]
+                assert all(row % 2 == 0 for row in indices[::2]) and indices[1::2] == [
+                    row + 1 for row in indices[::2]
+                ]
                 batch = collate(data, indices, 0, pack_length is not None)
                 if indices:
-                    assert batch.row_lengths == lengths[indices].tolist() and batch.sources[::2] == batch.sources[1::2]
+                    assert (
+                        batch.row_lengths == lengths[indices].tolist()
+                        and batch.sources[::2] == batch.sources[1::2]
+                    )
                     assert pack_length is None or batch.tokens <= 2 * pack_length
                 seen += indices
     assert sorted(seen) == list(range(len(data)))
-    held = [evaluation_batches(lengths, world_size, rank, 2, 0, pack_length, 2) for rank in range(world_size)]
-    assert sorted(row for batches in held for batch in batches for row in batch) == list(range(len(data)))
-    assert all(batch[::2] == [row - 1 for row in batch[1::2]] for batches in held for batch in batches)
+    held = [
+        evaluation_batches(lengths, world_size, rank, 2, 0, pack_length, 2)
+        for rank in range(world_size)
+    ]
+    assert sorted(row for batches in held for batch in batches for row in batch) == list(
+        range(len(data))
+    )
+    assert all(
+        batch[::2] == [row - 1 for row in batch[1::2]] for batches in held for batch in batches
+    )
 
 
 def completions(count: int) -> list[dict[str, Any]]:
     return [
-        {"prompt": f"Hi {n}" + "?" * (n % 3), "completion": " yes" * (1 + n % 5), "label": n % 4 > 0}
+        {
+            "prompt": f"Hi {n}" + "?" * (n % 3),
+            "completion": " yes" * (1 + n % 5),
+            "label": n % 4 > 0,
+        }
         for n in range(count)
     ]
 
@@ -337,7 +414,11 @@ def test_a_completion_with_a_label_comes_with_its_prompt_and_another_completion(
 
     rows, encoder = completions(21), Encoder(llama3, 99)
     rows[5]["completion"] *= 9  # too long by itself
-    data = built("my.jsonl", [*rows[:8], {"prompt": "Hi", "completion": "", "label": 1}, *rows[8:]], skip_bad_rows=True)
+    data = built(
+        "my.jsonl",
+        [*rows[:8], {"prompt": "Hi", "completion": "", "label": 1}, *rows[8:]],
+        skip_bad_rows=True,
+    )
     found, at = data.train, 0
     assert found is not None and set(found["group"]) == {2}
     whole = [encoder.tokenize(row, "prompt_completion") for row in rows]
@@ -347,29 +428,51 @@ def test_a_completion_with_a_label_comes_with_its_prompt_and_another_completion(
             continue
         other = (number + 10) % 21
         joined = [
-            mine[: starts[number]] + its[starts[other] :] for mine, its in zip(whole[number], whole[other], strict=True)
+            mine[: starts[number]] + its[starts[other] :]
+            for mine, its in zip(whole[number], whole[other], strict=True)
         ]
         longest = max(14, len(ids))
         assert [found[at + n]["desirable"] for n in (0, 1)] == [rows[number]["label"], None]
-        for row, expected in ((found[at], (ids, labels)), (found[at + 1], [it[:longest] for it in joined])):
+        for row, expected in (
+            (found[at], (ids, labels)),
+            (found[at + 1], [it[:longest] for it in joined]),
+        ):
             cut = slice(-14, None) if truncation == "left" else slice(14)
             assert (row["input_ids"], row["labels"][1:]) == (expected[0][cut], expected[1][cut][1:])
         at += 2
     assert at == len(found) and data.report.bad_rows == 1
-    plan = BatchSampler.of(found, pack_length=14, global_batch=1, world_size=1, rank=0, micro_batch=1, seed=1)
+    plan = BatchSampler.of(
+        found, pack_length=14, global_batch=1, world_size=1, rank=0, micro_batch=1, seed=1
+    )
     for step in range(plan.steps_per_epoch):
         batch = collate(found, plan.step(0, step).micro_batches[0], 0, True)
-        assert sum(batch.row_lengths[::2]) <= 14 and batch.desirable[1::2] == [None] * (len(batch.sources) // 2)
-    flipped = built("other.jsonl", [{**row, "label": str(row["label"] ^ (n == 3))} for n, row in enumerate(rows)])
+        assert sum(batch.row_lengths[::2]) <= 14 and batch.desirable[1::2] == [None] * (
+            len(batch.sources) // 2
+        )
+    flipped = built(
+        "other.jsonl",
+        [{**row, "label": str(row["label"] ^ (n == 3))} for n, row in enumerate(rows)],
+    )
     assert flipped.train is not None and flipped.train["input_ids"][:] == found["input_ids"][:]
     assert flipped.fingerprints() != data.fingerprints()
-    assert f"labels of the training data: {15 - (truncation == 'drop')} desirable, 6 undesirable" in data.summary
+    assert (
+        f"labels of the training data: {15 - (truncation == 'drop')} desirable, 6 undesirable"
+        in data.summary
+    )
     with pytest.raises(UserError, match="one.jsonl: all 3 completions have the label False"):
         built("one.jsonl", [{**row, "label": 0} for row in rows[:3]])
     both = [{"prompt": "Hi", "chosen": " yes", "rejected": f" no {n}"} for n in range(3)]
-    apart = [{"prompt": "Hi", "completion": it[key], "label": key == "chosen"} for it in both for key in list(it)[1:]]
+    apart = [
+        {"prompt": "Hi", "completion": it[key], "label": key == "chosen"}
+        for it in both
+        for key in list(it)[1:]
+    ]
     pairs_of, unpaired = built("pairs.jsonl", both).train, built("apart.jsonl", apart).train
     assert pairs_of is not None and unpaired is not None
-    assert all(pairs_of[name][:] == unpaired[name][:] for name in ("input_ids", "labels", "desirable"))
-    with pytest.raises(UserError, match='same.jsonl:1: "rejected" is "no"; expected another response'):
+    assert all(
+        pairs_of[name][:] == unpaired[name][:] for name in ("input_ids", "labels", "desirable")
+    )
+    with pytest.raises(
+        UserError, match='same.jsonl:1: "rejected" is "no"; expected another response'
+    ):
         built("same.jsonl", [{"prompt": "Hi", "chosen": "no", "rejected": "no"}])

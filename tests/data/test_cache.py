@@ -9,7 +9,9 @@ from llama_ft.data.cache import build_once
 from llama_ft.errors import RunFailure
 
 
-def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_folder_follows_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("LLAMA_FT_CACHE", str(tmp_path / "own"))
     assert cache_dir() == tmp_path / "own"
@@ -45,11 +47,15 @@ def test_folder_that_lacks_a_file_is_built_again(tmp_path: Path, left: str) -> N
 
     target = build_once(tmp_path / "a", build)
     (target / "another").write_text("")
-    assert build_once(target, build) == target and (target / "another").exists(), "complete, so not built again"
+    assert build_once(target, build) == target and (target / "another").exists(), (
+        "complete, so not built again"
+    )
     (target / "inner/b.txt").unlink()
     (target / "a.txt").write_text(left)
     build_once(target, build)
-    assert (target / "inner/b.txt").read_text() == "content of inner/b.txt" and not (target / "another").exists()
+    assert (target / "inner/b.txt").read_text() == "content of inner/b.txt" and not (
+        target / "another"
+    ).exists()
     assert (target / "a.txt").read_text() == "content of a.txt"
 
 

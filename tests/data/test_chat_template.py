@@ -1,4 +1,5 @@
-"""Which characters of a chat are trained on, under templates as models have them; and which template a run has.
+"""Which characters of a chat are trained on, under templates as models have them; and which
+template a run has.
 
 In the expectations [a] is trained on and a is not.
 """
@@ -25,7 +26,9 @@ def said(role: str, content: str, **more: Any) -> Message:
     return {"role": role, "content": content, **more}
 
 
-system, user, assistant, tool = (partial(said, role) for role in ("system", "user", "assistant", "tool"))
+system, user, assistant, tool = (
+    partial(said, role) for role in ("system", "user", "assistant", "tool")
+)
 CALL = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 ONE = [user("Hi"), assistant("yes")]
@@ -106,10 +109,11 @@ GPT_OSS = """
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}
 """
 # Qwen 3.5's without thinking: the generation prompt holds an empty thought.
-NO_THINKING = QWEN3.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n\n</think>\n\n' }}{% endif %}").replace(
-    "{%- set said", "{%- set thought = m.reasoning_content or thought %}{%- set said"
-)
-# What the tools return stands between the calls and the text of the same turn, which has no end before it.
+NO_THINKING = QWEN3.replace(
+    "assistant\n' }}{% endif %}", "assistant\n<think>\n\n</think>\n\n' }}{% endif %}"
+).replace("{%- set said", "{%- set thought = m.reasoning_content or thought %}{%- set said")
+# What the tools return stands between the calls and the text of the same turn, which has no end
+# before it.
 GEMMA4 = """
 {{- bos_token }}
 {%- for m in messages if m.role != 'tool' %}
@@ -132,15 +136,44 @@ NO_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endf
 TOKENS = {
     NO_SYSTEM: [],
     QWEN3: ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"],
-    NO_THINKING: ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"],
-    GEMMA4: ["<s>", "<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>"],
+    NO_THINKING: [
+        "<|im_start|>",
+        "<|im_end|>",
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+    ],
+    GEMMA4: [
+        "<s>",
+        "<|turn>",
+        "<turn|>",
+        "<|tool_call>",
+        "<tool_call|>",
+        "<|tool_response>",
+        "<tool_response|>",
+    ],
     LLAMA31: ["<|user|>", "<|assistant|>", "<|tool|>", "<|eot_id|>"],
     GEMMA: ["<s>", "</s>", "<start_of_turn>", "<end_of_turn>"],
     PHI3: ["</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],
     MISTRAL: ["<s>", "</s>"],
-    DEEPSEEK_R1: ["<s>", "</s>", "<|User|>", "<|Assistant|>", "<think>", "</think>", "<|call|>", "<|tool|>"],
+    DEEPSEEK_R1: [
+        "<s>",
+        "</s>",
+        "<|User|>",
+        "<|Assistant|>",
+        "<think>",
+        "</think>",
+        "<|call|>",
+        "<|tool|>",
+    ],
     GPT_OSS: ["<|start|>", "<|end|>", "<|return|>", "<|channel|>", "<|message|>"],
-    BUILT_IN["llama3"]: ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    BUILT_IN["llama3"]: [
+        "<|begin_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+    ],
     BUILT_IN["chatml"]: ["<|im_start|>", "<|im_end|>"],
     BUILT_IN["mistral"]: ["<s>", "</s>", "[INST]", "[/INST]"],
     BUILT_IN["alpaca"]: ["<s>", "</s>"],
@@ -151,16 +184,25 @@ TOKENS = {
 def tokens(make_tokenizer: MakeTokenizer) -> Callable[..., str]:
     """The tokens of a chat under a template, those trained on in brackets."""
 
-    def shown(template: str, messages: list[Message], labels: str = "auto", tools: list[Any] | None = None) -> str:
+    def shown(
+        template: str, messages: list[Message], labels: str = "auto", tools: list[Any] | None = None
+    ) -> str:
         special = TOKENS[template]
         named = {"bos_token": "<s>", "eos_token": "</s>"}
-        tokenizer = make_tokenizer(special, template, **{key: it for key, it in named.items() if it in special})
+        tokenizer = make_tokenizer(
+            special, template, **{key: it for key, it in named.items() if it in special}
+        )
         row = {"messages": messages, "tools": tools}
         [encoded] = Encoder(tokenizer, 10_000, labels=labels).encode(row, "messages")
-        assert all(label in (-100, token) for token, label in zip(encoded.input_ids, encoded.labels, strict=True))
+        assert all(
+            label in (-100, token)
+            for token, label in zip(encoded.input_ids, encoded.labels, strict=True)
+        )
         names = tokenizer.convert_ids_to_tokens(encoded.input_ids)
         trained = [label != -100 for label in encoded.labels]
-        return " ".join(f"[{name}]" if mine else name for name, mine in zip(names, trained, strict=True))
+        return " ".join(
+            f"[{name}]" if mine else name for name, mine in zip(names, trained, strict=True)
+        )
 
     return shown
 
@@ -169,7 +211,12 @@ def tokens(make_tokenizer: MakeTokenizer) -> Callable[..., str]:
 def text(make_tokenizer: MakeTokenizer) -> Callable[..., str]:
     """The text of a chat under a template, what is trained on between [[ and ]]."""
 
-    def shown(template: str, messages: list[Message], labels: str = "assistant", tools: list[Any] | None = None) -> str:
+    def shown(
+        template: str,
+        messages: list[Message],
+        labels: str = "assistant",
+        tools: list[Any] | None = None,
+    ) -> str:
         tokenizer = make_tokenizer(TOKENS[template], template, bos_token="<s>", eos_token="</s>")
         rendered, spans = ChatRenderer(tokenizer, labels).render(messages, tools)
         for start, end in reversed(spans):
@@ -213,7 +260,11 @@ LLAMA_OPEN = f"{LLAMA_HI} <|start_header_id|> assistant <|end_header_id|> ĊĊ"
             [system("no"), user("Hi"), assistant("yes"), user("yes"), assistant("no")],
             "<s> [ I N S T ] Ġ Hi [ / I N S T ] [Ġyes] [</s>] [ I N S T ] Ġno ĊĊ yes [ / I N S T ] [Ġno] [</s>]",
         ),
-        (DEEPSEEK_R1, TWO, "<s> <|User|> Hi <|Assistant|> [yes] [</s>] <|User|> Hi <|Assistant|> [no] [</s>]"),
+        (
+            DEEPSEEK_R1,
+            TWO,
+            "<s> <|User|> Hi <|Assistant|> [yes] [</s>] <|User|> Hi <|Assistant|> [no] [</s>]",
+        ),
         (GPT_OSS, TWO, f"{OSS_OPEN} [yes] [<|end|>] {OSS_OPEN} [no] [<|return|>]"),
         (
             BUILT_IN["llama3"],
@@ -278,7 +329,9 @@ CALLED = '{"name": "f", "arguments": {"x": 1}}'
         ),
     ],
 )
-def test_calls_of_tools_are_answers(text: Callable[..., str], template: str, tools: Any, expected: str) -> None:
+def test_calls_of_tools_are_answers(
+    text: Callable[..., str], template: str, tools: Any, expected: str
+) -> None:
     assert text(template, WITH_TOOLS, tools=tools) == expected
 
 
@@ -288,9 +341,24 @@ def test_calls_of_tools_are_answers(text: Callable[..., str], template: str, too
         (GEMMA, TWO, TOOLS, "tools"),
         (BUILT_IN["alpaca"], WITH_TOOLS, None, "tool_calls"),
         (NO_SYSTEM, [system("Be brief."), *ONE], None, "the system message"),
-        (LLAMA31, [user("Hi"), assistant("I ask.", tool_calls=CALL), tool("no"), assistant("yes")], None, "the text"),
-        (DEEPSEEK_R1, [user("Hi"), assistant("<think>\nWell.\n</think>\n\nyes")], None, "what the last response has"),
-        (NO_SYSTEM, [user("Hi"), assistant("yes", thinking="hm")], None, 'the last response\'s "thinking"'),
+        (
+            LLAMA31,
+            [user("Hi"), assistant("I ask.", tool_calls=CALL), tool("no"), assistant("yes")],
+            None,
+            "the text",
+        ),
+        (
+            DEEPSEEK_R1,
+            [user("Hi"), assistant("<think>\nWell.\n</think>\n\nyes")],
+            None,
+            "what the last response has",
+        ),
+        (
+            NO_SYSTEM,
+            [user("Hi"), assistant("yes", thinking="hm")],
+            None,
+            'the last response\'s "thinking"',
+        ),
     ],
 )
 def test_what_a_template_would_lose_is_refused(
@@ -302,15 +370,20 @@ def test_what_a_template_would_lose_is_refused(
 
 def test_thoughts_are_trained_where_the_model_thinks_them(text: Callable[..., str]) -> None:
     chat = [
-        user("Hi"), assistant("<think>\na\n</think>\n\nyes"), user("Hi"), assistant("<think>\nb\n</think>\n\nno"),
-    ]  # fmt: skip
+        user("Hi"),
+        assistant("<think>\na\n</think>\n\nyes"),
+        user("Hi"),
+        assistant("<think>\nb\n</think>\n\nno"),
+    ]
     assert text(QWEN3, chat) == (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[yes<|im_end|>]]\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[<think>\nb\n</think>\n\nno<|im_end|>]]\n"
     )
 
 
-@pytest.mark.parametrize("answer", [assistant("<think>\nb\n</think>\n\nno"), assistant("no", reasoning_content="b")])
+@pytest.mark.parametrize(
+    "answer", [assistant("<think>\nb\n</think>\n\nno"), assistant("no", reasoning_content="b")]
+)
 def test_thoughts_are_in_the_loss_where_the_generation_prompt_holds_an_empty_one(
     text: Callable[..., str], answer: Message
 ) -> None:
@@ -334,12 +407,22 @@ def test_what_a_tool_returns_is_not_in_the_loss_where_it_stands_inside_a_turn(
 
 
 @pytest.mark.parametrize("template", [GEMMA, MISTRAL, PHI3, BUILT_IN["chatml"], BUILT_IN["alpaca"]])
-def test_weights_and_labels_choose_among_the_answers(text: Callable[..., str], template: str) -> None:
+def test_weights_and_labels_choose_among_the_answers(
+    text: Callable[..., str], template: str
+) -> None:
     def trained(messages: list[Message], labels: str) -> list[str]:
         shown = text(template, messages, labels)
         return [part.split("]]")[0].strip().split("<")[0] for part in shown.split("[[")[1:]]
 
-    chat = [system("S"), user("A"), assistant("B"), user("C"), assistant("D"), user("E"), assistant("F")]
+    chat = [
+        system("S"),
+        user("A"),
+        assistant("B"),
+        user("C"),
+        assistant("D"),
+        user("E"),
+        assistant("F"),
+    ]
     weighted = [{**turn, "weight": 0} if turn["content"] in ("B", "D") else turn for turn in chat]
     assert trained(chat, "assistant") == ["B", "D", "F"]
     assert trained(chat, "completion") == ["F"]
@@ -355,13 +438,19 @@ def test_the_settings_know_the_built_in_templates() -> None:
     assert set(BUILT_IN) == set(BUILT_IN_TEMPLATES)
 
 
-def test_chatml_begins_with_the_bos_that_the_tokenizer_adds(llama3: PreTrainedTokenizerFast) -> None:
+def test_chatml_begins_with_the_bos_that_the_tokenizer_adds(
+    llama3: PreTrainedTokenizerFast,
+) -> None:
     ensure_chat_template(llama3, "chatml", add_tokens=True)
     [encoded] = Encoder(llama3, 100).encode({"messages": ONE}, "messages")
-    assert [index for index, token in enumerate(encoded.input_ids) if token == llama3.bos_token_id] == [0]
+    assert [
+        index for index, token in enumerate(encoded.input_ids) if token == llama3.bos_token_id
+    ] == [0]
 
 
-def test_a_template_file_is_taken_and_saved_with_the_tokenizer(plain: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_template_file_is_taken_and_saved_with_the_tokenizer(
+    plain: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}")
     assert str(file) in ensure_chat_template(plain, str(file))
@@ -391,14 +480,21 @@ def test_a_template_without_its_tokens_is_refused_unless_they_may_be_added(
     plain: PreTrainedTokenizerFast, wanted: str | None
 ) -> None:
     plain.chat_template = BUILT_IN["chatml"]
-    with pytest.raises(UserError, match=r"(?s)writes <\|im_start\|>, <\|im_end\|>: .*resize_embeddings"):
+    with pytest.raises(
+        UserError, match=r"(?s)writes <\|im_start\|>, <\|im_end\|>: .*resize_embeddings"
+    ):
         ensure_chat_template(plain, wanted)
     before = len(plain)
-    assert "new tokens: <|im_start|>, <|im_end|>" in ensure_chat_template(plain, wanted, add_tokens=True)
+    assert "new tokens: <|im_start|>, <|im_end|>" in ensure_chat_template(
+        plain, wanted, add_tokens=True
+    )
     assert len(plain) == before + 2
     assert plain.eos_token == "<|im_end|>"  # what ends an answer has to end generation
     [encoded] = Encoder(plain, 100).encode({"messages": ONE}, "messages")
-    assert plain.convert_ids_to_tokens([label for label in encoded.labels if label != -100]) == ["yes", "<|im_end|>"]
+    assert plain.convert_ids_to_tokens([label for label in encoded.labels if label != -100]) == [
+        "yes",
+        "<|im_end|>",
+    ]
 
 
 def test_what_a_template_writes_does_not_depend_on_the_day() -> None:

@@ -18,7 +18,9 @@ def rows(file: Path) -> list[dict[str, str]]:
 
 
 def test_answers_are_docstrings_of_the_running_python(demo: Demo) -> None:
-    answers = {row["input"]: row["output"] for row in rows(demo.train_file) + rows(demo.validation_file)}
+    answers = {
+        row["input"]: row["output"] for row in rows(demo.train_file) + rows(demo.validation_file)
+    }
     assert answers["def fnmatch(name, pat)"] == inspect.getdoc(__import__("fnmatch").fnmatch)
     assert answers["class JSONDecoder(object)"] == inspect.getdoc(json.JSONDecoder)
 
@@ -26,11 +28,15 @@ def test_answers_are_docstrings_of_the_running_python(demo: Demo) -> None:
 def test_no_answer_and_no_question_of_the_validation_rows_is_trained_on(demo: Demo) -> None:
     train, validation = rows(demo.train_file), rows(demo.validation_file)
     for column in ("output", "instruction"):
-        assert not {row[column].lower() for row in train} & {row[column].lower() for row in validation}
+        assert not {row[column].lower() for row in train} & {
+            row[column].lower() for row in validation
+        }
 
 
 @pytest.mark.slow
-def test_another_process_builds_the_same_bytes_whatever_its_rank(demo: Demo, tmp_path: Path) -> None:
+def test_another_process_builds_the_same_bytes_whatever_its_rank(
+    demo: Demo, tmp_path: Path
+) -> None:
     """As the first rank of a second node does, whose cache is its own."""
     code = "import sys; from pathlib import Path; from llama_ft.data import build_demo;"
     code += "import torch.distributed as dist; from torch.testing._internal.distributed.fake_pg import FakeStore;"
@@ -49,7 +55,10 @@ def test_tokenizer_and_generation_know_the_end_of_a_turn(demo: Demo) -> None:
     generation = GenerationConfig.from_pretrained(demo.model_dir)
     assert len(tokenizer) == 8192
     assert tokenizer.eos_token == "<|end|>"
-    assert (generation.eos_token_id, generation.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert (generation.eos_token_id, generation.pad_token_id) == (
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+    )
     text = "Grüße, 世界\n\n\tdef f(x):  return x"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert tokenizer.tokenize("<|user|><|assistant|>") == ["<|user|>", "<|assistant|>"]
@@ -74,4 +83,8 @@ def test_without_the_package_the_quickstart_takes_the_hub_or_says_that_it_takes_
     if is_reached:
         assert model == smollm2.HUB_NAME and "Apache-2.0" in about
     else:
-        assert model == "" and "Name or service not known" in about and "random weights takes its place" in about
+        assert (
+            model == ""
+            and "Name or service not known" in about
+            and "random weights takes its place" in about
+        )

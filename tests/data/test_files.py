@@ -37,7 +37,9 @@ def test_jsonl_counts_blank_lines_and_takes_a_byte_order_mark(tmp_path: Path) ->
         (b"[" * 100_000, "malformed JSON: "),
     ],
 )
-def test_unusable_line_of_jsonl_is_told_and_the_next_is_read(tmp_path: Path, line: bytes, text: str) -> None:
+def test_unusable_line_of_jsonl_is_told_and_the_next_is_read(
+    tmp_path: Path, line: bytes, text: str
+) -> None:
     path = written(tmp_path / "my.jsonl", b'{"a": 1}\n' + line + b'\n{"a": 3}\n')
     (_, first), (place, problem), (_, third) = rows_of_file(path)
     assert (first, third) == ({"a": 1}, {"a": 3})
@@ -52,11 +54,16 @@ def test_json_array_counts_rows(tmp_path: Path) -> None:
     assert isinstance(rows[2][1], BadRow)
     path.write_text('{"a": 1}\n{"a": 2}\n')  # or one object per line
     assert [row for _, row in rows_of_file(path)] == [{"a": 1}, {"a": 2}]
-    assert list(rows_of_file(written(path, " [ ] \n"))) == list(rows_of_file(written(path, ""))) == []
+    assert (
+        list(rows_of_file(written(path, " [ ] \n"))) == list(rows_of_file(written(path, ""))) == []
+    )
 
 
 def test_csv_counts_rows_after_the_header(tmp_path: Path) -> None:
-    path = written(tmp_path / "my.csv", '\ufeffinstruction,output\n"Hi,\nyou",yes\n\nHi,' + "y" * 200_000 + "\n")
+    path = written(
+        tmp_path / "my.csv",
+        '\ufeffinstruction,output\n"Hi,\nyou",yes\n\nHi,' + "y" * 200_000 + "\n",
+    )
     assert list(rows_of_file(path)) == [
         (f"{path} row 1", {"instruction": "Hi,\nyou", "output": "yes"}),
         (f"{path} row 2", {"instruction": "Hi", "output": "y" * 200_000}),
@@ -64,7 +71,9 @@ def test_csv_counts_rows_after_the_header(tmp_path: Path) -> None:
 
 
 def test_csv_row_with_other_fields_than_the_header_is_told(tmp_path: Path) -> None:
-    (_, problem), (_, too_few), (_, good) = rows_of_file(written(tmp_path / "my.csv", "a,b\n1,2,3\n1\n1,2\n"))
+    (_, problem), (_, too_few), (_, good) = rows_of_file(
+        written(tmp_path / "my.csv", "a,b\n1,2,3\n1\n1,2\n")
+    )
     assert isinstance(problem, BadRow) and isinstance(too_few, BadRow)
     assert good == {"a": "1", "b": "2"}
 
@@ -80,7 +89,10 @@ def zstd(data: bytes) -> bytes:
 
 KINDS: dict[str, Callable[[Path], object]] = {
     "my.jsonl": lambda path: path.write_bytes(LINES),
-    "my.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES[:60]) + gzip.compress(LINES[60:])),  # two members
+    # two members
+    "my.jsonl.gz": lambda path: path.write_bytes(
+        gzip.compress(LINES[:60]) + gzip.compress(LINES[60:])
+    ),
     "my.jsonl.zst": lambda path: path.write_bytes(zstd(LINES[:60]) + zstd(LINES[60:])),
     "my.json": lambda path: path.write_text(json.dumps(ROWS, indent=2, ensure_ascii=False)),
     "array.jsonl": lambda path: path.write_text(json.dumps(ROWS)),
@@ -91,7 +103,9 @@ KINDS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_file_holds_the_same_rows_here_and_behind_a_url(tmp_path: Path, name: str) -> None:
+def test_every_kind_of_file_holds_the_same_rows_here_and_behind_a_url(
+    tmp_path: Path, name: str
+) -> None:
     KINDS[name](tmp_path / name)
     assert [row for _, row in rows_of_file(tmp_path / name)] == ROWS
     url = f"memory://{tmp_path.name}/{name}"
@@ -103,7 +117,10 @@ def test_every_kind_of_file_holds_the_same_rows_here_and_behind_a_url(tmp_path: 
 
 
 def test_keys_that_only_other_objects_have_are_no_nulls_in_parquet(tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes", "weight": 0}]
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "yes", "weight": 0},
+    ]
     table = pyarrow.Table.from_pylist([{"messages": turns, "id": None, "labels": [1, 2]}])
     pyarrow.parquet.write_table(table, tmp_path / "my.parquet")
     [(_, row)] = rows_of_file(tmp_path / "my.parquet")
@@ -117,12 +134,22 @@ def test_keys_that_only_other_objects_have_are_no_nulls_in_parquet(tmp_path: Pat
         ("my.jsonl.zst", b"not zipped", "cannot be read: ZSTD decompress failed"),
         ("my.parquet", b"", "cannot be read: "),
         ("my.csv", b"a,b\n1,2\n3,\xff\n", "cannot be read: "),
-        ("my.csv", b'a,b\n1,2\n"1\n2,3\n', "cannot be read after {path} row 1: unexpected end of data"),
+        (
+            "my.csv",
+            b'a,b\n1,2\n"1\n2,3\n',
+            "cannot be read after {path} row 1: unexpected end of data",
+        ),
         ("my.json", b'[{"a": 1},\n\n' + b"[" * 100_000, "cannot be read: "),
-        ("my.json", b'[{"a": 1},\n{"a": "never ends', "cannot be read: Unterminated string starting at: line 2"),
+        (
+            "my.json",
+            b'[{"a": 1},\n{"a": "never ends',
+            "cannot be read: Unterminated string starting at: line 2",
+        ),
     ],
 )
-def test_file_that_cannot_be_read_on_is_told(tmp_path: Path, name: str, content: bytes, text: str) -> None:
+def test_file_that_cannot_be_read_on_is_told(
+    tmp_path: Path, name: str, content: bytes, text: str
+) -> None:
     path = written(tmp_path / name, content)
     with pytest.raises(UserError) as caught:
         list(rows_of_file(path))
@@ -130,19 +157,25 @@ def test_file_that_cannot_be_read_on_is_told(tmp_path: Path, name: str, content:
 
 
 @pytest.mark.parametrize(
-    ("host", "why"), [("127.0.0.1:9", "connection refused"), ("no-such-host.invalid", "host not found")]
+    ("host", "why"),
+    [("127.0.0.1:9", "connection refused"), ("no-such-host.invalid", "host not found")],
 )
 def test_a_host_that_does_not_answer_is_no_missing_file(host: str, why: str) -> None:
     with pytest.raises(UserError) as told:
         list(rows_of_file(f"http://me:hunter2@{host}/my.jsonl"))
-    assert str(told.value) == f"error: http://***@{host}/my.jsonl: cannot be read: the host does not answer ({why})."
+    assert (
+        str(told.value)
+        == f"error: http://***@{host}/my.jsonl: cannot be read: the host does not answer ({why})."
+    )
 
 
 @pytest.mark.parametrize("name", ["my.jsonl", "my.jsonl.gz"])
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
     row = json.dumps({"text": "x" * 1000})
     text = "\n".join([row] * 30_001)
-    path = written(tmp_path / name, gzip.compress(text.encode(), 1) if name.endswith(".gz") else text)
+    path = written(
+        tmp_path / name, gzip.compress(text.encode(), 1) if name.endswith(".gz") else text
+    )
     del text
     tracemalloc.start()
     assert sum(1 for _ in rows_of_file(path)) == 30_001

@@ -54,7 +54,11 @@ def said(role: str, content: object, **more: object) -> dict[str, Any]:
     ],
 )
 def test_format_is_told_by_the_columns(columns: str, expected: str) -> None:
-    assert find_format("my.jsonl", columns.split(), "auto") == find_format("x", columns.split(), expected) == expected
+    assert (
+        find_format("my.jsonl", columns.split(), "auto")
+        == find_format("x", columns.split(), expected)
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,10 +74,16 @@ def test_format_is_told_by_the_columns(columns: str, expected: str) -> None:
             "my.jsonl: it has pairs of a chosen and a rejected response.\nTrain on them with --objective dpo",
         ),
         ("prompt completion", "preference", "--dataset_format is preference"),
-        ("prompt completion label", "auto", "its completions have labels, desirable or not.\n--objective kto"),
+        (
+            "prompt completion label",
+            "auto",
+            "its completions have labels, desirable or not.\n--objective kto",
+        ),
     ],
 )
-def test_wrong_columns_are_listed_with_what_is_expected(columns: str, wanted: str, text: str) -> None:
+def test_wrong_columns_are_listed_with_what_is_expected(
+    columns: str, wanted: str, text: str
+) -> None:
     with pytest.raises(UserError) as caught:
         find_format("my.jsonl", columns.split(), wanted)
     assert text in caught.value.messages[0]
@@ -89,18 +99,50 @@ def answered(**changes: object) -> Row:
     [
         (alpaca_messages, {"output": "yes"}, '"instruction" is missing'),
         (alpaca_messages, {"instruction": "Hi", "output": " "}, '"output" is " "'),
-        (alpaca_messages, {"instruction": "Hi", "output": "yes", "input": ["a"]}, '"input" is ["a"]; expected text'),
-        (alpaca_messages, {"instruction": "Hi", "output": "yes", "system": 5}, '"system.content" is 5'),
-        (alpaca_messages, {"instruction": "Hi", "output": "yes", "history": "no"}, '"history" is "no"; expected JSON'),
-        (alpaca_messages, {"instruction": "Hi", "output": "yes", "history": [["Hi", ""]]}, '"history[0][1].content"'),
+        (
+            alpaca_messages,
+            {"instruction": "Hi", "output": "yes", "input": ["a"]},
+            '"input" is ["a"]; expected text',
+        ),
+        (
+            alpaca_messages,
+            {"instruction": "Hi", "output": "yes", "system": 5},
+            '"system.content" is 5',
+        ),
+        (
+            alpaca_messages,
+            {"instruction": "Hi", "output": "yes", "history": "no"},
+            '"history" is "no"; expected JSON',
+        ),
+        (
+            alpaca_messages,
+            {"instruction": "Hi", "output": "yes", "history": [["Hi", ""]]},
+            '"history[0][1].content"',
+        ),
         (chat_messages, {"messages": None}, '"messages" is missing'),
         (chat_messages, {"messages": ["Hi"]}, '"messages[0]" is "Hi"'),
-        (chat_messages, answered(role="asistant"), '"messages[1].role" is "asistant"; expected assistant here'),
-        (chat_messages, {"messages": [ANSWER]}, '"messages[0].role" is "assistant"; expected system or user here'),
-        (chat_messages, {"messages": [USER, ANSWER, USER]}, '"messages[2]" is "user"; expected an assistant'),
+        (
+            chat_messages,
+            answered(role="asistant"),
+            '"messages[1].role" is "asistant"; expected assistant here',
+        ),
+        (
+            chat_messages,
+            {"messages": [ANSWER]},
+            '"messages[0].role" is "assistant"; expected system or user here',
+        ),
+        (
+            chat_messages,
+            {"messages": [USER, ANSWER, USER]},
+            '"messages[2]" is "user"; expected an assistant',
+        ),
         (chat_messages, answered(content=None), '"messages[1].content" is missing'),
         (chat_messages, answered(content=""), '"messages[1].content" is empty'),
-        (chat_messages, answered(content=[{"type": "image_url", "image_url": {}}]), '"messages[1].content" is [{'),
+        (
+            chat_messages,
+            answered(content=[{"type": "image_url", "image_url": {}}]),
+            '"messages[1].content" is [{',
+        ),
         (chat_messages, answered(weight=2), '"messages[1].weight" is 2; expected 0'),
         (chat_messages, answered(tool_calls="f()"), '"messages[1].tool_calls" is "f()"'),
         (
@@ -114,20 +156,52 @@ def answered(**changes: object) -> Row:
             '"conversations[0].from" is "Human"',
         ),
         (prompt_completion, {"prompt": "Hi", "completion": [ANSWER]}, '"completion" is [{'),
-        (prompt_completion, {"prompt": [USER], "completion": "yes"}, '"completion" is "yes"; expected a list'),
-        (prompt_completion, {"prompt": [USER, ANSWER], "completion": [USER, ANSWER]}, '"completion[0].role" is "user"'),
-        (labelled, {"prompt": "Hi", "completion": "yes"}, '"label" is missing; expected true or false, 1 or 0'),
-        (labelled, {"prompt": "Hi", "completion": "yes", "label": 2}, '"label" is 2; expected true'),
-        (labelled, {"prompt": "Hi", "completion": " ", "label": 1}, '"completion" is " "; expected text'),
+        (
+            prompt_completion,
+            {"prompt": [USER], "completion": "yes"},
+            '"completion" is "yes"; expected a list',
+        ),
+        (
+            prompt_completion,
+            {"prompt": [USER, ANSWER], "completion": [USER, ANSWER]},
+            '"completion[0].role" is "user"',
+        ),
+        (
+            labelled,
+            {"prompt": "Hi", "completion": "yes"},
+            '"label" is missing; expected true or false, 1 or 0',
+        ),
+        (
+            labelled,
+            {"prompt": "Hi", "completion": "yes", "label": 2},
+            '"label" is 2; expected true',
+        ),
+        (
+            labelled,
+            {"prompt": "Hi", "completion": " ", "label": 1},
+            '"completion" is " "; expected text',
+        ),
         (pair_contents, {"prompt": "Hi", "chosen": "yes"}, '"rejected" is missing; expected text'),
-        (pair_contents, {"prompt": "Hi", "chosen": "yes", "rejected": " "}, '"rejected" is " "; expected text'),
-        (pair_contents, {"prompt": "Hi", "chosen": "", "rejected": ""}, '"chosen" is empty; expected text'),
+        (
+            pair_contents,
+            {"prompt": "Hi", "chosen": "yes", "rejected": " "},
+            '"rejected" is " "; expected text',
+        ),
+        (
+            pair_contents,
+            {"prompt": "Hi", "chosen": "", "rejected": ""},
+            '"chosen" is empty; expected text',
+        ),
         (
             pair_contents,
             {"prompt": "Hi", "chosen": "a", "rejected": "a"},
             '"rejected" is "a"; expected another response',
         ),
-        (pair_contents, {"chosen": "A: yes", "rejected": "B: no"}, '"rejected" is "B: no"; expected the prompt that'),
+        (
+            pair_contents,
+            {"chosen": "A: yes", "rejected": "B: no"},
+            '"rejected" is "B: no"; expected the prompt that',
+        ),
         (
             pair_contents,
             {"chosen": "A: yes", "rejected": "A: yes, but"},
@@ -138,8 +212,16 @@ def answered(**changes: object) -> Row:
             {"chosen": [USER, ANSWER], "rejected": "no"},
             '"rejected" is "no"; expected a list of messages',
         ),
-        (pair_contents, {"chosen": [USER, ANSWER], "rejected": []}, '"rejected" is empty; expected a list of messages'),
-        (pair_contents, {"chosen": [ANSWER], "rejected": [NO]}, '"prompt" is missing; expected text'),
+        (
+            pair_contents,
+            {"chosen": [USER, ANSWER], "rejected": []},
+            '"rejected" is empty; expected a list of messages',
+        ),
+        (
+            pair_contents,
+            {"chosen": [ANSWER], "rejected": [NO]},
+            '"prompt" is missing; expected text',
+        ),
         (
             pair_contents,
             {"chosen": [USER, ANSWER], "rejected": [said("user", "Ho"), NO]},
@@ -166,23 +248,42 @@ def answered(**changes: object) -> Row:
             '"rejected[1].content" is em',
         ),
         (token_row, {"labels": [1]}, '"input_ids" is missing'),
-        (token_row, {"input_ids": [1, 2], "labels": [1]}, '"input_ids" has 2, "labels" has 1 entries; expected'),
-        (token_row, {"input_ids": [1, 2], "attention_mask": [1]}, '"input_ids" has 2, "attention_mask" has 1 entries'),
-        (token_row, {"input_ids": [], "attention_mask": []}, '"input_ids" has 0, "attention_mask" has 0 entries'),
+        (
+            token_row,
+            {"input_ids": [1, 2], "labels": [1]},
+            '"input_ids" has 2, "labels" has 1 entries; expected',
+        ),
+        (
+            token_row,
+            {"input_ids": [1, 2], "attention_mask": [1]},
+            '"input_ids" has 2, "attention_mask" has 1 entries',
+        ),
+        (
+            token_row,
+            {"input_ids": [], "attention_mask": []},
+            '"input_ids" has 0, "attention_mask" has 0 entries',
+        ),
         (token_row, {"input_ids": [True], "labels": [1]}, '"input_ids" is [true]'),
         (plain_text, {"text": 5}, '"text" is 5'),
         (tools_of, {"tools": "[{"}, '"tools" is "[{"; expected JSON'),
         (tools_of, {"tools": ["f"]}, '"tools" is ["f"]; expected a list of objects'),
     ],
 )
-def test_the_field_that_is_wrong_is_named(read: Callable[[Row], object], row: Row, text: str) -> None:
+def test_the_field_that_is_wrong_is_named(
+    read: Callable[[Row], object], row: Row, text: str
+) -> None:
     with pytest.raises(BadRow) as caught:
         read(row)
     assert str(caught.value).startswith(text)
 
 
 def test_tool_turns_follow_an_assistant_that_may_say_nothing() -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}], "name": None}
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function"}],
+        "name": None,
+    }
     tool = {"role": "tool", "content": "5"}
     checked = chat_messages({"messages": [USER, call, tool, tool, ANSWER]})
     assert [turn["role"] for turn in checked] == ["user", "assistant", "tool", "tool", "assistant"]
@@ -190,23 +291,38 @@ def test_tool_turns_follow_an_assistant_that_may_say_nothing() -> None:
 
 
 def test_tokens_without_labels_are_all_trained_on_but_for_those_masked_out() -> None:
-    assert token_row({"input_ids": [1, 2, 3], "labels": None, "attention_mask": [0, 1, 1]}) == ([2, 3], [2, 3])
+    assert token_row({"input_ids": [1, 2, 3], "labels": None, "attention_mask": [0, 1, 1]}) == (
+        [2, 3],
+        [2, 3],
+    )
 
 
 def test_openai_rows_keep_weights_and_get_text_and_arguments_as_templates_want_them() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Lima"}'}}
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "f", "arguments": '{"city": "Lima"}'},
+    }
     parts = [{"type": "text", "text": "How warm"}, {"type": "text", "text": " is it?"}]
-    turns = [said("user", parts), said("assistant", None, tool_calls=[call], weight=0), said("tool", "20"), ANSWER]
+    turns = [
+        said("user", parts),
+        said("assistant", None, tool_calls=[call], weight=0),
+        said("tool", "20"),
+        ANSWER,
+    ]
     checked = chat_messages({"messages": turns})
     assert checked[0]["content"] == "How warm is it?"
     assert checked[1]["weight"] == 0
     assert checked[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"city": "Lima"}}
     assert call["function"]["arguments"] == '{"city": "Lima"}'  # the row itself stays as it is
-    assert chat_messages({"messages": [said("developer", "x"), USER, ANSWER]})[0]["role"] == "system"
+    assert (
+        chat_messages({"messages": [said("developer", "x"), USER, ANSWER]})[0]["role"] == "system"
+    )
 
 
 @pytest.mark.parametrize(
-    ("tools", "expected"), [(None, None), ("", None), ([{"type": "f"}], [{"type": "f"}]), ('[{"a": 1}]', [{"a": 1}])]
+    ("tools", "expected"),
+    [(None, None), ("", None), ([{"type": "f"}], [{"type": "f"}]), ('[{"a": 1}]', [{"a": 1}])],
 )
 def test_tools_are_a_list_or_its_json_text(tools: object, expected: object) -> None:
     assert tools_of({"tools": tools}) == expected
@@ -216,15 +332,34 @@ def test_sharegpt_turns_become_messages() -> None:
     first = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"}]
     second = [{"from": "gpt", "value": "Hello", "weight": 0}, {"from": "human", "value": "2 + 2?"}]
     turns = [*first, *second, {"from": "gpt", "value": "4", "weight": None}]
-    messages = [said("system", "Be brief."), USER, said("assistant", "Hello", weight=0), said("user", "2 + 2?")]
+    messages = [
+        said("system", "Be brief."),
+        USER,
+        said("assistant", "Hello", weight=0),
+        said("user", "2 + 2?"),
+    ]
     assert sharegpt_messages({"conversations": turns}) == [*messages, said("assistant", "4")]
-    assert sharegpt_messages({"conversations": [USER, ANSWER]}) == [USER, ANSWER]  # some have OpenAI's keys there
+    # some have OpenAI's keys there
+    assert sharegpt_messages({"conversations": [USER, ANSWER]}) == [USER, ANSWER]
 
 
 @pytest.mark.parametrize("history", [[["A", "B"], ["C", "D"]], '[["A", "B"], ["C", "D"]]'])
 def test_system_and_history_of_alpaca_rows_are_turns(history: object) -> None:
-    row = {"instruction": "Hi", "input": "", "output": "yes", "system": "Be brief.", "history": history}
-    turns = [said("user", "A"), said("assistant", "B"), said("user", "C"), said("assistant", "D"), USER, ANSWER]
+    row = {
+        "instruction": "Hi",
+        "input": "",
+        "output": "yes",
+        "system": "Be brief.",
+        "history": history,
+    }
+    turns = [
+        said("user", "A"),
+        said("assistant", "B"),
+        said("user", "C"),
+        said("assistant", "D"),
+        USER,
+        ANSWER,
+    ]
     assert alpaca_messages(row) == [said("system", "Be brief."), *turns]
     assert alpaca_messages({**row, "system": " ", "history": ""}) == [USER, ANSWER]
     assert alpaca_messages({**row, "system": None, "history": None}) == [USER, ANSWER]
@@ -233,8 +368,16 @@ def test_system_and_history_of_alpaca_rows_are_turns(history: object) -> None:
 def test_a_system_column_is_the_system_turn_of_a_chat_that_has_none() -> None:
     brief, own = said("system", "Be brief."), said("system", "Be kind.")
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "yes"}]
-    assert sharegpt_messages({"system": "Be brief.", "conversations": turns}) == [brief, USER, ANSWER]
-    assert chat_messages({"system": "Be brief.", "messages": [own, USER, ANSWER]}) == [own, USER, ANSWER]
+    assert sharegpt_messages({"system": "Be brief.", "conversations": turns}) == [
+        brief,
+        USER,
+        ANSWER,
+    ]
+    assert chat_messages({"system": "Be brief.", "messages": [own, USER, ANSWER]}) == [
+        own,
+        USER,
+        ANSWER,
+    ]
     row = {"system": "Be brief.", "prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
     assert prompt_completion(row) == [brief, USER, {**ANSWER, "weight": 0}, USER, ANSWER]
     row = {"system": "Be brief.", "prompt": "Hi ", "completion": "yes"}
@@ -259,7 +402,10 @@ def test_pairs_are_texts_or_chats_with_or_without_a_column_for_the_prompt() -> N
         assert pair_contents({"prompt": prompt, "chosen": [ANSWER], "rejected": [NO]}) == chats
         assert pair_contents(whole) == pair_contents({**whole, "prompt": prompt}) == chats
         assert pair_contents({**whole, "prompt": "Hi"}) == chats, "as the Hub's sets repeat it"
-    assert pair_contents({"prompt": "Hi", "chosen": [ANSWER], "rejected": [NO]}) == [[USER, ANSWER], [USER, NO]]
+    assert pair_contents({"prompt": "Hi", "chosen": [ANSWER], "rejected": [NO]}) == [
+        [USER, ANSWER],
+        [USER, NO],
+    ]
     row = {"system": "Be brief.", "chosen": [USER, ANSWER], "rejected": [USER, NO]}
     assert pair_contents(row) == [[system, USER, ANSWER], [system, USER, NO]]
     assert FORMATS["preference"].read(row) == [system, USER, ANSWER]
@@ -269,7 +415,13 @@ def test_pairs_are_texts_or_chats_with_or_without_a_column_for_the_prompt() -> N
 def test_a_label_is_a_truth_value_a_number_or_the_text_of_one(label: Any) -> None:
     row = {"prompt": [USER], "completion": [ANSWER], "label": label}
     assert labelled(row) == [USER, ANSWER] and is_desirable(row)
-    opposite = str(not label) if isinstance(label, str) and len(label) > 1 else str(0) if label == "1" else 1 - label
+    opposite = (
+        str(not label)
+        if isinstance(label, str) and len(label) > 1
+        else str(0)
+        if label == "1"
+        else 1 - label
+    )
     assert not is_desirable({"label": opposite})
 
 
@@ -288,9 +440,15 @@ for wanted in ("auto", "question_answers"):
 
 
 @pytest.mark.slow
-def test_a_format_of_the_page_is_one_change_of_one_file(save_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_format_of_the_page_is_one_change_of_one_file(
+    save_model: Callable[..., Path], tmp_path: Path
+) -> None:
     page = Page("docs/development/add-a-format.md")
-    shutil.copytree(REPOSITORY / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+    shutil.copytree(
+        REPOSITORY / "src",
+        tmp_path / "src",
+        ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"),
+    )
     shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
     (tmp_path / "change.diff").write_text(page.blocks("diff")[0])
     (row,) = page.blocks("json")
@@ -298,5 +456,7 @@ def test_a_format_of_the_page_is_one_change_of_one_file(save_model: Callable[...
     command = [sys.executable, "-c", TOKENIZE, str(save_model(tmp_path / "model"))]
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
     subprocess.run(["git", "apply", "change.diff"], cwd=tmp_path, check=True)
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.splitlines() == ["['4</s>']"] * 2, done.stderr

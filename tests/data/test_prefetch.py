@@ -9,7 +9,9 @@ import pytest
 from llama_ft.data import Prefetcher
 
 
-def numbers(made: list[int], closed: threading.Event, count: int = 1000) -> Generator[int, None, None]:
+def numbers(
+    made: list[int], closed: threading.Event, count: int = 1000
+) -> Generator[int, None, None]:
     try:
         for number in range(count):
             made.append(number)
@@ -24,7 +26,8 @@ def test_items_come_in_order_and_a_few_are_made_ahead() -> None:
         items = iter(ahead)
         assert next(items) == 0
         until = time.monotonic() + 10
-        while len(made) < 4 and time.monotonic() < until:  # one taken, two waiting, one in the thread's hand
+        # one taken, two waiting, one in the thread's hand
+        while len(made) < 4 and time.monotonic() < until:
             time.sleep(0.01)
         assert made == [0, 1, 2, 3]
         assert list(items) == list(range(1, 20))

@@ -17,17 +17,27 @@ def pairs(count: int) -> list[dict[str, str]]:
 
 
 def prepared(
-    dataset: Path | str, tokenizer: Any, cache: Path, *, context_length: int = 64, want: bool = True, **settings: Any
+    dataset: Path | str,
+    tokenizer: Any,
+    cache: Path,
+    *,
+    context_length: int = 64,
+    want: bool = True,
+    **settings: Any,
 ) -> TokenizedData:
     config = DataConfig(dataset=str(dataset), **settings)
-    return prepare(config, tokenizer, context_length=context_length, cache=cache, want_validation=want)
+    return prepare(
+        config, tokenizer, context_length=context_length, cache=cache, want_validation=want
+    )
 
 
 def cached(cache: Path) -> set[str]:
     return {path.name for path in (cache / "tokenized").iterdir()}
 
 
-def test_rows_come_out_as_tokens_labels_counts_and_places(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_rows_come_out_as_tokens_labels_counts_and_places(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     path = write_jsonl(tmp_path / "my.jsonl", pairs(3))
     data = prepared(path, llama3, tmp_path / "cache")
     assert len(data.train) == 3
@@ -46,14 +56,21 @@ def test_rows_come_out_as_tokens_labels_counts_and_places(llama3: PreTrainedToke
     assert data.summary[2].split() == ["training", "3", "45", "6", "15", "0", "0"]
 
 
-def test_first_bad_rows_are_reported_together(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_first_bad_rows_are_reported_together(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     bad = {"messages": [{"role": "user", "content": "Hi"}, {"role": "asistant", "content": "yes"}]}
-    good = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes"}]}
-    path = write_jsonl(tmp_path / "my.jsonl", [good, bad, good, '{"messages": [', *[good, bad] * 300])
+    good = {
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes"}]
+    }
+    path = write_jsonl(
+        tmp_path / "my.jsonl", [good, bad, good, '{"messages": [', *[good, bad] * 300]
+    )
     with pytest.raises(UserError) as caught:
         prepared(path, llama3, tmp_path / "cache")
     second, fourth, *_, last = caught.value.messages
-    assert "302 bad samples:" in last and '301 x "messages[N].role" is "asistant"' in last  # of several chunks
+    # of several chunks
+    assert "302 bad samples:" in last and '301 x "messages[N].role" is "asistant"' in last
     assert second.startswith(f'{path}:2: "messages[1].role" is "asistant"; expected assistant')
     assert fourth.startswith(f"{path}:4: malformed JSON") and "--skip_bad_rows" in last
     assert cached(tmp_path / "cache") == set()
@@ -64,7 +81,10 @@ def test_first_bad_rows_are_reported_together(llama3: PreTrainedTokenizerFast, t
     [
         ({"validation": "1.5"}, "my.jsonl: no sample is left for train"),
         ({"validation": "0.0001"}, "my.jsonl: no sample is left for validation"),
-        ({"context_length": 8}, "my.jsonl: no sample is left for train: 3 are longer than --context_length 8"),
+        (
+            {"context_length": 8},
+            "my.jsonl: no sample is left for train: 3 are longer than --context_length 8",
+        ),
         (
             {"validation": "bad.jsonl", "skip_bad_rows": True},
             "bad.jsonl: no sample is left for validation: .* 3 are bad",
@@ -72,7 +92,11 @@ def test_first_bad_rows_are_reported_together(llama3: PreTrainedTokenizerFast, t
     ],
 )
 def test_a_split_without_rows_is_refused(
-    llama3: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Any, text: str
+    llama3: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: Any,
+    text: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_jsonl(Path("bad.jsonl"), [{"instruction": "Hi", "output": ""}] * 3)
@@ -80,17 +104,27 @@ def test_a_split_without_rows_is_refused(
         prepared(write_jsonl(Path("my.jsonl"), pairs(3)), llama3, tmp_path / "cache", **settings)
 
 
-def test_fraction_of_the_rows_does_not_depend_on_their_order(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_fraction_of_the_rows_does_not_depend_on_their_order(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     rows = pairs(200)
-    forward = prepared(write_jsonl(tmp_path / "a.jsonl", rows), llama3, tmp_path / "cache", validation="0.2")
-    backward = prepared(write_jsonl(tmp_path / "b.jsonl", rows[::-1]), llama3, tmp_path / "cache", validation="0.2")
+    forward = prepared(
+        write_jsonl(tmp_path / "a.jsonl", rows), llama3, tmp_path / "cache", validation="0.2"
+    )
+    backward = prepared(
+        write_jsonl(tmp_path / "b.jsonl", rows[::-1]), llama3, tmp_path / "cache", validation="0.2"
+    )
     assert forward.validation is not None and backward.validation is not None
     assert 20 < len(forward.validation) < 60
     assert len(forward.train) + len(forward.validation) == 200
     assert sorted(forward.validation["input_ids"]) == sorted(backward.validation["input_ids"])
-    unwanted = prepared(tmp_path / "a.jsonl", llama3, tmp_path / "cache", validation="0.2", want=False)
+    unwanted = prepared(
+        tmp_path / "a.jsonl", llama3, tmp_path / "cache", validation="0.2", want=False
+    )
     assert unwanted.validation is None and unwanted.train["source"][:] == forward.train["source"][:]
-    assert not {str(row) for row in forward.train["input_ids"]} & {str(row) for row in forward.validation["input_ids"]}
+    assert not {str(row) for row in forward.train["input_ids"]} & {
+        str(row) for row in forward.validation["input_ids"]
+    }
 
 
 def test_formats_and_the_columns_that_are_used_and_ignored_are_printed(
@@ -98,18 +132,24 @@ def test_formats_and_the_columns_that_are_used_and_ignored_are_printed(
 ) -> None:
     rows = [{**row, "system": "Be brief.", "id": 1} for row in pairs(2)]
     first, second = write_jsonl(tmp_path / "a.jsonl", rows), write_jsonl(tmp_path / "b.jsonl", rows)
-    chats = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "no"}]}]
+    chats = [
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "no"}]}
+    ]
     third = write_jsonl(tmp_path / "c.jsonl", [{**chat, "text": "Hi", "id": 1} for chat in chats])
     mix: Any = [{"path": str(first)}, {"path": str(third)}]
     config = DataConfig(dataset=mix, validation=str(second))
-    data = prepare(config, llama3, context_length=64, cache=tmp_path / "cache", want_validation=True)
+    data = prepare(
+        config, llama3, context_length=64, cache=tmp_path / "cache", want_validation=True
+    )
     alpaca = "format alpaca, columns instruction, output, system; ignored: id"
     assert data.summary[:3] == [
         f"{first}: {alpaca}",
         f"{third}: format messages, columns messages; ignored: id, text",
         f"{second}: {alpaca}",
     ]
-    assert data.validation is not None and "Be brief." in llama3.decode(data.validation[0]["input_ids"])
+    assert data.validation is not None and "Be brief." in llama3.decode(
+        data.validation[0]["input_ids"]
+    )
 
 
 def test_cache_is_used_until_something_changes(
@@ -147,8 +187,27 @@ def test_ids_beyond_the_models_vocabulary_are_refused_whether_cached_or_not(
 ) -> None:
     """The tokenizer may be larger: what counts is which ids the rows hold."""
     tokenized = [{"input_ids": ids, "labels": ids} for ids in ([5, 6], [7, 40, 9], [40, 1])]
-    path, config = write_jsonl(tmp_path / "my.jsonl", tokenized), DataConfig(dataset=str(tmp_path / "my.jsonl"))
+    path, config = (
+        write_jsonl(tmp_path / "my.jsonl", tokenized),
+        DataConfig(dataset=str(tmp_path / "my.jsonl")),
+    )
     for _ in range(2):
-        with pytest.raises(UserError, match=rf"{path}: token 40 \(.*\) is outside the model's vocabulary of 40"):
-            prepare(config, llama3, context_length=64, cache=tmp_path, want_validation=True, vocabulary_size=40)
-        prepare(config, llama3, context_length=64, cache=tmp_path, want_validation=True, vocabulary_size=41)
+        with pytest.raises(
+            UserError, match=rf"{path}: token 40 \(.*\) is outside the model's vocabulary of 40"
+        ):
+            prepare(
+                config,
+                llama3,
+                context_length=64,
+                cache=tmp_path,
+                want_validation=True,
+                vocabulary_size=40,
+            )
+        prepare(
+            config,
+            llama3,
+            context_length=64,
+            cache=tmp_path,
+            want_validation=True,
+            vocabulary_size=41,
+        )

@@ -1,4 +1,5 @@
-"""Columns by other names, the first samples only, repaired chats, and files as spreadsheets write them."""
+"""Columns by other names, the first samples only, repaired chats, and files as spreadsheets write
+them."""
 
 import json
 from collections.abc import Callable
@@ -37,7 +38,11 @@ def rows(source: Source) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("header", "columns"),
-    [("question,answer", []), ("Prompt;Response", []), ("Frage\tAntwort", ["question=Frage", "output=Antwort"])],
+    [
+        ("question,answer", []),
+        ("Prompt;Response", []),
+        ("Frage\tAntwort", ["question=Frage", "output=Antwort"]),
+    ],
 )
 def test_columns_are_taken_by_usual_names_or_by_those_given(
     read: Callable[..., Source], header: str, columns: list[str]
@@ -49,7 +54,9 @@ def test_columns_are_taken_by_usual_names_or_by_those_given(
 
 
 @pytest.mark.parametrize("columns", [["question=Nothing"], ["nothing=a"], ["question"]])
-def test_a_column_that_is_not_there_or_not_known_is_refused(read: Callable[..., Source], columns: list[str]) -> None:
+def test_a_column_that_is_not_there_or_not_known_is_refused(
+    read: Callable[..., Source], columns: list[str]
+) -> None:
     with pytest.raises(UserError, match="--columns"):
         read("a.jsonl", '{"a": "Why?", "b": "So."}', columns=columns)
 
@@ -57,7 +64,10 @@ def test_a_column_that_is_not_there_or_not_known_is_refused(read: Callable[..., 
 def test_only_the_first_samples_and_slices_of_local_files(read: Callable[..., Source]) -> None:
     lines = "\n".join(json.dumps({"text": str(number)}) for number in range(9))
     assert rows(read("a.jsonl", lines, max_samples=2)) == [{"text": "0"}, {"text": "1"}]
-    assert rows(read("a.jsonl", lines, dataset_split="train[3:5]")) == [{"text": "3"}, {"text": "4"}]
+    assert rows(read("a.jsonl", lines, dataset_split="train[3:5]")) == [
+        {"text": "3"},
+        {"text": "4"},
+    ]
     identities = {read("a.jsonl", lines, max_samples=number).identity for number in range(3)}
     assert len(identities) == 3  # the cache must tell them apart
 

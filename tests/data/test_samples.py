@@ -25,7 +25,10 @@ def test_samples_are_printed_by_rank_0_with_their_place_and_what_is_trained_on(
     configure_console(rank=0)
     show_samples(Dataset.from_list([row, row]), chatml, 1)
     text = "<|im_start|>user\nHi é<|im_end|>\n<|im_start|>assistant\n[[yes é no<|im_end|>]]\n"
-    assert f"a.jsonl:3: 19 tokens, those in the loss between [[ and ]]\n{text}" in console.file.getvalue()
+    assert (
+        f"a.jsonl:3: 19 tokens, those in the loss between [[ and ]]\n{text}"
+        in console.file.getvalue()
+    )
     assert console.file.getvalue().count("a.jsonl:3") == 1
 
 
@@ -42,4 +45,7 @@ def test_of_the_first_batch_the_first_row_is_shown(chatml: PreTrainedTokenizerFa
     pad = chatml.convert_tokens_to_ids("no")
     shown = ["  3 tokens: Hi[[ yes no]]"]
     for is_packed in (True, False):
-        assert describe_first_batch(collate(rows, [0, 1, 2], pad, is_packed), chatml).splitlines()[1:] == shown
+        assert (
+            describe_first_batch(collate(rows, [0, 1, 2], pad, is_packed), chatml).splitlines()[1:]
+            == shown
+        )

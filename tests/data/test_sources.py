@@ -39,7 +39,9 @@ def source_of(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> Opener:
         ("x = 1\n", ": f: LookupError: no such function"),
     ],
 )
-def test_what_is_wrong_with_a_function_is_told(source_of: Opener, tmp_path: Path, code: str, text: str) -> None:
+def test_what_is_wrong_with_a_function_is_told(
+    source_of: Opener, tmp_path: Path, code: str, text: str
+) -> None:
     path = tmp_path / "broken.py"
     path.write_text(code)
     with pytest.raises(UserError) as caught:
@@ -55,7 +57,9 @@ def test_what_is_wrong_with_a_function_is_told(source_of: Opener, tmp_path: Path
         ("bad.jsonl", "bad.jsonl:1: malformed JSON"),
     ],
 )
-def test_dataset_that_is_none_is_told(source_of: Opener, tmp_path: Path, name: str, text: str) -> None:
+def test_dataset_that_is_none_is_told(
+    source_of: Opener, tmp_path: Path, name: str, text: str
+) -> None:
     (tmp_path / "my_data.jsonl").write_text("\n\n")
     (tmp_path / "bad.jsonl").write_text("a\n")
     with pytest.raises(UserError, match=text):
@@ -75,7 +79,9 @@ def texts(source: Source) -> list[str]:
     return [row["text"] for _, row in source.read() if not isinstance(row, BadRow)]
 
 
-def test_folder_is_all_data_files_in_it_in_order_of_their_names(source_of: Opener, tmp_path: Path) -> None:
+def test_folder_is_all_data_files_in_it_in_order_of_their_names(
+    source_of: Opener, tmp_path: Path
+) -> None:
     write(tmp_path / "data/b.jsonl", "b")
     write(tmp_path / "data/a/z.jsonl", "a/z")
     (tmp_path / "data/c.csv").write_text("text\nc\n")
@@ -93,9 +99,17 @@ def test_urls_of_a_file_a_pattern_and_a_folder(source_of: Opener, tmp_path: Path
         with fsspec.open(f"{base}/{name}", "w") as file:
             file.write(json.dumps({"text": name}))
     assert texts(source_of(f"{base}/b.jsonl")) == ["b.jsonl"]
-    assert texts(source_of(f"{base}/*.jsonl")) == texts(source_of(f"{base}/")) == ["a.jsonl", "b.jsonl"]
+    assert (
+        texts(source_of(f"{base}/*.jsonl"))
+        == texts(source_of(f"{base}/"))
+        == ["a.jsonl", "b.jsonl"]
+    )
     assert texts(source_of(f"file://{write(tmp_path / 'c.jsonl', 'c')}")) == ["c"]
-    assert texts(source_of(f"{tmp_path}/*.jsonl")) == texts(source_of(f"{tmp_path}/[a-c].jsonl")) == ["c"]
+    assert (
+        texts(source_of(f"{tmp_path}/*.jsonl"))
+        == texts(source_of(f"{tmp_path}/[a-c].jsonl"))
+        == ["c"]
+    )
     with pytest.raises(UserError, match="nothing/: has no split train. It has none."):
         source_of(f"{base}/nothing/")
     with pytest.raises(UserError, match="s3://bucket/my.jsonl: cannot be read: Install s3fs"):
@@ -103,7 +117,13 @@ def test_urls_of_a_file_a_pattern_and_a_folder(source_of: Opener, tmp_path: Path
 
 
 def test_files_named_by_split_are_splits(source_of: Opener, tmp_path: Path) -> None:
-    for name in ("train-0.jsonl", "train-1.jsonl", "my.valid.jsonl", "test/rows.jsonl", "contest.jsonl"):
+    for name in (
+        "train-0.jsonl",
+        "train-1.jsonl",
+        "my.valid.jsonl",
+        "test/rows.jsonl",
+        "contest.jsonl",
+    ):
         write(tmp_path / "data" / name, name)
     folder = str(tmp_path / "data")
     assert texts(source_of(folder)) == ["contest.jsonl", "train-0.jsonl", "train-1.jsonl"]
@@ -112,18 +132,29 @@ def test_files_named_by_split_are_splits(source_of: Opener, tmp_path: Path) -> N
     assert texts(source_of(folder, dataset_split="test")) == ["test/rows.jsonl"]
     config = DataConfig(dataset=folder, validation="test")
     named = open_source("test", "validation", config=config, tokenizer=None, cache=tmp_path)  # type: ignore[arg-type]
-    assert texts(named) == texts(source_of([{"path": folder, "split": "test"}])) == ["test/rows.jsonl"]
+    assert (
+        texts(named) == texts(source_of([{"path": folder, "split": "test"}])) == ["test/rows.jsonl"]
+    )
     with pytest.raises(UserError, match="data: has no split dev. It has train, validation, test."):
         source_of(folder, dataset_split="dev")
-    with pytest.raises(UserError, match=r"no split train\[:10%\].* A slice of files counts samples: train\[10:100\]."):
+    with pytest.raises(
+        UserError,
+        match=r"no split train\[:10%\].* A slice of files counts samples: train\[10:100\].",
+    ):
         source_of(folder, dataset_split="train[:10%]")
 
 
 def test_folders_that_datasets_saved(source_of: Opener, tmp_path: Path) -> None:
     train = datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
     train.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": train, "validation": train.select([1])}).save_to_disk(tmp_path / "two")
-    assert texts(source_of(str(tmp_path / "one"))) == texts(source_of(str(tmp_path / "two"))) == ["a", "b"]
+    datasets.DatasetDict({"train": train, "validation": train.select([1])}).save_to_disk(
+        tmp_path / "two"
+    )
+    assert (
+        texts(source_of(str(tmp_path / "one")))
+        == texts(source_of(str(tmp_path / "two")))
+        == ["a", "b"]
+    )
     assert not brings_validation(str(tmp_path / "one"))
     assert brings_validation(str(tmp_path / "two"))
     assert texts(source_of(str(tmp_path / "two"), "validation")) == ["b"]
@@ -141,7 +172,12 @@ def test_identity_changes_with_what_is_in_the_files(source_of: Opener, tmp_path:
             file.write(json.dumps({"text": text}))
 
     put("a")
-    names: list[Any] = [str(tmp_path / "saved"), str(tmp_path / "data"), url, [{"path": str(tmp_path / "data")}]]
+    names: list[Any] = [
+        str(tmp_path / "saved"),
+        str(tmp_path / "data"),
+        url,
+        [{"path": str(tmp_path / "data")}],
+    ]
     before = [source_of(name).identity for name in names]
     assert [source_of(name).identity for name in names] == before
     write(tmp_path / "data/a.jsonl", "b")
@@ -153,7 +189,9 @@ def test_identity_changes_with_what_is_in_the_files(source_of: Opener, tmp_path:
     assert weighted[0] != weighted[1]
     for name, text in (("one", "x"), ("same", "x"), ("other", "y")):
         write(tmp_path / f"{name}.jsonl", text)
-    one, same, other = (source_of(str(tmp_path / f"{name}.jsonl")).identity for name in ("one", "same", "other"))
+    one, same, other = (
+        source_of(str(tmp_path / f"{name}.jsonl")).identity for name in ("one", "same", "other")
+    )
     assert one == same != other
 
 
@@ -161,11 +199,17 @@ def test_identity_changes_with_what_is_in_the_files(source_of: Opener, tmp_path:
 
 
 def taken(source: Source, wanted: str = "auto") -> Counter[str]:
-    return Counter(str(row["text"]) for _, row, *_ in source.formatted_rows(wanted) if not isinstance(row, BadRow))
+    return Counter(
+        str(row["text"])
+        for _, row, *_ in source.formatted_rows(wanted)
+        if not isinstance(row, BadRow)
+    )
 
 
 @pytest.mark.parametrize("weight", [0.3, 1, 2, 2.5])
-def test_weight_is_how_often_each_row_is_taken(source_of: Opener, tmp_path: Path, weight: float) -> None:
+def test_weight_is_how_often_each_row_is_taken(
+    source_of: Opener, tmp_path: Path, weight: float
+) -> None:
     rows = [f"row {number}" for number in range(4000)]
     path = write(tmp_path / "a.jsonl", *rows)
     counts = taken(source_of([{"path": path, "weight": weight}]))
@@ -177,14 +221,18 @@ def test_weight_is_how_often_each_row_is_taken(source_of: Opener, tmp_path: Path
     assert taken(source_of([{"path": path, "weight": weight}])) == counts
 
 
-def test_mix_has_rows_of_all_its_parts_in_turns_each_in_its_own_format(source_of: Opener, tmp_path: Path) -> None:
+def test_mix_has_rows_of_all_its_parts_in_turns_each_in_its_own_format(
+    source_of: Opener, tmp_path: Path
+) -> None:
     plain = write(tmp_path / "plain.jsonl", "a", "b", "c", "d")
     alpaca = tmp_path / "alpaca.csv"
     alpaca.write_text("instruction,output\nHi,yes\nHo,no\n")
     parts: list[DatasetPart] = [{"path": plain}, {"path": str(alpaca), "weight": 2}]
     source = source_of(parts)
     assert source.name == f"{plain} + {alpaca}"
-    first, second = ([(f"{plain}:{n}", "text"), *[(f"{alpaca} row {n}", "alpaca")] * 2] for n in (1, 2))
+    first, second = (
+        [(f"{plain}:{n}", "text"), *[(f"{alpaca} row {n}", "alpaca")] * 2] for n in (1, 2)
+    )
     taken_rows = [(place, row_format) for place, _, row_format in source.formatted_rows("auto")]
     assert taken_rows == [*first, *second, (f"{plain}:3", "text"), (f"{plain}:4", "text")]
     with pytest.raises(UserError, match="alpaca.csv: its columns are .* --dataset_format is text"):
@@ -196,7 +244,8 @@ def test_mix_has_rows_of_all_its_parts_in_turns_each_in_its_own_format(source_of
 
 @pytest.fixture
 def downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Puts splits into the cache of datasets under a hub name, and lets nothing be asked of the hub."""
+    """Puts splits into the cache of datasets under a hub name, and lets nothing be asked of the
+    hub."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
@@ -204,7 +253,9 @@ def downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         owner, name = hub_name.split("/")
         for split, rows in splits.items():
             (tmp_path / name).mkdir(exist_ok=True)
-            (tmp_path / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (tmp_path / name / f"{split}.jsonl").write_text(
+                "".join(json.dumps(row) + "\n" for row in rows)
+            )
         datasets.load_dataset(str(tmp_path / name), cache_dir=str(tmp_path / "cache"))
         (tmp_path / "cache" / name).rename(tmp_path / "cache" / f"{owner}___{name}")
         return hub_name
@@ -212,7 +263,9 @@ def downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     return put
 
 
-def test_hub_dataset_is_read_from_the_cache_split_by_split(source_of: Opener, downloaded: Callable[..., str]) -> None:
+def test_hub_dataset_is_read_from_the_cache_split_by_split(
+    source_of: Opener, downloaded: Callable[..., str]
+) -> None:
     rows = [{"text": str(number)} for number in range(20)]
     name = downloaded("org/first", train=rows, validation=rows[:2], test=rows[:1])
     assert texts(source_of(name)) == [row["text"] for row in rows]
@@ -226,22 +279,38 @@ def test_hub_dataset_is_read_from_the_cache_split_by_split(source_of: Opener, do
         source_of(name, dataset_split="dev")
 
 
-def test_datasets_of_llama_recipes_become_alpaca_rows(source_of: Opener, downloaded: Callable[..., str]) -> None:
+def test_datasets_of_llama_recipes_become_alpaca_rows(
+    source_of: Opener, downloaded: Callable[..., str]
+) -> None:
     talk = {"id": "1", "dialogue": "A: Hi\nB: Ho", "summary": "They meet."}
-    downloaded("knkarthick/samsum", train=[talk], validation=[{**talk, "id": "2", "summary": "Met."}], test=[talk])
+    downloaded(
+        "knkarthick/samsum",
+        train=[talk],
+        validation=[{**talk, "id": "2", "summary": "Met."}],
+        test=[talk],
+    )
     task = {"instruction": "Summarize this dialog.", "input": "A: Hi\nB: Ho"}
-    assert [row for _, row in source_of("samsum_dataset").read()] == [{**task, "output": "They meet."}]
+    assert [row for _, row in source_of("samsum_dataset").read()] == [
+        {**task, "output": "They meet."}
+    ]
     assert source_of("samsum").row_format("auto") == "alpaca"
     assert brings_validation("samsum")
     assert [row["output"] for _, row in source_of("samsum", "validation").read()] == ["Met."]  # type: ignore[index]
 
     jfleg = [{"sentence": "He go .", "corrections": ["He goes .", " ", "He went ."]}]
-    downloaded("jhu-clsp/jfleg", validation=jfleg, test=[{**jfleg[0], "corrections": ["He has gone ."]}])
+    downloaded(
+        "jhu-clsp/jfleg", validation=jfleg, test=[{**jfleg[0], "corrections": ["He has gone ."]}]
+    )
     grammar = list(source_of("grammar").read())
     assert [row["output"] for _, row in grammar] == ["He goes .", "He went ."]  # type: ignore[index]
     assert grammar[0][1]["input"] == "He go ."  # type: ignore[index]
-    assert [row["output"] for _, row in source_of("grammar", "validation").read()] == ["He has gone ."]  # type: ignore
+    assert [row["output"] for _, row in source_of("grammar", "validation").read()] == [
+        "He has gone ."
+    ]  # type: ignore
 
-    downloaded("tatsu-lab/alpaca", train=[{"instruction": "Hi", "input": "", "output": "Ho", "text": "### ..."}])
+    downloaded(
+        "tatsu-lab/alpaca",
+        train=[{"instruction": "Hi", "input": "", "output": "Ho", "text": "### ..."}],
+    )
     assert source_of("alpaca").row_format("auto") == "alpaca"
     assert not brings_validation("alpaca")

@@ -1,4 +1,5 @@
-"""Streamed rows: all of them once a pass, the same on any number of ranks, and from any position on."""
+"""Streamed rows: all of them once a pass, the same on any number of ranks, and from any position
+on."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +12,13 @@ from forked import forked
 
 JOB = Path(__file__).parent / "stream_job.py"
 ROWS, BUFFER, STEPS = 900, 300, 90
-CASE: dict[str, Any] = {"file": "rows.jsonl", "first": 1, "last": STEPS, "position": {}, "pack_length": 200}
+CASE: dict[str, Any] = {
+    "file": "rows.jsonl",
+    "first": 1,
+    "last": STEPS,
+    "position": {},
+    "pack_length": 200,
+}
 
 
 def case(name: str, world_size: int, **changes: Any) -> dict[str, Any]:
@@ -25,7 +32,9 @@ def folder(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     save_model(folder / "model")
     write_rows(folder / "rows.jsonl", ROWS)
     lines = (folder / "rows.jsonl").read_text().splitlines()
-    (folder / "bad.jsonl").write_text("\n".join([*lines[:700], '{"instruction": 3, "output": "x"}', *lines[700:]]))
+    (folder / "bad.jsonl").write_text(
+        "\n".join([*lines[:700], '{"instruction": 3, "output": "x"}', *lines[700:]])
+    )
     (folder / "few.jsonl").write_text("\n".join(lines[:60]))
     long = json.dumps({"instruction": "a", "output": "word " * 220_000})
     (folder / "long.jsonl").write_text("\n".join([long, *lines]))
@@ -40,7 +49,10 @@ def run(folder: Path, world_size: int, cases: list[dict[str, Any]]) -> dict[str,
     assert finished.exit_code == 0, finished.output
     results = {}
     for name in (one["name"] for one in cases):
-        ranks = [json.loads((folder / f"{name}-{world_size}-{rank}.json").read_text()) for rank in range(world_size)]
+        ranks = [
+            json.loads((folder / f"{name}-{world_size}-{rank}.json").read_text())
+            for rank in range(world_size)
+        ]
         assert all(rank == ranks[0] for rank in ranks)
         results[name] = ranks[0]
     return results
@@ -49,7 +61,12 @@ def run(folder: Path, world_size: int, cases: list[dict[str, Any]]) -> dict[str,
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, dict[str, Any]]:
     """Cases on one process."""
-    too_long = {"file": "long.jsonl", "config": {"truncation": "drop"}, "first_rows": True, "last": 3}
+    too_long = {
+        "file": "long.jsonl",
+        "config": {"truncation": "drop"},
+        "first_rows": True,
+        "last": 3,
+    }
     cases = [
         case("packed", 1),
         case("padded", 1, pack_length=None, last=130),
@@ -65,17 +82,26 @@ def together(alone: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[s
     """Cases on two ranks. `from-8`: from the position of the eighth step of the whole pass."""
     steps = alone["packed"]["steps"]
     end = next(number for number, step in enumerate(steps) if step["ends_epoch"])
-    stops = [0, 7, end - 1, end, end + 3]  # in the first window, at the end of the pass, and in the next
+    # in the first window, at the end of the pass, and in the next
+    stops = [0, 7, end - 1, end, end + 3]
     cases = [case(f"from-{n}", 2, first=n + 2, position=steps[n]["position"]) for n in stops]
-    cases += [  # every window is a whole pass, and the ranks come to the end of one at different times
-        case(f"ends-{n}", 2, file="few.jsonl", last=n % 6 + 1, pause=0.01 * (1 + n % 4)) for n in range(12)
+    # every window is a whole pass, and the ranks come to the end of one at different times
+    cases += [
+        case(f"ends-{n}", 2, file="few.jsonl", last=n % 6 + 1, pause=0.01 * (1 + n % 4))
+        for n in range(12)
     ]
-    cases += [case("packed", 2), case("padded", 2, pack_length=None, last=130), case("bad", 2, file="bad.jsonl")]
+    cases += [
+        case("packed", 2),
+        case("padded", 2, pack_length=None, last=130),
+        case("bad", 2, file="bad.jsonl"),
+    ]
     return run(folder, 2, cases)
 
 
 @pytest.mark.parametrize("way", ["packed", "padded"])
-def test_a_pass_has_every_row_once_in_shuffled_windows(alone: dict[str, dict[str, Any]], way: str) -> None:
+def test_a_pass_has_every_row_once_in_shuffled_windows(
+    alone: dict[str, dict[str, Any]], way: str
+) -> None:
     steps = alone[way]["steps"]
     end = next(number for number, step in enumerate(steps) if step["ends_epoch"]) + 1
     seen = [row for step in steps[:end] for row in step["rows"]]
@@ -95,7 +121,9 @@ def test_batches_do_not_depend_on_the_number_of_ranks(
 ) -> None:
     for way in ("packed", "padded"):
         for key in ("rows", "targets"):
-            assert [step[key] for step in together[way]["steps"]] == [step[key] for step in alone[way]["steps"]]
+            assert [step[key] for step in together[way]["steps"]] == [
+                step[key] for step in alone[way]["steps"]
+            ]
 
 
 def test_from_any_position_on_the_steps_are_the_same(
@@ -109,7 +137,9 @@ def test_from_any_position_on_the_steps_are_the_same(
             assert [step[key] for step in result["steps"]] == [step[key] for step in rest]
 
 
-def test_it_ends_wherever_each_rank_is_with_the_next_window(together: dict[str, dict[str, Any]]) -> None:
+def test_it_ends_wherever_each_rank_is_with_the_next_window(
+    together: dict[str, dict[str, Any]],
+) -> None:
     for number in range(12):
         result = together[f"ends-{number}"]
         assert len(result["steps"]) == number % 6 + 1 and result["message"] == ""
@@ -123,6 +153,9 @@ def test_a_bad_row_ends_it_on_all_ranks_or_is_left_out(
     alone: dict[str, dict[str, Any]], together: dict[str, dict[str, Any]]
 ) -> None:
     for results in (alone, together):
-        assert "bad.jsonl:701" in results["bad"]["message"] and "--skip_bad_rows" in results["bad"]["message"]
+        assert (
+            "bad.jsonl:701" in results["bad"]["message"]
+            and "--skip_bad_rows" in results["bad"]["message"]
+        )
     assert alone["skipped"]["message"] == ""
     assert 701 not in [row for step in alone["skipped"]["steps"] for row in step["rows"]]

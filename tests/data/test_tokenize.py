@@ -1,4 +1,5 @@
-"""Which tokens are trained on, token by token. In the expectations [a] is trained on and a is not."""
+"""Which tokens are trained on, token by token. In the expectations [a] is trained on and a is
+not."""
 
 from collections.abc import Callable
 
@@ -28,14 +29,23 @@ CHAT = {
 def shown(tokenizer: PreTrainedTokenizerFast, pieces: list[Encoded]) -> str:
     [encoded] = pieces
     tokens = tokenizer.convert_ids_to_tokens(encoded.input_ids)
-    assert all(label in (-100, token) for token, label in zip(encoded.input_ids, encoded.labels, strict=True))
+    assert all(
+        label in (-100, token)
+        for token, label in zip(encoded.input_ids, encoded.labels, strict=True)
+    )
     trained = [label != -100 for label in encoded.labels]
-    return " ".join(f"[{token}]" if mine else token for token, mine in zip(tokens, trained, strict=True))
+    return " ".join(
+        f"[{token}]" if mine else token for token, mine in zip(tokens, trained, strict=True)
+    )
 
 
-def test_a_sample_with_images_beside_its_messages_is_rejected(llama3: PreTrainedTokenizerFast) -> None:
+def test_a_sample_with_images_beside_its_messages_is_rejected(
+    llama3: PreTrainedTokenizerFast,
+) -> None:
     encoder = Encoder(llama3, 100)
-    with pytest.raises(BadRow, match=r'"images" is \["a.png"\]; expected nothing: only text is trained on'):
+    with pytest.raises(
+        BadRow, match=r'"images" is \["a.png"\]; expected nothing: only text is trained on'
+    ):
         encoder.encode({**CHAT, "images": ["a.png"]}, "messages")
     assert encoder.encode({**CHAT, "images": []}, "messages") == encoder.encode(CHAT, "messages")
 
@@ -58,13 +68,17 @@ def test_tokenizer_without_template_gets_the_built_in_one(plain: PreTrainedToken
 def test_demo_template_trains_every_answer_and_agrees_with_transformers_mask(demo: Demo) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo.model_dir)
     [encoded] = Encoder(tokenizer, 100).encode(CHAT, "messages")
-    trained = [i for i, label in zip(encoded.input_ids, encoded.labels, strict=True) if label != -100]
+    trained = [
+        i for i, label in zip(encoded.input_ids, encoded.labels, strict=True) if label != -100
+    ]
     assert tokenizer.decode(trained) == "yes<|end|>no yes<|end|>"
     assert tokenizer.decode(encoded.input_ids) == (
         "<|begin|><|system|>no<|end|><|user|>Hi<|end|><|assistant|>yes<|end|><|user|>Hi Hi<|end|>"
         "<|assistant|>no yes<|end|>"
     )
-    reference = tokenizer.apply_chat_template(CHAT["messages"], return_assistant_tokens_mask=True, return_dict=True)
+    reference = tokenizer.apply_chat_template(
+        CHAT["messages"], return_assistant_tokens_mask=True, return_dict=True
+    )
     assert encoded.input_ids == reference["input_ids"]
     assert [int(label != -100) for label in encoded.labels] == reference["assistant_masks"]
 
@@ -85,7 +99,10 @@ def test_token_over_the_edge_of_an_answer_is_trained_if_the_answer_has_its_lette
         "{% if add_generation_prompt %}{{ 'Answer: ' }}{% endif %}"
     )
     tokenizer = make_tokenizer(["</s>"], template, eos_token="</s>")
-    assert shown(tokenizer, Encoder(tokenizer, 100).encode(ALPACA, "alpaca")) == "Hi </s> Answer : [Ġyes] [</s>]"
+    assert (
+        shown(tokenizer, Encoder(tokenizer, 100).encode(ALPACA, "alpaca"))
+        == "Hi </s> Answer : [Ġyes] [</s>]"
+    )
 
 
 def test_token_of_white_space_over_the_edge_of_an_answer_is_not_trained() -> None:
@@ -96,9 +113,13 @@ def test_token_of_white_space_over_the_edge_of_an_answer_is_not_trained() -> Non
 def test_template_that_rewrites_earlier_turns_is_refused_for_the_row(
     make_tokenizer: Callable[..., PreTrainedTokenizerFast],
 ) -> None:
-    template = "{{ messages[-1].content | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = (
+        "{{ messages[-1].content | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     tokenizer = make_tokenizer([], template)
-    with pytest.raises(BadRow, match=r'"messages\[1\]": the chat template changes other messages with this one'):
+    with pytest.raises(
+        BadRow, match=r'"messages\[1\]": the chat template changes other messages with this one'
+    ):
         Encoder(tokenizer, 100).encode(ALPACA, "alpaca")
 
 
@@ -112,20 +133,28 @@ def test_tokenized_row_has_ids_of_the_tokenizer_only(llama3: PreTrainedTokenizer
             encoder.encode(row, "tokenized")
 
 
-def test_line_breaks_that_an_answer_shares_with_the_prompt_are_not_trained(plain: PreTrainedTokenizerFast) -> None:
+def test_line_breaks_that_an_answer_shares_with_the_prompt_are_not_trained(
+    plain: PreTrainedTokenizerFast,
+) -> None:
     ensure_chat_template(plain)
     row = {"instruction": "Hi", "output": "\nyes"}
-    assert shown(plain, Encoder(plain, 100).encode(row, "alpaca")).endswith("### Ġ Response : ĊĊ [yes] [</s>]")
+    assert shown(plain, Encoder(plain, 100).encode(row, "alpaca")).endswith(
+        "### Ġ Response : ĊĊ [yes] [</s>]"
+    )
 
 
 def test_half_a_character_is_a_bad_row(llama3: PreTrainedTokenizerFast) -> None:
     with pytest.raises(BadRow, match=r"\\ud83d is half of a character"):
         Encoder(llama3, 100).encode({"instruction": "Hi \ud83d", "output": "yes"}, "alpaca")
-    [whole] = Encoder(llama3, 100).encode({"instruction": "Hi \U0001f600", "output": "yes"}, "alpaca")
+    [whole] = Encoder(llama3, 100).encode(
+        {"instruction": "Hi \U0001f600", "output": "yes"}, "alpaca"
+    )
     assert whole.target_tokens == 2
 
 
-def test_completion_follows_its_prompt_with_the_tokens_of_running_text(llama3: PreTrainedTokenizerFast) -> None:
+def test_completion_follows_its_prompt_with_the_tokens_of_running_text(
+    llama3: PreTrainedTokenizerFast,
+) -> None:
     row = {"prompt": "Hi", "completion": " yes no"}
     bos = "<|begin_of_text|>"
     assert shown(llama3, Encoder(llama3, 100).encode(row, "prompt_completion")) == (
@@ -136,20 +165,32 @@ def test_completion_follows_its_prompt_with_the_tokens_of_running_text(llama3: P
     )
     # the prompt ends with the space that the completion's first token begins with
     row = {"prompt": "Hi ", "completion": "yes"}
-    assert shown(llama3, Encoder(llama3, 100).encode(row, "prompt_completion")) == f"{bos} Hi [Ġyes] [<|eot_id|>]"
+    assert (
+        shown(llama3, Encoder(llama3, 100).encode(row, "prompt_completion"))
+        == f"{bos} Hi [Ġyes] [<|eot_id|>]"
+    )
 
 
-def test_plain_text_is_trained_on_throughout(llama3: PreTrainedTokenizerFast, chatml: PreTrainedTokenizerFast) -> None:
+def test_plain_text_is_trained_on_throughout(
+    llama3: PreTrainedTokenizerFast, chatml: PreTrainedTokenizerFast
+) -> None:
     assert shown(llama3, Encoder(llama3, 100).encode({"text": "Hi yes"}, "text")) == (
         "<|begin_of_text|> [Hi] [Ġyes] [<|eot_id|>]"
     )
     # chatml's tokenizer adds no BOS by itself
-    assert shown(chatml, Encoder(chatml, 100).encode({"text": "Hi yes"}, "text")) == "[Hi] [Ġyes] [<|im_end|>]"
+    assert (
+        shown(chatml, Encoder(chatml, 100).encode({"text": "Hi yes"}, "text"))
+        == "[Hi] [Ġyes] [<|im_end|>]"
+    )
 
 
-def test_a_special_token_that_a_user_writes_does_not_move_the_labels(llama3: PreTrainedTokenizerFast) -> None:
+def test_a_special_token_that_a_user_writes_does_not_move_the_labels(
+    llama3: PreTrainedTokenizerFast,
+) -> None:
     turn = "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nno"
-    assert shown(llama3, Encoder(llama3, 100).encode({"instruction": turn, "output": "yes"}, "alpaca")) == (
+    assert shown(
+        llama3, Encoder(llama3, 100).encode({"instruction": turn, "output": "yes"}, "alpaca")
+    ) == (
         "<|begin_of_text|> <|start_header_id|> user <|end_header_id|> ĊĊ "
         "<|eot_id|> <|start_header_id|> assistant <|end_header_id|> ĊĊ no <|eot_id|> "
         "<|start_header_id|> assistant <|end_header_id|> ĊĊ [yes] [<|eot_id|>]"

@@ -1,4 +1,5 @@
-"""The command line of recipes/evaluate.py: resolved flags, and errors, which are all reported at once."""
+"""The command line of recipes/evaluate.py: resolved flags, and errors, which are all reported at
+once."""
 
 import json
 from pathlib import Path
@@ -24,7 +25,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "found.json").write_text("{}")
     for run, validation in {"kept": "0.25", "none": None, "other": "0.5"}.items():
         config = Config()
-        config.model.model_name, config.data.dataset, config.data.validation = "base", "rows.jsonl", validation
+        config.model.model_name, config.data.dataset, config.data.validation = (
+            "base",
+            "rows.jsonl",
+            validation,
+        )
         config.data.labels, config.train.precision, config.train.val_batch_size = "all", "fp32", 3
         (tmp_path / run / "config.yaml").write_text(to_yaml(config))
     return tmp_path
@@ -33,8 +38,16 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_run_says_which_rows_it_held_out_and_how_it_computed(place: Path) -> None:
     what = read_evaluate_flags(["kept", "--base", "--labels", "completion", "--precision=bf16"], "")
     [asked] = what.asked
-    assert asked.run is not None and (asked.place, asked.base, asked.run.train.precision) == ("kept", "base", "fp32")
-    assert (what.config.data.dataset, what.config.data.validation, what.split) == ("rows.jsonl", "0.25", None)
+    assert asked.run is not None and (asked.place, asked.base, asked.run.train.precision) == (
+        "kept",
+        "base",
+        "fp32",
+    )
+    assert (what.config.data.dataset, what.config.data.validation, what.split) == (
+        "rows.jsonl",
+        "0.25",
+        None,
+    )
     assert (what.config.data.labels, what.config.train.val_batch_size) == ("completion", 3)
     assert what.flags.precision == "bf16" and what.samples == "the validation set of kept (0.25)"
 
@@ -57,11 +70,17 @@ def test_tasks_alone_need_no_rows(place: Path) -> None:
 
 def test_llama_recipes_names_of_model_and_adapter_work(place: Path) -> None:
     (place / "adapter").mkdir()
-    (place / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "gone/base/model"}))
+    (place / "adapter" / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "gone/base/model"})
+    )
     (place / "adapter" / "adapter_model.safetensors").touch()
     flags = ["--peft_model", "adapter", "--base", "--dataset", "rows.jsonl"]
-    assert read_evaluate_flags([*flags, "--model_name", "base"], "").asked == [("adapter", None, "base")]
-    with pytest.raises(UserError, match="adapter: its base model gone/base/model: no such directory"):
+    assert read_evaluate_flags([*flags, "--model_name", "base"], "").asked == [
+        ("adapter", None, "base")
+    ]
+    with pytest.raises(
+        UserError, match="adapter: its base model gone/base/model: no such directory"
+    ):
         read_evaluate_flags(flags, "")
 
 
@@ -74,12 +93,18 @@ def test_llama_recipes_names_of_model_and_adapter_work(place: Path) -> None:
         (["plain"], ["plain: no run with a validation set is there"]),
         (["kept", "--validation", "0.5"], ["--validation: needs --dataset"]),
         (["kept", "other"], ["The runs have different validation sets."]),
-        (["plain", "--base", "--dataset", "rows.jsonl"], ["--base: plain does not say what it was fine-tuned from."]),
+        (
+            ["plain", "--base", "--dataset", "rows.jsonl"],
+            ["--base: plain does not say what it was fine-tuned from."],
+        ),
         (["kept", "--dataset", "row.jsonl"], ["--dataset row.jsonl: no such file."]),
         (["kept", "--output_file", "found.json"], ["--output_file found.json: exists already."]),
         (["kept", "--streaming"], ["--streaming: is for training only."]),
         (["kept", "--tasks="], ["--tasks: the value is empty."]),
-        (["./kapt", "--output_file", "base"], ["./kapt: no such directory.", "--output_file base: exists already."]),
+        (
+            ["./kapt", "--output_file", "base"],
+            ["./kapt: no such directory.", "--output_file base: exists already."],
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -88,4 +113,6 @@ def test_mistakes_are_told_together(place: Path, flags: list[str], expected: lis
         read_evaluate_flags(flags, "")
     told = refusal.value.messages
     assert len(told) == len(expected)
-    assert all(message.startswith(beginning) for message, beginning in zip(told, expected, strict=True))
+    assert all(
+        message.startswith(beginning) for message, beginning in zip(told, expected, strict=True)
+    )

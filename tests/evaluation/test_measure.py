@@ -19,16 +19,32 @@ from llama_ft.runtime import Runtime
 @pytest.fixture
 def ask(tmp_path: Path, runtime: Runtime) -> Callable[..., Any]:
     """Ask a model a task of four questions; its YAML and the flags differ as is asked."""
-    (tmp_path / "questions.jsonl").write_text("".join(json.dumps({"question": it}) + "\n" for it in QUESTIONS))
-    data = {"data_files": {"test": str(tmp_path / "questions.jsonl")}, "cache_dir": str(tmp_path / "cache")}
+    (tmp_path / "questions.jsonl").write_text(
+        "".join(json.dumps({"question": it}) + "\n" for it in QUESTIONS)
+    )
+    data = {
+        "data_files": {"test": str(tmp_path / "questions.jsonl")},
+        "cache_dir": str(tmp_path / "cache"),
+    }
     task = {"task": "mine", "dataset_path": "json", "dataset_kwargs": data, "test_split": "test"}
-    task |= {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}}"}
-    metric = {"metric": "byte_perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False}
+    task |= {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{question}}",
+    }
+    metric = {
+        "metric": "byte_perplexity",
+        "aggregation": "weighted_perplexity",
+        "higher_is_better": False,
+    }
     file = tmp_path / "mine.yaml"
 
     def asked(place: Path, changed: dict[str, Any] | None = None, **flags: Any) -> Any:
-        file.write_text(json.dumps(task | {"metric_list": [metric]} | (changed or {})))  # JSON is YAML
-        options = EvaluateFlags(**{"tasks": [str(file)], "batch_size": 2, "precision": "fp32", **flags})
+        # JSON is YAML
+        file.write_text(json.dumps(task | {"metric_list": [metric]} | (changed or {})))
+        options = EvaluateFlags(
+            **{"tasks": [str(file)], "batch_size": 2, "precision": "fp32", **flags}
+        )
         tasks, opened = find_tasks(options, runtime), open_model(str(place), options, runtime)
         return ask_tasks(tasks, opened.model, opened.tokenizer, options, runtime), opened.tokenizer
 
@@ -37,7 +53,10 @@ def ask(tmp_path: Path, runtime: Runtime) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     "adapter",
-    [{"target_modules": ["q_proj", "lm_head"]}, {"target_modules": ["q_proj"], "trainable_token_indices": [5, 300]}],
+    [
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [5, 300]},
+    ],
     ids=["beside the head", "rows of its own"],
 )
 def test_a_tied_model_with_an_adapter_beside_its_embedding_is_asked(
@@ -55,7 +74,9 @@ def test_a_tied_model_with_an_adapter_beside_its_embedding_is_asked(
     found, tokenizer = ask(tmp_path / "adapter")
     total = 0.0
     for question in QUESTIONS:
-        ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer.encode(question, add_special_tokens=False)]])
+        ids = torch.tensor(
+            [[tokenizer.bos_token_id, *tokenizer.encode(question, add_special_tokens=False)]]
+        )
         with torch.no_grad():
             logits = model(input_ids=ids).logits[0, :-1]
         total += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
@@ -63,22 +84,31 @@ def test_a_tied_model_with_an_adapter_beside_its_embedding_is_asked(
     assert found["mine"]["byte_perplexity"]["value"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_cannot_be_found_or_asked_is_reported(tied_model: Path, ask: Callable[..., Any]) -> None:
+def test_what_cannot_be_found_or_asked_is_reported(
+    tied_model: Path, ask: Callable[..., Any]
+) -> None:
     with pytest.raises(UserError, match="--tasks helaswag: cannot be loaded"):
         ask(tied_model, tasks=["helaswag"])
-    long = {"output_type": "generate_until", "generation_kwargs": {"until": ["</s>"], "max_gen_toks": 256}}
+    long = {
+        "output_type": "generate_until",
+        "generation_kwargs": {"until": ["</s>"], "max_gen_toks": 256},
+    }
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({}, {"apply_chat_template": True}, "chat.template"),
         (long, {}, r"\(256\) must be"),
         ({"unsafe_code": True}, {}, "unsafe"),
     ]
     for changed, flags, part in cases:
-        with pytest.raises(UserError, match=f"^error: --tasks: lm-evaluation-harness cannot ask them: .*{part}"):
+        with pytest.raises(
+            UserError, match=f"^error: --tasks: lm-evaluation-harness cannot ask them: .*{part}"
+        ):
             ask(tied_model, changed, **flags)
 
 
 def model(name: str, loss: float, right: float, base: Evaluated | None = None) -> Evaluated:
-    tasks = {"sums": {"acc": {"value": right, "stderr": 0.05}, "seconds": {"value": 3.0, "stderr": None}}}
+    tasks = {
+        "sums": {"acc": {"value": right, "stderr": 0.05}, "seconds": {"value": 3.0, "stderr": None}}
+    }
     return Evaluated(name, f"{name}, fp32", {"loss": loss, "target_tokens": 1234}, tasks, base)
 
 
@@ -88,7 +118,10 @@ BASE = model("base: m", 3.0, 0.5)
 def test_models_stand_side_by_side_with_their_differences() -> None:
     shown = describe([BASE, model("run", 2.5, 0.75, BASE)], "all samples of a.jsonl", 20)
     title, *lines = shown.splitlines()
-    assert title.startswith("Loss on all samples of a.jsonl, ") and "--limit 20: not for comparison" in title
+    assert (
+        title.startswith("Loss on all samples of a.jsonl, ")
+        and "--limit 20: not for comparison" in title
+    )
     assert [line.split() for line in lines] == [
         ["metric", "base:", "m", "run", "difference"],
         ["loss", "3.0000", "2.5000", "-0.5000"],

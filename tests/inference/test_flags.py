@@ -6,7 +6,12 @@ from result_files import ADAPTER, MODEL, make
 
 from llama_ft.config import Config, QuantizationConfig, TrainConfig, to_yaml
 from llama_ft.errors import UserError
-from llama_ft.inference.flags import find_result, read_inference_flags, result_problem, settings_beside
+from llama_ft.inference.flags import (
+    find_result,
+    read_inference_flags,
+    result_problem,
+    settings_beside,
+)
 
 
 def read(*words: str | Path) -> Any:
@@ -30,13 +35,18 @@ def test_llama_recipes_names_say_what_is_loaded(tmp_path: Path) -> None:
         (["second"], ". and second: cannot be combined"),
         (["--prompts", "a.json"], "--prompts a.json: no such file."),
         (["--prompts", "a.jsonl", "--output_file", "./link.jsonl"], "link.jsonl: exists already."),
-        (["--prompts", "a.jsonl", "--output_file", "a.jsonl/b.jsonl"], "--output_file a.jsonl/b.jsonl: "),
+        (
+            ["--prompts", "a.jsonl", "--output_file", "a.jsonl/b.jsonl"],
+            "--output_file a.jsonl/b.jsonl: ",
+        ),
     ],
 )
 def test_values_that_cannot_be_are_told_with_their_flag(
     flags: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(make(tmp_path, *MODEL, "a.jsonl", "second/config.json", "second/model.safetensors"))
+    monkeypatch.chdir(
+        make(tmp_path, *MODEL, "a.jsonl", "second/config.json", "second/model.safetensors")
+    )
     Path("link.jsonl").symlink_to("a.jsonl")
     with pytest.raises(UserError) as refusal:
         read(".", *flags, *([] if "--prompts" in flags else ["--prompt", "Hi"]))
@@ -47,25 +57,41 @@ def test_values_that_cannot_be_are_told_with_their_flag(
 def test_a_run_gives_its_result_and_without_one_its_checkpoints(tmp_path: Path) -> None:
     step = "checkpoints/step-000010"
     run = make(tmp_path / "run", f"{step}/trainer.json", "config.yaml")
-    assert find_result(run) == ("run", run) and find_result(run / step) == ("checkpoint", run / step)
+    assert find_result(run) == ("run", run) and find_result(run / step) == (
+        "checkpoint",
+        run / step,
+    )
     make(run / "model", *ADAPTER)
     assert find_result(run) == ("adapter", run / "model") == find_result(run / "model")
     other = make(tmp_path / "other", f"{step}/trainer.json", *(f"model/{file}" for file in MODEL))
     assert find_result(other) == ("model", other / "model")
-    assert not result_problem(str(run)) and not result_problem(str(other)) and not result_problem("org/model")
+    assert (
+        not result_problem(str(run))
+        and not result_problem(str(other))
+        and not result_problem("org/model")
+    )
     make(tmp_path / "empty", "notes.txt")
     assert "holds no run" in str(result_problem(f"{tmp_path}/empty"))
     assert result_problem(f"{tmp_path}/othre") == "no such directory."
 
 
 def test_settings_of_the_run_stand_beside_its_result_and_its_checkpoints(tmp_path: Path) -> None:
-    run = make(tmp_path / "run", *(f"model/{file}" for file in ADAPTER), "checkpoints/step-000010/trainer.json")
+    run = make(
+        tmp_path / "run",
+        *(f"model/{file}" for file in ADAPTER),
+        "checkpoints/step-000010/trainer.json",
+    )
     settings = Config(train=TrainConfig(seed=7), quantization=QuantizationConfig(mode="4bit"))
     (run / "config.yaml").write_text(to_yaml(settings))
-    for kind, held in (("run", run), ("adapter", run / "model"), ("checkpoint", run / "checkpoints" / "step-000010")):
+    for kind, held in (
+        ("run", run),
+        ("adapter", run / "model"),
+        ("checkpoint", run / "checkpoints" / "step-000010"),
+    ):
         beside = settings_beside(kind, held)
         assert beside is not None and beside.train.seed == 7 and beside.quantization.mode == "4bit"
     merged = settings_beside("model", run / "model")
-    assert merged is not None and merged.quantization.mode == "none"  # the bits were those of the adapter's base
+    # the bits were those of the adapter's base
+    assert merged is not None and merged.quantization.mode == "none"
     (run / "config.yaml").write_text("train: {no_such_setting: 1}")
     assert settings_beside("adapter", run / "model") is None

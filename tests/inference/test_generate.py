@@ -1,4 +1,5 @@
-"""Answers against transformers' generate on the same model, alone; what is drawn against the probabilities."""
+"""Answers against transformers' generate on the same model, alone; what is drawn against the
+probabilities."""
 
 import copy
 from pathlib import Path
@@ -31,20 +32,30 @@ class Model:
     """The tiny model, here and in plain transformers."""
 
     def __init__(self, folder: Path, runtime: Runtime) -> None:
-        self.runtime, self.opened = runtime, open_model(str(folder), InferenceFlags(precision="fp32"), runtime)
+        self.runtime, self.opened = (
+            runtime,
+            open_model(str(folder), InferenceFlags(precision="fp32"), runtime),
+        )
         own = self.opened.model.generation_config
-        own.return_dict_in_generate, own.num_return_sequences = True, 2  # as a generation_config.json may wish
+        # as a generation_config.json may wish
+        own.return_dict_in_generate, own.num_return_sequences = True, 2
         self.plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.tokenizer = self.opened.tokenizer
 
     def answerer(self, **flags: Any) -> Answerer:
-        return Answerer(self.opened, InferenceFlags(**{"temperature": 0, "max_new_tokens": 20, **flags}), self.runtime)
+        return Answerer(
+            self.opened,
+            InferenceFlags(**{"temperature": 0, "max_new_tokens": 20, **flags}),
+            self.runtime,
+        )
 
     def texts(self, prompts: list[list[int]], **flags: Any) -> list[str]:
         return [answer.text for answer in self.answerer(**flags).answer(prompts)]
 
     def by_transformers(self, prompt: list[int], **settings: Any) -> str:
-        tokens = self.plain.generate(torch.tensor([prompt]), do_sample=False, pad_token_id=0, **settings)
+        tokens = self.plain.generate(
+            torch.tensor([prompt]), do_sample=False, pad_token_id=0, **settings
+        )
         return str(self.tokenizer.decode(tokens[0, len(prompt) :], skip_special_tokens=True))
 
 
@@ -54,7 +65,9 @@ def model(tiny_model: Path, runtime: Runtime) -> Model:
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_a_greedy_answer_is_transformers_own_whatever_stands_beside_it(penalty: float, model: Model) -> None:
+def test_a_greedy_answer_is_transformers_own_whatever_stands_beside_it(
+    penalty: float, model: Model
+) -> None:
     how = {"repetition_penalty": penalty}
     expected = [model.by_transformers(prompt, max_new_tokens=20, **how) for prompt in PROMPTS]
     assert len(set(expected)) == 4
@@ -70,14 +83,21 @@ def test_what_is_drawn_follows_from_the_seed_and_the_batch(model: Model) -> None
     assert set(likeliest) == {*model.texts([PROMPTS[0]])}
 
 
-CODE = "def f():\n    if x:\n        return 1\n\n\n    # é 漢字 👩\u200d👧 👍👍\n \ufffd it.\n  end  "
+CODE = (
+    "def f():\n    if x:\n        return 1\n\n\n    # é 漢字 👩\u200d👧 👍👍\n \ufffd it.\n  end  "
+)
 
 
 class Recites(LlamaForCausalLM):
     """Says given tokens, whatever it is asked."""
 
     def __init__(self, tokens: list[int], size: int) -> None:
-        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        sizes = {
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+        }
         super().__init__(LlamaConfig(**sizes, vocab_size=size, eos_token_id=None, use_cache=False))
         self.tokens = tokens
 
@@ -91,29 +111,48 @@ def like_llama_2() -> PreTrainedTokenizerFast:
     """Words with the space before them, and bytes for all else."""
     pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += "▁ ▁▁▁ ▁if ▁return def x : ▁f () ▁1 ▁# ▁it .".split()
-    inner = Tokenizer(models.Unigram([(piece, -1.0 - len(piece) / 99) for piece in pieces], 0, byte_fallback=True))
-    whole = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    inner = Tokenizer(
+        models.Unigram([(piece, -1.0 - len(piece) / 99) for piece in pieces], 0, byte_fallback=True)
+    )
+    whole = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     inner.decoder = decoders.Sequence(whole)
-    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token="</s>")
 
 
 @pytest.mark.parametrize("kind", ["BPE", "Llama 2"])
-def test_what_is_shown_is_the_answer_to_the_character(kind: str, tiny_model: Path, runtime: Runtime) -> None:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tiny_model) if kind == "BPE" else like_llama_2()
+def test_what_is_shown_is_the_answer_to_the_character(
+    kind: str, tiny_model: Path, runtime: Runtime
+) -> None:
+    tokenizer: PreTrainedTokenizerBase = (
+        AutoTokenizer.from_pretrained(tiny_model) if kind == "BPE" else like_llama_2()
+    )
     tokens: list[int] = tokenizer(f"   {CODE}", add_special_tokens=False)["input_ids"]
     recites: Any = Recites(tokens, len(tokenizer)).eval()
     for length in range(3, len(tokens) + 1, 7):
         shown: list[str] = []
-        reciter = Answerer(LoadedModel(recites, tokenizer, ""), InferenceFlags(max_new_tokens=length), runtime)
+        reciter = Answerer(
+            LoadedModel(recites, tokenizer, ""), InferenceFlags(max_new_tokens=length), runtime
+        )
         [answer] = reciter.answer([[0]], show=shown.append)
         assert "".join(shown) == answer.text or answer.text.endswith("\ufffd")
         assert answer.text == tokenizer.decode(tokens[:length], skip_special_tokens=True)
     assert len(shown) > 12
-    assert "\n    if x:\n        return 1\n\n\n    # é 漢字 👩\u200d👧 👍👍\n" in tokenizer.decode(tokens)
+    assert "\n    if x:\n        return 1\n\n\n    # é 漢字 👩\u200d👧 👍👍\n" in tokenizer.decode(
+        tokens
+    )
 
 
-def test_a_turn_may_end_with_a_token_that_is_no_special_one(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_may_end_with_a_token_that_is_no_special_one(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [whole] = model.texts([PROMPTS[0]])
     tokens: list[int] = model.tokenizer(whole, add_special_tokens=False)["input_ids"]
     config = copy.deepcopy(model.opened.model.generation_config)
@@ -121,7 +160,11 @@ def test_a_turn_may_end_with_a_token_that_is_no_special_one(model: Model, monkey
     monkeypatch.setattr(model.opened.model, "generation_config", config)
     shown: list[str] = []
     [answer] = model.answerer().answer([PROMPTS[0]], show=shown.append)
-    assert "".join(shown) == answer.text and whole.startswith(answer.text) and 0 < len(answer.text) < len(whole)
+    assert (
+        "".join(shown) == answer.text
+        and whole.startswith(answer.text)
+        and 0 < len(answer.text) < len(whole)
+    )
     assert not answer.is_truncated
 
 
@@ -148,6 +191,16 @@ def test_what_is_not_asked_for_is_as_the_model_says() -> None:
         return tuple(resolve_sampling(InferenceFlags(**flags), config).values())
 
     quiet, own = GenerationConfig(), GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9)
-    assert settled(quiet)[0] == settled(own, temperature=0.0)[0] == settled(own, do_sample=False)[0] == 0
+    assert (
+        settled(quiet)[0]
+        == settled(own, temperature=0.0)[0]
+        == settled(own, do_sample=False)[0]
+        == 0
+    )
     assert settled(quiet, do_sample=True) == settled(quiet, top_k=50) == (1.0, 1.0, 50, 1.0)
-    assert settled(own) == (0.6, 0.9, 50, 1.0) and settled(own, temperature=1.2, top_k=0) == (1.2, 0.9, 0, 1.0)
+    assert settled(own) == (0.6, 0.9, 50, 1.0) and settled(own, temperature=1.2, top_k=0) == (
+        1.2,
+        0.9,
+        0,
+        1.0,
+    )

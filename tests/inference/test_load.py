@@ -1,4 +1,5 @@
-"""What open_model makes of what a run leaves, against transformers' and peft's own loading of the same weights."""
+"""What open_model makes of what a run leaves, against transformers' and peft's own loading of the
+same weights."""
 
 import json
 import shutil
@@ -9,7 +10,14 @@ import pytest
 import torch
 from checkpoint_by_hand import load, logits, save_checkpoint, tuned
 
-from llama_ft.config import Config, ModelConfig, PeftConfig, QuantizationConfig, TrainConfig, to_yaml
+from llama_ft.config import (
+    Config,
+    ModelConfig,
+    PeftConfig,
+    QuantizationConfig,
+    TrainConfig,
+    to_yaml,
+)
 from llama_ft.errors import UserError
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.load import LoadedModel, open_model
@@ -24,12 +32,15 @@ def opened(place: Path, runtime: Runtime, **flags: Any) -> LoadedModel:
 
 
 def settings(base: Path, **sections: Any) -> Config:
-    return Config(model=ModelConfig(model_name=str(base)), train=TrainConfig(precision="fp32"), **sections)
+    return Config(
+        model=ModelConfig(model_name=str(base)), train=TrainConfig(precision="fp32"), **sections
+    )
 
 
 @pytest.fixture
 def full(tiny_model: Path, tmp_path: Path) -> tuple[Path, Any]:
-    """A run of full tuning with a checkpoint and no result, and its model as transformers holds it."""
+    """A run of full tuning with a checkpoint and no result, and its model as transformers holds
+    it."""
     model = load(tiny_model)
     save_checkpoint(tmp_path / "full", tuned(model), settings(tiny_model), chat_template=TEMPLATE)
     return tmp_path / "full", model
@@ -55,12 +66,16 @@ def test_a_folder_is_loaded_as_transformers_loads_it(tied_model: Path, runtime: 
     assert not found.model.training and found.about == f"{tied_model}, fp32, cpu"
 
 
-def test_a_run_without_a_result_gives_its_newest_checkpoint(full: tuple[Path, Any], runtime: Runtime) -> None:
+def test_a_run_without_a_result_gives_its_newest_checkpoint(
+    full: tuple[Path, Any], runtime: Runtime
+) -> None:
     run, reference = full
     found = opened(run, runtime)
     assert torch.equal(logits(found.model), logits(reference))
     assert found.tokenizer.chat_template == TEMPLATE
-    assert found.model.generation_config.eos_token_id == [2, 1], "config.json's, and the end of the template's turns"
+    assert found.model.generation_config.eos_token_id == [2, 1], (
+        "config.json's, and the end of the template's turns"
+    )
 
 
 def test_an_adapter_stands_beside_its_base_wherever_it_is_taken_from(
@@ -68,11 +83,20 @@ def test_an_adapter_stands_beside_its_base_wherever_it_is_taken_from(
 ) -> None:
     run, reference = adapted
     moved = shutil.copytree(run / "model", tmp_path / "moved")
-    places = {"run": run, "result": run / "model", "checkpoint": run / "checkpoints" / "step-000012", "moved": moved}
+    places = {
+        "run": run,
+        "result": run / "model",
+        "checkpoint": run / "checkpoints" / "step-000012",
+        "moved": moved,
+    }
     for name, place in places.items():
         found = opened(place, runtime)
-        torch.testing.assert_close(logits(found.model), logits(reference), rtol=1e-5, atol=1e-5, msg=name)
-        assert found.about.startswith(f"{run / 'model' if name == 'run' else place} (with {tiny_model})")
+        torch.testing.assert_close(
+            logits(found.model), logits(reference), rtol=1e-5, atol=1e-5, msg=name
+        )
+        assert found.about.startswith(
+            f"{run / 'model' if name == 'run' else place} (with {tiny_model})"
+        )
     assert not torch.allclose(logits(reference), logits(load(tiny_model)), atol=1e-2)
 
     elsewhere = shutil.copytree(tiny_model, tmp_path / "elsewhere")
@@ -87,15 +111,23 @@ def test_an_adapter_is_used_with_the_quantization_of_its_run(
     adapted: tuple[Path, Any], tiny_model: Path, runtime: Runtime
 ) -> None:
     run, reference = adapted
-    config = settings(tiny_model, peft=PeftConfig(use_peft=True, **LORA), quantization=QuantizationConfig(mode="8bit"))
+    config = settings(
+        tiny_model,
+        peft=PeftConfig(use_peft=True, **LORA),
+        quantization=QuantizationConfig(mode="8bit"),
+    )
     (run / "config.yaml").write_text(to_yaml(config))
-    as_trained, plain, asked = (opened(run, runtime, quantization=mode) for mode in (None, "none", "8bit"))
+    as_trained, plain, asked = (
+        opened(run, runtime, quantization=mode) for mode in (None, "none", "8bit")
+    )
     assert torch.equal(logits(as_trained.model), logits(asked.model))
     assert not torch.equal(logits(as_trained.model), logits(plain.model))
     assert ", 8bit, " in as_trained.about and "bit" not in plain.about.removeprefix(str(run))
     reference.merge_and_unload().save_pretrained(run / "merged")
     merged = opened(run / "merged", runtime, tokenizer_name=str(tiny_model))
-    assert torch.equal(logits(merged.model), logits(load(run / "merged"))), "the run's bits are the adapter's base's"
+    assert torch.equal(logits(merged.model), logits(load(run / "merged"))), (
+        "the run's bits are the adapter's base's"
+    )
 
 
 def test_a_fully_tuned_checkpoint_is_quantized_from_its_own_weights(
@@ -110,7 +142,9 @@ def test_a_fully_tuned_checkpoint_is_quantized_from_its_own_weights(
     assert not torch.equal(logits(found.model), logits(reference))
 
 
-def test_what_cannot_be_loaded_is_told(adapted: tuple[Path, Any], tiny_model: Path, runtime: Runtime) -> None:
+def test_what_cannot_be_loaded_is_told(
+    adapted: tuple[Path, Any], tiny_model: Path, runtime: Runtime
+) -> None:
     run, _ = adapted
     file = run / "model" / "adapter_config.json"
     good = json.loads(file.read_text())

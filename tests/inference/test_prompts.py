@@ -1,5 +1,5 @@
-"""Files of prompts: what is read, what is rejected and where, and which tokens come of it. The conversation, typed into
-stdin; in place of a model stands what answers by counting."""
+"""Files of prompts: what is read, what is rejected and where, and which tokens come of it. The
+conversation, typed into stdin; in place of a model stands what answers by counting."""
 
 import io
 import json
@@ -29,20 +29,31 @@ TEMPLATE = (
 
 def write(file: Path, *rows: Any) -> Path:
     lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
-    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8-sig")  # as some editors save it
+    # as some editors save it
+    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8-sig")
     return file
 
 
 def test_prompts_are_lines_or_rows_whose_other_keys_are_kept(tmp_path: Path) -> None:
     lines = read_prompts(str(write(tmp_path / "a.txt", "Wie heißt es?", "", "  two \r")))
     assert [asked for _, asked in lines] == ["Wie heißt es?", "  two "]
-    parts = {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": " there"}]}
-    rows = [{"prompt": "Hi", "id": 7}, {"messages": [TURN, REPLY, TURN]}, {"messages": [TURN, REPLY], "weight": 2}]
+    parts = {
+        "role": "user",
+        "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": " there"}],
+    }
+    rows = [
+        {"prompt": "Hi", "id": 7},
+        {"messages": [TURN, REPLY, TURN]},
+        {"messages": [TURN, REPLY], "weight": 2},
+    ]
     rows.append({"messages": [parts]})
     read = read_prompts(str(write(tmp_path / "b.jsonl", *rows)))
     assert [asked for _, asked in read] == [
-        "Hi", [TURN, REPLY, TURN], [TURN], [{"role": "user", "content": "Hi there"}],
-    ], "training data end in an answer"  # fmt: skip
+        "Hi",
+        [TURN, REPLY, TURN],
+        [TURN],
+        [{"role": "user", "content": "Hi there"}],
+    ], "training data end in an answer"
     assert [row for row, _ in read] == rows
 
 
@@ -66,9 +77,10 @@ def test_prompts_are_samples_in_every_format_of_the_training_data(tmp_path: Path
         asked[name] = read[0][1]
     alpaca = [{"role": "user", "content": "Hi\n\nyou"}]
     assert asked == {
-        **dict.fromkeys(("alpaca", "alpaca without"), alpaca), "text": "Be brief.\n\nHi",
+        **dict.fromkeys(("alpaca", "alpaca without"), alpaca),
+        "text": "Be brief.\n\nHi",
         **dict.fromkeys(("sharegpt", "sharegpt without", "completion", "common names"), [TURN]),
-    }  # fmt: skip
+    }
     (tmp_path / "rows.csv").write_text("Ask;Reply\nHi;Hello.\n")
     [(row, messages)] = read_prompts(str(tmp_path / "rows.csv"), ["question=Ask"])
     assert (row, messages) == ({"instruction": "Hi", "Reply": "Hello."}, [TURN])
@@ -102,20 +114,33 @@ def test_a_prompt_is_written_by_the_chat_template_or_taken_as_it_is(
             text(wrong or "Hi", system=None if wrong else "Be brief.")
     opened.tokenizer.chat_template = TEMPLATE
     assert text("Hi", "Be brief.") == "[system]Be brief.[user]Hi[answer]"
-    opened.tokenizer.chat_template = "{% for tool in tools or [] %}({{ tool.name }}){% endfor %}" + TEMPLATE
+    opened.tokenizer.chat_template = (
+        "{% for tool in tools or [] %}({{ tool.name }}){% endfor %}" + TEMPLATE
+    )
     with_tools = Answerer(opened, InferenceFlags(), runtime).tokens([TURN], [{"name": "add"}])
     assert opened.tokenizer.decode(with_tools) == "(add)[user]Hi[answer]"
-    assert text([{"role": "system", "content": "Be long."}, TURN], "Be brief.") == "[system]Be long.[user]Hi[answer]"
+    assert (
+        text([{"role": "system", "content": "Be long."}, TURN], "Be brief.")
+        == "[system]Be long.[user]Hi[answer]"
+    )
     with pytest.raises(UserError, match="rejects the prompt .no tools"):
         text([TURN, {"role": "tool", "content": "3"}])
 
-    options = InferenceFlags(output_file=f"{tmp_path}/new/answers.jsonl", max_new_tokens=3, batch_size=2)
+    options = InferenceFlags(
+        output_file=f"{tmp_path}/new/answers.jsonl", max_new_tokens=3, batch_size=2
+    )
     rows: list[Any] = [({"id": n}, "word " * (1 + n % 2)) for n in range(5)]
     assert answer_prompts(rows, Answerer(opened, options, runtime), options, runtime) <= 5
-    answers = [json.loads(line) for line in (tmp_path / "new" / "answers.jsonl").read_text().splitlines()]
-    assert [row["id"] for row in answers] == [0, 1, 2, 3, 4] and answers[0]["answer"] == answers[2]["answer"]
+    answers = [
+        json.loads(line) for line in (tmp_path / "new" / "answers.jsonl").read_text().splitlines()
+    ]
+    assert [row["id"] for row in answers] == [0, 1, 2, 3, 4] and answers[0]["answer"] == answers[2][
+        "answer"
+    ]
     with pytest.raises(UserError, match="prompt 2: the prompt has"):
-        answer_prompts([rows[0], ({}, "word " * 300)], Answerer(opened, options, runtime), options, runtime)
+        answer_prompts(
+            [rows[0], ({}, "word " * 300)], Answerer(opened, options, runtime), options, runtime
+        )
     with pytest.raises(FileExistsError):
         answer_prompts(rows, Answerer(opened, options, runtime), options, runtime)
 
@@ -140,14 +165,18 @@ class Counts(Answerer):
 
 
 @pytest.fixture
-def typed(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> Iterator[Callable[..., Counts]]:
+def typed(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, runtime: Runtime
+) -> Iterator[Callable[..., Counts]]:
     """Have a conversation of given lines."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = CHAT_TEMPLATE
     handler, wakeup = signal.getsignal(signal.SIGINT), signal.set_wakeup_fd(-1)
 
     def talk(*lines: str, system: str | None = None, context: int = 4096) -> Counts:
-        answerer = Counts(tokenizer, InferenceFlags(system_prompt=system, max_new_tokens=20), context)
+        answerer = Counts(
+            tokenizer, InferenceFlags(system_prompt=system, max_new_tokens=20), context
+        )
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         converse(answerer, runtime)
         return answerer
@@ -160,12 +189,18 @@ def typed(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -
 def test_answers_alone_go_to_stdout_and_each_question_has_the_earlier_turns(
     typed: Callable[..., Counts], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    talk = typed("one", "", "two", " /three", "/help", "/reset", "four", "/exit", "five", system="Be brief.")
+    talk = typed(
+        "one", "", "two", " /three", "/help", "/reset", "four", "/exit", "five", system="Be brief."
+    )
     assert capsys.readouterr().out == "answer 1\nanswer 2\nanswer 3\nanswer 4\n"
     assert talk.asked[0] == "[system]Be brief.[user]one"
     assert talk.asked[1] == "[system]Be brief.[user]one[assistant]answer 1[user]two"
     assert talk.asked[2].endswith("[assistant]answer 2[user] /three")
     assert talk.asked[3:] == ["[system]Be brief.[user]four"]
     talk = typed("one", "word " * 100, "stop two", "three", context=150)
-    assert talk.asked[1] == "[user]one[assistant]answer 1[user]stop two", "only what cannot be asked is forgotten"
-    assert talk.asked[2].endswith("[user]stop two[assistant]answer 2[user]three"), "what Ctrl-C has let come is kept"
+    assert talk.asked[1] == "[user]one[assistant]answer 1[user]stop two", (
+        "only what cannot be asked is forgotten"
+    )
+    assert talk.asked[2].endswith("[user]stop two[assistant]answer 2[user]three"), (
+        "what Ctrl-C has let come is kept"
+    )

@@ -1,4 +1,5 @@
-"""Loads models as the recipe does, takes a training step and exports the result; saves what was seen, case by case."""
+"""Loads models as the recipe does, takes a training step and exports the result; saves what was
+seen, case by case."""
 
 import json
 import sys
@@ -26,13 +27,27 @@ if __name__ == "__main__":
     targets = sum(length - 1 for lengths in LENGTHS for length in lengths)
     for name, flags in json.loads((work / "cases.json").read_text()).items():
         started = time.monotonic()
-        settings = ["--batch_size_training", "1", "--precision", "fp32", "--device", "cpu", "--enable_fsdp"]
-        settings += ["--dataset", "demo", *([] if "--min_num_params" in flags else ["--min_num_params", "1000"])]
+        settings = [
+            "--batch_size_training",
+            "1",
+            "--precision",
+            "fp32",
+            "--device",
+            "cpu",
+            "--enable_fsdp",
+        ]
+        settings += [
+            "--dataset",
+            "demo",
+            *([] if "--min_num_params" in flags else ["--min_num_params", "1000"]),
+        ]
         config, _ = load(settings + flags, finetuning.DEMO_CONFIG)
         with runtime.start("cpu", models.shard_degree(config.fsdp)) as job:
             folder, result = Path(config.model.model_name), work / "results" / name
             model_config = models.load_model_config(folder, False)
-            model, adapter, stored, _ = finetuning.build_model(config, folder, model_config, None, NULL_MONITOR, job)
+            model, adapter, stored, _ = finetuning.build_model(
+                config, folder, model_config, None, NULL_MONITOR, job
+            )
             lengths = LENGTHS[job.rank]
             parts = [part.tolist() for part in rows[job.rank][: sum(lengths)].split(lengths)]
             own = Dataset.from_dict(
@@ -40,11 +55,14 @@ if __name__ == "__main__":
             )
             is_packed = config.data.batching_strategy == "packing"
             batch = data.collate(own, range(len(lengths)), 0, is_packed)
-            if is_packed and not config.peft.use_peft and config.fsdp.low_cpu_fsdp:  # each architecture once
+            # each architecture once
+            if is_packed and not config.peft.use_peft and config.fsdp.low_cpu_fsdp:
                 training.check_packing(model, own, 256, torch.float32, job)
             optimizer = training.build_optimizer(model, config.train)
             model.train()
-            losses = training.accumulate_gradients(model, training.SupervisedFineTuning(), [batch], targets, False, job)
+            losses = training.accumulate_gradients(
+                model, training.SupervisedFineTuning(), [batch], targets, False, job
+            )
             step = training.clip_and_reduce_norm(model, losses, targets, config.train, 1.0, job)
             (loss, norm), logged = step.read(), step.logged()
             training.update_weights(optimizer, 1e-2)
@@ -55,9 +73,16 @@ if __name__ == "__main__":
             card = partial(checkpoint.write_model_card, base_model=config.model.model_name)
             if adapter is None:
                 most = 60_000
-                checkpoint.export_model(model, result / "model", folder, stored, None, most, tokenizer, card, job)
+                checkpoint.export_model(
+                    model, result / "model", folder, stored, None, most, tokenizer, card, job
+                )
             else:
-                checkpoint.export_adapter(model, adapter, result / "model", None, tokenizer, card, job)
+                checkpoint.export_adapter(
+                    model, adapter, result / "model", None, tokenizer, card, job
+                )
             if job.is_main:
-                torch.save({"loss": loss, "norm": norm, "logged": logged, "logits": logits}, result / "seen.pt")
+                torch.save(
+                    {"loss": loss, "norm": norm, "logged": logged, "logits": logits},
+                    result / "seen.pt",
+                )
                 print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)

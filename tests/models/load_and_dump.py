@@ -1,4 +1,5 @@
-"""Loads a model in several ways and saves what each rank then holds: name -> local shard, one file a rank and case."""
+"""Loads a model in several ways and saves what each rank then holds: name -> local shard, one file
+a rank and case."""
 
 import json
 import sys
@@ -16,14 +17,18 @@ if __name__ == "__main__":
     for name, case in cases.items():
         with runtime.start("cpu", case["shard_degree"]) as job:
             folder, precision = Path(case["model"]), runtime.PRECISIONS[case["precision"]]
-            model = models.build_on_meta(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
+            model = models.build_on_meta(
+                models.load_model_config(folder, False), ModelConfig(model_name=str(folder))
+            )
             peft = PeftConfig(**case["peft"])
             quantization = QuantizationConfig(**case.get("quantization", {}))
             if chosen := models.choose_quantization(quantization, model.config, peft.use_peft):
                 models.quantize_linears(model, chosen)
             adapter = models.inject_lora(model, peft, str(folder)) if peft.use_peft else None
             models.set_storage_dtypes(model, precision)
-            models.apply_fsdp(model, job.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision)
+            models.apply_fsdp(
+                model, job.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision
+            )
             models.load_weights(
                 model,
                 folder,
@@ -36,6 +41,8 @@ if __name__ == "__main__":
                 seed=7,
                 frozen_dtype=precision.frozen,
             )
-            held = {name: local_shard(parameter).clone() for name, parameter in model.named_parameters()}
+            held = {
+                name: local_shard(parameter).clone() for name, parameter in model.named_parameters()
+            }
             held |= {name: buffer.clone() for name, buffer in model.named_buffers()}
             torch.save(held, out / f"{name}-rank{job.rank}.pt")

@@ -23,12 +23,21 @@ ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 def llama(how: str, k: int = 2, offload: bool = False, lora: bool = False) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    shape = {"hidden_size": HIDDEN, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=LAYERS, vocab_size=100))
-    settings = TrainConfig(activation_checkpointing=how, activation_checkpointing_k=k, activation_offload=offload)
+    settings = TrainConfig(
+        activation_checkpointing=how, activation_checkpointing_k=k, activation_offload=offload
+    )
     checkpoint_activations(model, settings)
     if lora:
-        adapters = LoraConfig(r=4, lora_dropout=0.2, target_modules="all-linear", init_lora_weights=False)
+        adapters = LoraConfig(
+            r=4, lora_dropout=0.2, target_modules="all-linear", init_lora_weights=False
+        )
         inject_adapter_in_model(adapters, model)
         use_fused_lora(model)
     return model.train()
@@ -78,17 +87,22 @@ def measure(model: nn.Module) -> tuple[Counter[str], Counter[str], int]:
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full tuning", "lora with dropout"])
 @pytest.mark.parametrize(("how", "k"), WAYS)
-def test_gradients_are_those_without_checkpointing_to_the_last_bit(how: str, k: int, lora: bool) -> None:
+def test_gradients_are_those_without_checkpointing_to_the_last_bit(
+    how: str, k: int, lora: bool
+) -> None:
     expected, found = gradients(llama("off", lora=lora)), gradients(llama(how, k, lora=lora))
     assert found.keys() == expected.keys() and len(found) > 2 * LAYERS
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
-def test_full_runs_matrix_products_and_attention_again_and_selective_runs_only_the_rest_again() -> None:
+def test_full_runs_matrix_products_and_attention_again_and_selective_runs_only_the_rest_again() -> (
+    None
+):
     ran = {how: measure(llama(how))[1] for how in ("off", "full", "selective")}
     forward_runs = measure(llama("off"))[0]
     more = {how: ran[how] - ran["off"] for how in ("full", "selective")}
-    # Of a layer's 7 products the last, down_proj's, is not needed again: recomputing stops before it.
+    # Of a layer's 7 products the last, down_proj's, is not needed again: recomputing stops before
+    # it.
     assert forward_runs["aten::mm"] == 7 * LAYERS + 1
     assert (more["full"]["aten::mm"], more["full"][ATTENTION]) == (6 * LAYERS, LAYERS)
     assert (more["selective"]["aten::mm"], more["selective"][ATTENTION]) == (0, 0)
@@ -103,11 +117,15 @@ def test_selective_keeps_what_layers_with_an_adapter_put_out_and_nothing_within(
     assert again == {"off": 0, "full": 6 * LAYERS, "selective": 0}
     adapters = 7 * 4  # of rank 4
     widths = HIDDEN + 2 * HIDDEN // 2 + HIDDEN + 4 + HIDDEN + 2 * 128 + HIDDEN + adapters
-    assert ran["selective"][2] - ran["full"][2] == pytest.approx(4 * TOKENS * LAYERS * widths, rel=0.1)
+    assert ran["selective"][2] - ran["full"][2] == pytest.approx(
+        4 * TOKENS * LAYERS * widths, rel=0.1
+    )
 
 
 @pytest.mark.parametrize("how", ["full", "every_k", "selective"])
-def test_only_the_inputs_of_recomputed_layers_are_offloaded(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_inputs_of_recomputed_layers_are_offloaded(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a device to copy from, a copy on the CPU stands in for the one in pinned memory."""
     expected, moved = gradients(llama("off", lora=True)), []
 

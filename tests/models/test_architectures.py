@@ -1,5 +1,6 @@
-"""Every architecture from its folder to the tuned result: loaded onto 2 ranks, trained a step, exported, and compared
-with what plain transformers and peft make of the same files on one process."""
+"""Every architecture from its folder to the tuned result: loaded onto 2 ranks, trained a step,
+exported, and compared with what plain transformers and peft make of the same files on one
+process."""
 
 import functools
 import re
@@ -38,7 +39,8 @@ BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
         "attn_pdrop": 0.0}  # fmt: skip
 
-# Name -> model_type and what differs from SHAPE (None: left out). 5 experts over 2 ranks are 3 and 2.
+# Name -> model_type and what differs from SHAPE (None: left out). 5 experts over 2 ranks are 3 and
+# 2.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 2": ("llama", {"num_key_value_heads": 4}),
     "Llama 3": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
@@ -88,7 +90,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
                                   "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8,
                                   "n_routed_experts": 4, "moe_intermediate_size": 64,
                                   "moe_shared_expert_intermediate_size": 64, "num_hidden_layers": None}),
-    # Transformers names no layer class of BioGPT, and Mamba's kernels read the weights of linear layers themselves.
+    # Transformers names no layer class of BioGPT, and Mamba's kernels read the weights of linear
+    # layers themselves.
     "BioGPT": ("biogpt", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **TIED}),
     "GPT-J": ("gptj", {**GPT2, "rotary_dim": 8}),
     "LFM2": ("lfm2", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 64, **TIED}),
@@ -96,8 +99,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 READ_BY_KERNELS = {"Mamba": ("x_proj", "dt_proj", "out_proj"), "Nemotron-H": ("mixer.out_proj",),
                    "Falcon-H1": ("mamba.out_proj",)}  # fmt: skip
-# Models that also take images, of whose towers nothing may be read or changed: model_type, what differs in the text
-# part from SHAPE, in the vision tower from VISION, and the rest.
+# Models that also take images, of whose towers nothing may be read or changed: model_type, what
+# differs in the text part from SHAPE, in the vision tower from VISION, and the rest.
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
           "image_size": 28, "patch_size": 14}  # fmt: skip
 QWENS = {"depth": 2, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64}
@@ -119,8 +122,19 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
                                            "intermediate_size": 64, "audio_token_id": 319, "input_size": 16,
                                            "nemo_conv_channels": 32, "ext_pw_out_channel": 32}}),
 }  # fmt: skip
-# A LoRA step leaves A as it began, because B is 0: so the gradient can be taken again from the result.
-LORA = ["--use_peft", "--target_modules", "all-linear", "--r", "4", "--lora_dropout", "0", "--weight_decay", "0"]
+# A LoRA step leaves A as it began, because B is 0: so the gradient can be taken again from the
+# result.
+LORA = [
+    "--use_peft",
+    "--target_modules",
+    "all-linear",
+    "--r",
+    "4",
+    "--lora_dropout",
+    "0",
+    "--weight_decay",
+    "0",
+]
 METHODS: dict[str, list[str]] = {
     "full": [],
     "full, rank 0 reads": ["--low_cpu_fsdp"],
@@ -128,7 +142,8 @@ METHODS: dict[str, list[str]] = {
     "LoRA 8bit": [*LORA, "--quantization", "8bit"],
     "LoRA 4bit": [*LORA, "--quantization", "4bit", "--low_cpu_fsdp"],
 }
-# Units by size: attention is one of its own, wrapped layers are units though their parts would be large enough.
+# Units by size: attention is one of its own, wrapped layers are units though their parts would be
+# large enough.
 BY_SIZE = ["--fsdp_wrap_policy", "size"]
 SIZED: dict[tuple[str, str], list[str]] = {
     ("Gemma 2", "full, sized"): [*BY_SIZE, "--min_num_params", "8000"],
@@ -145,8 +160,9 @@ FURTHER = ("Qwen3 MoE", "Phi-2", "Phi-3.5 MoE", "GPT-NeoX", "Falcon", "OPT", "BL
 LENGTHS = [[24, 16], [20, 12]]  # of the two rows of each rank; the windows are of 16
 NOT_QUANTIZED = ("GPT-2",)  # its layers are not nn.Linear; refused, see test_quantized.py
 TWO_WAYS = ("full, rank 0 reads", "LoRA 4bit")
-# The fast tests have all five ways of three (own head, tied head, experts), and two of the others; one of those whose
-# linear layers, experts or towers are as those of another: what differs, attention and norms, is trained in full.
+# The fast tests have all five ways of three (own head, tied head, experts), and two of the others;
+# one of those whose linear layers, experts or towers are as those of another: what differs,
+# attention and norms, is trained in full.
 ALL_WAYS = ("Llama 2", "Gemma 2", "Mixtral")
 LINEARS_OF_ANOTHER = ("Llama 3", "Llama 3.1", "Llama 3.2", "Mistral", "Qwen2.5", "Qwen3", "Gemma 3 text", "Phi-4",
                       "OLMo 2", "SmolLM3", "Granite MoE, balanced", "Phi-3", "Phi-2", "GPT-NeoX", "OPT", "BLOOM",
@@ -156,17 +172,24 @@ CASES = [
     (architecture, method)
     for architecture in (*ARCHITECTURES, *MULTIMODAL)
     for method in METHODS
-    if not (architecture in NOT_QUANTIZED and "bit" in method) and (architecture not in FURTHER or method in TWO_WAYS)
+    if not (architecture in NOT_QUANTIZED and "bit" in method)
+    and (architecture not in FURTHER or method in TWO_WAYS)
 ] + [*SIZED]
 
 
 def is_fast(architecture: str, method: str) -> bool:
-    if architecture in ALL_WAYS or method == "LoRA, padded" or (architecture, method) == ("GPT-2", "LoRA"):
+    if (
+        architecture in ALL_WAYS
+        or method == "LoRA, padded"
+        or (architecture, method) == ("GPT-2", "LoRA")
+    ):
         return True
     return method in (TWO_WAYS[:1] if architecture in LINEARS_OF_ANOTHER else TWO_WAYS)
 
 
-PARAMETERS = [pytest.param(*case, marks=[] if is_fast(*case) else pytest.mark.slow) for case in CASES]
+PARAMETERS = [
+    pytest.param(*case, marks=[] if is_fast(*case) else pytest.mark.slow) for case in CASES
+]
 
 
 @pytest.fixture(scope="module")
@@ -177,10 +200,15 @@ def models(save_tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("architectures")
     save_tokenizer(work / "tokenizer")
     configs: dict[str, tuple[str, dict[str, Any]]] = {
-        name: (model_type, {**SHAPE, **settings}) for name, (model_type, settings) in ARCHITECTURES.items()
+        name: (model_type, {**SHAPE, **settings})
+        for name, (model_type, settings) in ARCHITECTURES.items()
     }
     for name, (model_type, text, vision, more) in MULTIMODAL.items():
-        own = SHAPE | text if model_type == "phi4_multimodal" else {"text_config": SHAPE | text, **UNTIED}
+        own = (
+            SHAPE | text
+            if model_type == "phi4_multimodal"
+            else {"text_config": SHAPE | text, **UNTIED}
+        )
         configs[name] = model_type, {**own, "vision_config": vision, **more}
     for name, (model_type, settings) in configs.items():
         torch.manual_seed(0)
@@ -189,9 +217,12 @@ def models(save_tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = auto.from_config(AutoConfig.for_model(model_type, **config))
         for buffer_name, buffer in model.named_buffers():
             if buffer_name in model.state_dict() and buffer.is_floating_point():
-                buffer.uniform_(-0.5, 0.5)  # DeepSeek's correction of routing, which begins as zeros
+                # DeepSeek's correction of routing, which begins as zeros
+                buffer.uniform_(-0.5, 0.5)
         model.save_pretrained(work / "models" / name, max_shard_size="100KB")
-    torch.save(torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(1)), work / "rows.pt")
+    torch.save(
+        torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(1)), work / "rows.pt"
+    )
     return work
 
 
@@ -225,16 +256,29 @@ def loaded(folder: Path, method: str = "", adapter: Path | None = None) -> torch
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, BitsAndBytesConfig
     from transformers.quantizers.base import get_keys_to_not_convert
 
-    auto = AutoModelForMultimodalLM if "vision_config" in (folder / "config.json").read_text() else AutoModelForCausalLM
+    auto = (
+        AutoModelForMultimodalLM
+        if "vision_config" in (folder / "config.json").read_text()
+        else AutoModelForCausalLM
+    )
     model = auto.from_pretrained(folder, dtype=torch.float32)
-    if "bit" in method and folder.name == "Falcon":  # Transformers leaves its class of linear layers as it is
+    # Transformers leaves its class of linear layers as it is
+    if "bit" in method and folder.name == "Falcon":
         for linear in [m for m in model.transformer.h.modules() if isinstance(m, torch.nn.Linear)]:
-            linear.weight.data = bnb.dequantize_4bit(*bnb.quantize_4bit(linear.weight.data, quant_type="nf4"))
+            linear.weight.data = bnb.dequantize_4bit(
+                *bnb.quantize_4bit(linear.weight.data, quant_type="nf4")
+            )
     elif "bit" in method:
-        linears = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+        linears = {
+            name: module
+            for name, module in model.named_modules()
+            if type(module) is torch.nn.Linear
+        }
         across = 64 if "4bit" in method else 1  # blocks that cross rows are not ours
         broken = [name for name, module in linears.items() if module.in_features % across]
-        broken += [name for name in linears if name.endswith(READ_BY_KERNELS.get(folder.name, ("?",)))]
+        broken += [
+            name for name in linears if name.endswith(READ_BY_KERNELS.get(folder.name, ("?",)))
+        ]
         settings = BitsAndBytesConfig(
             load_in_8bit="8bit" in method,
             load_in_4bit="4bit" in method,
@@ -250,8 +294,16 @@ def loaded(folder: Path, method: str = "", adapter: Path | None = None) -> torch
 
 def stacked_experts(model: torch.nn.Module, block: int) -> list[tuple[str, torch.Tensor]]:
     """Weights [experts, rows, columns] whose rows are whole blocks."""
-    found = [(name, parameter.detach()) for name, parameter in model.named_parameters() if ".experts." in name]
-    return [(name, weight) for name, weight in found if weight.dim() == 3 and weight.shape[2] % block == 0]
+    found = [
+        (name, parameter.detach())
+        for name, parameter in model.named_parameters()
+        if ".experts." in name
+    ]
+    return [
+        (name, weight)
+        for name, weight in found
+        if weight.dim() == 3 and weight.shape[2] % block == 0
+    ]
 
 
 def rounded(matrix: torch.Tensor, four_bit: bool) -> torch.Tensor:
@@ -259,7 +311,9 @@ def rounded(matrix: torch.Tensor, four_bit: bool) -> torch.Tensor:
     from bitsandbytes import functional
 
     if four_bit:
-        return functional.dequantize_4bit(*functional.quantize_4bit(matrix, blocksize=64, quant_type="nf4"))
+        return functional.dequantize_4bit(
+            *functional.quantize_4bit(matrix, blocksize=64, quant_type="nf4")
+        )
     return functional.int8_vectorwise_dequant(*functional.int8_vectorwise_quant(matrix.half())[:2])
 
 
@@ -270,14 +324,20 @@ def test_the_first_loss_and_gradient_are_those_of_plain_transformers(
     result = work / "results" / architecture / method
     seen = torch.load(result / "seen.pt", weights_only=True)
     rows = torch.load(work / "rows.pt", weights_only=True)
-    model = loaded(work / "models" / architecture, method, result / "model" if "LoRA" in method else None).train()
+    model = loaded(
+        work / "models" / architecture, method, result / "model" if "LoRA" in method else None
+    ).train()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.zeros_(parameter)
         if "lora_magnitude_vector" in name:  # as it began: the norms of the rows
             base = model.get_parameter(name.replace("lora_magnitude_vector.default", "base_layer"))
             parameter.data = base.norm(dim=1)
-    parts = [it[None] for row, own in zip(rows, LENGTHS, strict=True) for it in row[: sum(own)].split(own)]
+    parts = [
+        it[None]
+        for row, own in zip(rows, LENGTHS, strict=True)
+        for it in row[: sum(own)].split(own)
+    ]
     outputs = [model(input_ids=part, labels=part, use_cache=False) for part in parts]
     targets = [part.shape[1] - 1 for part in parts]
     losses = [it.loss * count for it, count in zip(outputs, targets, strict=True)]
@@ -285,8 +345,13 @@ def test_the_first_loss_and_gradient_are_those_of_plain_transformers(
     if architecture.endswith("balanced"):  # over the tokens of both ranks together
         from transformers.models.granitemoe.modeling_granitemoe import load_balancing_loss_func
 
-        of_parts = sum(it.aux_loss * count for it, count in zip(outputs, targets, strict=True)) / sum(targets)
-        layers = tuple(torch.cat(of_layer) for of_layer in zip(*(it.router_logits for it in outputs), strict=True))
+        of_parts = sum(
+            it.aux_loss * count for it, count in zip(outputs, targets, strict=True)
+        ) / sum(targets)
+        layers = tuple(
+            torch.cat(of_layer)
+            for of_layer in zip(*(it.router_logits for it in outputs), strict=True)
+        )
         balance = load_balancing_loss_func(layers, num_experts=5, top_k=2)
         assert abs(balance - of_parts) > 1e-3
         loss = loss - 0.5 * of_parts + (0.25 if method == "LoRA, padded" else 0.5) * balance
@@ -298,7 +363,9 @@ def test_the_first_loss_and_gradient_are_those_of_plain_transformers(
 
 
 @pytest.mark.parametrize(("architecture", "method"), PARAMETERS)
-def test_the_result_reloads_with_the_trained_logits(work: Path, architecture: str, method: str) -> None:
+def test_the_result_reloads_with_the_trained_logits(
+    work: Path, architecture: str, method: str
+) -> None:
     folder, result = work / "models" / architecture, work / "results" / architecture / method
     seen = torch.load(result / "seen.pt", weights_only=True)
     rows = torch.load(work / "rows.pt", weights_only=True)
@@ -308,12 +375,19 @@ def test_the_result_reloads_with_the_trained_logits(work: Path, architecture: st
             return model.train("bit" in method)(input_ids=rows).logits
 
     before = logits(loaded(folder, method))
-    after = logits(loaded(folder, method, result / "model") if "LoRA" in method else loaded(result / "model"))
+    after = logits(
+        loaded(folder, method, result / "model") if "LoRA" in method else loaded(result / "model")
+    )
     assert (after - seen["logits"]).abs().max() < 1e-4
     assert (before - seen["logits"]).abs().max() > 1e-2, "the step has changed something"
     if "LoRA" not in method:
         was, now = stored(folder), stored(result / "model")
         assert was.keys() == now.keys(), "saved in the layout it came in"
-        towers = [name for name in was if re.search("visi|visual|projector|image_embed|audio_embed", name)]
+        towers = [
+            name for name in was if re.search("visi|visual|projector|image_embed|audio_embed", name)
+        ]
         assert (len(towers) > 20) == (architecture in MULTIMODAL)
-        assert all(torch.equal(was[name], now[name]) and was[name].dtype == now[name].dtype for name in towers)
+        assert all(
+            torch.equal(was[name], now[name]) and was[name].dtype == now[name].dtype
+            for name in towers
+        )

@@ -1,5 +1,5 @@
-"""Model folders and settings that cannot be trained; tests/recipes/test_bad_input.py has the most common ones through
-the real command."""
+"""Model folders and settings that cannot be trained; tests/recipes/test_bad_input.py has the most
+common ones through the real command."""
 
 import json
 from importlib.util import find_spec
@@ -12,7 +12,13 @@ from llama_ft.errors import UserError
 from llama_ft.models import build_on_meta, load_model_config, load_tokenizer
 from llama_ft.models.source import open_weights
 
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 64,
+}
 
 
 def build(folder: Path, model_config: dict[str, object]) -> None:
@@ -22,13 +28,21 @@ def build(folder: Path, model_config: dict[str, object]) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "name"),
-    [("vit", "ViTModel"), ("t5", "T5ForConditionalGeneration"), ("florence2", "Florence2ForConditionalGeneration")],
+    [
+        ("vit", "ViTModel"),
+        ("t5", "T5ForConditionalGeneration"),
+        ("florence2", "Florence2ForConditionalGeneration"),
+    ],
 )
 def test_a_model_without_a_text_decoder_is_rejected_by_its_config_alone(
     tmp_path: Path, model_type: str, name: str
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "architectures": [name]}))
-    with pytest.raises(UserError, match=f"(?s){name} .*no text decoder.*loads with AutoModelForCausalLM or Auto"):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": model_type, "architectures": [name]})
+    )
+    with pytest.raises(
+        UserError, match=f"(?s){name} .*no text decoder.*loads with AutoModelForCausalLM or Auto"
+    ):
         load_model_config(tmp_path, False)
 
 
@@ -36,7 +50,13 @@ def test_a_model_without_a_text_decoder_is_rejected_by_its_config_alone(
     ("model_type", "settings"),
     [
         ("bert", SMALL),
-        ("paligemma", {"text_config": SMALL | {"model_type": "gemma", "head_dim": 16}, "vision_config": SMALL}),
+        (
+            "paligemma",
+            {
+                "text_config": SMALL | {"model_type": "gemma", "head_dim": 16},
+                "vision_config": SMALL,
+            },
+        ),
     ],
 )
 def test_a_model_in_which_tokens_see_the_next_ones_is_rejected(
@@ -58,7 +78,9 @@ def test_an_unknown_architecture_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
-def test_a_tokenizer_without_its_files_is_refused_naming_them(tmp_path: Path, model_type: str) -> None:
+def test_a_tokenizer_without_its_files_is_refused_naming_them(
+    tmp_path: Path, model_type: str
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": model_type}))
     with pytest.raises(UserError, match=f"(?s){tmp_path}.*only special tokens.*--tokenizer_name"):
         load_tokenizer(tmp_path, False)
@@ -75,7 +97,9 @@ def test_a_tokenizer_without_its_files_is_refused_naming_them(tmp_path: Path, mo
         ('{"weight_map": {"w": "/etc/passwd"}}', "outside its directory"),
     ],
 )
-def test_an_index_that_is_malformed_or_leaves_its_folder_is_refused(tmp_path: Path, index: str, problem: str) -> None:
+def test_an_index_that_is_malformed_or_leaves_its_folder_is_refused(
+    tmp_path: Path, index: str, problem: str
+) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(UserError, match=f"index.json: .*{problem}"):
         open_weights(tmp_path)

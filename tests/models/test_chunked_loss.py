@@ -1,4 +1,5 @@
-"""The loss in pieces is that of all logits at once: the reference is the same model's logits and torch's loss."""
+"""The loss in pieces is that of all logits at once: the reference is the same model's logits and
+torch's loss."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,10 +24,14 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "beside the head": {"target_modules": ["q_proj", "lm_head"]},
     "not on the head": {"target_modules": ["q_proj"]},
     "the head in full": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
-    "some rows of the head": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [3, 7]}},
+    "some rows of the head": {
+        "target_modules": ["q_proj"],
+        "trainable_token_indices": {"lm_head": [3, 7]},
+    },
 }
 
-# The LM head is scaled by a number of the decoder's; a layer stands between both; the decoder has no such head.
+# The LM head is scaled by a number of the decoder's; a layer stands between both; the decoder has
+# no such head.
 ALL_LOGITS = ("OPT", "Falcon-H1", "ModernBERT decoder", "Mamba")
 
 
@@ -55,7 +60,13 @@ def loss_and_gradients(
     model: PreTrainedModel, in_pieces: bool, per_token: bool = False
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     if in_pieces:
-        loss, _ = model(input_ids=ROWS, use_cache=False, positions=POSITIONS, targets=TARGETS, per_token=per_token)
+        loss, _ = model(
+            input_ids=ROWS,
+            use_cache=False,
+            positions=POSITIONS,
+            targets=TARGETS,
+            per_token=per_token,
+        )
         loss = loss.sum()
     else:
         logits = model(input_ids=ROWS, use_cache=False).logits.flatten(0, 1)[POSITIONS]
@@ -70,21 +81,28 @@ def check(model: PreTrainedModel, **tolerance: float) -> None:
     expected, theirs = loss_and_gradients(model, in_pieces=False)
     loss, ours = loss_and_gradients(model, in_pieces=True)
     with torch.no_grad():
-        evaluated, _ = model.eval()(input_ids=ROWS, use_cache=False, positions=POSITIONS, targets=TARGETS)
+        evaluated, _ = model.eval()(
+            input_ids=ROWS, use_cache=False, positions=POSITIONS, targets=TARGETS
+        )
     torch.testing.assert_close(evaluated, expected, **tolerance)
     torch.testing.assert_close(loss, expected, **tolerance)
     assert ours.keys() == theirs.keys()
     for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], msg=lambda text, n=name: f"{n}: {text}", **tolerance)
+        torch.testing.assert_close(
+            ours[name], theirs[name], msg=lambda text, n=name: f"{n}: {text}", **tolerance
+        )
 
 
 def architecture(name: str) -> PreTrainedModel:
     model_type, settings = ARCHITECTURES[name]
-    caps = {"final_logit_softcapping": 0.5, "logits_scaling": 3.0}  # where they are known; strong enough to show
+    # where they are known; strong enough to show
+    caps = {"final_logit_softcapping": 0.5, "logits_scaling": 3.0}
     known = AutoConfig.for_model(model_type).to_dict()
     settings = {**SHAPE, **settings, **{key: caps[key] for key in caps if key in known}}
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **{key: value for key, value in settings.items() if value is not None})
+    config = AutoConfig.for_model(
+        model_type, **{key: value for key, value in settings.items() if value is not None}
+    )
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
     return model
 
@@ -124,13 +142,19 @@ def test_in_16_bits_it_is_as_near_to_fp32_as_all_logits_at_once(
     monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", {"cpu": 1})
     exact = loss_and_gradients(llama, in_pieces=False)[1]
     llama = taught(llama.bfloat16())
-    theirs, ours = (loss_and_gradients(llama, in_pieces, per_token)[1] for in_pieces in (False, True))
+    theirs, ours = (
+        loss_and_gradients(llama, in_pieces, per_token)[1] for in_pieces in (False, True)
+    )
     for name, gradient in exact.items():
-        error, their_error = ((it[name].float() - gradient).norm() / gradient.norm() for it in (ours, theirs))
+        error, their_error = (
+            (it[name].float() - gradient).norm() / gradient.norm() for it in (ours, theirs)
+        )
         assert error < 1.2 * their_error + 1e-3, name
 
 
-def test_losses_per_token_have_the_gradients_of_their_sum_with_dropout_too(llama: LlamaForCausalLM) -> None:
+def test_losses_per_token_have_the_gradients_of_their_sum_with_dropout_too(
+    llama: LlamaForCausalLM,
+) -> None:
     settings = {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
     get_peft_model(llama, LoraConfig(r=4, lora_dropout=0.5, **settings))
     llama, results = taught(llama).train(), []
@@ -140,29 +164,40 @@ def test_losses_per_token_have_the_gradients_of_their_sum_with_dropout_too(llama
     torch.testing.assert_close(*results)
 
 
-def test_in_fp16_the_gradient_of_the_head_may_exceed_fp16_before_it_is_divided(llama: LlamaForCausalLM) -> None:
+def test_in_fp16_the_gradient_of_the_head_may_exceed_fp16_before_it_is_divided(
+    llama: LlamaForCausalLM,
+) -> None:
     """Each piece of 16 targets has a gradient below 65,504, all 83 together do not."""
     torch.nn.init.constant_(llama.model.norm.weight, 1000.0)
     torch.nn.init.normal_(llama.lm_head.weight, std=1e-4)
     targets = torch.zeros_like(TARGETS)
     logits = llama(input_ids=ROWS, use_cache=False).logits.flatten(0, 1)[POSITIONS]
-    expected = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, targets), llama.lm_head.weight)[0]
+    expected = torch.autograd.grad(
+        torch.nn.functional.cross_entropy(logits, targets), llama.lm_head.weight
+    )[0]
     assert (83 * expected).abs().max() > 65_504
     llama = taught(llama.half())
-    (llama(input_ids=ROWS, use_cache=False, positions=POSITIONS, targets=targets)[0] / 83).backward()
+    (
+        llama(input_ids=ROWS, use_cache=False, positions=POSITIONS, targets=targets)[0] / 83
+    ).backward()
     found = llama.lm_head.weight.grad.float()
     assert (found - expected).norm() < 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize("targets", [83, 16, 1, 0])
-def test_chunks_have_few_shapes(llama: LlamaForCausalLM, targets: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks of 32, as the head is trained; the last is filled up to 8, and what fills it counts nothing."""
+def test_chunks_have_few_shapes(
+    llama: LlamaForCausalLM, targets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks of 32, as the head is trained; the last is filled up to 8, and what fills it counts
+    nothing."""
     positions, wanted, seen = POSITIONS[:targets], TARGETS[:targets], list[int]()
     logits = llama(input_ids=ROWS, use_cache=False).logits.flatten(0, 1)[positions]
     expected = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
     plain = chunked_loss.CrossEntropy.forward
     monkeypatch.setattr(
-        chunked_loss.CrossEntropy, "forward", lambda ctx, *each: (seen.append(len(each[1])), plain(ctx, *each))[1]
+        chunked_loss.CrossEntropy,
+        "forward",
+        lambda ctx, *each: (seen.append(len(each[1])), plain(ctx, *each))[1],
     )
     inputs = {"input_ids": ROWS, "use_cache": False, "positions": positions, "targets": wanted}
     found = taught(llama)(**inputs, per_token=True)[0]

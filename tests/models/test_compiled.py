@@ -1,5 +1,5 @@
-"""Compiled layers: the same numbers, few graphs. With aot_eager, the backend that makes the graphs and runs them
-operator by operator, on the CPU; what inductor makes of them is torch's."""
+"""Compiled layers: the same numbers, few graphs. With aot_eager, the backend that makes the graphs
+and runs them operator by operator, on the CPU; what inductor makes of them is torch's."""
 
 import copy
 from collections.abc import Iterator
@@ -14,35 +14,54 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_ft.config import TrainConfig
-from llama_ft.models import attention_kernels, checkpoint_activations, compile_layers, packed_arguments, without_graphs
+from llama_ft.models import (
+    attention_kernels,
+    checkpoint_activations,
+    compile_layers,
+    packed_arguments,
+    without_graphs,
+)
 from llama_ft.models.lora import adapter_off
 from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.models.packed_attention import use_packed_attention
 
-KNOWS_DIMENSIONS = torch.__version__ >= "2.13"  # in dynamic_sources; before, numbers vary after their first change
+# in dynamic_sources; before, numbers vary after their first change
+KNOWS_DIMENSIONS = torch.__version__ >= "2.13"
 PACKS = [[10, 6], [16], [4, 4, 8], [3, 3, 3, 3, 3], [1, 14], [24], [12, 12]]  # tokens of their rows
 
 
 @pytest.fixture
 def varlen_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch's variable-length kernel, which is CUDA's, computed row by row on the CPU: compiled layers see the operator
-    and its arguments as they do on a GPU."""
+    """torch's variable-length kernel, which is CUDA's, computed row by row on the CPU: compiled
+    layers see the operator and its arguments as they do on a GPU."""
 
     def rows_of(ends: torch.Tensor, *tensors: torch.Tensor) -> list[list[torch.Tensor]]:
-        return [[it[start:end].transpose(0, 1)[None] for it in tensors] for start, end in pairwise(ends.tolist())]
+        return [
+            [it[start:end].transpose(0, 1)[None] for it in tensors]
+            for start, end in pairwise(ends.tolist())
+        ]
 
     def joined(parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([part[0].transpose(0, 1) for part in parts])
 
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, *rest: Any, **_: Any) -> Any:
-        rows = [F.scaled_dot_product_attention(*r, is_causal=True, enable_gqa=True) for r in rows_of(ends, q, k, v)]
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, *rest: Any, **_: Any
+    ) -> Any:
+        rows = [
+            F.scaled_dot_product_attention(*r, is_causal=True, enable_gqa=True)
+            for r in rows_of(ends, q, k, v)
+        ]
         return joined(rows), torch.zeros(q.shape[1], q.shape[0]), torch.zeros(2, dtype=torch.uint64)
 
-    def backward(gradient: Any, q: Any, k: Any, v: Any, output: Any, sums: Any, ends: Any, *_: Any, **__: Any) -> Any:
+    def backward(
+        gradient: Any, q: Any, k: Any, v: Any, output: Any, sums: Any, ends: Any, *_: Any, **__: Any
+    ) -> Any:
         kernel, found = "_scaled_dot_product_flash_attention_for_cpu", []
         for gradients, *row in rows_of(ends, gradient, q, k, v):
             computed = getattr(torch.ops.aten, kernel)(*row, 0.0, True)
-            found.append(getattr(torch.ops.aten, f"{kernel}_backward")(gradients, *row, *computed, 0.0, True))
+            found.append(
+                getattr(torch.ops.aten, f"{kernel}_backward")(gradients, *row, *computed, 0.0, True)
+            )
         return tuple(map(joined, zip(*found, strict=True)))
 
     library = torch.library.Library("torch_attn", "IMPL")
@@ -55,7 +74,12 @@ def varlen_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def llama(how: str) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=3, vocab_size=100))
     use_packed_attention(model)
     checkpoint_activations(model, TrainConfig(activation_checkpointing=how))
@@ -69,7 +93,9 @@ def forward(model: LlamaForCausalLM, lengths: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("how", ["off", "full"])
-def test_one_graph_trains_on_packs_of_any_rows_and_one_evaluates(how: str, varlen_on_the_cpu: None) -> None:
+def test_one_graph_trains_on_packs_of_any_rows_and_one_evaluates(
+    how: str, varlen_on_the_cpu: None
+) -> None:
     torch._dynamo.reset()
     counters.clear()
     plain, compiled = llama(how), llama(how)
@@ -83,7 +109,9 @@ def test_one_graph_trains_on_packs_of_any_rows_and_one_evaluates(how: str, varle
     for_training = counters["stats"]["unique_graphs"]
     assert for_training == 1 if KNOWS_DIMENSIONS else for_training < len(PACKS)
     assert not counters["graph_break"]
-    for (name, parameter), other in zip(plain.named_parameters(), compiled.parameters(), strict=True):
+    for (name, parameter), other in zip(
+        plain.named_parameters(), compiled.parameters(), strict=True
+    ):
         torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
     with torch.no_grad():
         with without_graphs(compiled):
@@ -93,7 +121,10 @@ def test_one_graph_trains_on_packs_of_any_rows_and_one_evaluates(how: str, varle
             losses = [forward(model, lengths) for lengths in PACKS]
     graphs = counters["stats"]["unique_graphs"]
     assert graphs == 2 if KNOWS_DIMENSIONS else graphs - for_training < len(PACKS)
-    answers = [model.generate(torch.arange(5)[None], max_new_tokens=4, do_sample=False) for model in (plain, compiled)]
+    answers = [
+        model.generate(torch.arange(5)[None], max_new_tokens=4, do_sample=False)
+        for model in (plain, compiled)
+    ]
     assert torch.equal(*answers) and counters["stats"]["unique_graphs"] == graphs
 
 
@@ -116,4 +147,6 @@ def test_with_the_adapter_off_in_turns_one_graph_more_is_made(varlen_on_the_cpu:
         assert (losses[0] - reference).abs() > 0.01
     assert graphs == [1, 0] or not KNOWS_DIMENSIONS
     losses[1].backward()
-    assert all((it.grad is None) == ("lora" not in name) for name, it in compiled.named_parameters())
+    assert all(
+        (it.grad is None) == ("lora" not in name) for name, it in compiled.named_parameters()
+    )

@@ -23,7 +23,12 @@ from llama_ft.training import build_optimizer
 
 
 def llama(tied: bool = False) -> LlamaForCausalLM:
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 1000}
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "vocab_size": 1000,
+    }
     config = LlamaConfig(**shape, num_hidden_layers=4, tie_word_embeddings=tied)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
@@ -41,13 +46,17 @@ LAYERS = [f"model.layers.{n}" for n in range(4)]
 
 def test_layers_are_units_and_with_hybrid_big_embeddings_and_heads_too() -> None:
     units = units_of(llama(), fsdp_wrap_policy="transformer")
-    assert [unit.name for unit in units] == [*LAYERS, ""] and units[-1].parameters == 2 * 64 * 1000 + 64
+    assert [unit.name for unit in units] == [*LAYERS, ""] and units[
+        -1
+    ].parameters == 2 * 64 * 1000 + 64
     ends = ["model.embed_tokens", "lm_head", ""]
     assert [unit.name for unit in units_of(llama(), min_num_params=60_000)] == [*LAYERS, *ends]
     assert [unit.name for unit in units_of(llama(), min_num_params=70_000)] == [*LAYERS, ""]
 
 
-def test_the_size_policy_wraps_innermost_first_and_leaves_no_unit_below_the_limit_but_the_root() -> None:
+def test_the_size_policy_wraps_innermost_first_and_leaves_no_unit_below_the_limit_but_the_root() -> (
+    None
+):
     units = units_of(llama(), fsdp_wrap_policy="size", min_num_params=20_000)
     assert all(unit.parameters >= 20_000 for unit in units[:-1])
     assert sum(unit.parameters for unit in units) == sum(p.numel() for p in llama().parameters())
@@ -59,7 +68,12 @@ def test_the_strategy_says_how_many_ranks_share_a_copy_of_the_model() -> None:
     assert shard_degree(FSDPConfig(enable_fsdp=True)) == "world"
     assert shard_degree(FSDPConfig(enable_fsdp=True, sharding_strategy="NO_SHARD")) == 1
     assert shard_degree(FSDPConfig(enable_fsdp=True, sharding_strategy="HYBRID_SHARD")) == "node"
-    assert shard_degree(FSDPConfig(enable_fsdp=True, sharding_strategy="HYBRID_SHARD", sharding_group_size=2)) == 2
+    assert (
+        shard_degree(
+            FSDPConfig(enable_fsdp=True, sharding_strategy="HYBRID_SHARD", sharding_group_size=2)
+        )
+        == 2
+    )
 
 
 def test_gradients_are_the_same_with_parameters_offloaded(runtime: Runtime) -> None:
@@ -71,17 +85,25 @@ def test_gradients_are_the_same_with_parameters_offloaded(runtime: Runtime) -> N
     settings = FSDPConfig(enable_fsdp=True, fsdp_cpu_offload=True)
     apply_fsdp(offloaded, runtime.mesh, settings, PRECISIONS["fp32"])
     state = offloaded._get_fsdp_state()
-    group = state._fsdp_param_groups[0] if hasattr(state, "_fsdp_param_groups") else state._fsdp_param_group
+    group = (
+        state._fsdp_param_groups[0]
+        if hasattr(state, "_fsdp_param_groups")
+        else state._fsdp_param_group
+    )
     assert isinstance(group.offload_policy, CPUOffloadPolicy)
     ids = torch.arange(20).view(2, 10)
     for model in (plain, offloaded):
         for _ in range(2):  # accumulated, which offloading does on the host
             model(input_ids=ids, labels=ids).loss.backward()
-    for (name, expected), found in zip(plain.named_parameters(), offloaded.parameters(), strict=True):
+    for (name, expected), found in zip(
+        plain.named_parameters(), offloaded.parameters(), strict=True
+    ):
         torch.testing.assert_close(found.grad.full_tensor(), expected.grad, msg=name)
 
 
-def test_offloaded_4_bit_layers_of_one_process_are_copied_for_each_pass_and_train_the_same(runtime: Runtime) -> None:
+def test_offloaded_4_bit_layers_of_one_process_are_copied_for_each_pass_and_train_the_same(
+    runtime: Runtime,
+) -> None:
     seen, precision = [], PRECISIONS["bf16_mixed"]
     for is_offloaded in (False, True):
         torch.manual_seed(0)
@@ -92,12 +114,19 @@ def test_offloaded_4_bit_layers_of_one_process_are_copied_for_each_pass_and_trai
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("lora_" in name)
         set_storage_dtypes(model, precision)
-        apply_fsdp(model, runtime.mesh, FSDPConfig(enable_fsdp=True, fsdp_cpu_offload=is_offloaded), precision)
+        apply_fsdp(
+            model,
+            runtime.mesh,
+            FSDPConfig(enable_fsdp=True, fsdp_cpu_offload=is_offloaded),
+            precision,
+        )
         model.to_empty(device="cpu")
         for parameter in map(local_shard, model.parameters()):
             bits = torch.randint(0, 256, parameter.shape, dtype=torch.uint8)
             scale = torch.full(parameter.shape, 0.02).view(torch.int32)
-            values = {torch.uint8: bits, torch.int32: scale}.get(parameter.dtype, torch.randn(parameter.shape) * 0.02)
+            values = {torch.uint8: bits, torch.int32: scale}.get(
+                parameter.dtype, torch.randn(parameter.shape) * 0.02
+            )
             parameter.detach().copy_(values)
         compute_buffers(model, model)
         optimizer = build_optimizer(model, TrainConfig())
@@ -105,7 +134,9 @@ def test_offloaded_4_bit_layers_of_one_process_are_copied_for_each_pass_and_trai
         packed = layer.mlp.down_proj.base_layer.weight
         assert isinstance(packed, DTensor) == is_offloaded and packed.device.type == "cpu"
         held: list[torch.Tensor] = []
-        layer.mlp.register_forward_hook(lambda it, *_, held=held: held.append(it.down_proj.base_layer.weight))
+        layer.mlp.register_forward_hook(
+            lambda it, *_, held=held: held.append(it.down_proj.base_layer.weight)
+        )
         losses = []
         for _ in range(3):
             ids = torch.arange(20).view(2, 10)
@@ -148,9 +179,13 @@ def test_one_process_leaves_to_fully_shard_only_what_it_has_to_cast(
         parameter.requires_grad_("lora_" in name or "modules_to_save" in name)
     set_storage_dtypes(model, dtypes)
     apply_fsdp(model, runtime.mesh, FSDPConfig(enable_fsdp=True), dtypes)
-    managed = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    managed = [
+        name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)
+    ]
     is_cast = dtypes.trained != dtypes.compute
-    assert managed == (["lm_head.modules_to_save.default.weight"] if is_cast and also_trained else [])
+    assert managed == (
+        ["lm_head.modules_to_save.default.weight"] if is_cast and also_trained else []
+    )
     train = TrainConfig(precision=precision)
     optimizer = build_optimizer(model, train)
     ids = torch.arange(20).view(2, 10)

@@ -22,9 +22,17 @@ from llama_ft.models.compiled import AUTO_LIGER
 from llama_ft.run import Run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
 SHAPE |= {"num_hidden_layers": 1, "vocab_size": 40, "pad_token_id": 0}
-needs_liger = pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is missing")
+needs_liger = pytest.mark.skipif(
+    importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is missing"
+)
 
 
 def fused_norms(kind: str, device: torch.device, **settings: Any) -> list[str]:
@@ -32,22 +40,38 @@ def fused_norms(kind: str, device: torch.device, **settings: Any) -> list[str]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE))
     fuse_layers(model, ModelConfig(use_liger=False, **settings), TrainConfig(), device)
-    return [name.removeprefix("model.") for name, module in model.named_modules() if "forward" in vars(module)]
+    return [
+        name.removeprefix("model.")
+        for name, module in model.named_modules()
+        if "forward" in vars(module)
+    ]
 
 
 def test_norms_with_the_formula_of_llama_are_fused_on_cuda_and_no_others() -> None:
     own = ["layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm"]
     assert fused_norms("llama", CUDA) == own
-    assert fused_norms("qwen3", CUDA) == ["layers.0.self_attn.q_norm", "layers.0.self_attn.k_norm", *own]
-    assert fused_norms("olmo2", CUDA) == fused_norms("gemma3_text", CUDA) == []  # they multiply before they round
+    assert fused_norms("qwen3", CUDA) == [
+        "layers.0.self_attn.q_norm",
+        "layers.0.self_attn.k_norm",
+        *own,
+    ]
+    # they multiply before they round
+    assert fused_norms("olmo2", CUDA) == fused_norms("gemma3_text", CUDA) == []
     assert fused_norms("llama", CPU) == fused_norms("llama", CUDA, compile=True) == []
 
 
-@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 2.0**-24), (torch.bfloat16, 2.0**-8)])
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [(torch.float32, 2.0**-24), (torch.bfloat16, 2.0**-8)]
+)
 def test_the_fused_norm_computes_what_llama_computes(dtype: torch.dtype, rounding: float) -> None:
-    """The plain one rounds twice in 16 bits, the fused one once: neither is further from float64 than that."""
+    """The plain one rounds twice in 16 bits, the fused one once: neither is further from float64
+    than that."""
     torch.manual_seed(0)
-    norm, inputs, gradient = LlamaRMSNorm(96, eps=1e-5).to(dtype), torch.randn(50, 96) * 3, torch.randn(50, 96)
+    norm, inputs, gradient = (
+        LlamaRMSNorm(96, eps=1e-5).to(dtype),
+        torch.randn(50, 96) * 3,
+        torch.randn(50, 96),
+    )
     norm.weight.data.normal_()
     fused = torch.nn.Sequential(LlamaRMSNorm(96, eps=1e-5).to(dtype))
     fused.load_state_dict({"0.weight": norm.weight.data})
@@ -67,7 +91,10 @@ def test_the_fused_norm_computes_what_llama_computes(dtype: torch.dtype, roundin
         allowed = 4 * rounding * reference.norm()
         assert (one - reference).norm() < allowed and (other - reference).norm() < allowed
     mixed = inputs.bfloat16()
-    assert torch.equal(fused.float()(mixed), norm.float()(mixed)) and fused(mixed).dtype == torch.float32
+    assert (
+        torch.equal(fused.float()(mixed), norm.float()(mixed))
+        and fused(mixed).dtype == torch.float32
+    )
 
 
 def test_liger_is_chosen_where_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +106,11 @@ def test_liger_is_chosen_where_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -
         choose_liger(True, llama, False, CPU)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
     use, told = choose_liger("auto", llama, False, CUDA)
-    assert not use and told.startswith("Fused kernels: torch's RMSNorm") and "cannot be imported" in told
+    assert (
+        not use
+        and told.startswith("Fused kernels: torch's RMSNorm")
+        and "cannot be imported" in told
+    )
     with pytest.raises(UserError, match="cannot be imported"):
         choose_liger(True, llama, False, CUDA)
 
@@ -91,8 +122,14 @@ def test_liger_is_not_chosen_for_what_it_would_compute_wrong() -> None:
         "Fused kernels: Liger's.",
     )
     experts = AutoConfig.for_model("mixtral", **SHAPE)
-    assert [choose_liger(asked, experts, False, CUDA)[0] for asked in ("auto", True)] == [False, True]
-    for config in (AutoConfig.for_model("llama", **SHAPE, hidden_act="gelu"), AutoConfig.for_model("gpt2")):
+    assert [choose_liger(asked, experts, False, CUDA)[0] for asked in ("auto", True)] == [
+        False,
+        True,
+    ]
+    for config in (
+        AutoConfig.for_model("llama", **SHAPE, hidden_act="gelu"),
+        AutoConfig.for_model("gpt2"),
+    ):
         assert choose_liger("auto", config, False, CUDA)[0] is False
         with pytest.raises(UserError, match="liger-kernel"):
             choose_liger(True, config, False, CUDA)
@@ -109,14 +146,18 @@ def test_ligers_own_kernels_compute_what_each_architecture_computes(kinds: list[
     assert finished.exit_code == 0 and len(lines) == 2 * len(kinds), finished.output
     for line in lines:
         assert line["choice"][0] is True
-        assert line["loss"][1] == pytest.approx(line["loss"][0], rel=1e-6) and line["error"] < 2e-6, line
+        assert (
+            line["loss"][1] == pytest.approx(line["loss"][0], rel=1e-6) and line["error"] < 2e-6
+        ), line
 
 
 def test_a_resumed_run_keeps_its_choice_or_stops() -> None:
     def resume(stored: bool) -> Any:
         trainer = {"config": {"model": {"use_liger": stored}}}
         job = SimpleNamespace(device=CPU, broadcast_from_rank0=lambda function: function())
-        it: Any = SimpleNamespace(config=Config(), resumed=SimpleNamespace(trainer=trainer), job=job, _info={})
+        it: Any = SimpleNamespace(
+            config=Config(), resumed=SimpleNamespace(trainer=trainer), job=job, _info={}
+        )
         assert Run.choose_kernels(it, AutoConfig.for_model("llama", **SHAPE)) is it.config
         return it.config.model.use_liger, it._info["config"]["model"]["use_liger"]
 

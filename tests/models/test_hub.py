@@ -1,4 +1,5 @@
-"""What the hub answers, and what is made of it: huggingface_hub as it is, against a server that answers as the hub."""
+"""What the hub answers, and what is made of it: huggingface_hub as it is, against a server that
+answers as the hub."""
 
 import json
 import os
@@ -13,7 +14,12 @@ import pytest
 from forked import ENVIRONMENT
 
 COMMIT = "0" * 40
-FILES = {"config.json": b"{}", "model.safetensors": b"weights", "pytorch_model.bin": b"older", "optimizer.bin": b"?"}
+FILES = {
+    "config.json": b"{}",
+    "model.safetensors": b"weights",
+    "pytorch_model.bin": b"older",
+    "optimizer.bin": b"?",
+}
 REFUSALS = {
     "org/gated": (403, "GatedRepo"),  # the page can be read, the files cannot
     "org/absent": (401, "RepoNotFound"),  # what the hub says to whoever is not logged in
@@ -43,7 +49,11 @@ class Hub(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0].removeprefix("/api/models").strip("/")
         name = "/".join(path.split("/")[:2])
         is_file = "/resolve/" in path
-        files = {file: body for file, body in FILES.items() if name != "org/old" or "safetensors" not in file}
+        files = {
+            file: body
+            for file, body in FILES.items()
+            if name != "org/old" or "safetensors" not in file
+        }
         if name in REFUSALS and (name != "org/gated" or is_file):
             status, code = REFUSALS[name]
             self.answer(status, b'{"error": "no"}', {"X-Error-Code": code})
@@ -51,11 +61,21 @@ class Hub(BaseHTTPRequestHandler):
             body = FILES[path.rpartition("/")[2]]
             self.answer(200, body, {"ETag": f'"{len(body)}"', "X-Repo-Commit": COMMIT})
         elif "/tree/" in path:
-            entries = [{"type": "file", "path": file, "size": len(files[file]), "oid": COMMIT} for file in files]
+            entries = [
+                {"type": "file", "path": file, "size": len(files[file]), "oid": COMMIT}
+                for file in files
+            ]
             self.answer(200, json.dumps(entries).encode(), {})
         else:
             siblings = [{"rfilename": file} for file in files]
-            info = {"_id": "1", "id": name, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []}
+            info = {
+                "_id": "1",
+                "id": name,
+                "sha": COMMIT,
+                "siblings": siblings,
+                "private": False,
+                "tags": [],
+            }
             self.answer(200, json.dumps({**info, "downloads": 0, "likes": 0}).encode(), {})
 
     do_HEAD = do_GET
@@ -99,11 +119,17 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         ("my model", "owner/model"),
     ],
 )
-def test_each_refusal_of_the_hub_has_its_message(name: str, says: str, outcomes: list[dict[str, str]]) -> None:
-    assert outcomes[0][name].startswith(f"error: --model_name {name}: ") and says in outcomes[0][name]
+def test_each_refusal_of_the_hub_has_its_message(
+    name: str, says: str, outcomes: list[dict[str, str]]
+) -> None:
+    assert (
+        outcomes[0][name].startswith(f"error: --model_name {name}: ") and says in outcomes[0][name]
+    )
 
 
-def test_only_safetensors_are_downloaded_and_need_no_hub_then(outcomes: list[dict[str, str]]) -> None:
+def test_only_safetensors_are_downloaded_and_need_no_hub_then(
+    outcomes: list[dict[str, str]],
+) -> None:
     folder = Path(outcomes[0]["org/fine"])
     assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors"}
     assert outcomes[1]["org/fine"] == str(folder)

@@ -19,10 +19,17 @@ LORA = {"use_peft": True, "r": 6, "target_modules": "all-linear"}
 MODES = {
     "8bit": ({"mode": "8bit"}, {"load_in_8bit": True}),
     "nf4": ({"mode": "4bit"}, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
-    "fp4": ({"mode": "4bit", "quant_type": "fp4"}, {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}),
+    "fp4": (
+        {"mode": "4bit", "quant_type": "fp4"},
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    ),
 }
 NESTED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-WORDS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": torch.bfloat16}
+WORDS = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_quant_storage": torch.bfloat16,
+}
 STORED = {"nf4": MODES["nf4"][1], "nested": NESTED, "words": WORDS}
 BF16_LORA = {"peft": LORA, "precision": "bf16_mixed"}
 # Case -> model, and what differs from loading it in fp32, sharded over all ranks.
@@ -33,7 +40,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("untied", BF16_LORA),
     "dora": ("untied", {"peft": {**LORA, "use_dora": True}}),
     "head": ("tied", {"peft": {**LORA, "modules_to_save": ["lm_head"]}}),
-    **{name: ("odd", {**BF16_LORA, "quantization": settings}) for name, (settings, _) in MODES.items()},
+    **{
+        name: ("odd", {**BF16_LORA, "quantization": settings})
+        for name, (settings, _) in MODES.items()
+    },
     **{f"stored-{name}": (f"stored-{name}", BF16_LORA) for name in STORED},
 }
 WORLD_SIZES = [1, pytest.param(2, marks=pytest.mark.slow), 4]
@@ -42,17 +52,27 @@ Held = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def folders(
-    tiny_model: Path, tied_model: Path, save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Path,
+    tied_model: Path,
+    save_model: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Path]:
-    """Models by name. odd has layers of 65 rows, layers of 6 (of which rank 3 of 4 gets none), and rows that are not
-    whole blocks. Those of whole are; the stored ones are it, quantized and saved by transformers."""
+    """Models by name. odd has layers of 65 rows, layers of 6 (of which rank 3 of 4 gets none), and
+    rows that are not whole blocks. Those of whole are; the stored ones are it, quantized and saved
+    by transformers."""
     make = tmp_path_factory.mktemp
     found = {"untied": tiny_model, "tied": tied_model}
-    found["odd"] = save_model(make("odd"), hidden_size=64, intermediate_size=65, head_dim=6, num_key_value_heads=1)
-    found["whole"] = save_model(make("whole"), hidden_size=64, intermediate_size=192, num_key_value_heads=1)
+    found["odd"] = save_model(
+        make("odd"), hidden_size=64, intermediate_size=65, head_dim=6, num_key_value_heads=1
+    )
+    found["whole"] = save_model(
+        make("whole"), hidden_size=64, intermediate_size=192, num_key_value_heads=1
+    )
     for name, settings in STORED.items():
         found[f"stored-{name}"] = make(f"stored-{name}")
-        quantized(found["whole"], settings).save_pretrained(found[f"stored-{name}"], max_shard_size="60KB")
+        quantized(found["whole"], settings).save_pretrained(
+            found[f"stored-{name}"], max_shard_size="60KB"
+        )
     return found
 
 
@@ -61,11 +81,15 @@ def quantized(folder: Path, settings: dict[str, Any]) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     config = BitsAndBytesConfig(**settings)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=config
+    )
 
 
 @pytest.fixture(scope="module")
-def held(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, list[Held]]]:
+def held(
+    folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], dict[str, list[Held]]]:
     """World size -> case -> what each rank holds, of one launch."""
 
     @functools.cache
@@ -73,12 +97,27 @@ def held(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
         out, cases = tmp_path_factory.mktemp(f"held{world_size}"), {}
         for name, (model, settings) in CASES.items():
             degree = {"shard_degree": 2 if world_size == 4 else 1} if name == "copies" else {}
-            plain = {"model": str(folders[model]), "peft": {}, "precision": "fp32", "shard_degree": "world"}
+            plain = {
+                "model": str(folders[model]),
+                "peft": {},
+                "precision": "fp32",
+                "shard_degree": "world",
+            }
             for way in ("slices", "scatter"):
-                cases[f"{name}-{way}"] = {**plain, **settings, **degree, "scatter": way == "scatter"}
+                cases[f"{name}-{way}"] = {
+                    **plain,
+                    **settings,
+                    **degree,
+                    "scatter": way == "scatter",
+                }
         run_cases(out, cases, ranks=world_size if world_size > 1 else 0, script=SCRIPT)
-        files = {name: [out / f"{name}-rank{rank}.pt" for rank in range(world_size)] for name in cases}
-        return {name: [torch.load(file, weights_only=True) for file in several] for name, several in files.items()}
+        files = {
+            name: [out / f"{name}-rank{rank}.pt" for rank in range(world_size)] for name in cases
+        }
+        return {
+            name: [torch.load(file, weights_only=True) for file in several]
+            for name, several in files.items()
+        }
 
     return launch
 
@@ -106,9 +145,16 @@ def chunk(tensor: torch.Tensor, shards: int, index: int) -> torch.Tensor:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("way", ["slices", "scatter"])
 def test_every_rank_holds_the_rows_torch_chunk_gives_it(
-    held: Callable[[int], dict[str, list[Held]]], folders: dict[str, Path], world_size: int, way: str
+    held: Callable[[int], dict[str, list[Held]]],
+    folders: dict[str, Path],
+    world_size: int,
+    way: str,
 ) -> None:
-    for name, degree in {"untied": world_size, "tied": world_size, "copies": 2 if world_size == 4 else 1}.items():
+    for name, degree in {
+        "untied": world_size,
+        "tied": world_size,
+        "copies": 2 if world_size == 4 else 1,
+    }.items():
         expected = reference(folders[CASES[name][0]])
         for rank, shards in enumerate(held(world_size)[f"{name}-{way}"]):
             assert shards.keys() == expected.keys()
@@ -122,9 +168,17 @@ def test_a_buffer_that_nobody_fills_is_an_error(tiny_model: Path, runtime: Runti
     model.model.layers[1].register_buffer("table", torch.empty(3, device="meta"), persistent=False)
     with pytest.raises(UserError, match="model_type llama .*\n *model.layers.1.table$"):
         load_weights(
-            model, tiny_model, ShardGroup(runtime.mesh), runtime.device, runtime.device, scatter=False, adapter=None,
-            peft=PeftConfig(), seed=0, frozen_dtype=torch.float32,
-        )  # fmt: skip
+            model,
+            tiny_model,
+            ShardGroup(runtime.mesh),
+            runtime.device,
+            runtime.device,
+            scatter=False,
+            adapter=None,
+            peft=PeftConfig(),
+            seed=0,
+            frozen_dtype=torch.float32,
+        )
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -136,25 +190,34 @@ def test_parameters_are_bit_identical_on_any_number_of_ranks_and_both_ways(
     for way in ("slices", "scatter"):
         ranks = held(world_size)[f"{case}-{way}"]
         for key, tensor in alone.items():
-            whole = ranks[0][key] if "inv_freq" in key else torch.cat([shards[key] for shards in ranks])
+            whole = (
+                ranks[0][key] if "inv_freq" in key else torch.cat([shards[key] for shards in ranks])
+            )
             assert torch.equal(whole, tensor), (way, key)
 
 
 def expected_of(model: torch.nn.Module) -> Held:
-    """Parameter name -> what plain bitsandbytes holds: rows of int8 or of packed bytes, and the bits of the scales."""
+    """Parameter name -> what plain bitsandbytes holds: rows of int8 or of packed bytes, and the
+    bits of the scales."""
     import bitsandbytes
 
     held: Held = {}
     for name, module in model.named_modules():
         if isinstance(module, bitsandbytes.nn.Linear8bitLt):
-            held[f"{name}.weight"], held[f"{name}.scale"] = module.weight.data, module.weight.SCB.view(torch.int32)
+            held[f"{name}.weight"], held[f"{name}.scale"] = (
+                module.weight.data,
+                module.weight.SCB.view(torch.int32),
+            )
         elif isinstance(module, bitsandbytes.nn.Linear4bit):
             state, rows = module.weight.quant_state, module.out_features
             if module.in_features % 64:
                 continue  # blocks across rows: ours to quantize, and left as it is
             absmax = state.absmax
             if state.nested:
-                absmax = bitsandbytes.functional.dequantize_blockwise(absmax, state.state2) + state.offset
+                absmax = (
+                    bitsandbytes.functional.dequantize_blockwise(absmax, state.state2)
+                    + state.offset
+                )
             held[f"{name}.weight"] = module.weight.data.view(torch.uint8).view(rows, -1)
             held[f"{name}.scale"] = absmax.view(torch.int32).view(rows, -1)
     return held
@@ -173,9 +236,14 @@ def test_every_rank_holds_its_rows_of_what_bitsandbytes_makes_of_the_whole_model
 ) -> None:
     folder = folders["whole" if case.startswith("stored-") else "odd"]
     expected, plain = of_bitsandbytes(case), reference(folder, torch.bfloat16)
-    assert len(expected) == (20 if case in ("nf4", "fp4") else 28)  # two layers of each have rows of 65 or 24 inputs
+    # two layers of each have rows of 65 or 24 inputs
+    assert len(expected) == (20 if case in ("nf4", "fp4") else 28)
     for rank, shards in enumerate(held(world_size)[f"{case}-{way}"]):
-        found = {key.replace(".base_layer.", "."): tensor for key, tensor in shards.items() if ".lora_" not in key}
+        found = {
+            key.replace(".base_layer.", "."): tensor
+            for key, tensor in shards.items()
+            if ".lora_" not in key
+        }
         assert found.keys() == plain.keys() | expected.keys()
         for key, tensor in found.items():
             whole = expected.get(key, plain.get(key))

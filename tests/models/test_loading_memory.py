@@ -1,7 +1,8 @@
-"""No rank holds more than its shards and a part of one tensor while a model loads, measured from outside the process.
+"""No rank holds more than its shards and a part of one tensor while a model loads, measured from
+outside the process.
 
-benchmarks/loading.py measures; what is allowed is worked out here, from the model's shape. The bounds are those the
-benchmark checks, with twice the room above a rank's own shards."""
+benchmarks/loading.py measures; what is allowed is worked out here, from the model's shape. The
+bounds are those the benchmark checks, with twice the room above a rank's own shards."""
 
 import importlib
 import sys
@@ -22,7 +23,10 @@ ADAPTERS = LAYERS * sum(LORA_RANK * (rows + columns) for rows, columns in LINEAR
 MODEL_BYTES = {
     "bf16": 2 * (IN_LINEARS + ELSEWHERE),
     "fp32": 4 * (IN_LINEARS + ELSEWHERE),
-    "8bit": IN_LINEARS + 4 * LAYERS * sum(rows for rows, _ in LINEARS) + 2 * ELSEWHERE + 4 * ADAPTERS,
+    "8bit": IN_LINEARS
+    + 4 * LAYERS * sum(rows for rows, _ in LINEARS)
+    + 2 * ELSEWHERE
+    + 4 * ADAPTERS,
     "4bit": IN_LINEARS // 2 + 4 * IN_LINEARS // 64 + 2 * ELSEWHERE + 4 * ADAPTERS,
 }
 LARGEST_BYTES = {target: WORDS * HIDDEN * (4 if target == "fp32" else 2) for target in MODEL_BYTES}
@@ -30,7 +34,8 @@ ALLOWANCE = 64 * 2**20
 
 
 def benchmark() -> ModuleType:
-    """benchmarks/loading.py as a module, under a name by which the processes it starts find it too."""
+    """benchmarks/loading.py as a module, under a name by which the processes it starts find it
+    too."""
     sys.path.insert(0, str(REPOSITORY / "benchmarks"))
     return importlib.import_module("loading")
 
@@ -39,13 +44,21 @@ def benchmark() -> ModuleType:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of 214 M weights, 407 MiB in bf16."""
     folder = tmp_path_factory.mktemp("large")
-    shape = {"hidden_size": HIDDEN, "intermediate_size": MIDDLE, "num_hidden_layers": LAYERS, "vocab_size": WORDS}
+    shape = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": MIDDLE,
+        "num_hidden_layers": LAYERS,
+        "vocab_size": WORDS,
+    }
     config = LlamaConfig(**shape, num_attention_heads=16)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
-    values = {name: torch.full(tensor.shape, 0.01, dtype=torch.bfloat16) for name, tensor in model.state_dict().items()}
+    values = {
+        name: torch.full(tensor.shape, 0.01, dtype=torch.bfloat16)
+        for name, tensor in model.state_dict().items()
+    }
     save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -61,7 +74,10 @@ def peaks(folder: Path, way: str, target: str) -> list[int]:
 
 def bounds(way: str, target: str) -> list[int]:
     largest = LARGEST_BYTES[target]
-    above = [1.5 * largest if way == "scatter" and rank == 0 else largest / RANKS for rank in range(RANKS)]
+    above = [
+        1.5 * largest if way == "scatter" and rank == 0 else largest / RANKS
+        for rank in range(RANKS)
+    ]
     return [int(MODEL_BYTES[target] / RANKS + 2 * (room + ALLOWANCE)) for room in above]
 
 
@@ -76,11 +92,15 @@ def bounds(way: str, target: str) -> list[int]:
         pytest.param("scatter", "4bit", marks=pytest.mark.slow),
     ],
 )
-def test_no_rank_holds_more_than_its_shards_and_a_part_of_a_tensor(folder: Path, way: str, target: str) -> None:
+def test_no_rank_holds_more_than_its_shards_and_a_part_of_a_tensor(
+    folder: Path, way: str, target: str
+) -> None:
     for peak, bound in zip(peaks(folder, way, target), bounds(way, target), strict=True):
         assert MODEL_BYTES[target] / RANKS < peak < bound
 
 
 def test_a_rank_that_loads_the_whole_model_is_over_the_bound(folder: Path) -> None:
-    for peak, bound in zip(peaks(folder, "from_pretrained", "bf16"), bounds("slices", "bf16"), strict=True):
+    for peak, bound in zip(
+        peaks(folder, "from_pretrained", "bf16"), bounds("slices", "bf16"), strict=True
+    ):
         assert peak > bound

@@ -21,7 +21,8 @@ def test_only_adapters_are_trained_and_nothing_has_storage(tiny_model: Path) -> 
     model = skeleton(tiny_model)
     adapter = inject_lora(model, PeftConfig(use_peft=True), "base")
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trained == set(adapter.keys) and len(trained) == 2 * 2 * 7  # A and B of the linear layers in 2 layers
+    # A and B of the linear layers in 2 layers
+    assert trained == set(adapter.keys) and len(trained) == 2 * 2 * 7
     assert all(parameter.is_meta for parameter in model.parameters())
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in adapter.keys.values()
 
@@ -34,17 +35,23 @@ DEEPSEEK = {"num_attention_heads": 4, "head_dim": 16, "q_lora_rank": 16, "o_lora
 @pytest.mark.parametrize(
     ("model_type", "shape", "left_out", "adapted"),
     [
-        ("mamba", {"state_size": 4}, "out_proj", "in_proj"),  # its kernels read the weight and do not call the layer
-        ("deepseek_v4", DEEPSEEK, "o_a_proj", "o_b_proj"),  # one product a group of heads: derived from nn.Linear
+        # its kernels read the weight and do not call the layer
+        ("mamba", {"state_size": 4}, "out_proj", "in_proj"),
+        # one product a group of heads: derived from nn.Linear
+        ("deepseek_v4", DEEPSEEK, "o_a_proj", "o_b_proj"),
     ],
 )
 def test_all_linear_leaves_out_what_no_adapter_works_in(
     model_type: str, shape: dict[str, Any], left_out: str, adapted: str
 ) -> None:
-    config = AutoConfig.for_model(model_type, hidden_size=32, num_hidden_layers=2, vocab_size=64, **shape)
+    config = AutoConfig.for_model(
+        model_type, hidden_size=32, num_hidden_layers=2, vocab_size=64, **shape
+    )
     model = build_on_meta(config, ModelConfig(model_name=model_type))
     assert any(name.endswith(left_out) for name, _ in model.named_modules())
-    adapter = inject_lora(model, PeftConfig(use_peft=True, target_modules="all-linear", lora_dropout=0), "base")
+    adapter = inject_lora(
+        model, PeftConfig(use_peft=True, target_modules="all-linear", lora_dropout=0), "base"
+    )
     modules = {key.rsplit(".", 3)[1] for key in adapter.keys.values()}
     assert adapted in modules and left_out not in modules
 
@@ -57,20 +64,31 @@ EXPERTS = ["experts.down_proj", "experts.gate_up_proj"]
     [
         ("mixtral", {}, True),  # peft adapts its experts anyway
         ("gpt_oss", {}, True),
-        ("gpt_oss", {"lora_dropout": 0.1}, False),  # of adapters of parameters, peft has neither of these
+        # of adapters of parameters, peft has neither of these
+        ("gpt_oss", {"lora_dropout": 0.1}, False),
         ("gpt_oss", {"use_dora": True}, False),
         ("gpt_oss", {"target_modules": ["q_proj"]}, False),
         ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}, True),
         ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": EXPERTS[:1]}, False),
     ],
 )
-def test_experts_are_adapted_or_a_line_says_how(model_type: str, settings: dict[str, Any], adapts: bool) -> None:
-    shape = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = AutoConfig.for_model(model_type, num_hidden_layers=2, num_local_experts=4, vocab_size=64, **shape)
+def test_experts_are_adapted_or_a_line_says_how(
+    model_type: str, settings: dict[str, Any], adapts: bool
+) -> None:
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    config = AutoConfig.for_model(
+        model_type, num_hidden_layers=2, num_local_experts=4, vocab_size=64, **shape
+    )
     model = build_on_meta(config, ModelConfig(model_name=model_type))
     inject_lora(model, PeftConfig(use_peft=True, r=2, **settings), "base")
     trained = [p for name, p in model.named_parameters() if ".experts." in name and p.requires_grad]
-    assert len(trained) == 2 * 2 * (2 if adapts else len(settings.get("target_parameters", ())))  # A and B in 2 layers
+    # A and B in 2 layers
+    assert len(trained) == 2 * 2 * (2 if adapts else len(settings.get("target_parameters", ())))
     line = str(describe_experts(model))
     assert ("adapts the experts" in line) == adapts
     assert adapts or f"--target_parameters {','.join(EXPERTS)} --lora_dropout 0" in line
@@ -81,11 +99,16 @@ def test_experts_are_adapted_or_a_line_says_how(model_type: str, settings: dict[
     [
         ({"lora_dropout": 0.1}, "experts support neither lora_dropout nor use_dora"),
         ({"init_lora_weights": "pissa"}, "no unquantized linear layer"),
-        ({"init_lora_weights": "pissa", "target_modules": ["q_proj"], "r": 33}, "at least 33 inputs"),
+        (
+            {"init_lora_weights": "pissa", "target_modules": ["q_proj"], "r": 33},
+            "at least 33 inputs",
+        ),
     ],
 )
 def test_what_a_layer_cannot_have_is_named(settings: dict[str, Any], message: str) -> None:
-    config = AutoConfig.for_model("mixtral", num_hidden_layers=1, hidden_size=32, intermediate_size=16, vocab_size=64)
+    config = AutoConfig.for_model(
+        "mixtral", num_hidden_layers=1, hidden_size=32, intermediate_size=16, vocab_size=64
+    )
     model = build_on_meta(config, ModelConfig(model_name="mixtral"))
     with pytest.raises(UserError, match=message):
         inject_lora(model, PeftConfig(use_peft=True, **settings), "base")
@@ -94,13 +117,23 @@ def test_what_a_layer_cannot_have_is_named(settings: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"target_parameters": ["experts.w1"]}, r"\[experts.w1\]: not in this model. It has: no stacked"),
-        ({"target_modules": ["q_proj", "query", "key"]}, r"(?s)\[key, query\].*q_proj, k_proj, v_proj, o_proj"),
+        (
+            {"target_parameters": ["experts.w1"]},
+            r"\[experts.w1\]: not in this model. It has: no stacked",
+        ),
+        (
+            {"target_modules": ["q_proj", "query", "key"]},
+            r"(?s)\[key, query\].*q_proj, k_proj, v_proj, o_proj",
+        ),
         ({"from_peft_checkpoint": "."}, "IA3 adapters"),
     ],
 )
 def test_what_no_adapter_can_be_made_of_is_named(
-    settings: dict[str, Any], told: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any],
+    told: str,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
     monkeypatch.chdir(tmp_path)
@@ -122,9 +155,15 @@ def test_adapters_of_any_method_begin_as_peft_begins_them(
 ) -> None:
     settings = {"target_modules": ["q_proj"], **settings}
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    theirs = {n: value for n, value in get_peft_model(model, method(**settings)).named_parameters() if "layers" in n}
+    theirs = {
+        n: value
+        for n, value in get_peft_model(model, method(**settings)).named_parameters()
+        if "layers" in n
+    }
     ours = dict(first_values(inject_adapter(skeleton(tiny_model), method(**settings)), seed=1))
-    assert set(ours) == {name.removeprefix(PEFT_PREFIX) for name, value in theirs.items() if value.requires_grad}
+    assert set(ours) == {
+        name.removeprefix(PEFT_PREFIX) for name, value in theirs.items() if value.requires_grad
+    }
     for name, value in ours.items():
         expected = theirs[PEFT_PREFIX + name]
         assert value.shape == expected.shape and value.any() == expected.any(), name
@@ -138,5 +177,7 @@ def test_a_parameter_that_peft_gives_no_first_value_is_an_error(tiny_model: Path
     adapter = inject_lora(skeleton(tiny_model), PeftConfig(use_peft=True), "base")
     layer: Any = adapter.layers["model.layers.1.self_attn.q_proj"]
     layer.lora_A["more"] = torch.nn.Linear(4, 4, device="meta")
-    with pytest.raises(UserError, match=r"model\.layers\.1\.self_attn\.q_proj\.lora_A\.more\.weight"):
+    with pytest.raises(
+        UserError, match=r"model\.layers\.1\.self_attn\.q_proj\.lora_A\.more\.weight"
+    ):
         list(first_values(adapter, seed=1))

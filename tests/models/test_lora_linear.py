@@ -1,4 +1,5 @@
-"""LoRA in one product: what peft's own layer computes, with less kept, and peft's own where it is something else."""
+"""LoRA in one product: what peft's own layer computes, with less kept, and peft's own where it is
+something else."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +15,19 @@ from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme
 
 IN, OUT, RANK, ROWS = 128, 96, 4, (3, 50)
 TOKENS = ROWS[0] * ROWS[1]
-SCHEMES: dict[str, Scheme | None] = {"plain": None, "8bit": Int8(6.0), "nf4": FourBit("nf4", 64, None)}
+SCHEMES: dict[str, Scheme | None] = {
+    "plain": None,
+    "8bit": Int8(6.0),
+    "nf4": FourBit("nf4", 64, None),
+}
 
 
-def model_of(scheme: Scheme | None = None, bias: bool = False, dtype: torch.dtype = torch.float32, **lora: Any) -> Any:
+def model_of(
+    scheme: Scheme | None = None,
+    bias: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **lora: Any,
+) -> Any:
     """One layer with peft's adapter; equal for equal arguments."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(IN, OUT, bias=bias, dtype=dtype))
@@ -27,7 +37,13 @@ def model_of(scheme: Scheme | None = None, bias: bool = False, dtype: torch.dtyp
         packed = scheme.quantize(model[0].weight.data)
         layer.weight, layer.scale = (nn.Parameter(tensor, requires_grad=False) for tensor in packed)
         layer.bias, model[0] = model[0].bias, layer
-    settings = {"r": RANK, "lora_alpha": 12, "target_modules": ["0"], "init_lora_weights": False, **lora}
+    settings = {
+        "r": RANK,
+        "lora_alpha": 12,
+        "target_modules": ["0"],
+        "init_lora_weights": False,
+        **lora,
+    }
     adapted = get_peft_model(model, LoraConfig(**settings), autocast_adapter_dtype=False)
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
@@ -39,7 +55,9 @@ def layer_of(model: PeftModel) -> Any:
     return model.base_model.model[0]
 
 
-def passes(run: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
+def passes(
+    run: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, dtype: torch.dtype
+) -> list[torch.Tensor]:
     """Output, gradient of the input and gradients of what is trained."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(*ROWS, IN, generator=generator).to(dtype).requires_grad_()
@@ -66,7 +84,9 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)]
+)
 def test_outputs_and_gradients_are_those_of_peft(
     dtype: torch.dtype, tolerance: float, scheme: str, bias: bool, dropout: float
 ) -> None:
@@ -85,10 +105,15 @@ def test_outputs_and_gradients_are_those_of_peft(
 
 
 def test_dropout_on_cuda_has_the_gradients_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)  # the branch for CUDA, whose operator the CPU has, too
+    # the branch for CUDA, whose operator the CPU has, too
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     model = model_of(bias=True, lora_dropout=0.3)
     use_fused_lora(model)
-    base, a, b = (layer_of(model).base_layer, layer_of(model).lora_A["default"], layer_of(model).lora_B["default"])
+    base, a, b = (
+        layer_of(model).base_layer,
+        layer_of(model).lora_A["default"],
+        layer_of(model).lora_B["default"],
+    )
 
     def by_autograd(x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(TOKENS, IN)
@@ -106,7 +131,9 @@ def test_dropout_on_cuda_has_the_gradients_of_autograd(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_kept_are_the_input_the_small_product_and_a_byte_an_element_for_the_mask(scheme: str, dropout: float) -> None:
+def test_kept_are_the_input_the_small_product_and_a_byte_an_element_for_the_mask(
+    scheme: str, dropout: float
+) -> None:
     model, kept = model_of(SCHEMES[scheme], dtype=torch.bfloat16, lora_dropout=dropout), {}
     use_fused_lora(model)
     inputs = torch.randn(*ROWS, IN, dtype=torch.bfloat16, requires_grad=True) * 1
@@ -147,7 +174,9 @@ def test_adapters_in_fp32_are_cast_where_they_are_used(scheme: str, dropout: flo
         use_fused_lora(model)
         seen.append(passes(model, model, torch.bfloat16))
     assert [tensor.dtype for tensor in seen[0]] == [torch.bfloat16] * 2 + [torch.float32] * 2
-    assert all(torch.equal(ours, expected.to(ours.dtype)) for ours, expected in zip(*seen, strict=True))
+    assert all(
+        torch.equal(ours, expected.to(ours.dtype)) for ours, expected in zip(*seen, strict=True)
+    )
 
 
 def freeze_adapter(model: PeftModel) -> None:

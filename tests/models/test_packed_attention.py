@@ -1,4 +1,5 @@
-"""Rows of a pack are computed as if each stood alone: the reference is transformers on one row at a time."""
+"""Rows of a pack are computed as if each stood alone: the reference is transformers on one row at a
+time."""
 
 import math
 from typing import Any
@@ -11,13 +12,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.models import attention_kernels, packed_arguments, packed_attention, use_packed_attention
+from llama_ft.models import (
+    attention_kernels,
+    packed_arguments,
+    packed_attention,
+    use_packed_attention,
+)
 from llama_ft.models.attention_kernels import AMPERE, HOPPER, T4
 
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LENGTHS = [3, 11, 1, 7, 4]  # longer and shorter than the windows of 4 and 5 below
-SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 SHAPE |= {"num_key_value_heads": 2, "vocab_size": 101, "max_position_embeddings": 2048}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama": {},
@@ -31,13 +42,30 @@ MODELS: dict[str, dict[str, Any]] = {
     "Phimoe": {"num_local_experts": 4, "router_jitter_noise": 0.0},
     "Qwen3": {"head_dim": 8},
     "DeepseekV3": {  # values narrower than keys
-        **{"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12},
-        **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+        **{
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 12,
+        },
+        **{
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "num_key_value_heads": 4,
+        },
         **{"moe_intermediate_size": 32, "first_k_dense_replace": 1},
     },
 }
 NO_SDPA = {"Gemma2", "GptOss"}
-CASES = [(name, kind) for name in MODELS for kind in ("sdpa", "eager") if kind == "eager" or name not in NO_SDPA]
+CASES = [
+    (name, kind)
+    for name in MODELS
+    for kind in ("sdpa", "eager")
+    if kind == "eager" or name not in NO_SDPA
+]
 
 
 def make(name: str, attention: str, **settings: Any) -> PreTrainedModel:
@@ -63,24 +91,32 @@ def loss_of(logits: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
 
 def packed_logits(model: PreTrainedModel, parts: list[torch.Tensor]) -> torch.Tensor:
     layout = packed_arguments(model, [len(part) for part in parts], CPU)
-    logits: torch.Tensor = model(input_ids=torch.cat(parts)[None], use_cache=False, **layout).logits[0]
+    logits: torch.Tensor = model(
+        input_ids=torch.cat(parts)[None], use_cache=False, **layout
+    ).logits[0]
     return logits
 
 
 @pytest.mark.parametrize(("name", "attention"), CASES)
-def test_loss_and_gradient_of_each_row_are_those_of_the_row_alone(name: str, attention: str) -> None:
+def test_loss_and_gradient_of_each_row_are_those_of_the_row_alone(
+    name: str, attention: str
+) -> None:
     model, parts = make(name, attention), rows()
     alone = [
-        loss_of(model(input_ids=row[None], attention_mask=torch.ones(1, len(row))).logits[0], row) for row in parts
+        loss_of(model(input_ids=row[None], attention_mask=torch.ones(1, len(row))).logits[0], row)
+        for row in parts
     ]
     sum(alone).backward()  # type: ignore[union-attr]
     expected = {
-        key: parameter.grad.clone() for key, parameter in model.named_parameters() if parameter.grad is not None
+        key: parameter.grad.clone()
+        for key, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
     model.zero_grad()
     use_packed_attention(model)
     together = [
-        loss_of(logits, row) for logits, row in zip(packed_logits(model, parts).split(LENGTHS), parts, strict=True)
+        loss_of(logits, row)
+        for logits, row in zip(packed_logits(model, parts).split(LENGTHS), parts, strict=True)
     ]
     torch.testing.assert_close(torch.stack(together), torch.stack(alone), rtol=1e-5, atol=1e-5)
     sum(together).backward()  # type: ignore[union-attr]
@@ -106,7 +142,8 @@ def test_padded_batches_and_generation_still_go_through_transformers_own(attenti
 
 
 class Seen(TorchDispatchMode):
-    """Notes the largest tensor any operator makes; of attention lengths, heads, and whether cuDNN is allowed."""
+    """Notes the largest tensor any operator makes; of attention lengths, heads, and whether cuDNN
+    is allowed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,16 +152,22 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         made = result if isinstance(result, tuple) else (result,)
-        self.largest = max([self.largest, *(one.numel() for one in made if isinstance(one, torch.Tensor))])
+        self.largest = max(
+            [self.largest, *(one.numel() for one in made if isinstance(one, torch.Tensor))]
+        )
         if "scaled_dot_product" in func.name() and "backward" not in func.name():
             self.attended += [args[0].shape[2]] * args[0].shape[0]
-            self.heads.append((args[0].shape[1], args[1].shape[1], torch.backends.cuda.cudnn_sdp_enabled()))
+            self.heads.append(
+                (args[0].shape[1], args[1].shape[1], torch.backends.cuda.cudnn_sdp_enabled())
+            )
         return result
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
-def test_a_pack_costs_its_rows_own_attention_and_no_mask_over_all_of_it(name: str, attention: str) -> None:
+def test_a_pack_costs_its_rows_own_attention_and_no_mask_over_all_of_it(
+    name: str, attention: str
+) -> None:
     lengths = [64] * 16
     model = make(name, attention)
     use_packed_attention(model)
@@ -139,7 +182,10 @@ def test_a_pack_costs_its_rows_own_attention_and_no_mask_over_all_of_it(name: st
 def test_rows_on_the_cpu_have_the_same_gradients_in_16_bits(window: int | None) -> None:
     """There the backward pass takes rows that are padded."""
     lengths, generator = (64, 64, 33, 5, 32, 1, 150, 151), torch.Generator().manual_seed(0)
-    wide = [torch.randn(1, heads, sum(lengths), 8, generator=generator).bfloat16().float() for heads in (4, 2, 2, 4)]
+    wide = [
+        torch.randn(1, heads, sum(lengths), 8, generator=generator).bfloat16().float()
+        for heads in (4, 2, 2, 4)
+    ]
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         *inputs, wanted = [part.to(dtype) for part in wide]
@@ -156,13 +202,23 @@ def emulated(q: Any, k: Any, v: Any, *_: Any, scale: float, window_size: int | N
     allowed = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - (window_size or length))
     scores = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * scale).masked_fill(~allowed, -math.inf)
     sums = torch.nn.functional.pad(scores.logsumexp(-1), (0, -length % 32))
-    return (scores.softmax(-1) @ v.transpose(1, 2)).transpose(1, 2), sums, *[torch.zeros(())] * 2, length, length
+    return (
+        (scores.softmax(-1) @ v.transpose(1, 2)).transpose(1, 2),
+        sums,
+        *[torch.zeros(())] * 2,
+        length,
+        length,
+    )
 
 
-def emulated_backward(gradient: Any, q: Any, k: Any, v: Any, _: Any, output: Any, *rest: Any, **how: Any) -> Any:
+def emulated_backward(
+    gradient: Any, q: Any, k: Any, v: Any, _: Any, output: Any, *rest: Any, **how: Any
+) -> Any:
     assert output.is_contiguous()  # the kernel reads it as such, whatever its strides are
     assert rest[2:4] == (q.shape[1], k.shape[1]) and rest[4].shape[2] % 32 == 0
-    return *torch.func.vjp(lambda *parts: emulated(*parts, **how)[0], q, k, v)[1](gradient), torch.zeros(())
+    return *torch.func.vjp(lambda *parts: emulated(*parts, **how)[0], q, k, v)[1](
+        gradient
+    ), torch.zeros(())
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -177,7 +233,9 @@ def test_the_memory_efficient_kernel_gets_what_the_cpu_kernel_computes(
     for kind in ("cpu", "plan of a GPU", "GPU"):
         if kind == "GPU":
             for way in ("forward", "backward"):
-                monkeypatch.setattr(packed_attention, f"_cpu_{way}", getattr(packed_attention, f"_efficient_{way}"))
+                monkeypatch.setattr(
+                    packed_attention, f"_cpu_{way}", getattr(packed_attention, f"_efficient_{way}")
+                )
         inputs = [part.clone().requires_grad_() for part in wide[:3]]
         output = packed_attention._RowAttention.apply(*inputs, lengths, 0.3, window, kind != "cpu")
         found.append([output, *torch.autograd.grad(output, inputs, wide[3])])
@@ -210,7 +268,9 @@ def test_the_kernel_follows_from_device_dtype_and_shape(
     assert attention_kernels.choose_kernel(capability, dtype, widths, are_alike) == kernel
 
 
-def test_rows_of_one_length_reach_cudnn_on_hopper_though_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_one_length_reach_cudnn_on_hopper_though_it_is_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = make("Llama", "sdpa").bfloat16()
     use_packed_attention(model)
     by_row = packed_logits(model, rows([128, 128]))
@@ -224,7 +284,9 @@ def test_rows_of_one_length_reach_cudnn_on_hopper_though_it_is_off(monkeypatch: 
     torch.testing.assert_close(alike, by_row)
 
 
-def test_without_flash_attention_heads_of_padded_rows_share_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_flash_attention_heads_of_padded_rows_share_no_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, ids, found = make("Llama", "sdpa"), torch.arange(32).view(2, 16), []
     for capability, heads in ((None, 2), (HOPPER, 4)):
         monkeypatch.setattr(attention_kernels, "capability_of", lambda _, it=capability: it)

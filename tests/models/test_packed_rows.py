@@ -1,5 +1,5 @@
-"""Layers with a state along the sequence, and attention without an interface, under packing: the reference is
-transformers on one row at a time."""
+"""Layers with a state along the sequence, and attention without an interface, under packing: the
+reference is transformers on one row at a time."""
 
 from typing import Any
 
@@ -19,11 +19,34 @@ from llama_ft.runtime import Runtime
 from llama_ft.training import SupervisedFineTuning
 
 LENGTHS = [5, 19, 1, 11, 28]  # longer and shorter than convolutions (4), chunks and windows (8)
-SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-SHAPE |= {"num_hidden_layers": 4, "vocab_size": 101, "head_dim": 8, "initializer_range": 0.1, "pad_token_id": 0}
-DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
-# Class -> what differs from SHAPE, and what runs row by row. With what transformers' own generation calls a cache.
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SHAPE |= {
+    "num_hidden_layers": 4,
+    "vocab_size": 101,
+    "head_dim": 8,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+}
+# Class -> what differs from SHAPE, and what runs row by row. With what transformers' own generation
+# calls a cache.
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen3_5Text": ({**DELTA, "head_dim": 16}, "Qwen3_5GatedDeltaNet"),
     "Bamba": ({**MAMBA, "attn_layer_indices": [1]}, "BambaMixer"),
@@ -32,25 +55,43 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         "JambaMambaMixer",
     ),
     "Lfm2": ({"layer_types": ["conv", "full_attention"] * 2}, "Lfm2ShortConv"),
-    "MiniMax": ({"num_local_experts": 2, "num_experts_per_tok": 1, "block_size": 8}, "MiniMaxLightningAttention"),
-    "RecurrentGemma": ({"lru_width": 32, "attention_window_size": 8}, "RecurrentGemmaRecurrentBlock"),
+    "MiniMax": (
+        {"num_local_experts": 2, "num_experts_per_tok": 1, "block_size": 8},
+        "MiniMaxLightningAttention",
+    ),
+    "RecurrentGemma": (
+        {"lru_width": 32, "attention_window_size": 8},
+        "RecurrentGemmaRecurrentBlock",
+    ),
     # Its own positions scale attention where no rotary embedding does.
     "Llama4Text": (
-        {"attention_chunk_size": 8, "floor_scale": 8, "num_local_experts": 2, "no_rope_layers": [1, 0, 1, 0]}
+        {
+            "attention_chunk_size": 8,
+            "floor_scale": 8,
+            "num_local_experts": 2,
+            "no_rope_layers": [1, 0, 1, 0],
+        }
         | {"intermediate_size_mlp": 64, "layer_types": ["chunked_attention", "full_attention"] * 2},
         "Llama4TextAttention",
     ),
-    "GPTJ": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64}, "GPTJAttention"),
+    "GPTJ": (
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64},
+        "GPTJAttention",
+    ),
     "StableLm": ({}, ""),  # its attention has the interface, and drops what it should be given
 }
 
 
 def make(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    settings = {**SHAPE, **MODELS[name][0]} if name != "GPTJ" else {**MODELS[name][0], "vocab_size": 101}
+    settings = (
+        {**SHAPE, **MODELS[name][0]} if name != "GPTJ" else {**MODELS[name][0], "vocab_size": 101}
+    )
     for dropout in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
         settings |= {dropout: 0.0} if name == "GPTJ" else {}
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**settings))
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        getattr(transformers, f"{name}Config")(**settings)
+    )
     return model.train()
 
 
@@ -58,7 +99,12 @@ def samples() -> Dataset:
     generator = torch.Generator().manual_seed(1)
     ids = [torch.randint(1, 101, (length,), generator=generator).tolist() for length in LENGTHS]
     return Dataset.from_dict(
-        {"input_ids": ids, "labels": ids, "source": ["x"] * len(ids), "desirable": [None] * len(ids)}
+        {
+            "input_ids": ids,
+            "labels": ids,
+            "source": ["x"] * len(ids),
+            "desirable": [None] * len(ids),
+        }
     )
 
 
@@ -71,7 +117,8 @@ def loss_and_norm(model: PreTrainedModel, loss: torch.Tensor) -> tuple[float, fl
 
 
 @pytest.mark.parametrize(
-    ("name", "checkpointing"), [*((name, "off") for name in MODELS), ("Qwen3_5Text", "full"), ("Bamba", "selective")]
+    ("name", "checkpointing"),
+    [*((name, "off") for name in MODELS), ("Qwen3_5Text", "full"), ("Bamba", "selective")],
 )
 def test_loss_and_gradient_of_packed_rows_are_those_of_each_row_alone(
     name: str, checkpointing: Any, runtime: Runtime
@@ -86,8 +133,13 @@ def test_loss_and_gradient_of_packed_rows_are_those_of_each_row_alone(
     use_packed_attention(model)
     assert token_mixers(model).names() == MODELS[name][1]
     checkpoint_activations(model, TrainConfig(activation_checkpointing=checkpointing))
-    packed = SupervisedFineTuning().loss(model, collate(rows, range(len(LENGTHS)), 0, True), runtime).loss
-    # Another sequence is computed before the backward pass: recomputed layers still see their own rows.
+    packed = (
+        SupervisedFineTuning()
+        .loss(model, collate(rows, range(len(LENGTHS)), 0, True), runtime)
+        .loss
+    )
+    # Another sequence is computed before the backward pass: recomputed layers still see their own
+    # rows.
     SupervisedFineTuning().loss(model, collate(rows, [4, 0], 0, True), runtime)
     found = loss_and_norm(model, packed)
     assert found[0] == pytest.approx(loss, rel=1e-5)
@@ -97,12 +149,19 @@ def test_loss_and_gradient_of_packed_rows_are_those_of_each_row_alone(
 def test_what_runs_row_by_row_is_not_compiled() -> None:
     model = make("Lfm2")
     use_packed_attention(model)
-    with pytest.raises(UserError, match="--compile: Lfm2ForCausalLM computes packed samples one after another"):
+    with pytest.raises(
+        UserError, match="--compile: Lfm2ForCausalLM computes packed samples one after another"
+    ):
         compile_layers(model)
 
 
-def test_missing_kernels_are_reported_on_cuda_once_with_what_to_install(caplog: pytest.LogCaptureFixture) -> None:
-    packages = {"Qwen3_5Text": {"causal-conv1d", "flash-linear-attention"}, "Bamba": {"causal-conv1d", "mamba-ssm"}}
+def test_missing_kernels_are_reported_on_cuda_once_with_what_to_install(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    packages = {
+        "Qwen3_5Text": {"causal-conv1d", "flash-linear-attention"},
+        "Bamba": {"causal-conv1d", "mamba-ssm"},
+    }
     for name, expected in packages.items():
         model = make(name)
         use_packed_attention(model)

@@ -1,4 +1,5 @@
-"""Quantized layers compute what bitsandbytes' own do, keep no activations, and say what they leave out."""
+"""Quantized layers compute what bitsandbytes' own do, keep no activations, and say what they leave
+out."""
 
 import copy
 import weakref
@@ -16,7 +17,14 @@ from llama_ft.config import ModelConfig, QuantizationConfig
 from llama_ft.errors import UserError
 from llama_ft.models import build_on_meta, choose_quantization, quantize_linears, total_weights
 from llama_ft.models.quantization import Quantization
-from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, QuantizedStacks, Scheme, quantized_weights
+from llama_ft.models.quantized import (
+    FourBit,
+    Int8,
+    QuantizedLinear,
+    QuantizedStacks,
+    Scheme,
+    quantized_weights,
+)
 
 SCHEMES: dict[str, Scheme] = {
     "8bit": Int8(6.0),
@@ -26,14 +34,18 @@ SCHEMES: dict[str, Scheme] = {
 }
 
 
-def layer_of(scheme: Scheme, weight: torch.Tensor, bias: torch.Tensor | None = None) -> QuantizedLinear:
+def layer_of(
+    scheme: Scheme, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> QuantizedLinear:
     with torch.device("meta"):
         linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     layer = QuantizedLinear(linear, scheme)
     packed, scale = scheme.quantize(weight)
     assert packed.shape == layer.weight.shape and packed.dtype == layer.weight.dtype
     assert scale.shape == layer.scale.shape and scale.dtype == layer.scale.dtype
-    layer.weight, layer.scale = (torch.nn.Parameter(tensor, requires_grad=False) for tensor in (packed, scale))
+    layer.weight, layer.scale = (
+        torch.nn.Parameter(tensor, requires_grad=False) for tensor in (packed, scale)
+    )
     layer.bias = None if bias is None else torch.nn.Parameter(bias)
     return layer
 
@@ -41,10 +53,16 @@ def layer_of(scheme: Scheme, weight: torch.Tensor, bias: torch.Tensor | None = N
 def bitsandbytes_layer(scheme: Scheme, weight: torch.Tensor, bias: torch.Tensor) -> torch.nn.Module:
     rows, columns = weight.shape
     if isinstance(scheme, Int8):
-        layer = bitsandbytes.nn.Linear8bitLt(columns, rows, has_fp16_weights=False, threshold=scheme.threshold)
-        layer.weight = bitsandbytes.nn.Int8Params(weight.clone(), requires_grad=False, has_fp16_weights=False)
+        layer = bitsandbytes.nn.Linear8bitLt(
+            columns, rows, has_fp16_weights=False, threshold=scheme.threshold
+        )
+        layer.weight = bitsandbytes.nn.Int8Params(
+            weight.clone(), requires_grad=False, has_fp16_weights=False
+        )
     else:
-        layer = bitsandbytes.nn.Linear4bit(columns, rows, compute_dtype=weight.dtype, quant_type=scheme.quant_type)
+        layer = bitsandbytes.nn.Linear4bit(
+            columns, rows, compute_dtype=weight.dtype, quant_type=scheme.quant_type
+        )
         layer.weight = bitsandbytes.nn.Params4bit(
             weight.clone(),
             requires_grad=False,
@@ -58,19 +76,26 @@ def bitsandbytes_layer(scheme: Scheme, weight: torch.Tensor, bias: torch.Tensor)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_values_and_gradients_are_those_of_bitsandbytes_layers(name: str, dtype: torch.dtype) -> None:
-    """Their forward pass multiplies by the weight, their backward pass by the weight they dequantize."""
+def test_values_and_gradients_are_those_of_bitsandbytes_layers(
+    name: str, dtype: torch.dtype
+) -> None:
+    """Their forward pass multiplies by the weight, their backward pass by the weight they
+    dequantize."""
     torch.manual_seed(0)
     weight, bias = torch.randn(40, 256, dtype=dtype), torch.randn(40, dtype=dtype)
     inputs = torch.randn(2, 5, 256, dtype=dtype)
     seen = []
-    for layer in (layer_of(SCHEMES[name], weight, bias.clone()), bitsandbytes_layer(SCHEMES[name], weight, bias)):
+    for layer in (
+        layer_of(SCHEMES[name], weight, bias.clone()),
+        bitsandbytes_layer(SCHEMES[name], weight, bias),
+    ):
         own = inputs.clone().requires_grad_()
         output = layer(own)
         output.square().sum().backward()
         assert own.grad is not None and layer.bias.grad is not None
         seen.append((output.detach(), own.grad, layer.bias.grad))
-    tolerance = 1e-6 if dtype == torch.float32 else 1e-2  # bf16: the bias is added before rounding there
+    # bf16: the bias is added before rounding there
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
     for ours, theirs in zip(*seen, strict=True):
         assert (ours - theirs).norm() <= tolerance * theirs.norm()
     exact = torch.nn.functional.linear(inputs, weight, bias)
@@ -81,10 +106,17 @@ def test_values_and_gradients_are_those_of_bitsandbytes_layers(name: str, dtype:
 def test_only_parameters_are_kept_for_the_backward_pass(name: str) -> None:
     layer, kept = layer_of(SCHEMES[name], torch.randn(40, 256)), []
     inputs = torch.randn(3, 256, requires_grad=True) * 1.0
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    ):
         output = layer(inputs)
-    assert {tensor.data_ptr() for tensor in kept} == {layer.weight.data_ptr(), layer.scale.data_ptr()}
-    attributes = [value for value in vars(output.grad_fn).values() if isinstance(value, torch.Tensor)]
+    assert {tensor.data_ptr() for tensor in kept} == {
+        layer.weight.data_ptr(),
+        layer.scale.data_ptr(),
+    }
+    attributes = [
+        value for value in vars(output.grad_fn).values() if isinstance(value, torch.Tensor)
+    ]
     assert not attributes, "nothing hides on the context, as bitsandbytes' inputs do"
 
 
@@ -96,13 +128,18 @@ def skeleton_of(folder: Path) -> tuple[PretrainedConfig, PreTrainedModel]:
 def test_what_is_left_out_is_listed(tiny_model: Path) -> None:
     config, model = skeleton_of(tiny_model)
     weights = model.num_parameters()
-    settings = QuantizationConfig(mode="4bit", block_size=32, skip_modules=["layers.0.self_attn.q_proj"])
+    settings = QuantizationConfig(
+        mode="4bit", block_size=32, skip_modules=["layers.0.self_attn.q_proj"]
+    )
     quantization = choose_quantization(settings, config, use_peft=True)
     assert quantization is not None
     summary = quantize_linears(model, quantization)
     assert "Quantized to 4bit (nf4, blocks of 32): 11 linear layers" in summary
-    left_out = ["0.self_attn.q_proj", "0.mlp.down_proj", "1.mlp.down_proj"]  # the latter have no whole blocks
-    assert summary.endswith(f"not quantized: {', '.join(f'model.layers.{name}' for name in left_out)}, lm_head")
+    # the latter have no whole blocks
+    left_out = ["0.self_attn.q_proj", "0.mlp.down_proj", "1.mlp.down_proj"]
+    assert summary.endswith(
+        f"not quantized: {', '.join(f'model.layers.{name}' for name in left_out)}, lm_head"
+    )
     assert type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear
     assert isinstance(model.model.layers[1].self_attn.q_proj, QuantizedLinear)
     assert total_weights(model) == weights
@@ -111,21 +148,36 @@ def test_what_is_left_out_is_listed(tiny_model: Path) -> None:
 EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5},
     "gpt_oss": {"num_local_experts": 5, "sliding_window": 16},  # [experts, in, out], with biases
-    "glm4_moe": {"n_routed_experts": 4, "moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_group": 1},
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+    },
 }
 
 
 def moe_models(model_type: str, scheme: Scheme, experts_implementation: str) -> tuple[Any, Any]:
-    """A model whose weights bitsandbytes' own functions have rounded matrix by matrix, and ours with the same ones
-    quantized; of both the embedding is trained."""
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    """A model whose weights bitsandbytes' own functions have rounded matrix by matrix, and ours
+    with the same ones quantized; of both the embedding is trained."""
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     shape |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 320, "num_experts_per_tok": 2}
     config = AutoConfig.for_model(model_type, **shape, **EXPERTS[model_type])
     torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation=experts_implementation)
+    plain = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, experts_implementation=experts_implementation
+    )
     ours = copy.deepcopy(plain)
     quantize_linears(ours, Quantization(scheme, None, is_stored=False))
-    four_bit, found = isinstance(scheme, FourBit), {id(it.weight): it for it in quantized_weights(ours)}
+    four_bit, found = (
+        isinstance(scheme, FourBit),
+        {id(it.weight): it for it in quantized_weights(ours)},
+    )
     for name, parameter in list(ours.named_parameters()):
         if (quantized := found.get(id(parameter))) is None:
             continue
@@ -142,7 +194,10 @@ def moe_models(model_type: str, scheme: Scheme, experts_implementation: str) -> 
             scales.append(scale)
         module, last = ours.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
         scale_name = "scale" if isinstance(module, QuantizedLinear) else f"{last}_scale"
-        for part, values, like in ((last, packed, parameter), (scale_name, scales, quantized.scale)):
+        for part, values, like in (
+            (last, packed, parameter),
+            (scale_name, scales, quantized.scale),
+        ):
             values = torch.stack(values).view(like.shape)
             values = values if values.dtype == like.dtype else values.view(like.dtype)
             module._parameters[part] = torch.nn.Parameter(values, requires_grad=False)
@@ -177,7 +232,10 @@ def test_dequantized_experts_are_released_after_each_layer(
     """Also by what autograd keeps until the backward pass."""
     plain, ours = moe_models("mixtral", SCHEMES["nf4"], experts_implementation)
     weights = sum(weight.numel() for weight in plain.model.layers[0].mlp.experts.parameters())
-    assert sum(it.nbytes for it in ours.model.layers[0].mlp.experts.parameters()) == weights // 2 + weights // 64 * 4
+    assert (
+        sum(it.nbytes for it in ours.model.layers[0].mlp.experts.parameters())
+        == weights // 2 + weights // 64 * 4
+    )
     if is_checkpointed:
         ours.activation_checkpointing_enable({"use_reentrant": False})
     dequantized, read = [], QuantizedStacks._dequantized
@@ -203,27 +261,47 @@ def test_dequantized_experts_are_released_after_each_layer(
         ("qwen2_moe", {"num_experts": 4}, ["shared_expert_gate"]),
     ],
 )
-def test_routers_and_gates_stay_as_they_are(model_type: str, settings: dict[str, Any], gates: list[str]) -> None:
+def test_routers_and_gates_stay_as_they_are(
+    model_type: str, settings: dict[str, Any], gates: list[str]
+) -> None:
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_layers": 2, "vocab_size": 320}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape, **settings))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(model_type, **shape, **settings)
+        )
     quantize_linears(model, Quantization(SCHEMES["8bit"], None, is_stored=False))
     linears = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
-    assert {".".join(name.split(".")[-len(gates[0].split(".")) :]) for name in linears} == {*gates, "lm_head"}
-    assert all(not it.is_floating_point() for n, it in model.named_parameters() if ".experts." in n and it.dim() == 3)
+    assert {".".join(name.split(".")[-len(gates[0].split(".")) :]) for name in linears} == {
+        *gates,
+        "lm_head",
+    }
+    assert all(
+        not it.is_floating_point()
+        for n, it in model.named_parameters()
+        if ".experts." in n and it.dim() == 3
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "use_peft", "stored", "told"),
     [
         ({"mode": "8bit", "skip_modules": ["q_prj"]}, True, None, "q_prj"),
-        ({}, True, {"load_in_8bit": True}, "quantized with bitsandbytes, not in bitsandbytes' 4 bits"),
+        (
+            {},
+            True,
+            {"load_in_8bit": True},
+            "quantized with bitsandbytes, not in bitsandbytes' 4 bits",
+        ),
         ({}, True, {"quant_method": "gptq", "bits": 4}, "quantized with gptq"),
         ({}, False, {"load_in_4bit": True}, "--use_peft"),
     ],
 )
 def test_what_cannot_be_quantized_is_refused_with_the_way_out(
-    tiny_model: Path, settings: dict[str, Any], use_peft: bool, stored: dict[str, Any] | None, told: str
+    tiny_model: Path,
+    settings: dict[str, Any],
+    use_peft: bool,
+    stored: dict[str, Any] | None,
+    told: str,
 ) -> None:
     config, model = skeleton_of(tiny_model)
     if stored is not None:

@@ -1,4 +1,5 @@
-"""--resize_embeddings: the losses, the new rows and the results of plain transformers and peft on a resized model."""
+"""--resize_embeddings: the losses, the new rows and the results of plain transformers and peft on a
+resized model."""
 
 import json
 from collections.abc import Callable
@@ -41,8 +42,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
 
 @pytest.fixture(scope="module")
 def bases(save_model: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Base models; `tokens`, their tokenizer with two special tokens more; `rows.jsonl`, rows with these tokens; and
-    an adapter of plain peft to go on from."""
+    """Base models; `tokens`, their tokenizer with two special tokens more; `rows.jsonl`, rows with
+    these tokens; and an adapter of plain peft to go on from."""
     from peft import LoraConfig, get_peft_model
 
     folder = tmp_path_factory.mktemp("bases")
@@ -57,11 +58,18 @@ def bases(save_model: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = torch.Generator().manual_seed(1)
     with open(folder / "rows.jsonl", "w") as lines:
         for number in range(GLOBAL_BATCH):
-            ids = [301, *torch.randint(0, 301, (5 + 2 * number,), generator=generator).tolist(), 302, 7]
+            ids = [
+                301,
+                *torch.randint(0, 301, (5 + 2 * number,), generator=generator).tolist(),
+                302,
+                7,
+            ]
             lines.write(json.dumps({"input_ids": ids, "labels": [-100] * 2 + ids[2:]}) + "\n")
     torch.manual_seed(3)
     indices = {"model.embed_tokens": NEW, "lm_head": NEW}
-    settings = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", trainable_token_indices=indices)
+    settings = LoraConfig(
+        r=4, target_modules="all-linear", task_type="CAUSAL_LM", trainable_token_indices=indices
+    )
     model = get_peft_model(resized(folder / "untied"), settings)
     for key, parameter in model.named_parameters():
         if "lora_B" in key or "trainable_tokens" in key:
@@ -96,7 +104,12 @@ def mean_loss(model: Any, rows: Path, train: int = 0) -> list[float]:
             for example in examples:
                 logits = model(input_ids=torch.tensor([example["input_ids"]])).logits[0]
                 labels = torch.tensor(example["labels"])
-                loss = torch.nn.functional.cross_entropy(logits[:-1].float(), labels[1:], reduction="sum") / targets
+                loss = (
+                    torch.nn.functional.cross_entropy(
+                        logits[:-1].float(), labels[1:], reduction="sum"
+                    )
+                    / targets
+                )
                 if train:
                     loss.backward()
                 total += loss.item()
@@ -110,23 +123,46 @@ def mean_loss(model: Any, rows: Path, train: int = 0) -> list[float]:
 def runs(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Case -> its run on two ranks, all of one launch."""
     common = ["--resize_embeddings", "--tokenizer_name", f"{bases}/tokens", "--enable_fsdp"]
-    common += ["--dataset", f"{bases}/rows.jsonl", "--validation", f"{bases}/rows.jsonl", "--num_epochs", str(STEPS)]
+    common += [
+        "--dataset",
+        f"{bases}/rows.jsonl",
+        "--validation",
+        f"{bases}/rows.jsonl",
+        "--num_epochs",
+        str(STEPS),
+    ]
     common += f"--precision fp32 --batching_strategy padding --lr {LEARNING_RATE} --lr_scheduler constant".split()
     common += "--save_steps 2 --save_every_epoch false".split()
     folder, flags = tmp_path_factory.mktemp("runs"), {}
     for case, (base, own) in CASES.items():
         others = [] if "--min_num_params" in own else ["--min_num_params", "1000"]
-        others += ["--from_peft_checkpoint", f"{bases}/{base}-adapter"] if case.startswith("going on") else []
-        others += ["--batch_size_training", str(GLOBAL_BATCH // 2), "--model_name", f"{bases}/{base}"]
+        others += (
+            ["--from_peft_checkpoint", f"{bases}/{base}-adapter"]
+            if case.startswith("going on")
+            else []
+        )
+        others += [
+            "--batch_size_training",
+            str(GLOBAL_BATCH // 2),
+            "--model_name",
+            f"{bases}/{base}",
+        ]
         flags[case] = [*common, *own, *others]
-    flags["resumed"] = [*flags["lora, tied"], "--resume", f"{folder}/lora, tied/checkpoints/step-000002"]
+    flags["resumed"] = [
+        *flags["lora, tied"],
+        "--resume",
+        f"{folder}/lora, tied/checkpoints/step-000002",
+    ]
     found = {case: folder / case for case in flags}
-    run_cases(folder, [[*own, "--output_dir", str(found[case])] for case, own in flags.items()], ranks=2)
+    run_cases(
+        folder, [[*own, "--output_dir", str(found[case])] for case, own in flags.items()], ranks=2
+    )
     return found
 
 
 def reloaded(case: str, bases: Path, result: Path) -> Any:
-    """A run's result as its user would load it. Whatever rows a base is resized with, the adapter brings its own."""
+    """A run's result as its user would load it. Whatever rows a base is resized with, the adapter
+    brings its own."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -140,12 +176,17 @@ def base_of(case: str, bases: Path, new: str = "mean") -> Any:
     from bitsandbytes.nn import Linear4bit
     from transformers import BitsAndBytesConfig
 
-    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+    nf4 = {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_compute_dtype": torch.float32,
+    }
     settings = {"quantization_config": BitsAndBytesConfig(**nf4)} if "4bit" in case else {}
     model = resized(bases / CASES[case][0], new=new, **settings)
     for module in model.modules():
         if isinstance(module, Linear4bit):
-            module.support_avx512bf16_for_cpu = False  # it would take bf16 for inference, whatever is asked for
+            # it would take bf16 for inference, whatever is asked for
+            module.support_avx512bf16_for_cpu = False
     return model
 
 
@@ -159,7 +200,8 @@ def test_the_losses_are_those_of_a_plain_resized_model(runs: dict[str, Path], ba
         model = base_of(case, bases)
         if case.startswith("going on"):
             model = PeftModel.from_pretrained(model, bases / f"{base}-adapter", is_trainable=True)
-        whole = "--use_peft" not in flags or case.startswith("going on")  # others' adapters begin at random
+        # others' adapters begin at random
+        whole = "--use_peft" not in flags or case.startswith("going on")
         expected = mean_loss(model, bases / "rows.jsonl", train=STEPS if whole else 0)
         found = losses(run)
         assert found[: len(expected)] == pytest.approx(expected, rel=1e-5), case
@@ -176,7 +218,9 @@ def test_the_result_loads_into_plain_transformers_and_peft_as_it_was_trained(
             assert loss == pytest.approx(held_out, rel=1e-5), case
 
 
-def test_with_lora_the_new_rows_are_trained_and_no_others(runs: dict[str, Path], bases: Path) -> None:
+def test_with_lora_the_new_rows_are_trained_and_no_others(
+    runs: dict[str, Path], bases: Path
+) -> None:
     for case, (_, flags) in CASES.items():
         if "--use_peft" not in flags:
             continue
@@ -185,7 +229,9 @@ def test_with_lora_the_new_rows_are_trained_and_no_others(runs: dict[str, Path],
         assert len(rows) == (1 if "tied" in case or "in full" in case else 2), case
         before = base_of(case, bases)
         for name, tensor in rows.items():
-            weight = before.get_submodule(name.removeprefix("base_model.model.").split(".token_")[0]).weight
+            weight = before.get_submodule(
+                name.removeprefix("base_model.model.").split(".token_")[0]
+            ).weight
             assert tensor.shape == (2, weight.shape[1]) and tensor.dtype == torch.float32
             assert ((tensor - weight[NEW].float()).abs().amax(dim=1) > 1e-2).all(), (case, name)
         others = [name for name in held.keys() - rows.keys() if ".lora_" not in name]
@@ -195,11 +241,15 @@ def test_with_lora_the_new_rows_are_trained_and_no_others(runs: dict[str, Path],
 def test_both_ways_of_loading_and_a_resumed_run_give_the_same_bits(runs: dict[str, Path]) -> None:
     for one, other in (("lora", "lora, scattered"), ("lora, tied", "resumed")):
         mine, theirs = stored(runs[one] / "model"), stored(runs[other] / "model")
-        assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine), other
+        assert mine.keys() == theirs.keys() and all(
+            torch.equal(mine[name], theirs[name]) for name in mine
+        ), other
         assert losses(runs[one]) == losses(runs[other])
 
 
-@pytest.mark.parametrize("case", ["full, tied", "lora", "lora, tied", "lora, spare rows", "lora, 4bit"])
+@pytest.mark.parametrize(
+    "case", ["full, tied", "lora", "lora, tied", "lora, spare rows", "lora, 4bit"]
+)
 def test_a_checkpoint_gives_the_same_result_and_merged_what_peft_merges(
     case: str, runs: dict[str, Path], bases: Path, tmp_path: Path
 ) -> None:
@@ -207,10 +257,14 @@ def test_a_checkpoint_gives_the_same_result_and_merged_what_peft_merges(
     from transformers import AutoModelForCausalLM
 
     result, is_lora = runs[case] / "model", "--use_peft" in CASES[case][1]
-    exporter = Exporter.prepare(find_valid(runs[case]), None, None, trust_remote_code=False, merge=is_lora)
+    exporter = Exporter.prepare(
+        find_valid(runs[case]), None, None, trust_remote_code=False, merge=is_lora
+    )
     if not is_lora:
         exporter.write_model(tmp_path / "again", None, 10**9)
-        assert (tmp_path / "again" / "model.safetensors").read_bytes() == (result / "model.safetensors").read_bytes()
+        assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+            result / "model.safetensors"
+        ).read_bytes()
         return
     exporter.write_adapter(tmp_path / "again", None)
     name = "adapter_model.safetensors"
@@ -231,19 +285,41 @@ def test_token_rows_compute_and_learn_what_pefts_own_layer_does(kind: str) -> No
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig
 
-    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    shape = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+    }
     configs = {
         "untied": LlamaConfig(vocab_size=GROWN, **shape),
-        "scaled": Gemma2Config(vocab_size=GROWN, head_dim=16, num_key_value_heads=1, **shape),  # tied
-        "gpt2": GPT2Config(vocab_size=GROWN, n_embd=32, n_layer=1, n_head=2, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0),
+        # tied
+        "scaled": Gemma2Config(vocab_size=GROWN, head_dim=16, num_key_value_heads=1, **shape),
+        "gpt2": GPT2Config(
+            vocab_size=GROWN,
+            n_embd=32,
+            n_layer=1,
+            n_head=2,
+            attn_pdrop=0,
+            embd_pdrop=0,
+            resid_pdrop=0,
+        ),
     }
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(configs[kind])
     ids = [302, 5]  # in no order
-    names = {"untied": ["embed_tokens", "lm_head"], "scaled": ["embed_tokens"], "gpt2": ["wte"]}[kind]
-    settings = LoraConfig(target_modules="all-linear", trainable_token_indices=dict.fromkeys(names, ids))
+    names = {"untied": ["embed_tokens", "lm_head"], "scaled": ["embed_tokens"], "gpt2": ["wte"]}[
+        kind
+    ]
+    settings = LoraConfig(
+        target_modules="all-linear", trainable_token_indices=dict.fromkeys(names, ids)
+    )
     model = get_peft_model(model, settings)
-    rows = [parameter for name, parameter in model.named_parameters() if "trainable_tokens_delta" in name]
+    rows = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if "trainable_tokens_delta" in name
+    ]
     assert len(rows) == len(names)
     for parameter in rows:
         torch.nn.init.normal_(parameter, std=0.1)
@@ -258,7 +334,9 @@ def test_token_rows_compute_and_learn_what_pefts_own_layer_does(kind: str) -> No
 
 def test_what_new_rows_cannot_be_trained_with_is_refused(bases: Path) -> None:
     def refused(base: str, new: NewTokens | None, message: str, **settings: Any) -> None:
-        model = build_on_meta(load_model_config(bases / base, False), ModelConfig(model_name=base), new)
+        model = build_on_meta(
+            load_model_config(bases / base, False), ModelConfig(model_name=base), new
+        )
         with pytest.raises(UserError, match=message):
             inject_lora(model, PeftConfig(use_peft=True, **settings), "base", new)
 

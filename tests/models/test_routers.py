@@ -1,5 +1,5 @@
-"""What a run says of the routers' auxiliary loss. Its numbers are in test_objective.py, on two ranks in
-test_architectures.py."""
+"""What a run says of the routers' auxiliary loss. Its numbers are in test_objective.py, on two
+ranks in test_architectures.py."""
 
 import logging
 from typing import Any
@@ -38,7 +38,8 @@ def test_the_coefficient_is_asked_for_or_config_jsons_and_a_line_says_it(
 ) -> None:
     caplog.set_level(logging.INFO, logger="llama_ft")
     model = build_on_meta(
-        AutoConfig.for_model(model_type, num_hidden_layers=1, **settings), ModelConfig(model_name=model_type)
+        AutoConfig.for_model(model_type, num_hidden_layers=1, **settings),
+        ModelConfig(model_name=model_type),
     )
     if isinstance(used, str):
         with pytest.raises(UserError, match=used):

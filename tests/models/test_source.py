@@ -1,4 +1,5 @@
-"""Whatever a folder's weights are stored as, rows of them are those of the model that transformers loads."""
+"""Whatever a folder's weights are stored as, rows of them are those of the model that transformers
+loads."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -16,7 +17,13 @@ from llama_ft.errors import UserError
 from llama_ft.models import build_on_meta, load_model_config
 from llama_ft.models.conversion import ConvertedSource, open_source
 from llama_ft.models.load_weights import account_for
-from llama_ft.models.source import SAMPLE_BYTES, SAMPLES, SafetensorsSource, fingerprint, open_weights
+from llama_ft.models.source import (
+    SAMPLE_BYTES,
+    SAMPLES,
+    SafetensorsSource,
+    fingerprint,
+    open_weights,
+)
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50,
          "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
@@ -29,14 +36,18 @@ MODELS = {
 }  # fmt: skip
 
 
-def save(folder: Path, model_type: str, change: Callable[[str], str] = str, **settings: object) -> Path:
+def save(
+    folder: Path, model_type: str, change: Callable[[str], str] = str, **settings: object
+) -> Path:
     """A random model; `change` renames what its file holds."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**SHAPE, **MODELS.get(model_type, {}), **settings})
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     save_file(
-        {change(name): tensor for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+        {change(name): tensor for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
     )
     return folder
 
@@ -50,7 +61,9 @@ def check_against_transformers(folder: Path) -> None:
     model = skeleton(folder)
     source = open_source(folder, model)
     keys = account_for(model, source.tensors, folder)
-    expected = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    expected = dict(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters()
+    )
     assert keys.keys() == expected.keys()
     for name, parameter in expected.items():
         key, rows = keys[name], parameter.shape[0]
@@ -77,7 +90,8 @@ def nested(name: str) -> str:
     ("model_type", "change"),
     [
         *((model_type, str) for model_type in MODELS),
-        ("llama", lambda name: name.removeprefix("model.")),  # saved as a base model, without its prefix
+        # saved as a base model, without its prefix
+        ("llama", lambda name: name.removeprefix("model.")),
         ("gpt2", lambda name: name.removeprefix("transformer.")),
         ("qwen3_5_text", nested),  # the language model of a vision model
     ],
@@ -106,7 +120,9 @@ def test_rows_of_stacked_experts_read_only_those_experts(tmp_path: Path) -> None
     assert not stored.was_read
     source.read_rows("model.layers.1.mlp.experts.gate_up_proj", 2, 4)
     experts = "model.layers.1.block_sparse_moe.experts"
-    assert sorted(stored.was_read) == [f"{experts}.{n}.{w}.weight" for n in (2, 3) for w in ("w1", "w3")]
+    assert sorted(stored.was_read) == [
+        f"{experts}.{n}.{w}.weight" for n in (2, 3) for w in ("w1", "w3")
+    ]
 
 
 @pytest.fixture
@@ -118,29 +134,53 @@ def conversions() -> Iterator[None]:
     conversion_mapping.USER_REGISTERED_MAPPINGS.clear()
 
 
-def test_rows_that_a_conversion_mixes_are_those_of_transformers(tmp_path: Path, conversions: None) -> None:
+def test_rows_that_a_conversion_mixes_are_those_of_transformers(
+    tmp_path: Path, conversions: None
+) -> None:
     mixed = WeightConverter("mlp.mixed.weight", "mlp.gate_proj.weight", [Interleave(dim=0)])
-    below = WeightConverter("attn.qkv.weight", [f"self_attn.{n}_proj.weight" for n in "qkv"], [Chunk(dim=0)])
-    conversion_mapping.register_checkpoint_conversion_mapping("LlamaForCausalLM", [mixed, below], overwrite=True)
+    below = WeightConverter(
+        "attn.qkv.weight", [f"self_attn.{n}_proj.weight" for n in "qkv"], [Chunk(dim=0)]
+    )
+    conversion_mapping.register_checkpoint_conversion_mapping(
+        "LlamaForCausalLM", [mixed, below], overwrite=True
+    )
     folder = save(tmp_path, "llama", num_key_value_heads=4)  # saved through the conversions undone
-    assert {"model.layers.0.mlp.mixed.weight", "model.layers.0.attn.qkv.weight"} <= open_weights(folder).tensors.keys()
+    assert {"model.layers.0.mlp.mixed.weight", "model.layers.0.attn.qkv.weight"} <= open_weights(
+        folder
+    ).tensors.keys()
     check_against_transformers(folder)
 
 
 def test_an_expert_that_is_missing_is_refused(tmp_path: Path) -> None:
     file = save(folder := tmp_path, "mixtral") / "model.safetensors"
-    save_file({name: t for name, t in load_file(file).items() if "0.block_sparse_moe.experts.3." not in name}, file)
+    save_file(
+        {
+            name: t
+            for name, t in load_file(file).items()
+            if "0.block_sparse_moe.experts.3." not in name
+        },
+        file,
+    )
     model = skeleton(folder)
-    with pytest.raises(UserError, match=r"experts.gate_up_proj is \[4, 96, 32\], config.json makes it \[5, 96, 32\]"):
+    with pytest.raises(
+        UserError,
+        match=r"experts.gate_up_proj is \[4, 96, 32\], config.json makes it \[5, 96, 32\]",
+    ):
         account_for(model, open_source(folder, model).tensors, folder)
 
 
-def test_a_fingerprint_knows_a_model_from_any_that_was_tuned_or_set_otherwise(tmp_path: Path) -> None:
+def test_a_fingerprint_knows_a_model_from_any_that_was_tuned_or_set_otherwise(
+    tmp_path: Path,
+) -> None:
     folder = save(tmp_path / "model", "llama", vocab_size=20_000)
     file, original = folder / "model.safetensors", fingerprint(folder)
     assert file.stat().st_size > 3 * SAMPLES * SAMPLE_BYTES, "most of it is not read"
     tensors = load_file(file)
-    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.up_proj.weight"):
+    for name in (
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.layers.1.mlp.up_proj.weight",
+    ):
         save_file({**tensors, name: tensors[name] * 1.001}, file, {"format": "pt"})
         assert fingerprint(folder) != original, name
     save_file(tensors, file, {"format": "pt"})

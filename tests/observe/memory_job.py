@@ -1,4 +1,5 @@
-"""Runs recipes/finetuning.py for every case of a JSON file, some of them broken on purpose, and prints what it says."""
+"""Runs recipes/finetuning.py for every case of a JSON file, some of them broken on purpose, and
+prints what it says."""
 
 import json
 import os
@@ -24,12 +25,18 @@ KEPT: list[Any] = []
 def load_whole_model_too(*arguments: Any, **keywords: Any) -> Any:
     """Run load_weights. Rank 0 also keeps copies of all tensors in the files."""
     if RANK == 0:
-        tensors = [tensor for file in sorted(arguments[1].glob("*.safetensors")) for tensor in load_file(file).values()]
+        tensors = [
+            tensor
+            for file in sorted(arguments[1].glob("*.safetensors"))
+            for tensor in load_file(file).values()
+        ]
         KEPT.extend(tensor.clone() for tensor in tensors for _ in range(4))
     return MATERIALIZE(*arguments, **keywords)
 
 
-def keep_states_of_the_whole_model(optimizer: torch.optim.Optimizer, *arguments: Any, **keywords: Any) -> Any:
+def keep_states_of_the_whole_model(
+    optimizer: torch.optim.Optimizer, *arguments: Any, **keywords: Any
+) -> Any:
     """Run update_weights. Rank 1 has one more state, which is not sharded."""
     UPDATE_WEIGHTS(optimizer, *arguments, **keywords)
     if RANK == 1:

@@ -37,7 +37,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
     "llama, tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SHAPE),
-    "gpt-2": GPT2Config(vocab_size=120, n_embd=32, n_layer=3, n_head=4, attn_implementation="eager"),
+    "gpt-2": GPT2Config(
+        vocab_size=120, n_embd=32, n_layer=3, n_head=4, attn_implementation="eager"
+    ),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
     "gemma4": Gemma4TextConfig(
         **SHAPE,
@@ -80,21 +82,29 @@ def test_in_full_tuning_torch_counts_as_many(name: str) -> None:
 
 def test_full_tuning_takes_six_for_each_weight_but_the_embeddings() -> None:
     model = model_of("llama")
-    weights = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
+    weights = sum(
+        p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name
+    )
     formula = flop_formula(model)
     assert formula.per_token == 6 * weights
-    # 12 x layers x heads x head_dim x length for each token where it sees all; half of it where it sees those before
+    # 12 x layers x heads x head_dim x length for each token where it sees all; half of it where it
+    # sees those before
     assert formula.of([1000], 1000)[1] == 12 * 3 * 32 * 1000 * 1001 / 2
     unlabelled = formula.of([LENGTH], LENGTH)[0] - formula.of([LENGTH], 3)[0]
     assert unlabelled == 6 * model.lm_head.weight.numel() * (LENGTH - 3)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_beside_frozen_weights_torch_counts_as_many_but_for_the_first_layers_inputs(name: str) -> None:
+def test_beside_frozen_weights_torch_counts_as_many_but_for_the_first_layers_inputs(
+    name: str,
+) -> None:
     model = model_of(name)
     rank, targets = 4, ["c_attn"] if name == "gpt-2" else ["q_proj", "k_proj", "v_proj", "o_proj"]
-    adapted = get_peft_model(model, LoraConfig(r=rank, target_modules=targets, fan_in_fan_out=name == "gpt-2"))
-    at_input = ("q_proj", "k_proj", "v_proj", "c_attn")  # of the first layer: neither they nor what is below is trained
+    adapted = get_peft_model(
+        model, LoraConfig(r=rank, target_modules=targets, fan_in_fan_out=name == "gpt-2")
+    )
+    # of the first layer: neither they nor what is below is trained
+    at_input = ("q_proj", "k_proj", "v_proj", "c_attn")
     first = [m for n, m in decoder_layers(model)[0].named_modules() if n.endswith(at_input)]
     unneeded = sum(m.base_layer.weight.numel() + rank * 32 for m in first)
     assert expected(model) - counted(adapted) == 2 * TOKENS * unneeded
@@ -104,12 +114,17 @@ def test_checkpointing_computes_layers_again_but_for_their_last_matmul() -> None
     model = model_of("llama")
     model.train()
     model.activation_checkpointing_enable({"use_reentrant": False})
-    left_out = sum(2 * TOKENS * layer.mlp.down_proj.weight.numel() for layer in decoder_layers(model))
+    left_out = sum(
+        2 * TOKENS * layer.mlp.down_proj.weight.numel() for layer in decoder_layers(model)
+    )
     once = counted(model_of("llama"))
     # Eager attention computes all pairs, of which `visible_pairs` are half and a diagonal.
     formula, every = flop_formula(model), LENGTH**2 / visible_pairs(LENGTH)
     attention = formula.of([LENGTH] * ROWS, 0)[1] / 3
-    assert counted(model) - once == formula.recomputed([LENGTH] * ROWS) + attention * (every - 1) - left_out
+    assert (
+        counted(model) - once
+        == formula.recomputed([LENGTH] * ROWS) + attention * (every - 1) - left_out
+    )
 
 
 def test_frozen_first_layers_still_pass_gradients_to_a_trained_embedding() -> None:
@@ -118,7 +133,9 @@ def test_frozen_first_layers_still_pass_gradients_to_a_trained_embedding() -> No
     assert counted(model) == expected(model)
     whole = flop_formula(model).per_token
     model.get_input_embeddings().requires_grad_(False)
-    frozen = sum(p.numel() for layer in decoder_layers(model)[:2] for p in layer.parameters() if p.ndim == 2)
+    frozen = sum(
+        p.numel() for layer in decoder_layers(model)[:2] for p in layer.parameters() if p.ndim == 2
+    )
     assert whole - flop_formula(model).per_token == 2 * frozen
     assert counted(model) == expected(model)
 
@@ -136,14 +153,20 @@ def test_quantized_weights_count_as_what_they_stand_for() -> None:
     plain, quantized = model_of("llama"), model_of("llama").to("meta")
     quantize_linears(quantized, Quantization(FourBit("nf4", 32, None), None, False))
     for model in (plain, quantized):
-        get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), low_cpu_mem_usage=True)
+        get_peft_model(
+            model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), low_cpu_mem_usage=True
+        )
     assert flop_formula(quantized) == flop_formula(plain)
 
 
 def test_windows_are_those_of_the_layers() -> None:
     with torch.device("meta"):
-        gemma = AutoModelForCausalLM.from_config(Gemma3TextConfig(num_hidden_layers=6, sliding_window=512))
-        mistral = AutoModelForCausalLM.from_config(MistralConfig(num_hidden_layers=2, sliding_window=64))
+        gemma = AutoModelForCausalLM.from_config(
+            Gemma3TextConfig(num_hidden_layers=6, sliding_window=512)
+        )
+        mistral = AutoModelForCausalLM.from_config(
+            MistralConfig(num_hidden_layers=2, sliding_window=64)
+        )
     each = 12 * 8 * 256
     assert flop_formula(gemma).per_pair == {512: 5 * each, None: each}
     assert flop_formula(mistral).per_pair == {64: 2 * 12 * 4096}
@@ -152,7 +175,9 @@ def test_windows_are_those_of_the_layers() -> None:
 @pytest.mark.parametrize(("length", "window"), [(1, None), (9, None), (9, 4), (3, 100)])
 def test_pairs_are_those_of_the_mask(length: int, window: int | None) -> None:
     mask = torch.ones(length, length).tril()
-    assert visible_pairs(length, window) == (mask if window is None else mask.triu(1 - window)).sum()
+    assert (
+        visible_pairs(length, window) == (mask if window is None else mask.triu(1 - window)).sum()
+    )
 
 
 def test_the_rate_is_measured_without_touching_random_numbers() -> None:
@@ -166,11 +191,16 @@ def test_the_rate_is_measured_without_touching_random_numbers() -> None:
 @pytest.mark.parametrize(
     ("name", "teraflops"),
     [
-        ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA A10G", 70), ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA GH200 480GB", 989),
         ("A GPU of tomorrow", 0),
     ],
-)  # fmt: skip
-def test_published_peaks_are_found_by_torchs_name(name: str, teraflops: int, monkeypatch: pytest.MonkeyPatch) -> None:
+)
+def test_published_peaks_are_found_by_torchs_name(
+    name: str, teraflops: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     assert published_peak(torch.bfloat16, torch.device("cuda")) == teraflops * 1e12
     assert published_peak(torch.float32, torch.device("cuda")) == 0

@@ -1,5 +1,5 @@
-"""Memory while a run works: phases against allocations of known size, and runs of the recipe on two ranks, most of them
-broken on purpose."""
+"""Memory while a run works: phases against allocations of known size, and runs of the recipe on two
+ranks, most of them broken on purpose."""
 
 import json
 import re
@@ -51,7 +51,9 @@ def test_each_phase_has_the_peak_of_what_was_allocated_in_it(runtime: Runtime) -
     watch.enter("forward")  # a second, smaller forward does not lower the first's
     watch.enter("evaluation")
     for phase, size in spikes.items():
-        assert watch.by_phase[phase]["anonymous_peak_bytes"] - level == pytest.approx(size * MIB, abs=24 * MIB)
+        assert watch.by_phase[phase]["anonymous_peak_bytes"] - level == pytest.approx(
+            size * MIB, abs=24 * MIB
+        )
 
 
 def test_a_file_that_loading_maps_is_not_in_its_peak(runtime: Runtime, tmp_path: Path) -> None:
@@ -66,10 +68,14 @@ def test_a_file_that_loading_maps_is_not_in_its_peak(runtime: Runtime, tmp_path:
     time.sleep(0.1)  # several samples long
     del mapped, spike
     watch.enter("forward")
-    assert watch.by_phase["load"]["anonymous_peak_bytes"] - level == pytest.approx(200 * MIB, abs=24 * MIB)
+    assert watch.by_phase["load"]["anonymous_peak_bytes"] - level == pytest.approx(
+        200 * MIB, abs=24 * MIB
+    )
 
 
-def test_the_whole_runs_peak_outlives_the_phases_and_leaves_loading_out(runtime: Runtime, tmp_path: Path) -> None:
+def test_the_whole_runs_peak_outlives_the_phases_and_leaves_loading_out(
+    runtime: Runtime, tmp_path: Path
+) -> None:
     model = torch.nn.Linear(4, 4)
     watch = MemoryMonitor(runtime)
     watch.enter("load")
@@ -80,7 +86,9 @@ def test_the_whole_runs_peak_outlives_the_phases_and_leaves_loading_out(runtime:
     touched(250)
     watch.enter("backward")
     watch.enter("forward")
-    assert watch.host_peak_bytes - level.anonymous - level.mapped == pytest.approx(250 * MIB, abs=24 * MIB)
+    assert watch.host_peak_bytes - level.anonymous - level.mapped == pytest.approx(
+        250 * MIB, abs=24 * MIB
+    )
 
 
 def test_a_run_that_fails_leaves_the_phases_it_had(runtime: Runtime, tmp_path: Path) -> None:
@@ -99,7 +107,12 @@ def test_a_run_that_fails_leaves_the_phases_it_had(runtime: Runtime, tmp_path: P
 def ranks_with(sizes: list[int], ratio: float = 1.0, host: list[int] | None = None) -> list[Held]:
     host = [0] * len(sizes) if host is None else host
     return [
-        Held({"sharded parameters": size * MIB}, {"host memory": of_host * MIB}, 4000 * MIB, ratio if size else 1.0)
+        Held(
+            {"sharded parameters": size * MIB},
+            {"host memory": of_host * MIB},
+            4000 * MIB,
+            ratio if size else 1.0,
+        )
         for size, of_host in zip(sizes, host, strict=True)
     ]
 
@@ -114,8 +127,14 @@ def test_a_last_rank_with_fewer_rows_is_as_it_should_be() -> None:
 @pytest.mark.parametrize(
     ("ranks", "warning"),
     [
-        (ranks_with([500, 500, 4000, 500]), "rank 2 holds 3.91 GiB of sharded parameters, the other ranks 500.0 MiB"),
-        (ranks_with([0, 0], host=[2000, 4000]), "rank 1 holds 3.91 GiB of host memory, the other ranks 1.95 GiB"),
+        (
+            ranks_with([500, 500, 4000, 500]),
+            "rank 2 holds 3.91 GiB of sharded parameters, the other ranks 500.0 MiB",
+        ),
+        (
+            ranks_with([0, 0], host=[2000, 4000]),
+            "rank 1 holds 3.91 GiB of host memory, the other ranks 1.95 GiB",
+        ),
         (ranks_with([0, 0, 0], host=[60, 40, 70]), ""),  # Python takes some here and there
         (ranks_with([0, 0, 0], host=[4000, 4150, 4000]), ""),  # under 5 %
     ],
@@ -126,16 +145,50 @@ def test_a_rank_that_holds_more_than_the_others_is_named(ranks: list[Held], warn
 
 
 @pytest.fixture(scope="module")
-def runs(save_model: Callable[..., Path], rows16: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Case -> what it printed and the memory part of its facts.json; all in one launch on two ranks."""
+def runs(
+    save_model: Callable[..., Path], rows16: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """Case -> what it printed and the memory part of its facts.json; all in one launch on two
+    ranks."""
     folder = tmp_path_factory.mktemp("memory")
-    shape = {"hidden_size": HIDDEN, "intermediate_size": MIDDLE, "num_hidden_layers": LAYERS, "vocab_size": WORDS}
+    shape = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": MIDDLE,
+        "num_hidden_layers": LAYERS,
+        "vocab_size": WORDS,
+    }
     large, tiny = save_model(folder / "large", **shape), save_model(folder / "tiny")
-    always = ["--enable_fsdp", "--dataset", str(rows16), "--precision", "fp32", "--save_model", "False"]
+    always = [
+        "--enable_fsdp",
+        "--dataset",
+        str(rows16),
+        "--precision",
+        "fp32",
+        "--save_model",
+        "False",
+    ]
     always += ["--batch_size_training", "1", "--no_plan"]
     always += ["--batching_strategy", "padding"]
-    short = ["--model_name", str(large), "--max_train_step", "2", *always, "--run_validation", "False"]
-    steady = ["--model_name", str(tiny), "--max_train_step", "4", "--save_steps", "2", "--eval_steps", "2", *always]
+    short = [
+        "--model_name",
+        str(large),
+        "--max_train_step",
+        "2",
+        *always,
+        "--run_validation",
+        "False",
+    ]
+    steady = [
+        "--model_name",
+        str(tiny),
+        "--max_train_step",
+        "4",
+        "--save_steps",
+        "2",
+        "--eval_steps",
+        "2",
+        *always,
+    ]
     cases = {
         "steady": ("nothing", [*steady, "--validation", str(rows16)]),
         "sound": ("nothing", [*short, "--low_cpu_fsdp", "--activation_checkpointing", "full"]),
@@ -143,13 +196,19 @@ def runs(save_model: Callable[..., Path], rows16: Path, tmp_path_factory: pytest
         "states": ("states", short),
     }
     listed = [
-        {"name": name, "broken": broken, "flags": [*flags, "--lr", "1e-5", "--output_dir", str(folder / name)]}
+        {
+            "name": name,
+            "broken": broken,
+            "flags": [*flags, "--lr", "1e-5", "--output_dir", str(folder / name)],
+        }
         for name, (broken, flags) in cases.items()
     ]
     finished = run_cases(folder, listed, ranks=2, script=JOB)
     outputs = re.split(r"^CASE (\w+).*\n", finished.output, flags=re.MULTILINE)
     printed = dict(zip(outputs[1::2], outputs[2::2], strict=True))
-    facts = {name: json.loads((folder / name / "facts.json").read_text())["memory"] for name in cases}
+    facts = {
+        name: json.loads((folder / name / "facts.json").read_text())["memory"] for name in cases
+    }
     return {name: (printed[name], facts[name]) for name in cases}
 
 
@@ -167,7 +226,9 @@ def test_a_sound_run_is_not_warned(runs: dict[str, Any], name: str) -> None:
 def test_a_whole_model_on_one_rank_is_found_though_it_is_no_parameter(runs: dict[str, Any]) -> None:
     output, facts = runs["whole"]
     (warning,) = warnings(output)
-    found = re.match(r"warning: rank 0 holds ([\d.]+) MiB of host memory, the other ranks ([\d.]+) MiB", warning)
+    found = re.match(
+        r"warning: rank 0 holds ([\d.]+) MiB of host memory, the other ranks ([\d.]+) MiB", warning
+    )
     assert found is not None
     assert float(found[1]) - float(found[2]) == pytest.approx(COPIES * 4 * WEIGHTS / MIB, rel=0.2)
     assert f"The whole model is {4 * WEIGHTS / MIB:,.1f} MiB" in warning
@@ -177,7 +238,10 @@ def test_a_whole_model_on_one_rank_is_found_though_it_is_no_parameter(runs: dict
 def test_states_of_the_whole_model_on_one_rank_are_named(runs: dict[str, Any]) -> None:
     whole, sharded = 4 * WEIGHTS / MIB, 8 * WEIGHTS / 2 / MIB
     warning = warnings(runs["states"][0])[0]
-    assert f"rank 1 holds {whole + sharded:,.1f} MiB of optimizer state, the other ranks {sharded:,.1f} MiB" in warning
+    assert (
+        f"rank 1 holds {whole + sharded:,.1f} MiB of optimizer state, the other ranks {sharded:,.1f} MiB"
+        in warning
+    )
 
 
 def test_facts_have_the_phases_of_both_ranks(runs: dict[str, Any]) -> None:
@@ -185,7 +249,9 @@ def test_facts_have_the_phases_of_both_ranks(runs: dict[str, Any]) -> None:
     assert set(runs["steady"][1]["phases"]) == training | {"evaluation", "save"}
     phases = runs["sound"][1]["phases"]
     for rank in range(2):
-        loaded, updated = (phases[name][rank]["anonymous_peak_bytes"] for name in ("load", "optimizer step"))
+        loaded, updated = (
+            phases[name][rank]["anonymous_peak_bytes"] for name in ("load", "optimizer step")
+        )
         # Weights are there in both; gradients and two states come with the step.
         assert updated - loaded > 0.8 * 3 * 4 * WEIGHTS / 2
 
@@ -193,6 +259,7 @@ def test_facts_have_the_phases_of_both_ranks(runs: dict[str, Any]) -> None:
 def test_holders_are_those_of_the_models_shape(runs: dict[str, Any]) -> None:
     for held in runs["sound"][1]["holders"]:
         share = 4 * WEIGHTS / 2
-        assert held["sharded parameters"] == pytest.approx(share, rel=0.01)  # the last rank has a row less
+        # the last rank has a row less
+        assert held["sharded parameters"] == pytest.approx(share, rel=0.01)
         assert held["gradients"] == pytest.approx(share, rel=0.01)
         assert held["optimizer state"] == pytest.approx(2 * share, rel=0.01)

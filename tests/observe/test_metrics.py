@@ -32,7 +32,9 @@ def test_each_record_is_on_disk_as_a_line_as_soon_as_it_is_written(tmp_path: Pat
     metrics.close()
 
 
-def write_steps(path: Path, first: int, last: int, resume_step: int | None = None, source: Path | None = None) -> None:
+def write_steps(
+    path: Path, first: int, last: int, resume_step: int | None = None, source: Path | None = None
+) -> None:
     metrics = MetricsLog(path, resume_step, source)
     for step in range(first, last + 1):
         metrics.write({"step": step})
@@ -54,14 +56,19 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     assert steps(path) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 2, "train/lo', b'{"step": 2}', b"\0\0\0\0", b'\0\0\n{"step": 3}\n'])
-def test_what_a_kill_or_a_power_cut_left_half_written_is_dropped(tmp_path: Path, torn: bytes) -> None:
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 2, "train/lo', b'{"step": 2}', b"\0\0\0\0", b'\0\0\n{"step": 3}\n']
+)
+def test_what_a_kill_or_a_power_cut_left_half_written_is_dropped(
+    tmp_path: Path, torn: bytes
+) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + torn)
     write_steps(path, 2, 2, resume_step=1)
     assert steps(path) == [1, 2]
     path.write_bytes(b'{"step": 1}\n' + torn)
-    write_steps(path, 4, 4, resume_step=3)  # that step's own line was not logged, or is the one that is lost
+    # that step's own line was not logged, or is the one that is lost
+    write_steps(path, 4, 4, resume_step=3)
     assert steps(path) == [1, 4]
 
 
@@ -75,7 +82,8 @@ def test_a_run_resumed_in_another_directory_takes_the_earlier_lines_over(tmp_pat
 
 
 def resume_again_and_again(path: Path, checkpoint: Path) -> None:
-    """As a run that is resumed from the checkpoint before its last one: forward 40 steps, back 20."""
+    """As a run that is resumed from the checkpoint before its last one: forward 40 steps, back
+    20."""
     while True:
         saved = int(checkpoint.read_text())
         metrics = MetricsLog(path, saved)
@@ -94,7 +102,9 @@ def test_a_kill_at_any_moment_loses_no_line_of_a_saved_step(tmp_path: Path) -> N
     checkpoint.write_text("0")
     random = Random(0)
     for _ in range(15):
-        process = multiprocessing.get_context("fork").Process(target=resume_again_and_again, args=(path, checkpoint))
+        process = multiprocessing.get_context("fork").Process(
+            target=resume_again_and_again, args=(path, checkpoint)
+        )
         process.start()
         time.sleep(random.uniform(0.01, 0.06))
         process.kill()
@@ -107,5 +117,9 @@ def test_a_kill_at_any_moment_loses_no_line_of_a_saved_step(tmp_path: Path) -> N
 
 def test_lists_become_one_series_per_rank() -> None:
     flat = one_series_per_rank({"train/loss": 2.0, "memory/host_peak_bytes": [10, 20]})
-    ranks = {"memory/host_peak_bytes/rank0": 10, "memory/host_peak_bytes/rank1": 20, "memory/host_peak_bytes/max": 20}
+    ranks = {
+        "memory/host_peak_bytes/rank0": 10,
+        "memory/host_peak_bytes/rank1": 20,
+        "memory/host_peak_bytes/max": 20,
+    }
     assert flat == {"train/loss": 2.0} | ranks

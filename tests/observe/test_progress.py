@@ -21,9 +21,13 @@ def last_line(printed: io.StringIO) -> str:
 
 
 @pytest.mark.parametrize("is_quiet", [False, True])
-def test_a_log_file_gets_the_first_ten_steps_then_ever_fewer_and_all_evaluations(is_quiet: bool) -> None:
+def test_a_log_file_gets_the_first_ten_steps_then_ever_fewer_and_all_evaluations(
+    is_quiet: bool,
+) -> None:
     now, printed = [1000.0], io.StringIO()
-    console = Console(file=printed, soft_wrap=True, highlight=False, markup=False, get_time=lambda: now[0])
+    console = Console(
+        file=printed, soft_wrap=True, highlight=False, markup=False, get_time=lambda: now[0]
+    )
     with ProgressBar(2000, steps_done=12, console=console, is_quiet=is_quiet) as progress:
         for step in range(13, 2001):  # a step takes a second
             now[0] += 1.0
@@ -31,20 +35,33 @@ def test_a_log_file_gets_the_first_ten_steps_then_ever_fewer_and_all_evaluations
             if step == 30:
                 progress.update(step, EVALUATION)
     lines = printed.getvalue().splitlines()
-    assert lines.pop(0 if is_quiet else 10) == "step 30/2000  validation loss 9.011  perplexity 8191.70"
+    assert (
+        lines.pop(0 if is_quiet else 10)
+        == "step 30/2000  validation loss 9.011  perplexity 8191.70"
+    )
     assert bool(lines) is not is_quiet
     if lines:
         numbers = "loss 6.213  lr 1.2e-03  grad_norm 1.32  8,412 tokens/s  MFU 38%  matmul 50%  1.31 s/step"
-        assert lines[0] == f"step 13/2000  {numbers}" and " loss 6.213  margin 0.25  lr 1.2e-03 " in lines[-1]
+        assert (
+            lines[0] == f"step 13/2000  {numbers}"
+            and " loss 6.213  margin 0.25  lr 1.2e-03 " in lines[-1]
+        )
         steps = [int(line.split("/")[0].removeprefix("step ")) for line in lines]
         gaps = [later - earlier for earlier, later in zip(steps, steps[1:], strict=False)]
-        assert gaps[:9] == [1] * 9 and gaps[9:68] == [10] * 59 and gaps[68:-1] == [60] * 23 and steps[-1] == 2000
+        assert (
+            gaps[:9] == [1] * 9
+            and gaps[9:68] == [10] * 59
+            and gaps[68:-1] == [60] * 23
+            and steps[-1] == 2000
+        )
 
 
 @pytest.mark.parametrize("columns", [160, 80])
 def test_a_terminal_gets_a_bar_with_as_many_numbers_as_fit(columns: int) -> None:
     printed = io.StringIO()
-    console = Console(file=printed, force_terminal=True, width=columns, highlight=False, markup=False)
+    console = Console(
+        file=printed, force_terminal=True, width=columns, highlight=False, markup=False
+    )
     with ProgressBar(20000, console=console) as progress:
         progress.update(0, EVALUATION)
         progress.update(12345, STEP)
@@ -57,9 +74,12 @@ def test_a_terminal_gets_a_bar_with_as_many_numbers_as_fit(columns: int) -> None
 
 def test_the_time_left_of_a_resumed_run_is_by_its_own_speed() -> None:
     now, printed = [1000.0], io.StringIO()
-    console = Console(file=printed, force_terminal=True, width=160, highlight=False, get_time=lambda: now[0])
+    console = Console(
+        file=printed, force_terminal=True, width=160, highlight=False, get_time=lambda: now[0]
+    )
     with ProgressBar(1000, steps_done=900, console=console) as progress:
         for step in range(901, 911):
             now[0] += 20.0
             progress.update(step, STEP)
-    assert re.match(r"step +910/1000 .* left 0:30:00$", last_line(printed))  # 10 steps in 200 s, so 90 in 1800 s
+    # 10 steps in 200 s, so 90 in 1800 s
+    assert re.match(r"step +910/1000 .* left 0:30:00$", last_line(printed))

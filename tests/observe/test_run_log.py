@@ -30,8 +30,12 @@ def losses(output_dir: Path) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events_in(output_dir).Scalars("train/loss")]
 
 
-def log_steps(output_dir: Path, first: int, last: int, value: float, resume_step: int | None = None) -> None:
-    with RunLog(output_dir, TENSORBOARD, {"train": {"lr": 0.001}}, 9, resume_step=resume_step) as run_log:
+def log_steps(
+    output_dir: Path, first: int, last: int, value: float, resume_step: int | None = None
+) -> None:
+    with RunLog(
+        output_dir, TENSORBOARD, {"train": {"lr": 0.001}}, 9, resume_step=resume_step
+    ) as run_log:
         for step in range(first, last + 1):
             run_log.log_step(step, {"train/loss": value, "memory/host_peak_bytes": [1e9, 2e9]})
         if last == 6:
@@ -42,11 +46,20 @@ def test_a_step_with_its_evaluation_is_one_line(tmp_path: Path, screen: io.Strin
     steps = [
         {"step": 0, "eval/loss": 9.0, "eval/perplexity": 8103.1},
         {"step": 1, "epoch": 0.5, "tokens": 100, "train/loss": 8.25},
-        {"step": 2, "epoch": 1.0, "tokens": 200, "train/loss": 7.0, "eval/loss": 7.5, "eval/perplexity": 1808.0},
+        {
+            "step": 2,
+            "epoch": 1.0,
+            "tokens": 200,
+            "train/loss": 7.0,
+            "eval/loss": 7.5,
+            "eval/perplexity": 1808.0,
+        },
     ]
     with RunLog(tmp_path, NO_TRACKERS, {}, total_steps=2) as run_log, run_log.training():
         for metrics in steps:
-            run_log.log_step(int(metrics["step"]), {key: metrics[key] for key in metrics if key != "step"})
+            run_log.log_step(
+                int(metrics["step"]), {key: metrics[key] for key in metrics if key != "step"}
+            )
     assert records(tmp_path) == steps
     assert list(tmp_path.iterdir()) == [tmp_path / "metrics.jsonl"], "no tracker starts unasked"
     assert screen.getvalue().splitlines() == [
@@ -65,7 +78,9 @@ def test_ranks_other_than_0_log_nothing(tmp_path: Path, screen: io.StringIO) -> 
     assert screen.getvalue() == ""
 
 
-def test_a_run_resumed_in_another_directory_has_its_whole_history_there(tmp_path: Path, screen: io.StringIO) -> None:
+def test_a_run_resumed_in_another_directory_has_its_whole_history_there(
+    tmp_path: Path, screen: io.StringIO
+) -> None:
     earlier, later = tmp_path / "earlier", tmp_path / "later"
     for output_dir in (earlier, later):
         output_dir.mkdir()
@@ -73,7 +88,9 @@ def test_a_run_resumed_in_another_directory_has_its_whole_history_there(tmp_path
         run_log.log_step(0, {"eval/loss": 9.0, "eval/perplexity": 8103.1})
         for step in (1, 2, 3):
             run_log.log_step(step, {"train/loss": 8.0, "train/grad_norm": math.nan})
-    with RunLog(later, TENSORBOARD, {}, total_steps=4, resume_step=2, resumed_dir=earlier) as run_log:
+    with RunLog(
+        later, TENSORBOARD, {}, total_steps=4, resume_step=2, resumed_dir=earlier
+    ) as run_log:
         for step in (3, 4):
             run_log.log_step(step, {"train/loss": 7.0})
     assert [record["step"] for record in records(later)] == [0, 1, 2, 3, 4]
@@ -85,7 +102,8 @@ def test_a_run_resumed_in_another_directory_has_its_whole_history_there(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("resume_step", "expected"), [(3, [(step, 1.0) for step in range(4)]), (None, [(step, 2.0) for step in range(4)])]
+    ("resume_step", "expected"),
+    [(3, [(step, 1.0) for step in range(4)]), (None, [(step, 2.0) for step in range(4)])],
 )
 def test_tensorboard_shows_each_step_of_a_resumed_run_once(
     tmp_path: Path, screen: io.StringIO, resume_step: int | None, expected: list[tuple[int, float]]

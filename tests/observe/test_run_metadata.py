@@ -21,20 +21,29 @@ def test_facts_are_merged_key_by_key_and_lists_replaced(tmp_path: Path) -> None:
     kept.add(memory={"phases": {"load": [1]}, "unit": "device"}, units=[1, 2])
     kept.add(memory={"phases": {"load": [2], "save": [3]}}, units=[4])
     RunMetadata(tmp_path, enabled=False).add(units=[5])
-    assert facts(tmp_path) == {"memory": {"phases": {"load": [2], "save": [3]}, "unit": "device"}, "units": [4]}
+    assert facts(tmp_path) == {
+        "memory": {"phases": {"load": [2], "save": [3]}, "unit": "device"},
+        "units": [4],
+    }
 
 
 def test_a_resumed_run_keeps_the_answers_before_fine_tuning(tmp_path: Path) -> None:
-    RunMetadata(tmp_path).add_samples("before", [{"question": "?", "answer": "half a character \udc80"}])
+    RunMetadata(tmp_path).add_samples(
+        "before", [{"question": "?", "answer": "half a character \udc80"}]
+    )
     resumed = RunMetadata(tmp_path)
     resumed.add_samples("after", [{"question": "?", "answer": "1"}])
-    resumed.add_samples("after", [{"question": "?", "answer": "2"}, {"question": "!", "answer": "3"}])
+    resumed.add_samples(
+        "after", [{"question": "?", "answer": "2"}, {"question": "!", "answer": "3"}]
+    )
     resumed.add_samples("after", [])
     told = [(sample["when"], sample["answer"]) for sample in facts(tmp_path)["samples"]]
     assert told == [("before", "half a character \udc80"), ("after", "2"), ("after", "3")]
 
 
-def test_a_file_that_cannot_be_written_is_told_and_ends_nothing(tmp_path: Path, screen: io.StringIO) -> None:
+def test_a_file_that_cannot_be_written_is_told_and_ends_nothing(
+    tmp_path: Path, screen: io.StringIO
+) -> None:
     kept = RunMetadata(tmp_path)
     (tmp_path / FACTS_FILE).mkdir()
     kept.add(units=[2])
@@ -42,9 +51,20 @@ def test_a_file_that_cannot_be_written_is_told_and_ends_nothing(tmp_path: Path, 
     assert [path.name for path in tmp_path.iterdir()] == [FACTS_FILE]
 
 
-def test_the_commit_is_of_the_folder_that_the_recipe_lies_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_is_of_the_folder_that_the_recipe_lies_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def git(*arguments: str) -> str:
-        command = ["git", "-c", "user.name=me", "-c", "user.email=me@host", "-C", str(tmp_path), *arguments]
+        command = [
+            "git",
+            "-c",
+            "user.name=me",
+            "-c",
+            "user.email=me@host",
+            "-C",
+            str(tmp_path),
+            *arguments,
+        ]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     recipe = tmp_path / "recipes" / "mine.py"
@@ -61,11 +81,20 @@ def test_the_commit_is_of_the_folder_that_the_recipe_lies_in(tmp_path: Path, mon
     assert environment({}, "")["commit"] == f"{head}, changed"
 
 
-def test_the_environment_tells_the_command_without_its_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["recipes/finetuning.py", "--dataset", "https://me:pass@host/rows of mine.jsonl"])
+def test_the_environment_tells_the_command_without_its_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["recipes/finetuning.py", "--dataset", "https://me:pass@host/rows of mine.jsonl"],
+    )
     found = environment({"torch": "2.13.0"}, "2 processes")
     assert found["command"].startswith("recipes/finetuning.py --dataset 'https://")
     RunMetadata(tmp_path).add(environment=found)
     written = facts(tmp_path)["environment"]
-    assert written["command"] == "recipes/finetuning.py --dataset 'https://***@host/rows of mine.jsonl'"
+    assert (
+        written["command"]
+        == "recipes/finetuning.py --dataset 'https://***@host/rows of mine.jsonl'"
+    )
     assert (written["torch"], written["ranks"]) == ("2.13.0", "2 processes")

@@ -19,12 +19,21 @@ LENGTHS, TOKENS, TARGETS = [5, 9, 7], 21, 6
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=120, **shape))
 
 
-def watch(model: LlamaForCausalLM, folder: Path, runtime: Runtime, **settings: bool) -> ThroughputMeter:
-    return ThroughputMeter(model, ProfileConfig(**settings), torch.float32, folder, RunMetadata(folder), runtime)
+def watch(
+    model: LlamaForCausalLM, folder: Path, runtime: Runtime, **settings: bool
+) -> ThroughputMeter:
+    return ThroughputMeter(
+        model, ProfileConfig(**settings), torch.float32, folder, RunMetadata(folder), runtime
+    )
 
 
 def test_a_step_counts_from_the_end_of_the_one_before_and_without_evaluation(
@@ -43,10 +52,14 @@ def test_a_step_counts_from_the_end_of_the_one_before_and_without_evaluation(
     assert third["perf/step_seconds"] < 0.3
     assert first["perf/data_wait_seconds"] == 0.02
     assert first["perf/tokens_per_second"] == pytest.approx(TOKENS / first["perf/step_seconds"])
-    rate = sum(json.loads((tmp_path / "facts.json").read_text())["speed"]["product_flops_per_second"])
+    rate = sum(
+        json.loads((tmp_path / "facts.json").read_text())["speed"]["product_flops_per_second"]
+    )
     flops = sum(flop_formula(model).of(LENGTHS, TARGETS))
     assert "perf/mfu" not in first, "a CPU has no published peak"
-    assert first["perf/matmul_utilization"] == pytest.approx(flops / rate / first["perf/step_seconds"])
+    assert first["perf/matmul_utilization"] == pytest.approx(
+        flops / rate / first["perf/step_seconds"]
+    )
 
 
 @pytest.mark.parametrize("done", [2, 3, 5])  # the profiler is prepared, about to begin, or at work

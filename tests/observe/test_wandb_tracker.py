@@ -1,4 +1,5 @@
-"""W&B offline, with its files read back; W&B online, in a separate process with a small local server."""
+"""W&B offline, with its files read back; W&B online, in a separate process with a small local
+server."""
 
 import contextlib
 import io
@@ -66,17 +67,35 @@ class WandbServer:
         if self.refuses_keys:
             return 401, {"data": None}
         if b"query Viewer" in body:
-            viewer = {"id": "VXNlcjox", "entity": "team", "username": "me", "flags": "{}", "teams": {"edges": []}}
+            viewer = {
+                "id": "VXNlcjox",
+                "entity": "team",
+                "username": "me",
+                "flags": "{}",
+                "teams": {"edges": []},
+            }
             return 200, {"data": {"viewer": viewer}}
         if b"mutation UpsertBucket" in body:
             run_id = json.loads(body)["variables"]["name"]
             self.history.setdefault(run_id, {})
-            bucket = {"id": "b", "name": run_id, "config": "{}", "historyLineCount": 0, "project": PROJECT}
+            bucket = {
+                "id": "b",
+                "name": run_id,
+                "config": "{}",
+                "historyLineCount": 0,
+                "project": PROJECT,
+            }
             return 200, {"data": {"upsertBucket": {"bucket": bucket, "inserted": True}}}
         if b"mutation CreateRunFiles" in body:
-            return 200, {"data": {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": []}}}
+            return 200, {
+                "data": {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": []}}
+            }
         if b"query RunResumeStatus" in body:
-            return 200, {"data": {"model": PROJECT | {"bucket": self.known(json.loads(body)["variables"]["name"])}}}
+            return 200, {
+                "data": {
+                    "model": PROJECT | {"bucket": self.known(json.loads(body)["variables"]["name"])}
+                }
+            }
         if path.endswith("/file_stream"):
             self.take(path.split("/")[-2], json.loads(body))
         return 200, {}
@@ -87,8 +106,17 @@ class WandbServer:
             return None
         tail = json.dumps([lines[max(lines)]] if lines else [])
         counts = {"historyLineCount": len(lines), "eventsLineCount": 0, "logLineCount": 0}
-        texts = {"config": "{}", "summaryMetrics": "{}", "eventsTail": "[]", "wandbConfig": '{"t": 1}'}
-        return {"id": "b", "name": run_id, "displayName": "run", "historyTail": tail, "tags": []} | counts | texts
+        texts = {
+            "config": "{}",
+            "summaryMetrics": "{}",
+            "eventsTail": "[]",
+            "wandbConfig": '{"t": 1}',
+        }
+        return (
+            {"id": "b", "name": run_id, "displayName": "run", "historyTail": tail, "tags": []}
+            | counts
+            | texts
+        )
 
     def take(self, run_id: str, stream: dict[str, Any]) -> None:
         lines = stream.get("files", {}).get("wandb-history.jsonl", {"offset": 0, "content": []})
@@ -108,7 +136,8 @@ def wandb_server() -> Iterator[WandbServer]:
 
 
 def offline_records(run_dir: Path) -> Iterator[Record]:
-    """W&B's transaction log: a 7 byte header, then records of crc, length, type and data in blocks of 32 KiB."""
+    """W&B's transaction log: a 7 byte header, then records of crc, length, type and data in blocks
+    of 32 KiB."""
     data = next(run_dir.glob("*.wandb")).read_bytes()
     position, whole = 7, b""
     while position + 7 <= len(data):
@@ -127,7 +156,9 @@ def offline_records(run_dir: Path) -> Iterator[Record]:
 
 def offline_history(run_dir: Path) -> list[dict[str, str]]:
     records = [record.history for record in offline_records(run_dir) if record.HasField("history")]
-    return [{"/".join(i.nested_key) or i.key: i.value_json for i in record.item} for record in records]
+    return [
+        {"/".join(i.nested_key) or i.key: i.value_json for i in record.item} for record in records
+    ]
 
 
 def run_online(tmp_path: Path, **environment: str) -> Finished:
@@ -136,7 +167,9 @@ def run_online(tmp_path: Path, **environment: str) -> Finished:
     home.mkdir()
     output_dir.mkdir()
     script.write_text(ONLINE_RUN)
-    return forked(script, output_dir, "--private-argument", timeout=180, HOME=str(home), **environment)
+    return forked(
+        script, output_dir, "--private-argument", timeout=180, HOME=str(home), **environment
+    )
 
 
 def test_wandb_offline_keeps_everything_but_machine_user_and_code_and_says_how_to_sync(
@@ -144,9 +177,20 @@ def test_wandb_offline_keeps_everything_but_machine_user_and_code_and_says_how_t
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setattr(sys, "argv", [str(SOURCE / "mine.py")])  # whose checkout is the run's
-    names = {"wandb_project": "docstrings", "wandb_entity": "my-team", "wandb_name": "first", "wandb_group": "sweep"}
-    more = {"wandb_job_type": "train", "wandb_notes": "the first of three", "wandb_tags": ["lora", "8b"]}
-    config = TrackingConfig(use_wandb=True, wandb_mode="offline", wandb_log_model=True, **names, **more)  # type: ignore[arg-type]
+    names = {
+        "wandb_project": "docstrings",
+        "wandb_entity": "my-team",
+        "wandb_name": "first",
+        "wandb_group": "sweep",
+    }
+    more = {
+        "wandb_job_type": "train",
+        "wandb_notes": "the first of three",
+        "wandb_tags": ["lora", "8b"],
+    }
+    config = TrackingConfig(
+        use_wandb=True, wandb_mode="offline", wandb_log_model=True, **names, **more
+    )  # type: ignore[arg-type]
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "adapter_model.safetensors").write_bytes(b"weights")
     with RunLog(tmp_path, config, RESOLVED, 2) as run_log:
@@ -161,7 +205,9 @@ def test_wandb_offline_keeps_everything_but_machine_user_and_code_and_says_how_t
     assert (run.project, run.entity, run.display_name) == ("docstrings", "my-team", "first")
     assert list(run.tags) == ["lora", "8b"]
     assert (run.run_group, run.job_type, run.notes) == ("sweep", "train", "the first of three")
-    settings = {item.key or "/".join(item.nested_key): item.value_json for item in run.config.update}
+    settings = {
+        item.key or "/".join(item.nested_key): item.value_json for item in run.config.update
+    }
     assert json.loads(settings["git"])["commit"] == git_commit()
     assert '{"lr":0.001,"num_epochs":2}' in [item.value_json for item in run.config.update]
     history = offline_history(run_dir)
@@ -180,18 +226,28 @@ def test_wandb_offline_keeps_everything_but_machine_user_and_code_and_says_how_t
     assert not [path for path in (run_dir / "files").rglob("*") if path.is_file()]
 
 
-def test_wandb_mode_of_the_environment_decides_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_mode_of_the_environment_decides_what_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = TrackingConfig(use_wandb=True)
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert start_trackers(asked, tmp_path, RESOLVED, None, {}) == [] and not list(tmp_path.iterdir())
+    assert start_trackers(asked, tmp_path, RESOLVED, None, {}) == [] and not list(
+        tmp_path.iterdir()
+    )
     assert wandb_mode(TrackingConfig(use_wandb=True, wandb_mode="online")) == "online"
     monkeypatch.setenv("WANDB_MODE", "offline")
     with pytest.raises(UserError, match="W&B did not accept the run: "):
-        start_trackers(TrackingConfig(use_wandb=True, wandb_tags=["x" * 65]), tmp_path, RESOLVED, None, {})
+        start_trackers(
+            TrackingConfig(use_wandb=True, wandb_tags=["x" * 65]), tmp_path, RESOLVED, None, {}
+        )
     (tracker,) = start_trackers(asked, tmp_path, RESOLVED, None, {})
     tracker.finish(0, stopped=False)
     (run_dir,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    names = [record.run.display_name for record in offline_records(run_dir.parent) if record.HasField("run")]
+    names = [
+        record.run.display_name
+        for record in offline_records(run_dir.parent)
+        if record.HasField("run")
+    ]
     assert names[0] == tmp_path.name
 
 
@@ -199,14 +255,22 @@ def test_wandb_with_a_refused_key_is_told(tmp_path: Path, wandb_server: WandbSer
     wandb_server.refuses_keys = True
     done = run_online(tmp_path, WANDB_BASE_URL=wandb_server.url, WANDB_API_KEY="a" * 40)
     assert done.exit_code == 2
-    assert done.output.startswith(f"error: --use_wandb: Failed to authenticate with {wandb_server.url}"), done.output
+    assert done.output.startswith(
+        f"error: --use_wandb: Failed to authenticate with {wandb_server.url}"
+    ), done.output
     assert "wandb login" in done.output and "--wandb_mode offline" in done.output
     assert "Traceback" not in done.output
 
 
-def test_wandb_online_sends_metrics_and_nothing_about_the_machine(tmp_path: Path, wandb_server: WandbServer) -> None:
+def test_wandb_online_sends_metrics_and_nothing_about_the_machine(
+    tmp_path: Path, wandb_server: WandbServer
+) -> None:
     login = {"WANDB_BASE_URL": wandb_server.url, "WANDB_API_KEY": "a" * 40}
-    private = {"WANDB_HOST": "private-host", "WANDB_USERNAME": "private-user", "SOME_TOKEN": "private-token"}
+    private = {
+        "WANDB_HOST": "private-host",
+        "WANDB_USERNAME": "private-user",
+        "SOME_TOKEN": "private-token",
+    }
     done = run_online(tmp_path, **login, **private)
     assert done.exit_code == 0, done.output
     assert f"W&B: {wandb_server.url}/team/llama_ft/runs/" in done.output
@@ -231,7 +295,14 @@ class Attempt:
     tracking: TrackingConfig
     ids: dict[str, str] = field(default_factory=dict)
 
-    def run(self, first: int, last: int, loss: float, resume_step: int | None = None, stop: int | None = None) -> None:
+    def run(
+        self,
+        first: int,
+        last: int,
+        loss: float,
+        resume_step: int | None = None,
+        stop: int | None = None,
+    ) -> None:
         self.output_dir.mkdir(exist_ok=True)
         with contextlib.suppress(Stopped):
             with RunLog(
@@ -246,7 +317,11 @@ class Attempt:
 
 @pytest.fixture
 def login(tmp_path: Path, wandb_server: WandbServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"WANDB_BASE_URL": wandb_server.url, "WANDB_API_KEY": "a" * 40, "HOME": str(tmp_path)}
+    settings = {
+        "WANDB_BASE_URL": wandb_server.url,
+        "WANDB_API_KEY": "a" * 40,
+        "HOME": str(tmp_path),
+    }
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
 
@@ -263,7 +338,14 @@ def test_wandb_online_goes_on_with_its_run(
 
     run.run(3, 5, 2.0, resume_step=2, stop=0)  # W&B has step 3 already
     assert run.ids == {"wandb": run_id}
-    assert wandb_server.losses(run_id) == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0)]
+    assert wandb_server.losses(run_id) == [
+        (0, 1.0),
+        (1, 1.0),
+        (2, 1.0),
+        (3, 1.0),
+        (4, 2.0),
+        (5, 2.0),
+    ]
     assert f"/runs/{run_id}" in screen.getvalue()
     assert wandb_server.ends[-1] == {"exitcode": 143}  # stopped in time: not finished yet
 
@@ -273,6 +355,11 @@ def test_wandb_online_goes_on_with_its_run(
     assert wandb_server.losses(run_id) == expected
     assert wandb_server.ends[-1] == {"exitcode": 0}
     told = [
-        offline_history(run_dir) for run_dir in sorted((tmp_path / "run" / "wandb").glob("run-*"), key=os.path.getctime)
+        offline_history(run_dir)
+        for run_dir in sorted((tmp_path / "run" / "wandb").glob("run-*"), key=os.path.getctime)
     ]
-    assert [[row["_step"] for row in rows] for rows in told] == [["0", "1", "2", "3", "4"], ["4", "5"], ["5", "6"]]
+    assert [[row["_step"] for row in rows] for rows in told] == [
+        ["0", "1", "2", "3", "4"],
+        ["4", "5"],
+        ["5", "6"],
+    ]

@@ -12,7 +12,9 @@ import pytest
 def plan(finetuning: ModuleType) -> Callable[..., Any]:
     """Plan a run of a model folder with flags."""
 
-    def planned(folder: Path, world_size: int, *flags: str, device: str = "cpu", quick: bool = False) -> Any:
+    def planned(
+        folder: Path, world_size: int, *flags: str, device: str = "cpu", quick: bool = False
+    ) -> Any:
         from llama_ft.config import load
         from llama_ft.plan.predict import predict
         from llama_ft.plan.types import PlanRequest

@@ -1,4 +1,5 @@
-"""The recipe on ranks of which one may not take more memory from some step on: MIB more than it then has, in STEP."""
+"""The recipe on ranks of which one may not take more memory from some step on: MIB more than it
+then has, in STEP."""
 
 import os
 import resource
@@ -16,10 +17,13 @@ def with_a_limit(*arguments: Any, **more: Any) -> Any:
     global steps
     steps += 1
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    if steps == int(os.environ["STEP"]) and int(os.environ.get("RANK", 0)) == int(os.environ["LIMITED_RANK"]):
+    if steps == int(os.environ["STEP"]) and int(os.environ.get("RANK", 0)) == int(
+        os.environ["LIMITED_RANK"]
+    ):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(
-            resource.RLIMIT_AS, (pages * resource.getpagesize() + int(os.environ["MIB"]) * 2**20, limits[1])
+            resource.RLIMIT_AS,
+            (pages * resource.getpagesize() + int(os.environ["MIB"]) * 2**20, limits[1]),
         )
     try:
         return accumulate(*arguments, **more)

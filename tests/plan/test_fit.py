@@ -16,13 +16,19 @@ from llama_ft.plan.types import PlanRequest
 
 
 @pytest.fixture(scope="module")
-def shallow_model(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shallow_model(
+    save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A Llama of 2 narrow layers with 8,000 words: logits are most of it."""
     folder = tmp_path_factory.mktemp("fit") / "model"
-    return save_model(folder, hidden_size=64, intermediate_size=128, vocab_size=8000, max_position_embeddings=512)
+    return save_model(
+        folder, hidden_size=64, intermediate_size=128, vocab_size=8000, max_position_embeddings=512
+    )
 
 
-def request_for(line: str, world: int = 2, device: str = "cuda", folder: Path = Path("m")) -> PlanRequest:
+def request_for(
+    line: str, world: int = 2, device: str = "cuda", folder: Path = Path("m")
+) -> PlanRequest:
     config, _ = load(["--model_name", str(folder), "--dataset", "demo", *line.split()], paths=False)
     return PlanRequest(config, folder, world, min(8, world), device)  # type: ignore[arg-type]
 
@@ -35,8 +41,16 @@ def global_batch(config: Config) -> int:
     ("line", "world", "device"),
     [
         ("--batch_size_training 4 --gradient_accumulation_steps 3", 16, "cuda"),
-        ("--enable_fsdp --sharding_strategy HYBRID_SHARD --sharding_group_size 4 --use_peft", 16, "cuda"),
-        ("--enable_fsdp --activation_checkpointing every_k --activation_checkpointing_k 3", 8, "cuda"),
+        (
+            "--enable_fsdp --sharding_strategy HYBRID_SHARD --sharding_group_size 4 --use_peft",
+            16,
+            "cuda",
+        ),
+        (
+            "--enable_fsdp --activation_checkpointing every_k --activation_checkpointing_k 3",
+            8,
+            "cuda",
+        ),
         ("--use_peft --quantization 8bit --int8_threshold 3 --val_batch_size 8", 1, "cuda"),
         ("--device cpu --freeze_layers --num_freeze_layers 1", 2, "cpu"),
     ],
@@ -56,13 +70,17 @@ def test_every_change_is_flags_that_load_with_the_same_batch(
     assert loaded > 2
 
 
-def search(request: PlanRequest, finetuning: ModuleType, room: int, quick: bool = True) -> tuple[list[Fit], list[str]]:
+def search(
+    request: PlanRequest, finetuning: ModuleType, room: int, quick: bool = True
+) -> tuple[list[Fit], list[str]]:
     """The answers, and what was planned for them."""
     told, planned = list[str](), predict(request, finetuning.build_model, quick)
     return find_fits(request, finetuning.build_model, room, planned, quick, told.append), told
 
 
-def test_lora_on_8b_fits_24_gb_with_activation_checkpointing_alone(finetuning: ModuleType, tmp_path: Path) -> None:
+def test_lora_on_8b_fits_24_gb_with_activation_checkpointing_alone(
+    finetuning: ModuleType, tmp_path: Path
+) -> None:
     folder = write_config(tmp_path / "model", "meta-llama/Llama-3.1-8B-Instruct")
     line = "--use_peft --target_modules all-linear --peft.r 16 --context_length 2048"
     fits, told = search(request_for(line, 1, folder=folder), finetuning, device_bytes("rtx4090"))
@@ -84,27 +102,47 @@ def test_only_the_place_of_qlora_depends_on_the_gpu(shallow_model: Path) -> None
     (cheap, small), (_, large) = (ladder(request, device_bytes(gpu)) for gpu in ("rtx4090", "h100"))
     four_bit = {"use_peft": True, "mode": "4bit"}
     assert small[0][0] == four_bit and large[0][0]["--nproc"] == 4 and cheap
-    assert small[1:] == [it for it in large if it[0] != four_bit] and "fsdp_cpu_offload" in small[-1][0]
+    assert (
+        small[1:] == [it for it in large if it[0] != four_bit]
+        and "fsdp_cpu_offload" in small[-1][0]
+    )
 
 
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_changes_that_keep_the_training_add_up_until_it_fits(
     finetuning: ModuleType, shallow_model: Path, quick: bool
 ) -> None:
-    request = request_for("--batch_size_training 4 --context_length 512 --use_peft", 1, folder=shallow_model)
+    request = request_for(
+        "--batch_size_training 4 --context_length 512 --use_peft", 1, folder=shallow_model
+    )
     planned = predict(request, finetuning.build_model)
     room = planned.outside_bytes + (planned.device_bytes - planned.outside_bytes) * 3 // 5
     [fit], told = search(request, finetuning, room, quick)
-    assert (fit.config.train.activation_checkpointing, fit.config.train.batch_size_training) == ("full", 1)
-    assert global_batch(fit.config) == 4 and fit.config.peft.use_peft and fit.config.quantization.mode == "none"
+    assert (fit.config.train.activation_checkpointing, fit.config.train.batch_size_training) == (
+        "full",
+        1,
+    )
+    assert (
+        global_batch(fit.config) == 4
+        and fit.config.peft.use_peft
+        and fit.config.quantization.mode == "none"
+    )
     assert fit.plan.device_bytes <= room < planned.device_bytes and len(told) == 2
     alone = predict(dataclasses.replace(request, config=fit.config), finetuning.build_model)
     assert alone.device_bytes <= room
 
 
-def test_twice_the_ranks_are_an_answer_where_states_are_too_much(finetuning: ModuleType, shallow_model: Path) -> None:
-    request = request_for("--context_length 256 --batch_size_training 1 --device cpu", 1, "cpu", shallow_model)
+def test_twice_the_ranks_are_an_answer_where_states_are_too_much(
+    finetuning: ModuleType, shallow_model: Path
+) -> None:
+    request = request_for(
+        "--context_length 256 --batch_size_training 1 --device cpu", 1, "cpu", shallow_model
+    )
     planned = predict(request, finetuning.build_model)
     fits, _ = search(request, finetuning, planned.device_bytes * 7 // 8)
     assert 1 < len(fits) <= 3
-    assert fits[0].flags[-1] == "--nproc 2" and "--enable_fsdp" in fits[0].flags and fits[0].plan.world_size == 2
+    assert (
+        fits[0].flags[-1] == "--nproc 2"
+        and "--enable_fsdp" in fits[0].flags
+        and fits[0].plan.world_size == 2
+    )

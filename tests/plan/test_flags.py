@@ -20,7 +20,12 @@ def test_flags_of_the_plan_stand_among_those_of_the_recipe(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text("{}")
     line = f"--lr 1e-5 --nproc=12 --model_name {tmp_path} --quick --use-peft --dataset no.jsonl --fit 24000MB"
     config, places, options = read(line)
-    assert (options.nproc, options.nproc_per_node, options.quick, options.json) == (12, 6, True, False)
+    assert (options.nproc, options.nproc_per_node, options.quick, options.json) == (
+        12,
+        6,
+        True,
+        False,
+    )
     assert config.train.lr == 1e-5 and config.peft.use_peft and config.data.dataset == "no.jsonl"
     assert places["train.lr"] == "--lr" and options.fit_bytes == 24 * 10**9
 
@@ -31,7 +36,9 @@ def test_all_mistakes_are_told_at_once() -> None:
     for said in ("--nproc 0: ", "--lr fast", "--json now: ", "Did you mean --lr?"):
         assert said in str(told.value)
     assert read("--fit RTX4090")[2].fit_bytes == 23.5 * 2**30
-    with pytest.raises(UserError, match="--fit h10: expected the memory of a rank, such as 80GiB, or one of .*h100"):
+    with pytest.raises(
+        UserError, match="--fit h10: expected the memory of a rank, such as 80GiB, or one of .*h100"
+    ):
         read("--fit h10")
 
 

@@ -1,4 +1,5 @@
-"""An out-of-memory error says where it happened, what was held, what was planned, and what would fit."""
+"""An out-of-memory error says where it happened, what was held, what was planned, and what would
+fit."""
 
 import json
 from collections.abc import Callable
@@ -32,7 +33,9 @@ def sharded(runtime: Runtime) -> LlamaForCausalLM:
     return model
 
 
-@pytest.mark.parametrize(("name", "recomputed"), [("model.layers.1.mlp", 0), ("model.layers.2.self_attn", 1)])
+@pytest.mark.parametrize(
+    ("name", "recomputed"), [("model.layers.1.mlp", 0), ("model.layers.2.self_attn", 1)]
+)
 def test_the_innermost_module_is_named_also_where_it_is_recomputed(
     sharded: LlamaForCausalLM, name: str, recomputed: int
 ) -> None:
@@ -48,7 +51,9 @@ def test_the_innermost_module_is_named_also_where_it_is_recomputed(
     sharded.get_submodule(name).register_forward_pre_hook(ask_for_too_much)
     with pytest.raises(RuntimeError, match="can't allocate memory") as raised:
         sharded(input_ids=tokens, labels=tokens).loss.backward()
-    assert module_at_work([frame for frame, _ in walk_tb(raised.value.__traceback__)], sharded) == name
+    assert (
+        module_at_work([frame for frame, _ in walk_tb(raised.value.__traceback__)], sharded) == name
+    )
 
 
 def test_what_is_held_is_counted_also_while_units_are_gathered(sharded: LlamaForCausalLM) -> None:
@@ -59,7 +64,11 @@ def test_what_is_held_is_counted_also_while_units_are_gathered(sharded: LlamaFor
     weights = sum(parameter.numel() for parameter in sharded.parameters())
     states = 8 * weights + 4 * len(list(sharded.parameters()))
     rest = f"activations and the rest {size_text(6 * weights)}"
-    held = [f"optimizer state {size_text(states)}", rest, f"sharded parameters {size_text(4 * weights)}"]
+    held = [
+        f"optimizer state {size_text(states)}",
+        rest,
+        f"sharded parameters {size_text(4 * weights)}",
+    ]
     said = held_most(sharded, optimizer, 14 * weights + states)
     assert said == ", ".join([*held, f"gradients {size_text(4 * weights)}"])
     assert "optimizer state" not in held_most(sharded, None, 8 * weights)
@@ -68,7 +77,10 @@ def test_what_is_held_is_counted_also_while_units_are_gathered(sharded: LlamaFor
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("import json, os; print(json.dumps({'fits': [{'flags': [*os.environ], 'peak_bytes': 2**20}]}))", " (1.0 MiB)"),
+        (
+            "import json, os; print(json.dumps({'fits': [{'flags': [*os.environ], 'peak_bytes': 2**20}]}))",
+            " (1.0 MiB)",
+        ),
         ("raise SystemExit('error: no such model')", "error: no such model"),
         ("import time; time.sleep(60)", "1 s"),
         ("print('{\"fits\": []}')", "none of the planned changes."),
@@ -90,16 +102,46 @@ def test_a_rank_without_memory_ends_the_run_with_four_lines(
 ) -> None:
     """The allocator really fails, on one of two ranks, and plan.py is asked."""
     model, run = save_model(tmp_path / "model", vocab_size=150_000), tmp_path / "run"
-    flags = ["--model_name", model, "--dataset", rows70, "--run_validation", "False", "--save_model", "False"]
-    flags += ["--device", "cpu", "--precision", "fp32", "--batch_size_training", "16", "--max_train_step", "4"]
-    limited = {"STEP": "2", "MIB": "4", "LIMITED_RANK": "1", "MALLOC_TOP_PAD_": "0"}  # the heap keeps nothing
-    finished = forked(JOB, RECIPE, *map(str, flags), "--enable_fsdp", "--output_dir", run, ranks=2, **limited)
+    flags = [
+        "--model_name",
+        model,
+        "--dataset",
+        rows70,
+        "--run_validation",
+        "False",
+        "--save_model",
+        "False",
+    ]
+    flags += [
+        "--device",
+        "cpu",
+        "--precision",
+        "fp32",
+        "--batch_size_training",
+        "16",
+        "--max_train_step",
+        "4",
+    ]
+    # the heap keeps nothing
+    limited = {"STEP": "2", "MIB": "4", "LIMITED_RANK": "1", "MALLOC_TOP_PAD_": "0"}
+    finished = forked(
+        JOB, RECIPE, *map(str, flags), "--enable_fsdp", "--output_dir", run, ranks=2, **limited
+    )
     assert finished.exit_code == 1
-    message = finished.output[finished.output.index("error: rank 1 ran out of host memory") :].splitlines()[:4]
+    message = finished.output[
+        finished.output.index("error: rank 1 ran out of host memory") :
+    ].splitlines()[:4]
     assert " phase of step 2, in " in message[0] and "can't allocate memory" in message[0]
-    assert all(holder in message[1] for holder in ("sharded parameters", "optimizer state", "activations and the rest"))
+    assert all(
+        holder in message[1]
+        for holder in ("sharded parameters", "optimizer state", "activations and the rest")
+    )
     assert "Planned: " in message[2] and "available per rank: " in message[2]
-    assert "What would fit in " in message[3] and " per rank: --" in message[3] and "MiB)" in message[3]
+    assert (
+        "What would fit in " in message[3]
+        and " per rank: --" in message[3]
+        and "MiB)" in message[3]
+    )
     assert finished.output.count("error: ") == 1 and "Traceback" not in finished.output
     status = json.loads((run / "status.json").read_text())
     assert (status["state"], status["step"], status["exit_code"]) == ("failed", 1, 1)

@@ -18,7 +18,13 @@ LAYER = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KEY_VALUE_HEADS * HEAD + 3 * HIDDEN *
 PARAMETERS = 2 * VOCABULARY * HIDDEN + LAYERS * LAYER + HIDDEN
 LENGTH, MICRO_BATCH = 128, 2
 TOKENS = LENGTH * MICRO_BATCH
-FLAGS = ("--enable_fsdp", "--context_length", str(LENGTH), "--batch_size_training", str(MICRO_BATCH))
+FLAGS = (
+    "--enable_fsdp",
+    "--context_length",
+    str(LENGTH),
+    "--batch_size_training",
+    str(MICRO_BATCH),
+)
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 LORA = ("--use_peft", "--peft.r", "4", "--peft.target_modules", "q_proj,v_proj")
 
@@ -31,17 +37,31 @@ def held(plan: Any, phase: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("ranks", [1, 64])
-def test_full_tuning_holds_its_share_of_weights_gradients_and_states(plan: Plan, tmp_path: Path, ranks: int) -> None:
+def test_full_tuning_holds_its_share_of_weights_gradients_and_states(
+    plan: Plan, tmp_path: Path, ranks: int
+) -> None:
     planned = plan(write_llama(tmp_path / "model"), ranks, *FLAGS)
     square, narrow, norm = (HIDDEN, HIDDEN), (KEY_VALUE_HEADS * HEAD, HIDDEN), (HIDDEN, 1)
-    layer = [square, square, narrow, narrow, (INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER), norm, norm]
+    layer = [
+        square,
+        square,
+        narrow,
+        narrow,
+        (INNER, HIDDEN),
+        (INNER, HIDDEN),
+        (HIDDEN, INNER),
+        norm,
+        norm,
+    ]
     shapes = [(VOCABULARY, HIDDEN)] * 2 + LAYERS * layer + [norm]
     assert sum(rows * columns for rows, columns in shapes) == PARAMETERS
-    own = 4 * sum(-(-rows // ranks) * columns for rows, columns in shapes)  # fp32, as torch.chunk deals rows
+    # fp32, as torch.chunk deals rows
+    own = 4 * sum(-(-rows // ranks) * columns for rows, columns in shapes)
     step = held(planned, "optimizer step")
     assert step["sharded parameters"] == own
     assert step["gradients"] == own
-    assert step["optimizer state"] == pytest.approx(2 * own, abs=8 * len(shapes))  # and a step counter each
+    # and a step counter each
+    assert step["optimizer state"] == pytest.approx(2 * own, abs=8 * len(shapes))
     assert held(planned, "load")["sharded parameters"] == own
     copies = plan(tmp_path / "model", ranks, *FLAGS[1:])  # without --enable_fsdp
     assert held(copies, "optimizer step")["sharded parameters"] == 4 * PARAMETERS
@@ -49,7 +69,9 @@ def test_full_tuning_holds_its_share_of_weights_gradients_and_states(plan: Plan,
 
 def test_experts_are_planned_in_fp32(plan: Plan, tmp_path: Path) -> None:
     mixtral = write_llama(tmp_path / "model", **MIXTRAL)
-    fp32, bf16 = (plan(mixtral, 1, *FLAGS, "--precision", precision) for precision in ("fp32", "bf16_mixed"))
+    fp32, bf16 = (
+        plan(mixtral, 1, *FLAGS, "--precision", precision) for precision in ("fp32", "bf16_mixed")
+    )
     expert = 3 * HIDDEN * INNER
     parameters = PARAMETERS + LAYERS * (3 * expert + 4 * HIDDEN)  # 3 more, and the router
     assert held(fp32, "optimizer step")["gradients"] == 4 * parameters
@@ -57,41 +79,71 @@ def test_experts_are_planned_in_fp32(plan: Plan, tmp_path: Path) -> None:
     assert 1.5 < activations[0] / activations[1] < 2, "what is fp32 in both does not double"
 
 
-def test_towers_for_images_are_planned_as_a_part_of_the_file_only(plan: Plan, tmp_path: Path) -> None:
+def test_towers_for_images_are_planned_as_a_part_of_the_file_only(
+    plan: Plan, tmp_path: Path
+) -> None:
     text = write_llama(tmp_path / "text")
     settings = json.loads((text / "config.json").read_text())
-    vision = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    whole = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "text_config": settings}
+    vision = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
+    whole = {
+        "model_type": "llava",
+        "architectures": ["LlavaForConditionalGeneration"],
+        "text_config": settings,
+    }
     (tmp_path / "llava").mkdir()
-    (tmp_path / "llava" / "config.json").write_text(json.dumps(whole | {"vision_config": vision, "dtype": "bfloat16"}))
+    (tmp_path / "llava" / "config.json").write_text(
+        json.dumps(whole | {"vision_config": vision, "dtype": "bfloat16"})
+    )
     for flags in ([], LORA):
         alone, of_whole = (plan(tmp_path / name, 2, *FLAGS, *flags) for name in ("text", "llava"))
         assert [peak.holders for peak in of_whole.peaks] == [peak.holders for peak in alone.peaks]
         assert (of_whole.result_bytes > alone.result_bytes + 100_000) == (flags == [])
 
 
-def test_adapters_of_experts_and_the_loss_of_routers_are_planned(plan: Plan, tmp_path: Path) -> None:
+def test_adapters_of_experts_and_the_loss_of_routers_are_planned(
+    plan: Plan, tmp_path: Path
+) -> None:
     mixtral = write_llama(tmp_path / "model", **MIXTRAL)
     lora = ("--target_parameters", "experts.gate_up_proj,experts.down_proj", "--lora_dropout", "0")
     with_adapters = plan(mixtral, 2, *FLAGS, *LORA, *lora, "--router_aux_loss_coef", "0.1")
-    adapters = HIDDEN + HIDDEN + HIDDEN + KEY_VALUE_HEADS * HEAD + 4 * (HIDDEN + 2 * INNER + INNER + HIDDEN)
-    assert held(with_adapters, "optimizer step")["gradients"] == 4 * LAYERS * 4 * adapters // 2  # this rank's
-    merged = 2 * 4 * 3 * HIDDEN * INNER  # each layer keeps W + B A of its experts, in bf16, for the backward pass
+    adapters = (
+        HIDDEN
+        + HIDDEN
+        + HIDDEN
+        + KEY_VALUE_HEADS * HEAD
+        + 4 * (HIDDEN + 2 * INNER + INNER + HIDDEN)
+    )
+    # this rank's
+    assert held(with_adapters, "optimizer step")["gradients"] == 4 * LAYERS * 4 * adapters // 2
+    # each layer keeps W + B A of its experts, in bf16, for the backward pass
+    merged = 2 * 4 * 3 * HIDDEN * INNER
     more = (
-        held(with_adapters, "forward")["activations"] - held(plan(mixtral, 2, *FLAGS, *LORA), "forward")["activations"]
+        held(with_adapters, "forward")["activations"]
+        - held(plan(mixtral, 2, *FLAGS, *LORA), "forward")["activations"]
     )
     assert more > LAYERS * merged
     flags = (*FLAGS, *LORA, *lora, "--quantization", "4bit", "--activation_checkpointing", "full")
     deep = write_llama(tmp_path / "deep", **MIXTRAL, num_hidden_layers=5)
-    few, many = (held(plan(folder, 2, *flags), "forward")["activations"] for folder in (mixtral, deep))
+    few, many = (
+        held(plan(folder, 2, *flags), "forward")["activations"] for folder in (mixtral, deep)
+    )
     assert many - few < merged / 3, "a layer keeps no dequantized experts"
 
 
 def test_a_reward_model_has_one_score_a_response_and_no_logits(plan: Plan, tmp_path: Path) -> None:
-    """A pair is two rows; the head is HIDDEN numbers, and with an adapter those and a frozen copy."""
+    """A pair is two rows; the head is HIDDEN numbers, and with an adapter those and a frozen
+    copy."""
     model = write_llama(tmp_path / "model")
     planned = plan(model, 2, *FLAGS, "--objective", "reward", "--precision", "fp32")
-    assert held(planned, "optimizer step")["gradients"] == 2 * (PARAMETERS - VOCABULARY * HIDDEN) + 4 * HIDDEN
+    assert (
+        held(planned, "optimizer step")["gradients"]
+        == 2 * (PARAMETERS - VOCABULARY * HIDDEN) + 4 * HIDDEN
+    )
     assert planned.tokens == 2 * TOKENS
     assert max(peak.holders["logits and loss"] for peak in planned.peaks) < 4 * TOKENS * HIDDEN
     adapted = plan(model, 1, *FLAGS, *LORA, "--objective", "reward", "--precision", "fp32")
@@ -103,29 +155,54 @@ def test_lora_trains_its_matrices_only(plan: Plan, tmp_path: Path) -> None:
     planned = plan(write_llama(tmp_path / "model"), 2, *FLAGS, *LORA)
     adapters = LAYERS * 4 * (HIDDEN + HIDDEN + HIDDEN + KEY_VALUE_HEADS * HEAD) // 2  # this rank's
     step = held(planned, "optimizer step")
-    assert step["sharded parameters"] == 2 * PARAMETERS // 2 + 4 * adapters  # bf16 frozen, fp32 trained
+    # bf16 frozen, fp32 trained
+    assert step["sharded parameters"] == 2 * PARAMETERS // 2 + 4 * adapters
     assert step["gradients"] == 4 * adapters
     assert planned.checkpoint_bytes == pytest.approx(3 * 4 * 2 * adapters, rel=0.01)
     assert planned.result_bytes == 4 * 2 * adapters
     twice = plan(tmp_path / "model", 2, *FLAGS, *LORA, "--init_lora_weights", "pissa")
     assert held(twice, "optimizer step")["gradients"] == 2 * step["gradients"]
     base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "model"))
-    get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).save_pretrained(tmp_path / "adapter")
-    continued = plan(tmp_path / "model", 2, *FLAGS, "--use_peft", "--from_peft_checkpoint", str(tmp_path / "adapter"))
+    get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).save_pretrained(
+        tmp_path / "adapter"
+    )
+    continued = plan(
+        tmp_path / "model",
+        2,
+        *FLAGS,
+        "--use_peft",
+        "--from_peft_checkpoint",
+        str(tmp_path / "adapter"),
+    )
     assert held(continued, "optimizer step") == step
 
 
 @pytest.mark.parametrize(("mode", "bits"), [("8bit", 8), ("4bit", 4)])
-def test_quantized_layers_are_held_in_their_bits(plan: Plan, tmp_path: Path, mode: str, bits: int) -> None:
+def test_quantized_layers_are_held_in_their_bits(
+    plan: Plan, tmp_path: Path, mode: str, bits: int
+) -> None:
     inner, key_value = 128, KEY_VALUE_HEADS * HEAD
-    planned = plan(write_llama(tmp_path / "model", intermediate_size=inner), 2, *FLAGS, *LORA, "--quantization", mode)
-    rows = 2 * HIDDEN + 2 * key_value + 2 * inner  # of all but down_proj, each HIDDEN long: a block of 64
+    planned = plan(
+        write_llama(tmp_path / "model", intermediate_size=inner),
+        2,
+        *FLAGS,
+        *LORA,
+        "--quantization",
+        mode,
+    )
+    # of all but down_proj, each HIDDEN long: a block of 64
+    rows = 2 * HIDDEN + 2 * key_value + 2 * inner
     scales = rows + HIDDEN * (inner // 64 if mode == "4bit" else 1)
     weights = rows * HIDDEN + HIDDEN * inner
-    assert held(planned, "optimizer step")["quantized parts"] == LAYERS * (weights * bits // 8 + 4 * scales) // 2
+    assert (
+        held(planned, "optimizer step")["quantized parts"]
+        == LAYERS * (weights * bits // 8 + 4 * scales) // 2
+    )
 
 
-def test_the_loss_holds_logits_of_a_piece_however_many_tokens_there_are(plan: Plan, tmp_path: Path) -> None:
+def test_the_loss_holds_logits_of_a_piece_however_many_tokens_there_are(
+    plan: Plan, tmp_path: Path
+) -> None:
     folder = write_llama(tmp_path / "model", vocab_size=32_000)
     once, twice = (
         next(
@@ -145,40 +222,62 @@ def test_the_loss_holds_logits_of_a_piece_however_many_tokens_there_are(plan: Pl
 
 def test_8bit_adam_takes_fp32_copies_of_a_weight_on_the_cpu(plan: Plan, tmp_path: Path) -> None:
     planned = plan(write_llama(tmp_path / "model"), 2, *FLAGS, "--optimizer", "AdamW8bit")
-    # Of the embedding's rows, filled up to a block of 256: gradient, weight and codes, and then five times fp32.
+    # Of the embedding's rows, filled up to a block of 256: gradient, weight and codes, and then
+    # five times fp32.
     padded = VOCABULARY // 2 * 256
-    assert held(planned, "optimizer step")["temporaries"] == pytest.approx(padded * (4 + 4 + 1 + 1 + 5 * 4), rel=0.02)
+    assert held(planned, "optimizer step")["temporaries"] == pytest.approx(
+        padded * (4 + 4 + 1 + 1 + 5 * 4), rel=0.02
+    )
 
 
 def test_accumulating_unsharded_holds_a_whole_models_gradients(plan: Plan, tmp_path: Path) -> None:
     folder, accumulate = write_llama(tmp_path / "model"), ("--gradient_accumulation_steps", "2")
     shards = held(plan(folder, 4, *FLAGS, *accumulate), "forward")["gradients"]
-    whole = held(plan(folder, 4, *FLAGS, *accumulate, "--accumulate_unsharded"), "forward")["gradients"]
+    whole = held(plan(folder, 4, *FLAGS, *accumulate, "--accumulate_unsharded"), "forward")[
+        "gradients"
+    ]
     assert shards == pytest.approx(4 * PARAMETERS / 4, rel=0.01)
     assert whole == pytest.approx(4 * PARAMETERS, rel=0.01)  # in fp32, in which they are reduced
 
 
-def test_offloading_leaves_gathered_units_and_activations_on_the_device(plan: Plan, tmp_path: Path) -> None:
+def test_offloading_leaves_gathered_units_and_activations_on_the_device(
+    plan: Plan, tmp_path: Path
+) -> None:
     folder = write_llama(tmp_path / "model")
-    kept, gone = (plan(folder, 2, *FLAGS, *more, device="cuda") for more in ((), ("--fsdp_cpu_offload",)))
-    assert held(gone, "forward")["sharded parameters"] == held(gone, "forward")["optimizer state"] == 0
+    kept, gone = (
+        plan(folder, 2, *FLAGS, *more, device="cuda") for more in ((), ("--fsdp_cpu_offload",))
+    )
+    assert (
+        held(gone, "forward")["sharded parameters"] == held(gone, "forward")["optimizer state"] == 0
+    )
     assert held(gone, "forward")["activations"] == held(kept, "forward")["activations"]
     assert gone.host_save_bytes > kept.host_save_bytes
 
 
 def test_a_gpu_needs_nothing_for_the_copies_that_are_saved(plan: Plan, tmp_path: Path) -> None:
-    """They are on the host; there they would be weights and states again, more than a step holds of gradients."""
+    """They are on the host; there they would be weights and states again, more than a step holds of
+    gradients."""
     wide = write_llama(tmp_path / "model", hidden_size=1024, intermediate_size=4096, head_dim=256)
     planned = plan(wide, 1, *FLAGS, "--precision", "bf16_pure", device="cuda")
     step = held(planned, "optimizer step")
-    assert planned.host_save_bytes == pytest.approx(step["sharded parameters"] + step["optimizer state"], rel=0.01)
+    assert planned.host_save_bytes == pytest.approx(
+        step["sharded parameters"] + step["optimizer state"], rel=0.01
+    )
     assert planned.host_save_bytes > 1.4 * (step["gradients"] + step["sharded parameters"])
     assert planned.peak.bytes <= planned.reserved_bytes < 1.1 * planned.peak.bytes
 
 
 def test_a_quick_plan_is_a_full_one(plan: Plan, tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "model", num_hidden_layers=6)
-    flags = (*FLAGS, *LORA, "--activation_checkpointing", "full", "--quantization", "4bit", "--low_cpu_fsdp")
+    flags = (
+        *FLAGS,
+        *LORA,
+        "--activation_checkpointing",
+        "full",
+        "--quantization",
+        "4bit",
+        "--low_cpu_fsdp",
+    )
     full, quick = (plan(folder, 2, *flags, quick=quick) for quick in (False, True))
     assert quick.is_quick and not full.is_quick
     for exact, guess in zip(full.peaks, quick.peaks, strict=True):
@@ -189,11 +288,19 @@ def test_a_quick_plan_is_a_full_one(plan: Plan, tmp_path: Path) -> None:
 def test_planning_reads_no_weights_and_computes_nothing(plan: Plan, tmp_path: Path) -> None:
     """8 B parameters on 1 rank: as numbers they would take 128 GB."""
     folder = write_llama(
-        tmp_path / "model", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, vocab_size=128_256,
-    )  # fmt: skip
+        tmp_path / "model",
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=128_256,
+    )
     planned = plan(folder, 1, *FLAGS, device="cuda", quick=True)
-    assert held(planned, "optimizer step")["optimizer state"] == pytest.approx(8 * 8_030_261_248, rel=0.01)
+    assert held(planned, "optimizer step")["optimizer state"] == pytest.approx(
+        8 * 8_030_261_248, rel=0.01
+    )
     assert planned.device_bytes > 4 * 4 * 8_030_261_248
 
 

@@ -1,4 +1,5 @@
-"""Plans compared with runs of the recipe whose tensors are counted; benchmarks/plan.py does it for 60 cases."""
+"""Plans compared with runs of the recipe whose tensors are counted; benchmarks/plan.py does it for
+60 cases."""
 
 import shutil
 import sys
@@ -21,10 +22,14 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.skipif(
-    shutil.which("c++") is None, reason="torch's allocations are counted by C++ that has to be compiled"
+    shutil.which("c++") is None,
+    reason="torch's allocations are counted by C++ that has to be compiled",
 )
-def test_a_runs_peak_is_the_predicted_one_within_a_tenth(benchmark: ModuleType, tmp_path: Path) -> None:
-    """Where cores are shared, gloo's threads may let go of a step's buffers in the next phase, which these few MB
+def test_a_runs_peak_is_the_predicted_one_within_a_tenth(
+    benchmark: ModuleType, tmp_path: Path
+) -> None:
+    """Where cores are shared, gloo's threads may let go of a step's buffers in the next phase,
+    which these few MB
     notice: what differs every time is not that."""
     differing = differences(benchmark, tmp_path / "0")
     for attempt in range(1, ATTEMPTS):
@@ -46,7 +51,9 @@ def differences(benchmark: ModuleType, folder: Path) -> set[tuple[str, str]]:
     for case in cases:
         line = benchmark.Line(case, plans[case], benchmark.read_found(case, folder))
         phases = {name: predicted / measured for name, predicted, measured in line.phases()}
-        ratios = {phase: phases[phase] for phase in ("forward", "backward", "optimizer step", "save")}
+        ratios = {
+            phase: phases[phase] for phase in ("forward", "backward", "optimizer step", "save")
+        }
         ratios["all"] = line.ratio
         found |= {(case.name, phase) for phase, ratio in ratios.items() if abs(ratio - 1) > 0.1}
     return found

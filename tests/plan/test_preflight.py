@@ -34,16 +34,20 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> S
 
 
 def tell_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) -> tuple[int, Config]:
-    """Do what a run of two ranks on the CPU does between its start and its first step. Return the planner's process id
-    and the settings with which the run continues."""
+    """Do what a run of two ranks on the CPU does between its start and its first step. Return the
+    planner's process id and the settings with which the run continues."""
     import torch
 
     from llama_ft.config import load
     from llama_ft.plan.preflight import Preflight
 
     if torch.__version__ >= "2.15":
-        pytest.skip("a process that has used autograd, as tests have, cannot fork a planner; a run forks it before")
-    config, _ = load(["--model_name", str(folder), "--dataset", "demo", *FLAGS, *flags], paths=False)
+        pytest.skip(
+            "a process that has used autograd, as tests have, cannot fork a planner; a run forks it before"
+        )
+    config, _ = load(
+        ["--model_name", str(folder), "--dataset", "demo", *FLAGS, *flags], paths=False
+    )
     start = Preflight(finetuning.build_model, off=False)
     planner = start._process
     rows = SimpleNamespace(longest_row=None, target_share=1.0, validation=[])
@@ -58,9 +62,14 @@ def tell_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) -> t
 
 
 def test_a_run_that_will_not_fit_is_told_what_would(
-    finetuning: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+    finetuning: ModuleType,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: Said,
 ) -> None:
-    monkeypatch.setattr("llama_ft.plan.preflight.free_bytes", lambda *_: 5 * 2**20)  # and it takes 5.9 MiB
+    # and it takes 5.9 MiB
+    monkeypatch.setattr("llama_ft.plan.preflight.free_bytes", lambda *_: 5 * 2**20)
     planner, _ = tell_plan(finetuning, folder, tmp_path)
     first, change, *_ = said().partition("This run will")[2].splitlines()
     assert "probably run out of memory" in first and "5.0 MiB" in first
@@ -69,12 +78,19 @@ def test_a_run_that_will_not_fit_is_told_what_would(
 
 
 def test_a_run_goes_on_with_what_auto_came_to_be_on_the_rank_with_the_least(
-    finetuning: ModuleType, plan: Plan, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+    finetuning: ModuleType,
+    plan: Plan,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: Said,
 ) -> None:
     from llama_ft.plan.types import read_plan
 
     selective = plan(folder, 2, *FLAGS, "--activation_checkpointing", "selective")
-    monkeypatch.setattr("llama_ft.plan.preflight.free_bytes", lambda *_: int(selective.device_bytes / 0.97) + 1)
+    monkeypatch.setattr(
+        "llama_ft.plan.preflight.free_bytes", lambda *_: int(selective.device_bytes / 0.97) + 1
+    )
     planner, config = tell_plan(finetuning, folder, tmp_path, "--activation_checkpointing", "auto")
     assert config.train.activation_checkpointing == "selective"
     written = read_plan(tmp_path)
@@ -97,38 +113,64 @@ def test_the_planner_ends_with_a_run_that_is_killed(finetuning: ModuleType) -> N
     os.close(told)
     os.waitpid(run, 0)
     stat, deadline = Path(f"/proc/{int(os.read(heard, 32))}/stat"), time.monotonic() + 30
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < deadline:
+    while (
+        stat.exists()
+        and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def chosen(finetuning: ModuleType, folder: Path, room: float, *flags: str) -> Any:
-    """What `activation_checkpointing auto` comes to be where a rank has so much room, in this process."""
+    """What `activation_checkpointing auto` comes to be where a rank has so much room, in this
+    process."""
     from llama_ft.config import load
     from llama_ft.plan.fit import choose_checkpointing
     from llama_ft.plan.types import PlanRequest
 
-    line = ["--model_name", str(folder), "--dataset", "demo", "--activation_checkpointing", "auto", *FLAGS, *flags]
+    line = [
+        "--model_name",
+        str(folder),
+        "--dataset",
+        "demo",
+        "--activation_checkpointing",
+        "auto",
+        *FLAGS,
+        *flags,
+    ]
     config, _ = load(line, paths=False)
-    config, why, plan = choose_checkpointing(PlanRequest(config, folder, 2, 2, "cpu"), finetuning.build_model, room)
+    config, why, plan = choose_checkpointing(
+        PlanRequest(config, folder, 2, 2, "cpu"), finetuning.build_model, room
+    )
     return config.train.activation_checkpointing, why, plan.device_bytes
 
 
-def test_auto_recomputes_no_more_than_memory_asks_for(finetuning: ModuleType, plan: Plan, folder: Path) -> None:
+def test_auto_recomputes_no_more_than_memory_asks_for(
+    finetuning: ModuleType, plan: Plan, folder: Path
+) -> None:
     ways = ("off", "selective", "full")
-    needs = {how: plan(folder, 2, *FLAGS, "--activation_checkpointing", how).device_bytes for how in ways}
+    needs = {
+        how: plan(folder, 2, *FLAGS, "--activation_checkpointing", how).device_bytes for how in ways
+    }
     assert needs["off"] > needs["selective"] > needs["full"]
     for how in ways:
         choice, why, planned = chosen(finetuning, folder, int(needs[how] / 0.97) + 1)
         assert choice == how and planned == needs[how]
         assert why.startswith(f"{how} (planned: ") and why.count(", ") == ways.index(how)
     assert chosen(finetuning, folder, 2**20)[0] == "full"
-    choice, why, _ = chosen(finetuning, folder, 2**20, "--fsdp_wrap_policy", "size", "--min_num_params", "1000")
+    choice, why, _ = chosen(
+        finetuning, folder, 2**20, "--fsdp_wrap_policy", "size", "--min_num_params", "1000"
+    )
     assert choice == "full" and "selective" not in why, "where layers are no units"
 
 
 def test_a_run_goes_on_with_a_torch_that_the_planner_does_not_know(
-    finetuning: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+    finetuning: ModuleType,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: Said,
 ) -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 

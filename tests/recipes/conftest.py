@@ -9,7 +9,9 @@ from conftest import write_jsonl, write_rows
 
 
 @pytest.fixture(scope="session")
-def broken(tiny_model: Path, save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def broken(
+    tiny_model: Path, save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The folder; good are `model` and `rows.jsonl`, what is wrong with the rest its name says."""
     folder = tmp_path_factory.mktemp("broken")
     shutil.copytree(tiny_model, folder / "model")
@@ -40,7 +42,9 @@ def _break_weights(folder: Path) -> None:
 def _break_models(folder: Path, save_model: Callable[..., Path]) -> None:
     """Model folders that lack something else, or do not go with their tokenizer."""
 
-    shutil.copytree(folder / "model", folder / "no_tokenizer", ignore=shutil.ignore_patterns("tokenizer*"))
+    shutil.copytree(
+        folder / "model", folder / "no_tokenizer", ignore=shutil.ignore_patterns("tokenizer*")
+    )
     save_model(folder / "small_vocabulary", vocab_size=280)
 
 
@@ -56,10 +60,17 @@ def _break_adapters(folder: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=301, **shape))
     lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
-    get_peft_model(model, lora).save_pretrained(folder / "other_adapter", save_embedding_layers=False)
+    get_peft_model(model, lora).save_pretrained(
+        folder / "other_adapter", save_embedding_layers=False
+    )
 
 
 def _fill_output_dirs(folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""The recipe with the flags given after a path: each rank is killed, as by kill -9, once something has that path."""
+"""The recipe with the flags given after a path: each rank is killed, as by kill -9, once something
+has that path."""
 
 import os
 import runpy

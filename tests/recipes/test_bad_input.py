@@ -1,6 +1,6 @@
-"""Bad input found at every moment of the real command's start: one message that names the thing, the place and the way
-out, exit code 2, nothing written. All commands run once, some at a time. What else is refused, and how, the tests of
-each part have."""
+"""Bad input found at every moment of the real command's start: one message that names the thing,
+the place and the way out, exit code 2, nothing written. All commands run once, some at a time. What
+else is refused, and how, the tests of each part have."""
 
 import hashlib
 import json
@@ -22,8 +22,9 @@ LORA = f"{GOOD} --use_peft"
 
 
 class Case(NamedTuple):
-    """A command, where @name is a file of the folder `broken`, and words of its message, which names so many mistakes.
-    With variables of its own the process is a new interpreter, for libraries to read them."""
+    """A command, where @name is a file of the folder `broken`, and words of its message, which
+    names so many mistakes. With variables of its own the process is a new interpreter, for
+    libraries to read them."""
 
     flags: str
     says: tuple[str, ...]
@@ -38,30 +39,62 @@ def case(flags: str, *says: str, errors: int = 1, **environment: str) -> Case:
 CASES = {
     # The model's folder.
     "missing model folder": case(f"--model_name @modle {ROWS}", "modle: no such directory"),
-    "truncated weights": case(f"--model_name @truncated {ROWS}", "truncated/model-00001-of-00003.safetensors",
-                              "corrupted"),
-    "missing tensor": case(f"--model_name @missing_tensor {ROWS}", "missing_tensor: ", "missing: model.layers.0"),
-    "no tokenizer": case(f"--model_name @no_tokenizer {ROWS}", "no_tokenizer: no usable tokenizer",
-                         "--tokenizer_name"),
-    "tokenizer of more ids than the model": case(f"--model_name @small_vocabulary {ROWS}", "token 300", "280",
-                                                 "--tokenizer_name"),
+    "truncated weights": case(
+        f"--model_name @truncated {ROWS}", "truncated/model-00001-of-00003.safetensors", "corrupted"
+    ),
+    "missing tensor": case(
+        f"--model_name @missing_tensor {ROWS}", "missing_tensor: ", "missing: model.layers.0"
+    ),
+    "no tokenizer": case(
+        f"--model_name @no_tokenizer {ROWS}",
+        "no_tokenizer: no usable tokenizer",
+        "--tokenizer_name",
+    ),
+    "tokenizer of more ids than the model": case(
+        f"--model_name @small_vocabulary {ROWS}", "token 300", "280", "--tokenizer_name"
+    ),
     # The data.
     "missing dataset": case(f"{MODEL} --dataset @row.jsonl", "row.jsonl: no such file"),
-    "rows that a template refuses": case(f"{GOOD} --chat_template @refuses.jinja",
-                                         "rows.jsonl:1: the chat template rejects this chat: no tools here",
-                                         "--skip_bad_rows", errors=5),
-    "every row dropped": case(f"{GOOD} --context_length 40 --truncation drop", "no sample is left for train",
-                              "16 are longer than --context_length 40", "--truncation"),
+    "rows that a template refuses": case(
+        f"{GOOD} --chat_template @refuses.jinja",
+        "rows.jsonl:1: the chat template rejects this chat: no tools here",
+        "--skip_bad_rows",
+        errors=5,
+    ),
+    "every row dropped": case(
+        f"{GOOD} --context_length 40 --truncation drop",
+        "no sample is left for train",
+        "16 are longer than --context_length 40",
+        "--truncation",
+    ),
     # Settings.
     "no GPU": case(f"{GOOD} --device cuda", "--device cuda: no GPU", "--device cpu"),
-    "adapter of another model": case(f"{LORA} --from_peft_checkpoint @other_adapter",
-                                     "other_adapter/adapter_model.safetensors", "--model_name", "another model"),
-    "several at once": case(f"--model_name @modle {ROWS} --lrr 1 --num_epochs 0 --precision fp17", "modle", "--lrr",
-                            "--num_epochs 0", "fp17", "Did you mean fp16?", errors=4),
+    "adapter of another model": case(
+        f"{LORA} --from_peft_checkpoint @other_adapter",
+        "other_adapter/adapter_model.safetensors",
+        "--model_name",
+        "another model",
+    ),
+    "several at once": case(
+        f"--model_name @modle {ROWS} --lrr 1 --num_epochs 0 --precision fp17",
+        "modle",
+        "--lrr",
+        "--num_epochs 0",
+        "fp17",
+        "Did you mean fp16?",
+        errors=4,
+    ),
     "no checkpoint": case(f"{GOOD} --resume @a_run", "--resume", "a_run: no checkpoint there"),
-    "W&B without a key": case(f"{GOOD} --use_wandb", "--use_wandb", "no W&B key", "wandb login",
-                              "--wandb_mode offline", WANDB_API_KEY="", NETRC="/nowhere"),
-}  # fmt: skip
+    "W&B without a key": case(
+        f"{GOOD} --use_wandb",
+        "--use_wandb",
+        "no W&B key",
+        "wandb login",
+        "--wandb_mode offline",
+        WANDB_API_KEY="",
+        NETRC="/nowhere",
+    ),
+}
 
 
 def snapshot(folder: Path) -> dict[str, str]:
@@ -111,7 +144,8 @@ def test_bad_input_is_told_in_one_message(name: str, outcome: Outcome) -> None:
     assert finished.exit_code == 2, finished.output
     assert "Traceback" not in finished.output and "\x1b" not in finished.output
     assert message.count("error: ") == expected.errors, message
-    assert all(line.startswith(("error: ", "       ")) for line in message.splitlines()), message  # nothing after it
+    # nothing after it
+    assert all(line.startswith(("error: ", "       ")) for line in message.splitlines()), message
     for words in expected.says:
         assert words in message
 
@@ -127,15 +161,22 @@ def test_bad_input_leaves_nothing_behind(outcome: Outcome, cache: Path) -> None:
     [
         (f"{GOOD} --lrr 1e-4", "error: --lrr is not a flag. Did you mean --lr?", True),
         (f"{MODEL} --dataset @malformed.jsonl", "malformed.jsonl:3: malformed JSON", False),
-        (f"--model_name @truncated {ROWS} --enable_fsdp --low_cpu_fsdp", "missing or corrupted", False),
+        (
+            f"--model_name @truncated {ROWS} --enable_fsdp --low_cpu_fsdp",
+            "missing or corrupted",
+            False,
+        ),
     ],
     ids=["before torch", "while the other rank waits", "on the one rank that reads"],
 )
-def test_two_ranks_tell_a_mistake_once(flags: str, says: str, by_torchrun: bool, broken: Path, tmp_path: Path) -> None:
+def test_two_ranks_tell_a_mistake_once(
+    flags: str, says: str, by_torchrun: bool, broken: Path, tmp_path: Path
+) -> None:
     words = [*shlex.split(flags.replace("@", f"{broken}/")), "--output_dir", str(tmp_path / "run")]
     if by_torchrun:
         finished = recipe(*words, processes=2, timeout=60)
-        assert finished.exit_code == 1 and "failed (exitcode" in finished.output  # torchrun's, and its closing report
+        # torchrun's, and its closing report
+        assert finished.exit_code == 1 and "failed (exitcode" in finished.output
     else:
         finished = forked(RECIPE, *words, ranks=2, timeout=60)
         assert finished.exit_code == 2
@@ -144,23 +185,37 @@ def test_two_ranks_tell_a_mistake_once(flags: str, says: str, by_torchrun: bool,
     assert finished.seconds < 60 and "Traceback" not in told and not (tmp_path / "run").exists()
 
 
-def test_a_bad_row_in_the_middle_of_a_stream_ends_the_run_on_all_ranks(broken: Path, tmp_path: Path) -> None:
+def test_a_bad_row_in_the_middle_of_a_stream_ends_the_run_on_all_ranks(
+    broken: Path, tmp_path: Path
+) -> None:
     """Rank 0 tokenizes it, while rank 1 trains; two windows of rows come before it."""
     words = f"{MODEL} --dataset @late.jsonl --streaming --shuffle_buffer 10 --batch_size_training 4 --max_train_step 99"
     words += " --context_length 128 --enable_fsdp --save_steps 5 --precision fp32"
-    finished = forked(RECIPE, *shlex.split(words.replace("@", f"{broken}/")), "--output_dir", tmp_path / "run", ranks=2)
+    finished = forked(
+        RECIPE,
+        *shlex.split(words.replace("@", f"{broken}/")),
+        "--output_dir",
+        tmp_path / "run",
+        ranks=2,
+    )
     assert finished.exit_code == 2 and finished.seconds < 60, finished.output
     told = finished.output[finished.output.index("error: ") :]
     assert told.count("error: ") == 1 and "Traceback" not in finished.output, told
     assert 'late.jsonl:601: "output" is [3]' in told and "--skip_bad_rows" in told
     status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert (status["state"], status["exit_code"]) == ("failed", 2) and len(losses(tmp_path / "run")) >= 5
+    assert (status["state"], status["exit_code"]) == ("failed", 2) and len(
+        losses(tmp_path / "run")
+    ) >= 5
     assert (tmp_path / "run" / "checkpoints" / "step-000005").is_dir()
 
 
-def test_overwrite_replaces_the_run_and_keeps_what_is_not_its_own(broken: Path, tmp_path: Path) -> None:
+def test_overwrite_replaces_the_run_and_keeps_what_is_not_its_own(
+    broken: Path, tmp_path: Path
+) -> None:
     shutil.copytree(broken / "a_run", tmp_path / "run")
     words = shlex.split(f"{GOOD} --max_train_step 1 --overwrite".replace("@", f"{broken}/"))
     finished = forked(RECIPE, *words, "--output_dir", tmp_path / "run")
     assert finished.exit_code == 0, finished.output
-    assert losses(tmp_path / "run") != [2.5] and (tmp_path / "run" / "notes.txt").read_text() == "mine"
+    assert (
+        losses(tmp_path / "run") != [2.5] and (tmp_path / "run" / "notes.txt").read_text() == "mine"
+    )

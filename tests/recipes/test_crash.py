@@ -1,4 +1,5 @@
-"""Runs that are killed and resumed are the runs that were never stopped: benchmarks/crash.py, with few kills."""
+"""Runs that are killed and resumed are the runs that were never stopped: benchmarks/crash.py, with
+few kills."""
 
 import random
 import signal
@@ -15,7 +16,9 @@ KILLED = Path(__file__).with_name("killed_job.py")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [1, 12])
-def test_a_run_killed_at_random_moments_ends_as_if_it_had_not_been(tmp_path: Path, kills: int) -> None:
+def test_a_run_killed_at_random_moments_ends_as_if_it_had_not_been(
+    tmp_path: Path, kills: int
+) -> None:
     command = [sys.executable, str(SCRIPT), "--kills", str(kills), "--folder", str(tmp_path)]
     finished = run([*command, "--methods", "full" if kills < 10 else "lora,full"], timeout=900)
     assert finished.exit_code == 0, finished.output
@@ -27,7 +30,13 @@ def test_a_run_killed_in_a_save_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
     """The benchmark's run, of one epoch, compared as it does; all ranks are killed at once."""
     crash = load_script(SCRIPT)
     crash.write_inputs(tmp_path)
-    flags = [*crash.FLAGS, "--model_name", f"{tmp_path}/model", "--dataset", f"{tmp_path}/rows.jsonl"]
+    flags = [
+        *crash.FLAGS,
+        "--model_name",
+        f"{tmp_path}/model",
+        "--dataset",
+        f"{tmp_path}/rows.jsonl",
+    ]
     flags[flags.index("--num_epochs") + 1] = "1"
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     finished = forked(RECIPE, *flags, "--output_dir", whole, ranks=2)

@@ -1,5 +1,5 @@
-"""recipes/evaluate.py as users run it, on one and two processes. Losses are compared with those of the runs and of
-plain Transformers, tasks with those of lm-evaluation-harness' own loading."""
+"""recipes/evaluate.py as users run it, on one and two processes. Losses are compared with those of
+the runs and of plain Transformers, tasks with those of lm-evaluation-harness' own loading."""
 
 import json
 import math
@@ -19,32 +19,66 @@ Results = dict[str, dict[str, Any]]  # name of a model -> what was found
 def evaluated(folder: Path, cases: dict[str, list[str]], ranks: int = 0) -> dict[str, Results]:
     """Cases of the recipe in one launch: case -> model -> results."""
     folder.mkdir()
-    flags = [[*case, "--device", "cpu", "--output_file", f"{folder}/{name}.json"] for name, case in cases.items()]
+    flags = [
+        [*case, "--device", "cpu", "--output_file", f"{folder}/{name}.json"]
+        for name, case in cases.items()
+    ]
     run_cases(folder, flags, ranks, script=CASES)
     found = {name: json.loads((folder / f"{name}.json").read_text())["models"] for name in cases}
     return {name: {model["name"]: model for model in models} for name, models in found.items()}
 
 
 @pytest.fixture(scope="module")
-def place(save_model: Callable[..., Path], rows70: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, rows that are tokens, tasks, and four runs, evaluated after each of two steps."""
+def place(
+    save_model: Callable[..., Path], rows70: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A folder with a model, rows that are tokens, tasks, and four runs, evaluated after each of
+    two steps."""
     folder = tmp_path_factory.mktemp("evaluated")
     save_model(folder / "base", hidden_size=64, intermediate_size=128, tied=True)
     base = ["--model_name", f"{folder}/base"]
     common = ["--dataset", str(rows70), "--validation", "0.3", "--precision", "fp32"]
-    common += ["--device", "cpu", "--max_train_step", "2", "--save_steps", "1", "--eval_steps", "1", "--lr", "1e-2"]
+    common += [
+        "--device",
+        "cpu",
+        "--max_train_step",
+        "2",
+        "--save_steps",
+        "1",
+        "--eval_steps",
+        "1",
+        "--lr",
+        "1e-2",
+    ]
     common += ["--context_length", "96", "--batch_size_training", "2"]
-    lora = ["--use_peft", "--target_modules", "all-linear", "--quantization", "4bit", "--quant_type", "fp4"]
+    lora = [
+        "--use_peft",
+        "--target_modules",
+        "all-linear",
+        "--quantization",
+        "4bit",
+        "--quant_type",
+        "fp4",
+    ]
     grown = ["--chat_template", "chatml", "--resize_embeddings", "--output_dir", f"{folder}/grown"]
     flags = [[*base, *common, "--output_dir", f"{folder}/full"]]
     flags += [[*base, *common, *lora, "--output_dir", f"{folder}/lora"], [*base, *common, *grown]]
     # a base without a tokenizer, and a chat template that is another than that of the others
-    shutil.copytree(folder / "base", folder / "base-alone", ignore=shutil.ignore_patterns("*token*"))
-    (folder / "turns.jinja").write_text("{% for turn in messages %}{{ turn.content }}</s>{% endfor %}")
+    shutil.copytree(
+        folder / "base", folder / "base-alone", ignore=shutil.ignore_patterns("*token*")
+    )
+    (folder / "turns.jinja").write_text(
+        "{% for turn in messages %}{{ turn.content }}</s>{% endfor %}"
+    )
     other = ["--tokenizer_name", f"{folder}/base", "--chat_template", f"{folder}/turns.jinja"]
-    flags.append([*common, *other, "--model_name", f"{folder}/base-alone", "--output_dir", f"{folder}/other"])
+    flags.append(
+        [*common, *other, "--model_name", f"{folder}/base-alone", "--output_dir", f"{folder}/other"]
+    )
     run_cases(folder, flags)
-    rows = [{"input_ids": ids, "labels": [-100, *ids[1 : 4 + n], *ids[4 + n :]]} for n, ids in enumerate(token_rows())]
+    rows = [
+        {"input_ids": ids, "labels": [-100, *ids[1 : 4 + n], *ids[4 + n :]]}
+        for n, ids in enumerate(token_rows())
+    ]
     write_jsonl(folder / "tokens.jsonl", rows)
     write_tasks(folder)
     return folder
@@ -59,34 +93,66 @@ def greedy(folder: Path, questions: list[str]) -> list[str]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     answers = []
     for question in questions:
         tokens = tokenizer(question, return_tensors="pt")["input_ids"]
         with torch.no_grad():
-            new = model.generate(tokens, max_new_tokens=5, do_sample=False, pad_token_id=0)[0, tokens.shape[1] :]
+            new = model.generate(tokens, max_new_tokens=5, do_sample=False, pad_token_id=0)[
+                0, tokens.shape[1] :
+            ]
         answers.append(tokenizer.decode(new, skip_special_tokens=True))
     return answers
 
 
 def write_tasks(folder: Path) -> None:
-    """One task of each kind, on the same rows; half of the answers asked for are what the base model says."""
+    """One task of each kind, on the same rows; half of the answers asked for are what the base
+    model says."""
     said = greedy(folder / "base", QUESTIONS)
     rows = [
-        {"question": question, "choices": ANSWERS, "right": n, "said": said[n] if n % 2 else "something else"}
+        {
+            "question": question,
+            "choices": ANSWERS,
+            "right": n,
+            "said": said[n] if n % 2 else "something else",
+        }
         for n, question in enumerate(QUESTIONS)
     ]
     write_jsonl(folder / "questions.jsonl", rows)
-    data = {"data_files": {"test": str(folder / "questions.jsonl")}, "cache_dir": str(folder / "cache")}
-    common = {"dataset_path": "json", "dataset_kwargs": data, "test_split": "test", "doc_to_text": "{{question}}"}
-    choose = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "right"}
-    say = {"output_type": "generate_until", "doc_to_target": "said", "metric_list": [metric("exact_match", "mean")]}
+    data = {
+        "data_files": {"test": str(folder / "questions.jsonl")},
+        "cache_dir": str(folder / "cache"),
+    }
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": data,
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+    }
+    choose = {
+        "output_type": "multiple_choice",
+        "doc_to_choice": "choices",
+        "doc_to_target": "right",
+    }
+    say = {
+        "output_type": "generate_until",
+        "doc_to_target": "said",
+        "metric_list": [metric("exact_match", "mean")],
+    }
     say["generation_kwargs"] = {"until": ["</s>"], "max_gen_toks": 5}
-    read = {"output_type": "loglikelihood_rolling", "doc_to_target": "{{question}}", "doc_to_text": ""}
+    read = {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_target": "{{question}}",
+        "doc_to_text": "",
+    }
     read["metric_list"] = [metric("byte_perplexity", "weighted_perplexity")]
     choose["metric_list"] = [metric("acc", "mean"), metric("acc_norm", "mean")]
     for name, task in {"choose": choose, "say": say, "read": read}.items():
-        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **common, **task}))  # JSON is YAML
+        # JSON is YAML
+        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **common, **task}))
 
 
 def metric(name: str, aggregation: str) -> dict[str, Any]:
@@ -94,7 +160,12 @@ def metric(name: str, aggregation: str) -> dict[str, Any]:
 
 
 def tasks_of(folder: Path) -> list[str]:
-    return ["--tasks", ",".join(f"{folder}/{name}.yaml" for name in ("choose", "say", "read")), "--batch_size", "2"]
+    return [
+        "--tasks",
+        ",".join(f"{folder}/{name}.yaml" for name in ("choose", "say", "read")),
+        "--batch_size",
+        "2",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +203,12 @@ def own(run: Path) -> list[float]:
     return [line["eval/loss"] for line in metrics(run) if "eval/loss" in line]
 
 
-def test_the_loss_is_that_of_the_run_itself_after_the_same_step(place: Path, alone: dict[str, Results]) -> None:
-    first, whole = (alone[case][f"{place}/full"]["held_out"]["target_tokens"] for case in ("first", "runs"))
+def test_the_loss_is_that_of_the_run_itself_after_the_same_step(
+    place: Path, alone: dict[str, Results]
+) -> None:
+    first, whole = (
+        alone[case][f"{place}/full"]["held_out"]["target_tokens"] for case in ("first", "runs")
+    )
     assert 0 < first < whole  # --max_eval_step 1
     for run in ("full", "lora"):
         before, after_one, after_two = own(place / run)
@@ -145,24 +220,33 @@ def test_the_loss_is_that_of_the_run_itself_after_the_same_step(place: Path, alo
         assert result["perplexity"] == pytest.approx(math.exp(after_two), rel=1e-5)
 
 
-def test_the_base_model_stands_beside_it_as_the_run_had_it(place: Path, alone: dict[str, Results]) -> None:
+def test_the_base_model_stands_beside_it_as_the_run_had_it(
+    place: Path, alone: dict[str, Results]
+) -> None:
     found = json.loads((place / "alone" / "runs.json").read_text())["models"]
     bases = [model for model in found if model["name"].startswith("base: ")]
-    assert [model["base"] for model in found if model not in bases] == [bases[n]["name"] for n in (0, 0, 1, 1, 2, 3)]
+    assert [model["base"] for model in found if model not in bases] == [
+        bases[n]["name"] for n in (0, 0, 1, 1, 2, 3)
+    ]
     assert [base["held_out"]["loss"] for base in bases] == pytest.approx(
         [own(place / run)[0] for run in ("full", "lora", "grown", "other")], rel=1e-6
     )
     assert "4bit" in bases[1]["about"] and "4bit" not in bases[0]["about"]
-    assert bases[2]["held_out"]["target_tokens"] != bases[0]["held_out"]["target_tokens"]  # chatml's, not alpaca's
+    # chatml's, not alpaca's
+    assert bases[2]["held_out"]["target_tokens"] != bases[0]["held_out"]["target_tokens"]
 
 
-def test_the_loss_of_a_plain_folder_is_that_of_plain_transformers(place: Path, alone: dict[str, Results]) -> None:
+def test_the_loss_of_a_plain_folder_is_that_of_plain_transformers(
+    place: Path, alone: dict[str, Results]
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(place / "base", dtype=torch.float32)
     total = sum(losses_by_row(model, place / "tokens.jsonl"))
-    count = sum(label != -100 for row in examples_of(place / "tokens.jsonl") for label in row["labels"][1:])
+    count = sum(
+        label != -100 for row in examples_of(place / "tokens.jsonl") for label in row["labels"][1:]
+    )
     for case in ("packed", "padded"):
         found = alone[case][f"{place}/base"]["held_out"]
         assert found["target_tokens"] == count
@@ -175,10 +259,20 @@ def test_tasks_have_the_numbers_of_lm_evaluation_harness(
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    arguments = {"pretrained": str(place / "base"), "dtype": "float32", "device": "cpu", "batch_size": 1}
+    arguments = {
+        "pretrained": str(place / "base"),
+        "dtype": "float32",
+        "device": "cpu",
+        "batch_size": 1,
+    }
     files: list[Any] = [f"{place}/{name}.yaml" for name in ("choose", "say", "read")]
     manager = TaskManager(include_defaults=False)
-    settings: dict[str, Any] = {"model": "hf", "model_args": arguments, "tasks": files, "log_samples": False}
+    settings: dict[str, Any] = {
+        "model": "hf",
+        "model_args": arguments,
+        "tasks": files,
+        "log_samples": False,
+    }
     for ours, limit in (alone["tasks"], None), (together["few"], 1):
         theirs = simple_evaluate(**settings, task_manager=manager, limit=limit)
         assert theirs is not None
@@ -187,7 +281,9 @@ def test_tasks_have_the_numbers_of_lm_evaluation_harness(
             for task, found in ours[f"{place}/base"]["tasks"].items()
             for name, values in found.items()
         }
-        assert numbers == pytest.approx({key: theirs["results"][key[0]][f"{key[1]},none"] for key in numbers}, rel=1e-5)
+        assert numbers == pytest.approx(
+            {key: theirs["results"][key[0]][f"{key[1]},none"] for key in numbers}, rel=1e-5
+        )
         assert len(numbers) == 4
         if limit is None:
             assert numbers["say", "exact_match"] == 0.5  # as the rows were made
@@ -195,7 +291,9 @@ def test_tasks_have_the_numbers_of_lm_evaluation_harness(
             assert error == pytest.approx(theirs["results"]["choose"]["acc_stderr,none"])
 
 
-def test_two_ranks_find_what_one_finds(place: Path, alone: dict[str, Results], together: dict[str, Results]) -> None:
+def test_two_ranks_find_what_one_finds(
+    place: Path, alone: dict[str, Results], together: dict[str, Results]
+) -> None:
     sharded, base = together["sharded"], alone["tasks"][f"{place}/base"]["tasks"]
     for name in (f"{place}/full", f"base: {place}/base"):
         after = own(place / "full")[2 if name.endswith("full") else 0]
@@ -214,7 +312,9 @@ def test_the_task_that_comes_with_the_recipes_can_be_asked_without_a_network(pla
     from datasets import Dataset
     from lm_eval.tasks import TaskManager
 
-    loaded = TaskManager(include_defaults=False).load([str(REPOSITORY / "configs" / "tasks" / "python_docs.yaml")])
+    loaded = TaskManager(include_defaults=False).load(
+        [str(REPOSITORY / "configs" / "tasks" / "python_docs.yaml")]
+    )
     task = loaded["tasks"]["python_docs"]
     docs = task.eval_docs
     assert isinstance(docs, Dataset) and len(docs) > 200

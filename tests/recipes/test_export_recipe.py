@@ -1,4 +1,5 @@
-"""recipes/export.py as users run it: from runs and checkpoints to plain models, and its mistakes."""
+"""recipes/export.py as users run it: from runs and checkpoints to plain models, and its
+mistakes."""
 
 import json
 import re
@@ -15,7 +16,8 @@ EXPORT = REPOSITORY / "recipes" / "export.py"
 
 
 def export(*flags: str | Path, **environment: str) -> Finished:
-    """The command; with an environment as a new interpreter, for libraries to read it when they are imported."""
+    """The command; with an environment as a new interpreter, for libraries to read it when they are
+    imported."""
     if not environment:
         return forked(EXPORT, *flags)
     return run([sys.executable, str(EXPORT), *map(str, flags)], **environment)
@@ -28,21 +30,36 @@ def runs(
     rows16: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """Base models and runs of two steps: QLoRA, LoRA and a head, and all but the first layer of a bf16 mixture of
-    experts."""
+    """Base models and runs of two steps: QLoRA, LoRA and a head, and all but the first layer of a
+    bf16 mixture of experts."""
     import torch
     from transformers import MixtralConfig, MixtralForCausalLM
 
     folder = tmp_path_factory.mktemp("runs")
     save_model(folder / "base", hidden_size=64, intermediate_size=128)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     experts = MixtralConfig(**shape, num_local_experts=3, num_key_value_heads=2, vocab_size=301)
-    MixtralForCausalLM(experts).to(torch.bfloat16).save_pretrained(save_tokenizer(folder / "experts"))
+    MixtralForCausalLM(experts).to(torch.bfloat16).save_pretrained(
+        save_tokenizer(folder / "experts")
+    )
     common = ["--dataset", str(rows16), "--model_name"]
     lora = ["--use_peft", "--precision", "fp32", "--lora_dropout", "0", "--target_modules"]
     cases = {
         "4bit": [*common, f"{folder}/base", *lora, "all-linear", "--quantization", "4bit"],
-        "lora": [*common, f"{folder}/base", *lora, "q_proj,v_proj", "--use_dora", "--modules_to_save", "lm_head"],
+        "lora": [
+            *common,
+            f"{folder}/base",
+            *lora,
+            "q_proj,v_proj",
+            "--use_dora",
+            "--modules_to_save",
+            "lm_head",
+        ],
         "full": [*common, f"{folder}/experts", "--freeze_layers", "--max_shard_size", "60KB"],
     }
     shared = ["--device", "cpu", "--max_train_step", "2", "--lr", "1e-2"]
@@ -71,7 +88,9 @@ def test_a_quantized_runs_adapter_is_merged_into_the_original_weights(
     assert f"Written: {folder}" in finished.output
     base = AutoModelForCausalLM.from_pretrained(runs / "base")
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-    reference = PeftModel.from_pretrained(base, runs / "4bit" / "model").merge_and_unload().state_dict()
+    reference = (
+        PeftModel.from_pretrained(base, runs / "4bit" / "model").merge_and_unload().state_dict()
+    )
     weights = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert weights.keys() == reference.keys()
     for name, tensor in reference.items():
@@ -88,10 +107,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", ["full", "lora", "4bit"])
-def test_the_last_checkpoint_gives_what_the_run_left_byte_for_byte(name: str, runs: Path, tmp_path: Path) -> None:
+def test_the_last_checkpoint_gives_what_the_run_left_byte_for_byte(
+    name: str, runs: Path, tmp_path: Path
+) -> None:
     from llama_ft.checkpoint import Exporter, find_valid
 
-    exporter = Exporter.prepare(find_valid(runs / name), None, None, trust_remote_code=False, merge=False)
+    exporter = Exporter.prepare(
+        find_valid(runs / name), None, None, trust_remote_code=False, merge=False
+    )
     if name == "full":
         exporter.write_model(tmp_path / "out", None, 60_000)
     else:
@@ -101,11 +124,17 @@ def test_the_last_checkpoint_gives_what_the_run_left_byte_for_byte(name: str, ru
     assert [file for file in ours if ours[file] != theirs[file]] == []
 
 
-def test_a_merged_checkpoint_replaces_a_model_only_with_overwrite(runs: Path, merged: tuple[Path, Finished]) -> None:
+def test_a_merged_checkpoint_replaces_a_model_only_with_overwrite(
+    runs: Path, merged: tuple[Path, Finished]
+) -> None:
     folder, _ = merged
     checkpoint = runs / "4bit" / "checkpoints" / "step-000002"
     refused = export(checkpoint, folder, "--merge", "--dtype", "bfloat16")
-    assert refused.exit_code == 2 and "already holds a model" in refused.output and "--overwrite" in refused.output
+    assert (
+        refused.exit_code == 2
+        and "already holds a model" in refused.output
+        and "--overwrite" in refused.output
+    )
     copy = shutil.copytree(folder, folder.with_name("replaced"))
     finished = export(checkpoint, copy, "--merge", "--dtype", "bfloat16", "--overwrite")
     assert finished.exit_code == 0, finished.output
@@ -114,14 +143,24 @@ def test_a_merged_checkpoint_replaces_a_model_only_with_overwrite(runs: Path, me
     assert "optimizer steps: 2" in (copy / "README.md").read_text()
 
 
-def test_a_checkpoint_goes_to_the_hub_and_the_token_nowhere_else(runs: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_to_the_hub_and_the_token_nowhere_else(
+    runs: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
     flags = [runs / "lora", out, "--push_to_hub", "me/model"]
     refused = export(*flags, **hub, HF_TOKEN="")
-    assert refused.exit_code == 2 and "no token for http://127.0.0.1:9" in refused.output and not out.exists()
+    assert (
+        refused.exit_code == 2
+        and "no token for http://127.0.0.1:9" in refused.output
+        and not out.exists()
+    )
     finished = export(*flags, **hub, HF_TOKEN="hf_of_the_environment")
-    assert finished.exit_code == 1 and "Traceback" not in finished.output and "hf_of_the" not in finished.output
+    assert (
+        finished.exit_code == 1
+        and "Traceback" not in finished.output
+        and "hf_of_the" not in finished.output
+    )
     assert f"The checkpoint: {runs}/lora/checkpoints/step-000002" in finished.output
     assert f"`hf upload me/model {out}` uploads it later" in finished.output
     assert contents(out) == contents(runs / "lora" / "model")
@@ -136,7 +175,10 @@ def test_a_full_disk_is_named_and_leaves_nothing(runs: Path) -> None:
         f"runpy.run_path({str(EXPORT)!r}, run_name='__main__')\n"
     )
     finished = forked(job, runs / "4bit" / "model", folder)
-    assert finished.exit_code == 1 and f"{folder}: the model could not be written (File too large)" in finished.output
+    assert (
+        finished.exit_code == 1
+        and f"{folder}: the model could not be written (File too large)" in finished.output
+    )
     assert "Traceback" not in finished.output
     assert not folder.exists() and not list(runs.glob(".writing*"))
 
@@ -197,10 +239,14 @@ def test_exporting_takes_a_fraction_of_the_models_size(tiny_model: Path, tmp_pat
     (tmp_path / "job.py").write_text(MEMORY)
     job = [sys.executable, str(tmp_path / "job.py"), str(tmp_path)]
     for arguments in ([str(tiny_model)], []):
-        finished = run([*job, *arguments], PYTHONPATH=f"{REPOSITORY / 'src'}:{REPOSITORY / 'tests'}")
+        finished = run(
+            [*job, *arguments], PYTHONPATH=f"{REPOSITORY / 'src'}:{REPOSITORY / 'tests'}"
+        )
         assert finished.exit_code == 0, finished.output
     size = (tmp_path / "large" / "model.safetensors").stat().st_size / 2**20
-    grew = {way: float(mib) for way, mib in re.findall(r"(\w+) grew (-?[\d.]+) MiB", finished.output)}
+    grew = {
+        way: float(mib) for way, mib in re.findall(r"(\w+) grew (-?[\d.]+) MiB", finished.output)
+    }
     assert size > 130 and grew.keys() == {"adapter", "full"}
     assert max(grew.values()) < 60, grew  # measured: 132, and 13 to 20
 
@@ -229,9 +275,18 @@ def adapter(tmp_path: Path, tiny_model: Path) -> Path:
 
 MISTAKES: dict[str, tuple[str, list[str]]] = {
     "nothing to export": ("@run @out", ["run: is neither a checkpoint, nor a run's directory"]),
-    "a base that is gone": ("@old @out", ["(--base_model overrides it): base model /gone/llama: no such directory"]),
-    "the base itself": ("@adapter @base --overwrite", ["would delete", "which its base model reads"]),
-    "the base of a run": ("@second @base --overwrite", ["would delete", "which its base model reads"]),
+    "a base that is gone": (
+        "@old @out",
+        ["(--base_model overrides it): base model /gone/llama: no such directory"],
+    ),
+    "the base itself": (
+        "@adapter @base --overwrite",
+        ["would delete", "which its base model reads"],
+    ),
+    "the base of a run": (
+        "@second @base --overwrite",
+        ["would delete", "which its base model reads"],
+    ),
 }
 
 

@@ -1,5 +1,5 @@
-"""recipes/inference.py as users run it: what a run has left answers as in plain transformers, on one process and on
-two."""
+"""recipes/inference.py as users run it: what a run has left answers as in plain transformers, on
+one process and on two."""
 
 import json
 import os
@@ -25,7 +25,9 @@ def inference(*flags: str | Path, ranks: int = 0) -> Finished:
 
 
 @pytest.fixture(scope="module")
-def runs(save_model: Callable[..., Path], rows16: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(
+    save_model: Callable[..., Path], rows16: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A folder with a base model, a fully tuned run, a run with LoRA, and prompts."""
     folder = tmp_path_factory.mktemp("inference")
     save_model(folder / "base", hidden_size=64, intermediate_size=128)
@@ -37,18 +39,29 @@ def runs(save_model: Callable[..., Path], rows16: Path, tmp_path_factory: pytest
         [*common, *lora, "--lr", "1e-2", "--output_dir", f"{folder}/lora"],
     ]
     run_cases(folder, cases)
-    write_jsonl(folder / "prompts.jsonl", [{"prompt": it, "id": f"row {n}"} for n, it in enumerate(PROMPTS)])
+    write_jsonl(
+        folder / "prompts.jsonl", [{"prompt": it, "id": f"row {n}"} for n, it in enumerate(PROMPTS)]
+    )
     return folder
 
 
 def answers(runs: Path, place: Path, *flags: str, ranks: int = 0) -> list[str]:
     """What the recipe writes for the prompts, whose rows it must have kept."""
     file = runs / f"answers-{time.monotonic_ns()}.jsonl"
-    common = ["--prompts", runs / "prompts.jsonl", "--output_file", file, "--max_new_tokens", str(LONGEST)]
+    common = [
+        "--prompts",
+        runs / "prompts.jsonl",
+        "--output_file",
+        file,
+        "--max_new_tokens",
+        str(LONGEST),
+    ]
     finished = inference(place, *common, *flags, ranks=ranks)
     assert finished.exit_code == 0, finished.output
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(row["prompt"], row["id"]) for row in rows] == [(p, f"row {n}") for n, p in enumerate(PROMPTS)]
+    assert [(row["prompt"], row["id"]) for row in rows] == [
+        (p, f"row {n}") for n, p in enumerate(PROMPTS)
+    ]
     return [row["answer"] for row in rows]
 
 
@@ -60,10 +73,14 @@ def by_transformers(model: Any, folder: Path) -> list[str]:
     tokenizer, texts = AutoTokenizer.from_pretrained(folder), []
     for prompt in PROMPTS:
         chat = [{"role": "user", "content": prompt}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        ids = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
         with torch.no_grad():
             tokens = model.generate(**ids, max_new_tokens=LONGEST, do_sample=False, pad_token_id=0)
-        texts.append(tokenizer.decode(tokens[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+        texts.append(
+            tokenizer.decode(tokens[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+        )
     assert len(set(texts)) > 5
     return texts
 
@@ -100,7 +117,9 @@ def test_an_adapter_answers_as_with_peft(runs: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [["--enable_fsdp"], []], ids=["sharded", "whole on each"])
-def test_two_ranks_answer_as_one_process(flags: list[str], runs: Path, full_answers: list[str]) -> None:
+def test_two_ranks_answer_as_one_process(
+    flags: list[str], runs: Path, full_answers: list[str]
+) -> None:
     assert answers(runs, runs / "full", "--batch_size", "2", *flags, ranks=2) == full_answers
 
 
@@ -117,25 +136,47 @@ def test_a_quantized_model_answers_the_same_sharded(runs: Path) -> None:
 
 
 def command(*flags: str | Path) -> list[str]:
-    return [sys.executable, str(INFERENCE), *map(str, flags), "--device", "cpu", "--precision", "fp32"]
+    return [
+        sys.executable,
+        str(INFERENCE),
+        *map(str, flags),
+        "--device",
+        "cpu",
+        "--precision",
+        "fp32",
+    ]
 
 
-def test_one_prompt_comes_through_a_pipe_and_only_its_answer_goes_on(runs: Path, full_answers: list[str]) -> None:
+def test_one_prompt_comes_through_a_pipe_and_only_its_answer_goes_on(
+    runs: Path, full_answers: list[str]
+) -> None:
     assert not full_answers[0].isascii()
     finished = subprocess.run(
-        command(runs / "full", "--max_new_tokens", str(LONGEST)), input=f"\ufeff{PROMPTS[0]}\n", encoding="utf-8",
-        capture_output=True, timeout=240, env={**os.environ, **ENVIRONMENT, "PYTHONIOENCODING": "ascii"},
-    )  # fmt: skip
+        command(runs / "full", "--max_new_tokens", str(LONGEST)),
+        input=f"\ufeff{PROMPTS[0]}\n",
+        encoding="utf-8",
+        capture_output=True,
+        timeout=240,
+        env={**os.environ, **ENVIRONMENT, "PYTHONIOENCODING": "ascii"},
+    )
     assert (finished.returncode, finished.stdout) == (0, f"{full_answers[0]}\n"), finished.stderr
-    assert f"{runs}/full/model, fp32, cpu" in finished.stderr and "temperature 0, " in finished.stderr
+    assert (
+        f"{runs}/full/model, fp32, cpu" in finished.stderr and "temperature 0, " in finished.stderr
+    )
 
 
 def test_ctrl_c_while_libraries_are_imported_is_told_in_a_line(runs: Path) -> None:
     process = subprocess.Popen(
-        command(runs / "full", "--prompt", "Hi"), env={**os.environ, **ENVIRONMENT}, stderr=subprocess.PIPE, text=True
+        command(runs / "full", "--prompt", "Hi"),
+        env={**os.environ, **ENVIRONMENT},
+        stderr=subprocess.PIPE,
+        text=True,
     )
     maps, deadline = Path(f"/proc/{process.pid}/maps"), time.monotonic() + 60
     while "libtorch" not in maps.read_text() and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60) == (None, "stopped by Ctrl-C\n") and process.returncode == 130
+    assert (
+        process.communicate(timeout=60) == (None, "stopped by Ctrl-C\n")
+        and process.returncode == 130
+    )

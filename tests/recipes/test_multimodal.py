@@ -1,4 +1,5 @@
-"""Runs of a model that also takes images, from its checkpoint to the same checkpoint with another text part."""
+"""Runs of a model that also takes images, from its checkpoint to the same checkpoint with another
+text part."""
 
 import json
 from collections.abc import Callable
@@ -17,11 +18,18 @@ from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.load import open_model
 from llama_ft.runtime import Runtime
 
-TOWERS = ("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector.")
+TOWERS = (
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+    "vision_tower.",
+    "multi_modal_projector.",
+)
 
 
 @pytest.fixture(scope="module")
-def runs(save_tokenizer: Callable[..., Path], rows16: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(
+    save_tokenizer: Callable[..., Path], rows16: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A bf16 Llava in several files, and runs with it: a full one, which is resumed, and QLoRA."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
@@ -29,16 +37,38 @@ def runs(save_tokenizer: Callable[..., Path], rows16: Path, tmp_path_factory: py
     torch.manual_seed(0)
     text, vision = (
         {"model_type": kind, "dtype": "bfloat16", **shape}
-        for kind, shape in (("llama", SHAPE), ("clip_vision_model", VISION | {"projection_dim": 32}))
+        for kind, shape in (
+            ("llama", SHAPE),
+            ("clip_vision_model", VISION | {"projection_dim": 32}),
+        )
     )
-    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=319, tie_word_embeddings=False)
+    config = LlavaConfig(
+        text_config=text, vision_config=vision, image_token_index=319, tie_word_embeddings=False
+    )
     model = LlavaForConditionalGeneration(config).to(torch.bfloat16)
     model.save_pretrained(save_tokenizer(folder / "base"), max_shard_size="100KB")
-    (folder / "base" / "preprocessor_config.json").write_text('{"image_processor_type": "CLIPImageProcessor"}')
+    (folder / "base" / "preprocessor_config.json").write_text(
+        '{"image_processor_type": "CLIPImageProcessor"}'
+    )
     shared = ["--device", "cpu", "--lr", "1e-2", "--precision", "fp32", "--dataset", str(rows16)]
     shared += ["--model_name", f"{folder}/base"]
-    full = [*shared, "--output_dir", f"{folder}/full", "--max_shard_size", "100KB", "--max_train_step"]
-    lora = ["--use_peft", "--lora_dropout", "0", "--target_modules", "all-linear", "--quantization", "4bit"]
+    full = [
+        *shared,
+        "--output_dir",
+        f"{folder}/full",
+        "--max_shard_size",
+        "100KB",
+        "--max_train_step",
+    ]
+    lora = [
+        "--use_peft",
+        "--lora_dropout",
+        "0",
+        "--target_modules",
+        "all-linear",
+        "--quantization",
+        "4bit",
+    ]
     lora += ["--sample_tokens", "4", "--sample_prompts", "Hi"]
     cases = [
         [*full, "1"],
@@ -66,27 +96,42 @@ def opened(place: Path, runtime: Runtime, **flags: Any) -> torch.Tensor:
 def has_base_towers(folder: Path, base: Path) -> bool:
     was, now = stored(base), stored(folder)
     towers = [name for name in was if name.startswith(TOWERS)]
-    same = all(was[name].dtype == now[name].dtype and torch.equal(was[name], now[name]) for name in towers)
+    same = all(
+        was[name].dtype == now[name].dtype and torch.equal(was[name], now[name]) for name in towers
+    )
     return same and len(towers) > 30 and was.keys() == now.keys()
 
 
-def test_full_fine_tuning_leaves_the_same_checkpoint_with_another_text_part(runs: Path, runtime: Runtime) -> None:
+def test_full_fine_tuning_leaves_the_same_checkpoint_with_another_text_part(
+    runs: Path, runtime: Runtime
+) -> None:
     base, result = runs / "base", runs / "full" / "model"
     ours, before = opened(result, runtime), logits(llava(base))
-    assert torch.allclose(logits(llava(result)), ours, atol=1e-4) and (ours - before).abs().max() > 1e-2
+    assert (
+        torch.allclose(logits(llava(result)), ours, atol=1e-4)
+        and (ours - before).abs().max() > 1e-2
+    )
     assert has_base_towers(result, base)
     was, now = (json.loads((folder / "config.json").read_text()) for folder in (base, result))
     assert now["architectures"] == ["LlavaForConditionalGeneration"] and was == now
-    assert (result / "preprocessor_config.json").read_text() == (base / "preprocessor_config.json").read_text()
+    assert (result / "preprocessor_config.json").read_text() == (
+        base / "preprocessor_config.json"
+    ).read_text()
     assert "model = AutoModelForMultimodalLM.from_pretrained" in (result / "README.md").read_text()
 
 
-def test_a_checkpoint_gives_the_whole_model_as_long_as_its_base_is_there(runs: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_gives_the_whole_model_as_long_as_its_base_is_there(
+    runs: Path, tmp_path: Path
+) -> None:
     checkpoint = find_valid(runs / "full")
     assert checkpoint.step == 2 and not any(TOWERS[0] in name for name in checkpoint.tensors)
-    Exporter.prepare(checkpoint, None, None, False, merge=False).write_model(tmp_path / "out", None, 100_000)
+    Exporter.prepare(checkpoint, None, None, False, merge=False).write_model(
+        tmp_path / "out", None, 100_000
+    )
     ours, theirs = stored(tmp_path / "out"), stored(runs / "full" / "model")
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
     with pytest.raises(UserError, match=r"base_model overrides it\): base model .*/gone"):
         Exporter.prepare(checkpoint, str(tmp_path / "gone"), None, False, merge=False)
 
@@ -99,10 +144,14 @@ def test_an_adapter_fits_the_checkpoints_own_class_and_is_merged_into_its_layout
     base, adapter = runs / "base", runs / "lora" / "model"
     reference = PeftModel.from_pretrained(llava(base), adapter)
     assert not [str(it.message) for it in recwarn if "missing" in str(it.message)]
-    assert not any("vision_tower" in name for name, _ in reference.named_parameters() if "lora_" in name)
+    assert not any(
+        "vision_tower" in name for name, _ in reference.named_parameters() if "lora_" in name
+    )
     expected = logits(reference)
     assert (expected - logits(llava(base))).abs().max() > 1e-2
     assert torch.allclose(opened(adapter, runtime, quantization="none"), expected, atol=1e-4)
-    Exporter.of_adapter(adapter, base, str(base), False).write_model(tmp_path / "out", torch.float32, 100_000)
+    Exporter.of_adapter(adapter, base, str(base), False).write_model(
+        tmp_path / "out", torch.float32, 100_000
+    )
     assert torch.allclose(logits(llava(tmp_path / "out")), expected, atol=1e-4)
     assert has_base_towers(tmp_path / "out", base)

@@ -1,4 +1,5 @@
-"""Losses must equal those of a plain single-process loop with Transformers and torch, for any sharding."""
+"""Losses must equal those of a plain single-process loop with Transformers and torch, for any
+sharding."""
 
 import functools
 import json
@@ -16,7 +17,8 @@ from training.test_preferences import expected as of_formulas
 from llama_ft.data import Encoder, two_examples
 
 STEPS, GLOBAL_BATCH = 20, 16
-LENGTHS = range(5, 37, 2)  # of the 16 rows; the longest fill a pack, the others share one with another
+# of the 16 rows; the longest fill a pack, the others share one with another
+LENGTHS = range(5, 37, 2)
 CONTEXT_LENGTH, PACKS = 36, 9
 WORLD_SIZES = [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
 LAUNCHES = [
@@ -25,9 +27,9 @@ LAUNCHES = [
     pytest.param(2, True, id="2, further", marks=pytest.mark.slow),
     pytest.param(4, False, id="4", marks=pytest.mark.slow),
 ]
-# Cases on 2 ranks that have a launch of their own among the slow tests: what is new in each is in another case, too, or
-# is proven apart from the loop: in test_packed_attention (eager), test_fsdp, test_activation_checkpointing and
-# test_load_weights.
+# Cases on 2 ranks that have a launch of their own among the slow tests: what is new in each is in
+# another case, too, or is proven apart from the loop: in test_packed_attention (eager), test_fsdp,
+# test_activation_checkpointing and test_load_weights.
 FURTHER = (
     "full, 4 micro-batches",
     "lora, padded",
@@ -55,23 +57,41 @@ FIRST_STEP = ["--max_train_step", "1"]
 PAIRS = 8
 BITS: dict[str, dict[str, Any]] = {  # DPO on a quantized base: flag -> the same in transformers
     "8bit": {"load_in_8bit": True},
-    "4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32},
+    "4bit": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_compute_dtype": torch.float32,
+    },
 }
-PISSA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": "pissa"}
-FULL = ["--weight_decay", str(WEIGHT_DECAY), "--gradient_clipping", "--gradient_clipping_threshold", "0.5"]
+PISSA: dict[str, Any] = {
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": "all-linear",
+    "init_lora_weights": "pissa",
+}
+FULL = [
+    "--weight_decay",
+    str(WEIGHT_DECAY),
+    "--gradient_clipping",
+    "--gradient_clipping_threshold",
+    "0.5",
+]
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As many tokenized rows as a padded global batch holds, and fewer packs than a packed one: so every step sees them
-    all, packed or padded, and their order is free."""
+    """As many tokenized rows as a padded global batch holds, and fewer packs than a packed one: so
+    every step sees them all, packed or padded, and their order is free."""
     generator = torch.Generator().manual_seed(1)
     file = tmp_path_factory.mktemp("parity") / "rows.jsonl"
     with open(file, "w") as lines:
         for number, length in enumerate(LENGTHS):
             ids = torch.randint(0, 301, (length,), generator=generator).tolist()
             lines.write(
-                json.dumps({"input_ids": ids, "labels": [-100] * (number % 4 + 1) + ids[number % 4 + 1 :]}) + "\n"
+                json.dumps(
+                    {"input_ids": ids, "labels": [-100] * (number % 4 + 1) + ids[number % 4 + 1 :]}
+                )
+                + "\n"
             )
     return file
 
@@ -87,11 +107,17 @@ def row_loss(model: torch.nn.Module, example: dict[str, list[int]]) -> torch.Ten
     return torch.nn.functional.cross_entropy(logits[:-1].float(), labels[1:], reduction="sum")
 
 
-def reference_losses(model: torch.nn.Module, rows: Path, full: bool, steps: int = STEPS) -> list[float]:
-    """What anyone would write: one process, row by row, the mean over all target tokens. The model is trained."""
+def reference_losses(
+    model: torch.nn.Module, rows: Path, full: bool, steps: int = STEPS
+) -> list[float]:
+    """What anyone would write: one process, row by row, the mean over all target tokens. The model
+    is trained."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": WEIGHT_DECAY if full else 0.0},
+        {
+            "params": [p for p in trained if p.ndim > 1],
+            "weight_decay": WEIGHT_DECAY if full else 0.0,
+        },
         {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=LEARNING_RATE)
@@ -125,9 +151,13 @@ def stored_model(wide_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """The same, quantized twice over and saved by transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
     folder = tmp_path_factory.mktemp("stored")
-    model = AutoModelForCausalLM.from_pretrained(wide_model, dtype=torch.float32, quantization_config=settings)
+    model = AutoModelForCausalLM.from_pretrained(
+        wide_model, dtype=torch.float32, quantization_config=settings
+    )
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(wide_model).save_pretrained(folder)
     return folder
@@ -159,7 +189,8 @@ def references(
     lora_start: Path,
     wide_lora_start: Path,
 ) -> Callable[[str], list[float]]:
-    """Losses of a plain loop by the name of the reference, each trained when it is first asked for."""
+    """Losses of a plain loop by the name of the reference, each trained when it is first asked
+    for."""
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -167,19 +198,26 @@ def references(
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def quantized(dtype: torch.dtype, folder: Path = wide_model, **settings: Any) -> list[float]:
-        asked = {"quantization_config": BitsAndBytesConfig(**settings)} if settings else {}  # None would mean none
+        # None would mean none
+        asked = {"quantization_config": BitsAndBytesConfig(**settings)} if settings else {}
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **asked)
         model = PeftModel.from_pretrained(model, wide_lora_start, is_trainable=True).train()
-        return reference_losses(model, rows, full=False, steps=STEPS if dtype == torch.float32 else 1)
+        return reference_losses(
+            model, rows, full=False, steps=STEPS if dtype == torch.float32 else 1
+        )
 
     nf4: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     ways: dict[str, Callable[[], list[float]]] = {
         "full": lambda: tuned[0],
         "tied": lambda: reference_losses(base(tied_model), rows, full=True),
         "lora": lambda: reference_losses(
-            PeftModel.from_pretrained(base(tiny_model), lora_start, is_trainable=True), rows, full=False
+            PeftModel.from_pretrained(base(tiny_model), lora_start, is_trainable=True),
+            rows,
+            full=False,
         ),
-        "pissa": lambda: reference_losses(get_peft_model(base(tiny_model), LoraConfig(**PISSA)), rows, full=False),
+        "pissa": lambda: reference_losses(
+            get_peft_model(base(tiny_model), LoraConfig(**PISSA)), rows, full=False
+        ),
         "8bit": lambda: quantized(torch.float32, load_in_8bit=True),
         "nf4": lambda: quantized(torch.float32, **nf4, bnb_4bit_compute_dtype=torch.float32),
         "stored": lambda: quantized(torch.float32, stored_model),
@@ -200,13 +238,18 @@ def wide_lora_start(wide_model: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def adapter_of(base: Path, folder: Path) -> Path:
-    """An adapter with weights that are not zero, saved by peft itself, for both sides to continue from."""
+    """An adapter with weights that are not zero, saved by peft itself, for both sides to continue
+    from."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(3)
-    settings = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), settings)
+    settings = LoraConfig(
+        r=4, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), settings
+    )
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
@@ -214,13 +257,21 @@ def adapter_of(base: Path, folder: Path) -> Path:
     return folder
 
 
-def cases_of(world_size: int, lora_start: Path, wide_lora_start: Path) -> dict[str, tuple[str, list[str]]]:
+def cases_of(
+    world_size: int, lora_start: Path, wide_lora_start: Path
+) -> dict[str, tuple[str, list[str]]]:
     """Case name -> reference it must match, flags."""
 
     def batch(accumulation: int) -> list[str]:
-        """Of 9 packs the last micro-batch has fewer: on 2 ranks at 4 each, or on 4 at 1, one rank has its only one."""
+        """Of 9 packs the last micro-batch has fewer: on 2 ranks at 4 each, or on 4 at 1, one rank
+        has its only one."""
         size = GLOBAL_BATCH // world_size // accumulation
-        return ["--batch_size_training", str(size), "--gradient_accumulation_steps", str(accumulation)]
+        return [
+            "--batch_size_training",
+            str(size),
+            "--gradient_accumulation_steps",
+            str(accumulation),
+        ]
 
     lora = ["--use_peft", "--from_peft_checkpoint", str(lora_start)]
     wide_lora = ["--use_peft", "--from_peft_checkpoint", str(wide_lora_start), "--quantization"]
@@ -241,8 +292,14 @@ def cases_of(world_size: int, lora_start: Path, wide_lora_start: Path) -> dict[s
         "lora in bf16_mixed": ("lora", [*FSDP, "--precision", "bf16_mixed", *lora, *batch(1)]),
         "8bit": ("8bit", [*FSDP, *fp32, *wide_lora, "8bit", *batch(4)]),
         "4bit": ("nf4", ["--enable_fsdp", *fp32, *wide_lora, "4bit", *batch(1)]),
-        "8bit in bf16_mixed": ("8bit bf16", ["--enable_fsdp", *bf16, *wide_lora, "8bit", *batch(1), *FIRST_STEP]),
-        "4bit in bf16_mixed": ("nf4 bf16", [*FSDP, *bf16, *wide_lora, "4bit", *batch(1), *FIRST_STEP]),
+        "8bit in bf16_mixed": (
+            "8bit bf16",
+            ["--enable_fsdp", *bf16, *wide_lora, "8bit", *batch(1), *FIRST_STEP],
+        ),
+        "4bit in bf16_mixed": (
+            "nf4 bf16",
+            [*FSDP, *bf16, *wide_lora, "4bit", *batch(1), *FIRST_STEP],
+        ),
     }
     if world_size == 2:
         full = [*FSDP, *fp32, *FULL]
@@ -267,11 +324,23 @@ def cases_of(world_size: int, lora_start: Path, wide_lora_start: Path) -> dict[s
             "replicated": ("full", [*full, "--sharding_strategy", "NO_SHARD", *batch(4)]),
             "gathered until backward": ("full", [*full, *gathered, *batch(4)]),
             "accumulated unsharded": ("full", [*full, "--accumulate_unsharded", *batch(2)]),
-            "units by size": ("full", [*full, "--fsdp_wrap_policy", "size", "--min_num_params", "2000", *batch(1)]),
+            "units by size": (
+                "full",
+                [*full, "--fsdp_wrap_policy", "size", "--min_num_params", "2000", *batch(1)],
+            ),
             "products kept, lora": ("lora", [*FSDP, *SELECTIVE, *fp32, *lora, *batch(2)]),
-            "4bit, layers recomputed": ("nf4", [*FSDP, *RECOMPUTED, *fp32, *wide_lora, "4bit", *batch(2)]),
-            "8bit, products kept": ("8bit", [*FSDP, *SELECTIVE, *fp32, *wide_lora, "8bit", *batch(2)]),
-            "every 2nd recomputed": ("lora", [*FSDP, "--activation_checkpointing", "every_k", *fp32, *lora, *batch(1)]),
+            "4bit, layers recomputed": (
+                "nf4",
+                [*FSDP, *RECOMPUTED, *fp32, *wide_lora, "4bit", *batch(2)],
+            ),
+            "8bit, products kept": (
+                "8bit",
+                [*FSDP, *SELECTIVE, *fp32, *wide_lora, "8bit", *batch(2)],
+            ),
+            "every 2nd recomputed": (
+                "lora",
+                [*FSDP, "--activation_checkpointing", "every_k", *fp32, *lora, *batch(1)],
+            ),
             "lora, two copies": ("lora", ["--enable_fsdp", *fp32, *HYBRID, "2", *lora, *batch(4)]),
         }
     return cases
@@ -279,7 +348,8 @@ def cases_of(world_size: int, lora_start: Path, wide_lora_start: Path) -> dict[s
 
 def pairs_file(folder: Path) -> Path:
     rows = [
-        {"prompt": f"Why {n}?", "chosen": " Yes" * (1 + n % 4), "rejected": " no" * (n % 5) + "!"} for n in range(PAIRS)
+        {"prompt": f"Why {n}?", "chosen": " Yes" * (1 + n % 4), "rejected": " no" * (n % 5) + "!"}
+        for n in range(PAIRS)
     ]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder / "pairs.jsonl"
@@ -292,7 +362,8 @@ class Launch:
     cases: dict[str, tuple[str, list[float]]]  # name -> its reference, its losses
     folder: Path  # case -> its run
     output: str
-    shuffled: dict[str, list[float]]  # losses over rows in random order, the last batch of an epoch being smaller
+    # losses over rows in random order, the last batch of an epoch being smaller
+    shuffled: dict[str, list[float]]
 
 
 @pytest.fixture(scope="module")
@@ -324,23 +395,58 @@ def launches(
             others |= dict.fromkeys(("full", "lora", "pissa"), tiny_model)
             model = others.get(reference, wide_model)
             saved = [] if "--save_model" in own else ["--save_model", "false"]
-            flags.append([*common, *saved, "--model_name", str(model), "--output_dir", str(folder / name), *own])
-        shuffled = ["--model_name", str(tiny_model), "--dataset", str(rows70), "--precision", "fp32", "--enable_fsdp"]
+            flags.append(
+                [
+                    *common,
+                    *saved,
+                    "--model_name",
+                    str(model),
+                    "--output_dir",
+                    str(folder / name),
+                    *own,
+                ]
+            )
+        shuffled = [
+            "--model_name",
+            str(tiny_model),
+            "--dataset",
+            str(rows70),
+            "--precision",
+            "fp32",
+            "--enable_fsdp",
+        ]
         shuffled += ["--num_epochs", "2", "--lr", str(LEARNING_RATE), "--save_model", "false"]
-        ways = {"packing": 8, "padding": 16} if world_size != 2 or further else {}  # 26 packs, 70 rows
+        # 26 packs, 70 rows
+        ways = {"packing": 8, "padding": 16} if world_size != 2 or further else {}
         for way, batch in ways.items():
             layout = ["--batching_strategy", way, "--batch_size_training", str(batch // world_size)]
             flags.append([*shuffled, *layout, "--output_dir", str(folder / way)])
-        dpo = ["--model_name", str(wide_model), "--dataset", str(pairs_file(folder)), "--enable_fsdp", "--use_peft"]
+        dpo = [
+            "--model_name",
+            str(wide_model),
+            "--dataset",
+            str(pairs_file(folder)),
+            "--enable_fsdp",
+            "--use_peft",
+        ]
         dpo += "--objective dpo --beta 0.3 --lora_dropout 0 --precision fp32 --lr_scheduler constant --lr 0.01".split()
-        dpo += ["--batch_size_training", str(PAIRS // world_size // 2), "--gradient_accumulation_steps", "2"]
+        dpo += [
+            "--batch_size_training",
+            str(PAIRS // world_size // 2),
+            "--gradient_accumulation_steps",
+            "2",
+        ]
         for bits in BITS if not further else ():
             own = [*dpo, "--quantization", bits, "--context_length", "64", "--output_dir"]
-            flags += [[*own, str(folder / f"dpo {bits}"), "--num_epochs", "5", "--save_model", "false"]]
+            flags += [
+                [*own, str(folder / f"dpo {bits}"), "--num_epochs", "5", "--save_model", "false"]
+            ]
             flags += [[*own, str(folder / f"dpo {bits} first"), *FIRST_STEP]]
         # 4 ranks that share two cores take more than 4 minutes for all of it.
         launched = run_cases(folder, flags, ranks=world_size if world_size > 1 else 0, timeout=900)
-        trained = {name: (reference, losses(folder / name)) for name, (reference, _) in cases.items()}
+        trained = {
+            name: (reference, losses(folder / name)) for name, (reference, _) in cases.items()
+        }
         return Launch(trained, folder, launched.output, {way: losses(folder / way) for way in ways})
 
     return launch
@@ -348,17 +454,28 @@ def launches(
 
 @pytest.mark.parametrize(("world_size", "further"), LAUNCHES)
 def test_packed_or_padded_every_layout_of_the_work_gives_the_losses_of_a_plain_loop(
-    launches: Callable[[int, bool], Launch], references: Callable[[str], list[float]], world_size: int, further: bool
+    launches: Callable[[int, bool], Launch],
+    references: Callable[[str], list[float]],
+    world_size: int,
+    further: bool,
 ) -> None:
-    """Packing, unless the case says padded: 20 steps at equal global batches, and the same loss at each."""
+    """Packing, unless the case says padded: 20 steps at equal global batches, and the same loss at
+    each."""
     launched = launches(world_size, further)
-    assert f"16 samples in {PACKS} packed sequences of at most {CONTEXT_LENGTH} tokens" in launched.output
+    assert (
+        f"16 samples in {PACKS} packed sequences of at most {CONTEXT_LENGTH} tokens"
+        in launched.output
+    )
     for name, (reference, found) in launched.cases.items():
         tolerance = 1e-2 if "bf16" in name else 1e-5
         expected = references(reference)
-        assert found == pytest.approx(expected[: len(found)], rel=1e-3 if "bit in bf16" in name else tolerance), name
+        assert found == pytest.approx(
+            expected[: len(found)], rel=1e-3 if "bit in bf16" in name else tolerance
+        ), name
         assert len(found) == (1 if "bit in bf16" in name else STEPS)
-        assert len(expected) == 1 or expected[-1] < 0.98 * expected[0], "the losses compared do fall"
+        assert len(expected) == 1 or expected[-1] < 0.98 * expected[0], (
+            "the losses compared do fall"
+        )
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -373,7 +490,9 @@ def test_after_20_steps_packed_and_padded_every_row_has_the_loss_it_has_after_th
     from transformers import AutoModelForCausalLM
 
     for name in ("full, 1 micro-batch", "full, padded"):
-        model = AutoModelForCausalLM.from_pretrained(launches(world_size, False).folder / name / "model")
+        model = AutoModelForCausalLM.from_pretrained(
+            launches(world_size, False).folder / name / "model"
+        )
         assert losses_by_row(model, rows) == pytest.approx(tuned[1], rel=1e-4), name
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), LoraConfig(**PISSA))
     reference_losses(model, rows, full=False)
@@ -390,7 +509,9 @@ def test_the_same_seed_gives_the_same_losses_on_any_number_of_ranks(
     launches: Callable[[int, bool], Launch], world_size: int, further: bool
 ) -> None:
     alone = launches(1, False).shuffled
-    assert len(alone["padding"]) == 10, "70 rows in batches of 16 are 5 steps an epoch: no row is dropped"
+    assert len(alone["padding"]) == 10, (
+        "70 rows in batches of 16 are 5 steps an epoch: no row is dropped"
+    )
     assert len(alone["packing"]) == 8, "26 packs in batches of 8 are 4"
     for way, found in launches(world_size, further).shuffled.items():
         assert found == pytest.approx(alone[way], rel=1e-5), way
@@ -405,7 +526,10 @@ def test_dpo_on_a_quantized_base_gives_the_losses_of_a_plain_loop_on_any_number_
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-    folder, encoder = launches(world_size, False).folder, Encoder(AutoTokenizer.from_pretrained(wide_model), 64)
+    folder, encoder = (
+        launches(world_size, False).folder,
+        Encoder(AutoTokenizer.from_pretrained(wide_model), 64),
+    )
     model, base = (
         AutoModelForCausalLM.from_pretrained(
             wide_model, dtype=torch.float32, quantization_config=BitsAndBytesConfig(**BITS[bits])
@@ -413,13 +537,19 @@ def test_dpo_on_a_quantized_base_gives_the_losses_of_a_plain_loop_on_any_number_
         for _ in range(2)
     )
     # At the first step B is zero, so that A gets no gradient: it is as it was made.
-    model = PeftModel.from_pretrained(model, folder / f"dpo {bits} first" / "model", is_trainable=True)
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    model = PeftModel.from_pretrained(
+        model, folder / f"dpo {bits} first" / "model", is_trainable=True
+    )
+    trained = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     for name in trained:
         trained[name].data.mul_("lora_A" in name)
     optimizer, pairs = torch.optim.AdamW(trained.values(), lr=0.01, weight_decay=0.0), []
     for row in examples_of(folder / "pairs.jsonl"):
-        pairs += [(ids, labels.count(-100)) for ids, labels in two_examples(row, "preference", encoder)]
+        pairs += [
+            (ids, labels.count(-100)) for ids, labels in two_examples(row, "preference", encoder)
+        ]
     found = losses(folder / f"dpo {bits}")
     assert len(found) == 5 and found[-1] < 0.98 * found[0] == pytest.approx(0.98 * math.log(2))
     for loss in found:

@@ -1,4 +1,5 @@
-"""A run stopped by SIGTERM, resumed, and then hit by kill -9 under torchrun --max_restarts is the run never stopped."""
+"""A run stopped by SIGTERM, resumed, and then hit by kill -9 under torchrun --max_restarts is the
+run never stopped."""
 
 import json
 import os
@@ -17,14 +18,37 @@ STEPS = 60
 DEADLINE_SECONDS = 120.0
 
 
-def start(output_dir: Path, model: Path, rows: Path, *more: str, restarts: int = 0) -> subprocess.Popen[str]:
+def start(
+    output_dir: Path, model: Path, rows: Path, *more: str, restarts: int = 0
+) -> subprocess.Popen[str]:
     """The recipe on 2 ranks, running."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max_restarts", str(restarts)]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "--max_restarts",
+        str(restarts),
+    ]
     settings = "--precision fp32 --batch_size_training 2 --num_epochs 9 --eval_steps 7 --save_steps 5 --keep_last 2"
     settings += f" --enable_fsdp --use_peft --lora_dropout 0.2 --validation 0.1 --lr 1e-3 --max_train_step {STEPS}"
-    flags = ["--model_name", str(model), "--dataset", str(rows), "--output_dir", str(output_dir), *settings.split()]
-    command, environment = [sys.executable, *launcher, str(RECIPE), *flags, *more], {**os.environ, **ENVIRONMENT}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    flags = [
+        "--model_name",
+        str(model),
+        "--dataset",
+        str(rows),
+        "--output_dir",
+        str(output_dir),
+        *settings.split(),
+    ]
+    command, environment = (
+        [sys.executable, *launcher, str(RECIPE), *flags, *more],
+        {**os.environ, **ENVIRONMENT},
+    )
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
 
 
 def wait_for_step(output_dir: Path, step: int, torchrun: subprocess.Popen[str]) -> None:
@@ -85,7 +109,10 @@ def test_a_run_that_is_stopped_and_killed_comes_to_the_same_end(
     checkpoint = output_dir / "checkpoints" / f"step-{status['step']:06d}"
     assert torchrun.returncode != 0
     assert (status["state"], status["exit_code"]) == ("stopped", 143)
-    assert status["message"] == f"stopped by SIGTERM after step {status['step']}. To resume: --resume {checkpoint}"
+    assert (
+        status["message"]
+        == f"stopped by SIGTERM after step {status['step']}. To resume: --resume {checkpoint}"
+    )
     assert 12 <= status["step"] < STEPS and checkpoint.is_dir()
     assert status["message"] in (output_dir / "report.html").read_text()
 

@@ -1,4 +1,5 @@
-"""A resumed run is the run that was never stopped: bit for bit on the same ranks, to 1e-4 on others."""
+"""A resumed run is the run that was never stopped: bit for bit on the same ranks, to 1e-4 on
+others."""
 
 import json
 import shutil
@@ -20,17 +21,43 @@ FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
 HYBRID = ["--enable_fsdp", "--sharding_strategy", "HYBRID_SHARD", "--sharding_group_size"]
 PLAIN = ["--gradient_accumulation_steps", "2"]
 LORA = ["--use_peft", "--lora_dropout", "0.2", "--target_modules", "all-linear"]
-EXPERTS = ["--model_name", "@experts", "--use_peft", "--lora_dropout", "0", "--router_aux_loss_coef", "0.1"]
+EXPERTS = [
+    "--model_name",
+    "@experts",
+    "--use_peft",
+    "--lora_dropout",
+    "0",
+    "--router_aux_loss_coef",
+    "0.1",
+]
 EXPERTS += ["--target_parameters", "experts.gate_up_proj,experts.down_proj"]
 SHORT = ["--max_train_step", "4", "--save_steps", "2"]
 # No loss is 10 lower than the first: it stops after step 5, and takes the weights of step 1.
 EARLY = ["--eval_steps", "1", "--early_stopping_patience", "4", "--early_stopping_min_delta", "10"]
 DPO = ["--objective", "dpo", "--dataset", "@pairs.jsonl", "--validation", "0.2"]
-# Rows of 6 to 36 tokens in packs of 40. Each is run whole, and again from the middle of its first epoch.
+# Rows of 6 to 36 tokens in packs of 40. Each is run whole, and again from the middle of its first
+# epoch.
 EXACT = {
-    "full": [*FSDP, "--gradient_accumulation_steps", "2", "--gradient_clipping", "--eval_steps", "4", "--seed", "7"],
+    "full": [
+        *FSDP,
+        "--gradient_accumulation_steps",
+        "2",
+        "--gradient_clipping",
+        "--eval_steps",
+        "4",
+        "--seed",
+        "7",
+    ],
     "nf4": ["--enable_fsdp", *LORA, "--quantization", "4bit", "--use_tensorboard", *SHORT],
-    "loha": [*FSDP, "--use_peft", "--peft_method", "loha", "--target_modules", "[q_proj,up_proj]", *SHORT],
+    "loha": [
+        *FSDP,
+        "--use_peft",
+        "--peft_method",
+        "loha",
+        "--target_modules",
+        "[q_proj,up_proj]",
+        *SHORT,
+    ],
     "AdamW8bit": [*FSDP, "--optimizer", "AdamW8bit", *SHORT],
     "Adafactor": [*FSDP, "--optimizer", "Adafactor", "--lr", "1e-2", *SHORT],
     "SGD": ["--optimizer", "SGD", "--momentum", "0.9", "--lr", "0.1", *SHORT],
@@ -40,10 +67,27 @@ EXACT = {
     "experts": [*FSDP, *EXPERTS, "--activation_checkpointing", "full", *SHORT],
     "dpo": [*FSDP, *DPO, *SHORT],
     "dpo_lora": [*FSDP, *LORA, *DPO, *SHORT],
-    "kahan": [*FSDP, "--precision", "bf16_pure", "--optimizer", "anyprecision", "--use_kahan_summation", *SHORT],
+    "kahan": [
+        *FSDP,
+        "--precision",
+        "bf16_pure",
+        "--optimizer",
+        "anyprecision",
+        "--use_kahan_summation",
+        *SHORT,
+    ],
 }
-# 32 packs a step: 256 rows are read ahead (a chunk, the least) and are 5 steps, the other 144 of a pass 3.
-STREAMING = ["--streaming", "--shuffle_buffer", "30", "--max_train_step", "10", "--batch_size_training", "16"]
+# 32 packs a step: 256 rows are read ahead (a chunk, the least) and are 5 steps, the other 144 of a
+# pass 3.
+STREAMING = [
+    "--streaming",
+    "--shuffle_buffer",
+    "30",
+    "--max_train_step",
+    "10",
+    "--batch_size_training",
+    "16",
+]
 STREAMING += ["--dataset", "@many.jsonl", "--validation", "@few.jsonl", "--eval_steps", "5"]
 # Weights that stay as they are: what a row adds to the loss does not depend on when it is seen.
 STILL = ["--optimizer", "SGD", "--lr", "1e-30", "--num_epochs", "1", "--validation", "@few.jsonl"]
@@ -52,23 +96,44 @@ STILL += ["--gradient_accumulation_steps", "2"]
 LAYOUTS = {
     "no_shard": PLAIN,
     "hybrid": [*PLAIN, *HYBRID, "1"],
-    "grad_op": [*PLAIN, "--enable_fsdp", "--sharding_strategy", "SHARD_GRAD_OP", "--activation_checkpointing", "full"],
-    "other_micro_batches": [*FSDP, "--batch_size_training", "1", "--gradient_accumulation_steps", "4"],
+    "grad_op": [
+        *PLAIN,
+        "--enable_fsdp",
+        "--sharding_strategy",
+        "SHARD_GRAD_OP",
+        "--activation_checkpointing",
+        "full",
+    ],
+    "other_micro_batches": [
+        *FSDP,
+        "--batch_size_training",
+        "1",
+        "--gradient_accumulation_steps",
+        "4",
+    ],
 }
 
 
 @pytest.fixture(scope="module")
 def folder(
-    save_model: Callable[..., Path], save_tokenizer: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    save_model: Callable[..., Path],
+    save_tokenizer: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """Three models, of dropout and of experts too, and rows: 5 steps of 8 packs to the epoch, the last of fewer."""
+    """Three models, of dropout and of experts too, and rows: 5 steps of 8 packs to the epoch, the
+    last of fewer."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     folder = tmp_path_factory.mktemp("resume")
     shape = {"hidden_size": 64, "intermediate_size": 130, "num_hidden_layers": 2}
     save_model(folder / "model", **shape)
     save_model(folder / "dropout", attention_dropout=0.2, **shape)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 301, "router_jitter_noise": 0.1}
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 301,
+        "router_jitter_noise": 0.1,
+    }
     experts = MixtralConfig(**{**shape, **heads, "intermediate_size": 128, "num_local_experts": 3})
     MixtralForCausalLM(experts).save_pretrained(save_tokenizer(folder / "experts"))
     write_tokens(folder / "rows.jsonl", 70)
@@ -89,8 +154,18 @@ def write_tokens(file: Path, count: int) -> None:
 
 def flags(folder: Path, name: str, model: str, *more: str) -> list[str]:
     """Flags of a run; those of `more` replace others, and @ is the folder."""
-    own = {"--model_name": f"@{model}", "--dataset": "@rows.jsonl", "--validation": "0.1", "--context_length": "40"}
-    own |= {"--output_dir": f"@{name}", "--batch_size_training": "2", "--lr": "1e-3", "--precision": "fp32"}
+    own = {
+        "--model_name": f"@{model}",
+        "--dataset": "@rows.jsonl",
+        "--validation": "0.1",
+        "--context_length": "40",
+    }
+    own |= {
+        "--output_dir": f"@{name}",
+        "--batch_size_training": "2",
+        "--lr": "1e-3",
+        "--precision": "fp32",
+    }
     own |= {"--save_steps": "3"} | ({} if "--streaming" in more else {"--num_epochs": "2"})
     kept = [word for flag, value in own.items() if flag not in more for word in (flag, value)]
     return [word.replace("@", f"{folder}/") for word in [*kept, *more]]
@@ -106,7 +181,10 @@ def launch(folder: Path, cases: list[list[str]], ranks: int) -> Finished:
 def facts(run_dir: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the machine and the moment."""
     timed = ("perf/", "memory/")
-    return [{key: value for key, value in line.items() if not key.startswith(timed)} for line in metrics(run_dir)]
+    return [
+        {key: value for key, value in line.items() if not key.startswith(timed)}
+        for line in metrics(run_dir)
+    ]
 
 
 def checkpoint(folder: Path, name: str, step: int) -> list[str]:
@@ -123,14 +201,20 @@ def two_ranks(folder: Path) -> Path:
     for name, settings in EXACT.items():
         cases.append(flags(folder, name, "dropout", *settings))
         step = 2 if "--save_steps" in settings else 3
-        cases.append(flags(folder, f"{name}-resumed", "dropout", *settings, *checkpoint(folder, name, step)))
-    cases.append(flags(folder, "kahan", "dropout", *EXACT["kahan"], *checkpoint(folder, "kahan", 2)))
+        cases.append(
+            flags(folder, f"{name}-resumed", "dropout", *settings, *checkpoint(folder, name, step))
+        )
+    cases.append(
+        flags(folder, "kahan", "dropout", *EXACT["kahan"], *checkpoint(folder, "kahan", 2))
+    )
     cases.append(flags(folder, "plain", "model", *FSDP, *PLAIN))
     for name, settings in LAYOUTS.items():
         cases.append(flags(folder, name, "model", *settings, *checkpoint(folder, "plain", 3)))
     cases.append(flags(folder, "streaming", "model", *FSDP, *STREAMING))
     for name, step in STREAMED:
-        cases.append(flags(folder, name, "model", *FSDP, *STREAMING, *checkpoint(folder, "streaming", step)))
+        cases.append(
+            flags(folder, name, "model", *FSDP, *STREAMING, *checkpoint(folder, "streaming", step))
+        )
     cases.append(flags(folder, "still", "model", *STILL))
     finished = launch(folder, cases, 2)
     assert finished.exit_code == 0, finished.output
@@ -148,11 +232,19 @@ def test_resumed_mid_epoch_every_number_is_the_same(two_ranks: Path, name: str) 
 
 
 @pytest.mark.parametrize("name", [name for name, _ in STREAMED])
-def test_a_stream_resumed_in_the_middle_of_a_window_goes_on_the_same(two_ranks: Path, name: str) -> None:
+def test_a_stream_resumed_in_the_middle_of_a_window_goes_on_the_same(
+    two_ranks: Path, name: str
+) -> None:
     whole = facts(two_ranks / "streaming")
     assert facts(two_ranks / name) == whole
-    assert len(losses(two_ranks / name)) == 10 and whole[-1]["epoch"] == 1.0 and "eval/loss" in whole[-1]
-    trainer = json.loads((two_ranks / "streaming" / "checkpoints" / "step-000006" / "trainer.json").read_text())
+    assert (
+        len(losses(two_ranks / name)) == 10
+        and whole[-1]["epoch"] == 1.0
+        and "eval/loss" in whole[-1]
+    )
+    trainer = json.loads(
+        (two_ranks / "streaming" / "checkpoints" / "step-000006" / "trainer.json").read_text()
+    )
     position = trainer["progress"]["position"]
     assert position["window"] == 1 and position["step_in_window"] == 1
 
@@ -163,14 +255,21 @@ def test_the_result_of_a_resumed_run_is_the_same_model(two_ranks: Path) -> None:
     for name, file in (("full", SINGLE), ("nf4", ADAPTER), ("experts", ADAPTER), ("early", SINGLE)):
         whole = load_file(two_ranks / name / "model" / file)
         resumed = load_file(two_ranks / f"{name}-resumed" / "model" / file)
-        assert whole.keys() == resumed.keys() and all(whole[key].equal(resumed[key]) for key in whole)
+        assert whole.keys() == resumed.keys() and all(
+            whole[key].equal(resumed[key]) for key in whole
+        )
 
 
 def test_a_branch_finds_the_best_weights_in_the_run_it_left(two_ranks: Path) -> None:
     """The best weights are of a step before the branch, and are taken in both."""
     best = json.loads((two_ranks / "early" / "checkpoints" / "best.json").read_text())
-    assert best["step"] < 3 and not (two_ranks / "early-resumed" / "checkpoints" / best["checkpoint"]).exists()
-    assert (two_ranks / "output.txt").read_text().count(f"model of step {best['step']}: {two_ranks}/early") == 2
+    assert (
+        best["step"] < 3
+        and not (two_ranks / "early-resumed" / "checkpoints" / best["checkpoint"]).exists()
+    )
+    assert (two_ranks / "output.txt").read_text().count(
+        f"model of step {best['step']}: {two_ranks}/early"
+    ) == 2
 
 
 def test_going_back_in_its_own_directory_sets_aside_what_is_newer(two_ranks: Path) -> None:
@@ -188,33 +287,50 @@ def test_laid_out_in_another_way_the_losses_stay(two_ranks: Path, name: str) -> 
 def one_rank(two_ranks: Path) -> Finished:
     """From two ranks to one; then, with a finished run, a setting that makes another one."""
     cases = [flags(two_ranks, "one", "model", *PLAIN, *checkpoint(two_ranks, "plain", 3))]
-    cases.append(flags(two_ranks, "one-streaming", "model", *STREAMING, *checkpoint(two_ranks, "streaming", 6)))
+    cases.append(
+        flags(
+            two_ranks, "one-streaming", "model", *STREAMING, *checkpoint(two_ranks, "streaming", 6)
+        )
+    )
     cases.append(flags(two_ranks, "one-still", "model", *STILL, *checkpoint(two_ranks, "still", 3)))
-    cases.append(flags(two_ranks, "one-dpo", "dropout", *DPO, "--batching_strategy", "padding", *SHORT))
+    cases.append(
+        flags(two_ranks, "one-dpo", "dropout", *DPO, "--batching_strategy", "padding", *SHORT)
+    )
     cases.append(flags(two_ranks, "plain", "model", *PLAIN, "--seed", "8", "--resume", "auto"))
     return launch(two_ranks, cases, 1)
 
 
 def test_on_one_rank_the_losses_stay(two_ranks: Path, one_rank: Finished) -> None:
     assert losses(two_ranks / "one") == pytest.approx(losses(two_ranks / "plain"), rel=1e-4)
-    assert losses(two_ranks / "one-streaming") == pytest.approx(losses(two_ranks / "streaming"), rel=1e-4)
+    assert losses(two_ranks / "one-streaming") == pytest.approx(
+        losses(two_ranks / "streaming"), rel=1e-4
+    )
 
 
-def test_the_references_numbers_do_not_depend_on_ranks_or_layout(two_ranks: Path, one_rank: Finished) -> None:
+def test_the_references_numbers_do_not_depend_on_ranks_or_layout(
+    two_ranks: Path, one_rank: Finished
+) -> None:
     """Packed on two sharded ranks, and padded on one. A checkpoint holds what its run does."""
     from safetensors.torch import load_file
 
     runs = ("dpo", "one-dpo", "dpo/checkpoints/step-000002", "dpo-resumed/checkpoints/step-000004")
     sharded, single, *later = (load_file(two_ranks / run / "reference.safetensors") for run in runs)
-    assert sharded["reference.keys"].equal(single["reference.keys"]) and len(single["reference.keys"]) >= 40
+    assert (
+        sharded["reference.keys"].equal(single["reference.keys"])
+        and len(single["reference.keys"]) >= 40
+    )
     for name, numbers in sharded.items():
         torch.testing.assert_close(numbers, single[name], rtol=1e-5, atol=1e-5)
         assert all(it[name].equal(numbers) for it in later)
     assert not (two_ranks / "dpo_lora" / "reference.safetensors").exists()
 
 
-def test_a_corrupted_reference_is_named(two_ranks: Path, one_rank: Finished, tmp_path: Path) -> None:
-    copied = shutil.copytree(two_ranks / "dpo" / "checkpoints" / "step-000002", tmp_path / "step-000002")
+def test_a_corrupted_reference_is_named(
+    two_ranks: Path, one_rank: Finished, tmp_path: Path
+) -> None:
+    copied = shutil.copytree(
+        two_ranks / "dpo" / "checkpoints" / "step-000002", tmp_path / "step-000002"
+    )
     assert not checkpoint_errors(copied)
     content = bytearray((file := copied / "reference.safetensors").read_bytes())
     content[-1] ^= 1
@@ -225,9 +341,12 @@ def test_a_corrupted_reference_is_named(two_ranks: Path, one_rank: Finished, tmp
     assert "reference.safetensors cannot be read" in str(checkpoint_errors(copied))
 
 
-def test_a_run_resumed_mid_epoch_sees_the_rows_that_remain_and_no_other(two_ranks: Path, one_rank: Finished) -> None:
-    """With weights that stay, the loss sums of an epoch, begun on two ranks and ended on one, are those of each of its
-    rows, once, in plain transformers. A row seen twice, or instead of another, would show as 1e-4 and more."""
+def test_a_run_resumed_mid_epoch_sees_the_rows_that_remain_and_no_other(
+    two_ranks: Path, one_rank: Finished
+) -> None:
+    """With weights that stay, the loss sums of an epoch, begun on two ranks and ended on one, are
+    those of each of its rows, once, in plain transformers. A row seen twice, or instead of another,
+    would show as 1e-4 and more."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(two_ranks / "model", dtype=torch.float32)
@@ -250,44 +369,66 @@ def test_a_run_resumed_mid_epoch_sees_the_rows_that_remain_and_no_other(two_rank
 
 def test_another_run_is_refused_and_named(two_ranks: Path, one_rank: Finished) -> None:
     assert one_rank.exit_code == 2
-    assert "--seed is 8, was 42" in one_rank.output and "--resume_allow_changes seed" in one_rank.output
+    assert (
+        "--seed is 8, was 42" in one_rank.output
+        and "--resume_allow_changes seed" in one_rank.output
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_on_more_ranks_and_back_the_losses_stay(two_ranks: Path, one_rank: Finished, ranks: int) -> None:
+def test_on_more_ranks_and_back_the_losses_stay(
+    two_ranks: Path, one_rank: Finished, ranks: int
+) -> None:
     more = checkpoint(two_ranks, "plain", 3)
     groups = "2" if ranks == 4 else "1"
     cases = {f"{ranks}": flags(two_ranks, f"{ranks}", "model", *FSDP, *PLAIN, *more)}
     stream = checkpoint(two_ranks, "streaming", 3)
     streamed = flags(two_ranks, f"{ranks}-streaming", "model", *FSDP, *STREAMING, *stream)
-    cases[f"{ranks}-hybrid"] = flags(two_ranks, f"{ranks}-hybrid", "model", *HYBRID, groups, *PLAIN, *more)
+    cases[f"{ranks}-hybrid"] = flags(
+        two_ranks, f"{ranks}-hybrid", "model", *HYBRID, groups, *PLAIN, *more
+    )
     finished = launch(two_ranks, [*cases.values(), streamed], ranks)
     assert finished.exit_code == 0, finished.output
-    assert losses(two_ranks / f"{ranks}-streaming") == pytest.approx(losses(two_ranks / "streaming"), rel=1e-4)
+    assert losses(two_ranks / f"{ranks}-streaming") == pytest.approx(
+        losses(two_ranks / "streaming"), rel=1e-4
+    )
     back = {
         f"{name}-back": flags(
-            two_ranks, f"{name}-back", "model", "--enable_fsdp", *PLAIN, *checkpoint(two_ranks, name, 6)
+            two_ranks,
+            f"{name}-back",
+            "model",
+            "--enable_fsdp",
+            *PLAIN,
+            *checkpoint(two_ranks, name, 6),
         )
         for name in ([*cases, "one"] if ranks == 4 else cases)
     }
     finished = launch(two_ranks, list(back.values()), 2)
     assert finished.exit_code == 0, finished.output
     for name in [*cases, *back]:
-        assert losses(two_ranks / name) == pytest.approx(losses(two_ranks / "plain"), rel=1e-4), name
+        assert losses(two_ranks / name) == pytest.approx(losses(two_ranks / "plain"), rel=1e-4), (
+            name
+        )
 
 
 def test_auto_takes_the_newest_sound_checkpoint(two_ranks: Path) -> None:
-    """A corrupted newest checkpoint is reported and moved to set-aside-*, and the run resumes from the one before."""
+    """A corrupted newest checkpoint is reported and moved to set-aside-*, and the run resumes from
+    the one before."""
     run_dir = two_ranks / "SGD"
     whole = facts(run_dir)
-    newest = run_dir / "checkpoints" / "step-000004" / "shard-00002-model-00001-of-00001.safetensors"
+    newest = (
+        run_dir / "checkpoints" / "step-000004" / "shard-00002-model-00001-of-00001.safetensors"
+    )
     content = bytearray(newest.read_bytes())
     content[-1] ^= 1
     newest.write_bytes(content)
     settings = flags(two_ranks, "SGD", "dropout", *EXACT["SGD"], "--resume", "auto")
     finished = forked(RECIPE, *settings, ranks=2)
     assert finished.exit_code == 0, finished.output
-    assert "step-000004 is corrupted and not used" in finished.output and newest.name in finished.output
+    assert (
+        "step-000004 is corrupted and not used" in finished.output
+        and newest.name in finished.output
+    )
     assert facts(run_dir) == whole
     assert (run_dir / "checkpoints" / "set-aside-1-step-000004").is_dir()

@@ -1,5 +1,6 @@
-"""A real model all the way: SmolLM2-135M-Instruct out of its Python package, fine-tuned, resumed, exported, merged,
-evaluated, and reloaded in plain Transformers and PEFT. In fp32, in which numbers can be compared."""
+"""A real model all the way: SmolLM2-135M-Instruct out of its Python package, fine-tuned, resumed,
+exported, merged, evaluated, and reloaded in plain Transformers and PEFT. In fp32, in which numbers
+can be compared."""
 
 import importlib.util
 import json
@@ -17,10 +18,14 @@ from llama_ft.data.smollm2 import FILE, MODULE, PACKAGE, build_smollm2, quicksta
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not all(importlib.util.find_spec(name) for name in (MODULE, "gguf")), reason=f"{PACKAGE} is not installed"
+        not all(importlib.util.find_spec(name) for name in (MODULE, "gguf")),
+        reason=f"{PACKAGE} is not installed",
     ),
 ]
-CASES, EVALUATE_CASES = REPOSITORY / "tests" / "run_cases.py", REPOSITORY / "tests" / "evaluate_cases.py"
+CASES, EVALUATE_CASES = (
+    REPOSITORY / "tests" / "run_cases.py",
+    REPOSITORY / "tests" / "evaluate_cases.py",
+)
 TASK = REPOSITORY / "configs" / "tasks" / "python_docs.yaml"
 QUESTIONS = 6
 
@@ -38,22 +43,65 @@ def smollm2(cache: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 4 steps on two ranks, another that resumes it after the second, and what is made of the first."""
+    """A run of 4 steps on two ranks, another that resumes it after the second, and what is made of
+    the first."""
     folder = tmp_path_factory.mktemp("smollm2")
-    settings = ["--config", f"{REPOSITORY}/configs/quickstart.yaml", "--model_name", str(smollm2), "--enable_fsdp"]
-    settings += ["--low_cpu_fsdp", "--precision", "fp32", "--context_length", "128", "--batch_size_training", "2"]
-    settings += ["--max_train_step", "4", "--max_train_time", "none", "--save_steps", "2", "--sample_tokens", "8"]
+    settings = [
+        "--config",
+        f"{REPOSITORY}/configs/quickstart.yaml",
+        "--model_name",
+        str(smollm2),
+        "--enable_fsdp",
+    ]
+    settings += [
+        "--low_cpu_fsdp",
+        "--precision",
+        "fp32",
+        "--context_length",
+        "128",
+        "--batch_size_training",
+        "2",
+    ]
+    settings += [
+        "--max_train_step",
+        "4",
+        "--max_train_time",
+        "none",
+        "--save_steps",
+        "2",
+        "--sample_tokens",
+        "8",
+    ]
     flags = [[*settings, "--output_dir", f"{folder}/run"]]
-    flags.append([*settings, "--output_dir", f"{folder}/resumed", "--resume", f"{folder}/run/checkpoints/step-000002"])
+    flags.append(
+        [
+            *settings,
+            "--output_dir",
+            f"{folder}/resumed",
+            "--resume",
+            f"{folder}/run/checkpoints/step-000002",
+        ]
+    )
     (folder / "cases.json").write_text(json.dumps(flags))
     finished = forked(CASES, folder / "cases.json", ranks=2, timeout=900)
     assert finished.exit_code == 0, finished.output
     export = [f"{folder}/run", f"{folder}/merged", "--merge", "--save_dtype", "float32"]
     finished = forked(REPOSITORY / "recipes" / "export.py", *export)
     assert finished.exit_code == 0, finished.output
-    evaluation = [f"{folder}/run", "--base", "--tasks", str(TASK), "--limit", str(QUESTIONS), "--device", "cpu"]
+    evaluation = [
+        f"{folder}/run",
+        "--base",
+        "--tasks",
+        str(TASK),
+        "--limit",
+        str(QUESTIONS),
+        "--device",
+        "cpu",
+    ]
     evaluation += ["--max_eval_step", "4"]  # as many as two ranks with max_eval_step 2
-    (folder / "cases.json").write_text(json.dumps([[*evaluation, "--output_file", f"{folder}/found.json"]]))
+    (folder / "cases.json").write_text(
+        json.dumps([[*evaluation, "--output_file", f"{folder}/found.json"]])
+    )
     finished = forked(EVALUATE_CASES, folder / "cases.json", timeout=600)
     assert finished.exit_code == 0, finished.output
     return folder
@@ -68,8 +116,12 @@ def test_the_package_becomes_a_plain_model_that_answers(smollm2: Path) -> None:
     assert "Apache License" in (smollm2 / "LICENSE").read_text()
     tokenizer, model = AutoTokenizer.from_pretrained(smollm2), load(smollm2)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    answer = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = model.generate(**inputs, max_new_tokens=12, do_sample=False)[
+        0, inputs["input_ids"].shape[1] :
+    ]
     assert "Paris" in tokenizer.decode(answer)
     packed = load(Path(str(distribution(PACKAGE).locate_file(MODULE))), gguf_file=FILE)
     with torch.no_grad():
@@ -77,11 +129,15 @@ def test_the_package_becomes_a_plain_model_that_answers(smollm2: Path) -> None:
     assert (ours - theirs).norm() < 0.02 * theirs.norm(), "only the rounding to bf16 differs"
 
 
-def test_fine_tuning_lowers_the_loss_and_peft_continues_with_the_same_logits(folder: Path, smollm2: Path) -> None:
+def test_fine_tuning_lowers_the_loss_and_peft_continues_with_the_same_logits(
+    folder: Path, smollm2: Path
+) -> None:
     """peft on the base model, the merged model, and (by its loss) the run itself are one model."""
     from peft import PeftModel
 
-    evaluated = {line["step"]: line["eval/loss"] for line in metrics(folder / "run") if "eval/loss" in line}
+    evaluated = {
+        line["step"]: line["eval/loss"] for line in metrics(folder / "run") if "eval/loss" in line
+    }
     assert evaluated[4] < evaluated[0] - 0.1
     ids = torch.arange(100, 148).view(2, 24)
     base = load(smollm2)
@@ -97,12 +153,16 @@ def test_a_resumed_run_ends_with_the_same_weights(folder: Path) -> None:
     from safetensors.torch import load_file
 
     assert losses(folder / "resumed") == losses(folder / "run")
-    weights, resumed = (load_file(folder / name / "model/adapter_model.safetensors") for name in ("run", "resumed"))
+    weights, resumed = (
+        load_file(folder / name / "model/adapter_model.safetensors") for name in ("run", "resumed")
+    )
     assert weights.keys() == resumed.keys() and len(weights) == 30 * 7 * 2
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
 
 
-def test_the_evaluation_agrees_with_the_run_and_with_the_harness(folder: Path, smollm2: Path) -> None:
+def test_the_evaluation_agrees_with_the_run_and_with_the_harness(
+    folder: Path, smollm2: Path
+) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -111,13 +171,21 @@ def test_the_evaluation_agrees_with_the_run_and_with_the_harness(folder: Path, s
     for model, loss in (base, evaluated[0]), (tuned, evaluated[-1]):
         assert model["held_out"]["loss"] == pytest.approx(loss, abs=1e-3)
     arguments = {"pretrained": str(smollm2), "dtype": "float32", "device": "cpu", "batch_size": 1}
-    settings: dict[str, Any] = {"model": "hf", "tasks": [str(TASK)], "limit": QUESTIONS, "log_samples": False}
+    settings: dict[str, Any] = {
+        "model": "hf",
+        "tasks": [str(TASK)],
+        "limit": QUESTIONS,
+        "log_samples": False,
+    }
     manager = TaskManager(include_defaults=False)
     for model, own in (base, {}), (tuned, {"peft": str(folder / "run" / "model")}):
         theirs = simple_evaluate(**settings, model_args=arguments | own, task_manager=manager)
         assert theirs is not None
         for name in ("acc", "acc_norm"):
-            assert model["tasks"]["python_docs"][name]["value"] == theirs["results"]["python_docs"][f"{name},none"]
+            assert (
+                model["tasks"]["python_docs"][name]["value"]
+                == theirs["results"]["python_docs"][f"{name},none"]
+            )
 
 
 def test_the_notebook_runs_from_top_to_bottom(smollm2: Path, tmp_path: Path) -> None:
@@ -126,9 +194,13 @@ def test_the_notebook_runs_from_top_to_bottom(smollm2: Path, tmp_path: Path) -> 
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert 'TIME = "60s"' in code[0] and 'ROOT / "output"' in code[0]
     text = (
-        "\n\n".join(code).replace('TIME = "60s"', 'TIME = "5s"').replace('ROOT / "output"', f"Path({str(tmp_path)!r})")
+        "\n\n".join(code)
+        .replace('TIME = "60s"', 'TIME = "5s"')
+        .replace('ROOT / "output"', f"Path({str(tmp_path)!r})")
     )
     (tmp_path / "cells.py").write_text(text)
     finished = forked(tmp_path / "cells.py", timeout=900)
     assert finished.exit_code == 0, finished.output
-    assert "max_train_time 5s is over" in finished.output and "'model.safetensors'" in finished.output
+    assert (
+        "max_train_time 5s is over" in finished.output and "'model.safetensors'" in finished.output
+    )

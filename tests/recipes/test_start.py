@@ -12,41 +12,99 @@ from llama_ft.evaluation.flags import read_evaluate_flags
 from llama_ft.export_flags import read_export_flags
 from llama_ft.inference.flags import read_inference_flags
 
-AND_LIST_MODULES = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__'); "
+AND_LIST_MODULES = (
+    "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__'); "
+)
 AND_LIST_MODULES += "print('modules:', *sys.modules)"
-# For plots, trackers, other frameworks; and torch's compiler, which only --compile needs. Not here: scipy, which no
-# requirement brings but transformers' models import where something else has (loss/loss_for_object_detection.py).
-NOT_NEEDED = {"matplotlib", "tensorboard", "wandb", "mlflow", "sklearn", "tensorflow", "jax", "IPython", "torchvision"}
-COMPILER = {"torch._inductor.compile_fx", "torch._inductor.lowering", "torch._functorch.aot_autograd"}
+# For plots, trackers, other frameworks; and torch's compiler, which only --compile needs. Not here:
+# scipy, which no requirement brings but transformers' models import where something else has
+# (loss/loss_for_object_detection.py).
+NOT_NEEDED = {
+    "matplotlib",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "sklearn",
+    "tensorflow",
+    "jax",
+    "IPython",
+    "torchvision",
+}
+COMPILER = {
+    "torch._inductor.compile_fx",
+    "torch._inductor.lowering",
+    "torch._functorch.aot_autograd",
+}
 
 
-def test_a_run_imports_no_package_that_it_does_not_need(tiny_model: Path, rows16: Path, tmp_path: Path) -> None:
-    """Quantized LoRA is what needs most: peft imports bitsandbytes, and bitsandbytes by itself torch's compiler."""
-    flags = ["--model_name", str(tiny_model), "--dataset", str(rows16), "--output_dir", str(tmp_path / "run")]
-    flags += ["--use_peft", "--quantization", "8bit", "--context_length", "128", "--max_train_step", "1"]
+def test_a_run_imports_no_package_that_it_does_not_need(
+    tiny_model: Path, rows16: Path, tmp_path: Path
+) -> None:
+    """Quantized LoRA is what needs most: peft imports bitsandbytes, and bitsandbytes by itself
+    torch's compiler."""
+    flags = [
+        "--model_name",
+        str(tiny_model),
+        "--dataset",
+        str(rows16),
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
+    flags += [
+        "--use_peft",
+        "--quantization",
+        "8bit",
+        "--context_length",
+        "128",
+        "--max_train_step",
+        "1",
+    ]
     finished = run([sys.executable, "-c", AND_LIST_MODULES, str(RECIPE), *flags])
     assert finished.exit_code == 0, finished.output
     imported = set(finished.output.rpartition("modules:")[2].split())
     assert {"torch", "transformers.models.llama.modeling_llama", "peft", "bitsandbytes"} <= imported
     assert not imported & (NOT_NEEDED | COMPILER)
-    assert "kernels-community" not in finished.output  # what bitsandbytes says on CPUs with AVX512-BF16
+    # what bitsandbytes says on CPUs with AVX512-BF16
+    assert "kernels-community" not in finished.output
 
 
 def test_a_run_prints_few_lines_beside_its_settings_and_steps_and_ends_with_commands_that_work(
     tiny_model: Path, rows70: Path, tmp_path: Path
 ) -> None:
-    flags = ["--model_name", str(tiny_model), "--dataset", str(rows70), "--validation", "0.2", "--use_peft"]
+    flags = [
+        "--model_name",
+        str(tiny_model),
+        "--dataset",
+        str(rows70),
+        "--validation",
+        "0.2",
+        "--use_peft",
+    ]
     flags += ["--max_train_step", "3", "--context_length", "64", "--device", "cpu"]
-    cases = [[*flags, "--output_dir", f"{tmp_path}/{name}", *more] for name, *more in (("a",), ("b", "--quiet"))]
+    cases = [
+        [*flags, "--output_dir", f"{tmp_path}/{name}", *more]
+        for name, *more in (("a",), ("b", "--quiet"))
+    ]
     finished = run_cases(tmp_path, cases, ranks=1)
-    assert "Planned: " not in finished.output and not (tmp_path / "a" / "plan.json").exists()  # --no_plan
-    printed, quiet = re.findall(r"(?s)(.*?\n\nTraining ended.*?exported --merge)\n", finished.output)
-    others = [line for line in printed.splitlines() if not re.match(r"step |  \S+ = .* \(default", line)]
+    # --no_plan
+    assert "Planned: " not in finished.output and not (tmp_path / "a" / "plan.json").exists()
+    printed, quiet = re.findall(
+        r"(?s)(.*?\n\nTraining ended.*?exported --merge)\n", finished.output
+    )
+    others = [
+        line for line in printed.splitlines() if not re.match(r"step |  \S+ = .* \(default", line)
+    ]
     assert len(others) <= 25, finished.output
-    assert printed.count("\nstep ") == 5  # three steps, and the validation losses before and after them
+    # three steps, and the validation losses before and after them
+    assert printed.count("\nstep ") == 5
     summary = printed.splitlines()[-6:]
-    loss = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()][-1]["eval/loss"]
-    assert re.match(r"Training ended after step 3 of 3: all steps are done. The run took [\d.]+ (m?s|min)", summary[0])
+    loss = [
+        json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
+    ][-1]["eval/loss"]
+    assert re.match(
+        r"Training ended after step 3 of 3: all steps are done. The run took [\d.]+ (m?s|min)",
+        summary[0],
+    )
     assert summary[1] == f"Best validation loss: {loss:.4g} at step 3"
     assert f"adapter of step 3: {tmp_path}/a/model (report: {tmp_path}/a/report.html)" in summary[2]
     assert (tmp_path / "a" / "report.html").is_file()
@@ -60,5 +118,9 @@ def test_a_run_prints_few_lines_beside_its_settings_and_steps_and_ends_with_comm
     assert read_evaluate_flags(evaluate[1:], "").asked[0].base == str(tiny_model)
     assert read_export_flags(export[1:], "").merge
     left = [line for line in quiet.splitlines() if line and not line.startswith("warning: ")]
-    assert [line.split(" ")[0] for line in left] == ["step", "step", *(line.split(" ")[0] for line in summary)]
+    assert [line.split(" ")[0] for line in left] == [
+        "step",
+        "step",
+        *(line.split(" ")[0] for line in summary),
+    ]
     assert "validation loss" in left[0] and "validation loss" in left[1]

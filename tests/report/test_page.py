@@ -19,12 +19,22 @@ TITLES = [
     "GPU memory, peak so far, MiB", "Host memory (RSS), peak so far, MiB",
     "Tensors that stay for the optimizer step", "Tensors at the peak of each phase",
 ]  # fmt: skip
-HEADINGS = ["Training", "Memory", "Each rank", "FSDP units", "Data", "Answers", "Environment", "Settings"]
+HEADINGS = [
+    "Training",
+    "Memory",
+    "Each rank",
+    "FSDP units",
+    "Data",
+    "Answers",
+    "Environment",
+    "Settings",
+]
 FROM_ELSEWHERE = {"src", "srcset", "href", "action", "data", "poster"}
 
 
 class Parsed(HTMLParser):
-    """A page: its tags with their attributes, its rows of table cells, and its text outside of scripts and styles."""
+    """A page: its tags with their attributes, its rows of table cells, and its text outside of
+    scripts and styles."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -51,9 +61,16 @@ class Parsed(HTMLParser):
 
     def asks_for_nothing(self) -> bool:
         names = {name for _, attributes in self.tags for name in attributes}
-        policy = [attributes["content"] for tag, attributes in self.tags if "content-security-policy" in
-                  str(attributes.get("http-equiv", "")).lower()]  # fmt: skip
-        return not names & FROM_ELSEWHERE and len(policy) == 1 and "default-src 'none'" in str(policy[0])
+        policy = [
+            attributes["content"]
+            for tag, attributes in self.tags
+            if "content-security-policy" in str(attributes.get("http-equiv", "")).lower()
+        ]
+        return (
+            not names & FROM_ELSEWHERE
+            and len(policy) == 1
+            and "default-src 'none'" in str(policy[0])
+        )
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +103,10 @@ def test_training_on_pairs_has_plots_of_rewards(run_dir: Path, tmp_path: Path) -
     run = shutil.copytree(run_dir, tmp_path / "run")
     with open(run / "metrics.jsonl", "a") as log:
         for step in (61, 62):
-            rewards = {f"train/rewards/{name}": step / 100 for name in ("chosen", "rejected", "margins", "accuracies")}
+            rewards = {
+                f"train/rewards/{name}": step / 100
+                for name in ("chosen", "rejected", "margins", "accuracies")
+            }
             log.write(json.dumps({"step": step, **rewards}) + "\n")
     assert sum(title.startswith("Reward") for title in drawn(report_page(read_run(run)))) == 4
 
@@ -113,7 +133,11 @@ def test_markup_from_data_settings_and_messages_is_text(tmp_path: Path) -> None:
 
 
 def test_no_secret_is_in_facts_or_pages(run_dir: Path, report: Path) -> None:
-    for text in (report.read_text(), (run_dir / "facts.json").read_text(), comparison_page([read_run(run_dir)] * 2)):
+    for text in (
+        report.read_text(),
+        (run_dir / "facts.json").read_text(),
+        comparison_page([read_run(run_dir)] * 2),
+    ):
         assert SECRET not in text and "hunter2" not in text
     assert "https://***@example.com/rows.jsonl" in report.read_text()
     assert "HF_TOKEN=***" in report.read_text()

@@ -35,7 +35,9 @@ def test_the_mean_behind_a_smoothed_line_is_that_of_the_points_around() -> None:
     for place in (0, 7, 490, 510, 999):
         around = values[max(place - 20, 0) : place + 21]
         assert mean.y[place] == pytest.approx(around.mean())
-    assert [series.style for series in smoothed(Series("loss", numpy.arange(5), values[:5]))] == ["line"]
+    assert [series.style for series in smoothed(Series("loss", numpy.arange(5), values[:5]))] == [
+        "line"
+    ]
 
 
 def test_a_constant_curve_a_single_point_and_zeros_are_drawn() -> None:
@@ -55,7 +57,8 @@ def test_names_from_the_run_are_text_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (12, "12"), (0.5, "0.5"), (2e-5, "2e-05"), (25_000, "25,000"), (9.1294, "9.129")]
+    ("value", "text"),
+    [(0, "0"), (12, "12"), (0.5, "0.5"), (2e-5, "2e-05"), (25_000, "25,000"), (9.1294, "9.129")],
 )
 def test_numbers_are_short(value: float, text: str) -> None:
     assert number(value) == text

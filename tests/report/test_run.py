@@ -43,18 +43,22 @@ def test_curves_are_what_was_logged(run_dir: Path) -> None:
     assert found.curves["memory/device_peak_bytes"].values.tolist() == peaks
 
 
-def test_the_head_says_that_a_run_stopped_early_and_whose_weights_it_kept(run_dir: Path, tmp_path: Path) -> None:
+def test_the_head_says_that_a_run_stopped_early_and_whose_weights_it_kept(
+    run_dir: Path, tmp_path: Path
+) -> None:
     folder = copied(run_dir, tmp_path / "early")
     facts = json.loads((folder / "facts.json").read_text()) | {"total_steps": 450, "weights_of": 40}
     (folder / "facts.json").write_text(json.dumps(facts))
     head = report_page(read_run(folder)).partition("</header>")[0]
     assert "Stopped early, after step 60 of 450" in head and "has the weights of step 40" in head
-    assert "Stopped early" not in report_page(read_run(run_dir)) and "has the weights" not in report_page(
+    assert "Stopped early" not in report_page(
         read_run(run_dir)
-    )
+    ) and "has the weights" not in report_page(read_run(run_dir))
 
 
-def test_bad_rows_that_were_skipped_stand_above_the_data_table(run_dir: Path, tmp_path: Path) -> None:
+def test_bad_rows_that_were_skipped_stand_above_the_data_table(
+    run_dir: Path, tmp_path: Path
+) -> None:
     folder = copied(run_dir, tmp_path / "bad")
     counted = BuildReport(SplitStatistics(), bad_rows=8, first_bad_rows=["a:1"])
     facts = json.loads((folder / "facts.json").read_text())
@@ -65,41 +69,69 @@ def test_bad_rows_that_were_skipped_stand_above_the_data_table(run_dir: Path, tm
 
 
 def test_each_measure_of_memory_has_a_name_of_its_own(run_dir: Path, tmp_path: Path) -> None:
-    """On the CPU the card is of anonymous memory, which RSS exceeds by what is mapped from files."""
+    """On the CPU the card is of anonymous memory, which RSS exceeds by what is mapped from
+    files."""
     page = report_page(read_run(run_dir))
     assert '<div class="name">Peak of GPU memory</div>' in page
     assert "Host memory (RSS), peak so far" in page
     folder = copied(run_dir, tmp_path / "cpu")
-    for name, device in (("metrics.jsonl", '"memory/device_peak_bytes"'), ("facts.json", '"device_peak_bytes"')):
-        text = (folder / name).read_text().replace(device, '"other"' if "/" in device else '"anonymous_peak_bytes"')
+    for name, device in (
+        ("metrics.jsonl", '"memory/device_peak_bytes"'),
+        ("facts.json", '"device_peak_bytes"'),
+    ):
+        text = (
+            (folder / name)
+            .read_text()
+            .replace(device, '"other"' if "/" in device else '"anonymous_peak_bytes"')
+        )
         (folder / name).write_text(text)
     facts = json.loads((folder / "facts.json").read_text())
     facts["memory"]["base_bytes"] = 100 * 2**20
     (folder / "facts.json").write_text(json.dumps(facts))
     page = report_page(read_run(folder))
-    assert '<div class="name">Peak of anonymous memory</div>' in page and "100.0 MiB of Python and libraries" in page
-    tensors, process = (
-        page.partition(title)[2].partition("</figure>")[0] for title in ("Tensors at", "The process at")
+    assert (
+        '<div class="name">Peak of anonymous memory</div>' in page
+        and "100.0 MiB of Python and libraries" in page
     )
-    assert "predicted" in tensors and "measured" not in tensors, "the kernel cannot tell tensors from the rest"
-    assert "predicted" not in process and "Python and its libraries" in process and ">235.0 MiB<" in process
+    tensors, process = (
+        page.partition(title)[2].partition("</figure>")[0]
+        for title in ("Tensors at", "The process at")
+    )
+    assert "predicted" in tensors and "measured" not in tensors, (
+        "the kernel cannot tell tensors from the rest"
+    )
+    assert (
+        "predicted" not in process
+        and "Python and its libraries" in process
+        and ">235.0 MiB<" in process
+    )
 
 
-def test_answers_between_the_first_and_the_last_are_shown_in_their_order(run_dir: Path, tmp_path: Path) -> None:
+def test_answers_between_the_first_and_the_last_are_shown_in_their_order(
+    run_dir: Path, tmp_path: Path
+) -> None:
     folder = copied(run_dir, tmp_path / "sampled")
     facts = json.loads((folder / "facts.json").read_text())
     moments = ["before fine-tuning", "after step 20", "after step 40", "after fine-tuning"]
     facts["samples"] = [
-        {"when": when, "question": question, "answer": f"{question} {when}"} for when in moments for question in "BA"
+        {"when": when, "question": question, "answer": f"{question} {when}"}
+        for when in moments
+        for question in "BA"
     ]
     (folder / "facts.json").write_text(json.dumps(facts))
-    answers = report_page(read_run(folder)).partition("<h2>Answers</h2>")[2].partition("</section>")[0]
+    answers = (
+        report_page(read_run(folder)).partition("<h2>Answers</h2>")[2].partition("</section>")[0]
+    )
     assert re.findall(r"<h3>(.*?)</h3><p>(.*?)</p>", answers) == [
-        pair for question in "AB" for pair in [("question", question), *((it, f"{question} {it}") for it in moments)]
+        pair
+        for question in "AB"
+        for pair in [("question", question), *((it, f"{question} {it}") for it in moments)]
     ]
 
 
-def test_a_run_that_is_being_written_is_read_up_to_its_last_whole_line(run_dir: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_being_written_is_read_up_to_its_last_whole_line(
+    run_dir: Path, tmp_path: Path
+) -> None:
     folder = copied(run_dir, tmp_path / "running")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 61, "train/lo')
@@ -115,7 +147,9 @@ def test_an_old_run_has_a_report_of_what_it_has(run_dir: Path, tmp_path: Path) -
     assert "<b>Loss</b>" in page and "FSDP units" not in page
 
 
-def test_one_run_differs_from_the_defaults_and_several_from_each_other(run_dir: Path, tmp_path: Path) -> None:
+def test_one_run_differs_from_the_defaults_and_several_from_each_other(
+    run_dir: Path, tmp_path: Path
+) -> None:
     other = write_run(tmp_path / "other", lr="1e-3")
     assert differing_settings([read_run(run_dir)])["train.lr"] == [3e-4, 1e-4]
     assert differing_settings([read_run(run_dir), read_run(other)]) == {"train.lr": [3e-4, 1e-3]}
@@ -134,7 +168,9 @@ def test_the_script_writes_one_report_or_a_comparison(run_dir: Path, tmp_path: P
 def test_mistakes_are_told_together(run_dir: Path, tmp_path: Path) -> None:
     copied(run_dir, tmp_path / "good")
     (tmp_path / "file").touch()
-    finished = report(tmp_path / "goof", tmp_path, tmp_path / "file", "--out", tmp_path / "no" / "x.html")
+    finished = report(
+        tmp_path / "goof", tmp_path, tmp_path / "file", "--out", tmp_path / "no" / "x.html"
+    )
     assert finished.exit_code == 2
     places = (f"{tmp_path}/goof: ", f"{tmp_path}: ", f"{tmp_path}/file: ")
     assert all(f"error: {place}" in finished.output for place in places)
@@ -145,14 +181,21 @@ def test_mistakes_are_told_together(run_dir: Path, tmp_path: Path) -> None:
 def test_damaged_files_are_named(run_dir: Path, tmp_path: Path) -> None:
     folder = copied(run_dir, tmp_path / "damaged")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    broken = {"plan.json": "{", "config.yaml": "a: [", "metrics.jsonl": "\n".join([*lines[:4], lines[4][:30], "", ""])}
+    broken = {
+        "plan.json": "{",
+        "config.yaml": "a: [",
+        "metrics.jsonl": "\n".join([*lines[:4], lines[4][:30], "", ""]),
+    }
     for file, text in broken.items():
         (folder / file).write_text(text)
         with pytest.raises(UserError, match=re.escape(f"{folder}/{file}: ")):
             read_run(folder)
         if file != "metrics.jsonl":
             (folder / file).unlink()
-    assert f"{folder}/metrics.jsonl: " in (finished := report(folder)).output and finished.exit_code == 2
+    assert (
+        f"{folder}/metrics.jsonl: " in (finished := report(folder)).output
+        and finished.exit_code == 2
+    )
 
 
 def test_a_report_that_cannot_be_written_is_a_warning(
@@ -161,7 +204,10 @@ def test_a_report_that_cannot_be_written_is_a_warning(
     folder = copied(run_dir, tmp_path / "run")
     (folder / "report.html").mkdir()
     write_or_warn(folder)
-    assert f"warning: {folder}/report.html was not written: IsADirectoryError" in capfd.readouterr().err
+    assert (
+        f"warning: {folder}/report.html was not written: IsADirectoryError"
+        in capfd.readouterr().err
+    )
     (folder / "facts.json").write_text('{"data": 7, "units": "x", "samples": {"a": 1}}')
     write_or_warn(folder)
     assert "warning: " in capfd.readouterr().err

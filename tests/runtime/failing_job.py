@@ -13,7 +13,9 @@ from llama_ft.errors import UserError
 
 if __name__ == "__main__":
     way, output_dir = sys.argv[1], Path(sys.argv[2])
-    with runtime.start("cpu", "world", timeout_seconds=2 if way == "rank 0 goes first" else 60) as job:
+    with runtime.start(
+        "cpu", "world", timeout_seconds=2 if way == "rank 0 goes first" else 60
+    ) as job:
         job.begin_run(output_dir)
         job.note_step(3)
         print(f"pid {os.getpid()}", flush=True)
@@ -23,11 +25,15 @@ if __name__ == "__main__":
                     time.sleep(5)
                     (output_dir / "done").touch()
                 print(
-                    f"rank {job.rank} is first or finds it done: {(output_dir / 'done').exists()}\n", end="", flush=True
+                    f"rank {job.rank} is first or finds it done: {(output_dir / 'done').exists()}\n",
+                    end="",
+                    flush=True,
                 )
         if way == "one rank raises" and job.rank == 1:
             raise ValueError("the flux capacitor is empty")
-        if way == "every rank sees the same mistake" or (way == "one rank sees a mistake" and job.rank == 1):
+        if way == "every rank sees the same mistake" or (
+            way == "one rank sees a mistake" and job.rank == 1
+        ):
             raise UserError("mine.yaml:3: this is not right.\nThat would be.")
         if way == "one rank is killed" and job.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,5 +1,5 @@
-"""A job of short steps that runs until it is asked to stop. Arguments: its directory, the name of a special case, and
---stop_after. It reports what happens by writing files into the directory."""
+"""A job of short steps that runs until it is asked to stop. Arguments: its directory, the name of a
+special case, and --stop_after. It reports what happens by writing files into the directory."""
 
 import itertools
 import os

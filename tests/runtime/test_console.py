@@ -27,7 +27,9 @@ Path(sys.argv[1]).write_text(str(console.quiet))
 """
 
 
-def test_control_characters_of_files_do_not_reach_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_characters_of_files_do_not_reach_the_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(console, "file", io.StringIO())
     configure_console(rank=0)
     log.warning(HOSTILE)
@@ -38,7 +40,9 @@ def test_control_characters_of_files_do_not_reach_the_terminal(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("reader", ["a pipe", None])
-def test_a_run_goes_on_when_nobody_reads_it_or_the_disk_is_full(reader: str | None, tmp_path: Path) -> None:
+def test_a_run_goes_on_when_nobody_reads_it_or_the_disk_is_full(
+    reader: str | None, tmp_path: Path
+) -> None:
     reading, output = os.pipe()
     if reader is None:
         os.close(output)

@@ -20,14 +20,24 @@ def two_nodes(*arguments: str) -> list[Finished]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         meeting = f"localhost:{free.getsockname()[1]}"
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--rdzv_backend", "c10d"]
+    agent = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--rdzv_backend",
+        "c10d",
+    ]
     command = [*agent, "--rdzv_endpoint", meeting, "--rdzv_id", "two-nodes", *arguments]
     with ThreadPoolExecutor(2) as nodes:
         return list(nodes.map(lambda _: run(command), range(2)))
 
 
 @pytest.mark.slow
-def test_a_new_attempt_finds_the_directory_of_the_one_before_for_each_run_of_the_launch(tmp_path: Path) -> None:
+def test_a_new_attempt_finds_the_directory_of_the_one_before_for_each_run_of_the_launch(
+    tmp_path: Path,
+) -> None:
     nodes = two_nodes("--nproc_per_node", "1", *RESTARTS, JOB, "killed once", str(tmp_path))
     assert [node.exit_code for node in nodes] == [0, 0], nodes[0].output + nodes[1].output
     first, second = sorted(folder.name for folder in tmp_path.iterdir())
@@ -35,7 +45,12 @@ def test_a_new_attempt_finds_the_directory_of_the_one_before_for_each_run_of_the
     output = nodes[0].output + nodes[1].output
     for rank in (0, 1):
         told = re.findall(rf"^rank {rank} (.*)$", output, re.M)
-        assert told == [f"begins in {first}", f"begins in {second}", f"goes on in {first}", f"goes on in {second}"]
+        assert told == [
+            f"begins in {first}",
+            f"begins in {second}",
+            f"goes on in {first}",
+            f"goes on in {second}",
+        ]
     for folder in (first, second):
         assert json.loads((tmp_path / folder / "status.json").read_text())["state"] == "finished"
 
@@ -45,7 +60,9 @@ def test_a_mistake_in_the_settings_is_told_once_per_node_and_not_tried_again() -
     nodes = two_nodes("--nproc_per_node", "2", *RESTARTS, JOB, "early mistake", ".")
     for node in nodes:
         assert node.exit_code == 1 and node.seconds < 40
-        assert node.output.count("error: mine.yaml:3: this is not right.\n       That would be.") == 1
+        assert (
+            node.output.count("error: mine.yaml:3: this is not right.\n       That would be.") == 1
+        )
 
 
 @pytest.mark.slow
@@ -54,18 +71,26 @@ def test_a_mistake_found_later_by_a_rank_of_one_node_ends_both(tmp_path: Path) -
     output = nodes[0].output + nodes[1].output
     assert all(node.exit_code == 1 and node.seconds < 40 for node in nodes)
     assert output.count("error: mine.jsonl:7: this row is not right.") == 1
-    assert output.count("rank 0 begins") == 2 and "goes on" not in output and "lost contact" not in output
+    assert (
+        output.count("rank 0 begins") == 2
+        and "goes on" not in output
+        and "lost contact" not in output
+    )
     failed = json.loads(next(tmp_path.glob("run1*/status.json")).read_text())
     assert (failed["state"], failed["exit_code"]) == ("failed", 2)
 
 
-def test_two_nodes_train_as_one_process_does(tmp_path: Path, tiny_model: Path, rows16: Path) -> None:
+def test_two_nodes_train_as_one_process_does(
+    tmp_path: Path, tiny_model: Path, rows16: Path
+) -> None:
     how = f"--precision fp32 --optimizer SGD --lr 0.1 --num_epochs 3 --model_name {tiny_model} --dataset {rows16}"
     how += " --batching_strategy padding --context_length 200 --no_run_validation --save_model False --output_dir"
     alone = forked(RECIPE, *how.split(), tmp_path / "alone", "--batch_size_training", "16")
     assert alone.exit_code == 0, alone.output
     own = [*how.split(), str(tmp_path / "nodes"), "--batch_size_training", "8", "--enable_fsdp"]
-    nodes = two_nodes("--nproc_per_node", "1", str(RECIPE), *own, "--no_plan", "--collective_timeout", "2m")
+    nodes = two_nodes(
+        "--nproc_per_node", "1", str(RECIPE), *own, "--no_plan", "--collective_timeout", "2m"
+    )
     assert [node.exit_code for node in nodes] == [0, 0], nodes[0].output + nodes[1].output
     assert len(losses(tmp_path / "nodes")) == 3
     assert losses(tmp_path / "nodes") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)

@@ -26,7 +26,9 @@ def assert_nothing_is_left(finished: Finished) -> None:
 def test_an_exception_on_one_rank_is_told_once_with_its_traceback(tmp_path: Path) -> None:
     finished = forked(JOB, "one rank raises", tmp_path, ranks=2)
     assert finished.exit_code == 1 and finished.seconds < 30
-    assert finished.output.count("ValueError: the flux capacitor is empty\nerror: rank 1 failed") == 1
+    assert (
+        finished.output.count("ValueError: the flux capacitor is empty\nerror: rank 1 failed") == 1
+    )
     assert "rank 0" not in finished.output.split("error: rank 1 failed")[0]
     assert "lost contact" not in finished.output
     assert status_of(tmp_path)["state"] == "failed" and status_of(tmp_path)["step"] == 3
@@ -36,7 +38,11 @@ def test_an_exception_on_one_rank_is_told_once_with_its_traceback(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("way", "ranks"),
-    [("every rank sees the same mistake", 2), ("one rank sees a mistake", 2), ("every rank sees the same mistake", 0)],
+    [
+        ("every rank sees the same mistake", 2),
+        ("one rank sees a mistake", 2),
+        ("every rank sees the same mistake", 0),
+    ],
 )
 def test_a_mistake_is_told_once_without_a_traceback(way: str, ranks: int, tmp_path: Path) -> None:
     finished = forked(JOB, way, tmp_path, ranks=ranks)
@@ -56,15 +62,24 @@ def test_a_killed_rank_takes_the_job_down_within_30_seconds(tmp_path: Path) -> N
     )
     assert "exitcode  : -9" in finished.output
     lost = (
-        r"^error: lost contact with another rank: rank 1 \(process \d+\) has ended, most likely killed \(exit code -9\)"
+        r"^error: lost contact with another rank: rank 1 \(process \d+\) has ended, "
+        r"most likely killed \(exit code -9\)"
     )
-    assert len(re.findall(lost, finished.output, re.MULTILINE)) == finished.output.count("error: ") == 1
+    assert (
+        len(re.findall(lost, finished.output, re.MULTILINE))
+        == finished.output.count("error: ")
+        == 1
+    )
     assert "Host memory: " in finished.output
     assert status_of(tmp_path)["state"] == "failed"
     assert_nothing_is_left(finished)
 
 
-def test_others_wait_for_the_first_process_of_a_node_longer_than_the_time_out(tmp_path: Path) -> None:
+def test_others_wait_for_the_first_process_of_a_node_longer_than_the_time_out(
+    tmp_path: Path,
+) -> None:
     finished = forked(JOB, "rank 0 goes first", tmp_path, ranks=2)
     assert finished.exit_code == 0, finished.output
-    assert re.findall("^rank.*", finished.output, re.M) == [f"rank {r} is first or finds it done: True" for r in (0, 1)]
+    assert re.findall("^rank.*", finished.output, re.M) == [
+        f"rank {r} is first or finds it done: True" for r in (0, 1)
+    ]

@@ -9,7 +9,8 @@ import torch
 from llama_ft.runtime.out_of_memory import Shortage, host_memory, shortage
 
 GIB = 2**30
-# In the words of c10/cuda/CUDACachingAllocator.cpp, c10/core/impl/alloc_cpu.cpp and ProcessGroupNCCL.cpp.
+# In the words of c10/cuda/CUDACachingAllocator.cpp, c10/core/impl/alloc_cpu.cpp and
+# ProcessGroupNCCL.cpp.
 CUDA = "CUDA out of memory. Tried to allocate 376.00 MiB. GPU 0 has a total capacity of 23.68 GiB of which 212.81 MiB"
 CPU = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
@@ -33,17 +34,26 @@ def run_out() -> BaseException:
         (lambda: MemoryError(), "host"),
         (lambda: RuntimeError("std::bad_alloc"), "host"),
         (lambda: torch.OutOfMemoryError(CUDA), "device"),
-        (lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"), "device"),
+        (
+            lambda: RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"
+            ),
+            "device",
+        ),
         (lambda: torch.distributed.DistBackendError(NCCL), "device"),
         (lambda: RuntimeError("[gloo] Connection closed by peer"), None),
     ],
 )
-def test_an_error_says_which_memory_has_run_out(make: Callable[[], BaseException], kind: Shortage | None) -> None:
+def test_an_error_says_which_memory_has_run_out(
+    make: Callable[[], BaseException], kind: Shortage | None
+) -> None:
     assert shortage(make()) == kind
 
 
 @pytest.mark.parametrize("kind", ["no limit", "v2", "v2 of a container"])
-def test_the_host_has_what_the_machine_has_or_a_control_group_leaves(kind: str, tmp_path: Path) -> None:
+def test_the_host_has_what_the_machine_has_or_a_control_group_leaves(
+    kind: str, tmp_path: Path
+) -> None:
     def write(folder: Path, **files: object) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -54,9 +64,13 @@ def test_the_host_has_what_the_machine_has_or_a_control_group_leaves(kind: str, 
     write(proc / "self", cgroup="5:cpu,cpuacct:/\n0::/job/step\n")
     if kind == "v2":
         write(sys / "job" / "step", memory__max="max", memory__current=GIB)
-        write(sys / "job", memory__max=3 * GIB, memory__current=2 * GIB)  # the limit is of the group around it
+        # the limit is of the group around it
+        write(sys / "job", memory__max=3 * GIB, memory__current=2 * GIB)
     elif kind == "v2 of a container":
-        write(sys, memory__max=3 * GIB, memory__current=2 * GIB)  # its own group is mounted as the root
+        # its own group is mounted as the root
+        write(sys, memory__max=3 * GIB, memory__current=2 * GIB)
     host = host_memory(proc, sys)
     assert host is not None
-    assert (host.bytes, host.available_bytes) == ((8 * GIB, 6 * GIB) if kind == "no limit" else (3 * GIB, GIB))
+    assert (host.bytes, host.available_bytes) == (
+        (8 * GIB, 6 * GIB) if kind == "no limit" else (3 * GIB, GIB)
+    )

@@ -10,7 +10,9 @@ from llama_ft.runtime.devices import matmul_slowdown
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.mark.parametrize(("asked", "dtype"), [("bf16_mixed", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize(
+    ("asked", "dtype"), [("bf16_mixed", torch.bfloat16), ("fp16", torch.float16)]
+)
 def test_the_advice_follows_what_this_cpu_measures(asked: Any, dtype: torch.dtype) -> None:
     chosen, note = advise_precision(asked, True, CPU)
     kept, told = advise_precision(asked, False, CPU)

@@ -16,12 +16,16 @@ from llama_ft.runtime.process_group import resolve_degree
         (("auto", 1, 3, 8), "--gpus-per-node"),
     ],
 )
-def test_too_few_gpus_are_refused_with_the_way_out(arguments: tuple[str, int, int, int], named: str) -> None:
+def test_too_few_gpus_are_refused_with_the_way_out(
+    arguments: tuple[str, int, int, int], named: str
+) -> None:
     with pytest.raises(UserError, match=named):
         pick_device(*arguments)
 
 
-def test_a_gpu_that_cannot_be_used_is_named_with_what_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_cannot_be_used_is_named_with_what_torch_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def too_old(_: torch.device) -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).")
 

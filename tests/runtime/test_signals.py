@@ -1,4 +1,5 @@
-"""Signals and --stop_after end jobs between two steps, alike on all ranks, or at once where nothing can be saved."""
+"""Signals and --stop_after end jobs between two steps, alike on all ranks, or at once where nothing
+can be saved."""
 
 import json
 import multiprocessing
@@ -83,10 +84,17 @@ def test_sigterm_to_torchrun_stops_all_ranks_after_the_same_step(tmp_path: Path)
     assert int(step) >= 3 and running.read("saved-1") == step
     line = stopped_line(running, "SIGTERM", step)
     assert re.findall("stopped by .*", running.output) == [line]
-    assert running.status == {"state": "stopped", "step": int(step), "exit_code": 143, "message": line}
+    assert running.status == {
+        "state": "stopped",
+        "step": int(step),
+        "exit_code": 143,
+        "message": line,
+    }
 
 
-def test_a_second_ctrl_c_at_torchrun_ends_all_ranks_without_waiting_for_the_save(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_at_torchrun_ends_all_ranks_without_waiting_for_the_save(
+    tmp_path: Path,
+) -> None:
     with job(tmp_path, "saves for ever") as running:
         running.wait_for("training-0", "training-1")
         os.killpg(running.process.pid, signal.SIGINT)  # what a terminal does
@@ -98,7 +106,9 @@ def test_a_second_ctrl_c_at_torchrun_ends_all_ranks_without_waiting_for_the_save
     assert time.monotonic() - started < 5
     assert not list(tmp_path.glob("saved-*"))
     hint = f"To resume: --output_dir {tmp_path} --resume auto"
-    assert re.findall("stopped by .*", running.output) == [f"stopped by a second Ctrl-C, without saving. {hint}"]
+    assert re.findall("stopped by .*", running.output) == [
+        f"stopped by a second Ctrl-C, without saving. {hint}"
+    ]
     assert running.status["state"] == "stopped" and running.status["exit_code"] == 130
 
 
@@ -113,10 +123,17 @@ def test_stop_after_ends_torchrun_with_exit_code_0_and_no_restart(tmp_path: Path
     assert running.read("saved-1") == step
     line = stopped_line(running, "--stop_after 6s", step)
     assert running.output.splitlines() == [line]
-    assert running.status == {"state": "stopped", "step": int(step), "exit_code": 0, "message": line}
+    assert running.status == {
+        "state": "stopped",
+        "step": int(step),
+        "exit_code": 0,
+        "message": line,
+    }
 
 
-def test_a_rank_that_hangs_while_another_is_killed_leaves_within_5_seconds_and_saves_nothing(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_while_another_is_killed_leaves_within_5_seconds_and_saves_nothing(
+    tmp_path: Path,
+) -> None:
     with job(tmp_path, "rank 0 hangs") as running:
         running.wait_for("training-0", "training-1")
         killed = int(running.read("process-1"))
@@ -125,8 +142,14 @@ def test_a_rank_that_hangs_while_another_is_killed_leaves_within_5_seconds_and_s
         assert running.end() == 1
     assert time.monotonic() - started < 5
     assert not list(tmp_path.glob("saved-*"))
-    assert running.output.count(f"error: lost contact with another rank: rank 1 (process {killed}) has ended") == 1
-    assert "stopped by" not in running.output and "--resume" not in running.output  # there is no checkpoint
+    assert (
+        running.output.count(
+            f"error: lost contact with another rank: rank 1 (process {killed}) has ended"
+        )
+        == 1
+    )
+    # there is no checkpoint
+    assert "stopped by" not in running.output and "--resume" not in running.output
     assert running.status["state"] == "failed" and running.status["exit_code"] == 1
 
 

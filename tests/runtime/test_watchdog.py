@@ -18,7 +18,9 @@ JOB = Path(__file__).with_name("hanging_job.py")
 
 
 def line_of(text: str) -> int:
-    return next(number for number, line in enumerate(JOB.read_text().splitlines(), 1) if text in line)
+    return next(
+        number for number, line in enumerate(JOB.read_text().splitlines(), 1) if text in line
+    )
 
 
 def state_of(folder: Path) -> object:
@@ -34,7 +36,8 @@ def test_a_stopped_rank_and_one_in_a_loop_are_named_and_the_job_ends(tmp_path: P
         pids = {rank: int((tmp_path / f"process-{rank}").read_text()) for rank in range(3)}
         os.kill(pids[1], signal.SIGKILL)  # a launcher would do it 30 s later
         finished = job.result()
-    assert finished.exit_code in (1, -signal.SIGKILL), finished.output  # rank 0's, or of the one killed: who ends first
+    # rank 0's, or of the one killed: who ends first
+    assert finished.exit_code in (1, -signal.SIGKILL), finished.output
     here = socket.gethostname()
     message = (
         "error: rank 1, 2 did not arrive; the others have waited for 6 s (--collective_timeout).\n"
@@ -44,10 +47,13 @@ def test_a_stopped_rank_and_one_in_a_loop_are_named_and_the_job_ends(tmp_path: P
     assert finished.output.count("error: ") == 1 and message in finished.output
     loop = line_of("# here")
     assert re.search(
-        rf"rank 2 \({here}, pid {pids[2]}\) is at {JOB}:({loop}|{loop + 1}) in <module>\n", finished.output
+        rf"rank 2 \({here}, pid {pids[2]}\) is at {JOB}:({loop}|{loop + 1}) in <module>\n",
+        finished.output,
     )
     status = json.loads((tmp_path / "status.json").read_text())
-    assert status["state"] == "failed" and status["message"].startswith("error: rank 1, 2 did not arrive")
+    assert status["state"] == "failed" and status["message"].startswith(
+        "error: rank 1, 2 did not arrive"
+    )
     for pid in pids.values():
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -57,14 +63,27 @@ def test_a_stopped_rank_and_one_in_a_loop_are_named_and_the_job_ends(tmp_path: P
     ("collectives", "message"),
     [
         ((9, 8, 9), ["rank 1 did not", "rank 2 waits at 2.py:7 in f", "rank 1 (gpu1, pid 41) is"]),
-        ((9, 9, 9), ["all ranks wait", "rank 2 waits", "rank 0 (gpu0, pid 40) is at", "rank 1 (gpu1, pid 41) is at"]),
+        (
+            (9, 9, 9),
+            [
+                "all ranks wait",
+                "rank 2 waits",
+                "rank 0 (gpu0, pid 40) is at",
+                "rank 1 (gpu1, pid 41) is at",
+            ],
+        ),
     ],
 )
 def test_of_ranks_that_all_wait_those_with_fewer_collectives_are_named(
     collectives: tuple[int, ...], message: list[str]
 ) -> None:
     """On CUDA a rank that sleeps looks like one that waits."""
-    reports = [Report(0, f"gpu{n}", 40 + n, True, made, f"{n}.py:7 in f") for n, made in enumerate(collectives)]
+    reports = [
+        Report(0, f"gpu{n}", 40 + n, True, made, f"{n}.py:7 in f")
+        for n, made in enumerate(collectives)
+    ]
     lines = describe_hang(reports, 2, 1800.0).splitlines()
     assert "1800 s (--collective_timeout)" in lines[0]
-    assert len(lines) == len(message) and all(line.startswith(it) for line, it in zip(lines, message, strict=True))
+    assert len(lines) == len(message) and all(
+        line.startswith(it) for line, it in zip(lines, message, strict=True)
+    )

@@ -1,4 +1,5 @@
-"""recipes/finetuning.py with losses that are read a step late, as on a GPU, and one step that goes wrong on rank 1.
+"""recipes/finetuning.py with losses that are read a step late, as on a GPU, and one step that goes
+wrong on rank 1.
 
 lagging_job.py LAGS BAD_STEP FILE FLAGS...      FILE gets a line with the weights' sum at the beginning of each step
 """
@@ -13,7 +14,12 @@ from llama_ft import training
 
 RECIPE = Path(__file__).resolve().parent.parent.parent / "recipes" / "finetuning.py"
 ACCUMULATE = training.accumulate_gradients
-lags, bad_step, file, flags = sys.argv[1] == "True", int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]
+lags, bad_step, file, flags = (
+    sys.argv[1] == "True",
+    int(sys.argv[2]),
+    Path(sys.argv[3]),
+    sys.argv[4:],
+)
 sums: list[float] = []
 
 

@@ -1,4 +1,5 @@
-"""Steps of every optimizer on a sharded model, through a checkpoint in the middle; run by torchrun, case by case."""
+"""Steps of every optimizer on a sharded model, through a checkpoint in the middle; run by torchrun,
+case by case."""
 
 import dataclasses
 import sys
@@ -17,20 +18,32 @@ from llama_ft.training.step import update_weights
 STEPS = 6  # the checkpoint is after half of them
 LR = 2e-3
 PURE = {"optimizer": "anyprecision", "precision": "bf16_pure"}
-SETTINGS = {name: {"optimizer": name} for name in ("AdamW", "AdamW8bit", "SGD", "Adafactor", "anyprecision")}
+SETTINGS = {
+    name: {"optimizer": name} for name in ("AdamW", "AdamW8bit", "SGD", "Adafactor", "anyprecision")
+}
 SETTINGS["momentum"] = {"optimizer": "SGD", "momentum": 0.9}
 SETTINGS |= {"stochastic": PURE, "kahan": {**PURE, "use_kahan_summation": True}}
-CASES = {name: TrainConfig(weight_decay=0.1, lr=LR, **settings) for name, settings in SETTINGS.items()}
+CASES = {
+    name: TrainConfig(weight_decay=0.1, lr=LR, **settings) for name, settings in SETTINGS.items()
+}
 
 
 class Odd(torch.nn.Module):
-    """Rows that do not divide by two, one row only, rows that are no whole blocks of 256, experts, vectors."""
+    """Rows that do not divide by two, one row only, rows that are no whole blocks of 256, experts,
+    vectors."""
 
     def __init__(self) -> None:
         super().__init__()
-        shapes = {"blocks": (33, 512), "ragged": (71, 70), "narrow": (129, 40), "one_row": (1, 4200)}
+        shapes = {
+            "blocks": (33, 512),
+            "ragged": (71, 70),
+            "narrow": (129, 40),
+            "one_row": (1, 4200),
+        }
         shapes |= {"experts": (3, 33, 70), "bias": (5,), "single": (1,)}
-        self.weights = torch.nn.ParameterDict({k: torch.nn.Parameter(torch.randn(v) / 6) for k, v in shapes.items()})
+        self.weights = torch.nn.ParameterDict(
+            {k: torch.nn.Parameter(torch.randn(v) / 6) for k, v in shapes.items()}
+        )
 
 
 def build(case: str, mesh: DeviceMesh | None) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -43,18 +56,22 @@ def build(case: str, mesh: DeviceMesh | None) -> tuple[torch.nn.Module, torch.op
 
 
 def gradients(step: int) -> dict[str, torch.Tensor]:
-    """Gradients of a step: random, of very different sizes from row to row, and some rows without any."""
+    """Gradients of a step: random, of very different sizes from row to row, and some rows without
+    any."""
     torch.manual_seed(100 + step)
     found = {}
     for name, parameter in Odd().named_parameters():
-        size = torch.rand(parameter.shape[0], *[1] * (parameter.ndim - 1)).mul_(8).exp2_().mul_(1e-3)
+        size = (
+            torch.rand(parameter.shape[0], *[1] * (parameter.ndim - 1)).mul_(8).exp2_().mul_(1e-3)
+        )
         found[name] = (torch.randn(parameter.shape) * size).bfloat16().float()
         found[name][7:9] = 0
     return found
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Update the weights with the gradients of `steps`, sharded across ranks like the parameters."""
+    """Update the weights with the gradients of `steps`, sharded across ranks like the
+    parameters."""
     for step in steps:
         for name, gradient in gradients(step).items():
             parameter = model.get_parameter(name)
@@ -74,7 +91,8 @@ def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def go_on(case: str, run: Path, job: runtime.Runtime) -> dict[str, torch.Tensor]:
-    """What a fresh model and optimizer become that load the checkpoint and take the other half of the steps."""
+    """What a fresh model and optimizer become that load the checkpoint and take the other half of
+    the steps."""
     model, optimizer = build(case, job.mesh)
     saved = checkpoint.Checkpoint(run / "checkpoints" / f"step-{STEPS // 2:06d}")
     checkpoint.restore(saved, model, optimizer, job)
@@ -99,7 +117,9 @@ if __name__ == "__main__":
 
             model, optimizer = build(case, two_copies)
             train(model, optimizer, range(STEPS))
-            mine = {name: parameter.to_local().detach() for name, parameter in model.named_parameters()}
+            mine = {
+                name: parameter.to_local().detach() for name, parameter in model.named_parameters()
+            }
             copies: list[dict[str, torch.Tensor]] = [{}, {}]
             dist.all_gather_object(copies, mine)
             result["copies"] = copies

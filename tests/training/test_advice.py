@@ -6,9 +6,15 @@ from llama_ft.config import Config
 from llama_ft.training import advice
 
 
-def settings(model_name: str = "org/model", dataset: str = "x.csv", use_peft: bool = False, **train: object) -> Config:
+def settings(
+    model_name: str = "org/model", dataset: str = "x.csv", use_peft: bool = False, **train: object
+) -> Config:
     config = Config()
-    config.model.model_name, config.data.dataset, config.peft.use_peft = model_name, dataset, use_peft
+    config.model.model_name, config.data.dataset, config.peft.use_peft = (
+        model_name,
+        dataset,
+        use_peft,
+    )
     vars(config.train).update(train)
     return config
 

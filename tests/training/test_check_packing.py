@@ -25,11 +25,17 @@ from llama_ft.models import has_chunked_loss, token_mixers, use_chunked_loss, us
 from llama_ft.runtime import Runtime
 from llama_ft.training import check_packing
 
-SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def deaf_attention(module, query, key, value, attention_mask, **arguments):  # type: ignore[no-untyped-def]
-    """An architecture's own attention code: causal over all tokens, which ignores the samples' positions."""
+    """An architecture's own attention code: causal over all tokens, which ignores the samples'
+    positions."""
     return sdpa_attention_forward(module, query, key, value, None, is_causal=True)
 
 
@@ -40,7 +46,8 @@ AttentionMaskInterface.register("deaf", lambda **_: None)
 def make(attention: str, dtype: torch.dtype, runtime: Runtime) -> PreTrainedModel:
     """As the recipe makes one: its attention packed, sharded, in training mode."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=101, **SHAPE))  # initial weights: hardest to tell apart
+    # initial weights: hardest to tell apart
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=101, **SHAPE))
     model.config._attn_implementation = attention
     use_packed_attention(model)
     model.to(dtype)
@@ -51,7 +58,12 @@ def make(attention: str, dtype: torch.dtype, runtime: Runtime) -> PreTrainedMode
 def rows(*lengths: int) -> Dataset:
     ids = [random.Random(n).choices(range(101), k=length) for n, length in enumerate(lengths)]
     return Dataset.from_dict(
-        {"input_ids": ids, "labels": ids, "source": ["x"] * len(ids), "desirable": [None] * len(ids)}
+        {
+            "input_ids": ids,
+            "labels": ids,
+            "source": ["x"] * len(ids),
+            "desirable": [None] * len(ids),
+        }
     )
 
 
@@ -70,7 +82,9 @@ def test_a_model_that_keeps_rows_apart_passes_and_is_left_as_it_was(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_that_takes_no_notice_of_rows_runs_row_by_row(dtype: torch.dtype, runtime: Runtime) -> None:
+def test_attention_that_takes_no_notice_of_rows_runs_row_by_row(
+    dtype: torch.dtype, runtime: Runtime
+) -> None:
     model = make("deaf", dtype, runtime)
     assert not token_mixers(model).by_row
     check_packing(model, rows(40, 30, 20, 10), 64, dtype, runtime)
@@ -79,8 +93,16 @@ def test_attention_that_takes_no_notice_of_rows_runs_row_by_row(dtype: torch.dty
 
 def test_position_embeddings_that_count_tokens_run_row_by_row(runtime: Runtime) -> None:
     torch.manual_seed(0)
-    shape = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "init_std": 0.5}
-    model = AutoModelForCausalLM.from_config(BartConfig(vocab_size=101, is_encoder_decoder=False, **shape))
+    shape = {
+        "d_model": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 64,
+        "init_std": 0.5,
+    }
+    model = AutoModelForCausalLM.from_config(
+        BartConfig(vocab_size=101, is_encoder_decoder=False, **shape)
+    )
     use_packed_attention(model)
     check_packing(model, rows(40, 30, 20, 10), 64, torch.float32, runtime)
     assert token_mixers(model).names() == "BartLearnedPositionalEmbedding"
@@ -96,24 +118,31 @@ class Summing(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_that_sees_other_rows_behind_its_layers_is_rejected(dtype: torch.dtype, runtime: Runtime) -> None:
+def test_a_model_that_sees_other_rows_behind_its_layers_is_rejected(
+    dtype: torch.dtype, runtime: Runtime
+) -> None:
     torch.manual_seed(0)
     model = Summing(LlamaConfig(vocab_size=101, **SHAPE)).to(dtype)
     use_packed_attention(model)
-    with pytest.raises(UserError, match="(?s)Summing does not keep.*Use --batching_strategy padding.$"):
+    with pytest.raises(
+        UserError, match="(?s)Summing does not keep.*Use --batching_strategy padding.$"
+    ):
         check_packing(model, rows(40, 30, 20, 10), 64, dtype, runtime)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("kind", "longest", "by_row"),
-    [(MistralConfig, 64, ""), (PhimoeConfig, 64, "PhimoeAttention"), (PhimoeConfig, 24, "")],  # no row has 25 tokens
+    # no row has 25 tokens
+    [(MistralConfig, 64, ""), (PhimoeConfig, 64, "PhimoeAttention"), (PhimoeConfig, 24, "")],
 )
 def test_a_model_that_loses_its_sliding_window_in_a_pack_runs_row_by_row(
     kind: type[PretrainedConfig], longest: int, by_row: str, dtype: torch.dtype, runtime: Runtime
 ) -> None:
     torch.manual_seed(0)
-    config = kind(vocab_size=101, num_key_value_heads=2, sliding_window=24, initializer_range=0.1, **SHAPE)
+    config = kind(
+        vocab_size=101, num_key_value_heads=2, sliding_window=24, initializer_range=0.1, **SHAPE
+    )
     config.router_jitter_noise = 0.0
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     use_packed_attention(model)

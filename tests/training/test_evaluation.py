@@ -15,7 +15,11 @@ from llama_ft.training.train_state import BestLoss
 def test_the_run_stops_after_as_many_evaluations_without_improvement_as_patience_says(
     patience: int, min_delta: float, losses: list[float], best: tuple[float, int], stops: bool
 ) -> None:
-    found = BestLoss(TrainConfig(early_stopping_patience=patience, early_stopping_min_delta=min_delta))
+    found = BestLoss(
+        TrainConfig(early_stopping_patience=patience, early_stopping_min_delta=min_delta)
+    )
     for step, loss in enumerate(losses, start=1):
-        assert found.update(loss, step) == (loss < min([*losses[: step - 1], float("inf")]) - min_delta)
+        assert found.update(loss, step) == (
+            loss < min([*losses[: step - 1], float("inf")]) - min_delta
+        )
     assert (found.loss, found.step) == best and found.should_stop == stops

@@ -1,5 +1,5 @@
-"""fp16 with loss scaling against fp32 (whose parity with a plain loop is in tests/recipes/test_parity.py), and the
-scale's own rules against GradScaler's."""
+"""fp16 with loss scaling against fp32 (whose parity with a plain loop is in
+tests/recipes/test_parity.py), and the scale's own rules against GradScaler's."""
 
 from pathlib import Path
 
@@ -19,7 +19,10 @@ INFINITE, NAN = float("inf"), float("nan")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One global batch of tokenized rows, so that every step sees the same."""
     generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(0, 301, (6 + 3 * number,), generator=generator).tolist() for number in range(ROWS)]
+    ids = [
+        torch.randint(0, 301, (6 + 3 * number,), generator=generator).tolist()
+        for number in range(ROWS)
+    ]
     file = tmp_path_factory.mktemp("fp16") / "rows.jsonl"
     return write_jsonl(file, [{"input_ids": row, "labels": row} for row in ids])
 
@@ -28,13 +31,38 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(tiny_model: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Output directories of the runs in fp16, all in one launch of 2 ranks."""
     folder = tmp_path_factory.mktemp("fp16_runs")
-    flags = ["--model_name", str(tiny_model), "--dataset", str(rows), "--precision", "fp16", "--lr", str(LEARNING_RATE)]
-    flags += ["--lr_scheduler", "constant", "--num_epochs", str(STEPS), "--batch_size_training", "2", "--enable_fsdp"]
-    flags += ["--context_length", "27"]  # the longest row: a step takes all packs, and both ranks have some
-    flags += ["--gradient_accumulation_steps", str(ROWS // 4), "--no_save_model", "--gradient_clipping"]
+    flags = [
+        "--model_name",
+        str(tiny_model),
+        "--dataset",
+        str(rows),
+        "--precision",
+        "fp16",
+        "--lr",
+        str(LEARNING_RATE),
+    ]
+    flags += [
+        "--lr_scheduler",
+        "constant",
+        "--num_epochs",
+        str(STEPS),
+        "--batch_size_training",
+        "2",
+        "--enable_fsdp",
+    ]
+    # the longest row: a step takes all packs, and both ranks have some
+    flags += ["--context_length", "27"]
+    flags += [
+        "--gradient_accumulation_steps",
+        str(ROWS // 4),
+        "--no_save_model",
+        "--gradient_clipping",
+    ]
     flags += ["--gradient_clipping_threshold", "0.5"]
     scales = {"usual": INITIAL_FACTOR, "overflowing": TOO_MUCH, "fp32": 1.0}
-    cases = [(scale, [*flags, "--output_dir", str(folder / name)]) for name, scale in scales.items()]
+    cases = [
+        (scale, [*flags, "--output_dir", str(folder / name)]) for name, scale in scales.items()
+    ]
     cases[-1][1].append("--precision=fp32")
     launched = run_cases(folder, cases, ranks=2, script=JOB)
     assert launched.output.count("was skipped: its gradients overflowed fp16") >= OVERFLOWS
@@ -47,7 +75,9 @@ def test_fp16_trains_as_fp32_does_within_a_percent(runs: dict[str, Path]) -> Non
     assert [line["train/loss_scale"] for line in metrics(runs["usual"])] == [INITIAL_FACTOR] * STEPS
 
 
-def test_gradients_that_overflow_skip_the_step_and_halve_the_scale_until_they_fit(runs: dict[str, Path]) -> None:
+def test_gradients_that_overflow_skip_the_step_and_halve_the_scale_until_they_fit(
+    runs: dict[str, Path],
+) -> None:
     lines = metrics(runs["overflowing"])
     skipped = [line for line in lines if line["train/grad_norm"] is None]
     assert len(skipped) >= OVERFLOWS and skipped == lines[: len(skipped)]
@@ -55,8 +85,13 @@ def test_gradients_that_overflow_skip_the_step_and_halve_the_scale_until_they_fi
     assert scales[: len(skipped)] == [TOO_MUCH / 2 ** (n + 1) for n in range(len(skipped))]
     assert set(scales[len(skipped) :]) == {scales[len(skipped) - 1]}
     assert lines[-1]["train/skipped_steps"] == len(skipped)
-    waiting, going = losses(runs["overflowing"])[: len(skipped)], losses(runs["overflowing"])[len(skipped) :]
-    assert waiting == pytest.approx([going[0]] * len(skipped), rel=1e-6), "a skipped step changes no weight"
+    waiting, going = (
+        losses(runs["overflowing"])[: len(skipped)],
+        losses(runs["overflowing"])[len(skipped) :],
+    )
+    assert waiting == pytest.approx([going[0]] * len(skipped), rel=1e-6), (
+        "a skipped step changes no weight"
+    )
     assert going == pytest.approx(losses(runs["fp32"])[: len(going)], rel=1e-2)
 
 

@@ -35,15 +35,24 @@ def token_loss_sum(model: PreTrainedModel, batch: Batch, device: torch.device) -
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=2, vocab_size=50, initializer_range=0.5))
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(**shape, num_key_value_heads=2, vocab_size=50, initializer_range=0.5)
+    )
 
 
 def batch(rows: list[list[int]], labels: list[list[int]], length: int) -> Batch:
     def padded(values: list[list[int]], fill: int) -> torch.Tensor:
         return torch.tensor([row + [fill] * (length - len(row)) for row in values])
 
-    return Batch(padded(rows, 0), padded(labels, -100), [len(row) for row in rows], False, ["x"] * len(rows))
+    return Batch(
+        padded(rows, 0), padded(labels, -100), [len(row) for row in rows], False, ["x"] * len(rows)
+    )
 
 
 def test_padding_adds_nothing_to_the_loss_or_the_gradient(model: LlamaForCausalLM) -> None:
@@ -52,29 +61,41 @@ def test_padding_adds_nothing_to_the_loss_or_the_gradient(model: LlamaForCausalL
     padded = torch.autograd.grad(together, list(model.parameters()))
     theirs = model(input_ids=torch.tensor([rows[0]]), labels=torch.tensor([labels[0]])).loss
     pairs = zip(rows, labels, strict=True)
-    first, second = (token_loss_sum(model, batch([row], [own], len(row)), CPU) for row, own in pairs)
+    first, second = (
+        token_loss_sum(model, batch([row], [own], len(row)), CPU) for row, own in pairs
+    )
     torch.testing.assert_close(first, theirs * 4)
     apart = first + second
     torch.testing.assert_close(together, apart)
-    for ours, expected in zip(padded, torch.autograd.grad(apart, list(model.parameters())), strict=True):
+    for ours, expected in zip(
+        padded, torch.autograd.grad(apart, list(model.parameters())), strict=True
+    ):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=5e-5)  # gradients go up to 10
 
 
 @pytest.mark.parametrize(
-    ("lengths", "router_loss", "filled"), [([40, 60], False, 128), ([40, 60], True, 100), ([5, 3], False, 8)]
+    ("lengths", "router_loss", "filled"),
+    [([40, 60], False, 128), ([40, 60], True, 100), ([5, 3], False, 8)],
 )
 def test_packs_are_filled_up_so_that_few_shapes_are_compiled(
     lengths: list[int], router_loss: bool, filled: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not if the routers' auxiliary loss counts all tokens, or positions would go beyond those of the longest row."""
+    """Not if the routers' auxiliary loss counts all tokens, or positions would go beyond those of
+    the longest row."""
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("mixtral", **{**SHAPE, "num_local_experts": 2, "output_router_logits": router_loss})
+        AutoConfig.for_model(
+            "mixtral", **{**SHAPE, "num_local_experts": 2, "output_router_logits": router_loss}
+        )
     )
     use_packed_attention(model)
     assert use_chunked_loss(model)
     ids = torch.randint(0, 300, (1, sum(lengths)))
-    pack, results, seen = Batch(ids, ids.clone(), lengths, True, ["x"] * len(lengths)), [], list[int]()
+    pack, results, seen = (
+        Batch(ids, ids.clone(), lengths, True, ["x"] * len(lengths)),
+        [],
+        list[int](),
+    )
     embedding = model.get_input_embeddings()
     embedding.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
     for multiple in (1, 64):
@@ -94,12 +115,20 @@ def test_smoothed_labels_and_noisy_embeddings_are_of_training_only(model: LlamaF
         use_chunked_loss(it)
     for is_training in (False, True):
         torch.manual_seed(7)
-        noise = torch.empty(1, 5, 32).uniform_(-1, 1) * (5.0 / (5 * 32) ** 0.5 if is_training else 0)
+        noise = torch.empty(1, 5, 32).uniform_(-1, 1) * (
+            5.0 / (5 * 32) ** 0.5 if is_training else 0
+        )
         embedded = model.get_input_embeddings()(rows) + noise
-        logits = model.lm_head(model.model(inputs_embeds=embedded, use_cache=False).last_hidden_state)[0, :-1]
-        expected = functional.cross_entropy(logits, rows[0, 1:], reduction="sum", label_smoothing=0.1 * is_training)
+        logits = model.lm_head(
+            model.model(inputs_embeds=embedded, use_cache=False).last_hidden_state
+        )[0, :-1]
+        expected = functional.cross_entropy(
+            logits, rows[0, 1:], reduction="sum", label_smoothing=0.1 * is_training
+        )
         torch.manual_seed(7)
-        torch.testing.assert_close(smoothed.loss(noisy.train(is_training), one, runtime).loss, expected)
+        torch.testing.assert_close(
+            smoothed.loss(noisy.train(is_training), one, runtime).loss, expected
+        )
 
 
 def test_a_batch_without_targets_has_a_loss_and_gradients_of_zero(model: LlamaForCausalLM) -> None:
@@ -114,14 +143,17 @@ def test_a_batch_without_targets_has_a_loss_and_gradients_of_zero(model: LlamaFo
 def test_forward_and_backward_make_the_host_wait_for_nothing(
     model: LlamaForCausalLM, is_packed: bool, lengths: list[int]
 ) -> None:
-    """Operators that would wait for a GPU are counted. Without the notes, Transformers' masks run one to four."""
+    """Operators that would wait for a GPU are counted. Without the notes, Transformers' masks run
+    one to four."""
     sys.path.insert(0, str(REPOSITORY / "benchmarks"))
     gpu_bench = importlib.import_module("gpu_bench")
     ours = LlamaForCausalLM(model.config)
     if is_packed:
         use_packed_attention(ours)
     rows = [[3 + n for n in range(length)] for length in lengths]
-    pack = Batch(torch.tensor([sum(rows, [])]), torch.tensor([sum(rows, [])]), lengths, True, ["x"] * 2)
+    pack = Batch(
+        torch.tensor([sum(rows, [])]), torch.tensor([sum(rows, [])]), lengths, True, ["x"] * 2
+    )
     with gpu_bench.CountWaits() as counter:
         token_loss_sum(ours, pack if is_packed else batch(rows, rows, 4), CPU).backward()
     assert [wait for wait in counter.found if not wait.endswith(gpu_bench.ON_HOST)] == []

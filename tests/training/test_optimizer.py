@@ -1,4 +1,5 @@
-"""Optimizers against torch's and bitsandbytes' own on whole tensors; the learning rate against its definitions."""
+"""Optimizers against torch's and bitsandbytes' own on whole tensors; the learning rate against its
+definitions."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,17 +18,24 @@ from llama_ft.training.anyprecision import AnyPrecisionAdamW
 
 
 def rates(total: int, **settings: object) -> list[float]:
-    return [learning_rate(TrainConfig(lr=1.0, **settings), step, total, step // 10) for step in range(total)]
+    return [
+        learning_rate(TrainConfig(lr=1.0, **settings), step, total, step // 10)
+        for step in range(total)
+    ]
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 5])
 @pytest.mark.parametrize("scheduler", ["cosine", "linear", "constant"])
-def test_every_step_has_the_learning_rate_of_transformers(scheduler: str, warmup_steps: int) -> None:
+def test_every_step_has_the_learning_rate_of_transformers(
+    scheduler: str, warmup_steps: int
+) -> None:
     from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     name = "constant_with_warmup" if scheduler == "constant" else scheduler
-    [factor] = get_scheduler(name, optimizer, num_warmup_steps=warmup_steps, num_training_steps=40).lr_lambdas
+    [factor] = get_scheduler(
+        name, optimizer, num_warmup_steps=warmup_steps, num_training_steps=40
+    ).lr_lambdas
     expected = [factor(step) for step in range(40)]
     assert rates(40, lr_scheduler=scheduler, warmup_steps=warmup_steps) == pytest.approx(expected)
     by_epoch = [0.85**epoch for epoch in range(3) for _ in range(10)]
@@ -56,7 +64,13 @@ def test_lora_plus_has_the_groups_of_peft() -> None:
     from peft.optimizers import create_loraplus_optimizer
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    small = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+    small = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=32,
+    )
     model = get_peft_model(LlamaForCausalLM(small), LoraConfig(target_modules="all-linear"))
     theirs = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-4, loraplus_lr_ratio=16)
     ours = build_optimizer(model, TrainConfig(lr=1e-4, loraplus_lr_ratio=16))
@@ -86,7 +100,9 @@ def test_norms_and_biases_are_not_decayed_and_frozen_weights_not_optimized() -> 
     optimizer = build_optimizer(model, TrainConfig(weight_decay=0.1))
     decayed, spared = optimizer.param_groups
     assert [p.shape for p in decayed["params"]] == [(4, 3)] and decayed["weight_decay"] == 0.1
-    assert [p.shape for p in spared["params"]] == [(2, 2), (4,), (4,), (4,)] and spared["weight_decay"] == 0
+    assert [p.shape for p in spared["params"]] == [(2, 2), (4,), (4,), (4,)] and spared[
+        "weight_decay"
+    ] == 0
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +125,15 @@ def reference(make: Callable[..., torch.optim.Optimizer], case: str) -> dict[str
     return whole(model)
 
 
-def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], case: str) -> float:
+def largest_error(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], case: str
+) -> float:
     """The largest mean error over the parameters, as a part of how far they moved."""
     start = whole(build(case, None)[0])
     moved = {name: (expected[name] - start[name]).abs().mean() for name in expected}
-    return max(float((found[name] - expected[name]).abs().mean() / moved[name]) for name in expected)
+    return max(
+        float((found[name] - expected[name]).abs().mean() / moved[name]) for name in expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,11 +162,15 @@ def test_8_bit_states_are_bit_for_bit_those_of_bitsandbytes(launch: Path) -> Non
     found, expected = torch.load(launch / "AdamW8bit.pt")["end"], reference(AdamW8bit, "AdamW8bit")
     for name in ("weights.blocks", "weights.one_row", "weights.bias", "weights.single"):
         assert torch.equal(found[name], expected[name]), name
-    assert not torch.equal(found["weights.ragged"], expected["weights.ragged"]), "blocks across rows differ"
+    assert not torch.equal(found["weights.ragged"], expected["weights.ragged"]), (
+        "blocks across rows differ"
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_fresh_optimizer_goes_on_bit_for_bit_and_copies_of_a_shard_stay_equal(launch: Path, case: str) -> None:
+def test_a_fresh_optimizer_goes_on_bit_for_bit_and_copies_of_a_shard_stay_equal(
+    launch: Path, case: str
+) -> None:
     result = torch.load(launch / f"{case}.pt")
     first, second = result["copies"]
     for one, other in ((result["again"], result["end"]), (first, second)):
@@ -180,9 +204,12 @@ def test_compensated_bf16_weights_follow_fp32_ones_that_plain_bf16_loses() -> No
 
 
 def three_steps(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Weights of several pieces, of no whole row and of none, and their states, after three steps."""
+    """Weights of several pieces, of no whole row and of none, and their states, after three
+    steps."""
     generator = torch.Generator().manual_seed(0)
-    weights = [torch.nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in (0, 768, 896, 7)]
+    weights = [
+        torch.nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in (0, 768, 896, 7)
+    ]
     optimizer = AnyPrecisionAdamW([{"params": weights, "weight_decay": 0.1}], lr=1e-3)
     for step in range(3):
         optimizer.param_groups[0]["lr"] = 1e-3 * (step + 1)
@@ -211,7 +238,8 @@ def test_in_a_graph_for_any_number_of_rows_an_update_is_the_same(
     for found, value in zip(three_steps(dtype), expected, strict=True):
         torch.testing.assert_close(found, value)  # dynamo's graph has addcmul as one fma
     shapes = [
-        [node.meta["example_value"].shape for node in it.graph.nodes if node.type is torch.Tensor] for it in graphs
+        [node.meta["example_value"].shape for node in it.graph.nodes if node.type is torch.Tensor]
+        for it in graphs
     ]
     assert len(graphs) == 3, "4 rows; any number of rows; 7 elements"
     assert {shape[1] for of_one in shapes[:2] for shape in of_one if len(shape) == 2} == {128}
@@ -228,7 +256,9 @@ def test_where_compiling_fails_it_is_computed_uncompiled_with_one_warning(
     monkeypatch.setattr(one_kernel, "runs_compiled", lambda _: True)
     monkeypatch.setattr(torch, "compile", without_triton)
     monkeypatch.setattr(one_kernel.log, "propagate", True)
-    monkeypatch.setattr(anyprecision, "_update_in_one_pass", one_kernel.OneKernel(anyprecision._update_piece))
+    monkeypatch.setattr(
+        anyprecision, "_update_in_one_pass", one_kernel.OneKernel(anyprecision._update_piece)
+    )
     assert all(map(torch.equal, three_steps(torch.bfloat16), expected))
     assert [record.message for record in caplog.records if "triton" in record.message] == [
         "torch.compile: _update_piece runs uncompiled and slower (Cannot find a working triton installation)."

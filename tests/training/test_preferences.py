@@ -1,4 +1,5 @@
-"""Losses over pairs against their formulas, written here on the logits of each response by itself."""
+"""Losses over pairs against their formulas, written here on the logits of each response by
+itself."""
 
 import copy
 from typing import Any
@@ -40,37 +41,64 @@ def frozen() -> LlamaForCausalLM:
 
 def made(seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=2, vocab_size=50, initializer_range=0.3))
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(**shape, num_key_value_heads=2, vocab_size=50, initializer_range=0.3)
+    )
 
 
 def batch(is_packed: bool, objective: str = "dpo") -> Batch:
     own = [(row, PROMPT) for row in ROWS]
-    tokens = [row for both in zip(own, mismatched(own), strict=True) for row, _ in both] if objective == "kto" else ROWS
+    tokens = (
+        [row for both in zip(own, mismatched(own), strict=True) for row, _ in both]
+        if objective == "kto"
+        else ROWS
+    )
     labels = [[-100] * PROMPT + row[PROMPT:] for row in tokens]
     lengths, sources = [len(row) for row in tokens], ["x"] * len(tokens)
     told: Any = [True, None, False, None] * 2 if objective == "kto" else [None] * len(tokens)
     if is_packed:
-        return Batch(torch.tensor([sum(tokens, [])]), torch.tensor([sum(labels, [])]), lengths, True, sources, told)
+        return Batch(
+            torch.tensor([sum(tokens, [])]),
+            torch.tensor([sum(labels, [])]),
+            lengths,
+            True,
+            sources,
+            told,
+        )
     ids, aims = (
-        torch.tensor([it + [fill] * (7 - len(it)) for it in rows]) for rows, fill in ((tokens, 0), (labels, -100))
+        torch.tensor([it + [fill] * (7 - len(it)) for it in rows])
+        for rows, fill in ((tokens, 0), (labels, -100))
     )
     return Batch(ids, aims, lengths, False, sources, told)
 
 
 def method(settings: dict[str, Any], stored: StoredReference | None = None) -> Any:
-    return (Kto if settings["objective"] == "kto" else Preferences)(PreferenceConfig(**settings), stored)
+    return (Kto if settings["objective"] == "kto" else Preferences)(
+        PreferenceConfig(**settings), stored
+    )
 
 
 def mismatched(rows: list[tuple[list[int], int]]) -> list[tuple[list[int], int]]:
     """Each prompt with the response that stands half the list further."""
     others = rows[len(rows) // 2 :] + rows[: len(rows) // 2]
-    return [(row[:start] + other[begin:], start) for (row, start), (other, begin) in zip(rows, others, strict=True)]
+    return [
+        (row[:start] + other[begin:], start)
+        for (row, start), (other, begin) in zip(rows, others, strict=True)
+    ]
 
 
 def divergence(rows: list[tuple[list[int], int]], model: Any, reference: Any) -> torch.Tensor:
     with torch.no_grad():
-        both = [[log_probabilities(it, *row).sum() for it in (model, reference)] for row in mismatched(rows)]
+        both = [
+            [log_probabilities(it, *row).sum() for it in (model, reference)]
+            for row in mismatched(rows)
+        ]
     return torch.stack([ours - theirs for ours, theirs in both]).mean().clamp(min=0)
 
 
@@ -80,22 +108,33 @@ def log_probabilities(model: Any, row: list[int], start: int = PROMPT) -> torch.
 
 
 def expected(
-    rows: list[tuple[list[int], int]], model: Any, reference: Any, beta: float, objective: str, **more: float
+    rows: list[tuple[list[int], int]],
+    model: Any,
+    reference: Any,
+    beta: float,
+    objective: str,
+    **more: float,
 ) -> tuple[Any, list[Any]]:
-    """The sum of the losses of the pairs as TRL's trainers have them, one pair a micro-batch, and the rewards. `rows`:
-    tokens and where the response begins, chosen and rejected in turn. With kto all are one micro-batch."""
+    """The sum of the losses of the pairs as TRL's trainers have them, one pair a micro-batch, and
+    the rewards. `rows`: tokens and where the response begins, chosen and rejected in turn. With kto
+    all are one micro-batch."""
     losses, rewards = [], list[Any]()
     kl = divergence(rows, model, reference) if objective == "kto" else 0
     for chosen, rejected in zip(rows[::2], rows[1::2], strict=True):
         ours = [log_probabilities(model, *row) for row in (chosen, rejected)]
         theirs = [log_probabilities(reference, *row).detach() for row in (chosen, rejected)]
         if objective == "dpo":
-            (c, r), s = [a.sum() - b.sum() for a, b in zip(ours, theirs, strict=True)], more.get("label_smoothing", 0)
+            (c, r), s = (
+                [a.sum() - b.sum() for a, b in zip(ours, theirs, strict=True)],
+                more.get("label_smoothing", 0),
+            )
             losses.append(-logsigmoid(beta * (c - r)) * (1 - s) - logsigmoid(-beta * (c - r)) * s)
         elif objective == "kto":
             c, r = [a.sum() - b.sum() for a, b in zip(ours, theirs, strict=True)]
             losses.append(more["desirable_weight"] * (1 - torch.sigmoid(beta * (c - kl))))
-            losses[-1] = losses[-1] + more["undesirable_weight"] * (1 - torch.sigmoid(beta * (kl - r)))
+            losses[-1] = losses[-1] + more["undesirable_weight"] * (
+                1 - torch.sigmoid(beta * (kl - r))
+            )
         elif objective == "ipo":
             c, r = [a.sum() - b.sum() for a, b in zip(ours, theirs, strict=True)]
             losses.append((c / len(ours[0]) - r / len(ours[1]) - 1 / (2 * beta)) ** 2)
@@ -134,7 +173,9 @@ def test_losses_rewards_and_gradients_are_those_of_the_formulas(
         get_peft_model(theirs, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear"))
         for name, parameter in theirs.named_parameters():
             if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(name) + 1))
+                torch.nn.init.normal_(
+                    parameter, std=0.2, generator=torch.Generator().manual_seed(len(name) + 1)
+                )
     ours = copy.deepcopy(theirs).train()
     use_fused_lora(ours)
     trained = [name for name, parameter in ours.named_parameters() if parameter.requires_grad]
@@ -151,11 +192,15 @@ def test_losses_rewards_and_gradients_are_those_of_the_formulas(
         torch.testing.assert_close(summed.logged[f"rewards/{name}"], a + b, rtol=1e-4, atol=1e-5)
     if is_kto:
         kl = divergence([(row, PROMPT) for row in ROWS], theirs, reference)
-        assert (kl > 0.1 or not has_adapter) and summed.logged["count/chosen"] == summed.logged["count/rejected"] == 2
+        assert (kl > 0.1 or not has_adapter) and summed.logged["count/chosen"] == summed.logged[
+            "count/rejected"
+        ] == 2
         torch.testing.assert_close(summed.logged["kl"], kl * 4, rtol=1e-5, atol=1e-5)
     else:
         assert summed.logged["rewards/accuracies"] == sum(c > r for c, r in rewards)
-    assert [name for name, parameter in ours.named_parameters() if parameter.requires_grad] == trained
+    assert [
+        name for name, parameter in ours.named_parameters() if parameter.requires_grad
+    ] == trained
     for (name, mine), parameter in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert (mine.grad is None) == (parameter.grad is None), name
         if mine.grad is not None:
@@ -163,7 +208,9 @@ def test_losses_rewards_and_gradients_are_those_of_the_formulas(
 
 
 @pytest.mark.parametrize("settings", CASES, ids=str)
-def test_a_rank_without_pairs_adds_nothing(model: LlamaForCausalLM, runtime: Any, settings: Any) -> None:
+def test_a_rank_without_pairs_adds_nothing(
+    model: LlamaForCausalLM, runtime: Any, settings: Any
+) -> None:
     """It logs the same numbers, since the ranks add them up together."""
     ours = copy.deepcopy(model)
     filler = Batch(torch.tensor([[1, 5, 9]]), torch.full((1, 3), -100), [3], False, [])
@@ -177,7 +224,9 @@ def test_a_rank_without_pairs_adds_nothing(model: LlamaForCausalLM, runtime: Any
     assert not any(parameter.grad.any() for parameter in ours.parameters())
 
 
-def test_the_reference_has_neither_adapter_nor_dropout(model: LlamaForCausalLM, runtime: Any) -> None:
+def test_the_reference_has_neither_adapter_nor_dropout(
+    model: LlamaForCausalLM, runtime: Any
+) -> None:
     """With B zero both are the same model: only dropout in training makes a difference."""
     ours = copy.deepcopy(model)
     ours.config.attention_dropout = 0.5
@@ -192,15 +241,29 @@ def test_the_reference_has_neither_adapter_nor_dropout(model: LlamaForCausalLM, 
     assert not ours.training
     assert still.logged["rewards/margins"].item() == 0
     with torch.no_grad():
-        assert reference.log_probabilities(ours.train(), batch(False), runtime).tolist() == pytest.approx(
+        assert reference.log_probabilities(
+            ours.train(), batch(False), runtime
+        ).tolist() == pytest.approx(
             [log_probabilities(model, row).sum().item() for row in ROWS], rel=1e-5
         )
 
 
 def test_means_over_desirable_and_undesirable_completions_have_their_own_counts() -> None:
-    sums = {"loss": 8.0, "kl": 2.0, "rewards/chosen": 6.0, "rewards/rejected": 1.0, "logps/rejected": -5.0}
+    sums = {
+        "loss": 8.0,
+        "kl": 2.0,
+        "rewards/chosen": 6.0,
+        "rewards/rejected": 1.0,
+        "logps/rejected": -5.0,
+    }
     counts = {"count/chosen": 3.0, "count/rejected": 1.0}
-    means = {"loss": 2.0, "kl": 0.5, "rewards/chosen": 2.0, "rewards/rejected": 1.0, "logps/rejected": -5.0}
+    means = {
+        "loss": 2.0,
+        "kl": 0.5,
+        "rewards/chosen": 2.0,
+        "rewards/rejected": 1.0,
+        "logps/rejected": -5.0,
+    }
     assert logged_means(sums | counts, 4) == means | {"rewards/margins": 1.0}
     alone = logged_means(sums | {"count/chosen": 4.0, "count/rejected": 0.0}, 4)
     assert alone == {"loss": 2.0, "kl": 0.5, "rewards/chosen": 1.5}

@@ -26,7 +26,8 @@ FILLER = Batch(torch.tensor([[1, 5, 9]]), torch.full((1, 3), -100), [3], False, 
 
 @pytest.fixture
 def stored(runtime: Any) -> StoredReference:
-    """Of the rows, packed, by a model in training mode with dropout; a rank may also have a batch without rows."""
+    """Of the rows, packed, by a model in training mode with dropout; a rank may also have a batch
+    without rows."""
     model = made(0).train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
@@ -44,12 +45,18 @@ def test_each_row_has_its_number_wherever_it_stands(stored: StoredReference, run
     for is_packed in (True, False):
         found = stored.log_probabilities(model, batch(is_packed), runtime)
         assert found.dtype == torch.float32 and found.tolist() == pytest.approx(expected, rel=1e-5)
-    last = Batch(torch.tensor([ROWS[3]]), torch.tensor([[-100, -100, *ROWS[3][2:]]]), [6], False, ["x"])
-    assert stored.log_probabilities(model, last, runtime).tolist() == pytest.approx(expected[3:], rel=1e-5)
+    last = Batch(
+        torch.tensor([ROWS[3]]), torch.tensor([[-100, -100, *ROWS[3][2:]]]), [6], False, ["x"]
+    )
+    assert stored.log_probabilities(model, last, runtime).tolist() == pytest.approx(
+        expected[3:], rel=1e-5
+    )
     assert stored.log_probabilities(model, FILLER, runtime).tolist() == [0.0]
 
 
-def test_a_row_that_was_not_scored_is_an_error_and_no_number(stored: StoredReference, runtime: Any) -> None:
+def test_a_row_that_was_not_scored_is_an_error_and_no_number(
+    stored: StoredReference, runtime: Any
+) -> None:
     known, other = batch(False), copy.deepcopy(batch(False))
     other.labels[2, 1] = other.input_ids[2, 1]  # the same tokens, one more of them in the loss
     other.sources[2] = "pairs.jsonl:3"
@@ -58,7 +65,9 @@ def test_a_row_that_was_not_scored_is_an_error_and_no_number(stored: StoredRefer
         stored.log_probabilities(made(0), other, runtime)
 
 
-def test_the_file_holds_the_numbers_bit_for_bit(stored: StoredReference, runtime: Any, tmp_path: Path) -> None:
+def test_the_file_holds_the_numbers_bit_for_bit(
+    stored: StoredReference, runtime: Any, tmp_path: Path
+) -> None:
     read, file = StoredReference(), tmp_path / "reference.safetensors"
     stored.save(file, FINGERPRINT)
     read.load(file, {name: FINGERPRINT[name] for name in ("dataset", "precision")})
@@ -67,9 +76,13 @@ def test_the_file_holds_the_numbers_bit_for_bit(stored: StoredReference, runtime
 
 
 @pytest.mark.parametrize("name", FINGERPRINT)
-def test_a_file_of_another_run_is_refused(stored: StoredReference, tmp_path: Path, name: str) -> None:
+def test_a_file_of_another_run_is_refused(
+    stored: StoredReference, tmp_path: Path, name: str
+) -> None:
     stored.save(tmp_path / "file", FINGERPRINT)
-    with pytest.raises(UserError, match=rf"file: .*computed with another {name}\.\n.*--reference_model"):
+    with pytest.raises(
+        UserError, match=rf"file: .*computed with another {name}\.\n.*--reference_model"
+    ):
         StoredReference().load(tmp_path / "file", {**FINGERPRINT, name: "other"})
 
 
@@ -92,7 +105,11 @@ def test_another_reference_scores_all_rows_and_is_freed(
         return built
 
     settings = PreferenceConfig(objective="dpo", reference_model=str(tied_model))
-    data = DataConfig(dataset=str(pairs(tmp_path / "pairs.jsonl", 9)), dataset_format="preference", validation="0.3")
+    data = DataConfig(
+        dataset=str(pairs(tmp_path / "pairs.jsonl", 9)),
+        dataset_format="preference",
+        validation="0.3",
+    )
     config = Config(model=ModelConfig(model_name=str(tiny_model)), preference=settings, data=data)
     objective, tokenizer = build_objective(config), AutoTokenizer.from_pretrained(tiny_model)
     length: Any = {"context_length": 64, "cache": tmp_path, "want_validation": True}
@@ -102,7 +119,9 @@ def test_another_reference_scores_all_rows_and_is_freed(
     assert len(parameters) > 10 and not any(parameter() is not None for parameter in parameters)
     for rows in (dataset.train, dataset.validation):
         assert rows is not None
-        found = objective.reference.log_probabilities(made(0), collate(rows, range(len(rows)), 0), runtime)
+        found = objective.reference.log_probabilities(
+            made(0), collate(rows, range(len(rows)), 0), runtime
+        )
         assert found.isfinite().all() and len(found) == len(rows) > 0 and (found < 0).all()
 
 

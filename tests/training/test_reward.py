@@ -1,4 +1,5 @@
-"""Reward models against Transformers' AutoModelForSequenceClassification and the formula, and what is not supported."""
+"""Reward models against Transformers' AutoModelForSequenceClassification and the formula, and what
+is not supported."""
 
 import copy
 import json
@@ -26,16 +27,26 @@ from llama_ft.models.conversion import open_source
 from llama_ft.models.score_head import WEIGHT, add_score
 from llama_ft.training.reward import RewardModeling
 
-SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 50,
+}
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
     torch.manual_seed(0)
-    return LlamaForSequenceClassification(LlamaConfig(**SHAPE, initializer_range=0.3, num_labels=1, pad_token_id=0))
+    return LlamaForSequenceClassification(
+        LlamaConfig(**SHAPE, initializer_range=0.3, num_labels=1, pad_token_id=0)
+    )
 
 
-@pytest.mark.parametrize("pad", [0, 2], ids=["padding is no token", "padded with the token that ends rows"])
+@pytest.mark.parametrize(
+    "pad", [0, 2], ids=["padding is no token", "padded with the token that ends rows"]
+)
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_loss_gradients_and_logged_scores_are_those_of_transformers(
     model: Any, runtime: Any, is_packed: bool, pad: int
@@ -51,13 +62,19 @@ def test_loss_gradients_and_logged_scores_are_those_of_transformers(
     add_score(ours)
     if is_packed:
         use_packed_attention(ours)
-    given = batch(True) if is_packed else Batch(ids, padded.labels, padded.row_lengths, False, padded.sources)
+    given = (
+        batch(True)
+        if is_packed
+        else Batch(ids, padded.labels, padded.row_lengths, False, padded.sources)
+    )
     summed = RewardModeling(0.05).loss(ours, given, runtime)
     summed.loss.backward()
     assert summed.count == 2
     torch.testing.assert_close(summed.loss, loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(summed.logged["rewards/chosen"], chosen.sum(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(summed.logged["rewards/margins"], (chosen - rejected).sum(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        summed.logged["rewards/margins"], (chosen - rejected).sum(), rtol=1e-5, atol=1e-6
+    )
     assert summed.logged["rewards/accuracies"] == (chosen > rejected).sum()
     for (name, mine), parameter in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
@@ -69,7 +86,9 @@ def test_a_rank_without_pairs_adds_nothing(model: Any, runtime: Any) -> None:
     filler = Batch(torch.tensor([[1, 5, 9]]), torch.full((1, 3), -100), [3], False, [])
     summed = RewardModeling(0.05).loss(ours, filler, runtime)
     summed.loss.backward()
-    assert summed.count == summed.loss.item() == 0 and not any(value.item() for value in summed.logged.values())
+    assert summed.count == summed.loss.item() == 0 and not any(
+        value.item() for value in summed.logged.values()
+    )
     assert not any(parameter.grad.any() for parameter in ours.parameters())
 
 
@@ -86,30 +105,59 @@ def head(folder: Path, skeleton: Any, seed: int) -> torch.Tensor:
     return open_source(folder, skeleton).read(WEIGHT)
 
 
-def test_a_new_head_depends_on_the_seed_alone_and_a_stored_one_is_kept(model: Any, tmp_path: Path) -> None:
+def test_a_new_head_depends_on_the_seed_alone_and_a_stored_one_is_kept(
+    model: Any, tmp_path: Path
+) -> None:
     torch.manual_seed(1)
-    LlamaForCausalLM(LlamaConfig(**SHAPE, initializer_range=0.3)).to(torch.bfloat16).save_pretrained(tmp_path / "lm")
+    LlamaForCausalLM(LlamaConfig(**SHAPE, initializer_range=0.3)).to(
+        torch.bfloat16
+    ).save_pretrained(tmp_path / "lm")
     skeleton = scored(tmp_path / "lm")
     first, again, other = (head(tmp_path / "lm", skeleton, seed) for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert first.dtype == torch.bfloat16 and 0.2 < first.float().std().item() < 0.4
-    assert open_source(tmp_path / "lm", skeleton).tensors.keys() == dict(skeleton.named_parameters()).keys()
+    assert (
+        open_source(tmp_path / "lm", skeleton).tensors.keys()
+        == dict(skeleton.named_parameters()).keys()
+    )
     model.save_pretrained(tmp_path / "scored")
-    assert torch.equal(open_source(tmp_path / "scored", scored(tmp_path / "scored")).read(WEIGHT), model.score.weight)
-    quantization = choose_quantization(QuantizationConfig(mode="4bit"), skeleton.config, use_peft=True)
-    assert quantization is not None and quantize_linears(skeleton, quantization).endswith("not quantized: score")
+    assert torch.equal(
+        open_source(tmp_path / "scored", scored(tmp_path / "scored")).read(WEIGHT),
+        model.score.weight,
+    )
+    quantization = choose_quantization(
+        QuantizationConfig(mode="4bit"), skeleton.config, use_peft=True
+    )
+    assert quantization is not None and quantize_linears(skeleton, quantization).endswith(
+        "not quantized: score"
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "objective", "message"),
     [
-        ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "sft", "--objective reward, or"),
-        ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "dpo", "no LM head"),
-        ({"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}, "reward",
-         "reward: Gemma3ForConditionalGeneration .* not supported. It needs a text model"),
-        ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "reward", "MambaForCausalLM .* not supported"),
+        (
+            {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+            "sft",
+            "--objective reward, or",
+        ),
+        (
+            {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+            "dpo",
+            "no LM head",
+        ),
+        (
+            {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]},
+            "reward",
+            "reward: Gemma3ForConditionalGeneration .* not supported. It needs a text model",
+        ),
+        (
+            {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
+            "reward",
+            "MambaForCausalLM .* not supported",
+        ),
     ],
-)  # fmt: skip
+)
 def test_heads_that_do_not_fit_are_rejected_by_name(
     config: dict[str, Any], objective: str, message: str, tmp_path: Path
 ) -> None:
@@ -119,7 +167,11 @@ def test_heads_that_do_not_fit_are_rejected_by_name(
 
 
 def test_a_classifier_that_is_an_encoder_is_rejected(tmp_path: Path) -> None:
-    config = {"model_type": "bert", "architectures": ["BertForSequenceClassification"], "num_labels": 1}
+    config = {
+        "model_type": "bert",
+        "architectures": ["BertForSequenceClassification"],
+        "num_labels": 1,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     with pytest.raises(UserError, match="BertForSequenceClassification"):
         scored(tmp_path)

@@ -1,5 +1,6 @@
-"""Runs the recipe in fp16 on the CPU, where it is slow but right and the command line refuses it: the device's rules
-are left out. Arguments: a JSON file with a list of [first loss scale, flags], one run each."""
+"""Runs the recipe in fp16 on the CPU, where it is slow but right and the command line refuses it:
+the device's rules are left out. Arguments: a JSON file with a list of [first loss scale, flags],
+one run each."""
 
 import json
 import sys

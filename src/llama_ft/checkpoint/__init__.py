@@ -1,7 +1,19 @@
-"""Files of a run: its directory, complete checkpoints, and the final model or adapter in Hugging Face format."""
+"""Files of a run: its directory, complete checkpoints, and the final model or adapter in Hugging
+Face format."""
 
-from llama_ft.checkpoint.export import check_export, export_adapter, export_model, save_dtype, write_model_card
-from llama_ft.checkpoint.from_checkpoint import Exporter, find_valid, tokens_added, understood_adapter
+from llama_ft.checkpoint.export import (
+    check_export,
+    export_adapter,
+    export_model,
+    save_dtype,
+    write_model_card,
+)
+from llama_ft.checkpoint.from_checkpoint import (
+    Exporter,
+    find_valid,
+    tokens_added,
+    understood_adapter,
+)
 from llama_ft.checkpoint.reader import Checkpoint, checkpoint_errors, complete_checkpoints
 from llama_ft.checkpoint.resume import (
     check_same_run,

@@ -1,5 +1,5 @@
-"""Write the final model or adapter in Hugging Face format: safetensors files for Transformers and PEFT, block by block.
-The rows come from the ranks at the end of a run, or from a checkpoint."""
+"""Write the final model or adapter in Hugging Face format: safetensors files for Transformers and
+PEFT, block by block. The rows come from the ranks at the end of a run, or from a checkpoint."""
 
 import copy
 import json
@@ -34,11 +34,21 @@ from llama_ft.runtime import Runtime
 
 # Settings that the model card shows.
 SHOWN = ("num_epochs", "lr", "optimizer", "precision", "context_length", "seed")
-SHOWN_WITH_LORA = ("peft_method", "r", "lora_alpha", "target_modules", "use_dora", "use_rslora", "mode")
-# Copied from the base model's directory. The processor reads images for the parts that are not fine-tuned.
+SHOWN_WITH_LORA = (
+    "peft_method",
+    "r",
+    "lora_alpha",
+    "target_modules",
+    "use_dora",
+    "use_rslora",
+    "mode",
+)
+# Copied from the base model's directory. The processor reads images for the parts that are not
+# fine-tuned.
 COPIED = ("generation_config.json", "*processor_config.json", "*.py")
 PLACE = '"path/to/this/folder"'
-Rows = Callable[[str, torch.dtype], Iterator[torch.Tensor]]  # blocks of rows of a tensor, in order, on the host
+# blocks of rows of a tensor, in order, on the host
+Rows = Callable[[str, torch.dtype], Iterator[torch.Tensor]]
 Write = Callable[[Path], None]
 
 
@@ -70,24 +80,32 @@ class SavedWeights:
     ) -> None:
         self.tensors, self.rows = tensors, rows
         self.dtypes = {
-            name: save_dtype if save_dtype and tensor.dtype.is_floating_point else stored.get(name, tensor.dtype)
+            name: save_dtype
+            if save_dtype and tensor.dtype.is_floating_point
+            else stored.get(name, tensor.dtype)
             for name, tensor in tensors.items()
         }
-        self.groups = groups or [SavedGroup([name], {name: tuple(it.shape)}) for name, it in tensors.items()]
+        self.groups = groups or [
+            SavedGroup([name], {name: tuple(it.shape)}) for name, it in tensors.items()
+        ]
         self.dtypes |= {name: it.dtype for name, it in untouched.items()}
         self.groups += [SavedGroup([name], {name: it.shape}) for name, it in untouched.items()]
         self.headers = [
-            {name: StoredTensor(Path(), shape, self.dtypes[it.parameters[0]]) for name, shape in it.tensors.items()}
+            {
+                name: StoredTensor(Path(), shape, self.dtypes[it.parameters[0]])
+                for name, shape in it.tensors.items()
+            }
             for it in self.groups
         ]
 
     def main_dtype(self) -> torch.dtype:
-        """The dtype of the largest tensor, for config.json: Transformers loads the model in this dtype."""
+        """The dtype of the largest tensor, for config.json: Transformers loads the model in this
+        dtype."""
         return self.dtypes[max(self.tensors, key=lambda name: math.prod(self.tensors[name].shape))]
 
     def write(self, folder: Path, max_shard_bytes: int) -> None:
-        """Write model*.safetensors, and the index if there are several files. No file is larger than max_shard_bytes,
-        unless a single group is."""
+        """Write model*.safetensors, and the index if there are several files. No file is larger
+        than max_shard_bytes, unless a single group is."""
         files, filled, total = [list[int]()], 0, 0
         for number, headers in enumerate(self.headers):
             size = sum(header.nbytes for header in headers.values())
@@ -96,24 +114,37 @@ class SavedWeights:
                 filled = 0
             files[-1].append(number)
             filled, total = filled + size, total + size
-        several = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+        several = [
+            f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            for number in range(1, len(files) + 1)
+        ]
         named = dict(zip(several if len(files) > 1 else [SINGLE_FILE], files, strict=True))
         for name, members in named.items():
             self.write_file(folder / name, members)
         if len(files) > 1:
-            held = {tensor: name for name, members in named.items() for it in members for tensor in self.headers[it]}
+            held = {
+                tensor: name
+                for name, members in named.items()
+                for it in members
+                for tensor in self.headers[it]
+            }
             index = {"metadata": {"total_size": total}, "weight_map": held}
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
     def write_file(self, path: Path, members: Iterable[int]) -> None:
         """Write the groups with these indices into one file."""
-        headers = {name: header for member in members for name, header in self.headers[member].items()}
+        headers = {
+            name: header for member in members for name, header in self.headers[member].items()
+        }
         with SafetensorsFile(path, headers) as file:
-            for rows in (rows for member in members for rows in self._converted(self.groups[member])):
+            for rows in (
+                rows for member in members for rows in self._converted(self.groups[member])
+            ):
                 file.append(rows)
 
     def _converted(self, group: SavedGroup) -> Iterator[torch.Tensor]:
-        """Yield the group's converted tensors in blocks, as they arrive. Some conversions need whole tensors."""
+        """Yield the group's converted tensors in blocks, as they arrive. Some conversions need
+        whole tensors."""
         first, dtype = group.parameters[0], self.dtypes[group.parameters[0]]
         if group.group is None:
             yield from self.rows(first, dtype)
@@ -122,7 +153,10 @@ class SavedWeights:
                 for row in several.split(1):
                     yield from group.convert({first: row})
         else:
-            whole = {name: torch.empty(self.tensors[name].shape, dtype=dtype) for name in group.parameters}
+            whole = {
+                name: torch.empty(self.tensors[name].shape, dtype=dtype)
+                for name in group.parameters
+            }
             for name, tensor in whole.items():  # in memory only once
                 start = 0
                 for several in self.rows(name, dtype):
@@ -152,18 +186,24 @@ def export_model(
         save_dtype: dtype of all floating tensors; None: as in the base model.
         max_shard_bytes: maximum size of a file.
         tokenizer: saved with the model, including its chat template.
-        write_card: called on rank 0 with the temporary directory, which already holds everything else.
+        write_card: called on rank 0 with the temporary directory, which already holds everything
+            else.
         runtime: the ranks.
     """
     frozen, base = None, None
-    if runtime.is_main and (left_out(model).tensors or not all(it.requires_grad for it in model.parameters())):
+    if runtime.is_main and (
+        left_out(model).tensors or not all(it.requires_grad for it in model.parameters())
+    ):
         base = open_source(source, model)  # training may hold frozen weights rounded to 16 bits
         frozen = stored_rows(base, account_for(model, base.tensors, source))
     untouched = runtime.broadcast_from_rank0(lambda: untouched_tensors(base))
-    kept, tensors = model.state_dict().keys(), dict[str, torch.Tensor](model.named_parameters())  # tied ones once
+    # tied ones once
+    kept, tensors = model.state_dict().keys(), dict[str, torch.Tensor](model.named_parameters())
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
     rows = _gathered({**tensors, **untouched}, runtime, frozen)
-    weights = SavedWeights(tensors, rows, save_dtype, stored_dtypes, saved_layout(model, tensors), untouched)
+    weights = SavedWeights(
+        tensors, rows, save_dtype, stored_dtypes, saved_layout(model, tensors), untouched
+    )
 
     def write(aside: Path) -> None:
         weights.write(aside, max_shard_bytes)
@@ -188,7 +228,9 @@ def export_adapter(
         adapter: the result of `inject_lora`; its keys are PEFT's names of the tensors.
         model, folder, save_dtype, tokenizer, write_card, runtime: as for `export_model`.
     """
-    tensors = {adapter.keys[name]: p for name, p in model.named_parameters() if name in adapter.keys}
+    tensors = {
+        adapter.keys[name]: p for name, p in model.named_parameters() if name in adapter.keys
+    }
     weights = SavedWeights(tensors, _gathered(tensors, runtime), save_dtype)
 
     def write(aside: Path) -> None:
@@ -199,21 +241,27 @@ def export_adapter(
 
 
 def stored_rows(source: WeightSource, keys: Mapping[str, str]) -> Rows:
-    """Return rows that are read from a file. `keys`: name of a tensor -> its name in `source`, if they differ."""
+    """Return rows that are read from a file. `keys`: name of a tensor -> its name in `source`, if
+    they differ."""
     return lambda name, dtype: (block.to(dtype) for block in blocks(source, keys.get(name, name)))
 
 
 def untouched_tensors(base: WeightSource | None) -> dict[str, StoredTensor]:
     """Return the tensors of a base model that its text part lacks, by their names in its files."""
-    return {name: it for name, it in base.tensors.items() if it.is_left_out} if base is not None else {}
+    return (
+        {name: it for name, it in base.tensors.items() if it.is_left_out}
+        if base is not None
+        else {}
+    )
 
 
 def _gathered(tensors: Headers, runtime: Runtime, frozen: Rows | None = None) -> Rows:
-    """Return rows of sharded parameters, which the ranks send to rank 0. Rank 0 holds at most two shards of a
-    parameter. Frozen parameters come from `frozen`, which only rank 0 needs.
+    """Return rows of sharded parameters, which the ranks send to rank 0. Rank 0 holds at most two
+    shards of a parameter. Frozen parameters come from `frozen`, which only rank 0 needs.
 
-    All ranks meet after each tensor. Otherwise ranks of other copies of the model, which send nothing, would wait for
-    the whole export in one collective, and their watchdogs would report that rank 0 hangs.
+    All ranks meet after each tensor. Otherwise ranks of other copies of the model, which send
+    nothing, would wait for the whole export in one collective, and their watchdogs would report
+    that rank 0 hangs.
     """
     ranks = ShardGroup(runtime.mesh)
 
@@ -232,20 +280,23 @@ def _gathered(tensors: Headers, runtime: Runtime, frozen: Rows | None = None) ->
 
 def _write_from_ranks(folder: Path, weights: SavedWeights, write: Write, runtime: Runtime) -> None:
     if runtime.is_main:
-        advice = f"The trained weights are in the newest directory of {folder.parent / 'checkpoints'}."
+        advice = (
+            f"The trained weights are in the newest directory of {folder.parent / 'checkpoints'}."
+        )
         with written_aside(folder, advice) as aside:
             write(aside)
     else:
         for group in weights.groups:
             for name in group.parameters:
-                deque(weights.rows(name, weights.dtypes[group.parameters[0]]), maxlen=0)  # sends the rows to rank 0
+                # sends the rows to rank 0
+                deque(weights.rows(name, weights.dtypes[group.parameters[0]]), maxlen=0)
     dist.barrier()
 
 
 @contextmanager
 def written_aside(folder: Path, advice: str = "") -> Iterator[Path]:
-    """Yield a temporary directory next to `folder`. It replaces `folder` at the end of the block, and is deleted after
-    an error. Raises RunFailure if the disk cannot be written."""
+    """Yield a temporary directory next to `folder`. It replaces `folder` at the end of the block,
+    and is deleted after an error. Raises RunFailure if the disk cannot be written."""
     aside = folder.with_name(f".writing-{folder.name}")
     try:
         shutil.rmtree(aside, ignore_errors=True)
@@ -255,19 +306,25 @@ def written_aside(folder: Path, advice: str = "") -> Iterator[Path]:
             shutil.rmtree(folder)
         os.replace(aside, folder)
     except OSError as error:
-        raise RunFailure(f"{folder}: the model could not be written ({error.strerror or error}). {advice}") from error
+        raise RunFailure(
+            f"{folder}: the model could not be written ({error.strerror or error}). {advice}"
+        ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def check_export(model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, source: Path) -> None:
-    """Write the files other than the weights into a temporary directory. So a run that could not save its final model
-    fails before training. For the arguments see write_model_settings."""
+def check_export(
+    model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, source: Path
+) -> None:
+    """Write the files other than the weights into a temporary directory. So a run that could not
+    save its final model fails before training. For the arguments see write_model_settings."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             write_model_settings(Path(folder), model_config, None, tokenizer, source)
         except Exception as error:  # of any library that writes one of these files
-            raise UserError(f"{source}: its config or tokenizer cannot be saved: {reason(error)}") from error
+            raise UserError(
+                f"{source}: its config or tokenizer cannot be saved: {reason(error)}"
+            ) from error
 
 
 def write_model_settings(
@@ -277,7 +334,8 @@ def write_model_settings(
     tokenizer: PreTrainedTokenizerBase,
     source: Path,
 ) -> None:
-    """Write the files other than the weights: config.json, tokenizer, processor, generation config and code.
+    """Write the files other than the weights: config.json, tokenizer, processor, generation config
+    and code.
 
     Args:
         folder: directory of the weights.
@@ -294,8 +352,8 @@ def write_model_settings(
     tokenizer.save_pretrained(folder)
     for file in (it for name in COPIED for it in source.glob(name)):
         shutil.copy(file, folder / file.name)
-    # `generate` must stop at the token that ends a message in the chat template. It may differ from the token at which
-    # the base model stops.
+    # `generate` must stop at the token that ends a message in the chat template. It may differ from
+    # the token at which the base model stops.
     file = folder / "generation_config.json"
     settings = json.loads((file if file.exists() else folder / "config.json").read_text())
     known = settings.get("eos_token_id")
@@ -305,7 +363,9 @@ def write_model_settings(
         file.write_text(json.dumps(own | {"eos_token_id": stops}, indent=2) + "\n")
 
 
-def write_adapter(folder: Path, adapter: Adapter, weights: SavedWeights, tokenizer: PreTrainedTokenizerBase) -> None:
+def write_adapter(
+    folder: Path, adapter: Adapter, weights: SavedWeights, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Write a PEFT directory with the tokenizer.
 
     Args:
@@ -318,27 +378,35 @@ def write_adapter(folder: Path, adapter: Adapter, weights: SavedWeights, tokeniz
     settings = copy.deepcopy(adapter.config)
     settings.inference_mode = True
     # The order of a set differs between processes.
-    vars(settings).update({name: sorted(value) for name, value in vars(settings).items() if isinstance(value, set)})
+    vars(settings).update(
+        {name: sorted(value) for name, value in vars(settings).items() if isinstance(value, set)}
+    )
     settings.save_pretrained(str(folder))
     tokenizer.save_pretrained(folder)
 
 
 def write_model_card(
-    folder: Path, base_model: str, trainer: Mapping[str, Any] | None = None, auto_class: str = "AutoModelForCausalLM"
+    folder: Path,
+    base_model: str,
+    trainer: Mapping[str, Any] | None = None,
+    auto_class: str = "AutoModelForCausalLM",
 ) -> None:
-    """Write README.md of a complete model or adapter directory: the model card on the Hugging Face Hub.
+    """Write README.md of a complete model or adapter directory: the model card on the Hugging Face
+    Hub.
 
     Of local paths only the last part is written, because the card may be uploaded.
 
     Args:
         folder: holds adapter_config.json, or else a whole model.
         base_model: Hub name or directory of the base model, or demo.
-        trainer: the run as in a checkpoint's trainer.json: step, metrics, config (sections of settings). None if the
-            run of a merged adapter is unknown.
+        trainer: the run as in a checkpoint's trainer.json: step, metrics, config (sections of
+            settings). None if the run of a merged adapter is unknown.
         auto_class: the class of Transformers that loads the base model.
     """
     run, base = trainer or {}, _without_folder(base_model)
-    settings = {name: value for section in run.get("config", {}).values() for name, value in section.items()}
+    settings = {
+        name: value for section in run.get("config", {}).values() for name, value in section.items()
+    }
     is_adapter, is_lora = (folder / "adapter_config.json").exists(), settings.get("use_peft", True)
     is_scored = auto_class == "AutoModelForSequenceClassification"
     is_on_hub = base_model != "demo" and not looks_local(base_model)
@@ -352,15 +420,26 @@ def write_model_card(
     load = f"model = {auto_class}.from_pretrained({PLACE})"
     if is_adapter:
         what, from_base = f"A LoRA adapter for {base}", base if is_on_hub else f"path/to/{base}"
-        new = run.get("new_tokens") or {"rows": 0, "stored_rows": 0}  # their embeddings are missing in the base
+        # their embeddings are missing in the base
+        new = run.get("new_tokens") or {"rows": 0, "stored_rows": 0}
         resize = f"base.resize_token_embeddings({new['rows']}, mean_resizing=False)\n"
         head = ", num_labels=1" if is_scored else ""
         load = f"""from peft import PeftModel
 base = {auto_class}.from_pretrained("{from_base}"{head})
 {resize if new["rows"] > new["stored_rows"] else ""}model = PeftModel.from_pretrained(base, {PLACE})"""
-    set_pad = "\nmodel.config.pad_token_id = tokenizer.pad_token_id" if is_adapter and is_scored else ""
-    facts = {name: settings[name] for name in (*SHOWN, *(SHOWN_WITH_LORA if is_lora else ())) if name in settings}
-    facts |= {"optimizer steps": run["step"], "validation loss": run["metrics"].get("eval/loss")} if run else {}
+    set_pad = (
+        "\nmodel.config.pad_token_id = tokenizer.pad_token_id" if is_adapter and is_scored else ""
+    )
+    facts = {
+        name: settings[name]
+        for name in (*SHOWN, *(SHOWN_WITH_LORA if is_lora else ()))
+        if name in settings
+    }
+    facts |= (
+        {"optimizer steps": run["step"], "validation loss": run["metrics"].get("eval/loss")}
+        if run
+        else {}
+    )
     if data := settings.get("dataset"):
         mixture = [{"path": data}] if isinstance(data, str) else data
         what += f", trained on {', '.join(_without_folder(part['path']) for part in mixture)}"
@@ -384,6 +463,7 @@ tokenizer = AutoTokenizer.from_pretrained({PLACE}){set_pad}
 
 
 def _without_folder(name: str) -> str:
-    """Return a Hub name or a relative path unchanged, the last part of an absolute path, a URL without secrets."""
+    """Return a Hub name or a relative path unchanged, the last part of an absolute path, a URL
+    without secrets."""
     without = Path(name).name if name.startswith(("/", "~")) else name
     return mask_secrets(name) if "://" in name else without

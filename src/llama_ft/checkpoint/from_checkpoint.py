@@ -1,8 +1,9 @@
-"""Export a checkpoint, or a saved adapter, as a model directory: on one process without a process group, in blocks of
-rows. Names, layout, dtypes and the other files are the same as at the end of a run.
+"""Export a checkpoint, or a saved adapter, as a model directory: on one process without a process
+group, in blocks of rows. Names, layout, dtypes and the other files are the same as at the end of a
+run.
 
-An adapter is merged while its base model is read. W is a weight [out, in] of the base, B A the product of the adapter's
-matrices, m DoRA's magnitude:
+An adapter is merged while its base model is read. W is a weight [out, in] of the base, B A the
+product of the adapter's matrices, m DoRA's magnitude:
 
     LoRA, rsLoRA      W + scaling * B A; for stacked experts, for each of them
     DoRA              m * V / |V| per row, where V = W + scaling * B A       https://arxiv.org/abs/2402.09353
@@ -40,7 +41,13 @@ from llama_ft.models import lora
 from llama_ft.models.conversion import open_source, saved_layout
 from llama_ft.models.load_weights import account_for
 from llama_ft.models.new_tokens import TokenRows
-from llama_ft.models.source import OverlaidSource, SafetensorsSource, StoredTensor, WeightSource, blocks
+from llama_ft.models.source import (
+    OverlaidSource,
+    SafetensorsSource,
+    StoredTensor,
+    WeightSource,
+    blocks,
+)
 
 # Settings of adapter_config.json that are supported. Any other setting must be at its default.
 UNDERSTOOD = {
@@ -49,16 +56,19 @@ UNDERSTOOD = {
     "modules_to_save", "peft_type", "peft_version", "r", "rank_pattern", "revision", "runtime_config",
     "target_modules", "target_parameters", "task_type", "trainable_token_indices", "use_dora", "use_rslora",
 }  # fmt: skip
-LEAVES_THE_BASE_ALONE = (True, False, None, "gaussian", "eva", "orthogonal")  # values of init_lora_weights
+# values of init_lora_weights
+LEAVES_THE_BASE_ALONE = (True, False, None, "gaussian", "eva", "orthogonal")
 USE_PEFT = "merge_and_unload of PEFT merges it, with the whole model in memory."
-Change = Callable[[torch.Tensor, int], torch.Tensor]  # rows of the base, index of the first -> merged rows
+# rows of the base, index of the first -> merged rows
+Change = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def find_valid(place: Path) -> Checkpoint:
     """Open a checkpoint after comparing all its bytes with their checksums.
 
     Args:
-        place: checkpoints/step-000100, or a run's directory, for the best (after early stopping) or newest valid one.
+        place: checkpoints/step-000100, or a run's directory, for the best (after early stopping) or
+            newest valid one.
 
     Raises:
         RunFailure: the checkpoint, or all of the run's, are corrupted.
@@ -66,7 +76,9 @@ def find_valid(place: Path) -> Checkpoint:
     candidates = complete_checkpoints(place)
     newest = first_valid(candidates or [place])
     if candidates and newest.trainer.get("ends_run"):
-        step = result_step(recorded_config(newest), newest.step, int(newest.trainer["progress"]["best"]["step"]))
+        step = result_step(
+            recorded_config(newest), newest.step, int(newest.trainer["progress"]["best"]["step"])
+        )
         if step != newest.step:
             return first_valid([step_folder(newest.run, step), newest.folder])
     return newest
@@ -119,11 +131,14 @@ class Exporter:
             merge: merge an adapter, which needs the weights of the base model.
 
         Raises:
-            UserError: the base model does not exist, does not fit, or needs code that is not allowed to run.
+            UserError: the base model does not exist, does not fit, or needs code that is not
+                allowed to run.
         """
         trainer, config = checkpoint.trainer, recorded_config(checkpoint)
         if config.model.trust_remote_code and not trust_remote_code:
-            raise UserError(f"{checkpoint.folder}: its run had --trust_remote_code. Add it to run the model's code.")
+            raise UserError(
+                f"{checkpoint.folder}: its run had --trust_remote_code. Add it to run the model's code."
+            )
         named = base_model or config.model.model_name
         place = f"{checkpoint.folder} (--base_model overrides it): base model"
         base = (
@@ -137,7 +152,9 @@ class Exporter:
             adapter = models.inject_lora(model, config.peft, models.portable_name(named, base), new)
         if config.model.freeze_layers:
             models.freeze_first_layers(model, config.model.num_freeze_layers)
-        expected = {f"model.{name}": it for name, it in model.named_parameters() if it.requires_grad}
+        expected = {
+            f"model.{name}": it for name, it in model.named_parameters() if it.requires_grad
+        }
         check_same_tensors(checkpoint, expected, "model.")
         other = tokenizer_name or config.model.tokenizer_name
         folder = models.local_folder(other, "--tokenizer_name", weights=False) if other else base
@@ -151,7 +168,9 @@ class Exporter:
         return cls(base, named, tokenizer, model, trained, keys, adapter, new, config, trainer)
 
     @classmethod
-    def of_adapter(cls, folder: Path, base: Path, base_name: str, trust_remote_code: bool) -> "Exporter":
+    def of_adapter(
+        cls, folder: Path, base: Path, base_name: str, trust_remote_code: bool
+    ) -> "Exporter":
         """Open a saved adapter to merge it.
 
         Args:
@@ -168,15 +187,22 @@ class Exporter:
         objective = "reward" if settings.task_type == "SEQ_CLS" else "sft"
         model = _skeleton(base, trust_remote_code, new, objective)
         adapter, trained = lora.inject_adapter(model, settings), SafetensorsSource([file])
-        tokenizer = models.load_tokenizer(folder if any(folder.glob("tokenizer*")) else base, trust_remote_code)
+        tokenizer = models.load_tokenizer(
+            folder if any(folder.glob("tokenizer*")) else base, trust_remote_code
+        )
         _settle_pad_token(model, tokenizer)
-        exporter = cls(base, base_name, tokenizer, model, trained, adapter.keys, adapter, new, Config(), None)
+        exporter = cls(
+            base, base_name, tokenizer, model, trained, adapter.keys, adapter, new, Config(), None
+        )
         exporter._changes()  # reports unsupported kinds of layers before their tensors are compared
         lora.check_saved_adapter(trained.tensors, model, adapter, file, str(base))
         return exporter
 
-    def write_model(self, folder: Path, save_dtype: torch.dtype | None, max_shard_bytes: int) -> None:
-        """Write a whole model: the fully fine-tuned one, or the base model with the adapter merged into it.
+    def write_model(
+        self, folder: Path, save_dtype: torch.dtype | None, max_shard_bytes: int
+    ) -> None:
+        """Write a whole model: the fully fine-tuned one, or the base model with the adapter merged
+        into it.
 
         Args:
             folder: target directory; its content is replaced.
@@ -184,21 +210,26 @@ class Exporter:
             max_shard_bytes: maximum size of a file.
 
         Raises:
-            UserError: the base model is quantized, its weights do not fit its config.json, or this kind of adapter
-                cannot be merged here.
+            UserError: the base model is quantized, its weights do not fit its config.json, or this
+                kind of adapter cannot be merged here.
             RunFailure: the disk is full.
         """
         weights = self._merged(save_dtype)
         with written_aside(folder) as aside:
-            export.write_model_settings(aside, self.model.config, weights.main_dtype(), self.tokenizer, self.base)
+            export.write_model_settings(
+                aside, self.model.config, weights.main_dtype(), self.tokenizer, self.base
+            )
             weights.write(aside, max_shard_bytes)
             self._write_card(aside)
 
     def write_adapter(self, folder: Path, save_dtype: torch.dtype | None) -> None:
-        """Write a PEFT directory. Arguments as in write_model; save_dtype None: as trained, usually fp32."""
+        """Write a PEFT directory. Arguments as in write_model; save_dtype None: as trained, usually
+        fp32."""
         assert self.adapter is not None
         keys = self.adapter.keys
-        names = {keys[name]: self.keys[name] for name, _ in self.model.named_parameters() if name in keys}
+        names = {
+            keys[name]: self.keys[name] for name, _ in self.model.named_parameters() if name in keys
+        }
         tensors = {key: self.trained.tensors[name] for key, name in names.items()}
         weights = SavedWeights(tensors, export.stored_rows(self.trained, names), save_dtype)
         with written_aside(folder) as aside:
@@ -210,18 +241,32 @@ class Exporter:
         write_model_card(folder, self.base_name, self.trainer, auto.__name__)
 
     def _merged(self, save_dtype: torch.dtype | None) -> SavedWeights:
-        """Return the weights of the merged model. Writing them takes the memory of a few blocks of rows and the mapped
-        files. If embedding and LM head are no longer tied, the model's config is changed."""
+        """Return the weights of the merged model. Writing them takes the memory of a few blocks of
+        rows and the mapped files. If embedding and LM head are no longer tied, the model's config
+        is changed."""
         model, config = self.model, self.model.config
         if getattr(config, "quantization_config", None) is not None:
-            raise UserError(f"{self.base}: quantized. --base_model names the unquantized model that it was made from.")
+            raise UserError(
+                f"{self.base}: quantized. --base_model names the unquantized model that it was made from."
+            )
         if self.adapter is not None:
             check_settings(self.adapter.config.to_dict(), "--merge")
-        base, changes, trained = open_source(self.base, model), self._changes(), self._trained_keys()
-        keys, source = account_for(model, base.tensors, self.base), OverlaidSource(base, self.trained)
+        base, changes, trained = (
+            open_source(self.base, model),
+            self._changes(),
+            self._trained_keys(),
+        )
+        keys, source = (
+            account_for(model, base.tensors, self.base),
+            OverlaidSource(base, self.trained),
+        )
         stored = {id(it): keys[name] for name, it in model.named_parameters() if name in keys}
         every = model.named_parameters(remove_duplicate=False)
-        own = [(lora.checkpoint_key(name), name, id(it)) for name, it in every if not lora.is_adapter_weight(name)]
+        own = [
+            (lora.checkpoint_key(name), name, id(it))
+            for name, it in every
+            if not lora.is_adapter_weight(name)
+        ]
         replaced = {key: trained[number] for key, _, number in own if number in trained}
         ties = dict[int, list[str]]()  # a tied parameter has several keys
         for key, name, number in own:
@@ -239,7 +284,9 @@ class Exporter:
             written |= made
             tensors |= dict.fromkeys(made, base.tensors[key])
         saved = model.state_dict().keys()
-        for name in [lora.checkpoint_key(name) for name, _ in model.named_buffers() if name in saved]:
+        for name in [
+            lora.checkpoint_key(name) for name, _ in model.named_buffers() if name in saved
+        ]:
             if name in base.tensors:  # Transformers computes the other buffers
                 written[name], tensors[name] = (name, None), base.tensors[name]
 
@@ -255,16 +302,22 @@ class Exporter:
         return SavedWeights(tensors, rows, save_dtype, groups=layout, untouched=untouched)
 
     def _trained_keys(self) -> dict[int, str]:
-        return {id(it): self.keys[name] for name, it in self.model.named_parameters() if name in self.keys}
+        return {
+            id(it): self.keys[name]
+            for name, it in self.model.named_parameters()
+            if name in self.keys
+        }
 
     def _changes(self) -> dict[str, Change]:
-        """Return key of the base -> its change by the adapter; tied keys with the same change get the same object.
-        Raises a UserError if this kind of layer cannot be merged here."""
+        """Return key of the base -> its change by the adapter; tied keys with the same change get
+        the same object. Raises a UserError if this kind of layer cannot be merged here."""
         changes, by_key, keys = dict[str, Change](), dict[str, Change](), self._trained_keys()
         for name, module in self.model.named_modules():
             target = lora.checkpoint_key(f"{name}.base_layer.weight")
             if isinstance(module, ParamWrapper):
-                changes[lora.checkpoint_key(f"{name}.{module.parameter_name}")] = self._stacked(name, module)
+                changes[lora.checkpoint_key(f"{name}.{module.parameter_name}")] = self._stacked(
+                    name, module
+                )
             elif isinstance(module, LoraLayer):
                 changes[target] = self._low_rank(name, module)
             elif isinstance(module, TokenRows):
@@ -277,10 +330,16 @@ class Exporter:
         return self.trained.read(self.keys[f"{name}.{part}.default.weight"]).float()
 
     def _stacked(self, name: str, layer: ParamWrapper) -> Change:
-        """Add each expert's B A, in fp32. A is stacked as [experts * r, in] and B as [out, r * experts]: in B, the
-        columns of an expert are `experts` apart. A parameter with two dimensions is a single expert."""
-        scaling, experts, is_matrix = layer.scaling["default"], layer.num_experts, layer.get_param().dim() == 2
-        is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)  # weight of shape [experts, in, out]
+        """Add each expert's B A, in fp32. A is stacked as [experts * r, in] and B as [out, r *
+        experts]: in B, the columns of an expert are `experts` apart. A parameter with two
+        dimensions is a single expert."""
+        scaling, experts, is_matrix = (
+            layer.scaling["default"],
+            layer.num_experts,
+            layer.get_param().dim() == 2,
+        )
+        # weight of shape [experts, in, out]
+        is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)
 
         def change(block: torch.Tensor, start: int) -> torch.Tensor:
             left, right = self._read(name, "lora_B"), self._read(name, "lora_A")
@@ -299,7 +358,9 @@ class Exporter:
         """Add B A in fp32. With DoRA, also scale the rows."""
         base, scaling = layer.get_base_layer(), layer.scaling["default"]
         if not isinstance(base, (nn.Linear, Conv1D)):
-            raise UserError(f"{name} is a {type(base).__name__}; merging it is not supported.\n{USE_PEFT}")
+            raise UserError(
+                f"{name} is a {type(base).__name__}; merging it is not supported.\n{USE_PEFT}"
+            )
         read = partial(self._read, name)
 
         def change(block: torch.Tensor, start: int) -> torch.Tensor:
@@ -316,7 +377,9 @@ class Exporter:
         return change
 
 
-def _with_rows(trained: WeightSource, key: str, ids: list[int], block: torch.Tensor, start: int) -> torch.Tensor:
+def _with_rows(
+    trained: WeightSource, key: str, ids: list[int], block: torch.Tensor, start: int
+) -> torch.Tensor:
     merged = block.to(torch.float32, copy=True)  # copy, because the block may be the mapped file
     for place, id_ in enumerate(ids):
         if start <= id_ < start + len(block):
@@ -324,7 +387,9 @@ def _with_rows(trained: WeightSource, key: str, ids: list[int], block: torch.Ten
     return merged
 
 
-def _skeleton(base: Path, trust_remote_code: bool, new: models.NewTokens | None, objective: str) -> PreTrainedModel:
+def _skeleton(
+    base: Path, trust_remote_code: bool, new: models.NewTokens | None, objective: str
+) -> PreTrainedModel:
     settings = ModelConfig(model_name=str(base), trust_remote_code=trust_remote_code)
     config = models.load_model_config(base, trust_remote_code)
     models.choose_head(config, objective)
@@ -342,12 +407,15 @@ def recorded_config(checkpoint: Checkpoint) -> Config:
     """Return the settings of the run that wrote a checkpoint.
 
     Raises:
-        UserError: it was written by another version of llama_ft, with settings that this version does not know.
+        UserError: it was written by another version of llama_ft, with settings that this version
+            does not know.
     """
     try:
         return Config(**checkpoint.trainer["config"])
     except (ValidationError, KeyError, TypeError) as error:
-        raise UserError(f"{checkpoint.folder}: written by another version of llama_ft ({error}).") from error
+        raise UserError(
+            f"{checkpoint.folder}: written by another version of llama_ft ({error})."
+        ) from error
 
 
 def understood_adapter(adapter: Path) -> LoraConfig:
@@ -358,7 +426,8 @@ def understood_adapter(adapter: Path) -> LoraConfig:
 
 
 def check_settings(settings: Mapping[str, Any], place: str) -> None:
-    """Raise a UserError if a setting of an adapter is not supported here, because the merged model would be wrong."""
+    """Raise a UserError if a setting of an adapter is not supported here, because the merged model
+    would be wrong."""
     others = [
         f"{name} = {value}"
         for name, value in settings.items()
@@ -368,7 +437,9 @@ def check_settings(settings: Mapping[str, Any], place: str) -> None:
         or (name == "peft_type" and value != "LORA")
     ]
     if others:
-        raise UserError(f"{place}: an adapter with {', '.join(others)} is not supported here.\n{USE_PEFT}")
+        raise UserError(
+            f"{place}: an adapter with {', '.join(others)} is not supported here.\n{USE_PEFT}"
+        )
 
 
 def tokens_added(adapter: LoraConfig, model_config: PretrainedConfig) -> models.NewTokens | None:

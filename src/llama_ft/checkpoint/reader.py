@@ -1,8 +1,8 @@
 """Read checkpoints/step-000100/: verify its checksums, and read any rows of any tensor.
 
-docs/reference/checkpoint-format.md describes the files: each rank's rows as safetensors, trainer.json, checksums.txt. A
-header stores the first row of each block, so reading does not depend on the number of ranks that wrote. Nothing is
-unpickled.
+docs/reference/checkpoint-format.md describes the files: each rank's rows as safetensors,
+trainer.json, checksums.txt. A header stores the first row of each block, so reading does not depend
+on the number of ranks that wrote. Nothing is unpickled.
 """
 
 import copy
@@ -29,8 +29,8 @@ FORMAT = 2
 
 
 class Checkpoint:
-    """A checkpoint opened for reading: headers and trainer.json are read at once, tensors on request. No file stays
-    open or mapped, so deleting a file frees its space.
+    """A checkpoint opened for reading: headers and trainer.json are read at once, tensors on
+    request. No file stays open or mapped, so deleting a file frees its space.
 
     Args:
         folder: checkpoints/step-000100.
@@ -53,14 +53,21 @@ class Checkpoint:
             if self.trainer["format"] != FORMAT:
                 raise ValueError("of another version of llama_ft")
             held = dcp.HuggingFaceStorageReader(str(folder)).read_metadata()
-        except Exception as error:  # safetensors has its own errors, and other files can hold anything
+        # safetensors has its own errors, and other files can hold anything
+        except Exception as error:
             raise UserError(f"{folder}: cannot be read as a checkpoint ({error!r}).") from error
         headers: dict[str, Any] = held.state_dict_metadata
-        self.tensors = {n: StoredTensor(folder, tuple(it.size), it.properties.dtype) for n, it in headers.items()}
-        self._pieces: dict[str, list[tuple[int, int, str, str]]] = {}  # first row, number of rows, file, name in it
+        self.tensors = {
+            n: StoredTensor(folder, tuple(it.size), it.properties.dtype)
+            for n, it in headers.items()
+        }
+        # first row, number of rows, file, name in it
+        self._pieces: dict[str, list[tuple[int, int, str, str]]] = {}
         for index, it in held.storage_data.items():
             first, rows = (index.offset[0], it.shape[0]) if it.shape else (0, 1)
-            self._pieces.setdefault(index.fqn, []).append((first, rows, it.relative_path, index.fqn))
+            self._pieces.setdefault(index.fqn, []).append(
+                (first, rows, it.relative_path, index.fqn)
+            )
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read only the rows [start, stop) of dimension 0, in the stored dtype."""
@@ -70,7 +77,9 @@ class Checkpoint:
             low, high = max(start, first), min(stop, first + count)
             if low < high:
                 with safe_open(file, framework="pt") as opened:
-                    rows[low - start : high - start] = opened.get_slice(key)[low - first : high - first]
+                    rows[low - start : high - start] = opened.get_slice(key)[
+                        low - first : high - first
+                    ]
         return rows
 
     def read(self, name: str) -> torch.Tensor:
@@ -101,9 +110,17 @@ def step_folder(run: Path, step: int) -> Path:
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
-    """Return the checkpoints of a run directory, newest first. They are complete, but may be corrupted."""
-    found = [path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
-    return sorted((path for path in found if path.is_dir()), key=lambda path: -int(path.name.removeprefix("step-")))
+    """Return the checkpoints of a run directory, newest first. They are complete, but may be
+    corrupted."""
+    found = [
+        path
+        for path in (run / "checkpoints").glob("step-*")
+        if re.fullmatch(r"step-\d{6,}", path.name)
+    ]
+    return sorted(
+        (path for path in found if path.is_dir()),
+        key=lambda path: -int(path.name.removeprefix("step-")),
+    )
 
 
 def checkpoint_errors(folder: Path, part: int = 0, parts: int = 1) -> list[str]:

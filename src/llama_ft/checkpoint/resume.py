@@ -13,7 +13,12 @@ import torch.distributed as dist
 
 from llama_ft import __version__
 from llama_ft.checkpoint import reader
-from llama_ft.checkpoint.reader import Checkpoint, checkpoint_errors, complete_checkpoints, step_folder
+from llama_ft.checkpoint.reader import (
+    Checkpoint,
+    checkpoint_errors,
+    complete_checkpoints,
+    step_folder,
+)
 from llama_ft.config import CheckpointConfig, Config, TrainConfig, check_device
 from llama_ft.config.messages import show, subject
 from llama_ft.config.settings import SETTINGS
@@ -21,8 +26,8 @@ from llama_ft.errors import RunFailure, UserError
 from llama_ft.runtime import Runtime, advise_precision, log
 
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetensors")
-# Settings of where and how fast a run computes, and of its logs. A difference in any other setting would make it a
-# different run.
+# Settings of where and how fast a run computes, and of its logs. A difference in any other setting
+# would make it a different run.
 SECTIONS_THAT_MAY_DIFFER = {"fsdp", "checkpoint", "tracking", "memory", "profile"}
 MAY_DIFFER = {
     "model_name", "dataset", "validation",  # compared by their content
@@ -38,32 +43,44 @@ MAY_DIFFER = {
 
 
 def find_checkpoint(settings: CheckpointConfig, runtime: Runtime) -> Checkpoint | None:
-    """Return the checkpoint to resume from; None without --resume, or with --resume auto if there is none.
+    """Return the checkpoint to resume from; None without --resume, or with --resume auto if there
+    is none.
 
     Args:
-        settings: resume and output_dir. If torchrun has restarted the ranks, they resume from the checkpoints of the
-            previous attempt, whatever these settings are.
+        settings: resume and output_dir. If torchrun has restarted the ranks, they resume from the
+            checkpoints of the previous attempt, whatever these settings are.
         runtime: the ranks. All of them call it, and share the work of verifying checksums.
 
     Raises:
         UserError: --resume does not name a checkpoint.
         RunFailure: the named checkpoint is corrupted, or with --resume auto all of them are.
     """
-    if not (candidates := runtime.broadcast_from_rank0(partial(_candidates, settings, runtime.earlier_run))):
+    if not (
+        candidates := runtime.broadcast_from_rank0(
+            partial(_candidates, settings, runtime.earlier_run)
+        )
+    ):
         return None
     checkpoint = first_valid(candidates, partial(_shared_errors, runtime))
     log.info(f"Resuming from {checkpoint.folder}, after step {checkpoint.step}")
     return checkpoint
 
 
-def first_valid(candidates: list[Path], errors_of: Callable[[Path], list[str]] = checkpoint_errors) -> Checkpoint:
-    """Open the first checkpoint whose files all match their checksums. Raises RunFailure if all are corrupted."""
+def first_valid(
+    candidates: list[Path], errors_of: Callable[[Path], list[str]] = checkpoint_errors
+) -> Checkpoint:
+    """Open the first checkpoint whose files all match their checksums. Raises RunFailure if all are
+    corrupted."""
     for folder in candidates:
         if not (errors := errors_of(folder)):
             return Checkpoint(folder)
         if folder != candidates[-1]:
             log.warning("\n".join([f"{folder} is corrupted and not used:", *errors]))
-    raise RunFailure("\n".join([f"{folder} is corrupted:", *errors, "Use another checkpoint, or start a new run."]))
+    raise RunFailure(
+        "\n".join(
+            [f"{folder} is corrupted:", *errors, "Use another checkpoint, or start a new run."]
+        )
+    )
 
 
 def _candidates(settings: CheckpointConfig, earlier_run: Path | None) -> list[Path]:
@@ -72,17 +89,21 @@ def _candidates(settings: CheckpointConfig, earlier_run: Path | None) -> list[Pa
         return found
     if settings.resume is None:
         return []
-    folder = Path(str(settings.output_dir) if settings.resume == "auto" else settings.resume).expanduser()
+    folder = Path(
+        str(settings.output_dir) if settings.resume == "auto" else settings.resume
+    ).expanduser()
     if (folder / reader.TRAINER_FILE).exists() or (folder / reader.CHECKSUMS_FILE).exists():
         return [folder]
     if not (found := complete_checkpoints(folder)) and settings.resume != "auto":
-        raise UserError(f"--resume {folder}: no checkpoint there; expected output/<run>/checkpoints/step-..., or auto.")
+        raise UserError(
+            f"--resume {folder}: no checkpoint there; expected output/<run>/checkpoints/step-..., or auto."
+        )
     return found
 
 
 def _shared_errors(runtime: Runtime, folder: Path) -> list[str]:
-    """Return what is wrong with a checkpoint, on all ranks. They meet every half minute, so that the watchdog does not
-    report a rank that has no file to check or a slow disk."""
+    """Return what is wrong with a checkpoint, on all ranks. They meet every half minute, so that
+    the watchdog does not report a rank that has no file to check or a slow disk."""
     with ThreadPoolExecutor(1) as pool:
         mine = pool.submit(checkpoint_errors, folder, runtime.rank, runtime.world_size)
         while not runtime.all_gather_floats(mine.done()).all():
@@ -98,8 +119,8 @@ def check_same_run(
     """Raise a UserError if settings differ so that the resumed run would be another run.
 
     Args:
-        saved: the run in trainer.json: `config`, the resolved configuration as dicts by section, and `contents`:
-            model_name, dataset, validation -> a checksum of their content.
+        saved: the run in trainer.json: `config`, the resolved configuration as dicts by section,
+            and `contents`: model_name, dataset, validation -> a checksum of their content.
         now: the same for the resuming run; `contents` may still be missing.
         allowed: names of settings that may differ.
         places: dotted name -> where it was set.
@@ -107,7 +128,9 @@ def check_same_run(
     Raises:
         UserError: names all differing settings with their old and new values.
     """
-    before = {name: value for section in saved["config"].values() for name, value in section.items()}
+    before = {
+        name: value for section in saved["config"].values() for name, value in section.items()
+    }
     then, contents, changed = saved["contents"], now.get("contents", {}), {}
     for section, settings in now["config"].items():
         for name, value in settings.items():
@@ -115,64 +138,102 @@ def check_same_run(
             is_other = name in contents and name in then and contents[name] != then[name]
             may_differ = name in MAY_DIFFER or section in SECTIONS_THAT_MAY_DIFFER
             if name not in allowed and (is_other or (old != value and not may_differ)):
-                was = f"was {show(old)}" if old != value else "and its content, tokenizer or chat template has changed"
-                changed[name] = f"{subject(name, {name: places.get(setting.dotted, '')})} is {show(value)}, {was}"
+                was = (
+                    f"was {show(old)}"
+                    if old != value
+                    else "and its content, tokenizer or chat template has changed"
+                )
+                changed[name] = (
+                    f"{subject(name, {name: places.get(setting.dotted, '')})} is {show(value)}, {was}"
+                )
     if changed:
         heading = "--resume: these settings differ from those of the saved run:"
         allow = "If the trained parameters and the optimizer stay the same, allow it with:"
-        raise UserError("\n".join([heading, *changed.values(), allow, f"--resume_allow_changes {','.join(changed)}"]))
+        raise UserError(
+            "\n".join(
+                [heading, *changed.values(), allow, f"--resume_allow_changes {','.join(changed)}"]
+            )
+        )
 
 
 def result_step(config: Config, step: int, best_step: int) -> int:
-    """Return the step of the final weights: after early stopping `best_step`, the one with the best validation loss (0:
-    there is none), otherwise `step`."""
-    return best_step if config.train.early_stopping_patience and config.checkpoint.save_model and best_step else step
+    """Return the step of the final weights: after early stopping `best_step`, the one with the best
+    validation loss (0: there is none), otherwise `step`."""
+    return (
+        best_step
+        if config.train.early_stopping_patience and config.checkpoint.save_model and best_step
+        else step
+    )
 
 
 def open_best(step: int, run: Path, resumed: Checkpoint | None, runtime: Runtime) -> Checkpoint:
-    """Open the checkpoint of `step`, the one with the best validation loss, or else the newest valid one of a run. The
-    best one may be in the directory of the run that was resumed. All ranks call it."""
+    """Open the checkpoint of `step`, the one with the best validation loss, or else the newest
+    valid one of a run. The best one may be in the directory of the run that was resumed. All ranks
+    call it."""
     best = [step_folder(it, step) for it in ([run, resumed.run] if resumed else [run])]
     last = [resumed.folder] if resumed else []
-    candidates = runtime.broadcast_from_rank0(lambda: [*filter(Path.is_dir, best), *complete_checkpoints(run), *last])
+    candidates = runtime.broadcast_from_rank0(
+        lambda: [*filter(Path.is_dir, best), *complete_checkpoints(run), *last]
+    )
     return first_valid(candidates, partial(_shared_errors, runtime))
 
 
 def finished_result(resumed: Checkpoint, settings: CheckpointConfig) -> Path | None:
     """Return the final model of a finished run if --resume would change nothing, or None."""
-    result, output_dir = resumed.run / "model", Path(settings.output_dir or resumed.run).expanduser()
+    result, output_dir = (
+        resumed.run / "model",
+        Path(settings.output_dir or resumed.run).expanduser(),
+    )
     is_newest = complete_checkpoints(resumed.run)[0].name == resumed.folder.name
-    ended = resumed.trainer["ends_run"] and is_newest and output_dir.resolve() == resumed.run.resolve()
+    ended = (
+        resumed.trainer["ends_run"] and is_newest and output_dir.resolve() == resumed.run.resolve()
+    )
     return result if ended and result.is_dir() and not settings.resume_allow_changes else None
 
 
 def describe_run(config: Config) -> dict[str, Any]:
-    """Return the description of a run for trainer.json: its resolved configuration, and versions of the libraries."""
+    """Return the description of a run for trainer.json: its resolved configuration, and versions of
+    the libraries."""
     own = {"llama_ft": __version__, "python": platform.python_version()}
-    return {"versions": own | {name: version(name) for name in LIBRARIES}, "config": dataclasses.asdict(config)}
+    return {
+        "versions": own | {name: version(name) for name in LIBRARIES},
+        "config": dataclasses.asdict(config),
+    }
 
 
 def global_batch(settings: TrainConfig, resumed: Checkpoint | None, world_size: int) -> int:
-    """Return the packed sequences, or samples, per optimizer step. A resumed run keeps its number: with other ranks,
-    batch size or accumulation the number of micro-batches changes."""
+    """Return the packed sequences, or samples, per optimizer step. A resumed run keeps its number:
+    with other ranks, batch size or accumulation the number of micro-batches changes."""
     asked = settings.batch_size_training * settings.gradient_accumulation_steps * world_size
     if resumed is None or (kept := int(resumed.trainer["global_batch"])) == asked:
         return asked
-    log.info(f"--resume: the global batch stays {kept}, as in the resumed run, although the settings ask for {asked}.")
+    log.info(
+        f"--resume: the global batch stays {kept}, as in the resumed run, although the settings ask for {asked}."
+    )
     return kept
 
 
 def resolve_precision(
     requested: Config, sources: dict[str, str], runtime: Runtime, resumed: Checkpoint | None
 ) -> Config:
-    """Choose the precision for this machine if the user did not: for the demo, and on a CPU for the demo's data. A
-    resumed run keeps its own precision. Rank 0 decides for all ranks."""
+    """Choose the precision for this machine if the user did not: for the demo, and on a CPU for the
+    demo's data. A resumed run keeps its own precision. Rank 0 decides for all ranks."""
     check_device(requested, sources, runtime.device.type)
     is_small = requested.data.dataset == "demo" and runtime.device.type == "cpu"
-    is_free = "train.precision" not in sources and (is_small or requested.model.model_name == "demo")
-    wanted = resumed.trainer["config"]["train"]["precision"] if resumed and is_free else requested.train.precision
+    is_free = "train.precision" not in sources and (
+        is_small or requested.model.model_name == "demo"
+    )
+    wanted = (
+        resumed.trainer["config"]["train"]["precision"]
+        if resumed and is_free
+        else requested.train.precision
+    )
     is_free = is_free and resumed is None
-    precision, note = runtime.broadcast_from_rank0(lambda: advise_precision(wanted, is_free, runtime.device))
+    precision, note = runtime.broadcast_from_rank0(
+        lambda: advise_precision(wanted, is_free, runtime.device)
+    )
     if note:
         log.info(note)
-    return dataclasses.replace(requested, train=dataclasses.replace(requested.train, precision=precision))
+    return dataclasses.replace(
+        requested, train=dataclasses.replace(requested.train, precision=precision)
+    )

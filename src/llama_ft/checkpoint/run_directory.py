@@ -1,4 +1,5 @@
-"""The directory of a run. It is created as late as possible, so that a rejected run writes nothing."""
+"""The directory of a run. It is created as late as possible, so that a rejected run writes
+nothing."""
 
 import fcntl
 import itertools
@@ -21,17 +22,21 @@ SECONDS_FOR_ANOTHER_TO_END = 10.0  # the ranks of a run that has just been stopp
 
 
 def create_run_directory(
-    checkpoint: CheckpointConfig, model_name: str, runtime: Runtime, resumed: Checkpoint | None = None
+    checkpoint: CheckpointConfig,
+    model_name: str,
+    runtime: Runtime,
+    resumed: Checkpoint | None = None,
 ) -> Path:
-    """Create output_dir on rank 0 and return its path on all ranks. If torchrun has restarted the ranks, return the
-    directory of the previous attempt.
+    """Create output_dir on rank 0 and return its path on all ranks. If torchrun has restarted the
+    ranks, return the directory of the previous attempt.
 
     Args:
-        checkpoint: output_dir; None: output/<model>-<date-time>, or the directory of the resumed run. overwrite deletes
-            files of an earlier run in it, and nothing else.
+        checkpoint: output_dir; None: output/<model>-<date-time>, or the directory of the resumed
+            run. overwrite deletes files of an earlier run in it, and nothing else.
         model_name: a directory or Hub name, for the default of output_dir.
         runtime: the ranks.
-        resumed: the checkpoint to resume from. Newer checkpoints in the same directory are moved to set-aside-*.
+        resumed: the checkpoint to resume from. Newer checkpoints in the same directory are moved to
+            set-aside-*.
 
     Raises:
         UserError: it holds a run or files of other programs, or another process is using it.
@@ -39,7 +44,9 @@ def create_run_directory(
 
     def create() -> Path:
         name = re.sub(r"[^\w.-]+", "-", Path(model_name).name or "model")
-        default = resumed.run if resumed else Path("output") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+        default = (
+            resumed.run if resumed else Path("output") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+        )
         folder = runtime.earlier_run or Path(checkpoint.output_dir or default).expanduser()
         is_own = resumed is not None and folder.resolve() == resumed.run.resolve()
         if not is_own and (foreign := foreign_entries(folder)):
@@ -48,7 +55,9 @@ def create_run_directory(
         if resumed is not None and is_own:
             _set_newer_aside(resumed)
         else:
-            _remove_earlier_run(folder, checkpoint, checkpoint.overwrite or folder == runtime.earlier_run)
+            _remove_earlier_run(
+                folder, checkpoint, checkpoint.overwrite or folder == runtime.earlier_run
+            )
         if resumed is not None and (reference := resumed.folder / REFERENCE_FILE).exists():
             place(reference, folder / REFERENCE_FILE)  # its checksum was compared
         return folder
@@ -57,8 +66,8 @@ def create_run_directory(
 
 
 def _lock(folder: Path) -> IO[str] | None:
-    """Mark a directory as a run's, and lock it while this process lives. (If torchrun is killed with -9, its ranks live
-    on and continue to write there.)"""
+    """Mark a directory as a run's, and lock it while this process lives. (If torchrun is killed
+    with -9, its ranks live on and continue to write there.)"""
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / RUN_MARKER, "a+")
     deadline, is_locked = time.monotonic() + SECONDS_FOR_ANOTHER_TO_END, False
@@ -69,7 +78,9 @@ def _lock(folder: Path) -> IO[str] | None:
         except BlockingIOError as error:
             if time.monotonic() > deadline:
                 holder = (folder / RUN_MARKER).read_text().strip()
-                raise UserError(f"{folder}: in use by another process ({holder}). End it.") from error
+                raise UserError(
+                    f"{folder}: in use by another process ({holder}). End it."
+                ) from error
             time.sleep(0.2)
         except OSError:  # the file system has no locks
             return None
@@ -79,11 +90,14 @@ def _lock(folder: Path) -> IO[str] | None:
 
 
 def _remove_earlier_run(folder: Path, settings: CheckpointConfig, may_remove: bool) -> None:
-    """Delete the files of an earlier run. They are checked again, because another run may have started since the
-    settings were checked. With --resume auto, delete a run that ended before its first checkpoint."""
+    """Delete the files of an earlier run. They are checked again, because another run may have
+    started since the settings were checked. With --resume auto, delete a run that ended before its
+    first checkpoint."""
     held = run_entries(folder)
     if held and not may_remove and (settings.resume != "auto" or (folder / "model").exists()):
-        raise UserError(f"--output_dir {folder}: already holds a run or its final model. --overwrite replaces it.")
+        raise UserError(
+            f"--output_dir {folder}: already holds a run or its final model. --overwrite replaces it."
+        )
     if held:
         log.info(f"Removing the previous run in {folder}: {', '.join(path.name for path in held)}")
     for path in held:
@@ -92,9 +106,15 @@ def _remove_earlier_run(folder: Path, settings: CheckpointConfig, may_remove: bo
 
 def _set_newer_aside(resumed: Checkpoint) -> None:
     """Rename newer checkpoints, which the resumed run will write again. Nothing is deleted."""
-    newer = [it for it in complete_checkpoints(resumed.run) if int(it.name.removeprefix("step-")) > resumed.step]
+    newer = [
+        it
+        for it in complete_checkpoints(resumed.run)
+        if int(it.name.removeprefix("step-")) > resumed.step
+    ]
     for path in (*newer, resumed.run / "model"):
         if path.exists():
             names = (path.with_name(f"set-aside-{n}-{path.name}") for n in itertools.count(1))
             target = path.rename(next(name for name in names if not name.exists()))
-            log.warning(f"{path} is newer than the checkpoint the run resumes from; it is kept as {target.name}.")
+            log.warning(
+                f"{path} is newer than the checkpoint the run resumes from; it is kept as {target.name}."
+            )

@@ -1,7 +1,8 @@
-"""Write a safetensors file row by row. (The library's own writer needs all tensors of a file in memory.)
+"""Write a safetensors file row by row. (The library's own writer needs all tensors of a file in
+memory.)
 
-Format: 8 bytes with the header's length (little-endian), the header as JSON, then the tensors' bytes in order
-(https://github.com/huggingface/safetensors#format).
+Format: 8 bytes with the header's length (little-endian), the header as JSON, then the tensors'
+bytes in order (https://github.com/huggingface/safetensors#format).
 """
 
 import json
@@ -33,7 +34,8 @@ class SafetensorsFile(AbstractContextManager["SafetensorsFile"]):
         digest: xxh3_128 of everything written so far.
 
     Raises:
-        ValueError: at the end of the block, if the number of appended bytes differs from the headers.
+        ValueError: at the end of the block, if the number of appended bytes differs from the
+            headers.
     """
 
     def __init__(self, path: Path, headers: Headers, metadata: Mapping[str, str] = {}) -> None:
@@ -41,7 +43,11 @@ class SafetensorsFile(AbstractContextManager["SafetensorsFile"]):
         offset = 0
         for name, header in headers.items():
             shape, offsets = list(header.shape), [offset, offset + header.nbytes]
-            table[name] = {"dtype": DTYPE_NAMES[header.dtype], "shape": shape, "data_offsets": offsets}
+            table[name] = {
+                "dtype": DTYPE_NAMES[header.dtype],
+                "shape": shape,
+                "data_offsets": offsets,
+            }
             offset += header.nbytes
         text = json.dumps(table).encode()
         text += b" " * (-len(text) % 8)  # the format requires data aligned to 8 bytes
@@ -51,7 +57,8 @@ class SafetensorsFile(AbstractContextManager["SafetensorsFile"]):
         self._write(memoryview(len(text).to_bytes(8, "little") + text))
 
     def append(self, rows: torch.Tensor) -> None:
-        """Append the next rows of the current tensor, on the host and in the dtype of its header."""
+        """Append the next rows of the current tensor, on the host and in the dtype of its
+        header."""
         data = rows.contiguous().view(-1).view(torch.uint8).numpy().data
         for start in range(0, len(data), PIECE_BYTES):
             self._write(data[start : start + PIECE_BYTES])
@@ -60,11 +67,15 @@ class SafetensorsFile(AbstractContextManager["SafetensorsFile"]):
         self.digest.update(data)
         self._file.write(data)
         self._position += len(data)
-        # Ask the kernel to start writing new data to disk and to drop written data from the page cache. In a virtual
-        # machine, writing and syncing 1.2 GiB took 0.7 s instead of 4.9 s, and the page cache keeps training's files.
-        if self._position - self._begun >= WRITE_BACK_BYTES and hasattr(os, "posix_fadvise"):  # not on macOS
+        # Ask the kernel to start writing new data to disk and to drop written data from the page
+        # cache. In a virtual machine, writing and syncing 1.2 GiB took 0.7 s instead of 4.9 s, and
+        # the page cache keeps training's files.
+        # not on macOS
+        if self._position - self._begun >= WRITE_BACK_BYTES and hasattr(os, "posix_fadvise"):
             start = max(0, self._begun - WRITE_BACK_BYTES)
-            os.posix_fadvise(self._file.fileno(), start, self._position - start, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(
+                self._file.fileno(), start, self._position - start, os.POSIX_FADV_DONTNEED
+            )
             self._begun = self._position
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -72,4 +83,6 @@ class SafetensorsFile(AbstractContextManager["SafetensorsFile"]):
             self._file.flush()
             os.fsync(self._file.fileno())
         if kind is None and self._position != self._end:
-            raise ValueError(f"{self._file.name}: {self._position} bytes written, {self._end} announced")
+            raise ValueError(
+                f"{self._file.name}: {self._position} bytes written, {self._end} announced"
+            )

@@ -1,5 +1,5 @@
-"""The content of a checkpoint and how it is restored: trained parameters, optimizer states, random number generators.
-It uses torch's `get_state_dict` and `set_state_dict`."""
+"""The content of a checkpoint and how it is restored: trained parameters, optimizer states, random
+number generators. It uses torch's `get_state_dict` and `set_state_dict`."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -20,14 +20,17 @@ from llama_ft.runtime import Runtime
 from llama_ft.training.optimizer import create_states
 
 OPTIONS = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
-TRAINED_ONLY = replace(OPTIONS, strict=False)  # frozen parameters are missing; trained ones are checked before
+# frozen parameters are missing; trained ones are checked before
+TRAINED_ONLY = replace(OPTIONS, strict=False)
 Tensors = dict[str, torch.Tensor]
 
 
 def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runtime) -> Tensors:
-    """Return this rank's part of a checkpoint: the sharded tensors of which it writes its rows, and whole others.
+    """Return this rank's part of a checkpoint: the sharded tensors of which it writes its rows, and
+    whole others.
 
-    If several ranks hold copies of the same rows, each of them writes a part. A rank without rows of a tensor skips it.
+    If several ranks hold copies of the same rows, each of them writes a part. A rank without rows
+    of a tensor skips it.
     """
     create_states(optimizer)  # otherwise torch makes a hidden optimizer step
     mesh, written = runtime.mesh, Tensors()
@@ -36,7 +39,9 @@ def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runti
     is_first_shard = ShardGroup(mesh).index == 0
     for name, tensor in _by_name(model, *get_state_dict(model, optimizer, options=OPTIONS)).items():
         rows = local_shard(tensor)
-        is_sharded = isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
+        is_sharded = isinstance(tensor, DTensor) and any(
+            placement.is_shard() for placement in tensor.placements
+        )
         writer = loads.index(min(loads))
         loads[writer] += rows.nbytes
         if writer == copy and rows.numel() and (is_first_shard or is_sharded):
@@ -48,30 +53,38 @@ def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runti
 
 
 def _by_name(model: nn.Module, weights: Mapping[str, Any], states: Mapping[str, Any]) -> Tensors:
-    """Return the live tensors of a checkpoint by their names in it, from the two state dicts. Buffers are not saved,
-    because they are the base model's. Settings of the optimizer are not saved, because a resumed run has its own."""
+    """Return the live tensors of a checkpoint by their names in it, from the two state dicts.
+    Buffers are not saved, because they are the base model's. Settings of the optimizer are not
+    saved, because a resumed run has its own."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return {f"model.{name}": weights[name] for name in trained} | {
         f"optimizer.{name}": state for name, state in states.items() if name.startswith("state.")
     }
 
 
-def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
+def restore(
+    checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runtime
+) -> None:
     """Restore parameters, optimizer states and random number generators. Each rank reads its rows.
 
     Args:
         checkpoint: written by any number of ranks, with any sharding.
         model: the sharded model; its trained parameters are overwritten.
         optimizer: an optimizer without states.
-        runtime: a rank gets the generators of the rank with its number. If the checkpoint has none, it keeps its own.
+        runtime: a rank gets the generators of the rank with its number. If the checkpoint has none,
+            it keeps its own.
 
     Raises:
-        UserError: the trained parameters are not those of the model, or the states are not those of the optimizer.
+        UserError: the trained parameters are not those of the model, or the states are not those of
+            the optimizer.
     """
     create_states(optimizer)
     restore_weights(checkpoint, model, [optimizer])
-    names = {kind: f"rng.{runtime.rank}.{kind}" for kind in ("cpu", "cuda")}  # last: nothing above may use them
-    states = {kind: checkpoint.read(name) for kind, name in names.items() if name in checkpoint.tensors}
+    # last: nothing above may use them
+    names = {kind: f"rng.{runtime.rank}.{kind}" for kind in ("cpu", "cuda")}
+    states = {
+        kind: checkpoint.read(name) for kind, name in names.items() if name in checkpoint.tensors
+    }
     if "cpu" in states:
         torch.set_rng_state(states["cpu"])
     else:
@@ -83,25 +96,40 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
 def restore_weights(
     checkpoint: Checkpoint, model: nn.Module, optimizers: Collection[torch.optim.Optimizer] = ()
 ) -> None:
-    """Load the trained parameters of a checkpoint into the model, each rank its rows, and the states into optimizers
-    that already have states. Raises the errors of `restore`."""
+    """Load the trained parameters of a checkpoint into the model, each rank its rows, and the
+    states into optimizers that already have states. Raises the errors of `restore`."""
     weights, states = get_state_dict(model, optimizers, options=OPTIONS)
     live = _by_name(model, weights, states)
     check_same_tensors(checkpoint, live, "model.", *(["optimizer."] if optimizers else []))
-    stored, planner = dcp.HuggingFaceStorageReader(str(checkpoint.folder)), dcp.DefaultLoadPlanner(False, False)
+    stored, planner = (
+        dcp.HuggingFaceStorageReader(str(checkpoint.folder)),
+        dcp.DefaultLoadPlanner(False, False),
+    )
     dcp.load(live, storage_reader=stored, planner=planner)  # not flattened: names stay the same
-    set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=states, options=TRAINED_ONLY)
+    set_state_dict(
+        model, optimizers, model_state_dict=weights, optim_state_dict=states, options=TRAINED_ONLY
+    )
 
 
-def check_same_tensors(checkpoint: Checkpoint, live: Mapping[str, torch.Tensor], *prefixes: str) -> None:
-    """Compare names, shapes and dtypes before reading. torch ignores additional names, and copies the codes of 8-bit
-    states into floats without an error. Floats may have different precisions."""
+def check_same_tensors(
+    checkpoint: Checkpoint, live: Mapping[str, torch.Tensor], *prefixes: str
+) -> None:
+    """Compare names, shapes and dtypes before reading. torch ignores additional names, and copies
+    the codes of 8-bit states into floats without an error. Floats may have different precisions."""
 
     def described(tensors: Mapping[str, Any]) -> dict[str, str]:
         ours = {name: it for name, it in tensors.items() if name.startswith(prefixes)}
-        return {n: f"{tuple(it.shape)}{'' if it.dtype.is_floating_point else f' {it.dtype}'}" for n, it in ours.items()}
+        return {
+            n: f"{tuple(it.shape)}{'' if it.dtype.is_floating_point else f' {it.dtype}'}"
+            for n, it in ours.items()
+        }
 
     here, there = described(live), described(checkpoint.tensors)
     if different := sorted({name for name, _ in here.items() ^ there.items()}):
-        lines = [f"{name}: {there.get(name, 'absent')} saved, {here.get(name, 'absent')} needed" for name in different]
-        raise UserError(f"{checkpoint.folder}: does not fit the model or its optimizer:\n{listed(lines, 3)}")
+        lines = [
+            f"{name}: {there.get(name, 'absent')} saved, {here.get(name, 'absent')} needed"
+            for name in different
+        ]
+        raise UserError(
+            f"{checkpoint.folder}: does not fit the model or its optimizer:\n{listed(lines, 3)}"
+        )

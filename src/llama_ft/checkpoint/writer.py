@@ -1,7 +1,9 @@
-"""Write checkpoints/step-000100/ while training continues. A checkpoint is complete or does not exist.
+"""Write checkpoints/step-000100/ while training continues. A checkpoint is complete or does not
+exist.
 
-Training waits while a rank copies its rows to host memory. Then a thread writes them with torch.distributed.checkpoint
-under a temporary name, over its own process group. Rank 0 renames the directory when all files are on disk.
+Training waits while a rank copies its rows to host memory. Then a thread writes them with
+torch.distributed.checkpoint under a temporary name, over its own process group. Rank 0 renames the
+directory when all files are on disk.
 """
 
 import json
@@ -40,7 +42,8 @@ SPACE_FOR_THE_REST = 2**20  # for headers, trainer.json and checksums
 
 
 class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
-    """Writes the checkpoints of a run, one at a time. All ranks create it and call its methods together.
+    """Writes the checkpoints of a run, one at a time. All ranks create it and call its methods
+    together.
 
     Args:
         output_dir: the run's directory.
@@ -56,7 +59,11 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     """
 
     def __init__(
-        self, output_dir: Path, settings: CheckpointConfig, about: Mapping[str, Any], runtime: Runtime
+        self,
+        output_dir: Path,
+        settings: CheckpointConfig,
+        about: Mapping[str, Any],
+        runtime: Runtime,
     ) -> None:
         self.run, self._settings, self._about, self._runtime = output_dir, settings, about, runtime
         self._folder = output_dir / "checkpoints"
@@ -65,22 +72,33 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         self._in_flight: Future[None] | None = None
         self._timings: dict[str, float] = {}
         if runtime.is_main:
-            for leftover in (*self._folder.glob(".writing-step-*"), *self._folder.glob(".removing-step-*")):
+            for leftover in (
+                *self._folder.glob(".writing-step-*"),
+                *self._folder.glob(".removing-step-*"),
+            ):
                 shutil.rmtree(leftover, ignore_errors=True)
-            self._tidy(newest=None)  # a kill may have come between the rename of a checkpoint and this call
+            # a kill may have come between the rename of a checkpoint and this call
+            self._tidy(newest=None)
         complete = runtime.broadcast_from_rank0(lambda: complete_checkpoints(output_dir))
         self.last: Path | None = next(iter(complete), None)
 
     @property
     def has_failed(self) -> bool:
         """Whether the pending save has failed. `finish` will raise the error."""
-        return self._in_flight is not None and self._in_flight.done() and self._in_flight.exception() is not None
+        return (
+            self._in_flight is not None
+            and self._in_flight.done()
+            and self._in_flight.exception() is not None
+        )
 
     def is_due(self, step: int, ends_epoch: bool, ends_run: bool) -> bool:
-        """Return whether the settings ask for a checkpoint after this step. A stopped run also has ends_run set."""
+        """Return whether the settings ask for a checkpoint after this step. A stopped run also has
+        ends_run set."""
         settings = self._settings
         by_steps = settings.save_steps > 0 and (ends_run or step % settings.save_steps == 0)
-        return by_steps or (settings.save_model and (ends_run or (ends_epoch and settings.save_every_epoch)))
+        return by_steps or (
+            settings.save_model and (ends_run or (ends_epoch and settings.save_every_epoch))
+        )
 
     def save(
         self,
@@ -98,22 +116,32 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             model: its trained parameters are written, its frozen ones are not.
             optimizer: its states are written.
             trainer: position and counters, for trainer.json.
-            asked: False if it is saved only for its validation loss: it is deleted after a better one is complete.
+            asked: False if it is saved only for its validation loss: it is deleted after a better
+                one is complete.
             best_loss: the validation loss, if it is the best so far.
 
         Raises:
-            RunFailure: this or the previous checkpoint could not be written. Earlier checkpoints are unchanged.
+            RunFailure: this or the previous checkpoint could not be written. Earlier checkpoints
+                are unchanged.
         """
         started = time.perf_counter()
         self.finish()
-        record: dict[str, Any] = {"format": reader.FORMAT, "step": step, "world_size": self._runtime.world_size}
+        record: dict[str, Any] = {
+            "format": reader.FORMAT,
+            "step": step,
+            "world_size": self._runtime.world_size,
+        }
         record |= {"asked": asked, "best_loss": best_loss, **trainer, **self._about}
         live = own_state(model, optimizer, self._runtime)
-        nbytes = self._runtime.all_gather_floats(sum(local_shard(tensor).nbytes for tensor in live.values()))
+        nbytes = self._runtime.all_gather_floats(
+            sum(local_shard(tensor).nbytes for tensor in live.values())
+        )
         total = int(nbytes.sum().item())
         free = self._runtime.broadcast_from_rank0(lambda: shutil.disk_usage(self.run).free)
         if free < (needed := total + SPACE_FOR_THE_REST):
-            raise self._failure(step, f"it needs {size_text(needed)}, but only {size_text(free)} are free")
+            raise self._failure(
+                step, f"it needs {size_text(needed)}, but only {size_text(free)} are free"
+            )
         copies = to_host(live)
         self._timings["perf/save_stall_seconds"] = stall = time.perf_counter() - started
         future = self._in_flight = Future[None]()
@@ -133,8 +161,8 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             self.finish()
 
     def finish(self) -> Path | None:
-        """Wait for the pending save and return the newest complete checkpoint. Raises RunFailure if the last one could
-        not be written."""
+        """Wait for the pending save and return the newest complete checkpoint. Raises RunFailure if
+        the last one could not be written."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             in_flight.result()
@@ -145,7 +173,8 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             self.finish()
 
     def timings(self) -> dict[str, float]:
-        """Return perf/save_stall_seconds and perf/save_seconds of saves that started or ended since the last call."""
+        """Return perf/save_stall_seconds and perf/save_seconds of saves that started or ended since
+        the last call."""
         timings, self._timings = self._timings, {}
         return timings
 
@@ -154,9 +183,12 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         return RunFailure(f"{what}\nLast complete checkpoint: {self.last or 'none'}.")
 
     def _write(self, record: dict[str, Any], live: Tensors, copies: Tensors) -> None:
-        final, planner = step_folder(self.run, record["step"]), dcp.DefaultSavePlanner(False, False)  # names unchanged
+        # names unchanged
+        final, planner = step_folder(self.run, record["step"]), dcp.DefaultSavePlanner(False, False)
         aside = final.with_name(f".writing-{final.name}")
-        storage = _ShardWriter(aside, self._runtime.rank, copies, partial(self._complete, record, aside, final))
+        storage = _ShardWriter(
+            aside, self._runtime.rank, copies, partial(self._complete, record, aside, final)
+        )
         try:
             dcp.save(live, storage_writer=storage, planner=planner, process_group=self._group)
         except dcp.CheckpointException as error:
@@ -171,8 +203,11 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             except OSError as error:  # the checkpoint itself is complete
                 log.warning(f"{self._folder}: could not delete older checkpoints: {reason(error)}")
 
-    def _complete(self, record: dict[str, Any], aside: Path, final: Path, digests: dict[str, str]) -> None:
-        """On rank 0, after all ranks have written: write the small files, then rename the directory."""
+    def _complete(
+        self, record: dict[str, Any], aside: Path, final: Path, digests: dict[str, str]
+    ) -> None:
+        """On rank 0, after all ranks have written: write the small files, then rename the
+        directory."""
         if absent := [name for name in digests if not (aside / name).is_file()]:
             raise OSError(None, f"{absent[0]} is missing: all nodes must share one output_dir")
         _write_synced(aside / reader.TRAINER_FILE, json.dumps(record, indent=1) + "\n")
@@ -182,16 +217,21 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             _sync(aside / REFERENCE_FILE)
             small.append(REFERENCE_FILE)
         digests |= {name: reader.file_digest(aside / name) for name in small}
-        _write_synced(aside / reader.CHECKSUMS_FILE, "".join(f"{value}  {file}\n" for file, value in digests.items()))
+        _write_synced(
+            aside / reader.CHECKSUMS_FILE,
+            "".join(f"{value}  {file}\n" for file, value in digests.items()),
+        )
         _sync(aside)
         with suppress(FileNotFoundError):
-            _sync(self.run / "metrics.jsonl")  # metrics.jsonl must include the steps of every complete checkpoint
+            # metrics.jsonl must include the steps of every complete checkpoint
+            _sync(self.run / "metrics.jsonl")
         os.replace(aside, final)
         _sync(self._folder)
 
     def _tidy(self, newest: Path | None) -> None:
-        """Write best.json, which names the newest of the checkpoints that were the best at their time. Delete
-        checkpoints older than `newest`, except this one and the last keep_last requested ones."""
+        """Write best.json, which names the newest of the checkpoints that were the best at their
+        time. Delete checkpoints older than `newest`, except this one and the last keep_last
+        requested ones."""
         best, asked = None, 0
         for folder in complete_checkpoints(self.run):
             try:
@@ -204,34 +244,50 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
                 best = {"checkpoint": folder.name, "step": record["step"], "eval/loss": loss}
                 _write_synced(self._folder / ".best.json", json.dumps(best) + "\n")
                 os.replace(self._folder / ".best.json", self._folder / "best.json")
-            elif newest not in (None, folder) and (not is_asked or 0 < self._settings.keep_last < asked):
+            elif newest not in (None, folder) and (
+                not is_asked or 0 < self._settings.keep_last < asked
+            ):
                 doomed = folder.with_name(f".removing-{folder.name}")
-                os.replace(folder, doomed)  # an incompletely deleted directory must not look like a checkpoint
+                # an incompletely deleted directory must not look like a checkpoint
+                os.replace(folder, doomed)
                 shutil.rmtree(doomed)
         if best is None:
             (self._folder / "best.json").unlink(missing_ok=True)
 
 
 class _ShardWriter(dcp.HuggingFaceStorageWriter):
-    """torch's safetensors storage, but written tensor by tensor: torch's own builds the whole file in memory.
+    """torch's safetensors storage, but written tensor by tensor: torch's own builds the whole file
+    in memory.
 
-    It writes the copies; the live tensors, which training changes, only describe their shards. `complete` is called on
-    rank 0 after all ranks have written, with the checksum of each file."""
+    It writes the copies; the live tensors, which training changes, only describe their shards.
+    `complete` is called on rank 0 after all ranks have written, with the checksum of each file."""
 
-    def __init__(self, folder: Path, rank: int, copies: Tensors, complete: Callable[[dict[str, str]], None]) -> None:
+    def __init__(
+        self, folder: Path, rank: int, copies: Tensors, complete: Callable[[dict[str, str]], None]
+    ) -> None:
         super().__init__(str(folder), save_distributed=True)
-        self._file, self._copies, self._complete = folder / reader.shard_file(rank), copies, complete
+        self._file, self._copies, self._complete = (
+            folder / reader.shard_file(rank),
+            copies,
+            complete,
+        )
 
-    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> TorchFuture[list[WriteResult]]:
+    def write_data(
+        self, plan: dcp.SavePlan, planner: dcp.SavePlanner
+    ) -> TorchFuture[list[WriteResult]]:
         """Write this rank's file and sync it to disk. The result contains its checksum."""
-        offsets = {item.index.fqn: {"saved_offsets": list(item.index.offset or ())} for item in plan.items}
+        offsets = {
+            item.index.fqn: {"saved_offsets": list(item.index.offset or ())} for item in plan.items
+        }
         tensors = {name: self._copies[name] for name in offsets}
         header = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0"}
         with SafetensorsFile(self._file, tensors, header) as file:
             for tensor in tensors.values():
                 file.append(tensor)
         written: TorchFuture[list[WriteResult]] = TorchFuture()
-        written.set_result([WriteResult(MetadataIndex(self._file.name), 0, file.digest.hexdigest())])
+        written.set_result(
+            [WriteResult(MetadataIndex(self._file.name), 0, file.digest.hexdigest())]
+        )
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -243,7 +299,9 @@ def to_host(tensors: Tensors) -> Tensors:
     """Copy this rank's rows to host memory; from a GPU all at once, into pinned memory."""
     shards = {name: local_shard(tensor) for name, tensor in tensors.items()}
     copies = {
-        name: torch.empty(it.shape, dtype=it.dtype, pin_memory=it.is_cuda).copy_(it, non_blocking=True)
+        name: torch.empty(it.shape, dtype=it.dtype, pin_memory=it.is_cuda).copy_(
+            it, non_blocking=True
+        )
         for name, it in shards.items()
     }
     if any(it.is_cuda for it in shards.values()):

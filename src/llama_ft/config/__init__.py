@@ -1,4 +1,5 @@
-"""Settings of a run: declared in `settings.py` and `run_settings.py`, read from YAML and the command line, and checked.
+"""Settings of a run: declared in `settings.py` and `run_settings.py`, read from YAML and the
+command line, and checked.
 
 Nothing here imports torch, so `--help` and errors appear within a second.
 """
@@ -18,4 +19,11 @@ from llama_ft.config.run_settings import (
     parse_duration,
     parse_size,
 )
-from llama_ft.config.settings import Config, FSDPConfig, ModelConfig, PeftConfig, TrainConfig, values_of
+from llama_ft.config.settings import (
+    Config,
+    FSDPConfig,
+    ModelConfig,
+    PeftConfig,
+    TrainConfig,
+    values_of,
+)

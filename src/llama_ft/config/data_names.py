@@ -1,4 +1,5 @@
-"""Classify the values of `--dataset` and `--validation` by their name and by what exists on disk. Nothing is read."""
+"""Classify the values of `--dataset` and `--validation` by their name and by what exists on disk.
+Nothing is read."""
 
 import glob
 import os
@@ -8,16 +9,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 Kind = Literal["demo", "ready", "function", "url", "file", "folder", "glob", "hub"]
-READY_DATASETS = ("samsum", "grammar", "alpaca")  # llama-recipes' names; samsum_dataset and so on also work
+# llama-recipes' names; samsum_dataset and so on also work
+READY_DATASETS = ("samsum", "grammar", "alpaca")
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-COMPRESSED_SUFFIXES = tuple(kind + packed for kind in (".jsonl", ".json", ".csv") for packed in (".gz", ".zst"))
+COMPRESSED_SUFFIXES = tuple(
+    kind + packed for kind in (".jsonl", ".json", ".csv") for packed in (".gz", ".zst")
+)
 DATA_FORMS = (
     ".jsonl, .json, .csv (also .gz, .zst) and .parquet, directories and globs of them, Hub names (org/name), and "
     "path/to/file.py:function"
 )
 HUB_NAME = re.compile(r"[\w.\-]+/[\w.\-]+(:[\w.\-]+)?")
-SPLIT_NAME = re.compile(r"\w+(\[[^\]/]*\])?")  # such as train, or train[:5%] in the syntax of `datasets`
-SAVED_BY_DATASETS = ("dataset_dict.json", "state.json")  # Dataset.save_to_disk writes one of these files
+# such as train, or train[:5%] in the syntax of `datasets`
+SPLIT_NAME = re.compile(r"\w+(\[[^\]/]*\])?")
+# Dataset.save_to_disk writes one of these files
+SAVED_BY_DATASETS = ("dataset_dict.json", "state.json")
 
 
 def is_url(name: str) -> bool:
@@ -26,7 +32,8 @@ def is_url(name: str) -> bool:
 
 
 def data_suffix(name: str) -> str:
-    """Return the suffix that selects the reader, such as `.jsonl` for `my.jsonl.gz`; empty for other files."""
+    """Return the suffix that selects the reader, such as `.jsonl` for `my.jsonl.gz`; empty for
+    other files."""
     path = Path(name.partition("?")[0] if is_url(name) else name)
     if "".join(path.suffixes[-2:]).lower().endswith(COMPRESSED_SUFFIXES):
         return path.suffixes[-2].lower()
@@ -34,7 +41,8 @@ def data_suffix(name: str) -> str:
 
 
 def kind_of_data(name: str) -> Kind:
-    """Return the kind of dataset that a name means. A name that does not exist is a Hub name if it looks like one."""
+    """Return the kind of dataset that a name means. A name that does not exist is a Hub name if it
+    looks like one."""
     if name == "demo":
         return "demo"
     if name.removesuffix("_dataset") in READY_DATASETS:
@@ -48,7 +56,11 @@ def kind_of_data(name: str) -> Kind:
         return "folder" if os.path.isdir(path) else "file"
     if glob.has_magic(name):
         return "glob"
-    return "hub" if HUB_NAME.fullmatch(name) and not name.startswith(".") and not data_suffix(name) else "file"
+    return (
+        "hub"
+        if HUB_NAME.fullmatch(name) and not name.startswith(".") and not data_suffix(name)
+        else "file"
+    )
 
 
 def has_splits(name: str) -> bool:
@@ -59,12 +71,19 @@ def has_splits(name: str) -> bool:
 
 def is_split_of(validation: str, dataset: Any) -> bool:
     """Return whether `validation` names a split of `dataset`, not other data."""
-    may_be = isinstance(dataset, str) and has_splits(dataset) and SPLIT_NAME.fullmatch(validation) is not None
-    return may_be and kind_of_data(validation) in ("file", "glob") and not os.path.exists(validation)
+    may_be = (
+        isinstance(dataset, str)
+        and has_splits(dataset)
+        and SPLIT_NAME.fullmatch(validation) is not None
+    )
+    return (
+        may_be and kind_of_data(validation) in ("file", "glob") and not os.path.exists(validation)
+    )
 
 
 def data_files(folder: Path) -> Iterator[Path]:
-    """Yield the data files in a directory and its subdirectories, sorted by path, without hidden files."""
+    """Yield the data files in a directory and its subdirectories, sorted by path, without hidden
+    files."""
     for path in sorted(folder.rglob("*")):
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if data_suffix(path.name) and path.is_file() and not is_hidden:
@@ -86,10 +105,18 @@ def data_problem(name: str) -> str | None:
             return "no such file."
         return f"which function? Write {file}:function." if name.endswith((".py", ":")) else None
     if kind == "folder" and not any((path / sign).is_file() for sign in SAVED_BY_DATASETS):
-        return None if any(data_files(path)) else f"is a directory without data files. Supported: {DATA_FORMS}."
+        return (
+            None
+            if any(data_files(path))
+            else f"is a directory without data files. Supported: {DATA_FORMS}."
+        )
     if kind == "glob":
         files = globbed(name)
-        return None if files and all(map(data_suffix, files)) else f"matches no file, or not only {DATA_FORMS}."
+        return (
+            None
+            if files and all(map(data_suffix, files))
+            else f"matches no file, or not only {DATA_FORMS}."
+        )
     if kind != "file" or (path.exists() and data_suffix(name)):
         return None
     if path.exists():

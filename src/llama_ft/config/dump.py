@@ -1,4 +1,5 @@
-"""Write settings: as --help, as a list of differences from the defaults, as a run's YAML, and as a JSON schema."""
+"""Write settings: as --help, as a list of differences from the defaults, as a run's YAML, and as a
+JSON schema."""
 
 import inspect
 import signal
@@ -16,7 +17,14 @@ from llama_ft.config.settings import SECTIONS, SETTINGS, Config, Setting, values
 
 WIDTH, COLUMN = 100, 36
 PAD = " " * COLUMN
-WORDS = {"switch": "", "whole number": " N", "number": " X", "choice": " WORD", "text": " TEXT", "data": " TEXT"}
+WORDS = {
+    "switch": "",
+    "whole number": " N",
+    "number": " X",
+    "choice": " WORD",
+    "text": " TEXT",
+    "data": " TEXT",
+}
 # Settings that must differ in a repeated run: it gets a directory of its own and deletes nothing.
 ONE_RUN_ONLY = ("output_dir", "overwrite", "resume", "resume_allow_changes")
 
@@ -33,7 +41,8 @@ def help_text(description: str, script: str) -> str:
 
     Args:
         description: what the recipe does. Only its first paragraph is printed.
-        script: the recipe as it was called, such as recipes/finetuning.py or `/some/where/llama-ft train`.
+        script: the recipe as it was called, such as recipes/finetuning.py or `/some/where/llama-ft
+            train`.
     """
     name = Path(script).name
     python, many = f"python {script}", f"torchrun --nproc_per_node 2 {script}"
@@ -50,7 +59,9 @@ def help_text(description: str, script: str) -> str:
     about = inspect.cleandoc(description).partition("\n\n")[0]
     parts = [textwrap.fill(about, WIDTH), usage, textwrap.fill(notes, WIDTH)]
     for section, cls in SECTIONS.items():
-        settings = {name: setting for name, setting in SETTINGS.items() if setting.section == section}
+        settings = {
+            name: setting for name, setting in SETTINGS.items() if setting.section == section
+        }
         parts.append(flags_text(settings, f"{section}: {inspect.getdoc(cls)}"))
     return "\n\n".join(parts) + "\n"
 
@@ -64,13 +75,16 @@ def flags_text(settings: Mapping[str, Setting], title: str) -> str:
         choices = f"{', '.join(setting.choices)}; " if setting.choices else ""
         text = f"{setting.meaning} [{choices}default: {default or 'empty'}]"
         head = "  --quantization [WORD]" if setting.dotted == "quantization.mode" else head
-        body = textwrap.fill(text, WIDTH, initial_indent=PAD, subsequent_indent=PAD, break_on_hyphens=False)
+        body = textwrap.fill(
+            text, WIDTH, initial_indent=PAD, subsequent_indent=PAD, break_on_hyphens=False
+        )
         lines.append(f"{head}\n{body}" if len(head) >= COLUMN - 1 else head + body[len(head) :])
     return "\n".join(lines)
 
 
 def differences(config: Config) -> list[str]:
-    """Return one line, `train.lr = 0.002 (default 0.0001)`, for each setting that is not at its default."""
+    """Return one line, `train.lr = 0.002 (default 0.0001)`, for each setting that is not at its
+    default."""
     return [
         f"{SETTINGS[name].dotted} = {show(value)} (default {show(SETTINGS[name].default)})"
         for name, value in values_of(config).items()
@@ -81,8 +95,8 @@ def differences(config: Config) -> list[str]:
 def to_yaml(config: Config, header: str = "") -> str:
     """Write the resolved configuration as YAML that `--config` can read.
 
-    The YAML holds no secrets, because keys and tokens are not settings. It leaves out the settings in ONE_RUN_ONLY, so
-    that a run with this config repeats the run in a new directory.
+    The YAML holds no secrets, because keys and tokens are not settings. It leaves out the settings
+    in ONE_RUN_ONLY, so that a run with this config repeats the run in a new directory.
 
     Args:
         config: the configuration.
@@ -94,16 +108,24 @@ def to_yaml(config: Config, header: str = "") -> str:
         if name not in ONE_RUN_ONLY:
             sections[setting.section][name] = values[name]
     body = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=120)
-    return textwrap.indent(header.strip(), "# ", lambda _: True) + f"\n\n{body}" if header.strip() else body
+    return (
+        textwrap.indent(header.strip(), "# ", lambda _: True) + f"\n\n{body}"
+        if header.strip()
+        else body
+    )
 
 
 def json_schema() -> dict[str, Any]:
-    """Return pydantic's schema (draft 2020-12), extended by the short forms that the loader also accepts."""
+    """Return pydantic's schema (draft 2020-12), extended by the short forms that the loader also
+    accepts."""
     schema = TypeAdapter(Config).json_schema()
     sections = schema["$defs"]
     validation = sections["DataConfig"]["properties"]["validation"]["anyOf"]
     validation.insert(1, {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1})
-    mode = {**sections["QuantizationConfig"]["properties"]["mode"], "description": "Short for quantization.mode."}
+    mode = {
+        **sections["QuantizationConfig"]["properties"]["mode"],
+        "description": "Short for quantization.mode.",
+    }
     schema["properties"]["quantization"] = {"anyOf": [{"$ref": "#/$defs/QuantizationConfig"}, mode]}
     draft = "https://json-schema.org/draft/2020-12/schema"
     return {"$schema": draft, **schema, "title": "llama_ft recipe", "additionalProperties": False}

@@ -1,4 +1,5 @@
-"""Load a `Config` from a command line and a YAML file: check all names, values and paths first, then the rules."""
+"""Load a `Config` from a command line and a YAML file: check all names, values and paths first,
+then the rules."""
 
 import sys
 from collections.abc import Mapping
@@ -26,7 +27,8 @@ PLAIN = {
 
 
 def check_command_line(description: str, demo_config: Path) -> None:
-    """Handle --help and errors before anything slow is imported, and rewrite sys.argv as `--name=value` for fire.
+    """Handle --help and errors before anything slow is imported, and rewrite sys.argv as
+    `--name=value` for fire.
 
     Args:
         description: what the script does, for --help.
@@ -46,16 +48,20 @@ def check_command_line(description: str, demo_config: Path) -> None:
 
 
 def load_flags(flags: Mapping[str, str], demo_config: Path) -> tuple[Config, dict[str, str]]:
-    """Return what `load` returns, from flags (name -> text) as fire passes them on after `check_command_line`.
+    """Return what `load` returns, from flags (name -> text) as fire passes them on after
+    `check_command_line`.
 
     Raises:
-        SystemExit: with 2 after errors, for example if a file has changed since `check_command_line`.
+        SystemExit: with 2 after errors, for example if a file has changed since
+            `check_command_line`.
     """
     with exit_on_error():
         return load([f"--{name}={text}" for name, text in flags.items()], demo_config)
 
 
-def load(argv: list[str], demo_config: Path | None = None, *, paths: bool = True) -> tuple[Config, dict[str, str]]:
+def load(
+    argv: list[str], demo_config: Path | None = None, *, paths: bool = True
+) -> tuple[Config, dict[str, str]]:
     """Read `--config` and the flags, and check everything. A flag overrides the config.
 
     Args:
@@ -64,7 +70,8 @@ def load(argv: list[str], demo_config: Path | None = None, *, paths: bool = True
         paths: also check files and directories: inputs must exist, and output_dir must be writable.
 
     Returns:
-        The configuration, and the place of each setting that was set: dotted name -> `--lr` or `configs/x.yaml:12`.
+        The configuration, and the place of each setting that was set: dotted name -> `--lr` or
+        `configs/x.yaml:12`.
 
     Raises:
         UserError: with one message per error.
@@ -75,7 +82,10 @@ def load(argv: list[str], demo_config: Path | None = None, *, paths: bool = True
     file_name = demo_config if is_demo else named and Path(named)
     file = read_yaml(file_name) if file_name else Parsed()
     values = {**file.values, **flags.values}
-    places = {**file.places, **{name: place for name, place in flags.places.items() if name in values}}
+    places = {
+        **file.places,
+        **{name: place for name, place in flags.places.items() if name in values},
+    }
     config, wrong = convert(values, places)
     errors = [*file.errors, *flags.errors, *wrong.values()]
     if not errors:  # after an error the rules would see default values and mislead
@@ -83,7 +93,11 @@ def load(argv: list[str], demo_config: Path | None = None, *, paths: bool = True
         config, _ = convert(valid, places)
         errors = broken_rules(valid, places)
     if paths:
-        errors += [error for error in check_paths(values_of(config), places, {*wrong}) if error not in errors]
+        errors += [
+            error
+            for error in check_paths(values_of(config), places, {*wrong})
+            if error not in errors
+        ]
     if errors:
         raise UserError(*errors)
     return config, {SETTINGS[name].dotted: place for name, place in places.items()}
@@ -112,7 +126,8 @@ def convert(
         try:
             part.__pydantic_validator__.validate_assignment(part, name, value)
         except ValidationError as refusal:
-            *_, error = refusal.errors(include_url=False)  # the last error of a union: a list of datasets, not a text
+            # the last error of a union: a list of datasets, not a text
+            *_, error = refusal.errors(include_url=False)
             wrong[name] = _explain(subject(name, places), table[name], value, error)
     return config, wrong
 

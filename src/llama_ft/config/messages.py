@@ -1,4 +1,5 @@
-"""Parts of error messages: the name and place of a setting, its value, and a suggestion for an unknown name.
+"""Parts of error messages: the name and place of a setting, its value, and a suggestion for an
+unknown name.
 
 Unknown names are names of llama-recipes, common names of other trainers, or typing errors.
 """
@@ -21,7 +22,8 @@ LLAMA_RECIPES_PREFIXES: dict[str, tuple[str, ...]] = {
     "wandb_config": ("tracking",),
 }
 
-# Names of llama-recipes without a setting here, and the prefixes of its configs for what does not exist here.
+# Names of llama-recipes without a setting here, and the prefixes of its configs for what does not
+# exist here.
 LLAMA_RECIPES = set(
     "one_gpu checkpoint_type activation_checkpointing_use_reentrant enable_memory_monitoring save_metrics "
     "memory_monitoring_interval use_double_quant quant_storage num_workers_dataloader task_type inference_mode "
@@ -30,8 +32,10 @@ LLAMA_RECIPES = set(
     "num_virtual_tokens".split()
 )
 
-# Names of other trainers that are not spelled similarly, and the setting (perhaps with a value) that replaces them.
-CONFIG = Setting("", "config", "text", (), False, None, "The YAML config that is read first.")  # a flag, not a setting
+# Names of other trainers that are not spelled similarly, and the setting (perhaps with a value)
+# that replaces them.
+# a flag, not a setting
+CONFIG = Setting("", "config", "text", (), False, None, "The YAML config that is read first.")
 ALIASES: dict[str, str] = {
     "data_path": "dataset",
     "pure_bf16": "precision bf16_pure",
@@ -41,8 +45,14 @@ ALIASES: dict[str, str] = {
     "hsdp": "sharding_strategy HYBRID_SHARD",
     "replica_group_size": "sharding_group_size",
     **dict.fromkeys(("dist_checkpoint_root_folder", "dist_checkpoint_folder"), "output_dir"),
-    **{f"{name}_activation_checkpointing": "activation_checkpointing full" for name in ("enable", "fsdp")},
-    **{name: f"wandb_{name}" for name in ("project", "entity", "tags", "job_type", "group", "notes")},
+    **{
+        f"{name}_activation_checkpointing": "activation_checkpointing full"
+        for name in ("enable", "fsdp")
+    },
+    **{
+        name: f"wandb_{name}"
+        for name in ("project", "entity", "tags", "job_type", "group", "notes")
+    },
     "model": "model_name",
     "lora": "use_peft",
     "batch_size": "batch_size_training",
@@ -74,34 +84,46 @@ def subject(name: str, places: Mapping[str, str]) -> str:
 def show(value: Any) -> str:
     """Return a value as a user would type it."""
     if isinstance(value, list):
-        return json.dumps(value) if value and isinstance(value[0], dict) else f"[{','.join(map(str, value))}]"
+        return (
+            json.dumps(value)
+            if value and isinstance(value[0], dict)
+            else f"[{','.join(map(str, value))}]"
+        )
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def size_text(size_bytes: float) -> str:
     """Return a number of bytes as text: `1.22 GiB`, `48.5 MiB`."""
-    return f"{size_bytes / 2**30:,.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:,.1f} MiB"
+    return (
+        f"{size_bytes / 2**30:,.2f} GiB"
+        if size_bytes >= 2**30
+        else f"{size_bytes / 2**20:,.1f} MiB"
+    )
 
 
 LIKE_A_SLIP = 0.75  # at a lower similarity, unrelated names with a few common letters match too
 
 
 def nearest(word: str, candidates: Iterable[str], least: float = 0.6) -> str | None:
-    """Return the candidate most similar to `word`, or None if none has a similarity (0 to 1) of at least `least`."""
+    """Return the candidate most similar to `word`, or None if none has a similarity (0 to 1) of at
+    least `least`."""
     names = {candidate.lower(): candidate for candidate in candidates}
     match = difflib.get_close_matches(word.lower(), names, n=1, cutoff=least)
     return names[match[0]] if match else None
 
 
 def known(name: str) -> Setting | None:
-    """Return the setting of a plain, dotted or llama-recipes name (`lr`, `train.lr`, `lora_config.r`), or None."""
+    """Return the setting of a plain, dotted or llama-recipes name (`lr`, `train.lr`,
+    `lora_config.r`), or None."""
     if name == "config":
         return CONFIG
     if name in ("quantization", "train_config.quantization"):
         return SETTINGS["mode"]
     prefix, dot, field = name.rpartition(".")
     setting = SETTINGS.get(f"wandb_{field}" if prefix == "wandb_config" else field)
-    is_here = not dot or (setting and setting.section in (prefix, *LLAMA_RECIPES_PREFIXES.get(prefix, ())))
+    is_here = not dot or (
+        setting and setting.section in (prefix, *LLAMA_RECIPES_PREFIXES.get(prefix, ()))
+    )
     return setting if is_here else None
 
 
@@ -114,15 +136,30 @@ def explain_unknown(name: str, as_key: bool = False) -> str:
     """
     prefix, _, field = name.rpartition(".")
     if {prefix, field} & LLAMA_RECIPES:
-        return ", known from llama-recipes, is not used here: docs/migrate/llama-recipes.md says why."
-    what, page = ("a setting" if as_key else "a flag"), f" {TRANSLATIONS}" if field in ALIASES else ""
+        return (
+            ", known from llama-recipes, is not used here: docs/migrate/llama-recipes.md says why."
+        )
+    what, page = (
+        ("a setting" if as_key else "a flag"),
+        f" {TRANSLATIONS}" if field in ALIASES else "",
+    )
     names = [name for name in SETTINGS if name != "mode"]  # --quantization
-    match = nearest(field, [*names, *ALIASES, "quantization", *(SECTIONS if as_key else ["config"])], LIKE_A_SLIP)
+    match = nearest(
+        field,
+        [*names, *ALIASES, "quantization", *(SECTIONS if as_key else ["config"])],
+        LIKE_A_SLIP,
+    )
     if match is None:
         return f" is not {what}. --help lists them all, and {TRANSLATIONS}"
     meant, _, value = ALIASES.get(match, match).partition(" ")
     setting = known(meant)
     if setting is None:
         return f" is not {what}. Did you mean {'' if as_key else '--'}{meant}?"
-    shown = setting.flag if not as_key else "quantization:" if setting.name == "mode" else setting.dotted
+    shown = (
+        setting.flag
+        if not as_key
+        else "quantization:"
+        if setting.name == "mode"
+        else setting.dotted
+    )
     return f" is not {what}. Did you mean {f'{shown} {value}'.rstrip()}?{page}"

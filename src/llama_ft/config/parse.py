@@ -1,7 +1,8 @@
-"""Read a command line and a YAML config: field name -> text, and the place of each. Errors are collected, not raised.
+"""Read a command line and a YAML config: field name -> text, and the place of each. Errors are
+collected, not raised.
 
-Both sources are read as text, by the same code. YAML scalars are read as text, too, because YAML 1.1 would make `1e-4`
-a string, `off` a boolean and `2025-01-31` a date.
+Both sources are read as text, by the same code. YAML scalars are read as text, too, because YAML
+1.1 would make `1e-4` a string, `off` a boolean and `2025-01-31` a date.
 """
 
 import os
@@ -33,7 +34,8 @@ class Parsed:
     """The settings of one source.
 
     Attributes:
-        values: field name -> value: a text, a list of texts, None, or a mapping, which no setting accepts.
+        values: field name -> value: a text, a list of texts, None, or a mapping, which no setting
+            accepts.
         places: field name -> where it was set, `configs/mine.yaml:12` or `--lr`.
         errors: messages about what could not be read.
     """
@@ -44,7 +46,8 @@ class Parsed:
 
 
 def from_text(setting: Setting, text: str) -> Any:
-    """Parse none, lists, and ~ for the home directory, which pydantic cannot do. Everything else stays text."""
+    """Parse none, lists, and ~ for the home directory, which pydantic cannot do. Everything else
+    stays text."""
     text = text.strip()
     if setting.name == "mode":
         return MODES.get(text.lower(), text)
@@ -58,8 +61,9 @@ def from_text(setting: Setting, text: str) -> Any:
         items = [item for item in (item.strip().strip("'\"") for item in inside.split(",")) if item]
         if node is not None:  # YAML handles commas inside quotes
             items = _value(setting, node) or items
-        # PEFT takes a string as a pattern for whole module paths, which the bare name q_proj would never match. So
-        # plain names become a list; patterns and the keyword all-linear stay strings.
+        # PEFT takes a string as a pattern for whole module paths, which the bare name q_proj would
+        # never match. So plain names become a list; patterns and the keyword all-linear stay
+        # strings.
         is_pattern = text == "all-linear" or not all(PLAIN_NAME.fullmatch(item) for item in items)
         return text if setting.kind == "names or pattern" and is_pattern else items
     if setting.kind == "data" and node is not None:
@@ -68,13 +72,21 @@ def from_text(setting: Setting, text: str) -> Any:
 
 
 def _parts(node: yaml.Node | None) -> Any:
-    """Return the parts of a dataset mixture as dicts of texts (a plain name: its path); {} if it is not such a list."""
+    """Return the parts of a dataset mixture as dicts of texts (a plain name: its path); {} if it is
+    not such a list."""
     if not isinstance(node, yaml.SequenceNode):
         return {}
     parts = []
     for item in node.value:
-        pairs = item.value if isinstance(item, yaml.MappingNode) else [(yaml.ScalarNode("", "path"), item)]
-        part = {str(key.value): value.value if isinstance(value, yaml.ScalarNode) else {} for key, value in pairs}
+        pairs = (
+            item.value
+            if isinstance(item, yaml.MappingNode)
+            else [(yaml.ScalarNode("", "path"), item)]
+        )
+        part = {
+            str(key.value): value.value if isinstance(value, yaml.ScalarNode) else {}
+            for key, value in pairs
+        }
         if isinstance(path := part.get("path"), str):
             part["path"] = os.path.expanduser(path)
         parts.append(part)
@@ -100,7 +112,8 @@ class Word:
 
 
 def words_of(argv: list[str]) -> Iterator[Word]:
-    """Pair every flag with its value: the text after `=`, or the next argument unless that is a flag."""
+    """Pair every flag with its value: the text after `=`, or the next argument unless that is a
+    flag."""
     rest = list(argv)
     while rest:
         word = rest.pop(0)
@@ -108,7 +121,9 @@ def words_of(argv: list[str]) -> Iterator[Word]:
             yield Word("", word)
             continue
         flag, equals, text = word.partition("=")
-        yield Word(flag, text if equals else rest.pop(0) if rest and not _is_flag(rest[0]) else None)
+        yield Word(
+            flag, text if equals else rest.pop(0) if rest and not _is_flag(rest[0]) else None
+        )
 
 
 def _is_flag(word: str) -> bool:
@@ -143,14 +158,17 @@ def read_flags(
             parsed.errors.append(f"{word.flag}{error}")
         else:
             if setting.name in parsed.places and rank() == 0:
-                print(f"warning: {word.flag} is given twice; the last value is used.", file=sys.stderr)
+                print(
+                    f"warning: {word.flag} is given twice; the last value is used.", file=sys.stderr
+                )
             parsed.places[setting.name] = word.flag
             parsed.values[setting.name] = from_text(setting, text)
     return parsed
 
 
 def _read(word: Word, find: Find) -> tuple[Setting | None, str, str]:
-    """Return a flag's setting, its value as text, and an error message to append to the flag's name, or ""."""
+    """Return a flag's setting, its value as text, and an error message to append to the flag's
+    name, or ""."""
     setting, is_negated = find(word.name) if word.flag.startswith("--") else None, False
     if setting is None and word.flag.startswith("--no"):
         setting = find(word.name.removeprefix("no").removeprefix("_"))
@@ -159,14 +177,19 @@ def _read(word: Word, find: Find) -> tuple[Setting | None, str, str]:
         return None, "", ""
     is_switch = setting.kind == "switch" or setting.name == "mode"
     if is_negated and (not is_switch or word.value is not None):
-        return setting, "", f": --no_ works for switches only and takes no value. Write --{setting.name}."
+        return (
+            setting,
+            "",
+            f": --no_ works for switches only and takes no value. Write --{setting.name}.",
+        )
     if word.value is None and not is_switch:
         return setting, "", " needs a value."
     return setting, "false" if is_negated else "true" if word.value is None else word.value, ""
 
 
 def as_keywords(argv: list[str]) -> dict[str, str]:
-    """Return flag -> text of a valid command line: `--no_save_model --lr 1` gives `save_model` false."""
+    """Return flag -> text of a valid command line: `--no_save_model --lr 1` gives `save_model`
+    false."""
     keywords = {}
     for word in words_of(argv):
         setting, text, _ = _read(word, known)
@@ -176,13 +199,18 @@ def as_keywords(argv: list[str]) -> dict[str, str]:
 
 
 def read_yaml(path: Path) -> Parsed:
-    """Read the settings of a YAML config. Errors show its path relative to the working directory."""
+    """Read the settings of a YAML config. Errors show its path relative to the working
+    directory."""
     parsed, root = Parsed(), None
     relative = os.path.relpath(path)
     shown = str(path) if relative.startswith("..") else relative
     try:
         wrong = file_problem(str(path))
-        root = None if wrong else yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        root = (
+            None
+            if wrong
+            else yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        )
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         shown = f"{shown}:{mark.line + 1}" if mark else shown
@@ -198,7 +226,10 @@ def read_yaml(path: Path) -> Parsed:
 
 def _read_section(section: str, place: str, node: yaml.Node, shown: str, parsed: Parsed) -> None:
     if section == "quantization" and isinstance(node, yaml.ScalarNode) and node.tag != NULL:
-        parsed.values["mode"], parsed.places["mode"] = from_text(SETTINGS["mode"], node.value), place
+        parsed.values["mode"], parsed.places["mode"] = (
+            from_text(SETTINGS["mode"], node.value),
+            place,
+        )
     elif section not in SECTIONS:
         parsed.errors.append(f"{place}: {section}{explain_unknown(section, as_key=True)}")
     elif isinstance(node, yaml.MappingNode):
@@ -208,7 +239,9 @@ def _read_section(section: str, place: str, node: yaml.Node, shown: str, parsed:
             if setting is None or setting.section != section:
                 parsed.errors.append(f"{place}: {section}.{key}{explain_unknown(key, as_key=True)}")
             elif key in parsed.places:
-                parsed.errors.append(f"{place}: {section}.{key} is set twice, first in {parsed.places[key]}.")
+                parsed.errors.append(
+                    f"{place}: {section}.{key} is set twice, first in {parsed.places[key]}."
+                )
             else:
                 parsed.values[key], parsed.places[key] = _value(setting, value_node), place
     elif node.tag != NULL:  # an empty section is valid: all its settings may be commented out
@@ -221,6 +254,8 @@ def _value(setting: Setting, node: yaml.Node | None) -> Any:
         return None if node.tag == NULL else from_text(setting, node.value)
     if setting.kind == "data":
         return _parts(node)
-    if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
+    if isinstance(node, yaml.SequenceNode) and all(
+        isinstance(item, yaml.ScalarNode) for item in node.value
+    ):
         return [item.value for item in node.value]
     return {}

@@ -1,7 +1,8 @@
-"""Check the files and directories that a configuration names, before anything slow starts and without torch.
+"""Check the files and directories that a configuration names, before anything slow starts and
+without torch.
 
-Two questions: can the inputs be read, and may the output directory be written? A run replaces nothing without
-`--overwrite`, and never files that llama_ft did not write.
+Two questions: can the inputs be read, and may the output directory be written? A run replaces
+nothing without `--overwrite`, and never files that llama_ft did not write.
 """
 
 import json
@@ -26,18 +27,21 @@ INPUTS = (
 TO_SAFETENSORS = "Convert it with Transformers:\nAutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-# Marks a run's directory. Other programs also write a metrics.jsonl or checkpoints/, but none writes this file.
+# Marks a run's directory. Other programs also write a metrics.jsonl or checkpoints/, but none
+# writes this file.
 RUN_MARKER = ".llama_ft-run"
-REFERENCE_FILE = "reference.safetensors"  # of a run and of each of its checkpoints; see training/reference.py
+# of a run and of each of its checkpoints; see training/reference.py
+REFERENCE_FILE = "reference.safetensors"
 # Everything that a run writes into its directory. --overwrite deletes nothing else.
 RUN_ENTRIES = (
     "status.json", "config.yaml", "metrics.jsonl", "checkpoints", "model", "facts.json", "plan.json", "report.html",
     "profile", "tensorboard", "wandb", REFERENCE_FILE,
 )  # fmt: skip
-# The entries of checkpoints/ that --overwrite may delete. set-aside-* and files of other programs stay.
+# The entries of checkpoints/ that --overwrite may delete. set-aside-* and files of other programs
+# stay.
 CHECKPOINT_ENTRIES = re.compile(r"(\.writing-|\.removing-)?step-\d{6,}|\.?best\.json")
-# Everything that the directory of an exported model or adapter can hold. --overwrite deletes nothing else. The base
-# model's Python files are missing here: they look like the user's own files.
+# Everything that the directory of an exported model or adapter can hold. --overwrite deletes
+# nothing else. The base model's Python files are missing here: they look like the user's own files.
 MODEL_PATTERNS = (
     "config.json", "generation_config.json", "model.safetensors", "model-[0-9]*-of-[0-9]*.safetensors",
     "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer.json",
@@ -48,7 +52,9 @@ MODEL_PATTERNS = (
 CARD_TAG = "\n- llama_ft\n"  # in the header of every model card that checkpoint/export.py writes
 
 
-def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: set[str]) -> list[str]:
+def check_paths(
+    values: Mapping[str, Any], places: Mapping[str, str], invalid: set[str]
+) -> list[str]:
     """Return an error message for each setting whose file or directory cannot be used.
 
     Args:
@@ -70,12 +76,24 @@ def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: s
     inputs |= {f"dataset {name}": name for name in names}
     checks: list[tuple[str, Any, Callable[[Any], str | None]]] = [
         ("model_name", values["model_name"], model_problem),
-        ("tokenizer_name", values["tokenizer_name"], lambda name: _folder(name) if looks_local(name) else None),
+        (
+            "tokenizer_name",
+            values["tokenizer_name"],
+            lambda name: _folder(name) if looks_local(name) else None,
+        ),
         ("reference_model", values["reference_model"], model_problem),
         *(("dataset", name, data_problem) for name in names),
         ("validation", values["validation"], validation),
-        ("from_peft_checkpoint", values["from_peft_checkpoint"], lambda name: _folder(name, *ADAPTER_FILES)),
-        ("chat_template", values["chat_template"], lambda it: None if it in BUILT_IN_TEMPLATES else file_problem(it)),
+        (
+            "from_peft_checkpoint",
+            values["from_peft_checkpoint"],
+            lambda name: _folder(name, *ADAPTER_FILES),
+        ),
+        (
+            "chat_template",
+            values["chat_template"],
+            lambda it: None if it in BUILT_IN_TEMPLATES else file_problem(it),
+        ),
         ("output_dir", values["output_dir"] or "output/<model>", output_dir),
     ]
     messages = []
@@ -87,7 +105,9 @@ def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: s
         except (OSError, ValueError) as error:  # no permission, a name that is too long
             problem = f"cannot be accessed: {reason(error)}."
         if problem:
-            messages.append(f"{subject(name, places)} {problem if problem == SECRET else f'{value}: {problem}'}")
+            messages.append(
+                f"{subject(name, places)} {problem if problem == SECRET else f'{value}: {problem}'}"
+            )
     return messages
 
 
@@ -100,23 +120,33 @@ def file_problem(name: str) -> str | None:
 
 
 def folder_problem(folder: Path, expected: str) -> str | None:
-    """Return why `folder` is not an existing directory, or None. `expected` says what kind of directory is needed."""
+    """Return why `folder` is not an existing directory, or None. `expected` says what kind of
+    directory is needed."""
     if not folder.exists():
         return "no such directory."
     return None if folder.is_dir() else f"is a file; expected {expected}."
 
 
 def looks_local(name: str) -> bool:
-    """Return whether `name` is a path. org/name is a Hub name unless a directory of that name exists."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/") or Path(name).exists()
+    """Return whether `name` is a path. org/name is a Hub name unless a directory of that name
+    exists."""
+    return (
+        name.startswith((".", "/", "~"))
+        or name.count("/") > 1
+        or name.endswith("/")
+        or Path(name).exists()
+    )
 
 
 def model_problem(name: str) -> str | None:
-    """Return why `name` is neither a Hub name nor a directory with config.json and weights, or None."""
+    """Return why `name` is neither a Hub name nor a directory with config.json and weights, or
+    None."""
     if name == "demo" or not looks_local(name):
         return None
     has_weights = any(Path(name).expanduser().glob("*.safetensors"))
-    return _folder(name, "config.json") or (None if has_weights else f"holds no *.safetensors. {TO_SAFETENSORS}")
+    return _folder(name, "config.json") or (
+        None if has_weights else f"holds no *.safetensors. {TO_SAFETENSORS}"
+    )
 
 
 def _folder(name: str, *files: str) -> str | None:
@@ -131,7 +161,8 @@ def base_model_of(adapter: str) -> str:
     """Return the base model that a saved adapter names: a directory or a Hub name.
 
     Raises:
-        UserError: adapter_config.json cannot be read, names no base model, or names a revision other than main.
+        UserError: adapter_config.json cannot be read, names no base model, or names a revision
+            other than main.
     """
     file = Path(adapter).expanduser() / "adapter_config.json"
     try:
@@ -140,12 +171,15 @@ def base_model_of(adapter: str) -> str:
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"{file}: cannot be read as an adapter's settings ({error}).") from error
     if not name or (revision != "main" and not looks_local(name)):
-        raise UserError(f"{file}: the base model is {name}, revision {revision}. Set --base_model to its directory.")
+        raise UserError(
+            f"{file}: the base model is {name}, revision {revision}. Set --base_model to its directory."
+        )
     return str(name)
 
 
 def run_entries(directory: Path) -> list[Path]:
-    """Return the existing paths that a run wrote into `directory`. `--overwrite` deletes exactly these.
+    """Return the existing paths that a run wrote into `directory`. `--overwrite` deletes exactly
+    these.
 
     Args:
         directory: an output_dir; it need not exist.
@@ -156,36 +190,48 @@ def run_entries(directory: Path) -> list[Path]:
     if not (directory / RUN_MARKER).is_file():
         return []
     own = [directory / entry for entry in RUN_ENTRIES if entry != "checkpoints"]
-    own += [path for path in (directory / "checkpoints").glob("*") if CHECKPOINT_ENTRIES.fullmatch(path.name)]
+    own += [
+        path
+        for path in (directory / "checkpoints").glob("*")
+        if CHECKPOINT_ENTRIES.fullmatch(path.name)
+    ]
     return [path for path in own if path.exists()]
 
 
 def foreign_entries(directory: Path) -> str | None:
-    """Return an error message if `directory` has entries with a run's names but no RUN_MARKER, or None."""
+    """Return an error message if `directory` has entries with a run's names but no RUN_MARKER, or
+    None."""
     held = [entry for entry in RUN_ENTRIES if (directory / entry).exists()]
     if not held or (directory / RUN_MARKER).is_file():
         return None
     return f"holds {', '.join(held)} but no {RUN_MARKER}, which marks a run's directory. Choose another output_dir."
 
 
-def output_dir_problem(directory: str, overwrite: bool, resume: str | None, inputs: Mapping[str, Any]) -> str | None:
+def output_dir_problem(
+    directory: str, overwrite: bool, resume: str | None, inputs: Mapping[str, Any]
+) -> str | None:
     """Return why a run cannot write into `directory`, or None.
 
-    Only rank 0 checks, because only rank 0 writes: another rank could already see files of the run that is starting.
+    Only rank 0 checks, because only rank 0 writes: another rank could already see files of the run
+    that is starting.
 
     Args:
         directory: output_dir.
         overwrite: whether an existing run may be replaced.
         resume: `auto`, or the checkpoint that the run continues, or None.
-        inputs: field name -> file or directory that the run reads. Replacing a run must not delete it.
+        inputs: field name -> file or directory that the run reads. Replacing a run must not delete
+            it.
     """
     path = Path(directory).expanduser()
     obstacle = not_writable(path) if rank() == 0 else None
     if obstacle or rank() != 0 or not any((path / entry).exists() for entry in RUN_ENTRIES):
         return obstacle  # files of other programs may stay
-    # torchrun may have restarted the ranks. checkpoint/run_directory.py finds that out before it writes anything.
+    # torchrun may have restarted the ranks. checkpoint/run_directory.py finds that out before it
+    # writes anything.
     resumes = resume == "auto" or may_be_restarted()
-    resumes = resumes or (resume is not None and Path(resume).expanduser().resolve().is_relative_to(path.resolve()))
+    resumes = resumes or (
+        resume is not None and Path(resume).expanduser().resolve().is_relative_to(path.resolve())
+    )
     if foreign := foreign_entries(path):
         return foreign
     if not resumes and not overwrite:
@@ -193,14 +239,19 @@ def output_dir_problem(directory: str, overwrite: bool, resume: str | None, inpu
     return deleted_input(run_entries(path), inputs) if overwrite and not attempt() else None
 
 
-def model_dir_problem(directory: str, overwrite: bool, inputs: Mapping[str, str | None]) -> str | None:
-    """Return why a model cannot be exported into `directory`, or None. Arguments: see `output_dir_problem`."""
+def model_dir_problem(
+    directory: str, overwrite: bool, inputs: Mapping[str, str | None]
+) -> str | None:
+    """Return why a model cannot be exported into `directory`, or None. Arguments: see
+    `output_dir_problem`."""
     path = Path(directory).expanduser()
     obstacle = not_writable(path)
     if obstacle or not path.exists() or not any(path.iterdir()):
         return obstacle
     files = [str(file.relative_to(path)) for file in sorted(path.rglob("*")) if not file.is_dir()]
-    if others := [name for name in files if not any(fnmatch(name, known) for known in MODEL_PATTERNS)]:
+    if others := [
+        name for name in files if not any(fnmatch(name, known) for known in MODEL_PATTERNS)
+    ]:
         return f"holds more than a model ({', '.join(others[:5])}). Choose another output_dir."
     card = path / "README.md"
     if not (card.is_file() and CARD_TAG in card.read_text(errors="replace")):
@@ -214,18 +265,26 @@ def deleted_input(entries: list[Path], inputs: Mapping[str, str | None]) -> str 
     """Return an error message if deleting `entries` would delete one of the inputs, or None."""
     for name, value in inputs.items():
         source = Path((value or "").rpartition(".py:")[0] or value or "/").expanduser().resolve()
-        if held := next((entry for entry in entries if source.is_relative_to(entry.resolve())), None):
-            return f"--overwrite would delete {held}, which {name} reads. Choose another output_dir."
+        if held := next(
+            (entry for entry in entries if source.is_relative_to(entry.resolve())), None
+        ):
+            return (
+                f"--overwrite would delete {held}, which {name} reads. Choose another output_dir."
+            )
     return None
 
 
 def not_writable(path: Path) -> str | None:
     """Return why nothing can be written to `path`, or None.
 
-    It creates a temporary directory in the nearest existing parent. Permission bits are not enough: they allow root
-    everything, even on a read-only disk.
+    It creates a temporary directory in the nearest existing parent. Permission bits are not enough:
+    they allow root everything, even on a read-only disk.
     """
-    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists() or parent.is_symlink())
+    existing = next(
+        parent
+        for parent in (path, *path.absolute().parents)
+        if parent.exists() or parent.is_symlink()
+    )
     if not existing.is_dir():
         return f"{existing} is not a directory."
     try:

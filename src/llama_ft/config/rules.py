@@ -1,7 +1,8 @@
-"""Rules over several settings: impossible combinations, and settings that other settings make ineffective.
+"""Rules over several settings: impossible combinations, and settings that other settings make
+ineffective.
 
-A setting without effect is an error, too: whoever sets it expects one. All rules run, so that everything is reported at
-once.
+A setting without effect is an error, too: whoever sets it expects one. All rules run, so that
+everything is reported at once.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +20,8 @@ SECRET = (
     "gs:// take credentials from the environment, MLflow takes MLFLOW_TRACKING_TOKEN; download the rest first."
 )
 WITH_REFERENCE, PAIRS, UNPAIRED = ("dpo", "ipo", "kto"), "preference", "unpaired_preference"
-STEPS_BEFORE_PROFILE, PROFILED_STEPS = 3, 3  # of a process; llama-recipes' wait of 1, warm-up of 2, and 3 active ones
+# of a process; llama-recipes' wait of 1, warm-up of 2, and 3 active ones
+STEPS_BEFORE_PROFILE, PROFILED_STEPS = 3, 3
 
 
 def as_fraction(validation: str | None) -> float | None:
@@ -31,88 +33,197 @@ def as_fraction(validation: str | None) -> float | None:
 
 
 def brings_validation(s: Any) -> bool:
-    """Tell whether settings, by field name as attributes, may bring validation data: a file or a mixture is training
-    data only; the demo, a Python function and data with splits bring more."""
+    """Tell whether settings, by field name as attributes, may bring validation data: a file or a
+    mixture is training data only; the demo, a Python function and data with splits bring more."""
     if s.validation is not None or not isinstance(s.dataset, str):
         return s.validation is not None
     return has_splits(s.dataset) or kind_of_data(s.dataset) in ("demo", "function")
 
 
 def stores_reference(s: Any) -> bool:
-    """Tell whether the reference's log-probabilities are computed once, before training: the model with its adapter off
-    is not the reference. Settings as of `brings_validation`."""
-    changes_more = s.from_peft_checkpoint or s.bias != "none" or s.modules_to_save or s.resize_embeddings
-    return s.objective in WITH_REFERENCE and bool(s.reference_model or changes_more or not s.use_peft)
+    """Tell whether the reference's log-probabilities are computed once, before training: the model
+    with its adapter off is not the reference. Settings as of `brings_validation`."""
+    changes_more = (
+        s.from_peft_checkpoint or s.bias != "none" or s.modules_to_save or s.resize_embeddings
+    )
+    return s.objective in WITH_REFERENCE and bool(
+        s.reference_model or changes_more or not s.use_peft
+    )
 
 
-# The field that the message is about, what is wrong, and the message, where {} stands for the field's value.
+# The field that the message is about, what is wrong, and the message, where {} stands for the
+# field's value.
 RULES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
-    ("validation", lambda s: not 0 < (0.5 if (share := as_fraction(s.validation)) is None else share) < 1,
-     "is {}; expected a fraction between 0 and 1, such as 0.05."),
-    ("early_stopping_patience", lambda s: s.early_stopping_patience and s.run_validation and not brings_validation(s),
-     "has no effect without validation data. Add validation 0.05, or a file."),
-    ("eval_steps", lambda s: s.eval_steps and s.run_validation and not brings_validation(s),
-     "has no effect without validation data. Add validation 0.05, or a file."),
-    ("resume_allow_changes", lambda s: not {*(s.resume_allow_changes or ())} <= SETTINGS.keys(),
-     "is {}; expected names of settings, such as lr,num_epochs."),
+    (
+        "validation",
+        lambda s: not 0 < (0.5 if (share := as_fraction(s.validation)) is None else share) < 1,
+        "is {}; expected a fraction between 0 and 1, such as 0.05.",
+    ),
+    (
+        "early_stopping_patience",
+        lambda s: s.early_stopping_patience and s.run_validation and not brings_validation(s),
+        "has no effect without validation data. Add validation 0.05, or a file.",
+    ),
+    (
+        "eval_steps",
+        lambda s: s.eval_steps and s.run_validation and not brings_validation(s),
+        "has no effect without validation data. Add validation 0.05, or a file.",
+    ),
+    (
+        "resume_allow_changes",
+        lambda s: not {*(s.resume_allow_changes or ())} <= SETTINGS.keys(),
+        "is {}; expected names of settings, such as lr,num_epochs.",
+    ),
     ("min_lr", lambda s: s.min_lr > s.lr, "is {}, above lr {lr}. Lower it."),
-    ("modules_to_save",
-     lambda s: isinstance(s.target_modules, list) and {*s.target_modules} & {*(s.modules_to_save or [])},
-     "is {}, and target_modules names one of them, too. A module gets an adapter or is fully trained, not both."),
-    ("target_parameters", lambda s: s.target_parameters and (s.lora_dropout or s.use_dora),
-     "is {}, and adapters of parameters support neither dropout nor DoRA. Remove lora_dropout and use_dora."),
-    ("init_lora_weights", lambda s: s.init_lora_weights.startswith("pissa") and (s.lora_dropout or s.weight_decay),
-     "is {}, which supports neither lora_dropout nor weight_decay. Remove them."),
-    ("mode", lambda s: s.mode != "none" and not s.use_peft,
-     "is {}, and quantized weights cannot be trained. Add use_peft, which trains adapters."),
-    ("block_size", lambda s: s.block_size.bit_count() != 1, "is {}; bitsandbytes supports 32, 64, 128, ... 4096."),
-    ("init_lora_weights", lambda s: s.init_lora_weights.startswith("pissa") and s.mode != "none",
-     "is {}, which needs unquantized weights. Remove quantization, or leave it out."),
-    ("use_dora", lambda s: s.use_dora and s.mode != "none", "does not support quantization {mode}. Use plain LoRA."),
-    ("precision", lambda s: s.precision == "fp16" and s.device == "cpu",
-     "is fp16, which is for GPUs without bf16. Use bf16_mixed or fp32 on the CPU."),
-    ("compile", lambda s: s.compile and s.use_liger is True,
-     "cannot be combined with use_liger: both fuse the same operations. Remove one."),
-    ("compile", lambda s: s.compile and s.activation_offload,
-     "cannot be combined with activation_offload: compiled graphs cannot copy to the host. Remove one."),
-    ("compile", lambda s: s.compile and s.precision == "fp32" and s.batching_strategy == "packing",
-     "does not support packing with precision fp32. Use bf16_mixed, or batching_strategy padding."),
-    ("flop_counter", lambda s: s.flop_counter and s.compile, "cannot count inside compiled layers. Remove one."),
-    ("activation_checkpointing", lambda s: s.activation_checkpointing == "auto" and s.no_plan,
-     "is auto, which needs the plan that no_plan disables. Remove one."),
-    # torch replays the operators of a layer one by one; all-gathers inside it add operators that were not there.
-    ("activation_checkpointing",
-     lambda s: s.activation_checkpointing == "selective" and s.enable_fsdp and s.fsdp_wrap_policy == "size",
-     "is selective, which needs decoder layers as FSDP units. Use full, or fsdp_wrap_policy hybrid."),
-    ("resume", lambda s: s.resume == "auto" and s.output_dir is None,
-     "is auto, which looks for checkpoints in output_dir. Add the run's --output_dir."),
-    ("resume", lambda s: s.resume == "auto" and s.overwrite, "auto resumes what overwrite deletes. Remove one."),
-    ("streaming", lambda s: s.streaming and s.max_train_step == 0, "needs max_train_step: streams have no known end."),
-    ("validation", lambda s: s.streaming and as_fraction(s.validation) is not None,
-     "is {}: a fraction cannot be taken from a stream. Use a file, or a split."),
-    ("streaming", lambda s: s.streaming and stores_reference(s),
-     "cannot be used: objective {objective} computes its reference once, for all samples, unless a new adapter is "
-     "trained. Leave streaming out, or use use_peft alone."),
-    ("dataset_format", lambda s: s.dataset_format not in ("auto", PAIRS) and s.objective not in ("sft", "kto"),
-     "is {}, and objective {objective} is trained on pairs. Use preference, or leave it out."),
-    ("dataset_format", lambda s: s.dataset_format not in ("auto", UNPAIRED) and s.objective == "kto",
-     "is {}, and kto is trained on completions with a label. Leave it out: pairs are recognized, too."),
-    ("dataset_format", lambda s: s.dataset_format == PAIRS and s.objective == "sft",
-     "is {}, which objective dpo, ipo, simpo, orpo and reward are trained on. Choose one."),
-    ("dataset_format", lambda s: s.dataset_format == UNPAIRED and s.objective == "sft",
-     "is {}, which objective kto is trained on. Add it."),
-    ("truncation", lambda s: s.truncation == "split" and s.objective != "sft",
-     "is {}, and the pieces of a pair are no pairs. Use right, left or drop."),
-    ("labels", lambda s: s.labels != "auto" and s.objective != "sft",
-     "is {}, and objective {objective} compares whole responses. Leave it out."),
-)  # fmt: skip
+    (
+        "modules_to_save",
+        lambda s: (
+            isinstance(s.target_modules, list)
+            and {*s.target_modules} & {*(s.modules_to_save or [])}
+        ),
+        "is {}, and target_modules names one of them, too. A module gets an adapter or is fully trained, not both.",
+    ),
+    (
+        "target_parameters",
+        lambda s: s.target_parameters and (s.lora_dropout or s.use_dora),
+        "is {}, and adapters of parameters support neither dropout nor DoRA. Remove lora_dropout and use_dora.",
+    ),
+    (
+        "init_lora_weights",
+        lambda s: s.init_lora_weights.startswith("pissa") and (s.lora_dropout or s.weight_decay),
+        "is {}, which supports neither lora_dropout nor weight_decay. Remove them.",
+    ),
+    (
+        "mode",
+        lambda s: s.mode != "none" and not s.use_peft,
+        "is {}, and quantized weights cannot be trained. Add use_peft, which trains adapters.",
+    ),
+    (
+        "block_size",
+        lambda s: s.block_size.bit_count() != 1,
+        "is {}; bitsandbytes supports 32, 64, 128, ... 4096.",
+    ),
+    (
+        "init_lora_weights",
+        lambda s: s.init_lora_weights.startswith("pissa") and s.mode != "none",
+        "is {}, which needs unquantized weights. Remove quantization, or leave it out.",
+    ),
+    (
+        "use_dora",
+        lambda s: s.use_dora and s.mode != "none",
+        "does not support quantization {mode}. Use plain LoRA.",
+    ),
+    (
+        "precision",
+        lambda s: s.precision == "fp16" and s.device == "cpu",
+        "is fp16, which is for GPUs without bf16. Use bf16_mixed or fp32 on the CPU.",
+    ),
+    (
+        "compile",
+        lambda s: s.compile and s.use_liger is True,
+        "cannot be combined with use_liger: both fuse the same operations. Remove one.",
+    ),
+    (
+        "compile",
+        lambda s: s.compile and s.activation_offload,
+        "cannot be combined with activation_offload: compiled graphs cannot copy to the host. Remove one.",
+    ),
+    (
+        "compile",
+        lambda s: s.compile and s.precision == "fp32" and s.batching_strategy == "packing",
+        "does not support packing with precision fp32. Use bf16_mixed, or batching_strategy padding.",
+    ),
+    (
+        "flop_counter",
+        lambda s: s.flop_counter and s.compile,
+        "cannot count inside compiled layers. Remove one.",
+    ),
+    (
+        "activation_checkpointing",
+        lambda s: s.activation_checkpointing == "auto" and s.no_plan,
+        "is auto, which needs the plan that no_plan disables. Remove one.",
+    ),
+    # torch replays the operators of a layer one by one; all-gathers inside it add operators that
+    # were not there.
+    (
+        "activation_checkpointing",
+        lambda s: (
+            s.activation_checkpointing == "selective"
+            and s.enable_fsdp
+            and s.fsdp_wrap_policy == "size"
+        ),
+        "is selective, which needs decoder layers as FSDP units. Use full, or fsdp_wrap_policy hybrid.",
+    ),
+    (
+        "resume",
+        lambda s: s.resume == "auto" and s.output_dir is None,
+        "is auto, which looks for checkpoints in output_dir. Add the run's --output_dir.",
+    ),
+    (
+        "resume",
+        lambda s: s.resume == "auto" and s.overwrite,
+        "auto resumes what overwrite deletes. Remove one.",
+    ),
+    (
+        "streaming",
+        lambda s: s.streaming and s.max_train_step == 0,
+        "needs max_train_step: streams have no known end.",
+    ),
+    (
+        "validation",
+        lambda s: s.streaming and as_fraction(s.validation) is not None,
+        "is {}: a fraction cannot be taken from a stream. Use a file, or a split.",
+    ),
+    (
+        "streaming",
+        lambda s: s.streaming and stores_reference(s),
+        "cannot be used: objective {objective} computes its reference once, for all samples, unless a new adapter is "
+        "trained. Leave streaming out, or use use_peft alone.",
+    ),
+    (
+        "dataset_format",
+        lambda s: s.dataset_format not in ("auto", PAIRS) and s.objective not in ("sft", "kto"),
+        "is {}, and objective {objective} is trained on pairs. Use preference, or leave it out.",
+    ),
+    (
+        "dataset_format",
+        lambda s: s.dataset_format not in ("auto", UNPAIRED) and s.objective == "kto",
+        "is {}, and kto is trained on completions with a label. Leave it out: pairs are recognized, too.",
+    ),
+    (
+        "dataset_format",
+        lambda s: s.dataset_format == PAIRS and s.objective == "sft",
+        "is {}, which objective dpo, ipo, simpo, orpo and reward are trained on. Choose one.",
+    ),
+    (
+        "dataset_format",
+        lambda s: s.dataset_format == UNPAIRED and s.objective == "sft",
+        "is {}, which objective kto is trained on. Add it.",
+    ),
+    (
+        "truncation",
+        lambda s: s.truncation == "split" and s.objective != "sft",
+        "is {}, and the pieces of a pair are no pairs. Use right, left or drop.",
+    ),
+    (
+        "labels",
+        lambda s: s.labels != "auto" and s.objective != "sft",
+        "is {}, and objective {objective} compares whole responses. Leave it out.",
+    ),
+)
 
-PEFT_FIELDS = [name for name, setting in SETTINGS.items() if setting.section == "peft" and name != "use_peft"]
-ADAPTER_FIELDS = [name for name in PEFT_FIELDS if name not in ("peft_method", "from_peft_checkpoint")]
+PEFT_FIELDS = [
+    name for name, setting in SETTINGS.items() if setting.section == "peft" and name != "use_peft"
+]
+ADAPTER_FIELDS = [
+    name for name in PEFT_FIELDS if name not in ("peft_method", "from_peft_checkpoint")
+]
 VALIDATION_FIELDS = "val_batch_size eval_steps max_eval_step early_stopping_patience early_stopping_min_delta".split()
 NEED_CUDA = "use_liger activation_offload compile memory_snapshot fsdp_cpu_offload device_memory_fraction".split()
 NEED_CUDA += ["int8_threshold"]
-FSDP_FIELDS = "sharding_strategy sharding_group_size fsdp_wrap_policy min_num_params fsdp_cpu_offload".split()
+FSDP_FIELDS = (
+    "sharding_strategy sharding_group_size fsdp_wrap_policy min_num_params fsdp_cpu_offload".split()
+)
 
 
 # Fields that have an effect only while another field has a fitting value.
@@ -120,9 +231,14 @@ CONDITIONS: tuple[tuple[list[str], str, Callable[[Any], Any]], ...] = (
     (["num_freeze_layers"], "freeze_layers", bool),
     (["freeze_layers", "accumulate_unsharded"], "use_peft", lambda it: not it),
     (["use_kahan_summation"], "optimizer", lambda it: it == "anyprecision"),
-    (["use_kahan_summation"], "precision", lambda it: it == "bf16_pure"),  # fp32 weights lose nothing to rounding
+    # fp32 weights lose nothing to rounding
+    (["use_kahan_summation"], "precision", lambda it: it == "bf16_pure"),
     (["momentum"], "optimizer", lambda it: it == "SGD"),
-    (["adam_beta1", "adam_beta2", "adam_epsilon"], "optimizer", lambda it: it in ("AdamW", "AdamW8bit")),
+    (
+        ["adam_beta1", "adam_beta2", "adam_epsilon"],
+        "optimizer",
+        lambda it: it in ("AdamW", "AdamW8bit"),
+    ),
     (["warmup_steps"], "warmup_ratio", lambda it: it == 0),
     (["min_lr"], "lr_scheduler", lambda it: it in ("cosine", "linear")),
     (["loraplus_lr_ratio"], "use_peft", bool),
@@ -144,7 +260,8 @@ CONDITIONS: tuple[tuple[list[str], str, Callable[[Any], Any]], ...] = (
     (["skip_modules"], "mode", lambda it: it != "none"),
     (["quant_type", "block_size", "compute_dtype"], "mode", lambda it: it == "4bit"),
     (["int8_threshold"], "mode", lambda it: it == "8bit"),
-    (ADAPTER_FIELDS, "from_peft_checkpoint", lambda it: it is None),  # the saved adapter's own settings are used
+    # the saved adapter's own settings are used
+    (ADAPTER_FIELDS, "from_peft_checkpoint", lambda it: it is None),
     (["overwrite"], "output_dir", bool),
     (["label_smoothing_factor"], "objective", lambda it: it == "sft"),
     (["beta"], "objective", lambda it: it not in ("sft", "reward")),
@@ -182,20 +299,23 @@ def broken_rules(values: Mapping[str, Any], places: Mapping[str, str] = {}) -> l
     for fields, on, fits in CONDITIONS:
         for name in fields if not fits(values[on]) else ():
             if _asks_for_something(name, values[name], places):
-                text = f"has no effect with {SETTINGS[on].flag.removeprefix('--')} {show(values[on])}."
+                text = (
+                    f"has no effect with {SETTINGS[on].flag.removeprefix('--')} {show(values[on])}."
+                )
                 messages.setdefault((name, ""), f"{subject(name, places)} {text}")
     return list(messages.values())
 
 
 def _asks_for_something(name: str, value: Any, places: Mapping[str, str]) -> bool:
-    """A default, or false, written in a file is a record (config.yaml holds them all); a default flag is a wish."""
+    """A default, or false, written in a file is a record (config.yaml holds them all); a default
+    flag is a wish."""
     is_wish = places.get(name, "").startswith("--") and bool(value)
     return is_wish or (value != SETTINGS[name].default and value is not False)
 
 
 def drop_overridden(values: dict[str, Any], places: dict[str, str]) -> dict[str, Any]:
-    """Set back what a YAML config sets and a flag made moot, in places too: `--config lora.yaml --use_peft False` is
-    full fine-tuning, not an error about the config's r."""
+    """Set back what a YAML config sets and a flag made moot, in places too: `--config lora.yaml
+    --use_peft False` is full fine-tuning, not an error about the config's r."""
     moot = {
         name
         for fields, on, fits in CONDITIONS
@@ -205,7 +325,9 @@ def drop_overridden(values: dict[str, Any], places: dict[str, str]) -> dict[str,
     }
     for name in moot:
         del places[name]
-    return {name: SETTINGS[name].default if name in moot else value for name, value in values.items()}
+    return {
+        name: SETTINGS[name].default if name in moot else value for name, value in values.items()
+    }
 
 
 def check_device(config: Config, places: Mapping[str, str], device: str) -> None:
@@ -219,6 +341,10 @@ def check_device(config: Config, places: Mapping[str, str], device: str) -> None
     Raises:
         UserError: the settings ask for what this device cannot do.
     """
-    fields = {name: places[setting.dotted] for name, setting in SETTINGS.items() if setting.dotted in places}
+    fields = {
+        name: places[setting.dotted]
+        for name, setting in SETTINGS.items()
+        if setting.dotted in places
+    }
     if messages := broken_rules({**values_of(config), "device": device}, fields):
         raise UserError(*messages)

@@ -1,11 +1,14 @@
-"""Settings of quantization, data, checkpoints, trackers, memory and profiling: the second half of settings.py."""
+"""Settings of quantization, data, checkpoints, trackers, memory and profiling: the second half of
+settings.py."""
 
 import re
 from typing import Annotated, Literal, NotRequired
 
 from pydantic import AfterValidator, ConfigDict, Field, with_config
 from pydantic.dataclasses import dataclass
-from typing_extensions import TypedDict  # typing's own is not enough for pydantic before Python 3.12
+
+# typing's own is not enough for pydantic before Python 3.12
+from typing_extensions import TypedDict
 
 STRICT = ConfigDict(
     extra="forbid",
@@ -23,7 +26,8 @@ DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.IGNORE
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that `5GB`, `200MB` or `1.5 TB` stand for, decimal units as the Hub counts them, or `80GiB`.
+    """Return the bytes that `5GB`, `200MB` or `1.5 TB` stand for, decimal units as the Hub counts
+    them, or `80GiB`.
 
     Raises:
         ValueError: the text is no such size, or is zero.
@@ -42,7 +46,9 @@ def parse_duration(text: str) -> int:
         ValueError: the text is no such time, is zero, or longer than a year.
     """
     match = DURATION.fullmatch(text.replace(" ", ""))
-    days, hours, minutes, seconds = (int(number or 0) for number in match.groups()) if match else (0, 0, 0, 0)
+    days, hours, minutes, seconds = (
+        (int(number or 0) for number in match.groups()) if match else (0, 0, 0, 0)
+    )
     total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if not 0 < total <= 366 * 24 * 3600:  # libraries overflow at some length
         raise ValueError("expected a time of up to a year, such as 3h50m, 45m or 90s")
@@ -55,8 +61,8 @@ Duration = Annotated[str, AfterValidator(lambda text: text if parse_duration(tex
 
 @with_config(ConfigDict(extra="forbid", allow_inf_nan=False))
 class DatasetPart(TypedDict):
-    """One part of a dataset mixture. Every sample is taken weight times per epoch: with 2.5 each sample twice, and half
-    of them, chosen by a hash of the sample, a third time."""
+    """One part of a dataset mixture. Every sample is taken weight times per epoch: with 2.5 each
+    sample twice, and half of them, chosen by a hash of the sample, a third time."""
 
     path: Annotated[str, Field(min_length=1)]
     weight: NotRequired[Annotated[float, Field(gt=0, le=1000)]]
@@ -68,21 +74,21 @@ class PreferenceConfig:
     """What is trained: answers, or preferences between answers. Names and defaults are TRL's."""
 
     objective: Literal["sft", "dpo", "ipo", "kto", "simpo", "orpo", "reward"] = "sft"
-    """sft: supervised fine-tuning. kto learns from completions with a label, the others from pairs of a chosen and a
-    rejected response. dpo, ipo and kto compare with a reference, which is the model before training unless
-    reference_model names another. simpo and orpo have none. reward: a reward model, with a head that scores responses
-    in the place of the LM head."""
+    """sft: supervised fine-tuning. kto learns from completions with a label, the others from pairs
+    of a chosen and a rejected response. dpo, ipo and kto compare with a reference, which is the
+    model before training unless reference_model names another. simpo and orpo have none. reward: a
+    reward model, with a head that scores responses in the place of the LM head."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """dpo, ipo, kto: strength of the reference; with a lower beta the model moves further from it. simpo: factor on
-    the margin. orpo: weight of the odds ratio."""
+    """dpo, ipo, kto: strength of the reference; with a lower beta the model moves further from it.
+    simpo: factor on the margin. orpo: weight of the odds ratio."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """dpo, simpo: share of the pairs that are assumed to be the wrong way round."""
 
     reference_model: str | None = None
-    """dpo, ipo, kto: directory or Hub name of another reference with the same tokenizer. It scores all samples before
-    the model is loaded, and is then freed."""
+    """dpo, ipo, kto: directory or Hub name of another reference with the same tokenizer. It scores
+    all samples before the model is loaded, and is then freed."""
 
     simpo_gamma: Annotated[float, Field(ge=0)] = 0.5
     """simpo: margin between the rewards of both responses that is aimed at."""
@@ -94,7 +100,8 @@ class PreferenceConfig:
     """kto: factor on the losses of undesirable completions."""
 
     center_rewards_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """reward: weight of the squared sum of both scores, which keeps scores around 0; such as 0.01."""
+    """reward: weight of the squared sum of both scores, which keeps scores around 0; such as
+    0.01."""
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -102,41 +109,49 @@ class DataConfig:
     """Training and validation data."""
 
     dataset: str | list[DatasetPart] = "demo"
-    """A .jsonl, .json, .csv (also .gz, .zst) or .parquet file, a directory or glob of them, a URL (s3://, https://), a
-    Hub name (org/name or org/name:configuration), path/to/file.py:function, llama-recipes' samsum, grammar or alpaca,
-    or demo (Python's docstrings). A mixture: '[{path: a.jsonl, weight: 2.5}, {path: org/name, split: test}]'."""
+    """A .jsonl, .json, .csv (also .gz, .zst) or .parquet file, a directory or glob of them, a URL
+    (s3://, https://), a Hub name (org/name or org/name:configuration), path/to/file.py:function,
+    llama-recipes' samsum, grammar or alpaca, or demo (Python's docstrings). A mixture: '[{path:
+    a.jsonl, weight: 2.5}, {path: org/name, split: test}]'."""
 
     dataset_format: str = "auto"
-    """alpaca: instruction, input, output. messages: a chat of role and content. sharegpt: conversations of from and
-    value. prompt_completion. preference: chosen, rejected and perhaps prompt. unpaired_preference: prompt, completion,
-    label. text: continued pre-training. tokenized: input_ids and perhaps labels. auto: found by the columns; preference
-    or unpaired_preference where the objective is trained on them."""
+    """alpaca: instruction, input, output. messages: a chat of role and content. sharegpt:
+    conversations of from and value. prompt_completion. preference: chosen, rejected and perhaps
+    prompt. unpaired_preference: prompt, completion, label. text: continued pre-training. tokenized:
+    input_ids and perhaps labels. auto: found by the columns; preference or unpaired_preference
+    where the objective is trained on them."""
 
     columns: list[str] = Field(default_factory=list)
-    """Columns that have other names in the data than in the format, as question=Question,answer=Answer. question and
-    answer stand for alpaca's instruction and output; such usual names need not be given."""
+    """Columns that have other names in the data than in the format, as
+    question=Question,answer=Answer. question and answer stand for alpaca's instruction and output;
+    such usual names need not be given."""
 
     repair_chats: bool = False
-    """Repair chats: leave out what an assistant says before the first user message and what follows the last answer,
-    merge neighboring messages of one role, and read LLaMA-Factory's function_call."""
+    """Repair chats: leave out what an assistant says before the first user message and what follows
+    the last answer, merge neighboring messages of one role, and read LLaMA-Factory's
+    function_call."""
 
     max_samples: CountOrZero = 0
     """Train on the first N samples only, of each part of a mixture; 0 = all."""
 
     dataset_split: str = "train"
-    """Training split of data that have splits: Hub datasets (also train[:5%]), directories saved by datasets, and
-    directories whose files are named by train, validation or test. train[:100] are the first 100 samples."""
+    """Training split of data that have splits: Hub datasets (also train[:5%]), directories saved by
+    datasets, and directories whose files are named by train, validation or test. train[:100] are
+    the first 100 samples."""
 
     validation: str | None = None
-    """The validation set: data like dataset, a fraction such as 0.05 of its samples, chosen by a hash of the sample, or
-    one of its splits, such as test. A split called validation is used by default."""
+    """The validation set: data like dataset, a fraction such as 0.05 of its samples, chosen by a
+    hash of the sample, or one of its splits, such as test. A split called validation is used by
+    default."""
 
     chat_template: str | None = None
-    """A file with a Jinja chat template, or llama3, chatml, alpaca or mistral; if not given, the tokenizer's own."""
+    """A file with a Jinja chat template, or llama3, chatml, alpaca or mistral; if not given, the
+    tokenizer's own."""
 
     labels: Literal["auto", "assistant", "completion", "all"] = "auto"
-    """Tokens in the loss. assistant: every assistant response; completion: the last one; all: every token. auto:
-    assistant for chats, completion for prompts, all for text; a message with weight 0 is not in the loss."""
+    """Tokens in the loss. assistant: every assistant response; completion: the last one; all: every
+    token. auto: assistant for chats, completion for prompts, all for text; a message with weight 0
+    is not in the loss."""
 
     show_samples: CountOrZero = 0
     """Print N training samples token by token before training, colored by what is in the loss."""
@@ -145,15 +160,16 @@ class DataConfig:
     """Longest sample in tokens; if not given, the model's maximum, but at most 4096."""
 
     truncation: Literal["right", "left", "drop", "split"] = "right"
-    """What happens to a longer sample. right and left: truncated at its end or beginning; drop: skipped; split: it
-    becomes several samples."""
+    """What happens to a longer sample. right and left: truncated at its end or beginning; drop:
+    skipped; split: it becomes several samples."""
 
     batching_strategy: Literal["packing", "padding"] = "packing"
-    """packing: samples share sequences of context_length tokens without seeing each other. padding: samples of a
-    micro-batch are padded to the longest."""
+    """packing: samples share sequences of context_length tokens without seeing each other. padding:
+    samples of a micro-batch are padded to the longest."""
 
     streaming: bool = False
-    """Read and tokenize while training instead of before it: for data larger than the disk. Needs max_train_step."""
+    """Read and tokenize while training instead of before it: for data larger than the disk. Needs
+    max_train_step."""
 
     shuffle_buffer: Count = 10_000
     """streaming: samples read ahead, among which they are shuffled and packed."""
@@ -176,15 +192,15 @@ class CheckpointConfig:
     """Replace the run that output_dir already holds."""
 
     resume: str | None = None
-    """Continue a run. auto: from output_dir's newest checkpoint, or from scratch if there is none; otherwise the
-    directory of a checkpoint."""
+    """Continue a run. auto: from output_dir's newest checkpoint, or from scratch if there is none;
+    otherwise the directory of a checkpoint."""
 
     resume_allow_changes: list[str] = Field(default_factory=list)
     """Settings that may differ from those of the resumed run, such as lr,num_epochs."""
 
     save_model: bool = True
-    """Write the final model or adapter in Hugging Face format to output_dir/model, and checkpoints at the end, after
-    every epoch and when stopped."""
+    """Write the final model or adapter in Hugging Face format to output_dir/model, and checkpoints
+    at the end, after every epoch and when stopped."""
 
     save_steps: CountOrZero = 0
     """Write a checkpoint also every N optimizer steps; 0 = do not."""
@@ -193,13 +209,15 @@ class CheckpointConfig:
     """Write a checkpoint after every epoch."""
 
     save_async: bool = True
-    """Write checkpoints in the background: training waits only while they are copied to host memory."""
+    """Write checkpoints in the background: training waits only while they are copied to host
+    memory."""
 
     keep_last: CountOrZero = 0
     """Keep only the N newest checkpoints and the one with the best validation loss; 0 = all."""
 
     save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of output_dir/model; auto: the base model's own, tensor by tensor, and fp32 for adapters."""
+    """Precision of output_dir/model; auto: the base model's own, tensor by tensor, and fp32 for
+    adapters."""
 
     max_shard_size: Size = "5GB"
     """Largest safetensors file of output_dir/model."""
@@ -228,8 +246,8 @@ class TrackingConfig:
     """Tags of the W&B run."""
 
     wandb_mode: Literal["online", "offline"] | None = None
-    """offline needs neither network nor key, and the run ends with the command that uploads it. If not given:
-    WANDB_MODE of the environment, else online."""
+    """offline needs neither network nor key, and the run ends with the command that uploads it. If
+    not given: WANDB_MODE of the environment, else online."""
 
     wandb_group: str | None = None
     """Group of the W&B run, for runs that belong together."""
@@ -241,8 +259,8 @@ class TrackingConfig:
     """Notes on the W&B run."""
 
     wandb_log_model: bool = False
-    """Upload output_dir/model to W&B at the end, as an artifact with the aliases latest, step-N and, if it has the
-    lowest validation loss, best."""
+    """Upload output_dir/model to W&B at the end, as an artifact with the aliases latest, step-N
+    and, if it has the lowest validation loss, best."""
 
     use_tensorboard: bool = False
     """Write TensorBoard event files to output_dir/tensorboard."""
@@ -251,8 +269,8 @@ class TrackingConfig:
     """Log to MLflow; needs the package (pip install -e .[mlflow])."""
 
     mlflow_tracking_uri: str | None = None
-    """MLflow server (https://...), directory, or sqlite:///file; if not given, MLFLOW_TRACKING_URI, else the directory
-    mlruns next to output_dir."""
+    """MLflow server (https://...), directory, or sqlite:///file; if not given, MLFLOW_TRACKING_URI,
+    else the directory mlruns next to output_dir."""
 
     mlflow_experiment: str = "llama_ft"
     """MLflow experiment; created if there is none of that name."""
@@ -275,8 +293,8 @@ class MemoryConfig:
     """Do not plan the run's memory at its start, nor warn if it will not fit."""
 
     memory_snapshot: bool = False
-    """Write torch's CUDA memory snapshot of the first steps, and of an out-of-memory error, to output_dir/memory; needs
-    CUDA. Open it at https://pytorch.org/memory_viz."""
+    """Write torch's CUDA memory snapshot of the first steps, and of an out-of-memory error, to
+    output_dir/memory; needs CUDA. Open it at https://pytorch.org/memory_viz."""
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -284,14 +302,15 @@ class ProfileConfig:
     """Where the time goes."""
 
     use_profiler: bool = False
-    """Run torch.profiler over the run's steps 4 to 6, print the slowest operators, and write each rank's trace to
-    profiler_dir."""
+    """Run torch.profiler over the run's steps 4 to 6, print the slowest operators, and write each
+    rank's trace to profiler_dir."""
 
     profiler_dir: str | None = None
     """Directory of the traces rank-0.json.gz, ...; if not given, output_dir/profile."""
 
     flop_counter: bool = False
-    """Count the floating-point operations of one step as torch sees them, and print them next to the formula's."""
+    """Count the floating-point operations of one step as torch sees them, and print them next to
+    the formula's."""
 
     flop_counter_start: Count = 3
     """Step that flop_counter counts; in a resumed run, the first step from there on."""
@@ -302,8 +321,8 @@ class QuantizationConfig:
     """Frozen weights in fewer bits."""
 
     mode: Literal["none", "8bit", "4bit"] = "none"
-    """8bit or 4bit, through bitsandbytes, with use_peft: LoRA on an 8-bit base, or QLoRA. `--quantization` and
-    `quantization:` are short for this field; the bare flag means 8bit."""
+    """8bit or 4bit, through bitsandbytes, with use_peft: LoRA on an 8-bit base, or QLoRA.
+    `--quantization` and `quantization:` are short for this field; the bare flag means 8bit."""
 
     quant_type: Literal["nf4", "fp4"] = "nf4"
     """4bit: the data type, sixteen values that a weight can have."""
@@ -315,8 +334,9 @@ class QuantizationConfig:
     """4bit: precision of the quantized layers' matmuls; auto: as precision says."""
 
     int8_threshold: Annotated[float, Field(ge=0)] = 6.0
-    """8bit on CUDA: 0 also rounds the inputs to int8 and multiplies in int8. Otherwise, and on the CPU, weights are
-    dequantized and inputs keep their precision."""
+    """8bit on CUDA: 0 also rounds the inputs to int8 and multiplies in int8. Otherwise, and on the
+    CPU, weights are dequantized and inputs keep their precision."""
 
     skip_modules: list[str] | None = None
-    """Linear layers that are not quantized, in addition to the LM head: names, ends of names or patterns."""
+    """Linear layers that are not quantized, in addition to the LM head: names, ends of names or
+    patterns."""

@@ -1,12 +1,22 @@
 """Every setting of a run: one dataclass per section, one docstring per field.
 
-Flags, `--help`, the YAML keys, `configs/schema.json` and the error messages are made from these declarations. A field
-is a flag by its own name (`--lr`) and by its dotted name (`--train.lr`), so field names are unique across sections.
+Flags, `--help`, the YAML keys, `configs/schema.json` and the error messages are made from these
+declarations. A field is a flag by its own name (`--lr`) and by its dotted name (`--train.lr`), so
+field names are unique across sections.
 """
 
 import dataclasses
 import types
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -27,7 +37,8 @@ from llama_ft.config.run_settings import (
 )
 
 Rate = Annotated[float, Field(gt=0)]
-# --optimizer -> its module in llama_ft.training and its class. A new optimizer is a file there and a line here.
+# --optimizer -> its module in llama_ft.training and its class. A new optimizer is a file there and
+# a line here.
 OPTIMIZERS = {
     "AdamW": "optimizer.AdamW",
     "anyprecision": "anyprecision.AnyPrecisionAdamW",
@@ -46,8 +57,8 @@ class ModelConfig:
     """Which model, and how it computes."""
 
     model_name: str = "demo"
-    """A local Hugging Face directory, a name on the Hugging Face Hub (meta-llama/Llama-3.1-8B), or demo: a small Llama
-    built on this machine."""
+    """A local Hugging Face directory, a name on the Hugging Face Hub (meta-llama/Llama-3.1-8B), or
+    demo: a small Llama built on this machine."""
 
     tokenizer_name: str | None = None
     """Directory or Hub name of another tokenizer; if not given, the model's own."""
@@ -55,9 +66,11 @@ class ModelConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""
 
-    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
-    """Attention kernel, as Transformers names it. auto is sdpa, or eager for the few architectures (Gemma 2, gpt-oss)
-    without sdpa; flash_attention needs CUDA and the flash-attn package."""
+    attn_implementation: Literal[
+        "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"
+    ] = "auto"
+    """Attention kernel, as Transformers names it. auto is sdpa, or eager for the few architectures
+    (Gemma 2, gpt-oss) without sdpa; flash_attention needs CUDA and the flash-attn package."""
 
     freeze_layers: bool = False
     """Full fine-tuning only: freeze the first num_freeze_layers decoder layers."""
@@ -66,16 +79,17 @@ class ModelConfig:
     """Number of decoder layers that freeze_layers freezes, counted from the input."""
 
     use_liger: bool | Literal["auto"] = "auto"
-    """Liger's fused kernels for norms, MLPs and rotary embedding; needs CUDA and the liger-kernel package. auto: on
-    CUDA without compile, if the package is installed and this is one of the common dense architectures. Without them,
-    CUDA runs torch's fused RMSNorm."""
+    """Liger's fused kernels for norms, MLPs and rotary embedding; needs CUDA and the liger-kernel
+    package. auto: on CUDA without compile, if the package is installed and this is one of the
+    common dense architectures. Without them, CUDA runs torch's fused RMSNorm."""
 
     compile: bool = False
-    """torch.compile on every decoder layer; needs CUDA. The first step and the first evaluation take longer."""
+    """torch.compile on every decoder layer; needs CUDA. The first step and the first evaluation
+    take longer."""
 
     resize_embeddings: bool = False
-    """Add embeddings for tokens that the tokenizer or the chat template has and the model lacks. They are trained, with
-    LoRA too, and saved with the final model or adapter."""
+    """Add embeddings for tokens that the tokenizer or the chat template has and the model lacks.
+    They are trained, with LoRA too, and saved with the final model or adapter."""
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -86,11 +100,12 @@ class TrainConfig:
     """Device to compute on; auto: CUDA if there is a GPU, else the CPU."""
 
     device_memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Largest share of a GPU's memory that its rank may use, such as 0.6; if not given, all of it."""
+    """Largest share of a GPU's memory that its rank may use, such as 0.6; if not given, all of
+    it."""
 
     precision: Literal["bf16_mixed", "bf16_pure", "fp32", "fp16"] = "bf16_mixed"
-    """bf16_mixed: trained weights in fp32, computed in bf16, gradients reduced in fp32. bf16_pure: all bf16. fp16: as
-    bf16_mixed, in fp16 with loss scaling, for GPUs without bf16."""
+    """bf16_mixed: trained weights in fp32, computed in bf16, gradients reduced in fp32. bf16_pure:
+    all bf16. fp16: as bf16_mixed, in fp16 with loss scaling, for GPUs without bf16."""
 
     batch_size_training: Count = 4
     """Micro-batch size per rank: packed sequences, or samples with batching_strategy=padding."""
@@ -99,8 +114,9 @@ class TrainConfig:
     """Micro-batches per optimizer step. Global batch = this x batch_size_training x ranks."""
 
     accumulate_unsharded: bool = False
-    """Full fine-tuning: reduce gradients only after the last micro-batch. Less traffic, but every rank keeps fp32
-    gradients of the whole model; LoRA always does so, because its gradients are small."""
+    """Full fine-tuning: reduce gradients only after the last micro-batch. Less traffic, but every
+    rank keeps fp32 gradients of the whole model; LoRA always does so, because its gradients are
+    small."""
 
     num_epochs: Count = 3
     """Passes over the training data."""
@@ -109,11 +125,13 @@ class TrainConfig:
     """Largest number of optimizer steps; 0 = no limit."""
 
     max_train_time: Duration | None = None
-    """Longest training time of one launch, such as 20m. After it the run ends as after its last step: it evaluates and
-    saves the final model. The learning rate still follows the full number of steps."""
+    """Longest training time of one launch, such as 20m. After it the run ends as after its last
+    step: it evaluates and saves the final model. The learning rate still follows the full number of
+    steps."""
 
     stop_after: Duration | None = None
-    """Save and stop after this time, such as 3h50m, before a batch queue's limit; --resume auto continues."""
+    """Save and stop after this time, such as 3h50m, before a batch queue's limit; --resume auto
+    continues."""
 
     collective_timeout: Duration = "30m"
     """Longest time a rank waits for the others; then the run ends and names the missing ranks."""
@@ -122,11 +140,12 @@ class TrainConfig:
     """Peak learning rate."""
 
     lr_scheduler: Literal["cosine", "linear", "constant", "step"] = "cosine"
-    """After the warm-up: cosine or linear decay to zero, constant, or step: times gamma after every epoch."""
+    """After the warm-up: cosine or linear decay to zero, constant, or step: times gamma after every
+    epoch."""
 
     warmup_steps: CountOrZero = 0
-    """Optimizer steps over which the learning rate rises linearly from 0 to lr. A warm-up as long as the run is
-    shortened to a tenth of it."""
+    """Optimizer steps over which the learning rate rises linearly from 0 to lr. A warm-up as long
+    as the run is shortened to a tenth of it."""
 
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Length of the warm-up as a share of all optimizer steps, instead of warmup_steps."""
@@ -138,12 +157,13 @@ class TrainConfig:
     """Factor on the learning rate after every epoch with lr_scheduler=step."""
 
     optimizer: Optimizer = "AdamW"
-    """AdamW: fused. anyprecision: AdamW with bf16 states, for bf16_pure. AdamW8bit: AdamW with 8-bit states. Adafactor:
-    factored states; its lr is relative to a weight's size, 1e-3 or more."""
+    """AdamW: fused. anyprecision: AdamW with bf16 states, for bf16_pure. AdamW8bit: AdamW with
+    8-bit states. Adafactor: factored states; its lr is relative to a weight's size, 1e-3 or
+    more."""
 
     use_kahan_summation: bool = False
-    """anyprecision with bf16_pure: keep the rounding error of weights in a third bf16 state; otherwise weights are
-    rounded stochastically."""
+    """anyprecision with bf16_pure: keep the rounding error of weights in a third bf16 state;
+    otherwise weights are rounded stochastically."""
 
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """SGD's momentum; its state is as large as the trained weights."""
@@ -161,11 +181,12 @@ class TrainConfig:
     """LoRA+: learning rate of the adapters' B matrices, as a multiple of lr; its authors use 16."""
 
     label_smoothing_factor: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of a target's probability that is spread over the whole vocabulary; the validation loss has none."""
+    """Share of a target's probability that is spread over the whole vocabulary; the validation loss
+    has none."""
 
     neftune_noise_alpha: Annotated[float, Field(ge=0)] = 0.0
-    """NEFTune: uniform noise on the input embeddings in training. Its size is this, divided by the square root of
-    tokens times hidden size; its authors use 5."""
+    """NEFTune: uniform noise on the input embeddings in training. Its size is this, divided by the
+    square root of tokens times hidden size; its authors use 5."""
 
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """The optimizer's weight decay; never applied to norms and biases."""
@@ -177,9 +198,10 @@ class TrainConfig:
     """Largest global gradient norm with gradient_clipping."""
 
     activation_checkpointing: Literal["off", "full", "every_k", "selective", "auto"] | None = None
-    """Compute decoder layers again in the backward pass instead of keeping their activations: full: all; every_k: every
-    k-th; selective: all but their matmuls and attention. auto: the first of off, selective and full that fits the
-    memory. If not given: auto on CUDA, off on the CPU or with no_plan."""
+    """Compute decoder layers again in the backward pass instead of keeping their activations: full:
+    all; every_k: every k-th; selective: all but their matmuls and attention. auto: the first of
+    off, selective and full that fits the memory. If not given: auto on CUDA, off on the CPU or with
+    no_plan."""
 
     activation_checkpointing_k: Count = 2
     """With every_k: layers 0, k, 2k, ... are checkpointed."""
@@ -188,8 +210,8 @@ class TrainConfig:
     """Keep the inputs of checkpointed layers in pinned host memory; needs CUDA."""
 
     router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
-    """MoE models: coefficient of the routers' load-balancing loss; 0 turns it off. If not given, that of config.json if
-    output_router_logits is true there, as in Transformers."""
+    """MoE models: coefficient of the routers' load-balancing loss; 0 turns it off. If not given,
+    that of config.json if output_router_logits is true there, as in Transformers."""
 
     seed: Annotated[int, Field(ge=0, le=1_000_000_000)] = 42
     """Seed of data order, LoRA initialization and dropout."""
@@ -198,7 +220,8 @@ class TrainConfig:
     """Evaluate after every epoch if there is a validation set."""
 
     val_batch_size: Count = 1
-    """Evaluation micro-batch size per rank: packed sequences, or samples with batching_strategy=padding."""
+    """Evaluation micro-batch size per rank: packed sequences, or samples with
+    batching_strategy=padding."""
 
     eval_steps: CountOrZero = 0
     """Evaluate also every N optimizer steps; 0 = after each epoch only."""
@@ -207,7 +230,8 @@ class TrainConfig:
     """Largest number of evaluation micro-batches per rank; 0 = the whole validation set."""
 
     early_stopping_patience: CountOrZero = 0
-    """Stop when the validation loss has not improved for N evaluations, and take the best weights; 0 = never."""
+    """Stop when the validation loss has not improved for N evaluations, and take the best weights;
+    0 = never."""
 
     early_stopping_min_delta: Annotated[float, Field(ge=0)] = 0.0
     """Smallest decrease of the validation loss that counts as an improvement."""
@@ -216,10 +240,12 @@ class TrainConfig:
     """Write metrics every N optimizer steps."""
 
     sample_tokens: CountOrZero = 0
-    """Answer a prompt of the validation set before and after training, with at most N new tokens; 0 = do not."""
+    """Answer a prompt of the validation set before and after training, with at most N new tokens; 0
+    = do not."""
 
     sample_prompts: list[str] | None = None
-    """Prompts that sample_tokens answers instead. Quote those with commas: '["Hello, you?", "Who?"]'."""
+    """Prompts that sample_tokens answers instead. Quote those with commas: '["Hello, you?",
+    "Who?"]'."""
 
     sample_steps: CountOrZero = 0
     """Answer these prompts also every N optimizer steps; 0 = do not."""
@@ -230,28 +256,34 @@ class FSDPConfig:
     """How parameters are sharded across ranks."""
 
     enable_fsdp: bool = False
-    """Shard the model across ranks. Without it, several ranks are data parallel (DDP): each has the whole model."""
+    """Shard the model across ranks. Without it, several ranks are data parallel (DDP): each has the
+    whole model."""
 
     low_cpu_fsdp: bool = False
-    """Rank 0 alone reads the checkpoint and sends each rank its shard; otherwise every rank reads its own slices."""
+    """Rank 0 alone reads the checkpoint and sends each rank its shard; otherwise every rank reads
+    its own slices."""
 
-    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = "FULL_SHARD"
-    """FULL_SHARD frees all-gathered weights after use; SHARD_GRAD_OP keeps them until the end of the backward pass;
-    HYBRID_SHARD shards within groups of sharding_group_size and replicates across groups; NO_SHARD replicates."""
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = (
+        "FULL_SHARD"
+    )
+    """FULL_SHARD frees all-gathered weights after use; SHARD_GRAD_OP keeps them until the end of
+    the backward pass; HYBRID_SHARD shards within groups of sharding_group_size and replicates
+    across groups; NO_SHARD replicates."""
 
     sharding_group_size: Count | None = None
     """HYBRID_SHARD: ranks that share one copy of the model; if not given, the ranks of a node."""
 
     fsdp_wrap_policy: Literal["transformer", "size", "hybrid"] = "hybrid"
-    """FSDP units, all-gathered at once. transformer: each decoder layer; size: modules of min_num_params or more;
+    """FSDP units, all-gathered at once. transformer: each decoder layer; size: modules of
+    min_num_params or more;
     hybrid: decoder layers by class, large embeddings and LM heads by size."""
 
     min_num_params: Count = 1_000_000
     """With size and hybrid: parameters from which a module becomes an FSDP unit."""
 
     fsdp_cpu_offload: bool = False
-    """Keep parameters and optimizer state in pinned host memory and step there; a GPU then has only all-gathered FSDP
-    units and activations. Needs a GPU."""
+    """Keep parameters and optimizer state in pinned host memory and step there; a GPU then has only
+    all-gathered FSDP units and activations. Needs a GPU."""
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -262,14 +294,16 @@ class PeftConfig:
     """Train adapters and freeze the model's own weights."""
 
     peft_method: Literal["lora", "loha"] = "lora"
-    """Kind of adapter. loha (Hadamard products of low-rank matrices) uses r, lora_alpha, target_modules and
-    modules_to_save, and no quantized model."""
+    """Kind of adapter. loha (Hadamard products of low-rank matrices) uses r, lora_alpha,
+    target_modules and modules_to_save, and no quantized model."""
 
     from_peft_checkpoint: str | None = None
-    """Directory of a saved adapter to continue from; its own settings (r, target_modules, ...) are used."""
+    """Directory of a saved adapter to continue from; its own settings (r, target_modules, ...) are
+    used."""
 
     r: Count = 8
-    """Rank of the adapter matrices. Under torchrun write --peft.r: it takes --r for a flag of its own."""
+    """Rank of the adapter matrices. Under torchrun write --peft.r: it takes --r for a flag of its
+    own."""
 
     lora_alpha: Annotated[float, Field(gt=0)] = 32
     """The adapter's output is scaled by lora_alpha / r."""
@@ -278,12 +312,12 @@ class PeftConfig:
     """Dropout on the adapter's input."""
 
     target_modules: list[str] | str = "all-linear"
-    """Names of the linear layers that get an adapter, such as q_proj,v_proj, or all-linear: all but the LM head, and
-    experts without lora_dropout and use_dora."""
+    """Names of the linear layers that get an adapter, such as q_proj,v_proj, or all-linear: all but
+    the LM head, and experts without lora_dropout and use_dora."""
 
     target_parameters: list[str] | None = None
-    """Names of parameters that get an adapter too, such as experts.gate_up_proj, in which the experts of a layer are
-    stacked; without lora_dropout and use_dora."""
+    """Names of parameters that get an adapter too, such as experts.gate_up_proj, in which the
+    experts of a layer are stacked; without lora_dropout and use_dora."""
 
     bias: Literal["none", "all", "lora_only"] = "none"
     """Bias parameters that are trained too."""
@@ -298,8 +332,9 @@ class PeftConfig:
     """Modules that are trained whole and saved with the adapter, such as lm_head."""
 
     init_lora_weights: Literal["default", "gaussian", "pissa", "pissa_niter_16"] = "default"
-    """default: A Kaiming uniform, B zero. gaussian: A normal with deviation 1/r, B zero. pissa: the r largest singular
-    values of the weight, exact or by 16 subspace iterations; the adapter is saved as plain LoRA of rank 2r."""
+    """default: A Kaiming uniform, B zero. gaussian: A normal with deviation 1/r, B zero. pissa: the
+    r largest singular values of the weight, exact or by 16 subspace iterations; the adapter is
+    saved as plain LoRA of rank 2r."""
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -319,7 +354,9 @@ class Config:
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
 
 
-Kind = Literal["switch", "whole number", "number", "choice", "text", "data", "names", "names or pattern"]
+Kind = Literal[
+    "switch", "whole number", "number", "choice", "text", "data", "names", "names or pattern"
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,8 +387,8 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """As commands are printed. torchrun's parser looks at the script's flags too, and stops at an ambiguous
-        beginning of its own: --r could be --role or --rdzv-id."""
+        """As commands are printed. torchrun's parser looks at the script's flags too, and stops at
+        an ambiguous beginning of its own: --r could be --role or --rdzv-id."""
         return {"mode": "--quantization", "r": "--peft.r"}.get(self.name, f"--{self.name}")
 
 
@@ -361,19 +398,31 @@ def settings_of(section_class: Any, section: str = "") -> dict[str, Setting]:
     settings = {}
     for name, field in section_class.__pydantic_fields__.items():
         members = {member for member in _members(annotations[name]) if member is not types.NoneType}
-        choices = next((get_args(member) for member in members if get_origin(member) is Literal), ())
+        choices = next(
+            (get_args(member) for member in members if get_origin(member) is Literal), ()
+        )
         choices += ("true", "false") if choices and bool in members else ()
-        kind: Kind = "switch" if bool in members else "choice" if choices else KINDS[frozenset(members)]
+        kind: Kind = (
+            "switch" if bool in members else "choice" if choices else KINDS[frozenset(members)]
+        )
         default = field.get_default(call_default_factory=True)
         optional = types.NoneType in _members(annotations[name])
-        declared = [getattr(base, "__pydantic_fields__", {}).get(name) for base in section_class.__mro__]
-        meaning = " ".join(next((it.description for it in declared if it and it.description), "").split())
+        declared = [
+            getattr(base, "__pydantic_fields__", {}).get(name) for base in section_class.__mro__
+        ]
+        meaning = " ".join(
+            next((it.description for it in declared if it and it.description), "").split()
+        )
         settings[name] = Setting(section, name, kind, choices, optional, default, meaning)
     return settings
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    return (
+        get_args(annotation)
+        if get_origin(annotation) in (Union, types.UnionType)
+        else (annotation,)
+    )
 
 
 KINDS: dict[frozenset[Any], Kind] = {
@@ -386,10 +435,14 @@ KINDS: dict[frozenset[Any], Kind] = {
 }
 SECTIONS: dict[str, Any] = get_type_hints(Config)
 SETTINGS: dict[str, Setting] = {
-    name: setting for section, cls in SECTIONS.items() for name, setting in settings_of(cls, section).items()
+    name: setting
+    for section, cls in SECTIONS.items()
+    for name, setting in settings_of(cls, section).items()
 }
 
 
 def values_of(config: Config) -> dict[str, Any]:
     """Return the values of all settings by field name, whatever the section."""
-    return {name: getattr(getattr(config, setting.section), name) for name, setting in SETTINGS.items()}
+    return {
+        name: getattr(getattr(config, setting.section), name) for name, setting in SETTINGS.items()
+    }

@@ -1,4 +1,5 @@
-"""Read the command line of a tool: its flags are a dataclass, and the parser is that of the settings."""
+"""Read the command line of a tool: its flags are a dataclass, and the parser is that of the
+settings."""
 
 import sys
 from collections.abc import Mapping
@@ -39,7 +40,9 @@ def read(
 
     def explain(name: str) -> str:
         meant = nearest(name, table)
-        return " is not a flag. " + (f"Did you mean --{meant}?" if meant else "--help lists them all.")
+        return " is not a flag. " + (
+            f"Did you mean --{meant}?" if meant else "--help lists them all."
+        )
 
     names, positional = other_names or {}, "places" if places else None
     parsed = read_flags(argv, lambda name: table.get(names.get(name, name)), explain, positional)

@@ -1,6 +1,14 @@
-"""Raw samples -> messages -> tokens and loss mask -> batches. The embedded demo is one of the datasets."""
+"""Raw samples -> messages -> tokens and loss mask -> batches. The embedded demo is one of the
+datasets."""
 
-from llama_ft.data.batches import Batch, collate, evaluation_batches, group_size, pad_token_id, row_lengths
+from llama_ft.data.batches import (
+    Batch,
+    collate,
+    evaluation_batches,
+    group_size,
+    pad_token_id,
+    row_lengths,
+)
 from llama_ft.data.cache import cache_dir
 from llama_ft.data.chat_template import ensure_chat_template, stop_token_ids
 from llama_ft.data.demo import Demo, build_demo

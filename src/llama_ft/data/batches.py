@@ -1,8 +1,8 @@
 """Plan which samples each rank sees at each step, and build tensors from them.
 
-The order depends on (seed, epoch, step) only, and the samples of a global batch do not depend on the number of ranks.
-So a run that resumes on other hardware continues with the same batches. The items that are distributed are packed
-sequences, or with padding single samples:
+The order depends on (seed, epoch, step) only, and the samples of a global batch do not depend on
+the number of ranks. So a run that resumes on other hardware continues with the same batches. The
+items that are distributed are packed sequences, or with padding single samples:
 
     one permutation per epoch  7 2 9 4 | 0 5 1 8 | 3 6          | = global batches, the last one smaller
     one global batch           9 2 4 7                          longest first
@@ -27,15 +27,17 @@ from llama_ft.data.tokenize import IGNORED
 from llama_ft.errors import counted
 
 FILLER_TOKENS = 8
-BATCHES_PER_BUCKET = 50  # global batches sorted by length together, as in transformers' group_by_length
+# global batches sorted by length together, as in transformers' group_by_length
+BATCHES_PER_BUCKET = 50
 
 
 class StepPlan(NamedTuple):
     """One optimizer step of one rank.
 
-    The first field holds the indices of samples, one list per micro-batch. Every rank has the same number of
-    micro-batches; a list is empty if no sample is left for this rank. The counts are those of the whole global batch
-    over all ranks: labels in the loss, and samples (a preference pair is one sample).
+    The first field holds the indices of samples, one list per micro-batch. Every rank has the same
+    number of micro-batches; a list is empty if no sample is left for this rank. The counts are
+    those of the whole global batch over all ranks: labels in the loss, and samples (a preference
+    pair is one sample).
     """
 
     micro_batches: list[list[int]]
@@ -54,8 +56,9 @@ class BatchSampler:
         micro_batch: maximum packed sequences (or samples) of a micro-batch of one rank.
         world_size, rank: number of ranks, and the rank of this plan.
         seed: seed of the shuffle.
-        group: number of neighboring rows that are the examples of one sample. They stay in one micro-batch. All counts
-            above are then counts of groups, and a packed sequence has room for `group` times its length.
+        group: number of neighboring rows that are the examples of one sample. They stay in one
+            micro-batch. All counts above are then counts of groups, and a packed sequence has room
+            for `group` times its length.
     """
 
     def __init__(
@@ -71,13 +74,21 @@ class BatchSampler:
         seed: int,
         group: int = 1,
     ) -> None:
-        self._lengths, self._target_tokens = (_of_groups(each, group) for each in (lengths, target_tokens))
+        self._lengths, self._target_tokens = (
+            _of_groups(each, group) for each in (lengths, target_tokens)
+        )
         self._packs, self._sizes = None, self._lengths
         if pack_length is not None:
             self._packs, self._sizes = pack_rows(self._lengths, pack_length * group)
         self.pack_length, self.global_batch, self._group = pack_length, global_batch, group
-        self._world_size, self._rank, self._micro_batch, self._seed = world_size, rank, micro_batch, seed
-        self._order: tuple[int, numpy.ndarray, numpy.ndarray] | None = None  # (epoch, results of `_epoch`)
+        self._world_size, self._rank, self._micro_batch, self._seed = (
+            world_size,
+            rank,
+            micro_batch,
+            seed,
+        )
+        # (epoch, results of `_epoch`)
+        self._order: tuple[int, numpy.ndarray, numpy.ndarray] | None = None
 
     @classmethod
     def of(cls, rows: Dataset, **layout: Any) -> "BatchSampler":
@@ -106,8 +117,9 @@ class BatchSampler:
     def step(self, epoch: int, step_in_epoch: int) -> StepPlan:
         """Return this rank's part of a step.
 
-        The global batch is sorted by length in descending order and distributed round-robin over the ranks. So all
-        ranks compute on a similar number of tokens at the same time, and none waits long for another.
+        The global batch is sorted by length in descending order and distributed round-robin over
+        the ranks. So all ranks compute on a similar number of tokens at the same time, and none
+        waits long for another.
 
         Args:
             epoch: counted from 0.
@@ -117,18 +129,25 @@ class BatchSampler:
         first = step_in_epoch * self.global_batch
         batch = order[first : first + self.global_batch]
         batch = batch[numpy.argsort(-self._sizes[batch], kind="stable")]
-        members = [[int(item)] if self._packs is None else rows[self._packs[item]].tolist() for item in batch]
+        members = [
+            [int(item)] if self._packs is None else rows[self._packs[item]].tolist()
+            for item in batch
+        ]
         return StepPlan(
-            [_rows_of(share, self._group) for share in _part(members, self._world_size, self._rank, self._micro_batch)],
+            [
+                _rows_of(share, self._group)
+                for share in _part(members, self._world_size, self._rank, self._micro_batch)
+            ],
             target_tokens=int(self._target_tokens[_rows_of(members)].sum()),
             samples=len(_rows_of(members)),
         )
 
     def _epoch(self, epoch: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Return the order of an epoch: samples by descending length, and a permutation of the items.
+        """Return the order of an epoch: samples by descending length, and a permutation of the
+        items.
 
-        Samples of equal length are in the epoch's own order. So each epoch packs other samples together, in the same
-        number of packed sequences.
+        Samples of equal length are in the epoch's own order. So each epoch packs other samples
+        together, in the same number of packed sequences.
         """
         if self._order is None or self._order[0] != epoch:
             generator = torch.Generator().manual_seed(mixed(self._seed, epoch))
@@ -138,7 +157,8 @@ class BatchSampler:
         return self._order[1:]
 
     def _item_order(self, shuffled: numpy.ndarray, generator: torch.Generator) -> numpy.ndarray:
-        """Return the order of the items. Packed sequences: random. Samples: batches of similar length, in random order.
+        """Return the order of the items. Packed sequences: random. Samples: batches of similar
+        length, in random order.
 
         The incomplete batch of samples is always the last one.
         """
@@ -163,7 +183,8 @@ def evaluation_batches(
     pack_length: int | None = None,
     group: int = 1,
 ) -> list[list[int]]:
-    """Return this rank's batches of an evaluation. Every sample is on exactly one rank; all ranks have as many batches.
+    """Return this rank's batches of an evaluation. Every sample is on exactly one rank; all ranks
+    have as many batches.
 
     Args:
         lengths: tokens of each sample of the validation set.
@@ -182,29 +203,35 @@ def evaluation_batches(
         packs, _ = pack_rows(lengths, pack_length * group)
         rows = numpy.argsort(-lengths, kind="stable")
         members = [rows[slots].tolist() for slots in packs]
-        # The first packed sequences hold the longest samples. With max_batches, samples of all lengths should be used.
+        # The first packed sequences hold the longest samples. With max_batches, samples of all
+        # lengths should be used.
         members = [members[pack] for pack in numpy.random.default_rng(0).permutation(len(members))]
     batches = [_rows_of(share, group) for share in _part(members, world_size, rank, batch_size)]
     return batches[:max_batches] if max_batches else batches
 
 
-def pack_rows(lengths: numpy.ndarray, pack_length: int) -> tuple[list[numpy.ndarray], numpy.ndarray]:
-    """Pack whole samples into few sequences: longest first, each into the fullest sequence with enough room.
+def pack_rows(
+    lengths: numpy.ndarray, pack_length: int
+) -> tuple[list[numpy.ndarray], numpy.ndarray]:
+    """Pack whole samples into few sequences: longest first, each into the fullest sequence with
+    enough room.
 
         lengths 5 3 3 2 2 1, pack_length 8    pack 0: 5 3    pack 1: 3 2 2 1, which are slots [0 1] and [2 3 4 5]
 
-    On real lengths the number of packed sequences is at most 2% above the minimum, or 4% if nearly all samples have the
-    same length. Which slots share a sequence depends on the lengths only, not on which sample is in which slot.
+    On real lengths the number of packed sequences is at most 2% above the minimum, or 4% if nearly
+    all samples have the same length. Which slots share a sequence depends on the lengths only, not
+    on which sample is in which slot.
 
     Args:
         lengths: tokens of each sample, 1 to pack_length.
         pack_length: tokens of a packed sequence.
 
     Returns:
-        The slots of each packed sequence, where slot n is the n-th longest sample; and the tokens of each packed
-        sequence, int64 [packed sequences].
+        The slots of each packed sequence, where slot n is the n-th longest sample; and the tokens
+        of each packed sequence, int64 [packed sequences].
 
-    Source: D. S. Johnson, Near-optimal bin packing algorithms, 1973: at most 11/9 of the minimum, plus 4.
+    Source: D. S. Johnson, Near-optimal bin packing algorithms, 1973: at most 11/9 of the minimum,
+    plus 4.
     """
     longest_first = numpy.sort(lengths)[::-1]
     pack_of_slot = numpy.empty(len(longest_first), dtype=numpy.int64)
@@ -226,12 +253,16 @@ def pack_rows(lengths: numpy.ndarray, pack_length: int) -> tuple[list[numpy.ndar
                 with_room[free - length] = []
                 insort(free_sizes, free - length)
             with_room[free - length].append(pack)
-    tokens = numpy.bincount(pack_of_slot, weights=longest_first, minlength=count).astype(numpy.int64)
+    tokens = numpy.bincount(pack_of_slot, weights=longest_first, minlength=count).astype(
+        numpy.int64
+    )
     ends = numpy.bincount(pack_of_slot, minlength=count).cumsum()
     return numpy.split(numpy.argsort(pack_of_slot, kind="stable"), ends[:-1]), tokens
 
 
-def _part(items: list[list[int]], world_size: int, rank: int, batch_size: int) -> list[list[list[int]]]:
+def _part(
+    items: list[list[int]], world_size: int, rank: int, batch_size: int
+) -> list[list[list[int]]]:
     """Return this rank's part of each round of world_size x batch_size items."""
     share = world_size * batch_size
     return [items[first : first + share][rank::world_size] for first in range(0, len(items), share)]
@@ -248,19 +279,24 @@ def _rows_of(members: list[list[int]], group: int = 1) -> list[int]:
 
 
 def mixed(*numbers: int) -> int:
-    """Return a seed made of several numbers. (Seed + epoch would repeat epoch 0 of seed 43 as epoch 1 of seed 42.)"""
-    return int.from_bytes(hashlib.sha256(" ".join(map(str, numbers)).encode()).digest()[:8], "big") >> 1
+    """Return a seed made of several numbers. (Seed + epoch would repeat epoch 0 of seed 43 as epoch
+    1 of seed 42.)"""
+    return (
+        int.from_bytes(hashlib.sha256(" ".join(map(str, numbers)).encode()).digest()[:8], "big")
+        >> 1
+    )
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch: packed samples in one sequence, or samples padded on the right to the longest one.
+    """A micro-batch: packed samples in one sequence, or samples padded on the right to the longest
+    one.
 
         packed   input_ids  a a a b b c c c c     padded   a a a .     row_lengths 3 2 4
                  labels     - a a - b - c c c              b b . .
                                                            c c c c
-    Labels are -100 on padding and on tokens that are not in the loss. They are not shifted. The first label of a packed
-    sample is -100, because the token before it belongs to another sample.
+    Labels are -100 on padding and on tokens that are not in the loss. They are not shifted. The
+    first label of a packed sample is -100, because the token before it belongs to another sample.
     """
 
     input_ids: torch.Tensor  # int64: packed [1, tokens], padded [samples, length]
@@ -268,7 +304,8 @@ class Batch:
     row_lengths: list[int]  # tokens of each sample
     is_packed: bool
     sources: list[str]  # place of each sample, for messages
-    # The label of each row that is a completion with one, None for others; empty for a rank without samples.
+    # The label of each row that is a completion with one, None for others; empty for a rank without
+    # samples.
     desirable: Sequence[bool | None] = ()
 
     @property
@@ -282,7 +319,8 @@ class Batch:
         return int((self.labels[:, 1:] != IGNORED).sum())
 
     def rows(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Tokens and labels of each row without padding, int64 [length], in this batch's own memory."""
+        """Tokens and labels of each row without padding, int64 [length], in this batch's own
+        memory."""
         if self.is_packed:
             ids, labels = (it[0].split(self.row_lengths) for it in (self.input_ids, self.labels))
             return list(zip(ids, labels, strict=True))
@@ -296,11 +334,14 @@ class Batch:
         return (positions < torch.tensor(self.row_lengths).unsqueeze(1)).long()
 
 
-def collate(dataset: Dataset, indices: Sequence[int], pad_token_id: int, is_packed: bool = False) -> Batch:
+def collate(
+    dataset: Dataset, indices: Sequence[int], pad_token_id: int, is_packed: bool = False
+) -> Batch:
     """Make a batch of the samples at `indices`.
 
-    Without indices it is the beginning of sample 0 with no label: a rank without samples must still run forward and
-    backward, because the other ranks wait for it in the collectives. This batch adds nothing to loss and gradients.
+    Without indices it is the beginning of sample 0 with no label: a rank without samples must still
+    run forward and backward, because the other ranks wait for it in the collectives. This batch
+    adds nothing to loss and gradients.
     """
     table = dataset.with_format("arrow")[list(indices) or [0]]
     input_ids, labels = (
@@ -314,41 +355,62 @@ def collate(dataset: Dataset, indices: Sequence[int], pad_token_id: int, is_pack
         lengths, labels = [len(input_ids)], torch.full((len(input_ids),), IGNORED)
     if is_packed:
         labels[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = IGNORED
-        return Batch(input_ids.unsqueeze(0), labels.unsqueeze(0), lengths, is_packed, sources, desirable)
+        return Batch(
+            input_ids.unsqueeze(0), labels.unsqueeze(0), lengths, is_packed, sources, desirable
+        )
     input_ids = pad_sequence(input_ids.split(lengths), batch_first=True, padding_value=pad_token_id)
     labels = pad_sequence(labels.split(lengths), batch_first=True, padding_value=IGNORED)
     return Batch(input_ids, labels, lengths, is_packed, sources, desirable)
 
 
-def collate_step(dataset: Dataset, step: StepPlan, pad_token_id: int, pack_length: int | None) -> list[Batch]:
+def collate_step(
+    dataset: Dataset, step: StepPlan, pad_token_id: int, pack_length: int | None
+) -> list[Batch]:
     """Make the micro-batches of a step. With a `pack_length` they are packed, otherwise padded."""
-    return [collate(dataset, rows, pad_token_id, pack_length is not None) for rows in step.micro_batches]
+    return [
+        collate(dataset, rows, pad_token_id, pack_length is not None) for rows in step.micro_batches
+    ]
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase, vocabulary_size: int | None = None) -> int:
-    """Return the id to pad with: the tokenizer's pad token, else its EOS, else 0; always below `vocabulary_size`.
+    """Return the id to pad with: the tokenizer's pad token, else its EOS, else 0; always below
+    `vocabulary_size`.
 
-    The choice does not change the training: padding is masked by position. So a pad token that is also the EOS is still
-    learned as the end of a message.
+    The choice does not change the training: padding is masked by position. So a pad token that is
+    also the EOS is still learned as the end of a message.
     """
     ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    return next((id_ for id_ in ids if id_ is not None and (vocabulary_size is None or id_ < vocabulary_size)), 0)
+    return next(
+        (
+            id_
+            for id_ in ids
+            if id_ is not None and (vocabulary_size is None or id_ < vocabulary_size)
+        ),
+        0,
+    )
 
 
 def row_lengths(dataset: Dataset) -> numpy.ndarray:
-    """Return the tokens of each sample, from the offsets of the Arrow lists, without reading any token. An example with
-    another completion counts at least as much as the sample's own: of a full packed sequence at most half is then
-    trained on, as planned.
+    """Return the tokens of each sample, from the offsets of the Arrow lists, without reading any
+    token. An example with another completion counts at least as much as the sample's own: of a full
+    packed sequence at most half is then trained on, as planned.
     """
     table = dataset.with_format("arrow")[:]
     lengths = pyarrow.compute.list_value_length(table["input_ids"]).to_numpy()
     is_own = table["desirable"].is_valid().to_numpy()
-    return numpy.where(is_own, lengths, numpy.maximum(lengths, numpy.roll(lengths, 1))) if is_own.any() else lengths
+    return (
+        numpy.where(is_own, lengths, numpy.maximum(lengths, numpy.roll(lengths, 1)))
+        if is_own.any()
+        else lengths
+    )
 
 
 def group_size(dataset: Dataset) -> int:
-    """Return how many neighboring rows belong to one sample: the number of examples that the objective makes of it."""
+    """Return how many neighboring rows belong to one sample: the number of examples that the
+    objective makes of it."""
     sizes: list[int] = dataset.with_format("arrow")[:]["group"].unique().to_pylist()
     if len(sizes) > 1:
-        raise ValueError(f"the objective made {sizes} examples of a sample; expected one number for all")
+        raise ValueError(
+            f"the objective made {sizes} examples of a sample; expected one number for all"
+        )
     return sizes[0]

@@ -1,7 +1,9 @@
-"""Tokenize a dataset to disk with several processes. They receive chunks of samples and return tables of tokens.
+"""Tokenize a dataset to disk with several processes. They receive chunks of samples and return
+tables of tokens.
 
-The processes are forked. A forked process starts in 0.06 s and takes 9 MiB. A spawned one would import the recipe again
-(41 s until four are ready). The processes use neither torch nor the GPU nor the console.
+The processes are forked. A forked process starts in 0.06 s and takes 9 MiB. A spawned one would
+import the recipe again (41 s until four are ready). The processes use neither torch nor the GPU nor
+the console.
 """
 
 import gc
@@ -30,12 +32,20 @@ from datasets.arrow_writer import ArrowWriter
 from llama_ft.data.formats import UNPAIRED, BadRow, Message, is_desirable
 from llama_ft.data.sources import Source
 from llama_ft.data.statistics import BAD, ROW, SKIPPED, TRUNCATED, WHOLE, SplitStatistics
-from llama_ft.data.tokenize import Encoded, Encoder, Example, ExamplesOf, mismatch, unpaired_examples
+from llama_ft.data.tokenize import (
+    Encoded,
+    Encoder,
+    Example,
+    ExamplesOf,
+    mismatch,
+    unpaired_examples,
+)
 from llama_ft.errors import RunFailure, UserError, counted
 from llama_ft.processes import end_with
 
-# Tokenized examples or pieces of them. `group` neighboring rows of the table belong to one sample and stay together.
-# `source` is the place of that sample. `desirable` is the label of a completion that has one, and null for all others.
+# Tokenized examples or pieces of them. `group` neighboring rows of the table belong to one sample
+# and stay together. `source` is the place of that sample. `desirable` is the label of a completion
+# that has one, and null for all others.
 FEATURES = Features(
     {
         **{name: List(Value("int32")) for name in ("input_ids", "labels")},
@@ -47,7 +57,8 @@ FEATURES = Features(
 CHUNK_ROWS, CHUNK_BYTES = 256, 2**20
 BAD_ROWS_SHOWN = 5
 BAD_ROWS_COUNTED = 1000  # at this number of bad samples the run stops reading
-Chunk = list[tuple[str, bytes]]  # neighboring samples: place; sample and format, pickled to know the size
+# neighboring samples: place; sample and format, pickled to know the size
+Chunk = list[tuple[str, bytes]]
 
 
 class EncodedChunk(NamedTuple):
@@ -61,7 +72,8 @@ class EncodedChunk(NamedTuple):
 
 
 def chunks_of(source: Source, wanted: str) -> Iterator[Chunk]:
-    """Group samples by number and size, so that memory stays bounded. For the arguments see `Source.formatted_rows`."""
+    """Group samples by number and size, so that memory stays bounded. For the arguments see
+    `Source.formatted_rows`."""
     chunk, size = Chunk(), 0
     for place, row, row_format in source.formatted_rows(wanted):
         chunk.append((place, pickle.dumps((row, row_format), pickle.HIGHEST_PROTOCOL)))
@@ -91,8 +103,11 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
             continue
         if row_format == UNPAIRED:
             labels_of[number] = is_desirable(row)
-        content = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
-        rows[number]["content"] = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")  # equal rows share it
+        content = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode(
+            "utf-8", "surrogatepass"
+        )
+        # equal rows share it
+        rows[number]["content"] = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
     if examples_of is unpaired_examples:
         mismatch(list(tokenized.values()), encoder.context_length)
     for number, examples in tokenized.items():
@@ -100,12 +115,20 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
         trained = [group for group in groups if all(piece.target_tokens for piece in group)]
         is_truncated = any(piece.truncated for group in groups for piece in group)
         fate = (TRUNCATED if is_truncated else WHOLE) if trained else SKIPPED
-        rows[number]["tokens"], rows[number]["fate"] = max(len(input_ids) for input_ids, _ in examples), fate
-        pieces += [(number, piece, len(group), at) for group in trained for at, piece in enumerate(group)]
+        rows[number]["tokens"], rows[number]["fate"] = (
+            max(len(input_ids) for input_ids, _ in examples),
+            fate,
+        )
+        pieces += [
+            (number, piece, len(group), at) for group in trained for at, piece in enumerate(group)
+        ]
     ends = numpy.cumsum([0, *(len(piece.input_ids) for _, piece, *_ in pieces)]).astype(numpy.int32)
     input_ids, labels = (
         numpy.fromiter(itertools.chain.from_iterable(column), numpy.int32)
-        for column in ((piece.input_ids for _, piece, *_ in pieces), (piece.labels for _, piece, *_ in pieces))
+        for column in (
+            (piece.input_ids for _, piece, *_ in pieces),
+            (piece.labels for _, piece, *_ in pieces),
+        )
     )
     columns = {
         "input_ids": pyarrow.ListArray.from_arrays(ends, input_ids),
@@ -148,7 +171,8 @@ def encode_chunks(
             itertools.chain(chunks, [Chunk()] * len(first)), itertools.cycle(workers), strict=False
         ):
             done, tasks[worker] = tasks[worker], chunk
-            try:  # each process has at most one chunk: if both sides wrote at once, neither would read
+            # each process has at most one chunk: if both sides wrote at once, neither would read
+            try:
                 encoded = worker.recv() if done else None
                 if chunk:
                     worker.send(chunk)
@@ -167,11 +191,14 @@ def encode_chunks(
 def _worker(encoder: Encoder, examples_of: ExamplesOf) -> Iterator[Connection]:
     """Fork a process that tokenizes chunks until the context ends, and yield the pipe to it.
 
-    No other process holds the child's end of the pipe open. If the child is killed, reading from the pipe ends at once.
+    No other process holds the child's end of the pipe open. If the child is killed, reading from
+    the pipe ends at once.
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, os.getpid(), encoder, examples_of), daemon=True)
+    process = context.Process(
+        target=_serve, args=(theirs, os.getpid(), encoder, examples_of), daemon=True
+    )
     process.start()
     theirs.close()
     try:
@@ -185,14 +212,16 @@ def _worker(encoder: Encoder, examples_of: ExamplesOf) -> Iterator[Connection]:
 def _serve(pipe: Connection, parent: int, encoder: Encoder, examples_of: ExamplesOf) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the run handles them and ends this process
         signal.signal(number, signal.SIG_IGN)
-    end_with(parent, oom_score=500)  # if memory runs out, the kernel kills this process, and the run reports it
+    # if memory runs out, the kernel kills this process, and the run reports it
+    end_with(parent, oom_score=500)
     gc.freeze()  # the collector would write to, and so copy, all memory shared with the parent
     while True:
         pipe.send(attempt(encode_chunk, pipe.recv(), encoder, examples_of))
 
 
 def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function. Return its result, or the exception that it raised, to send it to another process."""
+    """Call a function. Return its result, or the exception that it raised, to send it to another
+    process."""
     try:
         return function(*arguments)
     except UserError as error:
@@ -202,7 +231,8 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class SplitWriter:
-    """Writes tokenized samples to one Arrow file and counts them. `first_chat` is the first chat among the samples."""
+    """Writes tokenized samples to one Arrow file and counts them. `first_chat` is the first chat
+    among the samples."""
 
     def __init__(self, path: Path, encoder: Encoder) -> None:
         self.statistics, self.first_chat = SplitStatistics(), list[Message]()
@@ -211,7 +241,8 @@ class SplitWriter:
         self._writer = ArrowWriter(path=str(path), features=FEATURES)
 
     def add(self, chunk: Chunk, encoded: EncodedChunk, mine: numpy.ndarray) -> None:
-        """Write the results of `chunk` for the samples of this split, which `mine`, bool [samples], marks."""
+        """Write the results of `chunk` for the samples of this split, which `mine`, bool [samples],
+        marks."""
         self.statistics.count(encoded.rows[mine])
         kept = mine[encoded.row_of_piece]
         if not kept.any():
@@ -221,11 +252,16 @@ class SplitWriter:
             self.first_chat = content if isinstance(content, list) else []
         table = encoded.table.filter(pyarrow.array(kept))
         input_ids, labels = (table[name].combine_chunks() for name in ("input_ids", "labels"))
-        arrays = [each.to_numpy() for each in (input_ids.value_lengths(), input_ids.flatten(), labels.flatten())]
+        arrays = [
+            each.to_numpy()
+            for each in (input_ids.value_lengths(), input_ids.flatten(), labels.flatten())
+        ]
         told = table["desirable"].drop_null().to_numpy()
         self.statistics.desirable += int(told.sum())
         self.statistics.undesirable += int(len(told) - told.sum())
-        for checksum, array in zip(self._checksums, [*arrays[:2], numpy.append(arrays[2], told)], strict=True):
+        for checksum, array in zip(
+            self._checksums, [*arrays[:2], numpy.append(arrays[2], told)], strict=True
+        ):
             checksum.update(numpy.ascontiguousarray(array).data)
         self.statistics.rows += len(table)
         self.statistics.tokens += len(arrays[1])
@@ -260,15 +296,21 @@ class BadRows:
             self.refuse()
 
     def refuse(self) -> None:
-        """Raise a UserError with the bad samples and their causes, if there are any and skip_bad_rows is off."""
+        """Raise a UserError with the bad samples and their causes, if there are any and
+        skip_bad_rows is off."""
         if self.skip or not self.count:
             return
         more = [f"{count:,} x {cause}" for cause, count in self.causes.most_common(BAD_ROWS_SHOWN)]
         total = f"{counted(self.count, 'bad sample')}{' or more' if self.count >= BAD_ROWS_COUNTED else ''}:"
-        way_out = "--skip_bad_rows skips such samples and counts them; --repair_chats repairs chats."
-        raise UserError(*self.first[:-1], "\n  ".join([self.first[-1], total, *more]) + f"\n{way_out}")
+        way_out = (
+            "--skip_bad_rows skips such samples and counts them; --repair_chats repairs chats."
+        )
+        raise UserError(
+            *self.first[:-1], "\n  ".join([self.first[-1], total, *more]) + f"\n{way_out}"
+        )
 
 
 def _cause(problem: str) -> str:
-    """Return the text of a problem without its place and numbers, so that equal causes can be counted."""
+    """Return the text of a problem without its place and numbers, so that equal causes can be
+    counted."""
     return re.sub(r"\d+", "N", problem.partition(": ")[2])[:80]

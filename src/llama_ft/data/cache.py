@@ -26,11 +26,12 @@ def cache_dir() -> Path:
 
 
 def build_once(target: Path, build: Callable[[Path], object]) -> Path:
-    """Return the directory `target`. If it does not exist or lacks a file, `build(temporary_directory)` makes it.
+    """Return the directory `target`. If it does not exist or lacks a file,
+    `build(temporary_directory)` makes it.
 
-    The temporary directory is next to `target` and is renamed when it is complete, so no process ever sees an
-    incomplete one. If another process finishes first, its directory is used. Temporary directories of killed processes
-    are deleted after a day.
+    The temporary directory is next to `target` and is renamed when it is complete, so no process
+    ever sees an incomplete one. If another process finishes first, its directory is used. Temporary
+    directories of killed processes are deleted after a day.
 
     Args:
         target: the directory to return.
@@ -45,18 +46,21 @@ def build_once(target: Path, build: Callable[[Path], object]) -> Path:
     temporary = target.with_name(f"{BUILDING}{target.name}-{uuid.uuid4().hex[:8]}")
     try:
         if exists:
-            shutil.rmtree(target, ignore_errors=True)  # another process may delete it at the same time
+            # another process may delete it at the same time
+            shutil.rmtree(target, ignore_errors=True)
         temporary.mkdir(parents=True)
         _remove_leftovers(target.parent)
         build(temporary)
         (temporary / SIZES).write_text(json.dumps(_sizes(temporary)))
-        for name in (*_sizes(temporary), SIZES):  # the files must reach the disk before the directory's new name
+        # the files must reach the disk before the directory's new name
+        for name in (*_sizes(temporary), SIZES):
             with open(temporary / name, "rb") as opened:
                 os.fsync(opened.fileno())
         try:
             temporary.rename(target)
         except OSError:
-            if not _is_complete(target):  # otherwise another process was faster, and its directory is used
+            # otherwise another process was faster, and its directory is used
+            if not _is_complete(target):
                 raise
     except OSError as error:
         raise RunFailure(
@@ -69,10 +73,14 @@ def build_once(target: Path, build: Callable[[Path], object]) -> Path:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Delete temporary directories that have not changed for a day: the process that made them is gone."""
+    """Delete temporary directories that have not changed for a day: the process that made them is
+    gone."""
     for leftover in folder.glob(f"{BUILDING}*"):
         with suppress(OSError):  # it was just renamed, or belongs to another user
-            if time.time() - max(path.stat().st_mtime for path in (leftover, *leftover.iterdir())) > SECONDS_TO_GIVE_UP:
+            if (
+                time.time() - max(path.stat().st_mtime for path in (leftover, *leftover.iterdir()))
+                > SECONDS_TO_GIVE_UP
+            ):
                 shutil.rmtree(leftover, ignore_errors=True)
 
 
@@ -83,6 +91,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Return whether a directory still has all its files: on some clusters, old files are deleted one by one."""
+    """Return whether a directory still has all its files: on some clusters, old files are deleted
+    one by one."""
     listed = folder / SIZES
     return listed.exists() and json.loads(listed.read_bytes()).items() <= _sizes(folder).items()

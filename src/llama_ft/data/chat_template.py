@@ -16,18 +16,24 @@ from llama_ft.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# --chat_template NAME. Their {% generation %} blocks mark the responses that --labels assistant has in the loss.
-BUILT_IN = {file.stem: file.read_text() for file in sorted((RECIPES.parent / "configs/chat_templates").glob("*.jinja"))}
+# --chat_template NAME. Their {% generation %} blocks mark the responses that --labels assistant has
+# in the loss.
+BUILT_IN = {
+    file.stem: file.read_text()
+    for file in sorted((RECIPES.parent / "configs/chat_templates").glob("*.jinja"))
+}
 ALPACA = BUILT_IN["alpaca"]
 Span = tuple[int, int]  # characters [start, end)
 Tools = list[Any]  # JSON schemas of functions
 
 INPUT_HEADING = "### Input:\n"  # in the prompt of an alpaca sample, under the alpaca template
 PROBE = "\ue5a1\ue5a2"  # private-use characters, which can be found again in a rendered chat
-# Llama 3.2's template writes today's date by default. Samples must not depend on the day, so this is its fallback date.
+# Llama 3.2's template writes today's date by default. Samples must not depend on the day, so this
+# is its fallback date.
 DATE = "26 Jul 2024"
 DAY = datetime(2024, 7, 26)  # the same date for templates that call strftime_now, such as gpt-oss's
-# Text that looks like a special token: <|im_end|>, <｜User｜>, <end_of_turn>; after a response also </s>, <eos>.
+# Text that looks like a special token: <|im_end|>, <｜User｜>, <end_of_turn>; after a response also
+# </s>, <eos>.
 MARKER = re.compile(r"<[|｜][^<>\s]+[|｜]>|<[a-z]+(?:_[a-z]+)+>")
 END_MARKER = re.compile(r"<[^<>\s]+>")
 
@@ -37,35 +43,46 @@ def ensure_chat_template(
 ) -> str:
     """Set the tokenizer's chat template in place, so that it is saved with the final model.
 
-    A template may write special tokens that the tokenizer does not have as single tokens. Only the one that ends a
-    message must be a token. Then headings such as Zephyr's <|user|> or Mistral's [INST] are accepted as plain text.
+    A template may write special tokens that the tokenizer does not have as single tokens. Only the
+    one that ends a message must be a token. Then headings such as Zephyr's <|user|> or Mistral's
+    [INST] are accepted as plain text.
 
     Args:
         tokenizer: the run's tokenizer.
-        wanted: `--chat_template`, the name of a built-in template or a file. None: the tokenizer's own, else alpaca.
-        add_tokens: add missing special tokens to the tokenizer, because the model's embeddings may grow. The token that
-            ends a message becomes the EOS token.
+        wanted: `--chat_template`, the name of a built-in template or a file. None: the tokenizer's
+            own, else alpaca.
+        add_tokens: add missing special tokens to the tokenizer, because the model's embeddings may
+            grow. The token that ends a message becomes the EOS token.
 
     Returns:
         A line for the log; empty if the tokenizer keeps its own template.
 
     Raises:
-        UserError: the template has an error, or it writes special tokens that the tokenizer does not have.
+        UserError: the template has an error, or it writes special tokens that the tokenizer does
+            not have.
     """
     notes, subject = [], "the tokenizer's chat template"
     if wanted is not None:
         subject = f"--chat_template {wanted}"
         # chatml is Qwen's template. Qwen has no BOS token, but a Llama needs it.
         bos = "{{ bos_token }}" if wanted == "chatml" and added_bos(tokenizer) else ""
-        tokenizer.chat_template = bos + (BUILT_IN.get(wanted) or Path(wanted).expanduser().read_text(encoding="utf-8"))
+        tokenizer.chat_template = bos + (
+            BUILT_IN.get(wanted) or Path(wanted).expanduser().read_text(encoding="utf-8")
+        )
         notes.append(f"chat template: {wanted}, saved with the final model")
     elif not tokenizer.chat_template:
         tokenizer.chat_template = ALPACA
-        notes.append("the tokenizer has no chat template: prompts are written with ### Instruction: and ### Response:")
+        notes.append(
+            "the tokenizer has no chat template: prompts are written with ### Instruction: and ### Response:"
+        )
     before, after = _around_a_response(tokenizer, subject)
     known = tokenizer.get_added_vocab().keys() | tokenizer.all_special_tokens
     if ends := [marker for marker in END_MARKER.findall(after) if marker not in known]:
-        missing = list(dict.fromkeys(marker for marker in [*MARKER.findall(before), *ends] if marker not in known))
+        missing = list(
+            dict.fromkeys(
+                marker for marker in [*MARKER.findall(before), *ends] if marker not in known
+            )
+        )
         if not add_tokens:
             raise UserError(
                 f"{subject} writes {', '.join(missing)}: not in the tokenizer's vocabulary, so the model could not end "
@@ -77,18 +94,24 @@ def ensure_chat_template(
         tokenizer.eos_token = missing[-1]
         notes.append(f"new tokens: {', '.join(missing)}")
     if before and not any(token in after for token in tokenizer.get_added_vocab()):
-        notes.append(f"{subject} does not end responses with a special token: the model will not learn when to stop")
+        notes.append(
+            f"{subject} does not end responses with a special token: the model will not learn when to stop"
+        )
     return "; ".join(notes)
 
 
 def added_bos(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Return the BOS token that the tokenizer puts before every text, as a list of one id; [] if it adds none."""
+    """Return the BOS token that the tokenizer puts before every text, as a list of one id; [] if it
+    adds none."""
     ids: Any = tokenizer("")["input_ids"]
     return [token for token in ids[:1] if token == tokenizer.bos_token_id]
 
 
-def _around_a_response(tokenizer: "PreTrainedTokenizerBase", subject: str = "the chat template") -> tuple[str, str]:
-    """Return what the template writes before and after a response; empty texts if it rejects a chat of two messages."""
+def _around_a_response(
+    tokenizer: "PreTrainedTokenizerBase", subject: str = "the chat template"
+) -> tuple[str, str]:
+    """Return what the template writes before and after a response; empty texts if it rejects a chat
+    of two messages."""
     template = tokenizer.get_chat_template()
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PROBE}]
     try:
@@ -102,8 +125,11 @@ def _around_a_response(tokenizer: "PreTrainedTokenizerBase", subject: str = "the
     return before, after
 
 
-def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", known: int | list[int] | None) -> list[int]:
-    """Return the ids of the tokens that end generation: the model's own, and the template's end-of-turn token.
+def stop_token_ids(
+    tokenizer: "PreTrainedTokenizerBase", known: int | list[int] | None
+) -> list[int]:
+    """Return the ids of the tokens that end generation: the model's own, and the template's
+    end-of-turn token.
 
     Args:
         tokenizer: with the chat template of the fine-tuning, if any.
@@ -143,12 +169,26 @@ def render_chat(
         BadRow: the template rejects the chat.
     """
     try:
-        _compile_jinja_template(template).globals["strftime_now"] = DAY.strftime  # compiled once and then cached
+        # compiled once and then cached
+        _compile_jinja_template(template).globals["strftime_now"] = DAY.strftime
         rendered = render_jinja_template(
-            [messages], tools, chat_template=template, return_assistant_tokens_mask=blocks,
-            add_generation_prompt=open_answer, date_string=DATE, **special_tokens,
-        )  # fmt: skip
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            [messages],
+            tools,
+            chat_template=template,
+            return_assistant_tokens_mask=blocks,
+            add_generation_prompt=open_answer,
+            date_string=DATE,
+            **special_tokens,
+        )
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:
         raise BadRow(f"the chat template rejects this chat: {error}") from None
-    texts, spans = cast(tuple[list[str], list[list[Span]]], rendered)  # Transformers annotates it as str
+    # Transformers annotates it as str
+    texts, spans = cast(tuple[list[str], list[list[Span]]], rendered)
     return texts[0], spans[0] if spans else []

@@ -1,7 +1,8 @@
 """The embedded demo: a small Llama and a real dataset, built on this machine without a network.
 
-They are an ordinary Hugging Face directory and two .jsonl files. Prompts ask about Python's standard library, and its
-docstrings are the responses. The sources of the running Python are parsed, not imported.
+They are an ordinary Hugging Face directory and two .jsonl files. Prompts ask about Python's
+standard library, and its docstrings are the responses. The sources of the running Python are
+parsed, not imported.
 """
 
 import ast
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 VERSION = 3
-SKIPPED = set("site-packages dist-packages test tests idlelib lib2to3 turtledemo ensurepip pydoc_data".split())
+SKIPPED = set(
+    "site-packages dist-packages test tests idlelib lib2to3 turtledemo ensurepip pydoc_data".split()
+)
 SHORTEST_RESPONSE = 20  # characters; shorter docstrings have no content ("See above.")
 VALIDATION_SHARE = 0.05
 PROMPTS = (
@@ -34,7 +37,15 @@ PROMPTS = (
 Documented = tuple[str, str, str, str]  # name, kind, signature and docstring
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-SPECIAL_TOKENS = ["<|begin|>", "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
+SPECIAL_TOKENS = [
+    "<|begin|>",
+    "<|end|>",
+    "<|pad|>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|tool|>",
+]
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
@@ -62,8 +73,16 @@ def build_demo(cache: Path) -> Demo:
     version = platform.python_version()
     folder = build_once(cache / f"demo-py{version}-v{VERSION}", _build)
     about_model = f"model demo: a Llama of 6.6 M parameters with random weights, {folder}/model"
-    about_data = f"dataset demo: the docstrings of Python {version}'s standard library, {folder}/train.jsonl"
-    return Demo(folder / "model", folder / "train.jsonl", folder / "validation.jsonl", about_model, about_data)
+    about_data = (
+        f"dataset demo: the docstrings of Python {version}'s standard library, {folder}/train.jsonl"
+    )
+    return Demo(
+        folder / "model",
+        folder / "train.jsonl",
+        folder / "validation.jsonl",
+        about_model,
+        about_data,
+    )
 
 
 def _build(folder: Path) -> None:
@@ -80,21 +99,26 @@ def _demo_rows() -> dict[str, list[str]]:
     seen = set[str]()
     documented = sorted(_documented(Path(sysconfig.get_path("stdlib"))), key=lambda it: it[0])
     for name, kind, signature, docstring in documented:
-        # posixpath and ntpath share many docstrings. The same response must not be in both splits: keep the first.
+        # posixpath and ntpath share many docstrings. The same response must not be in both splits:
+        # keep the first.
         response = " ".join(docstring.lower().split())
         if len(docstring) < SHORTEST_RESPONSE or response in seen:
             continue
         seen.add(response)
-        instruction = PROMPTS[_stable_hash("question " + name) % len(PROMPTS)].format(kind=kind, name=name)
+        instruction = PROMPTS[_stable_hash("question " + name) % len(PROMPTS)].format(
+            kind=kind, name=name
+        )
         row = {"instruction": instruction, "input": signature, "output": docstring}
         is_held_out = _stable_hash("split " + name) / 2**64 < VALIDATION_SHARE
-        rows["validation" if is_held_out else "train"].append(json.dumps(row, ensure_ascii=False) + "\n")
+        rows["validation" if is_held_out else "train"].append(
+            json.dumps(row, ensure_ascii=False) + "\n"
+        )
     return rows
 
 
 def _documented(library: Path) -> Iterator[Documented]:
-    """Yield every public object with a docstring in the Python files under `library`. Skips files that cannot be
-    parsed."""
+    """Yield every public object with a docstring in the Python files under `library`. Skips files
+    that cannot be parsed."""
     for path in sorted(library.rglob("*.py")):
         parts = path.relative_to(library).with_suffix("").parts
         if SKIPPED.intersection(parts) or any(map(_is_private, parts)):
@@ -105,10 +129,14 @@ def _documented(library: Path) -> Iterator[Documented]:
                 module = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError, OSError):
             continue
-        yield from _walk(module, ".".join(parts[:-1] if parts[-1] == "__init__" else parts), "module", "")
+        yield from _walk(
+            module, ".".join(parts[:-1] if parts[-1] == "__init__" else parts), "module", ""
+        )
 
 
-def _walk(node: ast.Module | ast.ClassDef | Function, name: str, kind: str, signature: str) -> Iterator[Documented]:
+def _walk(
+    node: ast.Module | ast.ClassDef | Function, name: str, kind: str, signature: str
+) -> Iterator[Documented]:
     """Yield the node itself and, for modules and classes, the definitions directly inside."""
     if docstring := ast.get_docstring(node):  # cleaned up like inspect.cleandoc
         yield name, kind, signature, docstring
@@ -117,7 +145,10 @@ def _walk(node: ast.Module | ast.ClassDef | Function, name: str, kind: str, sign
             continue
         child_kind = "method" if isinstance(node, ast.ClassDef) else "function"
         if isinstance(child, ast.ClassDef):
-            child_kind, head = "class", ast.unparse(ast.ClassDef(child.name, child.bases, [], [], []))
+            child_kind, head = (
+                "class",
+                ast.unparse(ast.ClassDef(child.name, child.bases, [], [], [])),
+            )
         else:
             head = ast.unparse(type(child)(child.name, child.args, [], [], child.returns, lineno=0))
         yield from _walk(child, f"{name}.{child.name}", child_kind, head.removesuffix(":"))
@@ -140,12 +171,18 @@ def _train_tokenizer(train_file: Path) -> "PreTrainedTokenizerFast":
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # the order of a set would differ between runs
+    # the order of a set would differ between runs
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=8192, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+        vocab_size=8192,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     with open(train_file, encoding="utf-8") as lines:
-        tokenizer.train_from_iterator(("\n".join(json.loads(line).values()) for line in lines), trainer)
+        tokenizer.train_from_iterator(
+            ("\n".join(json.loads(line).values()) for line in lines), trainer
+        )
     bos, end, pad, *others = SPECIAL_TOKENS
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -164,7 +201,9 @@ def _save_model(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> None:
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    ids: dict[str, Any] = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    ids: dict[str, Any] = {
+        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
     config = LlamaConfig(
         vocab_size=8192,
         hidden_size=256,
@@ -173,7 +212,8 @@ def _save_model(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> None:
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=2048,
-        initializer_range=0.04,  # the default, 0.02, is for wider layers and learns more slowly here
+        # the default, 0.02, is for wider layers and learns more slowly here
+        initializer_range=0.04,
         tie_word_embeddings=False,
         dtype="float32",
         **ids,
@@ -184,4 +224,5 @@ def _save_model(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> None:
     model.generation_config = GenerationConfig(**ids)
     # Transformers saves only on rank 0, but every node with a local disk needs the files.
     model.should_save_on_this_rank = lambda is_main_process: is_main_process  # type: ignore[method-assign]
-    model.save_pretrained(folder, max_shard_size="8MB")  # 26 MB in all, so there are several shards, as in large models
+    # 26 MB in all, so there are several shards, as in large models
+    model.save_pretrained(folder, max_shard_size="8MB")

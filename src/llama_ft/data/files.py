@@ -1,7 +1,8 @@
-"""Read samples from data files, local or remote (fsspec). Each sample has a place for error messages.
+"""Read samples from data files, local or remote (fsspec). Each sample has a place for error
+messages.
 
-A line without a valid sample yields a `BadRow` instead, so that several can be reported or skipped. Only a few samples
-are in memory at a time; a JSON array is read as a whole.
+A line without a valid sample yields a `BadRow` instead, so that several can be reported or skipped.
+Only a few samples are in memory at a time; a JSON array is read as a whole.
 """
 
 import codecs
@@ -29,7 +30,8 @@ ROWS_AT_ONCE = 64  # rows of a columnar file converted to Python objects at once
 
 
 def rows_of_file(path: Path | str) -> Rows:
-    """Yield (place, sample) of a data file. A place is `my.jsonl:381`, `my.csv row 12` or `my.parquet row 3`.
+    """Yield (place, sample) of a data file. A place is `my.jsonl:381`, `my.csv row 12` or
+    `my.parquet row 3`.
 
     Args:
         path: a file, or a URL that fsspec can read.
@@ -40,10 +42,19 @@ def rows_of_file(path: Path | str) -> Rows:
     name, place = str(path), ""
     try:
         for place, row in READERS[data_suffix(name)](name):
-            yield place, row if isinstance(row, dict | BadRow) else BadRow(f"{str(row)[:40]} is not a JSON object.")
+            yield (
+                place,
+                row
+                if isinstance(row, dict | BadRow)
+                else BadRow(f"{str(row)[:40]} is not a JSON object."),
+            )
     except Exception as error:  # of the disk, a decoder, pyarrow or a network library
         after = f" after {place}" if place else ""
-        way_out = "\nConvert it to UTF-8: iconv -f cp1252 -t utf-8." if isinstance(error, UnicodeError) else ""
+        way_out = (
+            "\nConvert it to UTF-8: iconv -f cp1252 -t utf-8."
+            if isinstance(error, UnicodeError)
+            else ""
+        )
         raise UserError(f"{name}: cannot be read{after}: {reason(error)}.{way_out}") from error
 
 
@@ -66,7 +77,8 @@ def _pruned(value: Any) -> Any:
 
 @contextmanager
 def _opened(name: str) -> Iterator[io.BufferedReader]:
-    """Open a file for reading: decompressed, and UTF-16 (found by its first two bytes) converted to UTF-8."""
+    """Open a file for reading: decompressed, and UTF-16 (found by its first two bytes) converted to
+    UTF-8."""
     codec = {".gz": "gzip", ".zst": "zstd"}.get(Path(name).suffix)
     with fsspec.open(name, "rb").open() if is_url(name) else open(name, "rb") as raw:
         stream = pyarrow.CompressedInputStream(raw, codec) if codec else raw
@@ -77,10 +89,14 @@ def _opened(name: str) -> Iterator[io.BufferedReader]:
 
 
 def _json_rows(name: str) -> Rows:
-    """Yield the samples of a JSON array if the file begins with [, otherwise of one object per line, for any suffix."""
+    """Yield the samples of a JSON array if the file begins with [, otherwise of one object per
+    line, for any suffix."""
     with _opened(name) as file:
         if file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-            yield from ((f"{name} row {number}", row) for number, row in enumerate(json.loads(file.read()), start=1))
+            yield from (
+                (f"{name} row {number}", row)
+                for number, row in enumerate(json.loads(file.read()), start=1)
+            )
             return
         for number, line in enumerate(file, start=1):
             if text := line.strip():
@@ -103,14 +119,19 @@ def _csv_rows(name: str) -> Rows:
         reader = csv.DictReader(text, strict=True, delimiter=delimiter)
         for number, row in enumerate(reader, start=1):
             is_row = None not in row and None not in row.values()
-            yield f"{name} row {number}", row if is_row else BadRow("its fields do not match the header.")
+            yield (
+                f"{name} row {number}",
+                row if is_row else BadRow("its fields do not match the header."),
+            )
 
 
 def _parquet_rows(name: str) -> Rows:
     local_or_open = fsspec.open(name, "rb").open() if is_url(name) else name
     with pyarrow.parquet.ParquetFile(local_or_open, memory_map=True) as file:
         batches = file.iter_batches(batch_size=ROWS_AT_ONCE)
-        yield from numbered(name, itertools.chain.from_iterable(batch.to_pylist() for batch in batches))
+        yield from numbered(
+            name, itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        )
 
 
 READERS: dict[str, Callable[[str], Iterator[tuple[str, Any]]]] = {

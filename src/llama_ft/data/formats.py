@@ -1,5 +1,6 @@
-"""The formats of samples: alpaca columns, chat messages, prompt and completion, pairs, text or tokens; and messages
-about invalid samples. To add a format, see docs/development/add-a-format.md."""
+"""The formats of samples: alpaca columns, chat messages, prompt and completion, pairs, text or
+tokens; and messages about invalid samples. To add a format, see
+docs/development/add-a-format.md."""
 
 import json
 from collections.abc import Callable, Collection, Mapping
@@ -16,13 +17,15 @@ Message = dict[str, Any]
 
 
 class TokenRow(NamedTuple):
-    """A sample of tokens. Labels are -100 for tokens that are not in the loss; they are not shifted."""
+    """A sample of tokens. Labels are -100 for tokens that are not in the loss; they are not
+    shifted."""
 
     input_ids: list[int]
     labels: list[int]
 
 
-# Messages of a chat; or a prompt and its completion (for plain text the prompt is empty); or tokens.
+# Messages of a chat; or a prompt and its completion (for plain text the prompt is empty); or
+# tokens.
 Content = list[Message] | tuple[str, str] | TokenRow
 
 
@@ -42,7 +45,8 @@ class Format(NamedTuple):
 
 PREFERENCE = "preference"  # the format of pairs, which only the objectives over pairs read
 UNPAIRED = "unpaired_preference"  # that of completions with a label, which only objective kto reads
-MEDIA = {"image", "images", "video", "videos", "audio", "audios"}  # columns that a sample of text leaves empty
+# columns that a sample of text leaves empty
+MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
     "function": "tool", "observation": "tool", "function_response": "tool", "developer": "system",
@@ -55,7 +59,8 @@ ROLES_AFTER = {
 
 
 class BadRow(Exception):
-    """A sample that cannot be used. The text says what is wrong; the reader adds the file and the line."""
+    """A sample that cannot be used. The text says what is wrong; the reader adds the file and the
+    line."""
 
 
 def expect(is_valid: object, place: str, value: Any, expected: str) -> None:
@@ -76,7 +81,8 @@ def expect(is_valid: object, place: str, value: Any, expected: str) -> None:
 def find_format(dataset: str, columns: Collection[str], wanted: str) -> RowFormat:
     """Find the format of a dataset by its columns, or check that the requested format fits them.
 
-    A column `text` decides only if nothing else fits: alpaca files often have the rendered sample there too.
+    A column `text` decides only if nothing else fits: alpaca files often have the rendered sample
+    there too.
 
     Args:
         dataset: its name, for messages.
@@ -112,10 +118,12 @@ def find_format(dataset: str, columns: Collection[str], wanted: str) -> RowForma
 
 
 def alpaca_messages(row: Row, *, input_heading: str = "") -> list[Message]:
-    """Turn an alpaca sample into a prompt and its response, after its system message and earlier prompts and responses.
+    """Turn an alpaca sample into a prompt and its response, after its system message and earlier
+    prompts and responses.
 
     Args:
-        row: columns instruction, output and perhaps input, system and history (pairs of prompt and response).
+        row: columns instruction, output and perhaps input, system and history (pairs of prompt and
+            response).
         input_heading: text put before the input, such as `### Input:` and a line break.
 
     Raises:
@@ -125,9 +133,15 @@ def alpaca_messages(row: Row, *, input_heading: str = "") -> list[Message]:
     if not _is_blank(row.get("input")):
         instruction += f"\n\n{input_heading}{_text(row, 'input')}"
     history = _parsed_if_text(row, "history") or []
-    is_valid = isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)
+    is_valid = isinstance(history, list) and all(
+        isinstance(pair, list) and len(pair) == 2 for pair in history
+    )
     expect(is_valid, "history", history, "a list of pairs of prompt and response")
-    said = [(f"history[{number}][{side}]", pair[side]) for number, pair in enumerate(history) for side in (0, 1)]
+    said = [
+        (f"history[{number}][{side}]", pair[side])
+        for number, pair in enumerate(history)
+        for side in (0, 1)
+    ]
     said += [("instruction", instruction), ("output", output)]
     roles = cycle(("user", "assistant"))
     messages = [(place, {"role": next(roles), "content": text}) for place, text in said]
@@ -137,9 +151,10 @@ def alpaca_messages(row: Row, *, input_heading: str = "") -> list[Message]:
 def chat_messages(row: Row, column: str = "messages") -> list[Message]:
     """Check the messages of a sample and return them without their empty fields.
 
-    They are an optional system message, then user and assistant in alternation, with tool messages after an assistant;
-    the last is an assistant's. ShareGPT's keys from and value count as role and content. Contents that are lists of
-    text parts become text, arguments of tool calls that are JSON text become objects, as templates have them.
+    They are an optional system message, then user and assistant in alternation, with tool messages
+    after an assistant; the last is an assistant's. ShareGPT's keys from and value count as role and
+    content. Contents that are lists of text parts become text, arguments of tool calls that are
+    JSON text become objects, as templates have them.
 
     Raises:
         BadRow: naming the message and the field.
@@ -148,12 +163,12 @@ def chat_messages(row: Row, column: str = "messages") -> list[Message]:
 
 
 def prompt_completion(row: Row, completion: str = "completion") -> tuple[str, str] | list[Message]:
-    """Check a prompt and its completion, the column of that name. A column system stands before a prompt of text, with
-    a blank line between.
+    """Check a prompt and its completion, the column of that name. A column system stands before a
+    prompt of text, with a blank line between.
 
     Returns:
-        Both texts; or, if both are lists of messages, one chat in which the assistant messages of the prompt have
-        weight 0, so that only the completion's are in the loss.
+        Both texts; or, if both are lists of messages, one chat in which the assistant messages of
+        the prompt have weight 0, so that only the completion's are in the loss.
 
     Raises:
         BadRow: a column is missing, empty, or not of the same kind as the other.
@@ -165,7 +180,10 @@ def prompt_completion(row: Row, completion: str = "completion") -> tuple[str, st
     messages = _checked_chat([*prompt, *_messages(row, completion)])
     first = messages[len(prompt)]["role"]
     expect(first == "assistant", f"{completion}[0].role", first, "assistant")
-    unweighted = [{**said, "weight": 0} if said["role"] == "assistant" else said for said in messages[: len(prompt)]]
+    unweighted = [
+        {**said, "weight": 0} if said["role"] == "assistant" else said
+        for said in messages[: len(prompt)]
+    ]
     return [*unweighted, *messages[len(prompt) :]]
 
 
@@ -177,8 +195,9 @@ def preferred(row: Row) -> list[Message] | tuple[str, str]:
 def pair_contents(row: Row) -> list[tuple[str, str] | list[Message]]:
     """Check a pair: a prompt with a chosen and a rejected response to it.
 
-    Responses are texts or lists of messages. Without a column `prompt`, or if it is text, lists of messages may be
-    whole chats: what both begin with is the prompt. Of two texts alone it is the text that both begin with.
+    Responses are texts or lists of messages. Without a column `prompt`, or if it is text, lists of
+    messages may be whole chats: what both begin with is the prompt. Of two texts alone it is the
+    text that both begin with.
 
     Returns:
         For each response what `prompt_completion` returns.
@@ -192,7 +211,8 @@ def pair_contents(row: Row) -> list[tuple[str, str] | list[Message]]:
 
 
 def unpaired(row: Row) -> list[Row]:
-    """Turn a pair into two samples of the format unpaired_preference; another sample stays as it is.
+    """Turn a pair into two samples of the format unpaired_preference; another sample stays as it
+    is.
 
     Raises:
         BadRow: as `pair_contents`.
@@ -202,7 +222,10 @@ def unpaired(row: Row) -> list[Row]:
     prompt, chosen, rejected = _pair(row)
     more = {column: value for column, value in row.items() if column not in ("chosen", "rejected")}
     answers = ((chosen, True), (rejected, False))
-    return [{**more, "prompt": prompt, "completion": answer, "label": label} for answer, label in answers]
+    return [
+        {**more, "prompt": prompt, "completion": answer, "label": label}
+        for answer, label in answers
+    ]
 
 
 def labelled(row: Row) -> tuple[str, str] | list[Message]:
@@ -212,7 +235,8 @@ def labelled(row: Row) -> tuple[str, str] | list[Message]:
 
 
 def is_desirable(row: Row) -> bool:
-    """Return the label of a completion: true or false, 1 or 0, or one of them as text, as in a .csv.
+    """Return the label of a completion: true or false, 1 or 0, or one of them as text, as in a
+    .csv.
 
     Raises:
         BadRow: it is something else.
@@ -225,8 +249,17 @@ def is_desirable(row: Row) -> bool:
 def _pair(row: Row) -> tuple[Any, Any, Any]:
     """The prompt and both responses of a pair, of texts or of lists of messages."""
     chosen, rejected = row.get("chosen"), row.get("rejected")
-    expect(chosen != rejected or _is_blank(chosen), "rejected", rejected, "another response than the chosen one")
-    return _chat_pair(row) if isinstance(chosen, list) or isinstance(rejected, list) else _text_pair(row)
+    expect(
+        chosen != rejected or _is_blank(chosen),
+        "rejected",
+        rejected,
+        "another response than the chosen one",
+    )
+    return (
+        _chat_pair(row)
+        if isinstance(chosen, list) or isinstance(rejected, list)
+        else _text_pair(row)
+    )
 
 
 def _text_pair(row: Row) -> tuple[str, str, str]:
@@ -235,24 +268,48 @@ def _text_pair(row: Row) -> tuple[str, str, str]:
     if row.get("prompt") is not None:
         return _text(row, "prompt"), chosen, rejected
     prompt = commonprefix([chosen, rejected])
-    expect(prompt.strip(), "rejected", rejected, "the prompt that chosen begins with, or a column prompt")
+    expect(
+        prompt.strip(),
+        "rejected",
+        rejected,
+        "the prompt that chosen begins with, or a column prompt",
+    )
     chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    expect(chosen.strip() and rejected.strip(), "rejected", row["rejected"], "another response than chosen")
+    expect(
+        chosen.strip() and rejected.strip(),
+        "rejected",
+        row["rejected"],
+        "another response than chosen",
+    )
     return prompt, chosen, rejected
 
 
 def _chat_pair(row: Row) -> tuple[list[Any], list[Any], list[Any]]:
     """The messages of the prompt and of both responses."""
-    chosen, rejected = ([said for _, said in _messages(row, column)] for column in ("chosen", "rejected"))
-    prompt = [said for _, said in _messages(row, "prompt")] if isinstance(row.get("prompt"), list) else []
+    chosen, rejected = (
+        [said for _, said in _messages(row, column)] for column in ("chosen", "rejected")
+    )
+    prompt = (
+        [said for _, said in _messages(row, "prompt")]
+        if isinstance(row.get("prompt"), list)
+        else []
+    )
     if _role(chosen[0]) == _role(rejected[0]) == "assistant":
         return prompt or [{"role": "user", "content": _text(row, "prompt")}], chosen, rejected
     for column in ("chosen", "rejected"):
         _checked_chat(_messages(row, column))
-    shared = [one for one, _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))]
+    shared = [
+        one
+        for one, _ in takewhile(
+            lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)
+        )
+    ]
     is_shared = shared[: len(prompt)] == prompt
     for column, chat in {"chosen": chosen, "rejected": rejected}.items():
-        place, said = f"{column}[{len(shared)}]", chat[len(shared)] if len(shared) < len(chat) else None
+        place, said = (
+            f"{column}[{len(shared)}]",
+            chat[len(shared)] if len(shared) < len(chat) else None,
+        )
         is_response = is_shared and shared and _role(said) == "assistant"
         expect(is_response, place, said, "a response to a prompt that both share")
     return shared, chosen[len(shared) :], rejected[len(shared) :]
@@ -264,27 +321,36 @@ def plain_text(row: Row) -> tuple[str, str]:
 
 
 def token_row(row: Row) -> TokenRow:
-    """Check a sample of tokens; return input_ids and labels of the positions that the attention mask keeps.
+    """Check a sample of tokens; return input_ids and labels of the positions that the attention
+    mask keeps.
 
     Args:
-        row: input_ids, perhaps labels (every token if missing) and perhaps attention_mask, as a tokenizer returns them
-            for one text.
+        row: input_ids, perhaps labels (every token if missing) and perhaps attention_mask, as a
+            tokenizer returns them for one text.
 
     Raises:
         BadRow: naming the columns.
     """
-    named = ["input_ids", *(name for name in ("labels", "attention_mask") if row.get(name) is not None)]
+    named = [
+        "input_ids",
+        *(name for name in ("labels", "attention_mask") if row.get(name) is not None),
+    ]
     columns = {name: _integers(row, name) for name in named}
     input_ids = columns["input_ids"]
     if not input_ids or any(len(values) != len(input_ids) for values in columns.values()):
         lengths = ", ".join(f'"{name}" has {len(values)}' for name, values in columns.items())
-        raise BadRow(f"{lengths} entries; expected at least one token, and one entry of each column per token.")
+        raise BadRow(
+            f"{lengths} entries; expected at least one token, and one entry of each column per token."
+        )
     mask = columns.get("attention_mask", [1] * len(input_ids))
-    return TokenRow(list(compress(input_ids, mask)), list(compress(columns.get("labels", input_ids), mask)))
+    return TokenRow(
+        list(compress(input_ids, mask)), list(compress(columns.get("labels", input_ids), mask))
+    )
 
 
 def tools_of(row: Row) -> list[dict[str, Any]] | None:
-    """Return the tools a chat may call, from the column `tools`: a list of objects, or its JSON text."""
+    """Return the tools a chat may call, from the column `tools`: a list of objects, or its JSON
+    text."""
     return _objects(_parsed_if_text(row, "tools") or [], "tools") or None
 
 
@@ -294,7 +360,9 @@ def content_text(content: Any, place: str) -> str:
     Raises:
         BadRow: it is something else.
     """
-    if isinstance(content, list) and all(isinstance(it, dict) and isinstance(it.get("text"), str) for it in content):
+    if isinstance(content, list) and all(
+        isinstance(it, dict) and isinstance(it.get("text"), str) for it in content
+    ):
         return "".join(part["text"] for part in content)
     expect(isinstance(content, str), place, content, "text or text parts: only text is trained on")
     return str(content)
@@ -310,9 +378,12 @@ def _messages(row: Row, column: str) -> list[tuple[str, Any]]:
 
 
 def _with_system(row: Row, messages: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Put the column `system` before the messages of a chat that has no system message of its own."""
+    """Put the column `system` before the messages of a chat that has no system message of its
+    own."""
     system, first = row.get("system"), messages[0][1]
-    if _is_blank(system) or (isinstance(first, dict) and first.get("role") in ("system", "developer")):
+    if _is_blank(system) or (
+        isinstance(first, dict) and first.get("role") in ("system", "developer")
+    ):
         return messages
     return [("system", {"role": "system", "content": system}), *messages]
 
@@ -323,23 +394,45 @@ def _checked_chat(chat: list[tuple[str, Any]]) -> list[Message]:
     for place, given in chat:
         expect(isinstance(given, dict), place, given, "an object of role and content")
         keys = ("from", "value") if "from" in given else ("role", "content")
-        role, content, calls = ROLES.get(str(given.get(keys[0]))), given.get(keys[1]), given.get("tool_calls")
+        role, content, calls = (
+            ROLES.get(str(given.get(keys[0]))),
+            given.get(keys[1]),
+            given.get("tool_calls"),
+        )
         allowed = ROLES_AFTER[messages[-1]["role"] if messages else None]
-        expect(role in allowed, f"{place}.{keys[0]}", given.get(keys[0]), f"{' or '.join(allowed)} here")
+        expect(
+            role in allowed,
+            f"{place}.{keys[0]}",
+            given.get(keys[0]),
+            f"{' or '.join(allowed)} here",
+        )
         text = content_text("" if content is None and calls else content, f"{place}.{keys[1]}")
-        expect(text.strip() or calls or role in ("system", "tool"), f"{place}.{keys[1]}", "", f"what the {role} says")
+        expect(
+            text.strip() or calls or role in ("system", "tool"),
+            f"{place}.{keys[1]}",
+            "",
+            f"what the {role} says",
+        )
         more = {key: value for key, value in given.items() if key not in keys and value is not None}
         if calls:
             each = enumerate(_objects(calls, f"{place}.tool_calls"))
-            more["tool_calls"] = [_call(call, f"{place}.tool_calls[{number}]") for number, call in each]
-        expect(more.get("weight", 1) in (0, 1), f"{place}.weight", more.get("weight"), "0 (not in the loss) or 1")
+            more["tool_calls"] = [
+                _call(call, f"{place}.tool_calls[{number}]") for number, call in each
+            ]
+        expect(
+            more.get("weight", 1) in (0, 1),
+            f"{place}.weight",
+            more.get("weight"),
+            "0 (not in the loss) or 1",
+        )
         messages.append({"role": role, "content": text, **more})
     expect(role == "assistant", chat[-1][0], role, "an assistant's message as the last")
     return messages
 
 
 def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
-    """OpenAI's arguments are JSON text; templates write objects as JSON, and would quote text a second time."""
+    """OpenAI's arguments are JSON text; templates write objects as JSON, and would quote text a
+    second time."""
     if isinstance(function := call.get("function"), dict):
         return {**call, "function": _call(function, f"{place}.function")}
     if "arguments" not in call:
@@ -357,7 +450,11 @@ def _parsed_if_text(row: Row, column: str, place: str = "") -> Any:
 
 
 def _role(message: Any) -> str | None:
-    return ROLES.get(str(message.get("role", message.get("from")))) if isinstance(message, dict) else None
+    return (
+        ROLES.get(str(message.get("role", message.get("from"))))
+        if isinstance(message, dict)
+        else None
+    )
 
 
 def _is_blank(value: Any) -> bool:
@@ -372,7 +469,8 @@ def _objects(values: Any, place: str) -> list[dict[str, Any]]:
 
 def _integers(row: Row, column: str) -> list[int]:
     values = row.get(column)
-    is_valid = isinstance(values, list) and set(map(type, values)) <= {int}  # not isinstance: True is an int
+    # not isinstance: True is an int
+    is_valid = isinstance(values, list) and set(map(type, values)) <= {int}
     expect(is_valid, column, values, "a list of integers")
     return list(values or [])
 
@@ -386,9 +484,13 @@ def _text(row: Row, column: str) -> str:
 
 
 FORMATS: dict[str, Format] = {
-    "alpaca": Format(("instruction", "output"), ("input", "system", "history", "tools"), alpaca_messages),
+    "alpaca": Format(
+        ("instruction", "output"), ("input", "system", "history", "tools"), alpaca_messages
+    ),
     "messages": Format(("messages",), ("system", "tools"), chat_messages),
-    "sharegpt": Format(("conversations",), ("system", "tools"), partial(chat_messages, column="conversations")),
+    "sharegpt": Format(
+        ("conversations",), ("system", "tools"), partial(chat_messages, column="conversations")
+    ),
     "prompt_completion": Format(("prompt", "completion"), ("system", "tools"), prompt_completion),
     PREFERENCE: Format(("chosen", "rejected"), ("prompt", "system", "tools"), preferred),
     UNPAIRED: Format(("prompt", "completion", "label"), ("system", "tools"), labelled),

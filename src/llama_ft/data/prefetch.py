@@ -29,7 +29,8 @@ class StepBatches:
     target_tokens: int  # labels in the loss, in the whole global batch over all ranks
     samples: int  # in the whole global batch
     batches: list[Batch]  # this rank's micro-batches; every rank has the same number
-    position: dict[str, int] = field(default_factory=dict)  # position of a stream after this step, for checkpoints
+    # position of a stream after this step, for checkpoints
+    position: dict[str, int] = field(default_factory=dict)
 
 
 class PreparedBatches:
@@ -44,10 +45,16 @@ class PreparedBatches:
     """
 
     def __init__(
-        self, rows: Dataset, plan: BatchSampler, pad_token_id: int, num_epochs: int, max_train_step: int
+        self,
+        rows: Dataset,
+        plan: BatchSampler,
+        pad_token_id: int,
+        num_epochs: int,
+        max_train_step: int,
     ) -> None:
         self._rows, self._plan, self._pad_token_id = rows, plan, pad_token_id
-        self.pack_length, self.size = plan.pack_length, len(plan)  # packed sequences, or samples, per epoch
+        # packed sequences, or samples, per epoch
+        self.pack_length, self.size = plan.pack_length, len(plan)
         all_steps = plan.steps_per_epoch * num_epochs
         self.total_steps = min(all_steps, max_train_step or all_steps)
 
@@ -57,7 +64,9 @@ class PreparedBatches:
 
     def describe(self) -> str:
         """Return a log line about the batches and the number of steps."""
-        batch = counted(self._plan.global_batch, "sample" if self.pack_length is None else "packed sequence")
+        batch = counted(
+            self._plan.global_batch, "sample" if self.pack_length is None else "packed sequence"
+        )
         steps = f"{counted(self.total_steps, 'optimizer step')} of {batch}, {self._plan.steps_per_epoch:,} per epoch"
         return f"{self._plan.describe()}\n{steps}"
 
@@ -68,11 +77,14 @@ class PreparedBatches:
             epoch, step_in_epoch = divmod(step - 1, per_epoch)
             share, is_end = plan.step(epoch, step_in_epoch), step_in_epoch == per_epoch - 1
             batches = collate_step(self._rows, share, self._pad_token_id, self.pack_length)
-            yield StepBatches(step, epoch, step / per_epoch, is_end, share.target_tokens, share.samples, batches)
+            yield StepBatches(
+                step, epoch, step / per_epoch, is_end, share.target_tokens, share.samples, batches
+            )
 
 
 class Prefetcher(Generic[T]):
-    """Iterates over items that a thread makes in advance. As a context manager it ends the thread on exit.
+    """Iterates over items that a thread makes in advance. As a context manager it ends the thread
+    on exit.
 
     Args:
         items: the generator that the thread runs. It is closed on exit.
@@ -88,15 +100,17 @@ class Prefetcher(Generic[T]):
 
     def __enter__(self) -> Self:
         self._pool = ThreadPoolExecutor(1, "prefetch")
-        self._ready = deque(self._pool.submit(next, self._items, END) for _ in range(self._count + 1))
+        self._ready = deque(
+            self._pool.submit(next, self._items, END) for _ in range(self._count + 1)
+        )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for future in self._ready:
             future.cancel()
         closed = self._pool.submit(self._items.close)
-        # After an error other ranks may be gone and the thread may wait for them forever. The process then exits
-        # without it.
+        # After an error other ranks may be gone and the thread may wait for them forever. The
+        # process then exits without it.
         wait([closed], None if kind in (None, GeneratorExit) else SECONDS_FOR_THE_END)
         self._pool.shutdown(wait=False)
 

@@ -1,4 +1,5 @@
-"""Turn `--dataset` into tokenized samples on disk, or take them from the cache if nothing has changed."""
+"""Turn `--dataset` into tokenized samples on disk, or take them from the cache if nothing has
+changed."""
 
 import hashlib
 import inspect
@@ -27,7 +28,8 @@ from llama_ft.errors import UserError, counted
 from llama_ft.processes import cores
 from llama_ft.runtime.console import log
 
-CODE_VERSION = 6  # increase it if streamed samples get other tokens; without streaming, the cache hashes the code
+# increase it if streamed samples get other tokens; without streaming, the cache hashes the code
+CODE_VERSION = 6
 CODE = ("build", "chat_template", "formats", "loss_mask", "reshape", "statistics", "tokenize")
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -36,8 +38,8 @@ SECONDS_BETWEEN_LINES = 10.0
 class TokenizedData:
     """Samples ready for training, memory-mapped, with the columns `build.FEATURES`.
 
-    With streaming, `train` is None and `stream` is set: the source of the training samples, their encoder, and the
-    function that makes the examples of a sample.
+    With streaming, `train` is None and `stream` is set: the source of the training samples, their
+    encoder, and the function that makes the examples of a sample.
     """
 
     train: Dataset | None
@@ -62,7 +64,11 @@ class TokenizedData:
     @property
     def target_share(self) -> float:
         """Share of the training tokens that is in the loss, 0 to 1; 1 with streaming."""
-        return self.report.train.target_tokens / self.report.train.tokens if self.report.train.tokens else 1.0
+        return (
+            self.report.train.target_tokens / self.report.train.tokens
+            if self.report.train.tokens
+            else 1.0
+        )
 
     def facts(self) -> dict[str, Any]:
         """Return the counts as plain values, for the run's report."""
@@ -97,25 +103,33 @@ def prepare(
 ) -> TokenizedData:
     """Tokenize the data that `config` names, or take them from the cache.
 
-    The tokenizer's chat template is set in place, so that it is saved with the final model: the requested one, or the
-    built-in one if the tokenizer has none.
+    The tokenizer's chat template is set in place, so that it is saved with the final model: the
+    requested one, or the built-in one if the tokenizer has none.
 
     Args:
-        config: everything but batching_strategy. With streaming only validation samples are tokenized here.
+        config: everything but batching_strategy. With streaming only validation samples are
+            tokenized here.
         tokenizer: of the model to be trained.
         context_length: maximum tokens of a sample.
         cache: directory of the demo and of tokenized data, see `cache_dir`.
-        want_validation: False returns no `validation`; a fraction of the samples is still kept out of training.
-        vocabulary_size: of the model. A tokenizer may have larger ids if no sample has them. None: not checked.
-        add_tokens: new tokens get embeddings in the model, so special tokens of the chat template may be added.
-        use: purpose of config.dataset, which is returned as `train`: validation selects its validation split.
+        want_validation: False returns no `validation`; a fraction of the samples is still kept out
+            of training.
+        vocabulary_size: of the model. A tokenizer may have larger ids if no sample has them. None:
+            not checked.
+        add_tokens: new tokens get embeddings in the model, so special tokens of the chat template
+            may be added.
+        use: purpose of config.dataset, which is returned as `train`: validation selects its
+            validation split.
         examples: makes the examples of a sample, `Objective.examples`.
 
     Raises:
         UserError: the data cannot be used; several bad samples are reported together.
     """
     opened = partial(open_source, config=config, tokenizer=tokenizer, cache=cache)
-    source, fraction = reshaped(opened(config.dataset, use), config, config.max_samples), as_fraction(config.validation)
+    source, fraction = (
+        reshaped(opened(config.dataset, use), config, config.max_samples),
+        as_fraction(config.validation),
+    )
     held_out: Source | None = None
     if want_validation and fraction is None:
         brings_one = not config.validation and brings_validation(config.dataset, config.streaming)
@@ -136,15 +150,20 @@ def prepare(
         summary.append("no validation data: --validation FILE or --validation 0.05")
     return TokenizedData(
         train=None if config.streaming else Dataset.from_file(str(folder / "train.arrow")),
-        validation=Dataset.from_file(str(folder / "validation.arrow")) if report.validation else None,
+        validation=Dataset.from_file(str(folder / "validation.arrow"))
+        if report.validation
+        else None,
         summary=summary,
         report=report,
         stream=(source, encoder, examples) if config.streaming else None,
     )
 
 
-def _look_at_formats(source: Source, validation: Source | None, wanted: str) -> tuple[set[type], list[str]]:
-    """Return the types of the first samples' contents (list: a chat), and a line on format and columns per part."""
+def _look_at_formats(
+    source: Source, validation: Source | None, wanted: str
+) -> tuple[set[type], list[str]]:
+    """Return the types of the first samples' contents (list: a chat), and a line on format and
+    columns per part."""
     kinds, lines = set[type](), list[str]()
     for part in [*(source.parts or (source,)), *([validation] if validation else [])]:
         row_format, columns = part.row_format(wanted), part.columns
@@ -153,7 +172,10 @@ def _look_at_formats(source: Source, validation: Source | None, wanted: str) -> 
                 kinds.add(type(FORMATS[row_format].read(row)))
         known = [*FORMATS[row_format].required, *FORMATS[row_format].optional]
         theirs = {ours: f"{ours} ({name})" for name, ours in part.renamed.items()}
-        used, ignored = [theirs.get(it, it) for it in known if it in columns], sorted(columns.difference(known))
+        used, ignored = (
+            [theirs.get(it, it) for it in known if it in columns],
+            sorted(columns.difference(known)),
+        )
         more = f"; ignored: {', '.join(ignored)}" if ignored else ""
         lines.append(f"{part.name}: format {row_format}, columns {', '.join(used)}{more}")
     return kinds, lines
@@ -186,7 +208,11 @@ def _key(job: _Job, code: str) -> str:
     parts = [
         code,
         *(job.source.name, job.source.identity),  # the places of samples contain the name
-        *((job.validation.name, job.validation.identity) if job.validation else (str(job.fraction),)),
+        *(
+            (job.validation.name, job.validation.identity)
+            if job.validation
+            else (str(job.fraction),)
+        ),
         *(job.config.dataset_format, str(job.config.skip_bad_rows)),
         *(job.encoder.truncation, job.encoder.labels, str(job.encoder.context_length)),
         tokenizer.backend_tokenizer.to_str(),
@@ -197,14 +223,19 @@ def _key(job: _Job, code: str) -> str:
 
 
 def _build(folder: Path, job: _Job) -> None:
-    """Write train.arrow (except with streaming), validation.arrow (if there is validation data) and meta.json."""
+    """Write train.arrow (except with streaming), validation.arrow (if there is validation data) and
+    meta.json."""
     config, bad, rows = job.config, BadRows(job.config.skip_bad_rows), 0
     wanted = {"train": not config.streaming, "validation": job.fraction or job.validation}
-    splits = {name: SplitWriter(folder / f"{name}.arrow", job.encoder) for name in wanted if wanted[name]}
+    splits = {
+        name: SplitWriter(folder / f"{name}.arrow", job.encoder) for name in wanted if wanted[name]
+    }
     started = logged = time.monotonic()
     for source in filter(None, (None if config.streaming else job.source, job.validation)):
         chunks = chunks_of(source, config.dataset_format)
-        with closing(encode_chunks(chunks, job.encoder, job.examples, config.tokenize_processes or cores())) as pairs:
+        with closing(
+            encode_chunks(chunks, job.encoder, job.examples, config.tokenize_processes or cores())
+        ) as pairs:
             for chunk, encoded in pairs:
                 bad.note(encoded)
                 held_out = numpy.full(len(chunk), source is job.validation)
@@ -228,17 +259,26 @@ def _build(folder: Path, job: _Job) -> None:
                 f"{bad.count:,} are bad.\nUse other data, another fraction, or --run_validation False."
             )
     train = written.get("train", SplitStatistics())
-    if job.examples is unpaired_examples and written.get("train") and not (train.desirable and train.undesirable):
+    if (
+        job.examples is unpaired_examples
+        and written.get("train")
+        and not (train.desirable and train.undesirable)
+    ):
         raise UserError(
             f"{names['train']}: all {counted(train.rows // 2, 'completion')} have the label {bool(train.desirable)}.\n"
             "KTO needs both. Check the column label, or use --objective sft --dataset_format prompt_completion."
         )
-    BuildReport(train, written.get("validation"), bad.count, bad.first, sample).save(folder / "meta.json")
+    BuildReport(train, written.get("validation"), bad.count, bad.first, sample).save(
+        folder / "meta.json"
+    )
     log.info(f"tokenized {counted(rows, 'sample')} in {time.monotonic() - started:.1f} s")
 
 
-def check_ids(largest_id: int, name: str, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int | None) -> None:
-    """Raise a UserError if the model has no embedding for `largest_id`; training would fail at that token's sample."""
+def check_ids(
+    largest_id: int, name: str, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int | None
+) -> None:
+    """Raise a UserError if the model has no embedding for `largest_id`; training would fail at that
+    token's sample."""
     if vocabulary_size is not None and largest_id >= vocabulary_size:
         token = tokenizer.convert_ids_to_tokens(largest_id)
         raise UserError(

@@ -21,7 +21,8 @@ CHATS = ("messages", "conversations")
 
 
 def reshaped(source: Source, config: DataConfig, most: int = 0) -> Source:
-    """Return the source with `--columns` and `--repair_chats` applied to its samples. KTO makes two of a pair.
+    """Return the source with `--columns` and `--repair_chats` applied to its samples. KTO makes two
+    of a pair.
 
     Args:
         source: the original samples.
@@ -30,7 +31,9 @@ def reshaped(source: Source, config: DataConfig, most: int = 0) -> Source:
     """
     if source.parts:
         parts = tuple(reshaped(part, config, most) for part in source.parts)
-        return dataclasses.replace(source, parts=parts, identity=" ".join(part.identity for part in parts))
+        return dataclasses.replace(
+            source, parts=parts, identity=" ".join(part.identity for part in parts)
+        )
     names = _names(source, config)
     if not names and not most and not config.repair_chats and config.dataset_format != UNPAIRED:
         return source
@@ -38,34 +41,43 @@ def reshaped(source: Source, config: DataConfig, most: int = 0) -> Source:
     def read() -> Rows:
         for place, row in itertools.islice(source.read(), most or None):
             try:
-                rows: list[Row | BadRow] = [row] if isinstance(row, BadRow) else [*_rows(row, names, config)]
+                rows: list[Row | BadRow] = (
+                    [row] if isinstance(row, BadRow) else [*_rows(row, names, config)]
+                )
             except BadRow as problem:
                 rows = [problem]
             yield from ((place, it) for it in rows)
 
     options = json.dumps([names, most, config.repair_chats])
-    return dataclasses.replace(source, read=read, identity=f"{source.identity} {options}", renamed=names)
+    return dataclasses.replace(
+        source, read=read, identity=f"{source.identity} {options}", renamed=names
+    )
 
 
 def repaired(messages: Any) -> Any:
     """Return a chat in which user and assistant messages alternate.
 
-    Assistant messages before the first user message and messages after the last response are removed. Neighboring
-    messages of one role are merged. LLaMA-Factory's function_call becomes a tool call of the assistant. Any value that
-    is not a list of messages is returned unchanged.
+    Assistant messages before the first user message and messages after the last response are
+    removed. Neighboring messages of one role are merged. LLaMA-Factory's function_call becomes a
+    tool call of the assistant. Any value that is not a list of messages is returned unchanged.
     """
     if not isinstance(messages, list) or not all(isinstance(it, dict) for it in messages):
         return messages
     chat = list[dict[str, Any]]()
     for given in messages:
         role, text = ("from", "value") if "from" in given else ("role", "content")
-        said = {**{key: value for key, value in given.items() if key not in (role, text)}, "content": given.get(text)}
+        said = {
+            **{key: value for key, value in given.items() if key not in (role, text)},
+            "content": given.get(text),
+        }
         said["role"] = ROLES.get(str(given.get(role)), given.get(role))
         if said["role"] == "function_call":
             said |= {"role": "assistant", "content": "", "tool_calls": _calls(said["content"])}
         if said["role"] == "assistant" and not any(it["role"] == "user" for it in chat):
             continue
-        are_texts = chat and all(isinstance(it["content"], str) and not it.get("tool_calls") for it in (chat[-1], said))
+        are_texts = chat and all(
+            isinstance(it["content"], str) and not it.get("tool_calls") for it in (chat[-1], said)
+        )
         if are_texts and said["role"] == chat[-1]["role"] != "tool":
             chat[-1]["content"] += "\n\n" + said["content"]
         else:
@@ -76,12 +88,16 @@ def repaired(messages: Any) -> Any:
 
 
 def _calls(text: Any) -> Any:
-    """Return the tool calls in a function_call message, whose content is JSON text of one call or of a list."""
+    """Return the tool calls in a function_call message, whose content is JSON text of one call or
+    of a list."""
     try:
         calls = json.loads(text)
     except (TypeError, ValueError):
         return text
-    return [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
+    return [
+        {"type": "function", "function": call}
+        for call in (calls if isinstance(calls, list) else [calls])
+    ]
 
 
 def _rows(row: Row, names: Mapping[str, str], config: DataConfig) -> list[Row]:
@@ -92,10 +108,13 @@ def _rows(row: Row, names: Mapping[str, str], config: DataConfig) -> list[Row]:
 
 
 def _names(source: Source, config: DataConfig) -> dict[str, str]:
-    """Return column in the data -> column of a format: from `--columns`, else by COMMON if no format fits."""
+    """Return column in the data -> column of a format: from `--columns`, else by COMMON if no
+    format fits."""
     columns, names = source.columns, dict(_pairs(config.columns))
     if missing := [theirs for theirs in names if theirs not in columns]:
-        raise UserError(f"--columns: {source.name} has no column {missing[0]}. It has {', '.join(sorted(columns))}.")
+        raise UserError(
+            f"--columns: {source.name} has no column {missing[0]}. It has {', '.join(sorted(columns))}."
+        )
     if names or config.dataset_format != "auto" or _fit(columns):
         return names
     names = {}
@@ -119,4 +138,6 @@ def _pairs(columns: Collection[str]) -> Iterator[tuple[str, str]]:
 
 def _fit(columns: Collection[str]) -> bool:
     """Return whether one of the formats that are recognized by their columns fits."""
-    return any(set(known.required) <= set(columns) for name, known in FORMATS.items() if name != PREFERENCE)
+    return any(
+        set(known.required) <= set(columns) for name, known in FORMATS.items() if name != PREFERENCE
+    )

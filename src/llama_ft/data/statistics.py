@@ -13,7 +13,8 @@ COLUMNS = {
     "rows": "samples", "tokens": "tokens", "target_tokens": "in the loss", "longest": "longest",
     "truncated": "truncated", "skipped": "skipped",
 }  # fmt: skip
-# Per sample: a hash of its content; its tokens before truncation; fate: bad, whole, truncated or skipped.
+# Per sample: a hash of its content; its tokens before truncation; fate: bad, whole, truncated or
+# skipped.
 ROW = numpy.dtype([("content", "u8"), ("tokens", "i4"), ("fate", "i1")])
 BAD, WHOLE, TRUNCATED, SKIPPED = -1, 0, 1, 2
 
@@ -26,7 +27,8 @@ class SplitStatistics:
         rows: samples written; each piece of a split sample counts.
         desirable, undesirable: number of completions with that label.
         tokens, target_tokens: number of tokens in them, and of those in the loss.
-        truncated, skipped: samples that lost tokens; samples that are too long or have no token in the loss.
+        truncated, skipped: samples that lost tokens; samples that are too long or have no token in
+        the loss.
         longest: tokens of the longest sample before truncation.
         largest_id: the largest token id.
         fingerprint: a checksum of all tokens and labels, in order.
@@ -57,9 +59,10 @@ class BuildReport:
 
     Attributes:
         train, validation: the statistics of each split; None if the split does not exist.
-        bad_rows, first_bad_rows: number of samples skipped by skip_bad_rows; place and reason of the first ones.
-        chat_sample: a chat of the validation split, else of the training split. Its last message is the reference
-            response.
+        bad_rows, first_bad_rows: number of samples skipped by skip_bad_rows; place and reason of
+        the first ones.
+        chat_sample: a chat of the validation split, else of the training split. Its last message is
+            the reference response.
     """
 
     train: SplitStatistics
@@ -69,14 +72,18 @@ class BuildReport:
     chat_sample: list[Message] | None = None
 
     def save(self, path: Path) -> None:
-        """Write as ASCII JSON: a message may hold half a surrogate pair, which UTF-8 cannot encode."""
+        """Write as ASCII JSON: a message may hold half a surrogate pair, which UTF-8 cannot
+        encode."""
         path.write_text(json.dumps(asdict(self), indent=2), encoding="ascii")
 
     @classmethod
     def load(cls, path: Path) -> "BuildReport":
         """Read what `save` wrote."""
         values = json.loads(path.read_text(encoding="ascii"))
-        splits = {name: values[name] and SplitStatistics(**values[name]) for name in ("train", "validation")}
+        splits = {
+            name: values[name] and SplitStatistics(**values[name])
+            for name in ("train", "validation")
+        }
         return cls(**values | splits)
 
 
@@ -87,7 +94,8 @@ def describe(report: BuildReport) -> list[str]:
     lines = [
         f"{name:10}" + "".join(f"{getattr(split, column):13,}" for column in COLUMNS)
         for name, split in splits.items()
-        if split is not None and split.rows  # the statistics of streamed samples are not known in advance
+        # the statistics of streamed samples are not known in advance
+        if split is not None and split.rows
     ]
     if report.train.desirable:
         labels = f"{report.train.desirable:,} desirable, {report.train.undesirable:,} undesirable"
@@ -99,4 +107,8 @@ def warnings_of(report: BuildReport) -> list[str]:
     """Return a line about skipped bad samples, or no line."""
     first = "; ".join(text.splitlines()[0] for text in report.first_bad_rows)
     more = "; ..." if report.bad_rows > len(report.first_bad_rows) else ""
-    return [f"skipped {counted(report.bad_rows, 'bad sample')}: {first}{more}"] if report.bad_rows else []
+    return (
+        [f"skipped {counted(report.bad_rows, 'bad sample')}: {first}{more}"]
+        if report.bad_rows
+        else []
+    )

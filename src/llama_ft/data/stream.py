@@ -4,9 +4,9 @@
     chunks of a window    0 1 2 3 4 5 ...                                    batched like a small dataset
     tokenized by rank     0 1 0 1 0 1                                        then exchanged between all ranks
 
-The content of a window and the order of its samples do not depend on the number of ranks. A checkpoint stores where
-its window begins in the source and how many steps of the window are done. A resumed run reads the source up to that
-position without tokenizing.
+The content of a window and the order of its samples do not depend on the number of ranks. A
+checkpoint stores where its window begins in the source and how many steps of the window are done. A
+resumed run reads the source up to that position without tokenizing.
 """
 
 import itertools
@@ -23,7 +23,14 @@ from datasets.table import InMemoryTable
 
 from llama_ft.config import Config
 from llama_ft.data.batches import BatchSampler, collate_step, mixed
-from llama_ft.data.build import BadRows, EncodedChunk, attempt, chunks_of, encode_chunk, encode_chunks
+from llama_ft.data.build import (
+    BadRows,
+    EncodedChunk,
+    attempt,
+    chunks_of,
+    encode_chunk,
+    encode_chunks,
+)
 from llama_ft.data.prefetch import Prefetcher, PreparedBatches, StepBatches
 from llama_ft.data.prepare import TokenizedData, check_ids
 from llama_ft.data.sources import Source
@@ -35,13 +42,15 @@ START = {"epoch": 0, "chunk": 0, "window": 0, "step_in_window": 0}
 CLOSED, ENDED = "closed", "ended"
 
 
-# Samples that are shuffled and packed together: where they begin in the source (epoch, chunk, window); whether they end
-# the epoch; the tokenized samples with the columns `build.FEATURES`, in memory.
+# Samples that are shuffled and packed together: where they begin in the source (epoch, chunk,
+# window); whether they end the epoch; the tokenized samples with the columns `build.FEATURES`, in
+# memory.
 Window = tuple[dict[str, int], bool, Dataset]
 
 
 class StreamedBatches:
-    """The training samples of a run with `streaming`, on every rank. It has the interface of `PreparedBatches`.
+    """The training samples of a run with `streaming`, on every rank. It has the interface of
+    `PreparedBatches`.
 
     Args:
         stream: source, encoder and examples function, from `TokenizedData.stream`.
@@ -61,12 +70,21 @@ class StreamedBatches:
         runtime: Runtime,
     ) -> None:
         self._source, self._encoder, self._examples = stream
-        self.total_steps, self._seed, self._config = config.train.max_train_step, config.train.seed, config.data
+        self.total_steps, self._seed, self._config = (
+            config.train.max_train_step,
+            config.train.seed,
+            config.data,
+        )
         self.pack_length: int | None = sampler.keywords["pack_length"]
         self._global_batch: int = sampler.keywords["global_batch"]
-        self._sampler, self._pad_token_id, self._vocabulary_size = sampler, pad_token_id, vocabulary_size
+        self._sampler, self._pad_token_id, self._vocabulary_size = (
+            sampler,
+            pad_token_id,
+            vocabulary_size,
+        )
         self._runtime, self._is_wanted = runtime, True
-        # A separate process group: a thread runs these collectives, in no fixed order relative to those of training.
+        # A separate process group: a thread runs these collectives, in no fixed order relative to
+        # those of training.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
         why = "all are bad, longer than --context_length (see --truncation), or without tokens in the loss"
         self._nothing_left = UserError(f"{self._source.name}: no sample can be used: {why}.")
@@ -84,12 +102,16 @@ class StreamedBatches:
 
     def describe(self) -> str:
         """Return a log line about the batches and the number of steps."""
-        batch = counted(self._global_batch, "sample" if self.pack_length is None else "packed sequence")
+        batch = counted(
+            self._global_batch, "sample" if self.pack_length is None else "packed sequence"
+        )
         tokens = f" of {self.pack_length:,} tokens" if self.pack_length is not None else ""
         ahead = f"{self._source.name} is streamed, {counted(self._config.shuffle_buffer, 'sample')} ahead"
         return f"{ahead}\n{counted(self.total_steps, 'optimizer step')} of {batch}{tokens}"
 
-    def steps(self, first: int, last: int, position: dict[str, int]) -> Generator[StepBatches, None, None]:
+    def steps(
+        self, first: int, last: int, position: dict[str, int]
+    ) -> Generator[StepBatches, None, None]:
         """Yield the steps `first` to `last`, counted from 1, both included.
 
         Args:
@@ -108,12 +130,16 @@ class StreamedBatches:
                     )
                 for step_in_window in range(skip, plan.steps_per_epoch):
                     if step > last:
-                        self._is_wanted = False  # stop reading now, not only when the next window is full
+                        # stop reading now, not only when the next window is full
+                        self._is_wanted = False
                         return
                     share = plan.step(0, step_in_window)
                     is_end = ends_epoch and step_in_window == plan.steps_per_epoch - 1
                     batches = collate_step(rows, share, self._pad_token_id, self.pack_length)
-                    seen, now = float(start["epoch"] + is_end), {**start, "step_in_window": step_in_window + 1}
+                    seen, now = (
+                        float(start["epoch"] + is_end),
+                        {**start, "step_in_window": step_in_window + 1},
+                    )
                     counts = share.target_tokens, share.samples
                     yield StepBatches(step, start["epoch"], seen, is_end, *counts, batches, now)
                     step += 1
@@ -128,11 +154,20 @@ class StreamedBatches:
                 if encoded is not None:
                     bad.note(encoded)
                     bad.refuse()
-                    check_ids(encoded.largest_id, self._source.name, self._encoder.tokenizer, self._vocabulary_size)
+                    check_ids(
+                        encoded.largest_id,
+                        self._source.name,
+                        self._encoder.tokenizer,
+                        self._vocabulary_size,
+                    )
                 rows = sum(map(len, tables))
                 if rows >= self._config.shuffle_buffer or (rows and encoded is None):
                     start = {"epoch": epoch, "chunk": first_chunk, "window": number}
-                    yield start, encoded is None, Dataset(InMemoryTable(pyarrow.concat_tables(tables)))
+                    yield (
+                        start,
+                        encoded is None,
+                        Dataset(InMemoryTable(pyarrow.concat_tables(tables))),
+                    )
                     tables, number, first_chunk = [], number + 1, at
                 if encoded is not None:
                     tables.append(encoded.table)
@@ -143,25 +178,43 @@ class StreamedBatches:
                 if bad.count and epoch == position["epoch"]:  # the same samples in every epoch
                     skipped = f"skipped {counted(bad.count, 'bad sample')}"
                     log.warning(f"{self._source.name}: {skipped}: {'; '.join(bad.first)}")
-                bad, epoch, at, tables, number, first_chunk = BadRows(bad.skip), epoch + 1, 0, [], 0, 0
+                bad, epoch, at, tables, number, first_chunk = (
+                    BadRows(bad.skip),
+                    epoch + 1,
+                    0,
+                    [],
+                    0,
+                    0,
+                )
 
     def _exchanged(self, first_chunk: int) -> Generator[EncodedChunk | None, None, None]:
-        """Yield the tokenized chunks of the source in order, epoch after epoch. None marks the end of an epoch.
+        """Yield the tokenized chunks of the source in order, epoch after epoch. None marks the end
+        of an epoch.
 
-        Each chunk is tokenized by one rank. All ranks exchange one chunk per round. A rank that stops must take part in
-        one more round to tell the others, unless a rank already reported in the last round that it stops or failed.
+        Each chunk is tokenized by one rank. All ranks exchange one chunk per round. A rank that
+        stops must take part in one more round to tell the others, unless a rank already reported in
+        the last round that it stops or failed.
         """
         processes, is_over = self._config.tokenize_processes or 1, False
         try:
             while True:
                 chunks = chunks_of(self._source, self._config.dataset_format)
-                mine = itertools.islice(chunks, first_chunk + self._runtime.rank, None, self._runtime.world_size)
-                with closing(encode_chunks(mine, self._encoder, self._examples, processes)) as pairs:
+                mine = itertools.islice(
+                    chunks, first_chunk + self._runtime.rank, None, self._runtime.world_size
+                )
+                with closing(
+                    encode_chunks(mine, self._encoder, self._examples, processes)
+                ) as pairs:
                     own, items = (encoded for _, encoded in pairs), list[Any]()
                     while ENDED not in items:
-                        items = self._gather(attempt(next, own, ENDED) if self._is_wanted else CLOSED)
-                        stops = [item for item in items if isinstance(item, Exception) or item == CLOSED]
-                        # Set before the first yield: closing the generator there must not start another exchange.
+                        items = self._gather(
+                            attempt(next, own, ENDED) if self._is_wanted else CLOSED
+                        )
+                        stops = [
+                            item for item in items if isinstance(item, Exception) or item == CLOSED
+                        ]
+                        # Set before the first yield: closing the generator there must not start
+                        # another exchange.
                         is_over = bool(stops)
                         if is_over and isinstance(stops[0], Exception):
                             raise stops[0]
@@ -204,7 +257,8 @@ def plan_training(
         runtime: the ranks. All ranks must call this function.
 
     Raises:
-        UserError: a rank has other samples than rank 0. Some samples would be trained on twice and others never.
+        UserError: a rank has other samples than rank 0. Some samples would be trained on twice and
+            others never.
     """
     prints: list[dict[str, str]] = [{}] * runtime.world_size
     dist.all_gather_object(prints, data.fingerprints())
@@ -225,4 +279,6 @@ def plan_training(
         return StreamedBatches(data.stream, config, sampler, pad_token_id, vocabulary_size, runtime)
     assert data.train is not None  # either train or stream is set
     plan = sampler(data.train, seed=config.train.seed)
-    return PreparedBatches(data.train, plan, pad_token_id, config.train.num_epochs, config.train.max_train_step)
+    return PreparedBatches(
+        data.train, plan, pad_token_id, config.train.num_epochs, config.train.max_train_step
+    )

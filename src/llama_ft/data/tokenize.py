@@ -14,7 +14,8 @@ from llama_ft.data.formats import FORMATS, BadRow, Content, Row, RowFormat, Toke
 from llama_ft.data.loss_mask import ChatRenderer
 from llama_ft.errors import UserError
 
-LONGEST_TEXT = 10_000_000  # characters; a tokenizer takes up to 200 bytes per character, and 20 s for all of them
+# characters; a tokenizer takes up to 200 bytes per character, and 20 s for all of them
+LONGEST_TEXT = 10_000_000
 IGNORED = -100  # cross_entropy of PyTorch ignores this label by default
 Truncation = Literal["right", "left", "drop", "split"]
 Labels = Literal["auto", "assistant", "completion", "all"]
@@ -24,8 +25,8 @@ Example = tuple[list[int], list[int]]  # input ids and labels of any length, fro
 class Encoded(NamedTuple):
     """An example of at most context_length tokens, or a piece of a longer one.
 
-    A label is the token itself if the token is in the loss, otherwise -100. Labels are not shifted: as in
-    Transformers, the logits at position i-1 predict the label at position i.
+    A label is the token itself if the token is in the loss, otherwise -100. Labels are not shifted:
+    as in Transformers, the logits at position i-1 predict the label at position i.
     """
 
     input_ids: list[int]
@@ -34,21 +35,24 @@ class Encoded(NamedTuple):
 
     @property
     def target_tokens(self) -> int:
-        """Number of labels in the loss. Position 0 does not count, because no position predicts it."""
+        """Number of labels in the loss. Position 0 does not count, because no position predicts
+        it."""
         return len(self.labels) - 1 - self.labels[1:].count(IGNORED) if self.labels else 0
 
 
 class Encoder:
     """Turns samples into tokens and labels.
 
-    Labels depend on the position, never on the token id: even if the pad token is also the end-of-turn token, the end
-    of a message stays in the loss. An encoder can be pickled and sent to another process.
+    Labels depend on the position, never on the token id: even if the pad token is also the
+    end-of-turn token, the end of a message stays in the loss. An encoder can be pickled and sent to
+    another process.
 
     Args:
         tokenizer: a fast tokenizer. Chats need a chat template (`ensure_chat_template`).
         context_length: maximum number of tokens of an example.
         truncation: what happens to longer examples, see `Encoder.fit`.
-        labels: tokens in the loss; auto: responses of chats, completions of prompts, all of plain text.
+        labels: tokens in the loss; auto: responses of chats, completions of prompts, all of plain
+            text.
     """
 
     def __init__(
@@ -62,8 +66,11 @@ class Encoder:
         self.truncation, self.labels = truncation, labels
         self._vocabulary_size = len(tokenizer)
         if not tokenizer.is_fast:
-            raise UserError(f"{type(tokenizer).__name__}: expected a fast tokenizer, one with a tokenizer.json.")
-        self._bos = added_bos(tokenizer)  # this also disables the truncation and padding stored in the tokenizer
+            raise UserError(
+                f"{type(tokenizer).__name__}: expected a fast tokenizer, one with a tokenizer.json."
+            )
+        # this also disables the truncation and padding stored in the tokenizer
+        self._bos = added_bos(tokenizer)
 
     @cached_property
     def _renderer(self) -> ChatRenderer:
@@ -82,11 +89,13 @@ class Encoder:
             return formats.alpaca_messages(row, input_heading=INPUT_HEADING)
         try:
             return FORMATS[row_format].read(row)
-        except (LookupError, TypeError, AttributeError, ValueError) as error:  # raised by a user's own format
+        # raised by a user's own format
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise BadRow(f"format {row_format}: {type(error).__name__}: {error}") from error
 
     def encode(self, row: Row, row_format: RowFormat) -> list[Encoded]:
-        """Tokenize a sample and bring it to pieces of at most context_length tokens. See `tokenize` and `fit`."""
+        """Tokenize a sample and bring it to pieces of at most context_length tokens. See `tokenize`
+        and `fit`."""
         return self.fit(*self.tokenize(row, row_format))
 
     def tokenize(self, row: Row, row_format: RowFormat) -> Example:
@@ -105,18 +114,23 @@ class Encoder:
             return self._tokenize(*self._renderer.render(content, formats.tools_of(row)))
         fitting = ("auto",) if isinstance(content, TokenRow) else ("auto", "all")
         if (isinstance(content, TokenRow) or not content[0]) and self.labels not in fitting:
-            raise UserError(f"--labels {self.labels}: expected {' or '.join(fitting)} for the format {row_format}.")
+            raise UserError(
+                f"--labels {self.labels}: expected {' or '.join(fitting)} for the format {row_format}."
+            )
         if isinstance(content, TokenRow):
             tokens = (*content.input_ids, *(label for label in content.labels if label != IGNORED))
             if bad := [token for token in tokens if not 0 <= token < self._vocabulary_size]:
-                raise BadRow(f"it holds the token {bad[0]}; expected 0 to {self._vocabulary_size - 1}.")
+                raise BadRow(
+                    f"it holds the token {bad[0]}; expected 0 to {self._vocabulary_size - 1}."
+                )
             return content
         return self._tokenize_text(*content)
 
     def _tokenize_text(self, prompt: str, completion: str) -> Example:
         """Tokenize text without a chat: BOS (if the tokenizer adds one), prompt, completion, EOS.
 
-        The joined text is tokenized, so that the completion begins with the same token as in running text.
+        The joined text is tokenized, so that the completion begins with the same token as in
+        running text.
         """
         start = 0 if self.labels == "all" else len(prompt)
         text = prompt + completion
@@ -131,9 +145,10 @@ class Encoder:
     def fit(self, input_ids: list[int], labels: list[int]) -> list[Encoded]:
         """Bring an example to at most context_length tokens.
 
-        truncation=right keeps the beginning of a longer example, left keeps its end, drop returns nothing. split makes
-        pieces that overlap by one token: the first token of a piece is only context, because no position predicts it
-        there, and the piece before has it in the loss. So every label except the first is in the loss exactly once.
+        truncation=right keeps the beginning of a longer example, left keeps its end, drop returns
+        nothing. split makes pieces that overlap by one token: the first token of a piece is only
+        context, because no position predicts it there, and the piece before has it in the loss. So
+        every label except the first is in the loss exactly once.
 
         Args:
             input_ids, labels: of the example, both of the same length.
@@ -158,14 +173,18 @@ class Encoder:
 
     def _tokenize(self, text: str, spans: list[Span]) -> Example:
         if len(text) > LONGEST_TEXT:
-            raise BadRow(f"its text has {len(text):,} characters; expected at most {LONGEST_TEXT:,}.")
+            raise BadRow(
+                f"its text has {len(text):,} characters; expected at most {LONGEST_TEXT:,}."
+            )
         try:
             text.encode("utf-8")
-        except UnicodeEncodeError as error:  # JSON allows half a surrogate pair, but tokenizers reject it
+        # JSON allows half a surrogate pair, but tokenizers reject it
+        except UnicodeEncodeError as error:
             raise BadRow(
                 f"\\u{ord(text[error.start]):04x} is half of a character (a lone surrogate); expected Unicode text."
             ) from None
-        # Calling the backend takes a tenth of the time: tokenizer(text) sets truncation and padding again in each call.
+        # Calling the backend takes a tenth of the time: tokenizer(text) sets truncation and padding
+        # again in each call.
         encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
         input_ids: list[int] = encoding.ids
         labels = [IGNORED] * len(input_ids)
@@ -174,7 +193,8 @@ class Encoder:
         return input_ids, labels
 
 
-# Sample, its format, encoder -> the examples that the objective needs. Their number is the same for all samples.
+# Sample, its format, encoder -> the examples that the objective needs. Their number is the same for
+# all samples.
 ExamplesOf = Callable[[Row, RowFormat, Encoder], list[Example]]
 
 
@@ -184,27 +204,35 @@ def one_example(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Examp
 
 
 def two_examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
-    """Return two examples of a preference pair: the prompt with the chosen and with the rejected response."""
+    """Return two examples of a preference pair: the prompt with the chosen and with the rejected
+    response."""
     encoder.read(row, row_format)  # checks the whole sample and raises BadRow
-    return [encoder.tokenize_content(content, row, row_format) for content in formats.pair_contents(row)]
+    return [
+        encoder.tokenize_content(content, row, row_format) for content in formats.pair_contents(row)
+    ]
 
 
 def unpaired_examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
-    """Return the example of a completion with a label, twice. `mismatch` gives the second one another completion."""
+    """Return the example of a completion with a label, twice. `mismatch` gives the second one
+    another completion."""
     return [encoder.tokenize(row, row_format)] * 2
 
 
 def mismatch(samples: Sequence[list[Example]], context_length: int) -> None:
-    """Give the second example of each sample the completion of another one, in place, for an estimate of the KL
-    divergence. The other sample is half a list away, since neighbors often have the same prompt. A single sample keeps
-    its own completion. No such example is longer than context_length, unless the sample itself is.
+    """Give the second example of each sample the completion of another one, in place, for an
+    estimate of the KL divergence. The other sample is half a list away, since neighbors often have
+    the same prompt. A single sample keeps its own completion. No such example is longer than
+    context_length, unless the sample itself is.
 
     Args:
         samples: of each what `unpaired_examples` returns.
         context_length: of the encoder.
     """
     own = [examples[0] for examples in samples]
-    starts = [next((at for at, label in enumerate(labels) if label != IGNORED), len(labels)) for _, labels in own]
+    starts = [
+        next((at for at, label in enumerate(labels) if label != IGNORED), len(labels))
+        for _, labels in own
+    ]
     answered = [number for number, (_, labels) in enumerate(own) if starts[number] < len(labels)]
     for place, number in enumerate(answered):
         other = answered[(place + len(answered) // 2) % len(answered)]
@@ -216,12 +244,15 @@ def mismatch(samples: Sequence[list[Example]], context_length: int) -> None:
         samples[number][1] = ids, labels
 
 
-def tokens_of_spans(text: str, offsets: list[tuple[int, int]], spans: list[Span]) -> list[tuple[int, int]]:
+def tokens_of_spans(
+    text: str, offsets: list[tuple[int, int]], spans: list[Span]
+) -> list[tuple[int, int]]:
     """Return the tokens that belong to each span.
 
-    A token inside a span belongs to it. A token across the edge of a span belongs to it if the part inside is more than
-    white space. In `Answer: Yes` the token ` Yes` belongs to the response, although its space is part of the prompt. A
-    token of two line breaks, one of them in the prompt, does not belong to the response.
+    A token inside a span belongs to it. A token across the edge of a span belongs to it if the part
+    inside is more than white space. In `Answer: Yes` the token ` Yes` belongs to the response,
+    although its space is part of the prompt. A token of two line breaks, one of them in the prompt,
+    does not belong to the response.
 
     Args:
         text: the rendered chat.
@@ -231,8 +262,9 @@ def tokens_of_spans(text: str, offsets: list[tuple[int, int]], spans: list[Span]
     Returns:
         Ranges [first, last) of tokens, one per span.
     """
-    # Byte-level tokenizers can exclude white space from the offsets (trim_offsets), so a token begins where the
-    # previous one ended. All bytes of one character have the same offsets, so the minimum is needed.
+    # Byte-level tokenizers can exclude white space from the offsets (trim_offsets), so a token
+    # begins where the previous one ended. All bytes of one character have the same offsets, so the
+    # minimum is needed.
     ends = list(accumulate((end for _, end in offsets), max))
     starts = [min(start, covered) for (start, _), covered in zip(offsets, [0, *ends], strict=False)]
 

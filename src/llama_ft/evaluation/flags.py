@@ -16,10 +16,23 @@ from llama_ft.config.run_settings import STRICT, Count, CountOrZero, DataConfig
 from llama_ft.config.settings import SETTINGS, Config, values_of
 from llama_ft.config.tool_flags import check, read
 from llama_ft.errors import UserError
-from llama_ft.inference.flags import ModelFlags, check_models, check_output_file, find_result, settings_beside
+from llama_ft.inference.flags import (
+    ModelFlags,
+    check_models,
+    check_output_file,
+    find_result,
+    settings_beside,
+)
 
 # Settings of a run that select samples, and those that name files.
-OF_DATASET = ("dataset_split", "dataset_format", "columns", "repair_chats", "max_samples", "validation")
+OF_DATASET = (
+    "dataset_split",
+    "dataset_format",
+    "columns",
+    "repair_chats",
+    "max_samples",
+    "validation",
+)
 SAMPLES = ("dataset", *OF_DATASET, "labels", "truncation", "context_length")
 Split = Literal["train", "validation"]
 READ = {"dataset", "validation", "chat_template"}
@@ -28,7 +41,8 @@ OF_TRAINING = {"streaming", "shuffle_buffer", "show_samples"}
 
 @settings_dataclass(config=STRICT, kw_only=True)
 class EvaluateFlags(DataConfig, ModelFlags):
-    """Flags of recipes/evaluate.py; those about data are the training recipe's, and default to the run's."""
+    """Flags of recipes/evaluate.py; those about data are the training recipe's, and default to the
+    run's."""
 
     val_batch_size: Count = 1
     """Micro-batch size per rank: packed sequences, or samples with batching_strategy=padding."""
@@ -43,7 +57,8 @@ class EvaluateFlags(DataConfig, ModelFlags):
     """Write the results to this new file, as JSON."""
 
     tasks: list[str] = Field(default_factory=list)
-    """Tasks of lm-evaluation-harness by name, or YAML files of your own: hellaswag,my_tasks/arithmetic.yaml."""
+    """Tasks of lm-evaluation-harness by name, or YAML files of your own:
+    hellaswag,my_tasks/arithmetic.yaml."""
 
     limit: Annotated[float, Field(gt=0)] | None = None
     """Only the first N questions of a task, or a share below 1."""
@@ -59,7 +74,8 @@ class EvaluateFlags(DataConfig, ModelFlags):
 
 
 class ModelToEvaluate(NamedTuple):
-    """A model to evaluate, the settings of its run if there is one, and the base model to compare it with."""
+    """A model to evaluate, the settings of its run if there is one, and the base model to compare
+    it with."""
 
     place: str
     run: Config | None
@@ -68,8 +84,9 @@ class ModelToEvaluate(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The models and the samples to evaluate. `config` selects the samples, and a text describes them ("": only tasks
-    are evaluated). They are a split of config.data.dataset or (None) its validation set."""
+    """The models and the samples to evaluate. `config` selects the samples, and a text describes
+    them ("": only tasks are evaluated). They are a split of config.data.dataset or (None) its
+    validation set."""
 
     flags: EvaluateFlags
     asked: list[ModelToEvaluate]
@@ -89,7 +106,9 @@ def read_evaluate_flags(argv: list[str], description: str) -> Evaluation:
     asked = [_asked(place, flags) for place in flags.places]
     what = _select_samples(flags, asked, parsed.places.keys())
     shown = {name: parsed.places.get(name, f"{asked[0].place}: its run") for name in READ}
-    check(check_paths(values_of(what.config), shown, SETTINGS.keys() - READ) if what.samples else [])
+    check(
+        check_paths(values_of(what.config), shown, SETTINGS.keys() - READ) if what.samples else []
+    )
     return what
 
 
@@ -100,13 +119,19 @@ def _asked(place: str, flags: EvaluateFlags) -> ModelToEvaluate:
     if base is None and flags.base and found and found[0] == "adapter":
         base = base_model_of(str(found[1]))
     if flags.base and base is None:
-        raise UserError(f"--base: {place} does not say what it was fine-tuned from. Add --base_model.")
+        raise UserError(
+            f"--base: {place} does not say what it was fine-tuned from. Add --base_model."
+        )
     if flags.base and (error := model_problem(str(base))):
-        raise UserError(f"{place}: its base model {base}: {error}\n--base_model says where it is now.")
+        raise UserError(
+            f"{place}: its base model {base}: {error}\n--base_model says where it is now."
+        )
     return ModelToEvaluate(place, run, base if flags.base else None)
 
 
-def _select_samples(flags: EvaluateFlags, asked: list[ModelToEvaluate], given: Set[str]) -> Evaluation:
+def _select_samples(
+    flags: EvaluateFlags, asked: list[ModelToEvaluate], given: Set[str]
+) -> Evaluation:
     """Select the samples by the given flags, or else as in the first model's run."""
     runs = [(place, run) for place, run, _ in asked if run is not None]
     place, run = runs[0] if runs else (asked[0].place, Config())
@@ -118,16 +143,30 @@ def _select_samples(flags: EvaluateFlags, asked: list[ModelToEvaluate], given: S
         samples = f"the validation set of {flags.dataset} (--validation {flags.validation})"
         if "validation" not in given:
             has_split = "dataset_split" in given
-            samples = f"all samples of {flags.dataset}" + f", split {flags.dataset_split}" * has_split
+            samples = (
+                f"all samples of {flags.dataset}" + f", split {flags.dataset_split}" * has_split
+            )
             split = "train" if has_split else "validation"
     elif runs and brings_validation(SimpleNamespace(**values_of(run))):
-        samples = f"the validation set of {place}" + (f" ({run.data.validation})" if run.data.validation else "")
+        samples = f"the validation set of {place}" + (
+            f" ({run.data.validation})" if run.data.validation else ""
+        )
         if chosen := given & {"validation", "dataset_split"}:
-            raise UserError(f"--{min(chosen)}: needs --dataset; without it, the run's own validation set is used.")
-        if any(getattr(run.data, name) != getattr(other.data, name) for _, other in runs for name in SAMPLES):
-            raise UserError("The runs have different validation sets. --dataset names samples to compare them on.")
+            raise UserError(
+                f"--{min(chosen)}: needs --dataset; without it, the run's own validation set is used."
+            )
+        if any(
+            getattr(run.data, name) != getattr(other.data, name)
+            for _, other in runs
+            for name in SAMPLES
+        ):
+            raise UserError(
+                "The runs have different validation sets. --dataset names samples to compare them on."
+            )
     elif not flags.tasks:
-        raise UserError(f"{place}: no run with a validation set is there. Give --dataset FILE, or --tasks.")
+        raise UserError(
+            f"{place}: no run with a validation set is there. Give --dataset FILE, or --tasks."
+        )
     changed |= {name: getattr(flags, name) for name in given & vars(run.data).keys()}
     evaluated = {name: getattr(flags, name) for name in given & {"val_batch_size", "max_eval_step"}}
     config = replace(run, data=replace(run.data, **changed), train=replace(run.train, **evaluated))

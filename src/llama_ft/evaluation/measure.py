@@ -1,5 +1,5 @@
-"""Compute a model's loss on samples, in the same way as a run's own evaluation, and results on tasks of
-lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness).
+"""Compute a model's loss on samples, in the same way as a run's own evaluation, and results on
+tasks of lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness).
 
 lm_eval is an optional package. Only this file imports it, and only if tasks are requested.
 """
@@ -23,9 +23,14 @@ Metrics = dict[str, dict[str, Any]]  # task -> metric -> {"value": ..., "stderr"
 
 
 def measure_loss(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ModelToEvaluate, what: Evaluation, job: Runtime
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    asked: ModelToEvaluate,
+    what: Evaluation,
+    job: Runtime,
 ) -> dict[str, float]:
-    """Tokenize the samples, or take them from the cache, and compute the loss. All ranks must call it.
+    """Tokenize the samples, or take them from the cache, and compute the loss. All ranks must call
+    it.
 
     Args:
         model: a model in eval mode; it stays in eval mode.
@@ -56,22 +61,27 @@ def measure_loss(
     log.info("\n".join(tokenized.summary))
     samples = tokenized.train if split else tokenized.validation
     if samples is None:
-        raise UserError(f"{asked.place}: there is no validation set. --dataset FILE names samples for the evaluation.")
+        raise UserError(
+            f"{asked.place}: there is no validation set. --dataset FILE names samples for the evaluation."
+        )
     attention = model.config._attn_implementation
     pack_length = context_length if config.data.batching_strategy == "packing" else None
     if pack_length is not None:
         models.use_packed_attention(model)
         training.check_packing(model, samples, context_length, model.dtype, job)
     pad, objective = data.pad_token_id(tokenizer, vocabulary), training.SupervisedFineTuning()
-    loss, tokens, _ = training.mean_loss(model, objective, samples, config.train, pad, pack_length, job)
-    model.config._attn_implementation = attention  # packed attention works only for packed sequences
+    loss, tokens, _ = training.mean_loss(
+        model, objective, samples, config.train, pad, pack_length, job
+    )
+    # packed attention works only for packed sequences
+    model.config._attn_implementation = attention
     model.eval()
     return {"loss": loss, "perplexity": training.perplexity(loss), "target_tokens": tokens}
 
 
 def find_tasks(flags: EvaluateFlags, job: Runtime) -> Any:
-    """Load the tasks and their questions once, before any model. Return lm_eval's TaskManager, in which they can be
-    found again."""
+    """Load the tasks and their questions once, before any model. Return lm_eval's TaskManager, in
+    which they can be found again."""
     from lm_eval.tasks import TaskManager
 
     by_name = any(not name.endswith((".yaml", ".yml")) for name in flags.tasks)
@@ -80,12 +90,18 @@ def find_tasks(flags: EvaluateFlags, job: Runtime) -> Any:
             manager = TaskManager(include_defaults=by_name)
             manager.load(flags.tasks)
         except Exception as error:  # of yaml, jinja, datasets, the Hub or the task's own code
-            raise UserError(f"--tasks {','.join(flags.tasks)}: cannot be loaded ({reason(error)}).") from error
+            raise UserError(
+                f"--tasks {','.join(flags.tasks)}: cannot be loaded ({reason(error)})."
+            ) from error
     return manager
 
 
 def ask_tasks(
-    manager: Any, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, flags: EvaluateFlags, job: Runtime
+    manager: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    flags: EvaluateFlags,
+    job: Runtime,
 ) -> Metrics:
     """Evaluate a model on all tasks. Every rank answers the same questions.
 
@@ -102,7 +118,8 @@ def ask_tasks(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    # Weights are already tied, and Transformers' function fails if an adapter wraps the embedding or the LM head.
+    # Weights are already tied, and Transformers' function fails if an adapter wraps the embedding
+    # or the LM head.
     model.tie_weights = lambda *_, **__: None  # type: ignore[method-assign]
     try:
         with _quiet(job):
@@ -116,8 +133,11 @@ def ask_tasks(
                 apply_chat_template=flags.apply_chat_template,
                 fewshot_as_multiturn=True,
             )
-    except (ValueError, AssertionError) as error:  # such as tasks with images, or with generated code
-        raise UserError(f"--tasks: lm-evaluation-harness cannot ask them: {reason(error)}.") from error
+    # such as tasks with images, or with generated code
+    except (ValueError, AssertionError) as error:
+        raise UserError(
+            f"--tasks: lm-evaluation-harness cannot ask them: {reason(error)}."
+        ) from error
     return _metrics(found) if found else {}
 
 
@@ -126,12 +146,16 @@ def _quiet(job: Runtime) -> Iterator[None]:
     """Show only errors of lm_eval, and its progress bars only in a terminal."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     is_shown = job.is_main and sys.stderr.isatty()
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(sys.stderr if is_shown else nowhere):
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stderr(sys.stderr if is_shown else nowhere),
+    ):
         yield
 
 
 def _metrics(found: Any) -> Metrics:
-    """Convert lm_eval's {task: {"acc,none": 0.5, "acc_stderr,none": 0.1}}. A group's mean comes before its tasks."""
+    """Convert lm_eval's {task: {"acc,none": 0.5, "acc_stderr,none": 0.1}}. A group's mean comes
+    before its tasks."""
     metrics: Metrics = {}
     for task, values in {**found.get("groups", {}), **found["results"]}.items():
         metrics[task] = {}
@@ -140,5 +164,8 @@ def _metrics(found: Any) -> Metrics:
             if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
                 error = values.get(f"{metric}_stderr,{chosen}", "N/A")
                 stderr = None if error == "N/A" else error
-                metrics[task][metric if chosen == "none" else key] = {"value": value, "stderr": stderr}
+                metrics[task][metric if chosen == "none" else key] = {
+                    "value": value,
+                    "stderr": stderr,
+                }
     return metrics

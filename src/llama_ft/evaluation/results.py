@@ -13,8 +13,8 @@ from llama_ft.evaluation.measure import Metrics
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Results of a model: its loss on the samples and its tasks, if requested; and the results of its base model.
-    `about` says what was loaded and how."""
+    """Results of a model: its loss on the samples and its tasks, if requested; and the results of
+    its base model. `about` says what was loaded and how."""
 
     name: str
     about: str
@@ -23,14 +23,20 @@ class Evaluated:
     base: "Evaluated | None" = None
 
     def numbers(self) -> dict[tuple[str, str], tuple[float, float | None]]:
-        """Return (task, metric) -> value and standard error. For the loss on samples, task is ""."""
+        """Return (task, metric) -> value and standard error. For the loss on samples, task is
+        ""."""
         found = {("", name): (value, None) for name, value in (self.held_out or {}).items()}
-        tasks = {(task, name): it for task, metrics in (self.tasks or {}).items() for name, it in metrics.items()}
+        tasks = {
+            (task, name): it
+            for task, metrics in (self.tasks or {}).items()
+            for name, it in metrics.items()
+        }
         return {**found, **{key: (it["value"], it["stderr"]) for key, it in tasks.items()}}
 
 
 def describe(models: list[Evaluated], samples: str, limit: float | None) -> str:
-    """Return the table as text. `samples` is a description, `limit` the number of questions per task."""
+    """Return the table as text. `samples` is a description, `limit` the number of questions per
+    task."""
     table, text = Table("", "metric", box=None), io.StringIO()
     for model in models:
         for title in (model.name, *(["difference"] if model.base else [])):
@@ -52,7 +58,8 @@ def describe(models: list[Evaluated], samples: str, limit: float | None) -> str:
 
 
 def write_json(models: list[Evaluated], samples: str, task_settings: dict[str, Any]) -> str:
-    """Return all results as JSON. NaN and infinities become null, as in metrics.jsonl, because JSON lacks them."""
+    """Return all results as JSON. NaN and infinities become null, as in metrics.jsonl, because JSON
+    lacks them."""
     entries = [{**vars(model), "base": model.base and model.base.name} for model in models]
     found = {"rows": samples, "task_settings": task_settings, "models": entries}
     return json.dumps(json.loads(json.dumps(found), parse_constant=lambda _: None), indent=2)

@@ -1,5 +1,5 @@
-"""The command line of recipes/inference.py, and detection of what a directory holds: run, checkpoint, adapter,
-model."""
+"""The command line of recipes/inference.py, and detection of what a directory holds: run,
+checkpoint, adapter, model."""
 
 import os
 from dataclasses import replace
@@ -10,13 +10,20 @@ import yaml
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llama_ft.config.paths import file_problem, folder_problem, looks_local, model_problem, not_writable
+from llama_ft.config.paths import (
+    file_problem,
+    folder_problem,
+    looks_local,
+    model_problem,
+    not_writable,
+)
 from llama_ft.config.run_settings import STRICT, Count, CountOrZero, QuantizationConfig
 from llama_ft.config.settings import Config
 from llama_ft.config.tool_flags import check, read
 from llama_ft.export_flags import export_kind
 
-Result = Literal["checkpoint", "run", "adapter", "model"]  # run: without a final model, but with checkpoints
+# run: without a final model, but with checkpoints
+Result = Literal["checkpoint", "run", "adapter", "model"]
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -24,8 +31,8 @@ class ModelFlags:
     """Which model is loaded, and how."""
 
     places: list[str] = Field(default_factory=list)
-    """MODEL, without a flag: a run's directory, a checkpoint, a saved adapter, or the directory or Hub name of a
-    model."""
+    """MODEL, without a flag: a run's directory, a checkpoint, a saved adapter, or the directory or
+    Hub name of a model."""
 
     model_name: str | None = None
     """Another way to name MODEL; with --peft_model its base model."""
@@ -34,7 +41,8 @@ class ModelFlags:
     """Another way to name a saved adapter."""
 
     base_model: str | None = None
-    """Directory or Hub name of the model that was fine-tuned; if not given, what the run or the adapter names."""
+    """Directory or Hub name of the model that was fine-tuned; if not given, what the run or the
+    adapter names."""
 
     tokenizer_name: str | None = None
     """Directory or Hub name of another tokenizer."""
@@ -66,7 +74,8 @@ class InferenceFlags(ModelFlags):
     """One prompt, from a file."""
 
     prompts: str | None = None
-    """Many prompts: one per line in .txt, or samples as for training, whose last answer is left off."""
+    """Many prompts: one per line in .txt, or samples as for training, whose last answer is left
+    off."""
 
     columns: list[str] = Field(default_factory=list)
     """With --prompts: columns that have other names than in the format, as question=Question."""
@@ -87,8 +96,8 @@ class InferenceFlags(ModelFlags):
     """Largest number of tokens in an answer."""
 
     temperature: Annotated[float, Field(ge=0)] | None = None
-    """0: greedy. If not given, this and the next three are as in the model's generation_config.json, else greedy, or
-    with --do_sample, --top_p or --top_k 1; 1, 50 and 1."""
+    """0: greedy. If not given, this and the next three are as in the model's
+    generation_config.json, else greedy, or with --do_sample, --top_p or --top_k 1; 1, 50 and 1."""
 
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """Sample from the likeliest tokens that make up this probability."""
@@ -110,7 +119,11 @@ def read_inference_flags(argv: list[str], description: str) -> InferenceFlags:
     """Return the flags, with the one model to load in `places`; raise UserError with all errors."""
     options, parsed, errors = read(argv, InferenceFlags, description)
     errors += check_models(options)
-    prompts = [f"--{name}" for name in ("prompt", "prompt_file", "prompts", "chat") if name in parsed.places]
+    prompts = [
+        f"--{name}"
+        for name in ("prompt", "prompt_file", "prompts", "chat")
+        if name in parsed.places
+    ]
     for given in (options.places, prompts):
         if len(given) > 1:
             errors.append(f"{' and '.join(given)}: cannot be combined. Give one of them.")
@@ -123,29 +136,38 @@ def read_inference_flags(argv: list[str], description: str) -> InferenceFlags:
 
 
 def check_models(options: ModelFlags) -> list[str]:
-    """Put every named model into `places`, and return the error messages about them. With --peft_model, --model_name is
-    the base model, as in llama-recipes."""
+    """Put every named model into `places`, and return the error messages about them. With
+    --peft_model, --model_name is the base model, as in llama-recipes."""
     if options.peft_model and options.model_name and not options.base_model:
         options.base_model, options.model_name = options.model_name, None
-    options.places = [name for name in (*options.places, options.model_name, options.peft_model) if name]
+    options.places = [
+        name for name in (*options.places, options.model_name, options.peft_model) if name
+    ]
     errors = [f"{place}: {error}" for place in options.places if (error := result_problem(place))]
     if options.base_model and (error := model_problem(options.base_model)):
         errors.append(f"--base_model {options.base_model}: {error}")
-    return errors or ([] if options.places else ["MODEL is needed: output/<run>, or a model's directory or Hub name."])
+    return errors or (
+        []
+        if options.places
+        else ["MODEL is needed: output/<run>, or a model's directory or Hub name."]
+    )
 
 
 def check_output_file(name: str | None) -> list[str]:
-    """Return why --output_file cannot be written, as error messages. An existing file is never replaced."""
+    """Return why --output_file cannot be written, as error messages. An existing file is never
+    replaced."""
     if name is None:
         return []
     file = Path(name).expanduser()
-    error = "exists already. Name another file." if os.path.lexists(file) else not_writable(file.parent)
+    error = (
+        "exists already. Name another file." if os.path.lexists(file) else not_writable(file.parent)
+    )
     return [f"--output_file {name}: {error}"] if error else []
 
 
 def find_result(folder: Path) -> tuple[Result, Path] | None:
-    """Return the kind and path of what can be loaded from a directory: of a run the final model, or else its
-    checkpoints; None if there is nothing to load."""
+    """Return the kind and path of what can be loaded from a directory: of a run the final model, or
+    else its checkpoints; None if there is nothing to load."""
     kind = export_kind(folder)
     if kind == "checkpoint":
         return "checkpoint", folder
@@ -158,17 +180,22 @@ def find_result(folder: Path) -> tuple[Result, Path] | None:
 
 
 def result_problem(name: str) -> str | None:
-    """Return why `name` cannot be loaded (it is not a run, checkpoint, adapter, model or Hub name), or None."""
+    """Return why `name` cannot be loaded (it is not a run, checkpoint, adapter, model or Hub name),
+    or None."""
     folder = Path(name).expanduser()
     if not looks_local(name) or find_result(folder):
         return None
     nothing = "holds no run with a final model or a checkpoint, no model and no adapter."
-    return folder_problem(folder, "the directory of a run, a checkpoint, a model or an adapter") or nothing
+    return (
+        folder_problem(folder, "the directory of a run, a checkpoint, a model or an adapter")
+        or nothing
+    )
 
 
 def settings_beside(kind: Result, held: Path) -> Config | None:
-    """Return the settings of the run that wrote what find_result found; None without a run or for another version. A
-    whole model is loaded without its run's quantization, which applies only to the base model of an adapter."""
+    """Return the settings of the run that wrote what find_result found; None without a run or for
+    another version. A whole model is loaded without its run's quantization, which applies only to
+    the base model of an adapter."""
     directory = {"run": held, "checkpoint": held.parent.parent}.get(kind, held.parent)
     try:
         run = Config(**yaml.safe_load((directory / "config.yaml").read_text()))

@@ -1,7 +1,8 @@
-"""Generate answers with Transformers' generate: greedy or sampled, one streamed or many in a batch, on several ranks.
+"""Generate answers with Transformers' generate: greedy or sampled, one streamed or many in a batch,
+on several ranks.
 
-In fp32 a greedy answer depends neither on the other prompts of the batch nor on the number of ranks, because padding is
-on the left and masked.
+In fp32 a greedy answer depends neither on the other prompts of the batch nor on the number of
+ranks, because padding is on the left and masked.
 """
 
 import copy
@@ -23,21 +24,33 @@ from llama_ft.models import vocabulary_size
 from llama_ft.runtime import Runtime
 from llama_ft.training import free_unsharded
 
-DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}  # defaults of Transformers
-OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
+# defaults of Transformers
+DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}
+OF_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "top_h",
+    "epsilon_cutoff",
+    "eta_cutoff",
+)
 Messages = list[dict[str, Any]]
 Show = Callable[[str], None]
 
 
 class Answer(NamedTuple):
-    """A generated answer without special tokens, and whether it was truncated at the token limit."""
+    """A generated answer without special tokens, and whether it was truncated at the token
+    limit."""
 
     text: str
     is_truncated: bool
 
 
 def resolve_sampling(options: InferenceFlags, config: GenerationConfig) -> dict[str, Any]:
-    """Return values for the keys of DEFAULTS: the requested ones, else those of generation_config.json (`config`)."""
+    """Return values for the keys of DEFAULTS: the requested ones, else those of
+    generation_config.json (`config`)."""
     asked = {name: value for name in DEFAULTS if (value := getattr(options, name)) is not None}
     known = {name: value for name in DEFAULTS if (value := getattr(config, name, None)) is not None}
     is_sampled = config.do_sample or asked.keys() & {"temperature", "top_p", "top_k"}
@@ -50,28 +63,50 @@ class Answerer:
 
     Args:
         opened: the model and its tokenizer. Its generation config is changed.
-        options: the sampling. With enable_fsdp all ranks must call `answer` together, each with its own prompts.
+        options: the sampling. With enable_fsdp all ranks must call `answer` together, each with its
+            own prompts.
         job: the ranks; torch's random number generator is seeded on all of them.
     """
 
     def __init__(self, opened: LoadedModel, options: InferenceFlags, job: Runtime) -> None:
-        self.model, self.tokenizer, self._options, self._job = opened.model, opened.tokenizer, options, job
-        self.context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        self.model, self.tokenizer, self._options, self._job = (
+            opened.model,
+            opened.tokenizer,
+            options,
+            job,
+        )
+        self.context = (
+            getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+            or sys.maxsize
+        )
         self._pad = pad_token_id(self.tokenizer, vocabulary_size(self.model.config))
         config = copy.deepcopy(self.model.generation_config)
         self.sampling = resolve_sampling(options, config)
-        self._ends = {*config.eos_token_id} if isinstance(config.eos_token_id, list) else {config.eos_token_id}
+        self._ends = (
+            {*config.eos_token_id}
+            if isinstance(config.eos_token_id, list)
+            else {config.eos_token_id}
+        )
         is_sampled = self.sampling["temperature"] > 0
         unused = () if is_sampled else OF_SAMPLING  # Transformers would warn about them
-        changed = {**self.sampling, **dict.fromkeys(unused), "do_sample": is_sampled, "num_beams": 1}
+        changed = {
+            **self.sampling,
+            **dict.fromkeys(unused),
+            "do_sample": is_sampled,
+            "num_beams": 1,
+        }
         changed |= {"max_length": None, "num_return_sequences": 1, "return_dict_in_generate": False}
         vars(config).update(changed)
         self.model.generation_config = config
-        torch.manual_seed(options.seed + (job.rank if options.prompts else 0))  # all ranks answer a single prompt
+        # all ranks answer a single prompt
+        torch.manual_seed(options.seed + (job.rank if options.prompts else 0))
 
     def tokens(self, prompt: Messages | str, tools: Messages | None = None) -> list[int]:
-        """Return the token ids of a prompt with `tools`. Raises UserError if the chat template rejects it."""
-        if isinstance(prompt, str) and not (self.tokenizer.chat_template or self._options.system_prompt):
+        """Return the token ids of a prompt with `tools`. Raises UserError if the chat template
+        rejects it."""
+        if isinstance(prompt, str) and not (
+            self.tokenizer.chat_template or self._options.system_prompt
+        ):
             return list(self.tokenizer(prompt)["input_ids"])
         if not self.tokenizer.chat_template:
             raise UserError("a conversation needs a chat template, and the tokenizer has none.")
@@ -93,9 +128,12 @@ class Answerer:
         return list(ids)
 
     def longest_answer(self, prompt_tokens: int) -> int:
-        """Return the maximum number of tokens in the answer to a prompt of this length. Raises UserError if it is 0."""
+        """Return the maximum number of tokens in the answer to a prompt of this length. Raises
+        UserError if it is 0."""
         if not 0 < prompt_tokens < self.context:
-            raise UserError(f"the prompt has {prompt_tokens} tokens, and the model {self.context} positions.")
+            raise UserError(
+                f"the prompt has {prompt_tokens} tokens, and the model {self.context} positions."
+            )
         return min(self._options.max_new_tokens, self.context - prompt_tokens)
 
     @torch.no_grad()
@@ -103,22 +141,26 @@ class Answerer:
         """Generate answers to prompts in one batch.
 
         Args:
-            prompts: token ids. All must have the same `longest_answer`, because positions end with the context.
+            prompts: token ids. All must have the same `longest_answer`, because positions end with
+                the context.
             show: called with each new part of the answer's text; for a single prompt.
         """
         is_sharded = self._options.enable_fsdp and self._job.world_size > 1
         width, shown = max(map(len, prompts)), 0
-        # Pad with the prompt's first token: so the repetition penalty sees no token that is not in the prompt.
+        # Pad with the prompt's first token: so the repetition penalty sees no token that is not in
+        # the prompt.
         ids = torch.tensor([[prompt[0]] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
 
         def check_and_show(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            """Raise an error for NaN and infinities, which `generate` would accept, and show the new text.
+            """Raise an error for NaN and infinities, which `generate` would accept, and show the
+            new text.
 
-            The whole answer is decoded each time. TextStreamer decodes line by line, and loses a space of the
-            indentation with Llama 2's tokenizer."""
+            The whole answer is decoded each time. TextStreamer decodes line by line, and loses a
+            space of the indentation with Llama 2's tokenizer."""
             nonlocal shown
-            if not scores.amax(dim=-1).isfinite().all():  # a single -inf is allowed: it excludes a token
+            # a single -inf is allowed: it excludes a token
+            if not scores.amax(dim=-1).isfinite().all():
                 raise RunFailure(
                     "The model's logits are not finite: its weights are corrupted, or it needs --precision bf16."
                 )
@@ -146,6 +188,7 @@ class Answerer:
         return answers
 
     def _text(self, tokens: list[int]) -> str:
-        """Decode the tokens before the end. If other answers of the batch are longer, padding follows the end."""
+        """Decode the tokens before the end. If other answers of the batch are longer, padding
+        follows the end."""
         end = next((place for place, token in enumerate(tokens) if token in self._ends), None)
         return str(self.tokenizer.decode(tokens[:end], skip_special_tokens=True))

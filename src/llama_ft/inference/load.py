@@ -1,4 +1,5 @@
-"""Load a model for generation from a run, a checkpoint, an adapter or a model directory. It is built as in training."""
+"""Load a model for generation from a run, a checkpoint, an adapter or a model directory. It is
+built as in training."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,15 +10,23 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import checkpoint, data, models
-from llama_ft.config import Config, FSDPConfig, ModelConfig, PeftConfig, QuantizationConfig, base_model_of
+from llama_ft.config import (
+    Config,
+    FSDPConfig,
+    ModelConfig,
+    PeftConfig,
+    QuantizationConfig,
+    base_model_of,
+)
 from llama_ft.config.paths import TOKENIZER_FILES
 from llama_ft.inference.flags import ModelFlags, find_result, settings_beside
 from llama_ft.runtime import PRECISIONS, Precision, Runtime, advise_precision, log
 
 
 class LoadedModel(NamedTuple):
-    """A loaded model: in eval mode on the job's device, with its adapter, sharded if enable_fsdp; the tokenizer with
-    the chat template of the fine-tuning; and a line that says what was loaded."""
+    """A loaded model: in eval mode on the job's device, with its adapter, sharded if enable_fsdp;
+    the tokenizer with the chat template of the fine-tuning; and a line that says what was
+    loaded."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -48,18 +57,20 @@ def open_model(
     """Load what `place` names. All ranks must call it.
 
     Args:
-        place: a run's directory (its model/, or else its newest valid checkpoint), a checkpoint, an adapter, a model's
-            directory or a Hub name. A model may be quantized with bitsandbytes.
+        place: a run's directory (its model/, or else its newest valid checkpoint), a checkpoint, an
+            adapter, a model's directory or a Hub name. A model may be quantized with bitsandbytes.
         flags: where the parts are, quantization, precision and sharding.
         job: the ranks; its mesh shards if flags.enable_fsdp.
         base_of: settings of a run: load its base model instead, in the state before the first step.
         tokenizer: of that run; it replaces the base model's tokenizer, which may be missing.
 
     Raises:
-        UserError: there is nothing to load, the parts do not fit, or the kind of model is not supported.
+        UserError: there is nothing to load, the parts do not fit, or the kind of model is not
+            supported.
         RunFailure: the checkpoint is corrupted.
     """
-    asked: Any = flags.precision if flags.precision in ("fp16", "fp32") else "bf16_pure"  # both bf16_* compute in bf16
+    # both bf16_* compute in bf16
+    asked: Any = flags.precision if flags.precision in ("fp16", "fp32") else "bf16_pure"
     is_free = flags.precision in (None, "auto")
     chosen, note = job.broadcast_from_rank0(lambda: advise_precision(asked, is_free, job.device))
     if (result := find_result(Path(place).expanduser())) and result[0] in ("checkpoint", "run"):
@@ -71,7 +82,8 @@ def open_model(
     if not models.has_score(model):
         if (found.base / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(found.base)
-        ends = data.stop_token_ids(found.tokenizer, model.generation_config.eos_token_id)  # and that of a message
+        # and that of a message
+        ends = data.stop_token_ids(found.tokenizer, model.generation_config.eos_token_id)
         model.generation_config.eos_token_id = ends or None
     where = f"{found.place} (with {found.base})" if found.place != found.base else str(found.base)
     ranks = f"sharded across {job.world_size} ranks" if flags.enable_fsdp else ""
@@ -80,18 +92,37 @@ def open_model(
 
 
 def _find(
-    place: str, flags: ModelFlags, job: Runtime, base_of: Config | None, tokenizer: PreTrainedTokenizerBase | None
+    place: str,
+    flags: ModelFlags,
+    job: Runtime,
+    base_of: Config | None,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> _Found:
     trust, ask_hub = flags.trust_remote_code, job.local_rank == 0
     is_demo = place == "demo"
-    local = data.build_demo(data.cache_dir()).model_dir if is_demo else models.local_folder(place, "MODEL", ask_hub)
+    local = (
+        data.build_demo(data.cache_dir()).model_dir
+        if is_demo
+        else models.local_folder(place, "MODEL", ask_hub)
+    )
     kind, held = find_result(local) or ("model", local)
     if kind == "checkpoint":  # handled and compared with its base model as in an export
         valid = checkpoint.Checkpoint(held)
-        export = checkpoint.Exporter.prepare(valid, flags.base_model, flags.tokenizer_name, trust, merge=True)
+        export = checkpoint.Exporter.prepare(
+            valid, flags.base_model, flags.tokenizer_name, trust, merge=True
+        )
         peft = export.config.peft if export.adapter is not None else None
         objective = export.config.preference.objective
-        return _Found(export.base, valid.folder, export.tokenizer, export.config, peft, export.new, valid, objective)
+        return _Found(
+            export.base,
+            valid.folder,
+            export.tokenizer,
+            export.config,
+            peft,
+            export.new,
+            valid,
+            objective,
+        )
     base, new, peft, objective = held, None, None, "sft"
     if kind == "adapter":
         where = f"{held}/adapter_config.json (--base_model overrides it): base model"
@@ -102,16 +133,29 @@ def _find(
         objective = "reward" if settings.task_type == "SEQ_CLS" else "sft"
         peft = PeftConfig(use_peft=True, from_peft_checkpoint=str(held))
     if tokenizer is None:
-        has_own, other = any((held / file).is_file() for file in TOKENIZER_FILES), flags.tokenizer_name
-        folder = models.local_folder(other, "--tokenizer_name", weights=False) if other else held if has_own else base
+        has_own, other = (
+            any((held / file).is_file() for file in TOKENIZER_FILES),
+            flags.tokenizer_name,
+        )
+        folder = (
+            models.local_folder(other, "--tokenizer_name", weights=False)
+            if other
+            else held
+            if has_own
+            else base
+        )
         tokenizer = models.load_tokenizer(folder, trust)
     if base_of is not None:
-        new = models.find_new_tokens(tokenizer, base, models.load_model_config(base, trust), base_of.model)
+        new = models.find_new_tokens(
+            tokenizer, base, models.load_model_config(base, trust), base_of.model
+        )
     run = base_of or settings_beside(kind, held)
     return _Found(base, held, tokenizer, run, peft, new, objective=objective)
 
 
-def _build(found: _Found, flags: ModelFlags, job: Runtime, dtype: torch.dtype) -> tuple[PreTrainedModel, str]:
+def _build(
+    found: _Found, flags: ModelFlags, job: Runtime, dtype: torch.dtype
+) -> tuple[PreTrainedModel, str]:
     """Return the model with its weights, and the name of its quantization, if any."""
     model_config = models.load_model_config(found.base, flags.trust_remote_code)
     if found.objective == "reward":
@@ -119,12 +163,15 @@ def _build(found: _Found, flags: ModelFlags, job: Runtime, dtype: torch.dtype) -
     quantization = QuantizationConfig(mode=flags.quantization or "none")
     if found.run is not None and flags.quantization in (None, found.run.quantization.mode):
         quantization = found.run.quantization  # including all its other settings
-    kind = models.choose_quantization(quantization, model_config, use_peft=True)  # nothing is trained here
+    # nothing is trained here
+    kind = models.choose_quantization(quantization, model_config, use_peft=True)
     named = ModelConfig(model_name=str(found.base), trust_remote_code=flags.trust_remote_code)
     model = models.build_on_meta(model_config, named, found.new)
     if kind is not None:
         log.info(models.quantize_linears(model, kind))
-    adapter = models.inject_lora(model, found.peft, str(found.base), found.new) if found.peft else None
+    adapter = (
+        models.inject_lora(model, found.peft, str(found.base), found.new) if found.peft else None
+    )
     models.use_chunked_loss(model)
     storage = Precision(dtype, dtype, dtype, dtype)
     models.set_storage_dtypes(model, storage)
@@ -146,7 +193,9 @@ def _build(found: _Found, flags: ModelFlags, job: Runtime, dtype: torch.dtype) -
     if found.trained is not None and adapter is not None:
         checkpoint.restore_weights(found.trained, model)
     model.requires_grad_(False)
-    if found.objective == "reward" or (models.has_score(model) and model.config.pad_token_id is None):
+    if found.objective == "reward" or (
+        models.has_score(model) and model.config.pad_token_id is None
+    ):
         pad = data.pad_token_id(found.tokenizer, models.vocabulary_size(model.config))
         model.config.get_text_config().pad_token_id = found.tokenizer.pad_token_id = pad
     return model, kind.scheme.name if kind is not None else ""

@@ -1,5 +1,5 @@
-"""Answer prompts on all ranks: a single one, a file, or a conversation with a terminal or a program that writes lines.
-Answers go to stdout, everything else to stderr."""
+"""Answer prompts on all ranks: a single one, a file, or a conversation with a terminal or a program
+that writes lines. Answers go to stdout, everything else to stderr."""
 
 import json
 import signal
@@ -49,7 +49,9 @@ HELP = "/reset starts again, /exit or Ctrl-D ends, Ctrl-C stops an answer; a spa
 
 def one_prompt(options: InferenceFlags) -> str:
     """Return the single prompt of --prompt, --prompt_file or stdin."""
-    text = _text_of(options.prompt_file) if options.prompt_file else options.prompt or sys.stdin.read()
+    text = (
+        _text_of(options.prompt_file) if options.prompt_file else options.prompt or sys.stdin.read()
+    )
     if not text.strip("\ufeff\n "):
         raise UserError("The prompt is empty. Use --prompt, --prompt_file, --prompts or stdin.")
     return text.removeprefix("\ufeff").rstrip("\n")
@@ -59,7 +61,9 @@ def _text_of(name: str) -> str:
     return Path(name).expanduser().read_text(encoding="utf-8-sig", errors="replace")
 
 
-def read_prompts(name: str, columns: Sequence[str] = ()) -> list[tuple[dict[str, Any], Messages | str]]:
+def read_prompts(
+    name: str, columns: Sequence[str] = ()
+) -> list[tuple[dict[str, Any], Messages | str]]:
     """Read the prompts of a file: .txt with one per line, or samples as for training.
 
     Args:
@@ -67,14 +71,17 @@ def read_prompts(name: str, columns: Sequence[str] = ()) -> list[tuple[dict[str,
         columns: as in --columns.
 
     Returns:
-        Each sample, to which the answer will be added, and its prompt: text, or a chat without its last response.
+        Each sample, to which the answer will be added, and its prompt: text, or a chat without its
+        last response.
 
     Raises:
         UserError: the file has no prompts, or a prompt is malformed; the message names its place.
     """
     if name.endswith(".txt"):
         lines = [line for line in _text_of(name).split("\n") if line.strip()]
-        prompts: list[tuple[dict[str, Any], Messages | str]] = [({"prompt": line}, line) for line in lines]
+        prompts: list[tuple[dict[str, Any], Messages | str]] = [
+            ({"prompt": line}, line) for line in lines
+        ]
     else:
         if problem := data_problem(name):
             raise UserError(f"--prompts {name}: {problem}")
@@ -116,9 +123,13 @@ def _asked(row: Row) -> Messages | str:
 
 
 def answer_prompts(
-    prompts: list[tuple[dict[str, Any], Messages | str]], answerer: Answerer, options: InferenceFlags, job: Runtime
+    prompts: list[tuple[dict[str, Any], Messages | str]],
+    answerer: Answerer,
+    options: InferenceFlags,
+    job: Runtime,
 ) -> int:
-    """Answer prompts and write the samples in their order. The ranks share the prompts of each batch.
+    """Answer prompts and write the samples in their order. The ranks share the prompts of each
+    batch.
 
     Args:
         prompts: the result of `read_prompts`.
@@ -141,9 +152,11 @@ def answer_prompts(
         start = 0
         while start < len(prompts):
             alike = takewhile(lambda limit: limit == limits[start], limits[start : start + batch])  # noqa: B023
-            stop = start + len(list(alike))  # prompts near the end of the context have batches of their own
+            # prompts near the end of the context have batches of their own
+            stop = start + len(list(alike))
             everyone = [list[Answer]()] * job.world_size
-            mine = tokens[start:stop][job.rank :: job.world_size] or tokens[:1]  # every rank joins the all-gathers
+            # every rank joins the all-gathers
+            mine = tokens[start:stop][job.rank :: job.world_size] or tokens[:1]
             dist.all_gather_object(everyone, answerer.answer(mine))
             for index, (row, _) in enumerate(prompts[start:stop]):
                 answer = everyone[index % job.world_size][index // job.world_size]
@@ -156,8 +169,11 @@ def answer_prompts(
 
 
 @torch.no_grad()
-def score_prompts(rows: Sequence[Row], opened: LoadedModel, options: InferenceFlags, job: Runtime) -> None:
-    """Write samples with a reward model's score of their response, `score`, or of pairs `score_chosen` and
+def score_prompts(
+    rows: Sequence[Row], opened: LoadedModel, options: InferenceFlags, job: Runtime
+) -> None:
+    """Write samples with a reward model's score of their response, `score`, or of pairs
+    `score_chosen` and
     `score_rejected`: tokenized as in training. All ranks compute all scores.
 
     Args:
@@ -167,13 +183,19 @@ def score_prompts(rows: Sequence[Row], opened: LoadedModel, options: InferenceFl
         job: the ranks; rank 0 writes.
     """
     if not rows:
-        raise UserError("MODEL is a reward model, which scores responses. Use --prompts with chats or pairs.")
+        raise UserError(
+            "MODEL is a reward model, which scores responses. Use --prompts with chats or pairs."
+        )
     model, config = opened.model, opened.model.config.get_text_config()
     context = getattr(config, "max_position_embeddings", None) or sys.maxsize
     encoder, tokens = Encoder(opened.tokenizer, context), list[torch.Tensor]()
     for number, row in enumerate(rows, 1):
         try:
-            kind = PREFERENCE if "chosen" in row else find_format(f"prompt {number}", row.keys(), "auto")
+            kind = (
+                PREFERENCE
+                if "chosen" in row
+                else find_format(f"prompt {number}", row.keys(), "auto")
+            )
             examples = (two_examples if kind == PREFERENCE else one_example)(row, kind, encoder)
             if (longest := max(len(ids) for ids, _ in examples)) > context:
                 raise BadRow(f"it has {longest} tokens, and the model {context} positions.")
@@ -210,10 +232,13 @@ def output_of(options: InferenceFlags, job: Runtime) -> AbstractContextManager[I
 def converse(answerer: Answerer, job: Runtime) -> None:
     """Answer messages until the input of rank 0 ends. All ranks generate together."""
     if not answerer.tokenizer.chat_template:
-        raise UserError("--chat: this model's tokenizer has no chat template. Use --prompt with a text to continue.")
+        raise UserError(
+            "--chat: this model's tokenizer has no chat template. Use --prompt with a text to continue."
+        )
     messages: Messages = []
     if job.world_size == 1:  # with several ranks, torchrun ends all of them at Ctrl-C
-        signal.set_wakeup_fd(-1)  # disable the handler of runtime.signals, which would end the program
+        # disable the handler of runtime.signals, which would end the program
+        signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.stdin.isatty():
         log.info(HELP)
@@ -227,7 +252,9 @@ def converse(answerer: Answerer, job: Runtime) -> None:
             elif message.startswith("/"):
                 log.info(HELP)
             elif message.strip():
-                messages = _answered([*messages, {"role": "user", "content": message}], answerer, job)
+                messages = _answered(
+                    [*messages, {"role": "user", "content": message}], answerer, job
+                )
         except KeyboardInterrupt:
             log.info("\n(Ctrl-D or /exit ends)")
         except RunFailure:
@@ -237,7 +264,8 @@ def converse(answerer: Answerer, job: Runtime) -> None:
 
 
 def _answered(asked: Messages, answerer: Answerer, job: Runtime) -> Messages:
-    """Print the answer while it is generated, and return the conversation with it. Ctrl-C keeps the part so far."""
+    """Print the answer while it is generated, and return the conversation with it. Ctrl-C keeps the
+    part so far."""
     parts, note = list[str](), ""
 
     def show(part: str) -> None:
@@ -257,7 +285,8 @@ def _answered(asked: Messages, answerer: Answerer, job: Runtime) -> Messages:
 
 
 def print_part(text: str) -> None:
-    """Print a part of an answer. In a terminal control characters are replaced, so a model cannot move the cursor."""
+    """Print a part of an answer. In a terminal control characters are replaced, so a model cannot
+    move the cursor."""
     print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 

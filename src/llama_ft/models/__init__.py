@@ -1,4 +1,5 @@
-"""Load a checkpoint directory as a sharded model: build it on the meta device, add adapters, shard it, load weights."""
+"""Load a checkpoint directory as a sharded model: build it on the meta device, add adapters, shard
+it, load weights."""
 
 from llama_ft.models.quantized import total_weights  # first: it imports bitsandbytes, as peft does
 
@@ -27,12 +28,23 @@ from llama_ft.models.compiled import choose_liger, compile_layers, fuse_layers, 
 from llama_ft.models.embedding_noise import add_embedding_noise
 from llama_ft.models.fsdp import Unit, apply_fsdp, shard_degree, unit_table
 from llama_ft.models.load_weights import load_weights
-from llama_ft.models.lora import Adapter, adapter_off, describe_experts, expert_parameters, inject_lora
+from llama_ft.models.lora import (
+    Adapter,
+    adapter_off,
+    describe_experts,
+    expert_parameters,
+    inject_lora,
+)
 from llama_ft.models.new_tokens import NewTokens
 from llama_ft.models.packed_attention import packed_arguments, use_packed_attention
 from llama_ft.models.packed_rows import token_mixers
 from llama_ft.models.quantization import Quantization, choose_quantization, quantize_linears
-from llama_ft.models.routers import router_arguments, router_coefficient, router_loss, use_router_loss
+from llama_ft.models.routers import (
+    router_arguments,
+    router_coefficient,
+    router_loss,
+    use_router_loss,
+)
 from llama_ft.models.score_head import choose_head, has_score
 from llama_ft.models.shards import ShardGroup
 from llama_ft.models.source import fingerprint

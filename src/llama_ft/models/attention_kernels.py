@@ -10,26 +10,33 @@ from llama_ft.errors import reason
 from llama_ft.runtime.console import log
 
 Capability = tuple[int, int] | None  # compute capability of a GPU; None: a CPU
-T4, AMPERE, HOPPER = (7, 5), (8, 0), (9, 0)  # flash attention needs Ampere; precision fp16 is for older GPUs
-# cuDNN builds a plan for each shape, in 0.1 to 0.5 s. Samples truncated to the context length have a length that is a
-# multiple of this, and repeat. Other samples that fill a sequence alone rarely do.
+# flash attention needs Ampere; precision fp16 is for older GPUs
+T4, AMPERE, HOPPER = (7, 5), (8, 0), (9, 0)
+# cuDNN builds a plan for each shape, in 0.1 to 0.5 s. Samples truncated to the context length have
+# a length that is a multiple of this, and repeat. Other samples that fill a sequence alone rarely
+# do.
 CUDNN_LENGTHS = 128
 
 
 def capability_of(tensor: torch.Tensor) -> Capability:
-    """Return the compute capability of a tensor's GPU. A plan for GPUs, made on the CPU, replaces this function."""
+    """Return the compute capability of a tensor's GPU. A plan for GPUs, made on the CPU, replaces
+    this function."""
     return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else None
 
 
-def choose_kernel(capability: Capability, dtype: torch.dtype, widths: tuple[int, int], are_alike: bool) -> str:
-    """Return the kernel for packed samples, for attention with only a scale and a window. For all samples at once:
-    cudnn (of sdpa) or varlen (flash attention). Per sample: efficient (memory-efficient), cpu, or own (chosen by sdpa).
+def choose_kernel(
+    capability: Capability, dtype: torch.dtype, widths: tuple[int, int], are_alike: bool
+) -> str:
+    """Return the kernel for packed samples, for attention with only a scale and a window. For all
+    samples at once: cudnn (of sdpa) or varlen (flash attention). Per sample: efficient
+    (memory-efficient), cpu, or own (chosen by sdpa).
 
     Args:
         capability: of the device; None for the CPU.
         dtype: of queries, keys and values.
         widths: head dimension of keys, and of values.
-        are_alike: all samples have one length, a multiple of CUDNN_LENGTHS, and no window splits them.
+        are_alike: all samples have one length, a multiple of CUDNN_LENGTHS, and no window splits
+            them.
     """
     is_even = widths[0] == widths[1]
     if capability is None:
@@ -42,9 +49,15 @@ def choose_kernel(capability: Capability, dtype: torch.dtype, widths: tuple[int,
 
 
 def activate_flash_attention_3(config: PretrainedConfig) -> None:
-    """On Hopper, let torch's flash attention call FlashAttention 3 if it is installed. It has no attention dropout."""
-    is_hopper = torch.cuda.is_initialized() and torch.cuda.get_device_capability() == HOPPER  # False in a plan for GPUs
-    if is_hopper and getattr(config, "attention_dropout", None) == 0 and find_spec("flash_attn_interface"):
+    """On Hopper, let torch's flash attention call FlashAttention 3 if it is installed. It has no
+    attention dropout."""
+    # False in a plan for GPUs
+    is_hopper = torch.cuda.is_initialized() and torch.cuda.get_device_capability() == HOPPER
+    if (
+        is_hopper
+        and getattr(config, "attention_dropout", None) == 0
+        and find_spec("flash_attn_interface")
+    ):
         try:
             attention.activate_flash_attention_impl("FA3")
             log.info("Packed attention is computed by FlashAttention 3.")

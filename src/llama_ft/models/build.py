@@ -1,4 +1,5 @@
-"""Find a model's files, and build it without weights: parameters and buffers on the meta device, without storage."""
+"""Find a model's files, and build it without weights: parameters and buffers on the meta device,
+without storage."""
 
 import inspect
 import re
@@ -30,17 +31,20 @@ from llama_ft.runtime.console import log
 from llama_ft.runtime.devices import Precision
 
 NEEDED_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
-DUPLICATES = ["consolidated*", "original/*"]  # Mistral and Meta store the same weights there a second time
+# Mistral and Meta store the same weights there a second time
+DUPLICATES = ["consolidated*", "original/*"]
 
 
 def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = True) -> Path:
-    """Return the directory of a model or tokenizer: `name` itself if it is a directory, else the Hub's cache, also if
-    the Hub cannot be reached. Raises UserError if it does not exist, has no safetensors, or access is denied.
+    """Return the directory of a model or tokenizer: `name` itself if it is a directory, else the
+    Hub's cache, also if the Hub cannot be reached. Raises UserError if it does not exist, has no
+    safetensors, or access is denied.
 
     Args:
         name: a local directory or a Hub name (owner/model).
         flag: the setting of `name`, for messages.
-        ask_hub: False if another process of this node has already asked the Hub: the cache then has the files.
+        ask_hub: False if another process of this node has already asked the Hub: the cache then has
+            the files.
         weights: the weights (safetensors) are needed, too.
     """
     if (folder := Path(name).expanduser()).is_dir():
@@ -53,18 +57,25 @@ def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = Tru
             name, allow_patterns=patterns, ignore_patterns=DUPLICATES, local_files_only=not ask_hub
         )
     except (HFValidationError, HTTPError, OSError) as error:
-        gated = f"Ask for access at {constants.ENDPOINT}/{name}" if isinstance(error, GatedRepoError) else None
+        gated = (
+            f"Ask for access at {constants.ENDPOINT}/{name}"
+            if isinstance(error, GatedRepoError)
+            else None
+        )
         raise UserError(
             f"{flag} {name}: no such directory, and {constants.ENDPOINT} does not provide it ({reason(error)}).\n"
             f"{gated or 'Use a local directory, or owner/model'}; `hf auth login` logs in (or set HF_TOKEN)."
         ) from error
     if weights and not any(Path(found).glob("*.safetensors")):
-        raise UserError(f"{flag} {name}: the Hugging Face Hub has no safetensors of it. {TO_SAFETENSORS}")
+        raise UserError(
+            f"{flag} {name}: the Hugging Face Hub has no safetensors of it. {TO_SAFETENSORS}"
+        )
     return Path(found)
 
 
 def portable_name(name: str, folder: Path) -> str:
-    """Return the model's name for files that outlive the run: its Hub name, or its directory's absolute path."""
+    """Return the model's name for files that outlive the run: its Hub name, or its directory's
+    absolute path."""
     return str(folder.resolve()) if name == "demo" or Path(name).expanduser().is_dir() else name
 
 
@@ -72,28 +83,36 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
     """Return the tokenizer in a directory. Raises UserError if it is missing or cannot be read."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        # For some models (Qwen, Gemma) without tokenizer files, Transformers makes a tokenizer of special tokens only.
+        # For some models (Qwen, Gemma) without tokenizer files, Transformers makes a tokenizer of
+        # special tokens only.
         if len(tokenizer) == len(tokenizer.get_added_vocab()):
             raise ValueError("it has only special tokens: files such as tokenizer.json are missing")
         return tokenizer
-    except Exception as error:  # Transformers raises many classes here, with one meaning for the user
-        raise UserError(f"{folder}: no usable tokenizer ({reason(error)}). Set --tokenizer_name.") from error
+    # Transformers raises many classes here, with one meaning for the user
+    except Exception as error:
+        raise UserError(
+            f"{folder}: no usable tokenizer ({reason(error)}). Set --tokenizer_name."
+        ) from error
 
 
 def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
-    """Return the model's config.json. Raises UserError if it is missing or malformed, if the architecture is unknown or
-    has no text decoder, or if its code needs a missing package."""
+    """Return the model's config.json. Raises UserError if it is missing or malformed, if the
+    architecture is unknown or has no text decoder, or if its code needs a missing package."""
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # as above
         raise UserError(f"{folder}: its config.json cannot be used ({reason(error)}).") from error
     auto_class(config, trust_remote_code)
     return config
 
 
-def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens | None = None) -> PreTrainedModel:
-    """Build a causal language model on the meta device, with tied weights. Of a model for images or sound, build the
-    text part only.
+def build_on_meta(
+    config: PretrainedConfig, model: ModelConfig, new: NewTokens | None = None
+) -> PreTrainedModel:
+    """Build a causal language model on the meta device, with tied weights. Of a model for images or
+    sound, build the text part only.
 
     Args:
         config: the model's config; it is not changed.
@@ -101,8 +120,8 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
         new: tokens for which embedding and LM head get further rows.
 
     Raises:
-        UserError: Transformers does not have the model, it has no text decoder, or a package for its code or its
-            attention is missing.
+        UserError: Transformers does not have the model, it has no text decoder, or a package for
+            its code or its attention is missing.
     """
     auto = auto_class(config, model.trust_remote_code)
     if new is not None:
@@ -112,10 +131,13 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
             skeleton: PreTrainedModel = auto.from_config(
                 config,
                 dtype=torch.float32,
-                attn_implementation=None if model.attn_implementation == "auto" else model.attn_implementation,
+                attn_implementation=None
+                if model.attn_implementation == "auto"
+                else model.attn_implementation,
                 trust_remote_code=model.trust_remote_code,
             )
-    except Exception as error:  # as above: KeyError of a name it does not know, RuntimeError of a negative size
+    # as above: KeyError of a name it does not know, RuntimeError of a negative size
+    except Exception as error:
         if isinstance(error, ImportError) and model.attn_implementation.startswith("flash"):
             problem = f"--attn_implementation {model.attn_implementation}: {reason(error)}."
             raise UserError(f"{problem}\nInstall it, or use --attn_implementation sdpa.") from error
@@ -134,14 +156,26 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
     # By class names, which fully_shard changes.
     skeleton._weight_conversions = get_model_conversion_mapping(skeleton)  # type: ignore[assignment]
     # Chameleon's config does not say that it takes images, but its class does.
-    if is_multimodal := takes_more_than_text(skeleton.config) or "image" in skeleton.input_modalities:
+    if (
+        is_multimodal := takes_more_than_text(skeleton.config)
+        or "image" in skeleton.input_modalities
+    ):
         keep_text_part(skeleton)
-    # Transformers builds BERT and similar encoders with a warning only. Their tokens see the next ones, so the loss
-    # falls to 0. PaliGemma's text part is such an encoder, too, but its config does not say so.
+    # Transformers builds BERT and similar encoders with a warning only. Their tokens see the next
+    # ones, so the loss falls to 0. PaliGemma's text part is such an encoder, too, but its config
+    # does not say so.
     are_causal = [module.is_causal for module in skeleton.modules() if hasattr(module, "is_causal")]
-    masks = {name for kind in type(skeleton).__mro__ for name in vars(sys.modules[kind.__module__]) if "_mask" in name}
-    is_always_causal = "create_causal_mask" in masks and "create_bidirectional_mask" not in masks  # GPT-NeoX Japanese
-    is_encoder = not (getattr(config, "is_decoder", True) or is_always_causal) or (is_multimodal and bool(are_causal))
+    masks = {
+        name
+        for kind in type(skeleton).__mro__
+        for name in vars(sys.modules[kind.__module__])
+        if "_mask" in name
+    }
+    # GPT-NeoX Japanese
+    is_always_causal = "create_causal_mask" in masks and "create_bidirectional_mask" not in masks
+    is_encoder = not (getattr(config, "is_decoder", True) or is_always_causal) or (
+        is_multimodal and bool(are_causal)
+    )
     if is_encoder and not any(are_causal):
         raise UserError(
             f"--model_name {model.model_name}: {type(skeleton).__name__} is an encoder here, not a decoder."
@@ -152,28 +186,50 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers from input to output. Their classes are named in Transformers' `_no_split_modules`; of
-    nested ones (Mamba's) the outermost count. Without such names, they are the items of the list with the most
-    parameters. fully_shard replaces their classes by subclasses."""
+    """Return the decoder layers from input to output. Their classes are named in Transformers'
+    `_no_split_modules`; of nested ones (Mamba's) the outermost count. Without such names, they are
+    the items of the list with the most parameters. fully_shard replaces their classes by
+    subclasses."""
     kinds = set(private(model, "_no_split_modules") or ())
     modules = dict(model.named_modules())
-    found = {name: m for name, m in modules.items() if not kinds.isdisjoint(kind.__name__ for kind in type(m).__mro__)}
-    for name in [name for name, m in found.items() if any(isinstance(it, nn.Embedding) for it in m.children())]:
+    found = {
+        name: m
+        for name, m in modules.items()
+        if not kinds.isdisjoint(kind.__name__ for kind in type(m).__mro__)
+    }
+    for name in [
+        name
+        for name, m in found.items()
+        if any(isinstance(it, nn.Embedding) for it in m.children())
+    ]:
         del found[name]  # BERT's embeddings are named there, too
-    layers = [m for name, m in found.items() if not any(name.startswith(f"{outer}.") for outer in found)]
-    lists = [] if layers else [list(module) for module in modules.values() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=lambda items: sum(p.numel() for item in items for p in item.parameters()), default=layers)
+    layers = [
+        m for name, m in found.items() if not any(name.startswith(f"{outer}.") for outer in found)
+    ]
+    lists = (
+        []
+        if layers
+        else [list(module) for module in modules.values() if isinstance(module, nn.ModuleList)]
+    )
+    return max(
+        lists,
+        key=lambda items: sum(p.numel() for item in items for p in item.parameters()),
+        default=layers,
+    )
 
 
 def read_linears(model: nn.Module) -> set[nn.Module]:
-    """Return linear layers whose weight is read by the module around them instead of being called: Mamba's kernels read
-    out_proj's weight, LongCat's router its classifier's. An adapter of such a layer would have no effect."""
+    """Return linear layers whose weight is read by the module around them instead of being called:
+    Mamba's kernels read out_proj's weight, LongCat's router its classifier's. An adapter of such a
+    layer would have no effect."""
     found = set[nn.Module]()
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, nn.Linear):
                 reads = re.compile(rf"self\.{name}\.weight\b(?!\.(dtype|device|shape)|\[|, torch)")
-                classes: list[Any] = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
+                classes: list[Any] = [
+                    kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)
+                ]
                 sources = (_source_of(kind) for kind in classes)
                 found |= {child} if any(reads.search(source) for source in sources) else set()
     return found
@@ -188,28 +244,35 @@ def _source_of(kind: Any) -> str:
 
 
 def function_beside(module: nn.Module, name: str) -> Callable[..., Any]:
-    """Return a function of the file that defines a module's class (not the subclass that fully_shard derives)."""
+    """Return a function of the file that defines a module's class (not the subclass that
+    fully_shard derives)."""
     files = [sys.modules[kind.__module__] for kind in type(module).__mro__]
-    return cast(Callable[..., Any], next(getattr(file, name) for file in files if hasattr(file, name)))
+    return cast(
+        Callable[..., Any], next(getattr(file, name) for file in files if hasattr(file, name))
+    )
 
 
 def freeze_first_layers(model: PreTrainedModel, count: int) -> None:
     """Freeze the first `count` decoder layers."""
     if count >= len(layers := decoder_layers(model)):
-        raise UserError(f"--num_freeze_layers {count}: this model has {len(layers)} decoder layers; freeze fewer.")
+        raise UserError(
+            f"--num_freeze_layers {count}: this model has {len(layers)} decoder layers; freeze fewer."
+        )
     for layer in layers[:count]:
         layer.requires_grad_(False)
 
 
 def set_storage_dtypes(model: nn.Module, precision: Precision) -> None:
-    """Set the storage dtype of each parameter on the meta device; it may differ between trained and frozen ones.
-    Quantized stacks are dequantized to the compute dtype."""
+    """Set the storage dtype of each parameter on the meta device; it may differ between trained and
+    frozen ones. Quantized stacks are dequantized to the compute dtype."""
     for module in model.modules():
         if isinstance(module, QuantizedStacks):
             module.dtype = precision.compute
     for parameter in model.parameters():
         if parameter.is_floating_point():  # quantized weights are integers
-            parameter.data = parameter.data.to(precision.trained if parameter.requires_grad else precision.frozen)
+            parameter.data = parameter.data.to(
+                precision.trained if parameter.requires_grad else precision.frozen
+            )
 
 
 def vocabulary_size(config: PretrainedConfig) -> int | None:
@@ -218,7 +281,10 @@ def vocabulary_size(config: PretrainedConfig) -> int | None:
 
 
 def find_new_tokens(
-    tokenizer: PreTrainedTokenizerBase, folder: Path, model_config: PretrainedConfig, model: ModelConfig
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    model_config: PretrainedConfig,
+    model: ModelConfig,
 ) -> NewTokens | None:
     """Find and log the tokens of the run's tokenizer that the model does not know.
 
@@ -229,8 +295,8 @@ def find_new_tokens(
         model: settings: resize_embeddings, trust_remote_code.
 
     Returns:
-        Ids without a row, and ids of tokens that the model's own tokenizer lacks or has at another id. None without
-        --resize_embeddings, or if there are none.
+        Ids without a row, and ids of tokens that the model's own tokenizer lacks or has at another
+        id. None without --resize_embeddings, or if there are none.
     """
     if not model.resize_embeddings:
         return None
@@ -247,9 +313,11 @@ def find_new_tokens(
 
 
 def resolve_context_length(asked: int | None, config: PretrainedConfig) -> int:
-    """Return the maximum tokens of a sample: the setting, else the model's maximum, but at most 4096. Raises UserError
-    if the setting exceeds the model's positions."""
+    """Return the maximum tokens of a sample: the setting, else the model's maximum, but at most
+    4096. Raises UserError if the setting exceeds the model's positions."""
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if asked is not None and longest is not None and asked > longest:
-        raise UserError(f"--context_length {asked}: this model has {longest} positions; use {longest} or less.")
+        raise UserError(
+            f"--context_length {asked}: this model has {longest} positions; use {longest} or less."
+        )
     return asked or min(longest or 4096, 4096)

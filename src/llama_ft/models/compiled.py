@@ -1,4 +1,5 @@
-"""Fused kernels for decoder layers: graphs of torch.compile, Liger's kernels, or torch's RMSNorm."""
+"""Fused kernels for decoder layers: graphs of torch.compile, Liger's kernels, or torch's
+RMSNorm."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -17,32 +18,39 @@ from llama_ft.models.build import decoder_layers
 from llama_ft.models.packed_rows import report_missing_kernels, runs_rows_apart
 from llama_ft.runtime.console import log
 
-# Dimensions of a layer's arguments that change between steps: samples and tokens; for packed sequences the number of
-# samples and the longest. torch would compile for the first step's sizes, and again for each size that changes.
+# Dimensions of a layer's arguments that change between steps: samples and tokens; for packed
+# sequences the number of samples and the longest. torch would compile for the first step's sizes,
+# and again for each size that changes.
 VARIES = [
     *(rf"L\['args'\]\[0\]:{dimension}" for dimension in (0, 1)),  # [samples, tokens, width]
-    *(rf"L\['keywords'\]\['(position_embeddings|position_ids)'\].*:{dimension}" for dimension in (0, 1)),
-    *(rf"L\['keywords'\]\['attention_mask'\]:{dimension}" for dimension in (0, 2, 3)),  # [samples, 1, tokens, tokens]
+    *(
+        rf"L\['keywords'\]\['(position_embeddings|position_ids)'\].*:{dimension}"
+        for dimension in (0, 1)
+    ),
+    # [samples, 1, tokens, tokens]
+    *(rf"L\['keywords'\]\['attention_mask'\]:{dimension}" for dimension in (0, 2, 3)),
     r"L\['keywords'\]\['packed_rows'\].offsets:0",
     r"L\['keywords'\]\['packed_rows'\].longest",
 ]
-# Dense architectures for use_liger auto. With use_liger true, any that liger-kernel supports, including experts.
+# Dense architectures for use_liger auto. With use_liger true, any that liger-kernel supports,
+# including experts.
 AUTO_LIGER = frozenset(
     "gemma gemma2 gemma3_text glm4 granite llama mistral olmo2 olmo3 phi3 qwen2 qwen3 smollm3".split()
 )
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
-    """Compile the `forward` of decoder layers, inside the hooks with which fully_shard all-gathers their weights.
-    Layers of one kind share a graph, which is made in the first step. Not for generation: its key-value cache grows
-    with every token."""
+    """Compile the `forward` of decoder layers, inside the hooks with which fully_shard all-gathers
+    their weights. Layers of one kind share a graph, which is made in the first step. Not for
+    generation: its key-value cache grows with every token."""
     if runs_rows_apart(model):
         raise UserError(
             f"--compile: {type(model).__name__} computes packed samples one after another, which cannot be compiled.\n"
             "Use --batching_strategy padding, or remove --compile."
         )
-    # Upper limit of graphs per model: {training, evaluation} x kinds of layer, and the first layer, whose input may
-    # need no gradient. Beyond torch's own limit, 8, layers would run without a graph.
+    # Upper limit of graphs per model: {training, evaluation} x kinds of layer, and the first layer,
+    # whose input may need no gradient. Beyond torch's own limit, 8, layers would run without a
+    # graph.
     torch._dynamo.config.recompile_limit = 32
     torch.compiler.config.dynamic_sources = ",".join(VARIES)
     compiled = torch.compile(_forward, backend=backend)
@@ -53,16 +61,20 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
 
 
 def _forward(layer: nn.Module, *args: Any, **keywords: Any) -> Any:
-    # Not layer.forward: fully_shard replaces the class, and Transformers checkpoints only in the last class's forward.
+    # Not layer.forward: fully_shard replaces the class, and Transformers checkpoints only in the
+    # last class's forward.
     return type(layer).forward(layer, *args, **keywords)
 
 
 def _forward_or_graph(layer: nn.Module, compiled: Any, *args: Any, **keywords: Any) -> Any:
-    return (compiled if keywords.get("past_key_values") is None else _forward)(layer, *args, **keywords)
+    return (compiled if keywords.get("past_key_values") is None else _forward)(
+        layer, *args, **keywords
+    )
 
 
 def without_graphs(model: nn.Module) -> AbstractContextManager[Any]:
-    """In the block, run layers without graphs: graphs for a few samples in evaluation mode would be used only once."""
+    """In the block, run layers without graphs: graphs for a few samples in evaluation mode would be
+    used only once."""
     is_compiled = any(isinstance(layer.forward, partial) for layer in decoder_layers(model))
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
@@ -70,11 +82,14 @@ def without_graphs(model: nn.Module) -> AbstractContextManager[Any]:
 def choose_liger(
     asked: bool | Literal["auto"], config: PretrainedConfig, compiles: bool, device: torch.device
 ) -> tuple[bool, str]:
-    """Return whether to use Liger's kernels, and a log text on fused kernels ("" on the CPU, which has none). Raises
-    UserError if use_liger is true, but the model, the device or torch.compile does not allow it."""
+    """Return whether to use Liger's kernels, and a log text on fused kernels ("" on the CPU, which
+    has none). Raises UserError if use_liger is true, but the model, the device or torch.compile
+    does not allow it."""
     problem = _liger_problem(config, compiles, device, is_asked=asked is True)
     if asked is True and problem:
-        raise UserError(f"--use_liger: {problem}.\n--use_liger false trains without Liger's kernels.")
+        raise UserError(
+            f"--use_liger: {problem}.\n--use_liger false trains without Liger's kernels."
+        )
     if asked is not False and not problem:
         return True, "Fused kernels: Liger's."
     if device.type != "cuda" or compiles:
@@ -82,7 +97,9 @@ def choose_liger(
     return False, f"Fused kernels: torch's RMSNorm, not Liger's: {problem or 'use_liger is false'}."
 
 
-def _liger_problem(config: PretrainedConfig, compiles: bool, device: torch.device, is_asked: bool) -> str:
+def _liger_problem(
+    config: PretrainedConfig, compiles: bool, device: torch.device, is_asked: bool
+) -> str:
     """Return why Liger's kernels cannot replace a model's own; "" if they can."""
     if device.type != "cuda":
         return "Liger's kernels need CUDA"
@@ -92,17 +109,26 @@ def _liger_problem(config: PretrainedConfig, compiles: bool, device: torch.devic
         from liger_kernel.transformers import monkey_patch
     except Exception as error:  # also errors of Triton
         return f"liger-kernel cannot be imported ({reason(error)})"
-    if config.model_type not in (monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN if is_asked else AUTO_LIGER):
-        return f"{'liger-kernel' if is_asked else 'use_liger auto'} does not know {config.model_type}"
+    if config.model_type not in (
+        monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN if is_asked else AUTO_LIGER
+    ):
+        return (
+            f"{'liger-kernel' if is_asked else 'use_liger auto'} does not know {config.model_type}"
+        )
     usual = type(config)()  # Liger assumes each architecture's default activation function
     names = [name for name in ("hidden_act", "hidden_activation") if hasattr(config, name)]
-    others = [str(getattr(config, it)) for it in names if getattr(config, it) != getattr(usual, it, None)]
+    others = [
+        str(getattr(config, it)) for it in names if getattr(config, it) != getattr(usual, it, None)
+    ]
     return f"liger-kernel has no {others[0]} for {config.model_type}" if others else ""
 
 
-def fuse_layers(model: PreTrainedModel, settings: ModelConfig, train: TrainConfig, device: torch.device) -> None:
-    """Use Liger's kernels if they were chosen; on CUDA also torch's RMSNorm, for norms that compute the same as
-    Llama's. The model is on the meta device, without adapters. Layers that will be compiled are not changed."""
+def fuse_layers(
+    model: PreTrainedModel, settings: ModelConfig, train: TrainConfig, device: torch.device
+) -> None:
+    """Use Liger's kernels if they were chosen; on CUDA also torch's RMSNorm, for norms that compute
+    the same as Llama's. The model is on the meta device, without adapters. Layers that will be
+    compiled are not changed."""
     report_missing_kernels(model, device)
     if settings.use_liger is True:
         _apply_liger(model, train)
@@ -118,7 +144,8 @@ def _is_cuda(device: torch.device) -> bool:
 
 
 def _formula(kind: type[nn.Module]) -> Any:
-    """Return the code of a norm without variable names, to compare it: a hundred classes repeat LlamaRMSNorm's code."""
+    """Return the code of a norm without variable names, to compare it: a hundred classes repeat
+    LlamaRMSNorm's code."""
     code = getattr(kind.forward, "__code__", None)
     return code and (code.co_code, code.co_names, code.co_consts)
 
@@ -132,8 +159,8 @@ def _rms_norm(norm: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 def _apply_liger(model: PreTrainedModel, train: TrainConfig) -> None:
     from liger_kernel.transformers import monkey_patch
 
-    # Liger rotates queries and keys in place. If selective activation checkpointing keeps them, the recomputed layer
-    # would rotate them again, and gradients would be wrong without an error.
+    # Liger rotates queries and keys in place. If selective activation checkpointing keeps them, the
+    # recomputed layer would rotate them again, and gradients would be wrong without an error.
     # Liger's losses are not used: the loss here is a sum over loss tokens.
     kernels = {"rope": False} if train.activation_checkpointing == "selective" else {}
     monkey_patch._apply_liger_kernel_to_instance(

@@ -1,7 +1,9 @@
-"""Read and write checkpoints by rows, if Transformers renames, stacks or splits their tensors while loading.
+"""Read and write checkpoints by rows, if Transformers renames, stacks or splits their tensors while
+loading.
 
-Transformers has renamings and converters per architecture, which run operations on the tensors that they collect
-(transformers/core_model_loading.py). The same objects are used here, on the requested rows only:
+Transformers has renamings and converters per architecture, which run operations on the tensors that
+they collect (transformers/core_model_loading.py). The same objects are used here, on the requested
+rows only:
 
     stored   experts.0.w1 [I, H]   experts.0.w3 [I, H]   experts.1.w1 ...     Mixtral: two tensors per expert
     model    experts.gate_up_proj [experts, 2 I, H]                           rows 2 and 3 need only experts 2 and 3
@@ -46,29 +48,35 @@ from llama_ft.models.text_part import left_out
 
 
 def open_source(folder: Path, model: PreTrainedModel) -> WeightSource:
-    """Open the weights of a model directory under the model's own names and in its shapes, reading headers only. Raises
-    UserError if they are missing, unreadable or cannot be converted. `model`: see ConvertedSource."""
+    """Open the weights of a model directory under the model's own names and in its shapes, reading
+    headers only. Raises UserError if they are missing, unreadable or cannot be converted. `model`:
+    see ConvertedSource."""
     converted = ConvertedSource(source := open_weights(folder), model)
     grown = grow(source if converted.changes_nothing else converted, model)
     return ScoredSource(grown, model) if has_score(model) else grown
 
 
 class ConvertedSource(WeightSource):
-    """The tensors of another source under the model's names and in its shapes. Opening reads headers only, and raises
-    UserError if tensors do not fit together. `model` comes from `build_on_meta`. The conversions that this checkpoint
-    needs remain in `model._weight_conversions`, as in Transformers."""
+    """The tensors of another source under the model's names and in its shapes. Opening reads
+    headers only, and raises UserError if tensors do not fit together. `model` comes from
+    `build_on_meta`. The conversions that this checkpoint needs remain in
+    `model._weight_conversions`, as in Transformers."""
 
     def __init__(self, source: WeightSource, model: PreTrainedModel) -> None:
         self._source = source
         self._context = _context(model)
-        self.renamed: dict[str, str] = {}  # the model's name -> the stored name, if nothing else changes
+        # the model's name -> the stored name, if nothing else changes
+        self.renamed: dict[str, str] = {}
         self._left_out: list[str] = []  # stored names of tensors that the model's text part lacks
         self._groups: dict[str, _Group] = {}
-        self._whole: tuple[str, dict[str, torch.Tensor]] | None = None  # the last group that was converted as a whole
+        # the last group that was converted as a whole
+        self._whole: tuple[str, dict[str, torch.Tensor]] | None = None
         self.tensors = {}
 
         def header(name: str) -> torch.Tensor:
-            return torch.empty(source.tensors[name].shape, dtype=source.tensors[name].dtype, device="meta")
+            return torch.empty(
+                source.tensors[name].shape, dtype=source.tensors[name].dtype, device="meta"
+            )
 
         for target, converter, collected in self._collect(model):
             group = _Group(target, converter, collected, self._context)
@@ -78,22 +86,33 @@ class ConvertedSource(WeightSource):
                 self._groups[name] = group
                 self.tensors[name] = StoredTensor(file, tuple(tensor.shape), tensor.dtype)
         self.tensors |= {name: source.tensors[stored] for name, stored in self.renamed.items()}
-        self.tensors |= {name: replace(source.tensors[name], is_left_out=True) for name in self._left_out}
+        self.tensors |= {
+            name: replace(source.tensors[name], is_left_out=True) for name in self._left_out
+        }
         same_names = all(name == stored for name, stored in self.renamed.items())
         self.changes_nothing = same_names and not self._groups and not self._left_out
 
-    def _collect(self, model: PreTrainedModel) -> list[tuple[str, WeightConverter, dict[str, list[str]]]]:
-        """Rename every stored tensor as Transformers does. Return the groups that converters take together."""
+    def _collect(
+        self, model: PreTrainedModel
+    ) -> list[tuple[str, WeightConverter, dict[str, list[str]]]]:
+        """Rename every stored tensor as Transformers does. Return the groups that converters take
+        together."""
         every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-        known = {checkpoint_key(name): tensor for name, tensor in every if not is_adapter_weight(name)}
+        known = {
+            checkpoint_key(name): tensor for name, tensor in every if not is_adapter_weight(name)
+        }
         beside = dict.fromkeys(left_out(model).tensors, True)
         all_known = known | beside
         transforms: list[WeightTransform] = deepcopy(model._weight_conversions)  # type: ignore[arg-type]
         renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-        converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+        converters = [
+            transform for transform in transforms if isinstance(transform, WeightConverter)
+        ]
         taken: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         for stored in sorted(self._source.tensors, key=dot_natural_key):
-            name, pattern = rename_source_key(stored, renamings, converters, model.base_model_prefix, all_known)
+            name, pattern = rename_source_key(
+                stored, renamings, converters, model.base_model_prefix, all_known
+            )
             if name not in known and stored in known:
                 name, pattern = rename_source_key(stored, [], [], model.base_model_prefix, known)
             if name in beside or is_part(name, beside):
@@ -101,15 +120,23 @@ class ConvertedSource(WeightSource):
             elif pattern is not None and name in known:
                 taken[name][pattern].append(stored)
             elif name in self.renamed:
-                raise UserError(f"{self.renamed[name]} and {stored} would both be the model's {name}.")
+                raise UserError(
+                    f"{self.renamed[name]} and {stored} would both be the model's {name}."
+                )
             else:
                 self.renamed[name] = stored
         model._weight_conversions = [t for t in transforms if t.was_used()]  # type: ignore[assignment]
-        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        return [(name, by_pattern[next(iter(patterns))], dict(patterns)) for name, patterns in taken.items()]
+        by_pattern = {
+            pattern: converter for converter in converters for pattern in converter.source_patterns
+        }
+        return [
+            (name, by_pattern[next(iter(patterns))], dict(patterns))
+            for name, patterns in taken.items()
+        ]
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read rows [start, stop) in the stored dtype. Experts are read singly, other groups once as a whole."""
+        """Read rows [start, stop) in the stored dtype. Experts are read singly, other groups once
+        as a whole."""
         if name not in self._groups:
             return self._source.read_rows(self.renamed.get(name, name), start, stop)
         group = self._groups[name]
@@ -131,19 +158,23 @@ class SavedGroup:
     by_row: bool = False  # each row of the only parameter becomes separate tensors
 
     def convert(self, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the saved tensors of these parameters (by_row: of one row), in the order of `tensors`."""
+        """Return the saved tensors of these parameters (by_row: of one row), in the order of
+        `tensors`."""
         assert self.group is not None
         return list(self.group.convert(values.__getitem__).values())
 
 
 def saved_layout(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> list[SavedGroup]:
-    """Return the layout in which Transformers' revert_weight_conversion would save `tensors`, the parameters and
-    persistent buffers of a loaded model: every conversion of its checkpoint is undone. Only shapes are used."""
+    """Return the layout in which Transformers' revert_weight_conversion would save `tensors`, the
+    parameters and persistent buffers of a loaded model: every conversion of its checkpoint is
+    undone. Only shapes are used."""
     used: list[WeightTransform] = model._weight_conversions  # type: ignore[assignment]
     transforms = [transform.reverse_transform() for transform in reversed(used)]
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    by_pattern = {
+        pattern: converter for converter in converters for pattern in converter.source_patterns
+    }
     context, groups = _context(model), dict[str, _Group | str]()
     for name in tensors if not converters else sorted(tensors, key=dot_natural_key):
         target, pattern = apply_converters(name, converters)
@@ -161,9 +192,13 @@ def saved_layout(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> li
     ]
 
 
-def _reverted(group: "_Group", tensors: dict[str, torch.Tensor], renamings: list[WeightRenaming]) -> SavedGroup:
+def _reverted(
+    group: "_Group", tensors: dict[str, torch.Tensor], renamings: list[WeightRenaming]
+) -> SavedGroup:
     made = group.convert(lambda name: torch.empty(tensors[name].shape, device="meta"))
-    shapes = {apply_renamings(name, renamings): tuple(tensor.shape) for name, tensor in made.items()}
+    shapes = {
+        apply_renamings(name, renamings): tuple(tensor.shape) for name, tensor in made.items()
+    }
     parameters, operations = group.in_order(), group.converter.operations
     splits_rows = isinstance(operations[-1], SplitModulelist) and operations[-1].dim == 0
     if not splits_rows or not _keeps_rows(operations[:-1]) or len(parameters) != 1:
@@ -180,7 +215,8 @@ class _Group:
 
     target: str  # name of the first tensor that it makes
     converter: WeightConverter  # empty; copied for each use
-    collected: dict[str, list[str]]  # pattern of the converter -> names of matching tensors, in order
+    # pattern of the converter -> names of matching tensors, in order
+    collected: dict[str, list[str]]
     context: dict[str, Any]  # information for operations
     made: dict[str, torch.Tensor] = field(default_factory=dict)  # name -> result on the meta device
 
@@ -192,22 +228,35 @@ class _Group:
 
     def in_order(self) -> list[str]:
         """All collected tensors, in the order of the converter's patterns."""
-        return [name for pattern in self.converter.source_patterns for name in self.collected.get(pattern, [])]
+        return [
+            name
+            for pattern in self.converter.source_patterns
+            for name in self.collected.get(pattern, [])
+        ]
 
-    def convert(self, take: Callable[[str], torch.Tensor], part: slice = slice(None)) -> dict[str, torch.Tensor]:
-        """Run the operations on `take(name)` of the collected tensors, or on a part of those of each pattern."""
+    def convert(
+        self, take: Callable[[str], torch.Tensor], part: slice = slice(None)
+    ) -> dict[str, torch.Tensor]:
+        """Run the operations on `take(name)` of the collected tensors, or on a part of those of
+        each pattern."""
         converter = deepcopy(self.converter)
         for pattern, names in self.collected.items():
             for name in names[part]:
                 converter.add_tensor(self.target, name, pattern, take(name))  # type: ignore[arg-type]
         made = converter.convert(self.target, **self.context)
-        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+        return {
+            name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()
+        }
 
 
 def _context(model: PreTrainedModel) -> dict[str, Any]:
     # Operations need the shapes of weights, including quantized ones.
-    shapes = {id(it.weight): torch.empty(it.shape, device="meta") for it in quantized_weights(model)}
-    parameters = {checkpoint_key(name): shapes.get(id(it), it) for name, it in model.named_parameters()}
+    shapes = {
+        id(it.weight): torch.empty(it.shape, device="meta") for it in quantized_weights(model)
+    }
+    parameters = {
+        checkpoint_key(name): shapes.get(id(it), it) for name, it in model.named_parameters()
+    }
     return {"model": SimpleNamespace(get_parameter=parameters.__getitem__), "config": model.config}
 
 

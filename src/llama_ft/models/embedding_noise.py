@@ -13,8 +13,9 @@ def add_embedding_noise(model: PreTrainedModel, alpha: float) -> None:
 
     Args:
         model: on the meta device, not sharded yet.
-        alpha: the noise is between -m and m, with m = alpha / sqrt(tokens x hidden size). As in Transformers and TRL,
-            tokens are those of a row of the micro-batch: of a whole packed sequence.
+        alpha: the noise is between -m and m, with m = alpha / sqrt(tokens x hidden size). As in
+            Transformers and TRL, tokens are those of a row of the micro-batch: of a whole packed
+            sequence.
     """
 
     def noisy(module: nn.Module, _: Any, embedded: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Shard a model on the meta device: choose its FSDP units, apply fully_shard, and describe the units in a table."""
+"""Shard a model on the meta device: choose its FSDP units, apply fully_shard, and describe the
+units in a table."""
 
 from collections import Counter
 from collections.abc import Set
@@ -10,7 +11,13 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import FSDPConfig
@@ -30,16 +37,22 @@ class Unit:
     name: str  # name of its module; "" is the root, which holds all other parameters
     kind: str  # class of that module
     parameters: int  # number; each tied weight once
-    bytes: int  # unsharded: quantized weights as stored, others in the compute dtype; without those used as stored
+    # unsharded: quantized weights as stored, others in the compute dtype; without those used as
+    # stored
+    bytes: int
 
 
-def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, precision: Precision) -> list[Unit]:
-    """Apply fully_shard to the modules of the wrap policy, then to the root. Returns the FSDP units, root last. Raises
-    UserError if the policy finds no decoder layer class. Without enable_fsdp, units only limit what is cast at once.
+def apply_fsdp(
+    model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, precision: Precision
+) -> list[Unit]:
+    """Apply fully_shard to the modules of the wrap policy, then to the root. Returns the FSDP
+    units, root last. Raises UserError if the policy finds no decoder layer class. Without
+    enable_fsdp, units only limit what is cast at once.
 
     Args:
         model: on the meta device, with adapters.
-        mesh: with one dimension it shards; with two it replicates over the first and shards over the second.
+        mesh: with one dimension it shards; with two it replicates over the first and shards over
+            the second.
         fsdp: wrap policy, strategy, offloading.
         precision: dtypes of all-gather and reduce-scatter.
     """
@@ -48,29 +61,42 @@ def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, preci
     units = _describe_units(model, modules, precision.compute, ready)
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
     # Pinned memory, so that copies to and from the GPU overlap with computation.
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if fsdp.fsdp_cpu_offload else OffloadPolicy()
+    offload = (
+        CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+        if fsdp.fsdp_cpu_offload
+        else OffloadPolicy()
+    )
     allow_integers()
-    shard_one = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ready)
+    shard_one = partial(
+        fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ready
+    )
     for module in modules:
-        # The LM head's backward follows its forward at once, so freeing its weight would all-gather it twice.
+        # The LM head's backward follows its forward at once, so freeing its weight would all-gather
+        # it twice.
         is_head = module is model.get_output_embeddings()
-        shard_one(module, reshard_after_forward=fsdp.sharding_strategy != "SHARD_GRAD_OP" and not is_head)
+        shard_one(
+            module, reshard_after_forward=fsdp.sharding_strategy != "SHARD_GRAD_OP" and not is_head
+        )
     shard_one(model, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # The loss is already divided by the global number of loss tokens, so gradients are summed, not averaged.
+            # The loss is already divided by the global number of loss tokens, so gradients are
+            # summed, not averaged.
             if mesh.size() > 1:  # on one process, fully_shard would divide by 1 and copy the result
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
     return units
 
 
-def _used_as_stored(model: nn.Module, mesh: DeviceMesh, fsdp: FSDPConfig, precision: Precision) -> set[nn.Parameter]:
-    """Return parameters that are whole on this rank, are used in their stored dtype (or cast where they are used), and
-    get gradients from no other rank.
+def _used_as_stored(
+    model: nn.Module, mesh: DeviceMesh, fsdp: FSDPConfig, precision: Precision
+) -> set[nn.Parameter]:
+    """Return parameters that are whole on this rank, are used in their stored dtype (or cast where
+    they are used), and get gradients from no other rank.
 
-    fully_shard ignores them. It would copy each one before every use, and copy its gradient twice. On one process this
-    made steps in fp32 on the CPU 1.1 times (LoRA, 512 tokens) to 1.3 times (full fine-tuning) as long.
+    fully_shard ignores them. It would copy each one before every use, and copy its gradient twice.
+    On one process this made steps in fp32 on the CPU 1.1 times (LoRA, 512 tokens) to 1.3 times
+    (full fine-tuning) as long.
     """
     if mesh["shard"].size() > 1 or fsdp.fsdp_cpu_offload:
         return set()
@@ -82,7 +108,11 @@ def _used_as_stored(model: nn.Module, mesh: DeviceMesh, fsdp: FSDPConfig, precis
         and (parameter.dtype == precision.compute or not parameter.is_floating_point())
     }
     # Their gradients are summed in their own dtype.
-    adapters = cast_where_used(model) if mesh.size() == 1 and precision.reduce == precision.trained else set()
+    adapters = (
+        cast_where_used(model)
+        if mesh.size() == 1 and precision.reduce == precision.trained
+        else set()
+    )
     return ready | adapters
 
 
@@ -94,24 +124,33 @@ def _modules_to_wrap(model: PreTrainedModel, fsdp: FSDPConfig) -> list[nn.Module
         raise UserError("this model has no list of decoder layers. Use --fsdp_wrap_policy size.")
     if fsdp.fsdp_wrap_policy == "transformer":
         return layers
-    ends = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    ends = [
+        module
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        if module is not None
+    ]
     weights = [weight for module in ends for weight in module.parameters()]
     if len(set(weights)) < len(weights):
         return layers  # a tied weight must stay in the root unit
-    return layers + [m for m in ends if sum(p.numel() for p in m.parameters()) >= fsdp.min_num_params]
+    return layers + [
+        m for m in ends if sum(p.numel() for p in m.parameters()) >= fsdp.min_num_params
+    ]
 
 
 def _modules_by_size(model: PreTrainedModel, least: int) -> list[nn.Module]:
-    """Return modules, innermost first, with at least `least` parameters that no unit inside them holds. It does not
-    split the LM head, which is called for one chunk of positions at a time (chunked_loss); modules that run sample by
-    sample, because ranks have different numbers of samples; and modules wrapped by PEFT: DoRA and adapters of experts
-    read parameters of inner modules without calling them, so these would not be all-gathered."""
+    """Return modules, innermost first, with at least `least` parameters that no unit inside them
+    holds. It does not split the LM head, which is called for one chunk of positions at a time
+    (chunked_loss); modules that run sample by sample, because ranks have different numbers of
+    samples; and modules wrapped by PEFT: DoRA and adapters of experts read parameters of inner
+    modules without calling them, so these would not be all-gathered."""
     wrapped: list[nn.Module] = []
     held: set[int] = set()
     whole = {model.get_output_embeddings()}
     if has_token_mixers(model):
         whole |= token_mixers(model).by_row | token_mixers(model).with_kernels
-    times = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    times = Counter(
+        id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
+    )
 
     def visit(module: nn.Module) -> None:
         if module not in whole and not isinstance(module, BaseTunerLayer):
@@ -119,8 +158,14 @@ def _modules_by_size(model: PreTrainedModel, least: int) -> list[nn.Module]:
                 visit(child)
         own = {id(p): p for p in module.parameters() if id(p) not in held}
         # fully_shard all-gathers around `forward`, which containers do not have.
-        is_unit = module is not model and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterDict)
-        if is_unit and all(times[key] == 1 for key in own) and sum(p.numel() for p in own.values()) >= least:
+        is_unit = module is not model and not isinstance(
+            module, nn.ModuleList | nn.ModuleDict | nn.ParameterDict
+        )
+        if (
+            is_unit
+            and all(times[key] == 1 for key in own)
+            and sum(p.numel() for p in own.values()) >= least
+        ):
             wrapped.append(module)
             held.update(own)
 
@@ -129,7 +174,10 @@ def _modules_by_size(model: PreTrainedModel, least: int) -> list[nn.Module]:
 
 
 def _describe_units(
-    model: PreTrainedModel, modules: list[nn.Module], compute: torch.dtype, ready: Set[nn.Parameter] = frozenset()
+    model: PreTrainedModel,
+    modules: list[nn.Module],
+    compute: torch.dtype,
+    ready: Set[nn.Parameter] = frozenset(),
 ) -> list[Unit]:
     names = {module: name for name, module in model.named_modules()}
     quantized = weight_counts(model)
@@ -140,26 +188,36 @@ def _describe_units(
         held.update(own)
         count = sum(quantized.get(key, p.numel()) for key, p in own.items())
         gathered = sum(
-            p.numel() * (compute if p.is_floating_point() else p.dtype).itemsize for p in own.values() if p not in ready
+            p.numel() * (compute if p.is_floating_point() else p.dtype).itemsize
+            for p in own.values()
+            if p not in ready
         )
         units.append(Unit(names[module], type(module).__name__, count, gathered))
     return units
 
 
 def unit_table(units: list[Unit]) -> str:
-    """Return the FSDP units as lines for the log. Equal ones are counted together; the largest is named."""
-    groups = Counter((unit.kind if unit.name else "rest of the model", unit.parameters, unit.bytes) for unit in units)
+    """Return the FSDP units as lines for the log. Equal ones are counted together; the largest is
+    named."""
+    groups = Counter(
+        (unit.kind if unit.name else "rest of the model", unit.parameters, unit.bytes)
+        for unit in units
+    )
     lines = [
         f"  {count} x {kind}: {parameters:,} parameters, {gathered / 2**20:,.1f} MiB unsharded"
         for (kind, parameters, gathered), count in groups.items()
     ]
-    largest, total = max(units, key=lambda unit: unit.parameters), sum(unit.parameters for unit in units)
+    largest, total = (
+        max(units, key=lambda unit: unit.parameters),
+        sum(unit.parameters for unit in units),
+    )
     share = f"the largest, {largest.name or 'the rest'}, is {largest.parameters / total:.0%}"
     return "\n".join([f"{len(units)} FSDP units, {total:,} parameters; {share}", *lines])
 
 
 def shard_degree(fsdp: FSDPConfig) -> int | Literal["node", "world"]:
-    """Return how many ranks share one copy of the model: 1 (DDP), a number, those of a node, or all."""
+    """Return how many ranks share one copy of the model: 1 (DDP), a number, those of a node, or
+    all."""
     if not fsdp.enable_fsdp or fsdp.sharding_strategy == "NO_SHARD":
         return 1
     if fsdp.sharding_strategy == "HYBRID_SHARD":

@@ -1,5 +1,5 @@
-"""Load the weights of a sharded model: each rank's rows are streamed from the checkpoint. Neither way of loading (see
-loader.py) holds a whole model in memory, or a whole tensor of another rank."""
+"""Load the weights of a sharded model: each rank's rows are streamed from the checkpoint. Neither
+way of loading (see loader.py) holds a whole model in memory, or a whole tensor of another rank."""
 
 import re
 from collections import defaultdict
@@ -34,8 +34,9 @@ from llama_ft.models.source import StoredTensor, WeightSource, listed
 from llama_ft.models.transformers_private import INITIALIZED, private
 
 NORM_ROWS = 1024
-# Number of weights. On the CPU, ranks held at most 11 to 54 MiB in addition to their shards. On a GPU, starting kernels
-# for so few would take longer than the work; there 2**24 weights are 32 MiB in bf16.
+# Number of weights. On the CPU, ranks held at most 11 to 54 MiB in addition to their shards. On a
+# GPU, starting kernels for so few would take longer than the work; there 2**24 weights are 32 MiB
+# in bf16.
 QUANTIZED_AT_ONCE = {"cpu": 2**19, "cuda": 2**24}
 
 
@@ -88,8 +89,9 @@ def load_weights(
         quantized = {id(it.weight): it for it in quantized_weights(model)}
         for name, parameter in parameters.items():
             if weight := quantized.get(id(parameter)):
-                # Quantization is many small operations. If other programs use the cores, waiting for all threads after
-                # each takes longer than the work: 26 s instead of 3 s for 450 M weights in 8 bits on 4 cores.
+                # Quantization is many small operations. If other programs use the cores, waiting
+                # for all threads after each takes longer than the work: 26 s instead of 3 s for 450
+                # M weights in 8 bits on 4 cores.
                 torch.set_num_threads(1)
                 loader.fill(_to_quantized(weight, keys[name], frozen_dtype, device))
                 torch.set_num_threads(threads)
@@ -108,19 +110,28 @@ def load_weights(
                 _fill_singular_values(layer, key, loader, peft.init_lora_weights, device)
             for name, rows in model.named_modules():
                 if isinstance(rows, TokenRows) and rows.tied_adapter is None:
-                    copies, ids = rows.trainable_tokens_delta["default"], rows.token_indices["default"]
-                    loader.fill(_as_stored(copies, keys[f"{name}.base_layer.weight"], loader.headers, ids))
+                    copies, ids = (
+                        rows.trainable_tokens_delta["default"],
+                        rows.token_indices["default"],
+                    )
+                    loader.fill(
+                        _as_stored(copies, keys[f"{name}.base_layer.weight"], loader.headers, ids)
+                    )
         loader.finish()
         if saved_adapter is None:
             _set_dora_magnitudes(model)
         _fill_buffers(model, loader)
     if quantized and device.type == "cuda":
-        torch.cuda.synchronize(device)  # raises earlier errors here; bitsandbytes' next call would exit
+        # raises earlier errors here; bitsandbytes' next call would exit
+        torch.cuda.synchronize(device)
     return {name: loader.headers[key].dtype for name, key in keys.items()}
 
 
 def _as_stored(
-    parameter: torch.Tensor, key: str, headers: dict[str, StoredTensor], ids: list[int] | None = None
+    parameter: torch.Tensor,
+    key: str,
+    headers: dict[str, StoredTensor],
+    ids: list[int] | None = None,
 ) -> ShardLoad:
     """Return the load of a stored tensor's rows, or of the rows `ids`."""
 
@@ -135,12 +146,18 @@ def _as_stored(
     return ShardLoad([shard], tuple(parameter.shape), [wire], make)
 
 
-def _fill_singular_values(layer: Any, key: str, loader: Loader, kind: str, device: torch.device) -> None:
-    """Set PiSSA's initial A [2r, in] and B [out, 2r] of a layer (see lora.py), from the weight named `key`."""
+def _fill_singular_values(
+    layer: Any, key: str, loader: Loader, kind: str, device: torch.device
+) -> None:
+    """Set PiSSA's initial A [2r, in] and B [out, 2r] of a layer (see lora.py), from the weight
+    named `key`."""
 
     @cache
     def factors() -> tuple[torch.Tensor, torch.Tensor]:
-        rank, weight = layer.trained_rank, cast(WeightSource, loader.source).read(key).to(device, torch.float32)
+        rank, weight = (
+            layer.trained_rank,
+            cast(WeightSource, loader.source).read(key).to(device, torch.float32),
+        )
         weight = weight.T if layer.fan_in_fan_out else weight
         if kind == "pissa":
             u, values, v = torch.linalg.svd(weight, full_matrices=False)
@@ -153,13 +170,30 @@ def _fill_singular_values(layer: Any, key: str, loader: Loader, kind: str, devic
         return torch.cat([a, a]), torch.cat([b, -b], dim=1)
 
     a, b = (part["default"].weight for part in (layer.lora_A, layer.lora_B))
-    loader.fill(ShardLoad([local_shard(a)], tuple(a.shape), [a.dtype], lambda _, *rows: [factors()[0][slice(*rows)]]))
-    loader.fill(ShardLoad([local_shard(b)], tuple(b.shape), [b.dtype], lambda _, *rows: [factors()[1][slice(*rows)]]))
+    loader.fill(
+        ShardLoad(
+            [local_shard(a)],
+            tuple(a.shape),
+            [a.dtype],
+            lambda _, *rows: [factors()[0][slice(*rows)]],
+        )
+    )
+    loader.fill(
+        ShardLoad(
+            [local_shard(b)],
+            tuple(b.shape),
+            [b.dtype],
+            lambda _, *rows: [factors()[1][slice(*rows)]],
+        )
+    )
 
 
-def _to_quantized(weight: QuantizedWeight, key: str, dtype: torch.dtype, device: torch.device) -> ShardLoad:
-    """Return the load of rows that are quantized from `dtype` on `device`, or read as they are if the checkpoint is
-    quantized. In a stack a "row" is an expert, and its rows are quantized block by block."""
+def _to_quantized(
+    weight: QuantizedWeight, key: str, dtype: torch.dtype, device: torch.device
+) -> ShardLoad:
+    """Return the load of rows that are quantized from `dtype` on `device`, or read as they are if
+    the checkpoint is quantized. In a stack a "row" is an expert, and its rows are quantized block
+    by block."""
     scheme, at_once = weight.scheme, QUANTIZED_AT_ONCE[device.type]
     shards, columns = [local_shard(weight.weight), local_shard(weight.scale)], weight.shape[-1]
 
@@ -167,15 +201,26 @@ def _to_quantized(weight: QuantizedWeight, key: str, dtype: torch.dtype, device:
         if weight.is_stored and isinstance(scheme, FourBit):
             return read_4bit(source, key, columns, scheme, start, stop)
         rows = source.read_rows(key, start, stop).reshape(-1, columns)
-        parts = [scheme.quantize(it.to(device=device, dtype=dtype)) for it in rows.split(max(1, at_once // columns))]
-        made = parts[0] if len(parts) == 1 else [torch.cat(part) for part in zip(*parts, strict=True)]
-        return [part.view(stop - start, *shard.shape[1:]) for part, shard in zip(made, shards, strict=True)]
+        parts = [
+            scheme.quantize(it.to(device=device, dtype=dtype))
+            for it in rows.split(max(1, at_once // columns))
+        ]
+        made = (
+            parts[0] if len(parts) == 1 else [torch.cat(part) for part in zip(*parts, strict=True)]
+        )
+        return [
+            part.view(stop - start, *shard.shape[1:])
+            for part, shard in zip(made, shards, strict=True)
+        ]
 
     return ShardLoad(shards, weight.shape, [shard.dtype for shard in shards], make, at_once)
 
 
-def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder: Path) -> dict[str, str]:
-    """Return parameter name -> name in the checkpoint. Raises UserError if a name has no counterpart."""
+def account_for(
+    model: PreTrainedModel, headers: dict[str, StoredTensor], folder: Path
+) -> dict[str, str]:
+    """Return parameter name -> name in the checkpoint. Raises UserError if a name has no
+    counterpart."""
     aliases = defaultdict[int, list[str]](list)  # a tied weight may have either name
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not is_adapter_weight(name):
@@ -198,13 +243,23 @@ def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder
         found = shape if packed and 2 * stored.nbytes == torch.Size(shape).numel() else stored.shape
         if found != shape or packed != (weight is not None and weight.is_stored):
             form = " in 4 bits" if packed else ""
-            unlike.append(f"{key} is {list(stored.shape)}{form}, config.json makes it {list(shape)}")
+            unlike.append(
+                f"{key} is {list(stored.shape)}{form}, config.json makes it {list(shape)}"
+            )
     known = {name for names in aliases.values() for name in names}
     known |= {checkpoint_key(name) for name, _ in model.named_buffers()}
-    # Llama 2's checkpoints have rotary frequencies per layer, which are computed here. Transformers skips them, too.
-    ignored = [*(private(model, "_keys_to_ignore_on_load_unexpected") or ()), r"rotary_emb\.inv_freq"]
+    # Llama 2's checkpoints have rotary frequencies per layer, which are computed here. Transformers
+    # skips them, too.
+    ignored = [
+        *(private(model, "_keys_to_ignore_on_load_unexpected") or ()),
+        r"rotary_emb\.inv_freq",
+    ]
     held = set(keys.values())
-    others = [key for key, it in headers.items() if not (key in known or it.is_left_out or is_part(key, held))]
+    others = [
+        key
+        for key, it in headers.items()
+        if not (key in known or it.is_left_out or is_part(key, held))
+    ]
     extra = [key for key in others if not any(re.search(pattern, key) for pattern in ignored)]
     wrong = {"missing": missing, "not part of the model": extra, "not as in config.json": unlike}
     if lines := [f"{title}: {listed(names)}" for title, names in wrong.items() if names]:
@@ -213,7 +268,8 @@ def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder
 
 
 def _allocate(model: nn.Module, device: torch.device, storage_device: torch.device) -> None:
-    """Allocate every shard and buffer. to_empty makes two parameters of a tied weight, so tie them again."""
+    """Allocate every shard and buffer. to_empty makes two parameters of a tied weight, so tie them
+    again."""
     places = defaultdict[int, list[tuple[nn.Module, str]]](list)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -229,18 +285,21 @@ def _allocate(model: nn.Module, device: torch.device, storage_device: torch.devi
 
 
 def _set_dora_magnitudes(model: nn.Module) -> None:
-    """Set DoRA's magnitudes to the norm of each row of W + scaling * B A, where B is zero at first. No communication is
-    needed, because weight and magnitude are split into the same rows."""
+    """Set DoRA's magnitudes to the norm of each row of W + scaling * B A, where B is zero at first.
+    No communication is needed, because weight and magnitude are split into the same rows."""
     for module in model.modules():
         for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
             weight = local_shard(cast(nn.Linear, module.base_layer).weight).split(NORM_ROWS)
-            for rows, norms in zip(weight, local_shard(magnitude.weight).split(NORM_ROWS), strict=True):
-                norms.copy_(torch.linalg.vector_norm(rows.float(), dim=1))  # limits the size of the fp32 copy
+            for rows, norms in zip(
+                weight, local_shard(magnitude.weight).split(NORM_ROWS), strict=True
+            ):
+                # limits the size of the fp32 copy
+                norms.copy_(torch.linalg.vector_norm(rows.float(), dim=1))
 
 
 def _fill_buffers(model: PreTrainedModel, loader: Loader) -> None:
-    """Read the buffers of the checkpoint, and let Transformers compute the others (rotary frequencies). Raises
-    UserError if it does not compute one of them."""
+    """Read the buffers of the checkpoint, and let Transformers compute the others (rotary
+    frequencies). Raises UserError if it does not compute one of them."""
     computed = {}
     for name, buffer in model.named_buffers():
         if (key := checkpoint_key(name)) not in loader.headers:
@@ -254,7 +313,11 @@ def _fill_buffers(model: PreTrainedModel, loader: Loader) -> None:
     for parameter in model.parameters():
         setattr(parameter, INITIALIZED, True)
     compute_buffers(model, model)
-    left = [n for n, (b, version) in computed.items() if model.get_buffer(n) is b and b._version == version]
+    left = [
+        n
+        for n, (b, version) in computed.items()
+        if model.get_buffer(n) is b and b._version == version
+    ]
     if left:
         raise UserError(
             f"--model_name: model_type {model.config.model_type} is not supported: neither the checkpoint nor "
@@ -263,8 +326,9 @@ def _fill_buffers(model: PreTrainedModel, loader: Loader) -> None:
 
 
 def compute_buffers(module: nn.Module, model: PreTrainedModel) -> None:
-    """Let Transformers initialize the modules of `module` with buffers, in its own order: children first, each by the
-    innermost model around it. Falcon-H1's decoder fills buffers of its layers."""
+    """Let Transformers initialize the modules of `module` with buffers, in its own order: children
+    first, each by the innermost model around it. Falcon-H1's decoder fills buffers of its
+    layers."""
     model = module if isinstance(module, PreTrainedModel) else model
     for child in module.children():
         compute_buffers(child, model)

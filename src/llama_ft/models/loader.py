@@ -1,8 +1,9 @@
 """Load rows from the checkpoint to the ranks that hold them, block by block.
 
-There are two ways with bit-identical results. Either every rank reads its own rows. Or (`low_cpu_fsdp`) only rank 0
-opens the checkpoint and sends each rank its rows, and reads on while blocks are being sent. Weights are converted and
-quantized block by block, so memory holds only a few blocks in addition to the shards.
+There are two ways with bit-identical results. Either every rank reads its own rows. Or
+(`low_cpu_fsdp`) only rank 0 opens the checkpoint and sends each rank its rows, and reads on while
+blocks are being sent. Weights are converted and quantized block by block, so memory holds only a
+few blocks in addition to the shards.
 """
 
 from collections import deque
@@ -17,9 +18,16 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models.conversion import open_source
 from llama_ft.models.shards import ShardGroup, row_ranges, wait_for_device
-from llama_ft.models.source import OverlaidSource, SafetensorsSource, StoredTensor, WeightSource, row_blocks
+from llama_ft.models.source import (
+    OverlaidSource,
+    SafetensorsSource,
+    StoredTensor,
+    WeightSource,
+    row_blocks,
+)
 
-BLOCK_ELEMENTS = 2**23  # copying 550 M weights takes 0.1 s in blocks of 2**22 to 2**24, up to 1.1 s in 2**19
+# copying 550 M weights takes 0.1 s in blocks of 2**22 to 2**24, up to 1.1 s in 2**19
+BLOCK_ELEMENTS = 2**23
 BYTES_IN_FLIGHT = 2**25
 
 MakeRows = Callable[[WeightSource, int, int], Sequence[torch.Tensor]]
@@ -27,7 +35,8 @@ MakeRows = Callable[[WeightSource, int, int], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True)
 class ShardLoad:
-    """Parameters that are filled from the same rows of the checkpoint: a weight, or a weight and its scales."""
+    """Parameters that are filled from the same rows of the checkpoint: a weight, or a weight and
+    its scales."""
 
     shards: list[torch.Tensor]  # this rank's rows of each parameter
     shape: tuple[int, ...]  # whole shape of the first parameter, in weights
@@ -44,10 +53,12 @@ class Loader:
     headers: dict[str, StoredTensor]  # shape and dtype of every stored tensor, on all ranks
     group: ShardGroup  # knows the rows of this rank
     scatter: bool  # rank 0 reads and sends; otherwise every rank reads
-    in_flight: deque[tuple[dist.Work, torch.Tensor]] = field(default_factory=deque)  # kept until sent
+    # kept until sent
+    in_flight: deque[tuple[dist.Work, torch.Tensor]] = field(default_factory=deque)
 
     def fill(self, load: ShardLoad) -> None:
-        """Load this rank's rows into the shards, in their dtypes. Rank 0 may still be sending then: see `finish`."""
+        """Load this rank's rows into the shards, in their dtypes. Rank 0 may still be sending then:
+        see `finish`."""
         if not self.scatter:
             self._keep(load, *self.group.own_rows(load.shape[0]))
         elif self.group.in_first_copy:
@@ -58,7 +69,8 @@ class Loader:
                 self.group.replicate(shard)
 
     def finish(self, most_bytes: int = 0) -> None:
-        """Wait until at most `most_bytes` are being sent. With a limit above 0, reading and sending overlap."""
+        """Wait until at most `most_bytes` are being sent. With a limit above 0, reading and sending
+        overlap."""
         while self.in_flight and sum(sent.nbytes for _, sent in self.in_flight) > most_bytes:
             self.in_flight.popleft()[0].wait()
 
@@ -69,7 +81,8 @@ class Loader:
                 shard[first - start : last - start].copy_(rows)
 
     def _send(self, load: ShardLoad) -> None:
-        """On rank 0: send the rows of the other ranks, then keep its own rows, for which no rank has to wait."""
+        """On rank 0: send the rows of the other ranks, then keep its own rows, for which no rank
+        has to wait."""
         assert self.source is not None
         device = load.shards[0].device
         own, *others = row_ranges(load.shape[0], self.group.size)
@@ -78,7 +91,9 @@ class Loader:
                 for rows, wire in zip(load.make(self.source, first, last), load.wire, strict=True):
                     block = rows.to(device=device, dtype=wire).contiguous()
                     self.finish(BYTES_IN_FLIGHT - block.nbytes)
-                    self.in_flight.append((cast(dist.Work, dist.isend(block, dst=destination)), block))
+                    self.in_flight.append(
+                        (cast(dist.Work, dist.isend(block, dst=destination)), block)
+                    )
         self._keep(load, *own)
         if len(load.shards) > 1:
             self.finish()  # quantized blocks are small, and keeping them would fragment the heap
@@ -96,7 +111,11 @@ class Loader:
 
 
 def open_loader(
-    files: Path, model: PreTrainedModel, group: ShardGroup, scatter: bool, tuned: WeightSource | None = None
+    files: Path,
+    model: PreTrainedModel,
+    group: ShardGroup,
+    scatter: bool,
+    tuned: WeightSource | None = None,
 ) -> Loader:
     """Read the headers of the weights and return a Loader.
 

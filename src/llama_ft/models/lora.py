@@ -1,8 +1,8 @@
 """Adapters of PEFT: added to the model on the meta device, and initialized shard by shard.
 
-PiSSA (https://arxiv.org/abs/2404.02948) starts at A0 and B0, the r largest singular values of the weight W, and trains
-W - s B0 A0 + s B A. Here W is not changed. Instead the adapter is a plain LoRA of rank 2r, [A; A0] and [B, -B0], and
-only its first half is trained.
+PiSSA (https://arxiv.org/abs/2404.02948) starts at A0 and B0, the r largest singular values of the
+weight W, and trains W - s B0 A0 + s B A. Here W is not changed. Instead the adapter is a plain LoRA
+of rank 2r, [A; A0] and [B, -B0], and only its first half is trained.
 """
 
 import hashlib
@@ -42,8 +42,12 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 PEFT_PREFIX = "base_model.model."  # PEFT's prefix for the names of a wrapped model
 # The values of peft_method in PEFT's spelling, and the prefixes of their parameters' names.
 METHODS = [method.upper() for method in get_args(PeftConfig.__annotations__["peft_method"])]
-ADAPTER_PARTS = (".trainable_tokens_delta.", *(f".{PEFT_TYPE_TO_PREFIX_MAPPING[method]}" for method in METHODS))
-NOT_PEFTS = {"use_peft", "peft_method", "from_peft_checkpoint", "lora_alpha"}  # fields of PeftConfig
+ADAPTER_PARTS = (
+    ".trainable_tokens_delta.",
+    *(f".{PEFT_TYPE_TO_PREFIX_MAPPING[method]}" for method in METHODS),
+)
+# fields of PeftConfig
+NOT_PEFTS = {"use_peft", "peft_method", "from_peft_checkpoint", "lora_alpha"}
 
 
 @dataclass(frozen=True)
@@ -52,23 +56,29 @@ class Adapter:
 
     config: Any  # PEFT's config, saved in adapter_config.json
     keys: dict[str, str]  # parameter name in the model -> tensor name in adapter_model.safetensors
-    layers: dict[str, nn.Module]  # name of each layer that has an adapter -> its adapter alone, unsharded, on meta
+    # name of each layer that has an adapter -> its adapter alone, unsharded, on meta
+    layers: dict[str, nn.Module]
 
 
-def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str, new: NewTokens | None = None) -> Adapter:
-    """Freeze a model on the meta device, and add adapters to the linear layers that `peft` names, in place. Raises
-    UserError if there are no such layers, they do not support this adapter, or a saved adapter cannot be continued.
+def inject_lora(
+    model: PreTrainedModel, peft: PeftConfig, base_name: str, new: NewTokens | None = None
+) -> Adapter:
+    """Freeze a model on the meta device, and add adapters to the linear layers that `peft` names,
+    in place. Raises UserError if there are no such layers, they do not support this adapter, or a
+    saved adapter cannot be continued.
 
     Args:
         model: on the meta device.
-        peft: rank, targets and so on; with from_peft_checkpoint they come from the adapter's own file.
+        peft: rank, targets and so on; with from_peft_checkpoint they come from the adapter's own
+            file.
         base_name: model name or directory for adapter_config.json.
         new: tokens whose rows of embedding and LM head are trained, too.
     """
     saved = peft.from_peft_checkpoint
     settings = saved_config(Path(saved)) if saved else _new_config(peft)
     settings.base_model_name_or_path = base_name
-    if has_score(model):  # trained whole; "classifier" is what PEFT adds to the name for models of other classes
+    # trained whole; "classifier" is what PEFT adds to the name for models of other classes
+    if has_score(model):
         whole = {SCORE, *(settings.modules_to_save or ())} - {"classifier"}
         settings.task_type, settings.modules_to_save = "SEQ_CLS", sorted(whole)
     _check_names(model, settings)
@@ -76,21 +86,33 @@ def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str, new: N
         size = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
         if others := {id_ for id_ in rows_trained(settings) if id_ >= size}:
             problem = f"this adapter trains {len(others)} new tokens that the model, of {size} tokens, lacks"
-            raise UserError(f"--from_peft_checkpoint: {problem}. Use --resize_embeddings and its --tokenizer_name.")
+            raise UserError(
+                f"--from_peft_checkpoint: {problem}. Use --resize_embeddings and its --tokenizer_name."
+            )
     elif new is not None and (rows := _rows_to_train(model, settings, new.ids)):
         if not isinstance(settings, LoraConfig):
-            raise UserError(f"--resize_embeddings: {peft.peft_method} cannot train single tokens. Use lora.")
+            raise UserError(
+                f"--resize_embeddings: {peft.peft_method} cannot train single tokens. Use lora."
+            )
         settings.trainable_token_indices = rows
     if settings.target_modules == "all-linear":
         read = read_linears(model)
-        excluded = [n for n, m in model.named_modules() if m in read or not _takes_adapter(model, settings, n, m)]
+        excluded = [
+            n
+            for n, m in model.named_modules()
+            if m in read or not _takes_adapter(model, settings, n, m)
+        ]
         settings.exclude_modules = excluded or None
-        # PEFT's all-linear covers experts of some architectures only. They have no dropout and no magnitudes.
-        is_plain = isinstance(settings, LoraConfig) and not settings.lora_dropout and not settings.use_dora
+        # PEFT's all-linear covers experts of some architectures only. They have no dropout and no
+        # magnitudes.
+        is_plain = (
+            isinstance(settings, LoraConfig) and not settings.lora_dropout and not settings.use_dora
+        )
         if is_plain and (experts := expert_names(model)):
             settings.target_parameters = sorted({*experts, *(settings.target_parameters or ())})
     if (towers := left_out(model).modules) and not isinstance(settings.exclude_modules, str):
-        # The checkpoint's class has them, with layers of the same names, when PEFT loads the adapter into it.
+        # The checkpoint's class has them, with layers of the same names, when PEFT loads the
+        # adapter into it.
         names = [re.escape(name) for name in (*towers, *(settings.exclude_modules or ()))]
         settings.exclude_modules = rf"({'|'.join(dict.fromkeys(names))})(\..+)?"
     adapter = inject_adapter(model, settings)
@@ -102,14 +124,23 @@ def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str, new: N
 def inject_adapter(model: PreTrainedModel, settings: Any) -> Adapter:
     """Add the adapters with PEFT."""
     if quantized_weights(model) and (not isinstance(settings, LoraConfig) or settings.use_dora):
-        raise UserError("--quantization: only plain LoRA is supported. Remove use_dora or peft_method loha.")
+        raise UserError(
+            "--quantization: only plain LoRA is supported. Remove use_dora or peft_method loha."
+        )
     whole = copy(settings.modules_to_save)  # which peft makes longer for a model with a score head
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # peft warns of every meta tensor it does not initialise; we do, later
-            adapted: Any = get_peft_model(model, settings, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
+            # peft warns of every meta tensor it does not initialise; we do, later
+            warnings.simplefilter("ignore")
+            adapted: Any = get_peft_model(
+                model, settings, low_cpu_mem_usage=True, autocast_adapter_dtype=False
+            )
     except (ValueError, TypeError, NotImplementedError, RuntimeError, re.error) as error:
-        hint = f"\n--peft.target_modules can be: {', '.join(linear_names(model))}." if settings.target_modules else ""
+        hint = (
+            f"\n--peft.target_modules can be: {', '.join(linear_names(model))}."
+            if settings.target_modules
+            else ""
+        )
         if "ParamWrapper does not" in str(error):
             problem = "adapters of experts support neither lora_dropout nor use_dora. Remove them, or name layers"
             raise UserError(f"--use_peft: {problem}: --target_modules q_proj,v_proj.") from error
@@ -121,22 +152,37 @@ def inject_adapter(model: PreTrainedModel, settings: Any) -> Adapter:
     for name, module in model.named_modules():
         if isinstance(module, tuners_utils.BaseTunerLayer):
             layer: Any = copy(module)
-            if getattr(layer, "lora_magnitude_vector", None) and not isinstance(layer.base_layer, nn.Linear):
+            if getattr(layer, "lora_magnitude_vector", None) and not isinstance(
+                layer.base_layer, nn.Linear
+            ):
                 raise UserError(f"--peft.use_dora: {name} is no linear layer.")
-            layer._modules = deepcopy({n: m for n, m in layer._modules.items() if n in layer.adapter_layer_names})
+            layer._modules = deepcopy(
+                {n: m for n, m in layer._modules.items() if n in layer.adapter_layer_names}
+            )
             layers[name] = layer
     # PEFT names the tensors: it gets every parameter, and its result is matched with them.
     parameters = dict(adapted.named_parameters(remove_duplicate=False))
     stored = get_peft_model_state_dict(adapted, state_dict=parameters, save_embedding_layers=False)
-    names = {id(parameter): name.removeprefix(PEFT_PREFIX) for name, parameter in adapted.named_parameters()}
-    return Adapter(settings, {names[id(parameter)]: key for key, parameter in stored.items()}, layers)
+    names = {
+        id(parameter): name.removeprefix(PEFT_PREFIX)
+        for name, parameter in adapted.named_parameters()
+    }
+    return Adapter(
+        settings, {names[id(parameter)]: key for key, parameter in stored.items()}, layers
+    )
 
 
 def _mark_trained_half(model: nn.Module, peft: PeftConfig) -> None:
-    layers: dict[str, Any] = {name: it for name, it in model.named_modules() if isinstance(it, LoraLayer)}
+    layers: dict[str, Any] = {
+        name: it for name, it in model.named_modules() if isinstance(it, LoraLayer)
+    }
     for name, layer in layers.items():
         base = layer.get_base_layer()
-        if not isinstance(layer, LoraLinear) or isinstance(base, QuantizedLinear) or peft.r > min(base.weight.shape):
+        if (
+            not isinstance(layer, LoraLinear)
+            or isinstance(base, QuantizedLinear)
+            or peft.r > min(base.weight.shape)
+        ):
             problem = f"{name} is no unquantized linear layer with at least {peft.r} inputs and outputs (--peft.r)."
             way_out = "Name such layers: --target_modules q_proj,v_proj."
             raise UserError(f"--init_lora_weights {peft.init_lora_weights}: {problem} {way_out}")
@@ -144,7 +190,8 @@ def _mark_trained_half(model: nn.Module, peft: PeftConfig) -> None:
 
 
 def halved_layers(model: nn.Module) -> list[Any]:
-    """Return the LoRA layers of PiSSA: only the first `trained_rank` rows of A and columns of B are trained."""
+    """Return the LoRA layers of PiSSA: only the first `trained_rank` rows of A and columns of B are
+    trained."""
     return [module for module in model.modules() if hasattr(module, "trained_rank")]
 
 
@@ -160,40 +207,52 @@ def _new_config(peft: PeftConfig) -> Any:
     kind = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(peft.peft_method.upper())]
     known, defaults = {field.name for field in fields(kind)}, PeftConfig()
     given = {f.name: getattr(peft, f.name) for f in fields(peft) if f.name not in NOT_PEFTS}
-    if lacking := [name for name in given if name not in known and given[name] != getattr(defaults, name)]:
+    if lacking := [
+        name for name in given if name not in known and given[name] != getattr(defaults, name)
+    ]:
         raise UserError(f"--peft.{lacking[0]}: peft_method {peft.peft_method} has no such setting.")
     given |= {"task_type": "CAUSAL_LM", "lora_alpha": peft.lora_alpha, "alpha": peft.lora_alpha}
     given["init_lora_weights"] = "gaussian" if peft.init_lora_weights == "gaussian" else True
     if peft.init_lora_weights.startswith("pissa"):  # twice the rank with the same scaling
-        given |= {"r": 2 * peft.r, "lora_alpha": peft.lora_alpha * (math.sqrt(2) if peft.use_rslora else 2)}
+        given |= {
+            "r": 2 * peft.r,
+            "lora_alpha": peft.lora_alpha * (math.sqrt(2) if peft.use_rslora else 2),
+        }
     return kind(**{name: value for name, value in given.items() if name in known})
 
 
 def saved_config(folder: Path) -> Any:
-    """Return the settings of the adapter saved in `folder`. Raises UserError if they cannot be read, or the method is
-    not one of peft_method."""
+    """Return the settings of the adapter saved in `folder`. Raises UserError if they cannot be
+    read, or the method is not one of peft_method."""
     try:
         kind = json.loads((folder / ADAPTER_CONFIG).read_text()).get("peft_type")
         if kind not in METHODS:
-            raise UserError(f"{folder}: {kind} adapters are not supported; only {' and '.join(METHODS)}.")
+            raise UserError(
+                f"{folder}: {kind} adapters are not supported; only {' and '.join(METHODS)}."
+            )
         settings: Any = PEFT_TYPE_TO_CONFIG_MAPPING[kind].from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / ADAPTER_CONFIG}: cannot be used ({error}).") from error
     settings.inference_mode = False
-    settings.init_lora_weights = True  # LoRA's: they are read from the file, whatever they first were
+    # LoRA's: they are read from the file, whatever they first were
+    settings.init_lora_weights = True
     return settings
 
 
-def _rows_to_train(model: PreTrainedModel, lora: Any, ids: list[int]) -> dict[str, list[int]] | None:
-    """Return PEFT's trainable_token_indices for the embedding and, unless tied, the LM head; not for one that is
-    trained as a whole."""
+def _rows_to_train(
+    model: PreTrainedModel, lora: Any, ids: list[int]
+) -> dict[str, list[int]] | None:
+    """Return PEFT's trainable_token_indices for the embedding and, unless tied, the LM head; not
+    for one that is trained as a whole."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     in_full = tuple(f".{name}" for name in lora.modules_to_save or ())
     ends = [name for name, module in model.named_modules() if module is embedding or module is head]
     chosen = [name for name in ends if not f".{name}".endswith(in_full)]
     if head is not None and head.weight is embedding.weight:
         if len(chosen) == 1:
-            raise UserError("--peft.modules_to_save: this model's embedding and LM head are tied. Name both or none.")
+            raise UserError(
+                "--peft.modules_to_save: this model's embedding and LM head are tied. Name both or none."
+            )
         chosen = chosen[:1]
     return {name: ids for name in chosen} or None
 
@@ -201,36 +260,50 @@ def _rows_to_train(model: PreTrainedModel, lora: Any, ids: list[int]) -> dict[st
 def rows_trained(adapter: Any) -> set[int]:
     """Return the ids of the tokens whose rows an adapter trains."""
     indices = getattr(adapter, "trainable_token_indices", None) or {}
-    return {id_ for ids in (indices.values() if isinstance(indices, dict) else [indices]) for id_ in ids}
+    return {
+        id_ for ids in (indices.values() if isinstance(indices, dict) else [indices]) for id_ in ids
+    }
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
     """Return the last parts of the names of the linear layers, in order, without the LM head."""
     head, kinds = model.get_output_embeddings(), (nn.Linear, Conv1D)
-    found = [name for name, module in model.named_modules() if isinstance(module, kinds) and module is not head]
+    found = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, kinds) and module is not head
+    ]
     return list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in found))
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weights of experts that are stacked into one parameter [experts, ...], by their names in the
-    checkpoint; without the scales of quantized ones."""
+    """Return the weights of experts that are stacked into one parameter [experts, ...], by their
+    names in the checkpoint; without the scales of quantized ones."""
     return {
         checkpoint_key(f"{name}.{part}"): parameter
         for name, module in model.named_modules()
         for part, parameter in module.named_parameters(recurse=False)
-        if parameter.dim() == 3 and "Experts" in type(module).__name__ and not part.endswith("_scale")
+        if parameter.dim() == 3
+        and "Experts" in type(module).__name__
+        and not part.endswith("_scale")
     }
 
 
 def expert_names(model: nn.Module) -> list[str]:
-    """Return the names of these weights for target_parameters: experts.down_proj, experts.gate_up_proj."""
+    """Return the names of these weights for target_parameters: experts.down_proj,
+    experts.gate_up_proj."""
     return sorted({".".join(name.split(".")[-2:]) for name in expert_parameters(model)})
 
 
 def describe_experts(model: nn.Module) -> str | None:
-    """Return a log text on whether the model's adapters cover its experts; None if it has no experts."""
+    """Return a log text on whether the model's adapters cover its experts; None if it has no
+    experts."""
     experts, modules = expert_parameters(model), model.named_modules()
-    adapted = {checkpoint_key(f"{name}.{it.parameter_name}") for name, it in modules if isinstance(it, ParamWrapper)}
+    adapted = {
+        checkpoint_key(f"{name}.{it.parameter_name}")
+        for name, it in modules
+        if isinstance(it, ParamWrapper)
+    }
     if not experts:
         return None
     if experts.keys() <= adapted:
@@ -240,14 +313,18 @@ def describe_experts(model: nn.Module) -> str | None:
 
 
 def _takes_adapter(model: PreTrainedModel, settings: Any, name: str, module: nn.Module) -> bool:
-    """Return whether a linear layer is called, and computes [..., in] -> [..., out]. Mamba's kernels read out_proj's
-    weight instead. Llama 4's router returns a tuple, DeepSeek V4's grouped layer takes one more dimension."""
+    """Return whether a linear layer is called, and computes [..., in] -> [..., out]. Mamba's
+    kernels read out_proj's weight instead. Llama 4's router returns a tuple, DeepSeek V4's grouped
+    layer takes one more dimension."""
     forward = getattr(type(module), "forward", None)
     with suppress(RuntimeError, TypeError, ValueError, IndexError):
         # PEFT's private check of Mamba's layers, if this version has it.
         check = getattr(tuners_utils, "_check_lora_target_modules_mamba", lambda *_: None)
         check(settings, model, name.rsplit(".", 1)[-1])
-        if not isinstance(module, nn.Linear) or forward in (nn.Linear.forward, QuantizedLinear.forward):
+        if not isinstance(module, nn.Linear) or forward in (
+            nn.Linear.forward,
+            QuantizedLinear.forward,
+        ):
             return True
         output = module(module.weight.new_empty(2, module.in_features))
         return isinstance(output, torch.Tensor) and output.shape == (2, module.out_features)
@@ -255,28 +332,47 @@ def _takes_adapter(model: PreTrainedModel, settings: Any, name: str, module: nn.
 
 
 def _check_names(model: PreTrainedModel, settings: Any) -> None:
-    """Check that every name matches; PEFT ignores a name without a match if another name matches."""
+    """Check that every name matches; PEFT ignores a name without a match if another name
+    matches."""
     modules = [f".{name}" for name, _ in model.named_modules()]
     targets = [] if isinstance(settings.target_modules, str) else settings.target_modules
     for name in getattr(settings, "target_parameters", None) or ():
         if not any(f".{full}".endswith(f".{name}") for full, _ in model.named_parameters()):
             known = ", ".join(expert_names(model)) or "no stacked weights of experts"
-            raise UserError(f"--peft.target_parameters [{name}]: not in this model. It has: {known}.")
-    for setting, names in {"target_modules": targets, "modules_to_save": settings.modules_to_save}.items():
-        absent = [name for name in sorted(names or ()) if not any(full.endswith(f".{name}") for full in modules)]
+            raise UserError(
+                f"--peft.target_parameters [{name}]: not in this model. It has: {known}."
+            )
+    for setting, names in {
+        "target_modules": targets,
+        "modules_to_save": settings.modules_to_save,
+    }.items():
+        absent = [
+            name
+            for name in sorted(names or ())
+            if not any(full.endswith(f".{name}") for full in modules)
+        ]
         if absent:
             kinds = nn.Embedding | nn.Linear
-            here = {name.rpartition(".")[2] for name, it in model.named_modules() if isinstance(it, kinds)}
+            here = {
+                name.rpartition(".")[2]
+                for name, it in model.named_modules()
+                if isinstance(it, kinds)
+            }
             known = ", ".join([*linear_names(model), *sorted(here.difference(linear_names(model)))])
-            raise UserError(f"--peft.{setting} [{', '.join(absent)}]: not in this model. It has: {known}.")
+            raise UserError(
+                f"--peft.{setting} [{', '.join(absent)}]: not in this model. It has: {known}."
+            )
 
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
     """In the block, the model computes as without its adapter."""
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, tuners_utils.BaseTunerLayer)]
+    layers: list[Any] = [
+        module for module in model.modules() if isinstance(module, tuners_utils.BaseTunerLayer)
+    ]
     for layer in layers:
-        layer._disable_adapters = True  # enable_adapters(False) would also set requires_grad, which shards keep
+        # enable_adapters(False) would also set requires_grad, which shards keep
+        layer._disable_adapters = True
     try:
         yield
     finally:
@@ -285,37 +381,61 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def is_adapter_weight(name: str) -> bool:
-    """Return whether PEFT has added a parameter, so that the model's own checkpoint does not have it."""
+    """Return whether PEFT has added a parameter, so that the model's own checkpoint does not have
+    it."""
     return any(part in name for part in ADAPTER_PARTS)
 
 
 def checkpoint_key(name: str) -> str:
     """Return the name of a parameter in the model's own checkpoint, without PEFT's wrappers."""
-    key = name.replace("token_adapter.", "").replace("base_layer.", "")  # these can be one within another
+    # these can be one within another
+    key = name.replace("token_adapter.", "").replace("base_layer.", "")
     return key.replace(".original_module.", ".").replace(".modules_to_save.default.", ".")
 
 
 def check_saved_adapter(
-    headers: dict[str, StoredTensor], model: PreTrainedModel, adapter: Adapter, file: Path, base: str = "--model_name"
+    headers: dict[str, StoredTensor],
+    model: PreTrainedModel,
+    adapter: Adapter,
+    file: Path,
+    base: str = "--model_name",
 ) -> None:
-    """Raise a UserError unless a saved adapter's tensors are those that the model's adapter needs."""
-    needed = {adapter.keys[name]: tuple(p.shape) for name, p in model.named_parameters() if name in adapter.keys}
+    """Raise a UserError unless a saved adapter's tensors are those that the model's adapter
+    needs."""
+    needed = {
+        adapter.keys[name]: tuple(p.shape)
+        for name, p in model.named_parameters()
+        if name in adapter.keys
+    }
     stored = {key: header.shape for key, header in headers.items()}
     keys = sorted(needed.keys() | stored.keys())
-    if wrong := [f"{it} {stored.get(it)} for {needed.get(it)}" for it in keys if needed.get(it) != stored.get(it)]:
-        raise UserError(f"{file}: does not fit {base}; was it trained on another model?\nIt has {listed(wrong)}.")
+    if wrong := [
+        f"{it} {stored.get(it)} for {needed.get(it)}"
+        for it in keys
+        if needed.get(it) != stored.get(it)
+    ]:
+        raise UserError(
+            f"{file}: does not fit {base}; was it trained on another model?\nIt has {listed(wrong)}."
+        )
 
 
 def first_values(adapter: Adapter, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each of an adapter's parameters by name and its first value, one layer at a time on the CPU, as peft itself
-    makes it but by a generator of (seed, name): the same on any mesh. DoRA's magnitudes and the rows of new tokens come
-    from the model's weights. A UserError for any other that peft gives no value: it could never change anything.
+    """Yield each of an adapter's parameters by name and its first value, one layer at a time on the
+    CPU, as peft itself makes it but by a generator of (seed, name): the same on any mesh. DoRA's
+    magnitudes and the rows of new tokens come from the model's weights. A UserError for any other
+    that peft gives no value: it could never change anything.
     """
     for name, layer in adapter.layers.items():
-        methods = [getattr(layer, method) for method in dir(layer) if re.fullmatch(r"reset_\w+_parameters", method)]
+        methods = [
+            getattr(layer, method)
+            for method in dir(layer)
+            if re.fullmatch(r"reset_\w+_parameters", method)
+        ]
         given = [adapter.config.init_lora_weights] if isinstance(adapter.config, LoraConfig) else []
         meta = dict(layer.named_parameters())
-        layer.load_state_dict({part: torch.empty_like(it, device="cpu") for part, it in meta.items()}, assign=True)
+        layer.load_state_dict(
+            {part: torch.empty_like(it, device="cpu") for part, it in meta.items()}, assign=True
+        )
         for part, value in layer.named_parameters():
             if "_magnitude_vector" in part or "trainable_tokens_delta" in part:
                 continue
@@ -326,6 +446,8 @@ def first_values(adapter: Adapter, seed: int) -> Iterator[tuple[str, torch.Tenso
                 for reset in methods:
                     reset("default", *given)
             if value._version == version:
-                raise UserError(f"--peft_method: peft does not initialize {name}.{part} here. Use lora.")
+                raise UserError(
+                    f"--peft_method: peft does not initialize {name}.{part} here. Use lora."
+                )
             yield f"{name}.{part}", value.detach()
         layer.load_state_dict(meta, assign=True)  # frees them

@@ -1,13 +1,14 @@
-"""PEFT's LoRA layer as one matmul: y = x W^T + bias + s d(x) A^T B^T, where d is dropout and s the scaling.
+"""PEFT's LoRA layer as one matmul: y = x W^T + bias + s d(x) A^T B^T, where d is dropout and s the
+scaling.
 
-PEFT's own layer makes five tensors of the size of its input or output, and keeps up to three of them for backward. Here
-the matmul itself adds the low-rank part. Kept are x (shared by q, k and v), u = d(x) A^T [tokens, r], and with dropout
-one byte per element:
+PEFT's own layer makes five tensors of the size of its input or output, and keeps up to three of
+them for backward. Here the matmul itself adds the low-rank part. Kept are x (shared by q, k and v),
+u = d(x) A^T [tokens, r], and with dropout one byte per element:
 
     dB = s g^T u        t = s g B        dA = t^T d(x)        dx = g W + d'(t A)
 
-The matmul is one operator, so selective activation checkpointing keeps only y and u. Random numbers are the same as
-those of PEFT's dropout.
+The matmul is one operator, so selective activation checkpointing keeps only y and u. Random numbers
+are the same as those of PEFT's dropout.
 """
 
 from collections.abc import Iterator
@@ -30,7 +31,9 @@ _LIBRARY.define(
 )
 
 
-def _lora_linear(x: Any, u: Any, weight: Any, scale: Any, bias: Any, b: Any, scaling: float, scheme: str) -> Any:
+def _lora_linear(
+    x: Any, u: Any, weight: Any, scale: Any, bias: Any, b: Any, scaling: float, scheme: str
+) -> Any:
     """Compute y [n, out] from x [n, in] and u [n, r]."""
     if scale is None:
         y = functional.linear(x, weight, bias)
@@ -61,15 +64,24 @@ def workspace_bytes(arguments: tuple[Any, ...]) -> int:
 
 
 class _LowRank(torch.autograd.Function):
-    """The backward pass and its inputs; `_Matmul` computes y. All tensors are kept before the matmul runs. So a
-    checkpointed layer, which recomputes until all kept tensors exist, skips its last matmul: down_proj, a quarter of a
-    Llama layer."""
+    """The backward pass and its inputs; `_Matmul` computes y. All tensors are kept before the
+    matmul runs. So a checkpointed layer, which recomputes until all kept tensors exist, skips its
+    last matmul: down_proj, a quarter of a Llama layer."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Any, weight: Any, scale: Any, a: Any, b: Any, scaling: float, dropout: float, scheme: str
+        ctx: Any,
+        x: Any,
+        weight: Any,
+        scale: Any,
+        a: Any,
+        b: Any,
+        scaling: float,
+        dropout: float,
+        scheme: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [..., in] -> zeros [..., out] without storage, which pass on the gradient of y; and u [n, r]."""
+        """x [..., in] -> zeros [..., out] without storage, which pass on the gradient of y; and u
+        [n, r]."""
         ctx.factors, ctx.scheme = (scaling, 1 - dropout), scheme
         flat, mask, small = x.reshape(-1, x.shape[-1]), None, a.to(x.dtype)
         if dropout == 0 or x.numel() == 0:
@@ -88,14 +100,20 @@ class _LowRank(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
         x, mask, u, weight, scale, a, b = ctx.saved_tensors
         (scaling, keep), trained = ctx.factors, a.dtype
-        a, b = a.to(x.dtype), b.to(x.dtype)  # cast again: kept casts would be a copy of every adapter
-        g, flat = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])  # [n, out], [n, in]
+        # cast again: kept casts would be a copy of every adapter
+        a, b = a.to(x.dtype), b.to(x.dtype)
+        # [n, out], [n, in]
+        g, flat = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         t, dx = g @ b, None
         da = t.t() @ (flat if mask is None else flat * mask)
         if ctx.needs_input_grad[0]:
             w = weight if scale is None else SCHEMES[ctx.scheme].dequantize(weight, scale, x.dtype)
             dx = g @ w
-            dx = dx.addmm_(t, a, alpha=scaling) if mask is None else dx.addcmul_(t @ a, mask, value=scaling / keep)
+            dx = (
+                dx.addmm_(t, a, alpha=scaling)
+                if mask is None
+                else dx.addcmul_(t @ a, mask, value=scaling / keep)
+            )
             dx = dx.view(x.shape)
         da, db = da.mul_(scaling / keep), (g.t() @ u).mul_(scaling)
         return dx, None, None, da.to(trained), db.to(trained), None, None, None
@@ -107,7 +125,8 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, zeros: torch.Tensor, x: torch.Tensor, *others: Any) -> torch.Tensor:
         y: torch.Tensor = torch.ops.llama_ft.lora_linear(x.reshape(-1, x.shape[-1]), *others)
-        whole: torch.Tensor = torch.ops.aten._unsafe_view(y, zeros.shape)  # no view: Llama 4 adds to it in place
+        # no view: Llama 4 adds to it in place
+        whole: torch.Tensor = torch.ops.aten._unsafe_view(y, zeros.shape)
         return whole
 
     @staticmethod
@@ -116,57 +135,102 @@ class _Matmul(torch.autograd.Function):
 
 
 class FusedLora(LoraLinear):
-    """PEFT's layer with the fused forward pass above if it is equivalent, otherwise with PEFT's own."""
+    """PEFT's layer with the fused forward pass above if it is equivalent, otherwise with PEFT's
+    own."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute [..., out] from x [..., in]."""
         names = [name for name in self.active_adapters if name in self.lora_A]
-        if args or kwargs or self.disable_adapters or self.merged or len(names) != 1 or not self._is_plain(names[0], x):
+        if (
+            args
+            or kwargs
+            or self.disable_adapters
+            or self.merged
+            or len(names) != 1
+            or not self._is_plain(names[0], x)
+        ):
             return super().forward(x, *args, **kwargs)
         name, base, dropout = names[0], self.base_layer, self.lora_dropout[names[0]]
-        scale, scheme = (base.scale, base.scheme_name) if isinstance(base, QuantizedLinear) else (None, "")
+        scale, scheme = (
+            (base.scale, base.scheme_name) if isinstance(base, QuantizedLinear) else (None, "")
+        )
         p = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-        a, b, scaling = cast(Any, self.lora_A[name]).weight, cast(Any, self.lora_B[name]).weight, self.scaling[name]
+        a, b, scaling = (
+            cast(Any, self.lora_A[name]).weight,
+            cast(Any, self.lora_B[name]).weight,
+            self.scaling[name],
+        )
         zeros, u = _LowRank.apply(x, base.weight, scale, a, b, scaling, p, scheme)
         b = b.detach().to(x.dtype)
-        return _Matmul.apply(zeros, x.detach(), u, base.weight, scale, base.bias, b, scaling, scheme)
+        return _Matmul.apply(
+            zeros, x.detach(), u, base.weight, scale, base.bias, b, scaling, scheme
+        )
 
     def _is_plain(self, name: str, x: torch.Tensor) -> bool:
         """Return whether the fused forward pass is equivalent to PEFT's."""
         a, b, base = self.lora_A[name].weight, self.lora_B[name].weight, cast(Any, self.base_layer)
-        if not self.has_plain_form(name) or a.dtype != b.dtype or a.dtype not in (x.dtype, torch.float32):
+        if (
+            not self.has_plain_form(name)
+            or a.dtype != b.dtype
+            or a.dtype not in (x.dtype, torch.float32)
+        ):
             return False
         is_trained = a.requires_grad and b.requires_grad or not torch.is_grad_enabled()
-        has_autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # autocast does not support meta
-        return is_trained and not has_autocast and (isinstance(base, QuantizedLinear) or base.weight.dtype == x.dtype)
+        # autocast does not support meta
+        has_autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+        return (
+            is_trained
+            and not has_autocast
+            and (isinstance(base, QuantizedLinear) or base.weight.dtype == x.dtype)
+        )
 
     def has_plain_form(self, name: str) -> bool:
-        """Return whether an adapter is a plain LoRA on a frozen linear layer without an FSDP unit inside, whose class
-        fully_shard would change. Its weights may be fp32: they are cast to the input's dtype."""
+        """Return whether an adapter is a plain LoRA on a frozen linear layer without an FSDP unit
+        inside, whose class fully_shard would change. Its weights may be fp32: they are cast to the
+        input's dtype."""
         base: Any = self.base_layer
-        a, b, dropout = cast(tuple[Any, ...], (self.lora_A[name], self.lora_B[name], self.lora_dropout[name]))
-        if name in self.lora_variant or type(a) is not nn.Linear or type(b) is not nn.Linear or self.lora_bias[name]:
+        a, b, dropout = cast(
+            tuple[Any, ...], (self.lora_A[name], self.lora_B[name], self.lora_dropout[name])
+        )
+        if (
+            name in self.lora_variant
+            or type(a) is not nn.Linear
+            or type(b) is not nn.Linear
+            or self.lora_bias[name]
+        ):
             return False
-        if type(base) not in (nn.Linear, QuantizedLinear) or type(dropout) not in (nn.Identity, nn.Dropout):
+        if type(base) not in (nn.Linear, QuantizedLinear) or type(dropout) not in (
+            nn.Identity,
+            nn.Dropout,
+        ):
             return False
         return not any(parameter.requires_grad for parameter in base.parameters())
 
 
 def cast_where_used(model: nn.Module) -> set[nn.Parameter]:
-    """Return the adapter weights that `FusedLora` casts to its compute dtype, so that fully_shard need not."""
+    """Return the adapter weights that `FusedLora` casts to its compute dtype, so that fully_shard
+    need not."""
     layers = [module for module in model.modules() if isinstance(module, FusedLora)]
-    named = [(layer, name) for layer in layers for name in layer.lora_A if layer.has_plain_form(name)]
-    return {cast(Any, part[name]).weight for layer, name in named for part in (layer.lora_A, layer.lora_B)}
+    named = [
+        (layer, name) for layer in layers for name in layer.lora_A if layer.has_plain_form(name)
+    ]
+    return {
+        cast(Any, part[name]).weight
+        for layer, name in named
+        for part in (layer.lora_A, layer.lora_B)
+    }
 
 
 class QuantizedStackLora(ParamWrapper):
-    """PEFT's adapter of a quantized stacked weight. The module below adds it when the weight is read. PEFT's own way
-    would temporarily replace the parameter by the sum."""
+    """PEFT's adapter of a quantized stacked weight. The module below adds it when the weight is
+    read. PEFT's own way would temporarily replace the parameter by the sum."""
 
     def get_param(self) -> torch.Tensor:
         """Return a tensor with the weight's shape and dtype, without dequantizing it."""
         stacks = cast(QuantizedStacks, self.get_base_layer())
-        return torch.empty(stacks.stack_shapes[self.parameter_name], dtype=stacks.dtype, device="meta")
+        return torch.empty(
+            stacks.stack_shapes[self.parameter_name], dtype=stacks.dtype, device="meta"
+        )
 
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
@@ -180,10 +244,13 @@ class QuantizedStackLora(ParamWrapper):
 
 
 def use_fused_lora(model: nn.Module) -> None:
-    """Use the fused forward pass in PEFT's LoRA layers, and `QuantizedStackLora` for quantized stacks."""
+    """Use the fused forward pass in PEFT's LoRA layers, and `QuantizedStackLora` for quantized
+    stacks."""
     for module in model.modules():
         if type(module) is LoraLinear:
             module.__class__ = FusedLora
-        elif type(module) is ParamWrapper and isinstance(stacks := module.get_base_layer(), QuantizedStacks):
+        elif type(module) is ParamWrapper and isinstance(
+            stacks := module.get_base_layer(), QuantizedStacks
+        ):
             if module.parameter_name in stacks.stack_shapes:
                 module.__class__ = QuantizedStackLora

@@ -1,4 +1,5 @@
-"""New tokens: their rows in the embedding and the LM head, their initial values, and LoRA for them."""
+"""New tokens: their rows in the embedding and the LM head, their initial values, and LoRA for
+them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,59 +25,81 @@ class NewTokens:
 
 
 class GrownSource(WeightSource):
-    """The tensors of another source, where those in `names` grow from `stored_rows` to `rows` rows. Each new row is the
-    mean of the stored ones, in their dtype. So a new token starts with about the probability of an average token, and
-    the other probabilities hardly change. Source: https://nlp.stanford.edu/~johnhew/vocab-expansion.html
+    """The tensors of another source, where those in `names` grow from `stored_rows` to `rows` rows.
+    Each new row is the mean of the stored ones, in their dtype. So a new token starts with about
+    the probability of an average token, and the other probabilities hardly change. Source:
+    https://nlp.stanford.edu/~johnhew/vocab-expansion.html
     """
 
-    def __init__(self, source: WeightSource, names: Sequence[str], stored_rows: int, rows: int) -> None:
+    def __init__(
+        self, source: WeightSource, names: Sequence[str], stored_rows: int, rows: int
+    ) -> None:
         self._source, self._stored_rows = source, stored_rows
         headers = {name: source.tensors[name] for name in names if name in source.tensors}
         grown = {name: it for name, it in headers.items() if it.shape[:1] == (stored_rows,)}
-        self.tensors = source.tensors | {n: replace(it, shape=(rows, *it.shape[1:])) for n, it in grown.items()}
+        self.tensors = source.tensors | {
+            n: replace(it, shape=(rows, *it.shape[1:])) for n, it in grown.items()
+        }
         self._means: dict[str, torch.Tensor | None] = dict.fromkeys(grown)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read rows [start, stop) in the stored dtype. The first new row reads the whole tensor once, in blocks."""
+        """Read rows [start, stop) in the stored dtype. The first new row reads the whole tensor
+        once, in blocks."""
         stored = self._stored_rows
         if name not in self._means or stop <= stored:
             return self._source.read_rows(name, start, stop)
         added = self._mean(name).expand(stop - max(start, stored), *self.tensors[name].shape[1:])
-        return torch.cat([self._source.read_rows(name, start, stored), added]) if start < stored else added
+        return (
+            torch.cat([self._source.read_rows(name, start, stored), added])
+            if start < stored
+            else added
+        )
 
     def _mean(self, name: str) -> torch.Tensor:
         mean = self._means[name]
         if mean is None:
             # fp64: the result must not depend on the block size or the number of threads.
-            total = sum(block.sum(dim=0, dtype=torch.float64) for block in blocks(self._source, name))
-            self._means[name] = mean = (torch.as_tensor(total) / self._stored_rows).to(self.tensors[name].dtype)
+            total = sum(
+                block.sum(dim=0, dtype=torch.float64) for block in blocks(self._source, name)
+            )
+            self._means[name] = mean = (torch.as_tensor(total) / self._stored_rows).to(
+                self.tensors[name].dtype
+            )
         return mean
 
 
 def note_growth(model: PreTrainedModel, new: NewTokens) -> None:
-    """Note on a model with rows for new tokens which of its parameters have fewer rows in the checkpoint."""
+    """Note on a model with rows for new tokens which of its parameters have fewer rows in the
+    checkpoint."""
     modules = {model.get_input_embeddings(), model.get_output_embeddings()}
     found = [(prefix, module) for prefix, module in model.named_modules() if module in modules]
-    names = [f"{prefix}.{name}" for prefix, module in found for name, _ in module.named_parameters()]
+    names = [
+        f"{prefix}.{name}" for prefix, module in found for name, _ in module.named_parameters()
+    ]
     model._grown = (names, new.stored_rows, new.rows)  # type: ignore[assignment]
 
 
 def grow(
-    source: WeightSource, model: PreTrainedModel, rename: Callable[[str], str | None] = lambda name: name
+    source: WeightSource,
+    model: PreTrainedModel,
+    rename: Callable[[str], str | None] = lambda name: name,
 ) -> WeightSource:
-    """Return the source with rows for a model's new tokens; unchanged if there are none. `rename` maps the model's name
-    of a tensor to its name in `source`."""
+    """Return the source with rows for a model's new tokens; unchanged if there are none. `rename`
+    maps the model's name of a tensor to its name in `source`."""
     growth: tuple[list[str], int, int] | None = getattr(model, "_grown", None)
     if growth is None:
         return source
     names, stored_rows, rows = growth
-    return GrownSource(source, [renamed for name in names if (renamed := rename(name))], stored_rows, rows)
+    return GrownSource(
+        source, [renamed for name in names if (renamed := rename(name))], stored_rows, rows
+    )
 
 
 class TokenRows(TrainableTokensLayer):
-    """PEFT's layer for an embedding or LM head with some trained rows. PEFT's forward copies the whole weight to insert
-    them, and so computes a gradient of it: for an LM head of 128,256 x 4,096 in bf16, 1 GiB each. Here the base layer
-    computes as usual, and the outputs of the trained rows replace those of its rows.
+    """PEFT's layer for an embedding or LM head with some trained rows. PEFT's forward copies the
+    whole weight to insert them, and so computes a gradient of it: for an LM head of 128,256 x 4,096
+    in bf16, 1 GiB each. Here the base layer computes as usual, and the outputs of the trained rows
+    replace those of its rows.
     """
 
     _slots: torch.Tensor | None = None
@@ -85,10 +108,13 @@ class TokenRows(TrainableTokensLayer):
         base, rows = self.base_layer, self.trainable_tokens_delta["default"]
         ids = self.token_indices["default"]
         if self._slots is None or self._slots.device != x.device:
-            # For the embedding: token id -> index of its trained row, or -1. For the LM head: the ids.
+            # For the embedding: token id -> index of its trained row, or -1. For the LM head: the
+            # ids.
             slots = torch.tensor(ids)
             if isinstance(base, nn.Embedding):
-                slots = torch.full((base.num_embeddings,), -1).index_copy_(0, slots, torch.arange(len(ids)))
+                slots = torch.full((base.num_embeddings,), -1).index_copy_(
+                    0, slots, torch.arange(len(ids))
+                )
             self._slots = slots.to(x.device)
         if not isinstance(base, nn.Embedding):
             logits: torch.Tensor = base(x)  # [..., vocab]
@@ -101,11 +127,14 @@ class TokenRows(TrainableTokensLayer):
 
 
 def use_token_rows(model: nn.Module) -> None:
-    """Use `TokenRows` for PEFT's layers. Raises UserError if single rows of an LM head cannot be trained."""
+    """Use `TokenRows` for PEFT's layers. Raises UserError if single rows of an LM head cannot be
+    trained."""
     for name, layer in model.named_modules():
         if type(layer) is TrainableTokensLayer:
             head, base = name.removesuffix(".token_adapter"), layer.base_layer
             if isinstance(base, QuantizedLinear) or getattr(base, "bias", None) is not None:
-                raise UserError(f"--resize_embeddings: {head}, quantized or with a bias, cannot train new tokens.")
+                raise UserError(
+                    f"--resize_embeddings: {head}, quantized or with a bias, cannot train new tokens."
+                )
             layer.trainable_tokens_original.clear()  # PEFT keeps it for unmerging
             layer.__class__ = TokenRows

@@ -1,9 +1,11 @@
-"""Attention for packed sequences: each token sees only its own sample, without a mask of tokens x tokens.
+"""Attention for packed sequences: each token sees only its own sample, without a mask of tokens x
+tokens.
 
-Transformers finds packed samples by position_ids that restart, and builds a dense block mask for sdpa and eager. The
-attention functions here use the samples' lengths: in a kernel that supports them, or in one kernel call per sample,
-which costs as much as the samples alone. `choose_kernel` decides. They are registered next to Transformers' functions,
-and pass on calls without packed sequences (padded batches, generation) to those.
+Transformers finds packed samples by position_ids that restart, and builds a dense block mask for
+sdpa and eager. The attention functions here use the samples' lengths: in a kernel that supports
+them, or in one kernel call per sample, which costs as much as the samples alone. `choose_kernel`
+decides. They are registered next to Transformers' functions, and pass on calls without packed
+sequences (padded batches, generation) to those.
 """
 
 import inspect
@@ -40,14 +42,16 @@ from llama_ft.runtime.devices import sent
 ATEN = torch.ops.aten
 Attention = tuple[torch.Tensor, torch.Tensor | None]
 CAUSAL = 1  # mask type of the memory-efficient kernel
-# In 16 bits oneDNN compiles and keeps kernels of the backward pass for every length, on every thread: 11 MiB each on 4
-# threads of an AMD Zen 4. So lengths are rounded up: no earlier token sees the added ones, which have no gradient.
+# In 16 bits oneDNN compiles and keeps kernels of the backward pass for every length, on every
+# thread: 11 MiB each on 4 threads of an AMD Zen 4. So lengths are rounded up: no earlier token sees
+# the added ones, which have no gradient.
 KERNEL_ROWS = 32
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Make a model keep packed samples apart: attention by the functions here (set in its config, but not in a saved
-    one), other token mixers sample by sample. `check_packing` tests the result."""
+    """Make a model keep packed samples apart: attention by the functions here (set in its config,
+    but not in a saved one), other token mixers sample by sample. `check_packing` tests the
+    result."""
     if not has_token_mixers(model):
         model._token_mixers = TokenMixers(model)  # type: ignore[assignment]
         model.register_forward_pre_hook(_begin, with_kwargs=True)
@@ -57,7 +61,10 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         log.info(f"Packed samples are computed one after another by {mixers.names()}.")
     if not mixers.attention:
         return
-    for name, attention, mask in (("sdpa", _packed_sdpa, sdpa_mask), ("eager", _packed_eager, eager_mask)):
+    for name, attention, mask in (
+        ("sdpa", _packed_sdpa, sdpa_mask),
+        ("eager", _packed_eager, eager_mask),
+    ):
         AttentionInterface.register(f"packed_{name}", attention)
         AttentionMaskInterface.register(f"packed_{name}", partial(_mask_if_given, mask))
     if (attends := private(model.config, "_attn_implementation")) in ("sdpa", "eager"):
@@ -65,13 +72,20 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     if attends == "sdpa":
         attention_kernels.activate_flash_attention_3(model.config)
     if attends == "eager":
-        log.info(f"Packed attention: {type(model).__name__}'s own, sample by sample, quadratic in its tokens.")
+        log.info(
+            f"Packed attention: {type(model).__name__}'s own, sample by sample, quadratic in its tokens."
+        )
 
 
-def packed_arguments(model: PreTrainedModel, lengths: list[int], device: torch.device) -> dict[str, Any]:
-    """Return the arguments of a model prepared by `use_packed_attention`, in addition to input_ids, for packed samples
-    of `lengths` tokens. `device`: where the model computes."""
-    rows, positions = PackedRows.of(lengths, device), torch.cat([torch.arange(length) for length in lengths])
+def packed_arguments(
+    model: PreTrainedModel, lengths: list[int], device: torch.device
+) -> dict[str, Any]:
+    """Return the arguments of a model prepared by `use_packed_attention`, in addition to input_ids,
+    for packed samples of `lengths` tokens. `device`: where the model computes."""
+    rows, positions = (
+        PackedRows.of(lengths, device),
+        torch.cat([torch.arange(length) for length in lengths]),
+    )
     position_ids = noted(sent(positions.unsqueeze(0), device), needs_no_mask=True)
     arguments: dict[str, Any] = {"position_ids": position_ids, "attention_mask": None}
     mixers = token_mixers(model)
@@ -81,17 +95,23 @@ def packed_arguments(model: PreTrainedModel, lengths: list[int], device: torch.d
     are_alike = rows.longest % attention_kernels.CUDNN_LENGTHS == 0 and len(set(lengths)) == 1
     indices = None
     if mixers.with_kernels:
-        of_rows = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), torch.tensor(lengths))
+        of_rows = torch.repeat_interleave(
+            torch.arange(len(lengths), dtype=torch.int32), torch.tensor(lengths)
+        )
         indices = sent(of_rows.unsqueeze(0), device)
     arguments |= {"packed_rows": replace(rows, are_alike=are_alike, indices=indices)}
-    if "flash" in (private(model.config, "_attn_implementation") or ""):  # as Transformers passes them on
+    # as Transformers passes them on
+    if "flash" in (private(model.config, "_attn_implementation") or ""):
         arguments |= {"cu_seq_lens_q": rows.offsets, "cu_seq_lens_k": rows.offsets}
         arguments |= {"max_length_q": rows.longest, "max_length_k": rows.longest}
     return arguments
 
 
-def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Set the samples for token mixers. Only the attention functions here get them as an argument."""
+def _begin(
+    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Set the samples for token mixers. Only the attention functions here get them as an
+    argument."""
     set_rows(kwargs.get("packed_rows"))
     is_argument = (private(model.config, "_attn_implementation") or "").startswith("packed_")
     if token_mixers(model).needs_scope or not is_argument:
@@ -103,7 +123,9 @@ def _end(*_: Any) -> None:
     set_rows(None)
 
 
-def _mask_if_given(make_mask: Callable[..., torch.Tensor | None], **arguments: Any) -> torch.Tensor | None:
+def _mask_if_given(
+    make_mask: Callable[..., torch.Tensor | None], **arguments: Any
+) -> torch.Tensor | None:
     """Return no mask for packed sequences, else Transformers' own, which may be chunked."""
     return None if current_rows() is not None else make_mask(**arguments)
 
@@ -117,19 +139,31 @@ def _packed_sdpa(
     packed_rows: PackedRows | None = None,
     **arguments: Any,
 ) -> Attention:
-    """sdpa for packed sequences: query, key and value [1, heads, tokens, head_dim] and a mask or None -> [1, tokens,
-    heads, head_dim]."""
-    rows, window, tensors = _rows_of(module, packed_rows), arguments.get("sliding_window"), (query, key, value)
-    on_rows = partial(_row_by_row, sdpa_attention_forward, module, *tensors, attention_mask, rows, arguments)
-    extras = [arguments.get("dropout") or None, *(arguments.get(it) for it in ("softcap", "s_aux", "position_bias"))]
+    """sdpa for packed sequences: query, key and value [1, heads, tokens, head_dim] and a mask or
+    None -> [1, tokens, heads, head_dim]."""
+    rows, window, tensors = (
+        _rows_of(module, packed_rows),
+        arguments.get("sliding_window"),
+        (query, key, value),
+    )
+    on_rows = partial(
+        _row_by_row, sdpa_attention_forward, module, *tensors, attention_mask, rows, arguments
+    )
+    extras = [
+        arguments.get("dropout") or None,
+        *(arguments.get(it) for it in ("softcap", "s_aux", "position_bias")),
+    ]
     if rows is None or attention_mask is not None or any(extra is not None for extra in extras):
         return on_rows()
     are_alike = rows.are_alike and (window or rows.longest) >= rows.longest
     capability, widths = attention_kernels.capability_of(query), (query.shape[-1], value.shape[-1])
     kernel = attention_kernels.choose_kernel(capability, query.dtype, widths, are_alike)
     if kernel == "cudnn":
-        alike = [part[0].unflatten(1, (-1, rows.longest)).transpose(0, 1) for part in (query, key, value)]
-        # cuDNN is disabled for all other calls. Flash attention is for shapes that cuDNN does not support.
+        alike = [
+            part[0].unflatten(1, (-1, rows.longest)).transpose(0, 1) for part in (query, key, value)
+        ]
+        # cuDNN is disabled for all other calls. Flash attention is for shapes that cuDNN does not
+        # support.
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
             output = cast(Any, sdpa_attention_forward)(module, *alike, None, **arguments)[0]
         return output.flatten(0, 1).unsqueeze(0), None
@@ -165,30 +199,46 @@ def _packed_eager(
 
 
 def _rows_of(module: nn.Module, rows: PackedRows | None) -> PackedRows | None:
-    """Return the samples that a layer keeps apart. For chunked attention these are chunks of samples."""
+    """Return the samples that a layer keeps apart. For chunked attention these are chunks of
+    samples."""
     if rows is None and not torch.compiler.is_compiling():
         rows = current_rows()
     config = getattr(module, "config", None)
-    kinds, chunk = getattr(config, "layer_types", None), getattr(config, "attention_chunk_size", None)
-    if rows is None or not chunk or not kinds or kinds[cast(int, module.layer_idx)] != "chunked_attention":
+    kinds, chunk = (
+        getattr(config, "layer_types", None),
+        getattr(config, "attention_chunk_size", None),
+    )
+    if (
+        rows is None
+        or not chunk
+        or not kinds
+        or kinds[cast(int, module.layer_idx)] != "chunked_attention"
+    ):
         return rows
     return rows.cut(chunk)
 
 
 class _RowAttention(torch.autograd.Function):
-    """Causal attention within each sample: [1, heads, tokens, head_dim] in and out. The CPU kernel lets query heads
-    share keys and values; for the memory-efficient kernel they are repeated, one sample at a time."""
+    """Causal attention within each sample: [1, heads, tokens, head_dim] in and out. The CPU kernel
+    lets query heads share keys and values; for the memory-efficient kernel they are repeated, one
+    sample at a time."""
 
     @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, lengths: Any, *how: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, query: Any, key: Any, value: Any, lengths: Any, *how: Any
+    ) -> torch.Tensor:
         ctx.lengths, (*ctx.how, is_efficient) = lengths, how  # scale, window
         ctx.groups = query.shape[1] // key.shape[1] if is_efficient else 1
-        # The memory layout that the memory-efficient kernel's backward pass assumes for any strides.
+        # The memory layout that the memory-efficient kernel's backward pass assumes for any
+        # strides.
         output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]).transpose(1, 2)
         compute, sums = _efficient_forward if query.is_cuda else _cpu_forward, []
         for row, *shared, row_output in _rows(lengths, query, key, value, output):
-            made, log_sums = compute([row, *(repeat_kv(part, ctx.groups) for part in shared)], *ctx.how)
-            row_output.copy_(made[..., : value.shape[3]])  # in a plan, torch's fake kernel returns the query's width
+            made, log_sums = compute(
+                [row, *(repeat_kv(part, ctx.groups) for part in shared)], *ctx.how
+            )
+            # in a plan, torch's fake kernel returns the query's width
+            row_output.copy_(made[..., : value.shape[3]])
             sums.append(log_sums)
         ctx.save_for_backward(query, key, value, output, *sums)
         return output
@@ -202,16 +252,24 @@ class _RowAttention(torch.autograd.Function):
         for row, log_sums, targets in zip(rows, sums, _rows(ctx.lengths, *gradients), strict=True):
             row[2:4] = [repeat_kv(part, ctx.groups) for part in row[2:4]]
             for target, part in zip(targets, compute(row, log_sums, *ctx.how), strict=True):
-                target.copy_(part if part.shape == target.shape else part.unflatten(1, (-1, ctx.groups)).sum(2))
+                target.copy_(
+                    part
+                    if part.shape == target.shape
+                    else part.unflatten(1, (-1, ctx.groups)).sum(2)
+                )
         return *gradients, None, None, None, None
 
 
 def _cpu_forward(row: list[torch.Tensor], scale: float | None, window: int | None) -> Any:
     mask = _row_mask(row[0].shape[2], window, row[0])
-    return ATEN._scaled_dot_product_flash_attention_for_cpu(*row, 0.0, mask is None, attn_mask=mask, scale=scale)
+    return ATEN._scaled_dot_product_flash_attention_for_cpu(
+        *row, 0.0, mask is None, attn_mask=mask, scale=scale
+    )
 
 
-def _cpu_backward(row: list[torch.Tensor], log_sums: torch.Tensor, scale: float | None, window: int | None) -> Any:
+def _cpu_backward(
+    row: list[torch.Tensor], log_sums: torch.Tensor, scale: float | None, window: int | None
+) -> Any:
     length = row[0].shape[2]
     if row[0].itemsize == 2 and (more := -length % KERNEL_ROWS):
         row = [functional.pad(part, (0, 0, 0, more)) for part in row]
@@ -225,22 +283,29 @@ def _cpu_backward(row: list[torch.Tensor], log_sums: torch.Tensor, scale: float 
 
 def _efficient_forward(row: list[torch.Tensor], scale: float | None, window: int | None) -> Any:
     parts, how = [part.transpose(1, 2) for part in row], {"scale": scale, "window_size": window}
-    made, log_sums, *_ = ATEN._efficient_attention_forward(*parts, *[None] * 5, 0.0, CAUSAL, True, **how)
+    made, log_sums, *_ = ATEN._efficient_attention_forward(
+        *parts, *[None] * 5, 0.0, CAUSAL, True, **how
+    )
     return made.transpose(1, 2), log_sums
 
 
-def _efficient_backward(row: list[torch.Tensor], log_sums: Any, scale: float | None, window: int | None) -> Any:
+def _efficient_backward(
+    row: list[torch.Tensor], log_sums: Any, scale: float | None, window: int | None
+) -> Any:
     # Not autograd: torch's derivative of the forward operator ignores the window.
     gradient, *parts, output = (part.transpose(1, 2) for part in row)
     inputs = (gradient, *parts, None, output, None, None, *[output.shape[1]] * 2, log_sums)
-    no_seeds, how = (log_sums, log_sums), {"scale": scale, "window_size": window}  # used only with dropout
+    # used only with dropout
+    no_seeds, how = (log_sums, log_sums), {"scale": scale, "window_size": window}
     *found, _ = ATEN._efficient_attention_backward(*inputs, 0.0, *no_seeds, CAUSAL, False, **how)
     return [part.transpose(1, 2) for part in found]
 
 
 def _rows(lengths: tuple[int, ...], *sequences: torch.Tensor) -> list[list[torch.Tensor]]:
     """Return views of each sample of sequences [1, heads, tokens, width]."""
-    return [list(row) for row in zip(*(whole.split(lengths, dim=2) for whole in sequences), strict=True)]
+    return [
+        list(row) for row in zip(*(whole.split(lengths, dim=2) for whole in sequences), strict=True)
+    ]
 
 
 @torch.compiler.disable(reason="a graph would hold for one tuple of lengths")
@@ -263,18 +328,27 @@ def _row_by_row(
         return _RowAttention.apply(query, key, value, lengths, *how).transpose(1, 2), None
     outputs = []
     for row in _rows(lengths, query, key, value):
-        mask = _row_mask(row[0].shape[2], arguments.get("sliding_window"), row[0], attention is sdpa_attention_forward)
+        mask = _row_mask(
+            row[0].shape[2],
+            arguments.get("sliding_window"),
+            row[0],
+            attention is sdpa_attention_forward,
+        )
         outputs.append(attention(module, *row, mask, **arguments)[0])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
 
-def _row_mask(length: int, window: int | None, query: torch.Tensor, may_be_causal: bool = True) -> torch.Tensor | None:
-    """Return what is added to a sample's scores [1, 1, tokens, tokens]; None if the kernel's causal mask is enough.
-    `query` may be padded beyond `length`."""
+def _row_mask(
+    length: int, window: int | None, query: torch.Tensor, may_be_causal: bool = True
+) -> torch.Tensor | None:
+    """Return what is added to a sample's scores [1, 1, tokens, tokens]; None if the kernel's causal
+    mask is enough. `query` may be padded beyond `length`."""
     if may_be_causal and (window is None or length <= window):
         return None
     tokens = query.shape[2]
     allowed = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
     if window is not None:
         allowed = allowed.triu(1 - window)
-    return torch.zeros_like(allowed, dtype=query.dtype).masked_fill(~allowed, -torch.inf)[None, None]
+    return torch.zeros_like(allowed, dtype=query.dtype).masked_fill(~allowed, -torch.inf)[
+        None, None
+    ]

@@ -1,11 +1,13 @@
-"""Packed sequences for token mixers that do not support them: Mamba, gated delta nets, short convolutions, and
-attention outside of Transformers' attention interface. A "row" in names here is one sample of a packed sequence.
+"""Packed sequences for token mixers that do not support them: Mamba, gated delta nets, short
+convolutions, and attention outside of Transformers' attention interface. A "row" in names here is
+one sample of a packed sequence.
 
     sequence      a a a b b c c c c        norms, MLPs and experts compute all samples at once
     token mixer   a a a | b b | c c c c    one sample after another, which is exact for any architecture
 
-A token mixer is found by its arguments: a module that looks back along the sequence takes a cache for generation. On
-CUDA its kernels get the offsets of the samples, if they are installed. `check_packing` checks that they use them.
+A token mixer is found by its arguments: a module that looks back along the sequence takes a cache
+for generation. On CUDA its kernels get the offsets of the samples, if they are installed.
+`check_packing` checks that they use them.
 """
 
 import inspect
@@ -27,8 +29,17 @@ from llama_ft.runtime.console import log
 from llama_ft.runtime.devices import sent
 
 # Names of the generation cache in the architectures of Transformers.
-CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params", "past", "state", "cache"}
-POSITIONS = "past_key_values_length"  # argument of position embeddings that count tokens themselves (Bart's, RoBERTa's)
+CACHES = {
+    "past_key_values",
+    "past_key_value",
+    "layer_past",
+    "cache_params",
+    "past",
+    "state",
+    "cache",
+}
+# argument of position embeddings that count tokens themselves (Bart's, RoBERTa's)
+POSITIONS = "past_key_values_length"
 OF_FLASH_ATTENTION = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 MISSING_KERNEL = re.compile(r"without `([^`]+)`")
 
@@ -37,11 +48,15 @@ MISSING_KERNEL = re.compile(r"without `([^`]+)`")
 class PackedRows:
     """The positions of samples in a packed sequence."""
 
-    lengths: tuple[int, ...]  # tokens of each sample, on the host: reading them must not synchronize with the device
+    # tokens of each sample, on the host: reading them must not synchronize with the device
+    lengths: tuple[int, ...]
     offsets: torch.Tensor  # int32 [samples + 1], on the device: 0 and the end of each sample
-    longest: int  # tokens of the longest sample; for compiled layers: reading `lengths` would add a guard per sample
+    # tokens of the longest sample; for compiled layers: reading `lengths` would add a guard per
+    # sample
+    longest: int
     are_alike: bool = False  # all samples have one length, so a plan of cuDNN's kernel pays off
-    indices: torch.Tensor | None = None  # int32 [1, tokens], on the device: the sample of each token; for kernels
+    # int32 [1, tokens], on the device: the sample of each token; for kernels
+    indices: torch.Tensor | None = None
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "PackedRows":
@@ -53,7 +68,9 @@ class PackedRows:
         """Split samples into parts of at most `size` tokens, for chunked attention."""
         if size >= self.longest:
             return self
-        parts = [min(size, length - start) for length in self.lengths for start in range(0, length, size)]
+        parts = [
+            min(size, length - start) for length in self.lengths for start in range(0, length, size)
+        ]
         return PackedRows.of(parts, self.offsets.device)
 
 
@@ -77,14 +94,16 @@ class _PerSample(tuple[Any, ...]):
 
 
 class TokenMixers:
-    """The token mixers of a model, and which of them compute the samples of a packed sequence one after another.
+    """The token mixers of a model, and which of them compute the samples of a packed sequence one
+    after another.
 
     Args:
-        model: on the meta device or loaded. The `forward` of mixers that run sample by sample is replaced.
+        model: on the meta device or loaded. The `forward` of mixers that run sample by sample is
+            replaced.
 
     Attributes:
-        attention: mixers that call Transformers' attention interface and contain no other mixer. None if other mixers
-            call it, too.
+        attention: mixers that call Transformers' attention interface and contain no other mixer.
+            None if other mixers call it, too.
         by_row: mixers that run sample by sample.
         with_kernels: mixers whose kernels get the offsets of the samples.
         needs_scope: some mixer gets the samples only from `rows_of`, not as an argument.
@@ -93,14 +112,22 @@ class TokenMixers:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._wrapped = model, set[nn.Module]()
         self._layers, found = _layers_and_mixers(model)
-        self._positions = [it for it in model.modules() if POSITIONS in _parameters(type(it).forward)]
-        others = [it for it in found if not _calls_interface(it) or any(map(_looks_back, _inside(it)))]
-        if any(map(_calls_interface, others)):  # an indexer or convolutions, which need Transformers' own masks
+        self._positions = [
+            it for it in model.modules() if POSITIONS in _parameters(type(it).forward)
+        ]
+        others = [
+            it for it in found if not _calls_interface(it) or any(map(_looks_back, _inside(it)))
+        ]
+        # an indexer or convolutions, which need Transformers' own masks
+        if any(map(_calls_interface, others)):
             others = found
         self.attention = [it for it in found if it not in others]
         self.by_row, self.with_kernels, self.needs_scope = set[nn.Module](), set[nn.Module](), False
         # Llama 4 counts positions inside the attention, and scales by them.
-        if others := [*others, *(it for it in self.attention if hasattr(it, "attn_temperature_tuning"))]:
+        if others := [
+            *others,
+            *(it for it in self.attention if hasattr(it, "attn_temperature_tuning")),
+        ]:
             self._run_by_row(others)
         if torch.cuda.is_initialized():  # False in a plan for GPUs
             takes_more = [it for it in others if "kwargs" in _parameters(type(it).forward)]
@@ -109,9 +136,10 @@ class TokenMixers:
         self.needs_scope |= not private(model, "_supports_attention_backend")
 
     def run_more_by_row(self) -> bool:
-        """Run the next larger part of the model sample by sample: mixers with kernels, position embeddings, all mixers,
-        whole layers. Return False if there is none, if layers are compiled, or if the part contains FSDP units (ranks
-        with fewer samples would all-gather less often)."""
+        """Run the next larger part of the model sample by sample: mixers with kernels, position
+        embeddings, all mixers, whole layers. Return False if there is none, if layers are compiled,
+        or if the part contains FSDP units (ranks with fewer samples would all-gather less
+        often)."""
         is_compiled = any(isinstance(layer.forward, partial) for layer in self._layers)
         for more in (list(self.with_kernels), self._positions, self.attention, self._layers):
             new = [it for it in more if it not in self.by_row]
@@ -119,7 +147,8 @@ class TokenMixers:
             if not new or is_compiled or any(isinstance(part, FSDPModule) for part in within):
                 continue
             self.with_kernels -= set(new)
-            if more in (self.attention, self._layers):  # each sample gets its part of Transformers' mask
+            # each sample gets its part of Transformers' mask
+            if more in (self.attention, self._layers):
                 config = self._model.config
                 attends = private(config, "_attn_implementation") or ""
                 config._attn_implementation = attends.removeprefix("packed_")
@@ -156,13 +185,19 @@ class TokenMixers:
             if rows is None or not (mixer in self.by_row or mixer in self.with_kernels):
                 return plain(*args, **kwargs)
             if mixer in self.with_kernels:
-                return plain(*args, **kwargs | {"cu_seq_lens_q": rows.offsets, "seq_idx": rows.indices})
+                return plain(
+                    *args, **kwargs | {"cu_seq_lens_q": rows.offsets, "seq_idx": rows.indices}
+                )
             dropped = {"position_ids"} if mixer in self._positions else OF_FLASH_ATTENTION
             kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
             outputs, start, total = [], 0, sum(rows.lengths)
             for number, length in enumerate(rows.lengths):
                 part = _Part(number, start, length, total)
-                alone = PackedRows.of([length], rows.offsets.device) if mixer in self.attention else None
+                alone = (
+                    PackedRows.of([length], rows.offsets.device)
+                    if mixer in self.attention
+                    else None
+                )
                 with rows_of(alone):
                     outputs.append(plain(*part.of(args), **part.of(kwargs)))
                 start += length
@@ -182,7 +217,8 @@ def token_mixers(model: nn.Module) -> TokenMixers:
 
 
 def runs_rows_apart(model: nn.Module) -> bool:
-    """Return whether a token mixer of a model runs sample by sample, or reads the samples from `rows_of`."""
+    """Return whether a token mixer of a model runs sample by sample, or reads the samples from
+    `rows_of`."""
     return has_token_mixers(model) and token_mixers(model).needs_scope
 
 
@@ -207,7 +243,8 @@ class _Part:
     total: int  # tokens of the whole sequence
 
     def of(self, value: Any) -> Any:
-        """Return this sample's part of a module's argument: tokens of tensors, [.., tokens, tokens] of masks."""
+        """Return this sample's part of a module's argument: tokens of tensors, [.., tokens, tokens]
+        of masks."""
         if isinstance(value, PackedRows):
             return None  # rows_of provides it
         if isinstance(value, _PerSample):
@@ -232,12 +269,15 @@ def _joined(outputs: list[Any]) -> Any:
     if isinstance(outputs[0], torch.Tensor):
         return torch.cat(outputs, dim=-2)
     first, *others = zip(*outputs, strict=True)
-    return torch.cat(first, dim=-2), *(it[0] if all(one is it[0] for one in it) else _PerSample(it) for it in others)
+    return torch.cat(first, dim=-2), *(
+        it[0] if all(one is it[0] for one in it) else _PerSample(it) for it in others
+    )
 
 
 def missing_kernels(mixer: nn.Module) -> set[str] | None:
-    """Return the packages that a mixer's kernels need, without which Transformers uses torch operations; None if it has
-    no kernels. A call without other arguments finds out: functions check for kernels before they use any."""
+    """Return the packages that a mixer's kernels need, without which Transformers uses torch
+    operations; None if it has no kernels. A call without other arguments finds out: functions check
+    for kernels before they use any."""
     forward = inspect.unwrap(type(mixer).forward)
     named = [forward.__globals__.get(name) for name in forward.__code__.co_names]
     answers = [_answer(function) for function in named if hasattr(function, "__wrapped__")]
@@ -248,7 +288,8 @@ def missing_kernels(mixer: nn.Module) -> set[str] | None:
 def _answer(function: Callable[..., Any]) -> str:
     try:
         function(seq_idx=True)
-    except (TypeError, ValueError) as error:  # TypeError: the kernel exists, and its other arguments are missing
+    # TypeError: the kernel exists, and its other arguments are missing
+    except (TypeError, ValueError) as error:
         return str(error)
     return ""
 
@@ -266,13 +307,16 @@ def report_missing_kernels(model: nn.Module, device: torch.device) -> None:
 
 
 def _layers_and_mixers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the decoder layers, and the outermost token mixers, in layers or before them (an embedding of n-grams).
-    Modules that only pass their cache on to attention are not mixers themselves."""
+    """Return the decoder layers, and the outermost token mixers, in layers or before them (an
+    embedding of n-grams). Modules that only pass their cache on to attention are not mixers
+    themselves."""
     lists = [it for it in model.modules() if isinstance(it, nn.ModuleList)]
     stacks = [it for it in lists if any(map(_looks_back, it.modules()))] or lists
     inside = {part for stack in stacks for part in _inside(stack)}
     layers = {layer: _own_type(layer) for stack in stacks if stack not in inside for layer in stack}
-    around = {module for module in model.modules() if not layers.keys().isdisjoint(module.modules())}
+    around = {
+        module for module in model.modules() if not layers.keys().isdisjoint(module.modules())
+    }
 
     def visit(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
@@ -283,7 +327,9 @@ def _layers_and_mixers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Modul
                 yield from visit(child)
 
     mixers = list(dict.fromkeys(visit(model)))
-    with_mixers = {kind for layer, kind in layers.items() if not set(mixers).isdisjoint(layer.modules())}
+    with_mixers = {
+        kind for layer, kind in layers.items() if not set(mixers).isdisjoint(layer.modules())
+    }
     alone = [layer for layer, kind in layers.items() if kind not in with_mixers]
     return list(layers), mixers + [layer for layer in alone if _looks_back(layer) or not mixers]
 

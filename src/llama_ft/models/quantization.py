@@ -1,8 +1,8 @@
 """Choose which layers are quantized and how: by the settings, or as stored in the checkpoint.
 
-Transformers saves a 4-bit layer as `weight` [out * in / 2, 1], `weight.absmax` and a few tensors that describe them.
-With double quantization `weight.absmax` itself is in 8 bits, in blocks of 256 across rows. It is converted to fp32, one
-scale per block, without a loss.
+Transformers saves a 4-bit layer as `weight` [out * in / 2, 1], `weight.absmax` and a few tensors
+that describe them. With double quantization `weight.absmax` itself is in 8 bits, in blocks of 256
+across rows. It is converted to fp32, one scale per block, without a loss.
 """
 
 import json
@@ -24,7 +24,14 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from llama_ft.config import QuantizationConfig
 from llama_ft.errors import UserError
 from llama_ft.models.build import read_linears
-from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme, quantize_stacks, total_weights
+from llama_ft.models.quantized import (
+    FourBit,
+    Int8,
+    QuantizedLinear,
+    Scheme,
+    quantize_stacks,
+    total_weights,
+)
 from llama_ft.models.score_head import SCORE, has_score
 from llama_ft.models.source import WeightSource, listed
 from llama_ft.models.transformers_private import private
@@ -37,20 +44,27 @@ class Quantization(NamedTuple):
     """The scheme of a quantization, and the layers that it excludes."""
 
     scheme: Scheme
-    # Layers that are not quantized: names, ends of names or patterns. For a quantized checkpoint the list is complete,
-    # as Transformers reads llm_int8_skip_modules. Otherwise the LM head is excluded, too.
+    # Layers that are not quantized: names, ends of names or patterns. For a quantized checkpoint
+    # the list is complete, as Transformers reads llm_int8_skip_modules. Otherwise the LM head is
+    # excluded, too.
     skip: list[str] | None
     is_stored: bool  # the checkpoint is already quantized
-    # Stacked experts are quantized, too. Transformers does not do that, so a quantized checkpoint has them in 16 bits.
+    # Stacked experts are quantized, too. Transformers does not do that, so a quantized checkpoint
+    # has them in 16 bits.
     stacks: bool = True
 
 
 def choose_quantization(
     settings: QuantizationConfig, model_config: PretrainedConfig, use_peft: bool
 ) -> Quantization | None:
-    """Return the requested quantization, or that of the checkpoint, which is removed from `model_config`. Raises
-    UserError if the checkpoint's differs from the request, is not bitsandbytes', or full fine-tuning would train it."""
-    dtype = None if settings.compute_dtype == "auto" else cast(torch.dtype, getattr(torch, settings.compute_dtype))
+    """Return the requested quantization, or that of the checkpoint, which is removed from
+    `model_config`. Raises UserError if the checkpoint's differs from the request, is not
+    bitsandbytes', or full fine-tuning would train it."""
+    dtype = (
+        None
+        if settings.compute_dtype == "auto"
+        else cast(torch.dtype, getattr(torch, settings.compute_dtype))
+    )
     stored = getattr(model_config, "quantization_config", None)
     if stored is None:
         if settings.mode == "none":
@@ -59,10 +73,16 @@ def choose_quantization(
         asked = four_bit if settings.mode == "4bit" else Int8(settings.int8_threshold)
         return Quantization(asked, settings.skip_modules, is_stored=False)
     note: dict[str, Any] = stored if isinstance(stored, dict) else stored.to_dict()
-    if (method := note.get("quant_method", "bitsandbytes")) != "bitsandbytes" or not note.get("load_in_4bit"):
-        raise UserError(f"--model_name: quantized with {method}, not in bitsandbytes' 4 bits. Use the original model.")
+    if (method := note.get("quant_method", "bitsandbytes")) != "bitsandbytes" or not note.get(
+        "load_in_4bit"
+    ):
+        raise UserError(
+            f"--model_name: quantized with {method}, not in bitsandbytes' 4 bits. Use the original model."
+        )
     if settings.mode == "8bit" or not use_peft:
-        raise UserError("--model_name: already quantized in 4 bits. Use --use_peft, and no other --quantization.")
+        raise UserError(
+            "--model_name: already quantized in 4 bits. Use --use_peft, and no other --quantization."
+        )
     del model_config.quantization_config
     # Transformers always uses blocks of 64, and does not store this number.
     scheme = FourBit(note.get("bnb_4bit_quant_type", "fp4"), 64, dtype)
@@ -71,25 +91,43 @@ def choose_quantization(
 
 
 def quantize_linears(model: PreTrainedModel, quantization: Quantization) -> str:
-    """Replace linear layers and stacked experts of a model on the meta device by quantized ones. Return a log text.
-    Raises UserError if no linear layer remains to be quantized, or a name to skip does not exist in the model."""
+    """Replace linear layers and stacked experts of a model on the meta device by quantized ones.
+    Return a log text. Raises UserError if no linear layer remains to be quantized, or a name to
+    skip does not exist in the model."""
     scheme, named, is_stored, _ = quantization
     own = [] if is_stored and named is not None else get_keys_to_not_convert(model)
-    skip = [*(named or ()), *(private(model, "_keep_in_fp32_modules") or ()), *own, *[SCORE] * has_score(model)]
+    skip = [
+        *(named or ()),
+        *(private(model, "_keep_in_fp32_modules") or ()),
+        *own,
+        *[SCORE] * has_score(model),
+    ]
     read = read_linears(model)
-    linears = {name: module for name, module in model.named_modules() if _is_linear(module) and module not in read}
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if _is_linear(module) and module not in read
+    }
     stacks = _stacked_weights(model) if quantization.stacks else {}
     for pattern in () if is_stored else named or ():
         if all(should_convert_module(name, [pattern]) for name in [*linears, *stacks]):
             ends = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in [*linears, *stacks]))
-            raise UserError(f"--skip_modules [{pattern}]: no linear layer's name ends in it. They end in: {ends}.")
+            raise UserError(
+                f"--skip_modules [{pattern}]: no linear layer's name ends in it. They end in: {ends}."
+            )
     gates = set() if is_stored else _gates(model)
     chosen = {
         name: module
         for name, module in linears.items()
-        if module not in gates and should_convert_module(name, skip) and should_convert_module(f"{name}.weight", skip)
+        if module not in gates
+        and should_convert_module(name, skip)
+        and should_convert_module(f"{name}.weight", skip)
     }
-    whole = {name: linear for name, linear in chosen.items() if linear.in_features % scheme.block_size == 0}
+    whole = {
+        name: linear
+        for name, linear in chosen.items()
+        if linear.in_features % scheme.block_size == 0
+    }
     if not whole or (is_stored and len(whole) < len(chosen)):
         raise UserError(
             f"--quantization: {scheme.name} does not support this model: of {len(linears)} linear layers "
@@ -115,13 +153,19 @@ def quantize_linears(model: PreTrainedModel, quantization: Quantization) -> str:
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether a module computes the same as nn.Linear: it is one, or its own forward (Falcon's) gives the same
-    result with a small weight."""
+    """Return whether a module computes the same as nn.Linear: it is one, or its own forward
+    (Falcon's) gives the same result with a small weight."""
     if type(module) is nn.Linear or not isinstance(module, nn.Linear):
         return type(module) is nn.Linear
     small, inputs = copy(module), torch.tensor([[1.0, -2.0, 3.0]])
-    weight, bias = torch.arange(6.0).view(2, 3), None if module.bias is None else torch.tensor([7.0, -8.0])
-    small._parameters = {"weight": nn.Parameter(weight), "bias": bias if bias is None else nn.Parameter(bias)}
+    weight, bias = (
+        torch.arange(6.0).view(2, 3),
+        None if module.bias is None else torch.tensor([7.0, -8.0]),
+    )
+    small._parameters = {
+        "weight": nn.Parameter(weight),
+        "bias": bias if bias is None else nn.Parameter(bias),
+    }
     with suppress(RuntimeError, TypeError, ValueError, IndexError, AttributeError), torch.no_grad():
         return torch.equal(small(inputs), functional.linear(inputs, weight, bias))
     return False
@@ -139,17 +183,21 @@ def _stacked_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _gates(model: nn.Module) -> set[nn.Module]:
-    """Return the linear layers that choose or weight experts: they are small and important. Routers are modules whose
-    logits Transformers can record, unless these modules contain experts."""
+    """Return the linear layers that choose or weight experts: they are small and important. Routers
+    are modules whose logits Transformers can record, unless these modules contain experts."""
     kinds = set[Any]()
     for module in model.modules():
         recorded = (private(module, "_can_record_outputs") or {}).get("router_logits", ())
         for each in recorded if isinstance(recorded, list | tuple) else [recorded]:
             kinds.add(getattr(each, "target_class", each))
     routers = [module for module in model.modules() if type(module) in kinds]
-    inside = [[linear for linear in router.modules() if type(linear) is nn.Linear] for router in routers]
+    inside = [
+        [linear for linear in router.modules() if type(linear) is nn.Linear] for router in routers
+    ]
     single = {linear for linears in inside for linear in linears if len(linears) == 1}
-    return single | {it for it in model.modules() if isinstance(it, nn.Linear) and it.out_features == 1}
+    return single | {
+        it for it in model.modules() if isinstance(it, nn.Linear) and it.out_features == 1
+    }
 
 
 def is_part(name: str, keys: Container[str]) -> bool:
@@ -166,20 +214,28 @@ def is_4bit(key: str, headers: Container[str]) -> bool:
 def read_4bit(
     source: WeightSource, key: str, in_features: int, scheme: FourBit, start: int, stop: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read rows [start, stop), which must be whole blocks. Return weight, uint8 [n, in / 2], and scale [n, in / block
-    size], fp32 bits as int32."""
-    itemsize = source.tensors[key].dtype.itemsize  # Transformers can store the bytes as another dtype
+    """Read rows [start, stop), which must be whole blocks. Return weight, uint8 [n, in / 2], and
+    scale [n, in / block size], fp32 bits as int32."""
+    # Transformers can store the bytes as another dtype
+    itemsize = source.tensors[key].dtype.itemsize
     a_row = in_features // 2 // itemsize
     weight = source.read_rows(key, start * a_row, stop * a_row).contiguous().view(torch.uint8)
     note = next(name for name in source.tensors if name.startswith(f"{key}.quant_state."))
     state: dict[str, Any] = json.loads(bytes(source.read(note).tolist()))
     if (state["quant_type"], state["blocksize"]) != (scheme.quant_type, scheme.block_size):
-        raise UserError(f"{source.tensors[key].file}: {key} is not stored in {scheme.name}, as config.json says.")
+        raise UserError(
+            f"{source.tensors[key].file}: {key} is not stored in {scheme.name}, as config.json says."
+        )
     blocks = in_features // scheme.block_size
     first, last = start * blocks, stop * blocks
     scale = source.read_rows(f"{key}.absmax", first, last)
     if "nested_blocksize" in state:
         outer = torch.arange(first, last) // state["nested_blocksize"]
-        code, outer_scale = source.read(f"{key}.nested_quant_map"), source.read(f"{key}.nested_absmax")
+        code, outer_scale = (
+            source.read(f"{key}.nested_quant_map"),
+            source.read(f"{key}.nested_absmax"),
+        )
         scale = code.float()[scale.long()] * outer_scale.float()[outer] + state["nested_offset"]
-    return weight.view(stop - start, -1), scale.float().contiguous().view(torch.int32).view(stop - start, -1)
+    return weight.view(stop - start, -1), scale.float().contiguous().view(torch.int32).view(
+        stop - start, -1
+    )

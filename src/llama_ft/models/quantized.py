@@ -1,17 +1,19 @@
-"""Frozen linear layers and stacked experts in 8 or 4 bits, which are sharded like any other parameter.
+"""Frozen linear layers and stacked experts in 8 or 4 bits, which are sharded like any other
+parameter.
 
-bitsandbytes' int8 has one scale per row, and its 4-bit blocks stay within a row if in_features is a multiple of the
-block size. So a quantized layer is two ordinary frozen parameters, sharded by rows together:
+bitsandbytes' int8 has one scale per row, and its 4-bit blocks stay within a row if in_features is a
+multiple of the block size. So a quantized layer is two ordinary frozen parameters, sharded by rows
+together:
 
     8bit    weight int8  [out, in]      scale [out]                  value = weight * scale / 127
     4bit    weight uint8 [out, in / 2]  scale [out, in / block]      value = code[nibble] * scale
 
-Transformers stacks the weights of experts: [experts, out, in] or, transposed, [experts, in, out]. The rows of each
-expert's stored matrix are quantized, and the experts are sharded.
+Transformers stacks the weights of experts: [experts, out, in] or, transposed, [experts, in, out].
+The rows of each expert's stored matrix are quantized, and the experts are sharded.
 
-`scale` is fp32, stored as int32 with the same bits. fully_shard casts floating parameters to the compute dtype when it
-all-gathers them, which would round the scale; integers stay unchanged. Each rank's rows equal those of the unsharded
-quantization, and the ranks exchange int8 or uint8.
+`scale` is fp32, stored as int32 with the same bits. fully_shard casts floating parameters to the
+compute dtype when it all-gathers them, which would round the scale; integers stay unchanged. Each
+rank's rows equal those of the unsharded quantization, and the ranks exchange int8 or uint8.
 """
 
 import logging
@@ -26,8 +28,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-# Import bitsandbytes without torch's compiler, which would take 2 s and 40 MiB per rank and is not used. This must
-# happen before PEFT imports it. The import also warns about a CPU kernel that is not needed.
+# Import bitsandbytes without torch's compiler, which would take 2 s and 40 MiB per rank and is not
+# used. This must happen before PEFT imports it. The import also warns about a CPU kernel that is
+# not needed.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 _is_ours = "TORCHDYNAMO_DISABLE" not in os.environ
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -45,7 +48,9 @@ def _on_cuda(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda  # a plan for GPUs, made on a CPU, replaces this function
 
 
-def _rows_times_factors(weight: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _rows_times_factors(
+    weight: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
     return weight.to(dtype).mul_(factor)
 
 
@@ -72,16 +77,22 @@ class Int8:
         weight, scale, _ = OPS.int8_vectorwise_quant(rows.to(torch.float16).contiguous())
         return weight, scale.view(torch.int32)
 
-    def dequantize(self, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def dequantize(
+        self, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
         """Return rows [n, in] in `dtype` from weight and scale."""
         factor = scale.view(torch.float32).unsqueeze(1).mul(1 / 127)
         if _on_cuda(weight):
             return cast(torch.Tensor, _ROWS_TIMES_FACTORS(weight.detach(), factor, dtype))
-        return weight.float().mul_(factor).to(dtype)  # the same bits 6 times as fast: torch vectorizes no mixed product
+        # the same bits 6 times as fast: torch vectorizes no mixed product
+        return weight.float().mul_(factor).to(dtype)
 
-    def matmul(self, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """inputs [..., in] x weight -> [..., out] in the inputs' dtype. The weight is dequantized. bitsandbytes'
-        method, with only inputs above the threshold in 16 bits, is slower and synchronizes with the host twice."""
+    def matmul(
+        self, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+    ) -> torch.Tensor:
+        """inputs [..., in] x weight -> [..., out] in the inputs' dtype. The weight is dequantized.
+        bitsandbytes' method, with only inputs above the threshold in 16 bits, is slower and
+        synchronizes with the host twice."""
         if self.threshold > 0 or not _on_cuda(inputs):
             return functional.linear(inputs, self.dequantize(weight, scale, inputs.dtype))
         flat, scale = inputs.reshape(-1, inputs.shape[-1]), scale.view(torch.float32)
@@ -112,21 +123,32 @@ class FourBit:
 
     def quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize float rows [n, in] to weight and scale."""
-        packed, absmax = OPS.quantize_4bit(rows.contiguous(), self.block_size, self.quant_type, torch.uint8)
+        packed, absmax = OPS.quantize_4bit(
+            rows.contiguous(), self.block_size, self.quant_type, torch.uint8
+        )
         return packed.view(len(rows), -1), absmax.view(torch.int32).view(len(rows), -1)
 
-    def dequantize(self, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def dequantize(
+        self, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
         """Return rows [n, in] in `dtype` from weight and scale."""
         shape = (weight.shape[0], weight.shape[1] * 2)
         absmax = scale.view(torch.float32).view(-1)
         packed = weight.view(-1, 1)
-        return cast(torch.Tensor, OPS.dequantize_4bit(packed, absmax, self.block_size, self.quant_type, shape, dtype))
+        return cast(
+            torch.Tensor,
+            OPS.dequantize_4bit(packed, absmax, self.block_size, self.quant_type, shape, dtype),
+        )
 
-    def matmul(self, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def matmul(
+        self, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+    ) -> torch.Tensor:
         """inputs [..., in] x weight -> [..., out] in the inputs' dtype."""
         shape, absmax = (weight.shape[0], weight.shape[1] * 2), scale.view(torch.float32).view(-1)
         wide = inputs.to(self.compute_dtype or inputs.dtype)
-        output = OPS.gemm_4bit(wide, weight.view(-1, 1), shape, absmax, self.block_size, self.quant_type)
+        output = OPS.gemm_4bit(
+            wide, weight.view(-1, 1), shape, absmax, self.block_size, self.quant_type
+        )
         return cast(torch.Tensor, output).to(inputs.dtype)
 
 
@@ -136,7 +158,9 @@ Scheme = Int8 | FourBit
 SCHEMES: dict[str, Scheme] = {}  # by name, because operators cannot take objects
 
 
-def frozen_matmul(inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+def frozen_matmul(
+    inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme
+) -> torch.Tensor:
     """inputs [..., in] x a quantized weight -> [..., out]."""
     if inputs.numel() == 0:  # an expert without tokens; the CUDA kernels reject empty inputs
         return inputs.new_empty(*inputs.shape[:-1], weight.shape[0])
@@ -144,11 +168,14 @@ def frozen_matmul(inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tenso
 
 
 class _FrozenMatmul(torch.autograd.Function):
-    """inputs x weight, with a gradient for the inputs only. It keeps only the parameters. bitsandbytes' own functions
-    keep the inputs for a weight gradient, in spite of activation checkpointing."""
+    """inputs x weight, with a gradient for the inputs only. It keeps only the parameters.
+    bitsandbytes' own functions keep the inputs for a weight gradient, in spite of activation
+    checkpointing."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> Any:
+    def forward(
+        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme
+    ) -> Any:
         ctx.save_for_backward(weight, scale)
         ctx.scheme = scheme
         return frozen_matmul(inputs, weight, scale, scheme)
@@ -164,7 +191,8 @@ class QuantizedWeight(NamedTuple):
 
     weight: nn.Parameter
     scale: nn.Parameter
-    shape: tuple[int, ...]  # number of weights: [out, in] of a layer, [experts, rows, columns] of a stack
+    # number of weights: [out, in] of a layer, [experts, rows, columns] of a stack
+    shape: tuple[int, ...]
     scheme: Scheme
     is_stored: bool  # the checkpoint holds it quantized
 
@@ -172,19 +200,30 @@ class QuantizedWeight(NamedTuple):
 def _frozen_parameters(shape: tuple[int, ...], scheme: Scheme) -> tuple[nn.Parameter, nn.Parameter]:
     """Return weight and scale, on the meta device, for a weight of `shape`."""
     *stacked, rows, columns = shape
-    weight = torch.empty((*stacked, rows, columns // scheme.weights_per_byte), dtype=scheme.weight_dtype, device="meta")
-    scale = torch.empty((*stacked, *scheme.scale_shape(rows, columns)), dtype=torch.int32, device="meta")
+    weight = torch.empty(
+        (*stacked, rows, columns // scheme.weights_per_byte),
+        dtype=scheme.weight_dtype,
+        device="meta",
+    )
+    scale = torch.empty(
+        (*stacked, *scheme.scale_shape(rows, columns)), dtype=torch.int32, device="meta"
+    )
     return nn.Parameter(weight, requires_grad=False), nn.Parameter(scale, requires_grad=False)
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer on the meta device with a weight in 8 or 4 bits, which replaces `linear`. As an nn.Linear
-    it can get an adapter of PEFT. `is_stored`: the checkpoint holds it quantized."""
+    """A frozen linear layer on the meta device with a weight in 8 or 4 bits, which replaces
+    `linear`. As an nn.Linear it can get an adapter of PEFT. `is_stored`: the checkpoint holds it
+    quantized."""
 
     def __init__(self, linear: nn.Linear, scheme: Scheme, is_stored: bool = False) -> None:
         nn.Module.__init__(self)
         self.is_stored = is_stored
-        self.in_features, self.out_features, self.scheme = linear.in_features, linear.out_features, scheme
+        self.in_features, self.out_features, self.scheme = (
+            linear.in_features,
+            linear.out_features,
+            scheme,
+        )
         self.scheme_name = repr(scheme)
         SCHEMES[self.scheme_name] = scheme
         self.weight, self.scale = _frozen_parameters((self.out_features, self.in_features), scheme)
@@ -192,20 +231,24 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input [..., in] -> [..., out]."""
-        output = cast(torch.Tensor, _FrozenMatmul.apply(input, self.weight, self.scale, self.scheme))
+        output = cast(
+            torch.Tensor, _FrozenMatmul.apply(input, self.weight, self.scale, self.scheme)
+        )
         return output if self.bias is None else output + self.bias
 
 
 DEQUANTIZED_AT_ONCE = 2**30  # weights; bitsandbytes' kernels count with 32 bits
-Factors = tuple[torch.Tensor, torch.Tensor, float]  # left [experts, rows, r], right [experts, r, columns], scaling
+# left [experts, rows, r], right [experts, r, columns], scaling
+Factors = tuple[torch.Tensor, torch.Tensor, float]
 
 
 class QuantizedStacks(nn.Module):
-    """A mixin for modules that own stacked weights and read them as attributes. The weights become quantized parameters
-    `<name>` and `<name>_scale`, and reading `<name>` dequantizes.
+    """A mixin for modules that own stacked weights and read them as attributes. The weights become
+    quantized parameters `<name>` and `<name>_scale`, and reading `<name>` dequantizes.
 
-    During `forward` each weight is dequantized once. Autograd would keep it until the backward pass, in four times the
-    bytes. Instead the backward pass dequantizes again, and only the experts that a matmul used.
+    During `forward` each weight is dequantized once. Autograd would keep it until the backward
+    pass, in four times the bytes. Instead the backward pass dequantizes again, and only the experts
+    that a matmul used.
     """
 
     scheme: Scheme
@@ -222,7 +265,9 @@ class QuantizedStacks(nn.Module):
             return value
         held = {} if self._held is None else self._held
         if name not in held:
-            held[name] = self._dequantized(name, 0, self.stack_shapes[name][0], self.additions.get(name))
+            held[name] = self._dequantized(
+                name, 0, self.stack_shapes[name][0], self.additions.get(name)
+            )
         return held[name]
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
@@ -232,7 +277,9 @@ class QuantizedStacks(nn.Module):
         with self._holding_weights():
             return super().forward(*args, **keywords)
 
-    def _dequantized(self, name: str, first: int, last: int, addition: Factors | None) -> torch.Tensor:
+    def _dequantized(
+        self, name: str, first: int, last: int, addition: Factors | None
+    ) -> torch.Tensor:
         """Return experts [first, last) of a stack, [last - first, rows, columns] in `dtype`."""
         weight, scale = (self._parameters[part] for part in (name, f"{name}_scale"))
         assert weight is not None and scale is not None
@@ -240,33 +287,47 @@ class QuantizedStacks(nn.Module):
         step, parts = max(1, DEQUANTIZED_AT_ONCE // (rows * columns)), []
         for start in range(first, last, step):
             part = slice(start, min(start + step, last))
-            flat = self.scheme.dequantize(weight[part].flatten(0, 1), scale[part].flatten(0, 1), self.dtype)
+            flat = self.scheme.dequantize(
+                weight[part].flatten(0, 1), scale[part].flatten(0, 1), self.dtype
+            )
             parts.append(flat.view(-1, rows, columns))
         value = parts[0] if len(parts) == 1 else torch.cat(parts)
         if addition is None:
             return value
         left, right, scaling = addition
-        return torch.baddbmm(value, left[first:last].to(value), right[first:last].to(value), alpha=scaling)
+        return torch.baddbmm(
+            value, left[first:last].to(value), right[first:last].to(value), alpha=scaling
+        )
 
     @contextmanager
     def _holding_weights(self) -> Iterator[None]:
-        """In the block, keep dequantized weights. Autograd stores which part of a weight it needs instead of the
-        weight. Hooks do not nest, so for all other tensors the outer hooks (activation checkpointing's) are called."""
+        """In the block, keep dequantized weights. Autograd stores which part of a weight it needs
+        instead of the weight. Hooks do not nest, so for all other tensors the outer hooks
+        (activation checkpointing's) are called."""
         held: dict[str, torch.Tensor] = {}
         around: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         pack_other, unpack_other = around or (_same, _same)
 
         def pack(tensor: torch.Tensor) -> Any:
             storage = tensor.untyped_storage()._cdata
-            name = next((name for name, value in held.items() if value.untyped_storage()._cdata == storage), None)
+            name = next(
+                (name for name, value in held.items() if value.untyped_storage()._cdata == storage),
+                None,
+            )
             if name is None:
                 return pack_other(tensor)
             addition = self.additions.get(name)
             parts = addition and (addition[0].detach(), addition[1].detach(), addition[2])
-            return _PartOfStack(name, parts, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            return _PartOfStack(
+                name, parts, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+            )
 
         def unpack(packed: Any) -> torch.Tensor:
-            return self._read_again(packed) if isinstance(packed, _PartOfStack) else unpack_other(packed)
+            return (
+                self._read_again(packed)
+                if isinstance(packed, _PartOfStack)
+                else unpack_other(packed)
+            )
 
         self._held = held
         try:
@@ -274,12 +335,15 @@ class QuantizedStacks(nn.Module):
                 yield
         finally:
             self._held = None
-            held.clear()  # autograd keeps `pack`, and with it this dict, as long as its saved tensors
+            # autograd keeps `pack`, and with it this dict, as long as its saved tensors
+            held.clear()
 
     @torch.no_grad()
     def _read_again(self, part: "_PartOfStack") -> torch.Tensor:
         _, rows, columns = self.stack_shapes[part.name]
-        furthest = part.offset + sum((size - 1) * step for size, step in zip(part.size, part.stride, strict=True))
+        furthest = part.offset + sum(
+            (size - 1) * step for size, step in zip(part.size, part.stride, strict=True)
+        )
         first, last = part.offset // (rows * columns), furthest // (rows * columns)
         value = self._dequantized(part.name, first, last + 1, part.addition)
         return value.as_strided(part.size, part.stride, part.offset - first * rows * columns)
@@ -308,7 +372,9 @@ def quantize_stacks(module: nn.Module, names: list[str], scheme: Scheme) -> None
     module.scheme, module.is_stored, module.dtype = scheme, False, torch.get_default_dtype()
     module.stack_shapes, module.additions, module._held = shapes, {}, None
     for name, shape in shapes.items():
-        module._parameters[name], module._parameters[f"{name}_scale"] = _frozen_parameters(shape, scheme)
+        module._parameters[name], module._parameters[f"{name}_scale"] = _frozen_parameters(
+            shape, scheme
+        )
 
 
 def quantized_weights(model: nn.Module) -> list[QuantizedWeight]:
@@ -318,11 +384,17 @@ def quantized_weights(model: nn.Module) -> list[QuantizedWeight]:
         if isinstance(module, QuantizedLinear):
             shape = (module.out_features, module.in_features)
             scale: Any = module.scale
-            found.append(QuantizedWeight(cast(Any, module.weight), scale, shape, module.scheme, module.is_stored))
+            found.append(
+                QuantizedWeight(
+                    cast(Any, module.weight), scale, shape, module.scheme, module.is_stored
+                )
+            )
         elif isinstance(module, QuantizedStacks):
             own = cast(dict[str, nn.Parameter], module._parameters)
             found += [
-                QuantizedWeight(own[name], own[f"{name}_scale"], shape, module.scheme, module.is_stored)
+                QuantizedWeight(
+                    own[name], own[f"{name}_scale"], shape, module.scheme, module.is_stored
+                )
                 for name, shape in module.stack_shapes.items()
             ]
     return found
@@ -331,7 +403,9 @@ def quantized_weights(model: nn.Module) -> list[QuantizedWeight]:
 def weight_counts(model: nn.Module) -> dict[int, int]:
     """Return id of each quantized parameter -> the number of weights that it holds (a scale: 0)."""
     weights = quantized_weights(model)
-    return {id(it.weight): torch.Size(it.shape).numel() for it in weights} | {id(it.scale): 0 for it in weights}
+    return {id(it.weight): torch.Size(it.shape).numel() for it in weights} | {
+        id(it.scale): 0 for it in weights
+    }
 
 
 def total_weights(model: nn.Module) -> int:

@@ -1,6 +1,8 @@
-"""The auxiliary loss of a mixture of experts, with which its routers learn to use all experts equally.
+"""The auxiliary loss of a mixture of experts, with which its routers learn to use all experts
+equally.
 
-It is computed over the tokens of a micro-batch on all ranks, without padding, and over all layers with experts:
+It is computed over the tokens of a micro-batch on all ranks, without padding, and over all layers
+with experts:
 
     f_e    tokens routed to expert e / tokens                   without gradient
     P_e    mean over tokens of softmax(router logits)[e]        its gradient stays on the token's rank
@@ -21,7 +23,8 @@ from llama_ft.errors import UserError
 from llama_ft.models.build import function_beside
 from llama_ft.runtime.console import log
 
-STANDARD = ["gate_logits", "num_experts", "top_k", "attention_mask"]  # arguments of the formula above
+# arguments of the formula above
+STANDARD = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # JetMoE uses the second name
 
 
@@ -30,18 +33,21 @@ def use_router_loss(model: PreTrainedModel, coefficient: float | None) -> None:
 
     Args:
         model: the model on the meta device.
-        coefficient: 0 disables the auxiliary loss. None: the value in config.json if output_router_logits is true
-            there, as in Transformers.
+        coefficient: 0 disables the auxiliary loss. None: the value in config.json if
+            output_router_logits is true there, as in Transformers.
 
     Raises:
-        UserError: a coefficient is given, but Transformers defines no auxiliary loss for this architecture.
+        UserError: a coefficient is given, but Transformers defines no auxiliary loss for this
+            architecture.
     """
     if coefficient and _own_coefficient(model) is None:
         lacking = f"Transformers has no such loss for model_type {model.config.model_type}"
         raise UserError(f"--router_aux_loss_coef {coefficient:g}: {lacking}. Remove it.")
     model._router_loss_coefficient = coefficient  # type: ignore[assignment]
     if used := router_coefficient(model):
-        log.info(f"Auxiliary loss of the routers: coefficient {used:g}, logged as train/router_aux_loss")
+        log.info(
+            f"Auxiliary loss of the routers: coefficient {used:g}, logged as train/router_aux_loss"
+        )
 
 
 def router_coefficient(model: PreTrainedModel) -> float:
@@ -49,26 +55,32 @@ def router_coefficient(model: PreTrainedModel) -> float:
     given: float | None = getattr(model, "_router_loss_coefficient", None)
     if given is not None:
         return given
-    is_asked = any(getattr(it, "output_router_logits", False) for it in (model.config, model.config.get_text_config()))
+    is_asked = any(
+        getattr(it, "output_router_logits", False)
+        for it in (model.config, model.config.get_text_config())
+    )
     return (_own_coefficient(model) or 0.0) if is_asked else 0.0
 
 
 def router_arguments(model: PreTrainedModel) -> dict[str, bool]:
-    """Return the arguments of a forward pass that also returns router logits; none in evaluation mode."""
+    """Return the arguments of a forward pass that also returns router logits; none in evaluation
+    mode."""
     return {"output_router_logits": True} if model.training and router_coefficient(model) else {}
 
 
 def router_loss(
     model: PreTrainedModel, output: Any, attention_mask: torch.Tensor | None, target_tokens: int
 ) -> torch.Tensor | float:
-    """Compute this rank's part of a micro-batch's auxiliary loss, without its coefficient, as a sum over loss tokens.
+    """Compute this rank's part of a micro-batch's auxiliary loss, without its coefficient, as a sum
+    over loss tokens.
 
-    All ranks must call it. The sum of all parts is the auxiliary loss of all tokens, times the number of loss tokens.
-    So a micro-batch has the same weight here as in the loss of its tokens.
+    All ranks must call it. The sum of all parts is the auxiliary loss of all tokens, times the
+    number of loss tokens. So a micro-batch has the same weight here as in the loss of its tokens.
 
     Args:
         model: the model. In evaluation mode the result is 0.
-        output: output of `model` or its decoder. Its router_logits have one [tokens, experts] per layer with experts.
+        output: output of `model` or its decoder. Its router_logits have one [tokens, experts] per
+            layer with experts.
         attention_mask: [samples, positions], 0 or False on padding; None: no padding.
         target_tokens: loss tokens of this rank's micro-batch.
 
@@ -78,11 +90,20 @@ def router_loss(
     if not router_arguments(model):
         return 0.0
     if not getattr(output, "router_logits", None):
-        raise UserError(f"--router_aux_loss_coef: {type(model).__name__} returns no router logits. Set it to 0.")
+        raise UserError(
+            f"--router_aux_loss_coef: {type(model).__name__} returns no router logits. Set it to 0."
+        )
     layers: list[torch.Tensor] = [layer.flatten(0, -2) for layer in output.router_logits]
     tokens, experts = layers[0].shape
-    per_token = getattr(model, "num_experts_per_tok", None) or model.config.get_text_config().num_experts_per_tok
-    counts = torch.ones(tokens, device=layers[0].device) if attention_mask is None else attention_mask.flatten().float()
+    per_token = (
+        getattr(model, "num_experts_per_tok", None)
+        or model.config.get_text_config().num_experts_per_tok
+    )
+    counts = (
+        torch.ones(tokens, device=layers[0].device)
+        if attention_mask is None
+        else attention_mask.flatten().float()
+    )
     sent = probabilities = torch.zeros(experts, device=counts.device)
     for layer in layers:
         of_token = layer.softmax(dim=-1)
@@ -98,12 +119,17 @@ def router_loss(
 
 
 def _own_coefficient(model: PreTrainedModel) -> float | None:
-    """Return the coefficient in the model's config; None if the file of its class does not define the formula above."""
+    """Return the coefficient in the model's config; None if the file of its class does not define
+    the formula above."""
     try:
         formula = function_beside(model, "load_balancing_loss_func")
     except StopIteration:
         return None
     if list(inspect.signature(formula).parameters) != STANDARD:
         return None
-    found = (getattr(it, name, None) for it in (model, model.config.get_text_config()) for name in COEFFICIENTS)
+    found = (
+        getattr(it, name, None)
+        for it in (model, model.config.get_text_config())
+        for name in COEFFICIENTS
+    )
     return next((float(it) for it in found if isinstance(it, float | int)), None)

@@ -1,11 +1,12 @@
-"""Reward models: a decoder with a scalar head `score` in the place of the LM head, in the layout of Transformers'
-AutoModelForSequenceClassification with num_labels 1.
+"""Reward models: a decoder with a scalar head `score` in the place of the LM head, in the layout of
+Transformers' AutoModelForSequenceClassification with num_labels 1.
 
     hidden [tokens, width]  --last token of each row-->  hidden [rows, width]  --score [1, width]-->  scores [rows]
 
-The last token is the last one that is not `pad_token_id`, as in Transformers' classes. config.json's `architectures`
-tells such a model, and `choose_head` writes it there. A causal model's LM head is left out, and the score head gets
-first values that depend on the seed alone: they are one more tensor of the checkpoint, as far as the loader knows.
+The last token is the last one that is not `pad_token_id`, as in Transformers' classes.
+config.json's `architectures` tells such a model, and `choose_head` writes it there. A causal
+model's LM head is left out, and the score head gets first values that depend on the seed alone:
+they are one more tensor of the checkpoint, as far as the loader knows.
 """
 
 import hashlib
@@ -34,7 +35,8 @@ def choose_head(config: PretrainedConfig, objective: str) -> None:
         objective: any other one needs the LM head.
 
     Raises:
-        UserError: the model has another head than it needs, or Transformers has no class with a score head for it.
+        UserError: the model has another head than it needs, or Transformers has no class with a
+            score head for it.
     """
     named = (config.architectures or [config.model_type])[0]
     if objective != "reward":
@@ -59,16 +61,23 @@ def has_score(model: nn.Module) -> bool:
 
 
 def add_score(model: PreTrainedModel) -> None:
-    """Have a skeleton return scores, float32 [rows], and what its decoder returns, if it is called with `positions`:
-    where in the flattened micro-batch the last tokens are. No other position goes through the head.
+    """Have a skeleton return scores, float32 [rows], and what its decoder returns, if it is called
+    with `positions`: where in the flattened micro-batch the last tokens are. No other position goes
+    through the head.
 
     Raises:
         UserError: its class has no linear layer `score` with one output and no bias.
     """
-    shapes = {name: tuple(it.shape) for name, it in model.named_parameters() if name.startswith(f"{SCORE}.")}
+    shapes = {
+        name: tuple(it.shape)
+        for name, it in model.named_parameters()
+        if name.startswith(f"{SCORE}.")
+    }
     plain = model.forward
     if shapes != {WEIGHT: (1, model.config.get_text_config().hidden_size)}:
-        raise UserError(f"--objective reward: {type(model).__name__} has no linear layer {SCORE} with one output.")
+        raise UserError(
+            f"--objective reward: {type(model).__name__} has no linear layer {SCORE} with one output."
+        )
 
     @wraps(plain)
     def forward(*args: Any, positions: torch.Tensor | None = None, **kwargs: Any) -> Any:
@@ -83,9 +92,9 @@ def add_score(model: PreTrainedModel) -> None:
 
 
 class ScoredSource(WeightSource):
-    """A checkpoint, under the model's names, as one of a model that `add_score` has prepared. If it has no such head it
-    is a causal model's: its LM head is left out, and the score head's values are drawn
-    from a normal distribution with the config's `initializer_range`, as in Transformers.
+    """A checkpoint, under the model's names, as one of a model that `add_score` has prepared. If it
+    has no such head it is a causal model's: its LM head is left out, and the score head's values
+    are drawn from a normal distribution with the config's `initializer_range`, as in Transformers.
     """
 
     def __init__(self, source: WeightSource, model: PreTrainedModel) -> None:
@@ -94,14 +103,23 @@ class ScoredSource(WeightSource):
             return
         decoder = f"{model.base_model_prefix}."
         self.tensors = {name: it for name, it in source.tensors.items() if name.startswith(decoder)}
-        largest = max((it for it in self.tensors.values() if it.dtype.is_floating_point), key=lambda it: it.nbytes)
+        largest = max(
+            (it for it in self.tensors.values() if it.dtype.is_floating_point),
+            key=lambda it: it.nbytes,
+        )
         config = model.config.get_text_config()
         self.tensors[WEIGHT] = StoredTensor(largest.file, (1, config.hidden_size), largest.dtype)
         digest = hashlib.sha256(f"{model._score_seed}/{WEIGHT}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
-        values = torch.randn(1, config.hidden_size, generator=generator) * getattr(config, "initializer_range", 0.02)
+        values = torch.randn(1, config.hidden_size, generator=generator) * getattr(
+            config, "initializer_range", 0.02
+        )
         self._made[WEIGHT] = values.to(largest.dtype)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See `WeightSource`."""
-        return self._made[name][start:stop] if name in self._made else self._source.read_rows(name, start, stop)
+        return (
+            self._made[name][start:stop]
+            if name in self._made
+            else self._source.read_rows(name, start, stop)
+        )

@@ -15,9 +15,11 @@ from llama_ft.config.paths import TO_SAFETENSORS
 from llama_ft.errors import UserError, reason
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
-SAMPLES, SAMPLE_BYTES = 64, 2**14  # per file, for its fingerprint: one sample per 80 MiB of a 5 GB file
+# per file, for its fingerprint: one sample per 80 MiB of a 5 GB file
+SAMPLES, SAMPLE_BYTES = 64, 2**14
 INCIDENTAL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")  # in config.json
-DTYPES = {name: dtype for name, dtype in _TYPES.items() if isinstance(dtype, torch.dtype)}  # by their names in a header
+# by their names in a header
+DTYPES = {name: dtype for name, dtype in _TYPES.items() if isinstance(dtype, torch.dtype)}
 BLOCK_ELEMENTS = 2**20  # of an exported tensor at once: its temporaries in fp32 take 4 MiB
 
 
@@ -36,7 +38,8 @@ class StoredTensor:
 
 
 class WeightSource(Protocol):
-    """Interface of weights: names and headers in `tensors` are known at once, rows are read on request."""
+    """Interface of weights: names and headers in `tensors` are known at once, rows are read on
+    request."""
 
     tensors: dict[str, StoredTensor]
 
@@ -49,8 +52,9 @@ class WeightSource(Protocol):
 
 
 class SafetensorsSource(WeightSource):
-    """Tensors of safetensors files. Opening reads only headers; files are memory-mapped. Raises UserError if a file is
-    missing, truncated, not safetensors, or has a dtype that torch does not know."""
+    """Tensors of safetensors files. Opening reads only headers; files are memory-mapped. Raises
+    UserError if a file is missing, truncated, not safetensors, or has a dtype that torch does not
+    know."""
 
     def __init__(self, files: list[Path]) -> None:
         self.tensors = {}
@@ -63,14 +67,21 @@ class SafetensorsSource(WeightSource):
                     name: StoredTensor(file, tuple(header.get_shape()), DTYPES[header.get_dtype()])
                     for name, header in headers.items()
                 }
-            except Exception as error:  # a header may be anything: not JSON, a list, or longer than memory
+            # a header may be anything: not JSON, a list, or longer than memory
+            except Exception as error:
                 damage = "It is missing or corrupted: download it again."
-                raise UserError(f"{file}: cannot be read as safetensors ({reason(error)}).\n{damage}") from error
+                raise UserError(
+                    f"{file}: cannot be read as safetensors ({reason(error)}).\n{damage}"
+                ) from error
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See `WeightSource`. Only these rows are read."""
         handle = self._handles[self.tensors[name].file]
-        return handle.get_slice(name)[start:stop] if self.tensors[name].shape else handle.get_tensor(name)
+        return (
+            handle.get_slice(name)[start:stop]
+            if self.tensors[name].shape
+            else handle.get_tensor(name)
+        )
 
 
 class OverlaidSource(WeightSource):
@@ -87,19 +98,23 @@ class OverlaidSource(WeightSource):
 
 def listed(names: list[str], most: int = 8) -> str:
     """Return names for a message. Those beyond `most` are only counted."""
-    return ", ".join(names[:most]) + (f", ... and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(names[:most]) + (
+        f", ... and {len(names) - most} more" if len(names) > most else ""
+    )
 
 
 def open_weights(folder: Path) -> WeightSource:
-    """Open the weights of a model directory. Raises UserError if there are none or a file cannot be read."""
+    """Open the weights of a model directory. Raises UserError if there are none or a file cannot be
+    read."""
     if files := weight_files(folder):
         return SafetensorsSource(files)
     raise UserError(f"{folder}: no {SINGLE_FILE} or {INDEX_FILE} here. {TO_SAFETENSORS}")
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a hash of config.json, and of the size and samples of each file of weights. It identifies a model without
-    reading it completely. Fine-tuning changes all of a tensor, so the samples change."""
+    """Return a hash of config.json, and of the size and samples of each file of weights. It
+    identifies a model without reading it completely. Fine-tuning changes all of a tensor, so the
+    samples change."""
     settings = json.loads((folder / "config.json").read_text())
     lasting = {name: value for name, value in settings.items() if name not in INCIDENTAL}
     digest = xxhash.xxh3_128(json.dumps(lasting, sort_keys=True).encode())
@@ -120,16 +135,19 @@ def blocks(source: WeightSource, name: str) -> Iterator[torch.Tensor]:
         yield source.read_rows(name, start, stop)
 
 
-def row_blocks(shape: tuple[int, ...], start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
-    """Split rows [start, stop) of a tensor into blocks of at most `most` elements, or of one row."""
+def row_blocks(
+    shape: tuple[int, ...], start: int, stop: int, most: int
+) -> Iterator[tuple[int, int]]:
+    """Split rows [start, stop) of a tensor into blocks of at most `most` elements, or of one
+    row."""
     rows = max(1, most // max(1, torch.Size(shape[1:]).numel()))
     for first in range(start, stop, rows):
         yield first, min(first + rows, stop)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that the index names, or the single file, or none. Links are followed, as in the Hub's cache.
-    Raises UserError if the index is malformed or leaves its directory."""
+    """Return the files that the index names, or the single file, or none. Links are followed, as in
+    the Hub's cache. Raises UserError if the index is malformed or leaves its directory."""
     index, single = folder / INDEX_FILE, folder / SINGLE_FILE
     if not index.exists():
         return [single] if single.exists() else []

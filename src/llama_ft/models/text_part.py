@@ -1,4 +1,5 @@
-"""The text part of a model that also takes images or sound: its class, and the modules that are removed.
+"""The text part of a model that also takes images or sound: its class, and the modules that are
+removed.
 
     Gemma3ForConditionalGeneration
       model                      calls its language model alone
@@ -7,8 +8,9 @@
         language_model           the text decoder
       lm_head
 
-Removed modules are never loaded. Sharding, quantization and adapters see only the text part, under the names of the
-checkpoint's own class. An export copies the other tensors from the base model's files.
+Removed modules are never loaded. Sharding, quantization and adapters see only the text part, under
+the names of the checkpoint's own class. An export copies the other tensors from the base model's
+files.
 """
 
 import inspect
@@ -43,7 +45,8 @@ class LeftOut:
 
     modules: list[str]  # names of the outermost ones, and of parameters outside the text decoder
     tensors: dict[str, int]  # their parameters and persistent buffers by name -> number of elements
-    causal: str = ""  # name of the module that makes logits; the modules around it only pass arguments on
+    # name of the module that makes logits; the modules around it only pass arguments on
+    causal: str = ""
 
 
 class TextOutput(SimpleNamespace):
@@ -58,20 +61,23 @@ class TextOutput(SimpleNamespace):
 
 
 def takes_more_than_text(config: PretrainedConfig) -> bool:
-    """Return whether a config belongs to a model for images or sound, too. Phi-4-multimodal has no text_config."""
+    """Return whether a config belongs to a model for images or sound, too. Phi-4-multimodal has no
+    text_config."""
     has_towers = any(key.startswith(("vision", "audio")) for key in config.sub_configs)
     return has_towers or config.get_text_config() is not config
 
 
 def names_score(config: PretrainedConfig) -> bool:
-    """Whether a config is of a model with a head that scores or classifies text in the place of the LM head."""
+    """Whether a config is of a model with a head that scores or classifies text in the place of the
+    LM head."""
     scored = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
     return scored is not None and (config.architectures or [""])[0] == scored
 
 
 def auto_class(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
-    """Return the class of Transformers whose `from_pretrained` makes the checkpoint's class. AutoModelForCausalLM makes
-    only the text part of some (Qwen3.5), and does not know others (Llava).
+    """Return the class of Transformers whose `from_pretrained` makes the checkpoint's class.
+    AutoModelForCausalLM makes only the text part of some (Qwen3.5), and does not know others
+    (Llava).
 
     Raises:
         UserError: the class has no text decoder.
@@ -80,13 +86,25 @@ def auto_class(config: PretrainedConfig, trust_remote_code: bool = False) -> Any
         return AutoModelForCausalLM
     if names_score(config) and not config.is_encoder_decoder:
         return AutoModelForSequenceClassification
-    known = {auto: names[config.model_type] for auto, names in CLASSES.items() if config.model_type in names}
+    known = {
+        auto: names[config.model_type]
+        for auto, names in CLASSES.items()
+        if config.model_type in names
+    }
     named = (config.architectures or [config.model_type])[0]
-    own = [auto for auto, names in known.items() if named in (names if isinstance(names, tuple) else (names,))]
+    own = [
+        auto
+        for auto, names in known.items()
+        if named in (names if isinstance(names, tuple) else (names,))
+    ]
     chosen = (own or [*known] or [None])[-1 if takes_more_than_text(config) else 0]
     if chosen is None or (chosen is AutoModelForMultimodalLM and config.is_encoder_decoder):
         supported = " or ".join(auto.__name__ for auto in CLASSES)
-        why = "no text decoder" if chosen is None else "no text decoder that works without its encoder"
+        why = (
+            "no text decoder"
+            if chosen is None
+            else "no text decoder that works without its encoder"
+        )
         raise UserError(
             f"--model_name: {named} (model_type {config.model_type}) has {why}.\n"
             f"Supported are models that Transformers loads with {supported}."
@@ -100,34 +118,52 @@ def left_out(model: nn.Module) -> LeftOut:
 
 
 def keep_text_part(model: PreTrainedModel) -> None:
-    """Remove everything but the text decoder and its LM head from a model on the meta device; forward calls them.
+    """Remove everything but the text decoder and its LM head from a model on the meta device;
+    forward calls them.
 
     Raises:
         UserError: it has none, or does not write one token after another.
     """
     head = model.get_output_embeddings()
     if head is None or not model.can_generate():
-        raise UserError(f"--model_name: {type(model).__name__} has no text decoder with an LM head.")
+        raise UserError(
+            f"--model_name: {type(model).__name__} has no text decoder with an LM head."
+        )
     decoder, embedding = model.get_decoder(), model.get_input_embeddings()
-    names, before, found = {module: name for name, module in model.named_modules()}, model.state_dict(), list[str]()
+    names, before, found = (
+        {module: name for name, module in model.named_modules()},
+        model.state_dict(),
+        list[str](),
+    )
 
     def take_out(owner: nn.Module, name: str) -> None:
         found.append(f"{names[owner]}.{name}".lstrip("."))
         is_module = name in owner._modules
         delattr(owner, name)
-        setattr(owner, name, None if is_module else torch.empty(0))  # Transformers' initialization writes into it
+        # Transformers' initialization writes into it
+        setattr(owner, name, None if is_module else torch.empty(0))
 
     def take_out_towers(owner: nn.Module) -> None:
         for name, child in list(owner.named_children()):
-            parts = [it for it in child.children() if any(isinstance(each, PreTrainedModel) for each in it.modules())]
-            if _holds(child, embedding) or _holds(child, head) or (len(parts) > 1 and not _is_model(child)):
+            parts = [
+                it
+                for it in child.children()
+                if any(isinstance(each, PreTrainedModel) for each in it.modules())
+            ]
+            if (
+                _holds(child, embedding)
+                or _holds(child, head)
+                or (len(parts) > 1 and not _is_model(child))
+            ):
                 take_out_towers(child)
-            elif parts or _is_model(child):  # with the projector that belongs to one tower (Phi-4-multimodal)
+            # with the projector that belongs to one tower (Phi-4-multimodal)
+            elif parts or _is_model(child):
                 take_out(owner, name)
 
     around = [module for module in names if module is not decoder and _holds(module, decoder)]
     for owner in around if _holds(decoder, embedding) else []:
-        if not _holds(owner, head) or _holds(decoder, head):  # else its own forward calls decoder and head
+        # else its own forward calls decoder and head
+        if not _holds(owner, head) or _holds(decoder, head):
             inner = next(child for child in owner.children() if _holds(child, decoder))
             owner.forward = _text_forward(owner, inner, lacks_head=not _holds(decoder, head))
             beside = [name for name, child in owner.named_children() if child is not inner]
@@ -149,7 +185,8 @@ def _is_model(module: nn.Module) -> bool:
 
 
 def _text_forward(owner: nn.Module, inner: nn.Module, lacks_head: bool) -> Callable[..., Any]:
-    """Return a forward of `owner` that passes its arguments on to `inner`, except those on images."""
+    """Return a forward of `owner` that passes its arguments on to `inner`, except those on
+    images."""
     own, taken = (list(inspect.signature(module.forward).parameters) for module in (owner, inner))
     images = {name for name in own if name not in taken and not name.startswith("output_")}
 

@@ -1,4 +1,5 @@
-"""Private names of Transformers that are used here, and their purpose. Each may be missing in another version."""
+"""Private names of Transformers that are used here, and their purpose. Each may be missing in
+another version."""
 
 from typing import Any
 
@@ -8,7 +9,8 @@ from transformers.integrations import sdpa_attention
 
 from llama_ft.models import attention_kernels
 
-# Name -> its purpose. Without it, that feature is rejected with a one-line error, or works as the line says.
+# Name -> its purpose. Without it, that feature is rejected with a one-line error, or works as the
+# line says.
 USES = {
     "_attn_implementation": "packing: which attention the model has",
     "_can_record_outputs": "quantization: routers, which stay as they are, and the line about their auxiliary loss",
@@ -18,28 +20,32 @@ USES = {
     "_no_split_modules": "classes of decoder layers; without it they are the items of the model's largest list",
     "_supports_attention_backend": "packing: whether attention goes through transformers' interface",
 }
-# An attribute of parameters and buffers loaded from the checkpoint: Transformers' _init_weights does not change them.
+# An attribute of parameters and buffers loaded from the checkpoint: Transformers' _init_weights
+# does not change them.
 INITIALIZED = "_is_hf_initialized"
 
 
 def private(owner: Any, name: str) -> Any:
-    """Return an attribute, listed in USES, of a model or its config; None if this version of Transformers lacks it."""
+    """Return an attribute, listed in USES, of a model or its config; None if this version of
+    Transformers lacks it."""
     assert name in USES
     return getattr(owner, name, None)
 
 
-# Masks: Transformers inspects tensors on the device, which synchronizes once per packed micro-batch and twice per
-# padded one. Here the host stores its knowledge as a note on these tensors. It works without notes, too.
+# Masks: Transformers inspects tensors on the device, which synchronizes once per packed micro-batch
+# and twice per padded one. Here the host stores its knowledge as a note on these tensors. It works
+# without notes, too.
 _find_packed: Any = getattr(masking_utils, "find_packed_sequence_indices", None)
 _is_causal: Any = getattr(masking_utils, "_ignore_causal_mask_sdpa", None)
-# Without flash attention (fp32, T4, V100), only sdpa's math kernel lets heads share keys, and it keeps all scores. So
-# keys are repeated, and the memory-efficient kernel computes padded batches.
+# Without flash attention (fp32, T4, V100), only sdpa's math kernel lets heads share keys, and it
+# keeps all scores. So keys are repeated, and the memory-efficient kernel computes padded batches.
 _shares_heads: Any = getattr(sdpa_attention, "use_gqa_in_sdpa", None)
 
 
 def noted(tensor: torch.Tensor, needs_no_mask: bool) -> torch.Tensor:
-    """Store a note on position_ids, or on an attention_mask of bool: attention is causal without a mask, because
-    `packed_rows` keep the samples apart or no sample is padded. A copy of the tensor has no note."""
+    """Store a note on position_ids, or on an attention_mask of bool: attention is causal without a
+    mask, because `packed_rows` keep the samples apart or no sample is padded. A copy of the tensor
+    has no note."""
     tensor.needs_no_mask = needs_no_mask  # type: ignore[attr-defined]
     return tensor
 
@@ -55,7 +61,9 @@ def _is_causal_as_noted(padding_mask: torch.Tensor | None, *args: Any, **kwargs:
     return needs_no_mask and _is_causal(None, *args, **kwargs)
 
 
-def _shares_heads_in_flash(mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
+def _shares_heads_in_flash(
+    mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor
+) -> bool:
     widths, capability = (key.shape[-1], value.shape[-1]), attention_kernels.capability_of(key)
     kernel = attention_kernels.choose_kernel(capability, key.dtype, widths, False)
     return kernel in ("cpu", "varlen") and _shares_heads(mask, key, value)

@@ -1,5 +1,5 @@
-"""Measurements of a run: metrics.jsonl, the progress bar, trackers (W&B, TensorBoard, MLflow), speed and peak memory.
-RunLog combines the first three. Nothing here calls code of training."""
+"""Measurements of a run: metrics.jsonl, the progress bar, trackers (W&B, TensorBoard, MLflow),
+speed and peak memory. RunLog combines the first three. Nothing here calls code of training."""
 
 from llama_ft.observe.memory import (
     SNAPSHOT_STEPS,

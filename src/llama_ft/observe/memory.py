@@ -1,4 +1,5 @@
-"""Memory as counted by the kernel and the CUDA allocator: now, the peak of each phase, and a comparison of ranks.
+"""Memory as counted by the kernel and the CUDA allocator: now, the peak of each phase, and a
+comparison of ranks.
 
 Source: VmHWM, RssAnon and clear_refs in `man 5 proc`; torch.cuda.memory_stats.
 """
@@ -27,18 +28,22 @@ PROC_STATUS, PROC_CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear
 FIELDS = re.compile(rb"\n(VmHWM|RssAnon|RssFile|RssShmem):\s+(\d+) kB")
 CPU = torch.device("cpu")
 MIB = 2**20
-# Phases that map checkpoints or write them. The kernel reports only the peak of all resident pages. At the end of these
-# phases, pages of unmapped files cannot be separated from tensors in that peak.
+# Phases that map checkpoints or write them. The kernel reports only the peak of all resident pages.
+# At the end of these phases, pages of unmapped files cannot be separated from tensors in that peak.
 MAPS_FILES: tuple[Phase, ...] = ("load", "save")
-COMPARED_STEP = 2  # steps of this process; in the first, optimizer states do not exist at the beginning
+# steps of this process; in the first, optimizer states do not exist at the beginning
+COMPARED_STEP = 2
 LARGEST_SHARE = 1.05
-# Tensors are counted exactly, but the CUDA allocator rounds up, and libraries take host memory at any time.
+# Tensors are counted exactly, but the CUDA allocator rounds up, and libraries take host memory at
+# any time.
 NOISE = {"device memory": 32 * MIB, "host memory": 128 * MIB}
-SNAPSHOT_STEPS = 3  # steps of this process: the second has all optimizer states, the third repeats it
+# steps of this process: the second has all optimizer states, the third repeats it
+SNAPSHOT_STEPS = 3
 
 
 class MemoryUse(NamedTuple):
-    """Memory of a process in bytes. Peaks are since `reset_peaks`. 0 means unknown or not existing."""
+    """Memory of a process in bytes. Peaks are since `reset_peaks`. 0 means unknown or not
+    existing."""
 
     anonymous: int = 0  # resident host memory without a file behind it
     mapped: int = 0  # resident pages of files and shared memory
@@ -49,20 +54,27 @@ class MemoryUse(NamedTuple):
 
 
 def memory_use(device: torch.device) -> MemoryUse:
-    """Return the memory of this process. Takes about 0.1 ms and does not synchronize with the device."""
+    """Return the memory of this process. Takes about 0.1 ms and does not synchronize with the
+    device."""
     found = FIELDS.findall(PROC_STATUS.read_bytes()) if PROC_STATUS.exists() else []  # Linux only
     host = {name.decode(): int(size) * 1024 for name, size in found}
-    counts = (host.get("RssAnon", 0), host.get("RssFile", 0) + host.get("RssShmem", 0), host.get("VmHWM", 0))
+    counts = (
+        host.get("RssAnon", 0),
+        host.get("RssFile", 0) + host.get("RssShmem", 0),
+        host.get("VmHWM", 0),
+    )
     stats = torch.cuda.memory_stats_as_nested_dict(device) if device.type == "cuda" else {}
     if not stats:  # nothing was allocated yet
         return MemoryUse(*counts)
     allocated = stats["allocated_bytes"]["all"]
-    return MemoryUse(*counts, allocated["current"], allocated["peak"], stats["reserved_bytes"]["all"]["peak"])
+    return MemoryUse(
+        *counts, allocated["current"], allocated["peak"], stats["reserved_bytes"]["all"]["peak"]
+    )
 
 
 def reset_peaks(device: torch.device) -> None:
-    """Reset the peaks to the current use. If clear_refs cannot be written (macOS, some containers), the host peak
-    remains that of the whole process."""
+    """Reset the peaks to the current use. If clear_refs cannot be written (macOS, some containers),
+    the host peak remains that of the whole process."""
     with contextlib.suppress(OSError):
         PROC_CLEAR_REFS.write_bytes(b"5")  # sets VmHWM to the current resident size
     if device.type == "cuda":
@@ -70,7 +82,8 @@ def reset_peaks(device: torch.device) -> None:
 
 
 def memory_metrics(peaks: torch.Tensor) -> dict[str, list[int]]:
-    """Return keys and values for metrics.jsonl. `peaks` is [ranks, (host, device)] in bytes; 0 was not measured."""
+    """Return keys and values for metrics.jsonl. `peaks` is [ranks, (host, device)] in bytes; 0 was
+    not measured."""
     measured = {"memory/host_peak_bytes": peaks[:, 0], "memory/device_peak_bytes": peaks[:, 1]}
     return {key: ranks.long().tolist() for key, ranks in measured.items() if ranks.any()}
 
@@ -78,8 +91,9 @@ def memory_metrics(peaks: torch.Tensor) -> dict[str, list[int]]:
 class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
     """Measures the memory of a whole run, as PhaseMonitor and context manager. Every rank has one.
 
-    The kernel has no peak of anonymous memory, only of resident memory (VmHWM). The anonymous peak is VmHWM minus the
-    mapped pages at the end of the phase; while files are mapped, it is sampled. Ranks are compared in the second step.
+    The kernel has no peak of anonymous memory, only of resident memory (VmHWM). The anonymous peak
+    is VmHWM minus the mapped pages at the end of the phase; while files are mapped, it is sampled.
+    Ranks are compared in the second step.
 
     Attributes:
         phase: the current phase; None outside of all phases.
@@ -109,7 +123,11 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
         if phase == "load":
             _free_unused_heap()
             self._base = memory_use(CPU)  # memory of Python and its libraries
-        if phase == "optimizer step" and self._training is not None and self._steps == COMPARED_STEP - 1:
+        if (
+            phase == "optimizer step"
+            and self._training is not None
+            and self._steps == COMPARED_STEP - 1
+        ):
             self._compare_ranks(*self._training)
         self.phase = phase
         reset_peaks(self._job.device)
@@ -128,16 +146,23 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
         self.host_peak_bytes = max(self.host_peak_bytes, now.resident_peak)
         self.device_peak_bytes = max(self.device_peak_bytes, now.device_peak)
         if self.phase is not None:
-            anonymous = self._sampled if self.phase in MAPS_FILES else now.resident_peak - now.mapped
+            anonymous = (
+                self._sampled if self.phase in MAPS_FILES else now.resident_peak - now.mapped
+            )
             peaks = {"anonymous_peak_bytes": max(anonymous, self._before.anonymous, now.anonymous)}
             if self._is_cuda:
-                peaks |= {"device_peak_bytes": now.device_peak, "device_reserved_bytes": now.device_reserved_peak}
+                peaks |= {
+                    "device_peak_bytes": now.device_peak,
+                    "device_reserved_bytes": now.device_reserved_peak,
+                }
             kept = self.by_phase.setdefault(self.phase, {})
             kept.update({name: max(kept.get(name, 0), peak) for name, peak in peaks.items()})
             self.phase = None
         return now
 
-    def begin_training(self, model: nn.Module, optimizer: torch.optim.Optimizer, facts: RunMetadata) -> None:
+    def begin_training(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, facts: RunMetadata
+    ) -> None:
         """Start to count steps. The peaks of the whole run begin here, after loading."""
         self._training, self._facts = (model, optimizer), facts
         facts.add(memory={"warnings": [], "base_bytes": self._base.anonymous})
@@ -147,7 +172,8 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
         reset_peaks(self._job.device)
 
     def end_step(self) -> None:
-        """Count an optimizer step, and compare the ranks after the second one. All ranks must call it."""
+        """Count an optimizer step, and compare the ranks after the second one. All ranks must call
+        it."""
         self._steps += 1
         if self._steps == COMPARED_STEP:
             self._note_peaks(ask_others=True)
@@ -167,26 +193,35 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
         self._ranks[0] = self.by_phase  # at the end other ranks may be gone: their last values stay
         if ask_others:
             dist.all_gather_object(self._ranks, self.by_phase)
-        phases = {phase: [rank.get(phase, {}) for rank in self._ranks] for phase in PHASES if phase in self.by_phase}
+        phases = {
+            phase: [rank.get(phase, {}) for rank in self._ranks]
+            for phase in PHASES
+            if phase in self.by_phase
+        }
         self._facts.add(memory={"phases": phases})
 
 
 def _free_unused_heap() -> None:
-    """Make the C library return free pages to the kernel, so that resident memory is memory in use."""
+    """Make the C library return free pages to the kernel, so that resident memory is memory in
+    use."""
     with contextlib.suppress(OSError, AttributeError):  # glibc only
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class Held(NamedTuple):
-    """Bytes that a rank holds. It should hold its shards of parameters, gradients and optimizer states only."""
+    """Bytes that a rank holds. It should hold its shards of parameters, gradients and optimizer
+    states only."""
 
     holders: dict[str, int]  # category -> bytes, each storage counted once
     memory: dict[str, int]  # as counted by the kernel and the CUDA allocator
     model: int  # bytes of all parameters over all ranks, as stored
-    shard_ratio: float = 1.0  # trained bytes of a rank with full shards, over those of this rank; >= 1
+    # trained bytes of a rank with full shards, over those of this rank; >= 1
+    shard_ratio: float = 1.0
 
 
-def held_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, memory: dict[str, int]) -> Held:
+def held_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, memory: dict[str, int]
+) -> Held:
     """Return the bytes of this rank's parameters, gradients and optimizer states."""
     states = optimizer.state.values() if optimizer is not None else []
     parameters = list(model.parameters())
@@ -195,11 +230,17 @@ def held_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, memo
         "sharded parameters": [p for p in parameters if p.is_floating_point()],
         "quantized parts": [p for p in parameters if not p.is_floating_point()],
         "gradients": [p.grad for p in trained if p.grad is not None],
-        "optimizer state": [value for state in states for value in state.values() if torch.is_tensor(value)],
+        "optimizer state": [
+            value for state in states for value in state.values() if torch.is_tensor(value)
+        ],
     }
-    holders = {str(name): size for name, tensors in members.items() if (size := _storage_bytes(tensors))}
+    holders = {
+        str(name): size for name, tensors in members.items() if (size := _storage_bytes(tensors))
+    }
     # Sharding works like torch.chunk, so the last ranks may have fewer rows.
-    ratio = sum(map(_full_shard_bytes, trained)) / max(1, sum(getattr(p, "_local_tensor", p).nbytes for p in trained))
+    ratio = sum(map(_full_shard_bytes, trained)) / max(
+        1, sum(getattr(p, "_local_tensor", p).nbytes for p in trained)
+    )
     return Held(holders, memory, sum(p.nbytes for p in parameters), ratio)
 
 
@@ -208,8 +249,12 @@ def find_differences(ranks: list[Held]) -> list[str]:
     warnings = dict[int, str]()
     for name in [*dict.fromkeys(name for rank in ranks for name in rank.holders), *NOISE]:
         sizes = [(rank.holders | rank.memory).get(name, 0) for rank in ranks]
-        due = [0 if name in NOISE else size * rank.shard_ratio for size, rank in zip(sizes, ranks, strict=True)]
-        usual = max(median_low(sizes), median_low(due))  # the lower median: of two ranks, the smaller value
+        due = [
+            0 if name in NOISE else size * rank.shard_ratio
+            for size, rank in zip(sizes, ranks, strict=True)
+        ]
+        # the lower median: of two ranks, the smaller value
+        usual = max(median_low(sizes), median_low(due))
         for rank, size in enumerate(sizes):
             if size > max(usual * LARGEST_SHARE, usual + NOISE.get(name, MIB)):
                 warnings.setdefault(
@@ -225,25 +270,30 @@ def _full_shard_bytes(parameter: torch.Tensor) -> int:
     if not isinstance(parameter, DTensor):
         return parameter.nbytes
     placed = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-    shards, rows = math.prod(size for size, placement in placed if placement.is_shard()), parameter.shape[0]
+    shards, rows = (
+        math.prod(size for size, placement in placed if placement.is_shard()),
+        parameter.shape[0],
+    )
     return -(-rows // shards) * (parameter.nbytes // rows)
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of whole local storages, because a view of a few rows keeps its whole storage alive."""
+    """Return the bytes of whole local storages, because a view of a few rows keeps its whole
+    storage alive."""
     storages = [getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def record_memory() -> None:
-    """Record the last 100,000 allocations on the current CUDA device; the viewer in the browser cannot show more. torch
-    documents 2 us per allocation."""
+    """Record the last 100,000 allocations on the current CUDA device; the viewer in the browser
+    cannot show more. torch documents 2 us per allocation."""
     torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
 
 
 def write_snapshot(run: Path, rank: int, moment: str) -> Path:
-    """Write memory/rank-<rank>-<moment>.pickle in the run's directory, for pytorch.org/memory_viz. It holds sizes,
-    times and the source lines that allocated, with file paths, but no tensor values."""
+    """Write memory/rank-<rank>-<moment>.pickle in the run's directory, for pytorch.org/memory_viz.
+    It holds sizes, times and the source lines that allocated, with file paths, but no tensor
+    values."""
     file = run / "memory" / f"rank-{rank}-{moment}.pickle"
     file.parent.mkdir(exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(file))

@@ -19,34 +19,49 @@ FORMATS = {
     "perf/step_seconds": "{:.3g} s/step",
 }
 FIRST_LINES = 10  # in a log file, each of the first steps has a line
-# Then seconds between lines: 10 during the first 600 seconds, 60 later. A run of 10 hours prints 640 lines.
+# Then seconds between lines: 10 during the first 600 seconds, 60 later. A run of 10 hours prints
+# 640 lines.
 SECONDS_BETWEEN_LINES, FREQUENT_SECONDS, SECONDS_BETWEEN_LATER_LINES = 10.0, 600.0, 60.0
-OTHER_COLUMNS = 45  # width of the bar and the step count; numbers that do not fit the terminal are cut off
+# width of the bar and the step count; numbers that do not fit the terminal are cut off
+OTHER_COLUMNS = 45
 
 
 class ProgressBar:
     """Shows step, losses, learning rate and speed; a context manager for rank 0 only.
 
-    On a terminal it is a bar below the log lines. Otherwise it prints a line for the first ten updates and the last
-    one, and fewer lines in between. A resumed run starts at `steps_done`. If `is_quiet`, only evaluations are shown.
+    On a terminal it is a bar below the log lines. Otherwise it prints a line for the first ten
+    updates and the last one, and fewer lines in between. A resumed run starts at `steps_done`. If
+    `is_quiet`, only evaluations are shown.
     """
 
     def __init__(
-        self, total_steps: int, steps_done: int = 0, console: Console = rank0_console, is_quiet: bool = False
+        self,
+        total_steps: int,
+        steps_done: int = 0,
+        console: Console = rank0_console,
+        is_quiet: bool = False,
     ) -> None:
         self._total_steps, self._console = total_steps, console
         self._has_lines = not (console.is_terminal or is_quiet)
-        self._lines, self._began_at, self._next_line_at, self._validation = 0, console.get_time(), 0.0, ""
+        self._lines, self._began_at, self._next_line_at, self._validation = (
+            0,
+            console.get_time(),
+            0.0,
+            "",
+        )
         self._bar = Progress(
             *(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=10)),
             TextColumn("{task.fields[numbers]}", markup=False),
             *(TextColumn("left"), TimeRemainingColumn()),
             console=console,
-            speed_estimate_period=300.0,  # rich's default, 30 s, is shorter than two steps of a large model
+            # rich's default, 30 s, is shorter than two steps of a large model
+            speed_estimate_period=300.0,
             refresh_per_second=2,  # each refresh interrupts the training thread
             disable=is_quiet or not console.is_terminal,
         )
-        self._task = self._bar.add_task("train", total=total_steps, completed=steps_done, numbers="")
+        self._task = self._bar.add_task(
+            "train", total=total_steps, completed=steps_done, numbers=""
+        )
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -56,8 +71,8 @@ class ProgressBar:
         self._bar.stop()
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show that `step` is done. `metrics` has keys of metrics.jsonl; missing ones are not shown. A validation loss
-        gets its own line."""
+        """Show that `step` is done. `metrics` has keys of metrics.jsonl; missing ones are not
+        shown. A validation loss gets its own line."""
         numbers = [text.format(metrics[key]) for key, text in FORMATS.items() if key in metrics]
         place, is_last = f"step {step}/{self._total_steps}", step >= self._total_steps
         now = self._console.get_time()
@@ -65,13 +80,22 @@ class ProgressBar:
         if self._has_lines and numbers and is_due:
             self._console.print("  ".join([place, *numbers]))
             is_early = now - self._began_at < FREQUENT_SECONDS
-            self._next_line_at = now + (SECONDS_BETWEEN_LINES if is_early else SECONDS_BETWEEN_LATER_LINES)
+            self._next_line_at = now + (
+                SECONDS_BETWEEN_LINES if is_early else SECONDS_BETWEEN_LATER_LINES
+            )
             self._lines += 1
         if "eval/loss" in metrics:
-            loss, also = metrics["eval/loss"], {"perplexity": "perplexity", "rewards/accuracies": "accuracy"}
+            loss, also = (
+                metrics["eval/loss"],
+                {"perplexity": "perplexity", "rewards/accuracies": "accuracy"},
+            )
             self._validation = f"val {loss:.4g}"
             values = {name: metrics.get(f"eval/{key}") for key, name in also.items()}
-            more = "".join(f"  {name} {value:.2f}" for name, value in values.items() if value is not None)
+            more = "".join(
+                f"  {name} {value:.2f}" for name, value in values.items() if value is not None
+            )
             self._console.print(f"{place}  validation loss {loss:.4g}{more}")
         shown = "  ".join([*numbers[:1], *filter(None, [self._validation]), *numbers[1:]])
-        self._bar.update(self._task, completed=step, numbers=shown[: max(0, self._console.width - OTHER_COLUMNS)])
+        self._bar.update(
+            self._task, completed=step, numbers=shown[: max(0, self._console.width - OTHER_COLUMNS)]
+        )

@@ -23,8 +23,9 @@ Metrics = Mapping[str, float | Sequence[float]]  # a sequence holds one value pe
 class RunLog(contextlib.AbstractContextManager["RunLog"]):
     """metrics.jsonl, trackers and progress of one run; a context manager.
 
-    Leaving the block closes all of them. An exception marks the run as failed in the trackers, or as stopped if it has
-    an `exit_code`. Of a resumed run, the trackers also get earlier steps that they lack.
+    Leaving the block closes all of them. An exception marks the run as failed in the trackers, or
+    as stopped if it has an `exit_code`. Of a resumed run, the trackers also get earlier steps that
+    they lack.
 
     Args:
         output_dir: the run's directory, which must exist.
@@ -34,8 +35,8 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         rank: the log works on rank 0 and does nothing on other ranks.
         resume_step: optimizer steps of the resumed checkpoint; None for a new run.
         resumed_dir: directory of the resumed run, if it is another one than output_dir.
-        tracker_ids: run ids of the trackers from the checkpoint. Without them, or in another directory, the trackers
-            start a new run.
+        tracker_ids: run ids of the trackers from the checkpoint. Without them, or in another
+            directory, the trackers start a new run.
 
     Raises:
         UserError: a tracker cannot start.
@@ -59,53 +60,70 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         self._is_main, self._trackers = rank == 0, list[Tracker]()
         if not self._is_main:
             return
-        self._trackers = start_trackers(tracking, output_dir, resolved, resume_step, self.tracker_ids)
-        self.tracker_ids |= {tracker.key: tracker.run_id for tracker in self._trackers if tracker.run_id}
+        self._trackers = start_trackers(
+            tracking, output_dir, resolved, resume_step, self.tracker_ids
+        )
+        self.tracker_ids |= {
+            tracker.key: tracker.run_id for tracker in self._trackers if tracker.run_id
+        }
         path = output_dir / METRICS_FILE
         self._metrics_log = MetricsLog(path, resume_step, source)
         self._progress = ProgressBar(total_steps, resume_step or 0, is_quiet=tracking.quiet)
         if self._trackers:
             for line in path.read_text().splitlines():
                 record: dict[str, Any] = json.loads(line)
-                finite = {key: math.nan if value is None else value for key, value in record.items() if key != "step"}
+                finite = {
+                    key: math.nan if value is None else value
+                    for key, value in record.items()
+                    if key != "step"
+                }
                 self._log_to_trackers(record["step"], finite)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._is_main:
             self._metrics_log.close()
-        code = getattr(error, "exit_code", None)  # set if the run was asked to stop; such a run can be resumed
+        # set if the run was asked to stop; such a run can be resumed
+        code = getattr(error, "exit_code", None)
         for tracker in self._trackers:
             with _continue_without(tracker, "could not be closed."):
-                tracker.finish(int(error is not None) if code is None else code, stopped=code is not None)
+                tracker.finish(
+                    int(error is not None) if code is None else code, stopped=code is not None
+                )
 
     def training(self) -> contextlib.AbstractContextManager[object]:
         """Show the progress bar during the block, in which steps are logged."""
         return self._progress if self._is_main else contextlib.nullcontext()
 
     def log_step(self, step: int, metrics: Metrics) -> None:
-        """Write one line of metrics.jsonl after `step` optimizer steps, and pass it to trackers and progress bar.
-        After an evaluation, `metrics` also holds eval/loss and related keys, because a step has only one line."""
+        """Write one line of metrics.jsonl after `step` optimizer steps, and pass it to trackers and
+        progress bar. After an evaluation, `metrics` also holds eval/loss and related keys, because
+        a step has only one line."""
         if self._is_main:
             self._metrics_log.write({"step": step, **metrics})
             self._log_to_trackers(step, metrics)
             self._progress.update(step, metrics)
 
     def log_result(self, folder: Path, outcome: Mapping[str, Any], seconds: float) -> None:
-        """Upload the final model or adapter in `folder` to the trackers that want it, in at most `seconds`. A failure
-        is only a warning. `outcome` has `weights_of`, the step of these weights, and `best_step`."""
+        """Upload the final model or adapter in `folder` to the trackers that want it, in at most
+        `seconds`. A failure is only a warning. `outcome` has `weights_of`, the step of these
+        weights, and `best_step`."""
         step, best_step = outcome["weights_of"], outcome["best_step"]
 
         def give() -> None:
             for tracker in self._trackers:
                 if tracker.takes_result:
-                    with _continue_without(tracker, f"did not accept the final model, which is in {folder}."):
+                    with _continue_without(
+                        tracker, f"did not accept the final model, which is in {folder}."
+                    ):
                         tracker.log_result(folder, step, step == best_step > 0)
 
         thread = threading.Thread(target=give, daemon=True)
         thread.start()
         thread.join(seconds)
         if thread.is_alive():
-            log.warning(f"The final model was not uploaded within {seconds:.0f} s; it is in {folder}.")
+            log.warning(
+                f"The final model was not uploaded within {seconds:.0f} s; it is in {folder}."
+            )
 
     def _log_to_trackers(self, step: int, metrics: Metrics) -> None:
         series = one_series_per_rank(metrics)
@@ -127,9 +145,9 @@ def _continue_without(tracker: Tracker, what: str) -> Iterator[None]:
 class MetricsLog:
     """Appends records to a file of JSON lines.
 
-    Lines of an earlier attempt after the resumed step are removed, including a line that a kill cut short. So the file
-    has each step once. Steps only grow, so the lines to keep are the beginning of the file. One system call truncates
-    the rest: a kill leaves either the old or the new file.
+    Lines of an earlier attempt after the resumed step are removed, including a line that a kill cut
+    short. So the file has each step once. Steps only grow, so the lines to keep are the beginning
+    of the file. One system call truncates the rest: a kill leaves either the old or the new file.
 
     Args:
         path: the file.
@@ -137,14 +155,19 @@ class MetricsLog:
         source: metrics.jsonl of the resumed run, if it is another file: its lines are copied.
     """
 
-    def __init__(self, path: Path, resume_step: int | None = None, source: Path | None = None) -> None:
+    def __init__(
+        self, path: Path, resume_step: int | None = None, source: Path | None = None
+    ) -> None:
         if source is not None and source.exists():
             shutil.copyfile(source, path)
         self._file = path.open("ab")
-        self._file.truncate(sum(map(len, _lines_up_to(path, -1 if resume_step is None else resume_step))))
+        self._file.truncate(
+            sum(map(len, _lines_up_to(path, -1 if resume_step is None else resume_step)))
+        )
 
     def write(self, record: Metrics) -> None:
-        """Append `record` as one line and flush it. Infinities and NaN become null, because JSON does not have them."""
+        """Append `record` as one line and flush it. Infinities and NaN become null, because JSON
+        does not have them."""
         finite = json.loads(json.dumps(record), parse_constant=lambda name: None)
         self._file.write(json.dumps(finite).encode() + b"\n")
         self._file.flush()
@@ -155,7 +178,8 @@ class MetricsLog:
 
 
 def _lines_up_to(path: Path, last_step: int) -> Iterator[bytes]:
-    """Yield the lines before the first one that is of a later step or was left unreadable by a kill or a power cut."""
+    """Yield the lines before the first one that is of a later step or was left unreadable by a kill
+    or a power cut."""
     with path.open("rb") as lines:
         for line in lines:
             try:
@@ -167,7 +191,8 @@ def _lines_up_to(path: Path, last_step: int) -> Iterator[bytes]:
 
 
 def one_series_per_rank(metrics: Metrics) -> dict[str, float]:
-    """Return `metrics` with each list split into memory/host_peak_bytes/rank0, .../rank1, ... and their .../max."""
+    """Return `metrics` with each list split into memory/host_peak_bytes/rank0, .../rank1, ... and
+    their .../max."""
     series: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, Sequence):

@@ -24,39 +24,48 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 class RunMetadata:
     """Keeps facts.json up to date, in an existing directory. Secrets are masked.
 
-    A run that resumes in its directory keeps the file, and with it the responses from before fine-tuning. Only rank 0
-    is `enabled` to write.
+    A run that resumes in its directory keeps the file, and with it the responses from before
+    fine-tuning. Only rank 0 is `enabled` to write.
     """
 
     def __init__(self, output_dir: Path, enabled: bool = True) -> None:
         self.path = output_dir / FACTS_FILE
         self._enabled = enabled
-        self._facts: dict[str, Any] = json.loads(self.path.read_text()) if enabled and self.path.exists() else {}
+        self._facts: dict[str, Any] = (
+            json.loads(self.path.read_text()) if enabled and self.path.exists() else {}
+        )
 
     def add(self, **facts: Any) -> None:
-        """Merge `facts`, plain values, into the file: dicts key by key; any other value replaces the old one.
+        """Merge `facts`, plain values, into the file: dicts key by key; any other value replaces
+        the old one.
 
         If the file cannot be written, a warning is logged.
         """
         if not self._enabled:
             return
         for key, value in masked(facts).items():
-            self._facts[key] = self._facts.get(key, {}) | value if isinstance(value, dict) else value
+            self._facts[key] = (
+                self._facts.get(key, {}) | value if isinstance(value, dict) else value
+            )
         try:
             # ASCII: a response may hold half a surrogate pair.
             replace_text(self.path, json.dumps(self._facts, default=str) + "\n")
         except OSError as error:
-            log.warning(f"{self.path} could not be written, so report.html will lack its contents: {error.strerror}")
+            log.warning(
+                f"{self.path} could not be written, so report.html will lack its contents: {error.strerror}"
+            )
 
     def add_samples(self, when: str, samples: Sequence[dict[str, str]]) -> None:
-        """Add responses: question, answer and, if known, reference. They replace earlier ones of the same moment."""
+        """Add responses: question, answer and, if known, reference. They replace earlier ones of
+        the same moment."""
         if samples:
             others = [old for old in self._facts.get("samples", []) if old.get("when") != when]
             self.add(samples=[*others, *({"when": when, **sample} for sample in samples)])
 
 
 def masked(value: Any) -> Any:
-    """Return a copy of plain values, dicts and lists in which texts that look like secrets are replaced by ***."""
+    """Return a copy of plain values, dicts and lists in which texts that look like secrets are
+    replaced by ***."""
     if isinstance(value, str):
         return mask_secrets(value)
     if isinstance(value, dict):
@@ -65,20 +74,40 @@ def masked(value: Any) -> Any:
 
 
 def environment(versions: dict[str, str], layout: str) -> dict[str, str]:
-    """Return the hardware, the command, the versions of Python and of libraries, and `layout`, the text about the
-    ranks; name -> text."""
+    """Return the hardware, the command, the versions of Python and of libraries, and `layout`, the
+    text about the ranks; name -> text."""
     host = f"{socket.gethostname()}, {os.cpu_count()} cores"
-    found = {"command": shlex.join(sys.argv), "ranks": layout, **versions, "host": host, "commit": git_commit()}
+    found = {
+        "command": shlex.join(sys.argv),
+        "ranks": layout,
+        **versions,
+        "host": host,
+        "commit": git_commit(),
+    }
     if torch.cuda.is_available():
-        found["GPUs"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+        found["GPUs"] = (
+            f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+        )
     return found
 
 
 def git_commit() -> str:
-    """Return the short commit of the checkout of the script, or else of this package, with ", changed" if tracked files
-    differ from it. No other information of git, such as remotes, is read."""
+    """Return the short commit of the checkout of the script, or else of this package, with ",
+    changed" if tracked files differ from it. No other information of git, such as remotes, is
+    read."""
     for folder in (Path(sys.argv[0]).resolve().parent, CHECKOUT):
-        command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=, changed"]
+        command = [
+            "git",
+            "-C",
+            str(folder),
+            "describe",
+            "--always",
+            "--abbrev=12",
+            "--exclude=*",
+            "--dirty=, changed",
+        ]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+            return subprocess.run(
+                command, capture_output=True, text=True, timeout=5, check=True
+            ).stdout.strip()
     return "unknown"

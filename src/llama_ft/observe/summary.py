@@ -40,7 +40,9 @@ def summary(
     held = f"The fine-tuned {'adapter' if is_adapter else 'model'} of step {weights_of}: {run / 'model'}"
     lines = [f"Training ended after {ended}. The run took {time_text(seconds)}."]
     lines += [f"Best validation loss: {best[0]:.4g} at step {best[1]}"] * math.isfinite(best[0])
-    lines += [f"{held if has_model else f'No model was saved: {run}'} (report: {run / 'report.html'})"]
+    lines += [
+        f"{held if has_model else f'No model was saved: {run}'} (report: {run / 'report.html'})"
+    ]
     if has_model:
         to = ["--merge"] if is_adapter else ["--save_dtype", "bfloat16"]
         if config.preference.objective == "reward":
@@ -48,7 +50,9 @@ def summary(
         else:
             lines += [f"Chat with it: {command('inference.py')}"]
             lines += [f"Evaluate it: {command('evaluate.py', '--base')}"] * has_validation
-        lines += [f"{'Merge' if is_adapter else 'Export'} it: {command('export.py', f'{run}-exported', *to)}"]
+        lines += [
+            f"{'Merge' if is_adapter else 'Export'} it: {command('export.py', f'{run}-exported', *to)}"
+        ]
     return "\n".join(["", *lines])
 
 

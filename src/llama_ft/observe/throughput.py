@@ -1,4 +1,5 @@
-"""Speed of each step compared with the hardware's limit. On request also torch's profiler and FLOP counter."""
+"""Speed of each step compared with the hardware's limit. On request also torch's profiler and FLOP
+counter."""
 
 import time
 from collections.abc import Sequence
@@ -23,10 +24,11 @@ GIGA = 1e9
 class ThroughputMeter:
     """A context manager around the steps of a run. Every rank has one.
 
-    The constructor measures the rate of matmuls in the model's own shape, on all ranks together, in 0.1 s.
-    `perf/matmul_utilization` is the model FLOPs of a step (see observe.flops) over what all ranks could compute at that
-    rate in the time of the step. `perf/mfu` uses the GPUs' published peak instead, if it is known. The time of a step
-    begins at the end of the previous step, so it includes logging and waiting for data.
+    The constructor measures the rate of matmuls in the model's own shape, on all ranks together, in
+    0.1 s. `perf/matmul_utilization` is the model FLOPs of a step (see observe.flops) over what all
+    ranks could compute at that rate in the time of the step. `perf/mfu` uses the GPUs' published
+    peak instead, if it is known. The time of a step begins at the end of the previous step, so it
+    includes logging and waiting for data.
 
     Args:
         model: the loaded model.
@@ -51,10 +53,15 @@ class ThroughputMeter:
     ) -> None:
         self.flops = 0.0
         self._rank, self._is_cuda, self._waited_seconds = job.rank, job.device.type == "cuda", 0.0
-        self._folder = Path(settings.profiler_dir).expanduser() if settings.profiler_dir else run / "profile"
+        self._folder = (
+            Path(settings.profiler_dir).expanduser() if settings.profiler_dir else run / "profile"
+        )
         self._formula = formula = flop_formula(model)
         job.all_gather_floats(0)  # a barrier: all ranks begin at the same time
-        rate, peak = matmul_rate(formula.product, dtype, job.device), published_peak(dtype, job.device)
+        rate, peak = (
+            matmul_rate(formula.product, dtype, job.device),
+            published_peak(dtype, job.device),
+        )
         rates = job.all_gather_floats(rate, peak)
         if self._is_cuda:
             torch.cuda.empty_cache()  # frees the tensors of the measurement
@@ -62,17 +69,29 @@ class ThroughputMeter:
         self._limits = {name: sum(ranks) for name, ranks in limits if all(ranks)}
         self._end: Any = None  # time at the end of the previous step
         self._unread: dict[int, tuple[float, float, float, Any, Any]] = {}
-        self._counted_step = settings.flop_counter_start if settings.flop_counter and job.is_main else None
+        self._counted_step = (
+            settings.flop_counter_start if settings.flop_counter and job.is_main else None
+        )
         self._counter: FlopCounterMode | None = None
         self._profile: profile | None = None
         if settings.use_profiler:
             self._profile = profile(
-                activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._is_cuda else [])],
-                schedule=schedule(wait=STEPS_BEFORE_PROFILE - 1, warmup=1, active=PROFILED_STEPS, repeat=1),
+                activities=[
+                    ProfilerActivity.CPU,
+                    *([ProfilerActivity.CUDA] if self._is_cuda else []),
+                ],
+                schedule=schedule(
+                    wait=STEPS_BEFORE_PROFILE - 1, warmup=1, active=PROFILED_STEPS, repeat=1
+                ),
                 on_trace_ready=self._log_profile,
                 record_shapes=True,
             )
-        facts.add(speed={"product_flops_per_second": rates[:, 0].tolist(), "flops_per_token": formula.per_token})
+        facts.add(
+            speed={
+                "product_flops_per_second": rates[:, 0].tolist(),
+                "flops_per_token": formula.per_token,
+            }
+        )
 
     def __enter__(self) -> Self:
         if self._profile is not None:
@@ -81,9 +100,12 @@ class ThroughputMeter:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._profile is not None and error is None:
-            self._profile.stop()  # if the run ends during profiling, the profile covers its last steps
+            # if the run ends during profiling, the profile covers its last steps
+            self._profile.stop()
 
-    def begin_step(self, step: int, lengths: Sequence[int], targets: int, waited_seconds: float) -> None:
+    def begin_step(
+        self, step: int, lengths: Sequence[int], targets: int, waited_seconds: float
+    ) -> None:
         """Begin to measure a step.
 
         Args:
@@ -98,23 +120,28 @@ class ThroughputMeter:
         self._end = self._end or self._now()
 
     def end_step(self, step: int, tokens: float, flops: float) -> None:
-        """Take the time after the weights' update (on a GPU: when it is queued). Arguments: sums of all ranks."""
+        """Take the time after the weights' update (on a GPU: when it is queued). Arguments: sums of
+        all ranks."""
         before, self._end = self._end, self._now()
         self._unread[step] = tokens, flops, self._waited_seconds, before, self._end
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
             total, self._counter = self._counter.get_total_flops(), None
-            counted = f"FLOPs of step {step} on rank 0: {total / GIGA:.3g} GFLOP as torch counts them"
+            counted = (
+                f"FLOPs of step {step} on rank 0: {total / GIGA:.3g} GFLOP as torch counts them"
+            )
             log.info(f"{counted}, {self.flops / GIGA:.3g} GFLOP by the formula of perf/mfu")
         if self._profile is not None:
             self._profile.step()
 
     def pause(self) -> None:
-        """Exclude the time until the next step from it, because an evaluation or a checkpoint follows."""
+        """Exclude the time until the next step from it, because an evaluation or a checkpoint
+        follows."""
         self._end = None
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return the metrics of a finished step. Call it once per step. On a GPU it waits until the step is done."""
+        """Return the metrics of a finished step. Call it once per step. On a GPU it waits until the
+        step is done."""
         tokens, flops, waited_seconds, before, end = self._unread.pop(step)
         if self._is_cuda:
             end.synchronize()
@@ -133,7 +160,11 @@ class ThroughputMeter:
 
     def _log_profile(self, finished: profile) -> None:
         by = "self_device_time_total" if self._is_cuda else "self_cpu_time_total"
-        log.info(finished.key_averages().table(sort_by=by, row_limit=OPERATORS_SHOWN, max_name_column_width=50))
+        log.info(
+            finished.key_averages().table(
+                sort_by=by, row_limit=OPERATORS_SHOWN, max_name_column_width=50
+            )
+        )
         self._folder.mkdir(parents=True, exist_ok=True)
         finished.export_chrome_trace(str(self._folder / f"rank-{self._rank}.json.gz"))
         log.info(f"Traces of all ranks: {self._folder}")

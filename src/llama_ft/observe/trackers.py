@@ -1,6 +1,8 @@
-"""Trackers for metrics in addition to metrics.jsonl: Weights & Biases, TensorBoard and MLflow, with one interface.
+"""Trackers for metrics in addition to metrics.jsonl: Weights & Biases, TensorBoard and MLflow, with
+one interface.
 
-Their packages are imported inside functions: each import takes a second, and only runs that use it should wait.
+Their packages are imported inside functions: each import takes a second, and only runs that use it
+should wait.
 """
 
 import contextlib
@@ -35,15 +37,18 @@ WANDB_PRIVATE: dict[str, Any] = {
     "program": "",
     "x_save_requirements": False,
     "init_timeout": 15.0,  # after the login, which takes at most 10 s: together below 30 s
-    "finish_timeout": 10.0,  # metrics are sent at once, so little is left; a failed rank must end within 30 s
+    # metrics are sent at once, so little is left; a failed rank must end within 30 s
+    "finish_timeout": 10.0,
     "finish_timeout_raises": True,
 }
 WANDB_HINT = "Check the network and the key (wandb login, or WANDB_API_KEY). --wandb_mode offline needs neither."
 MLFLOW_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",  # no usage data to MLflow's developers
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "4",  # a step waits for two tries; the default is 7 tries of 120 s
+    # a step waits for two tries; the default is 7 tries of 120 s
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "4",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_ALLOW_FILE_STORE": "true",  # otherwise it takes only databases, which need more packages
+    # otherwise it takes only databases, which need more packages
+    "MLFLOW_ALLOW_FILE_STORE": "true",
 }
 
 
@@ -68,19 +73,27 @@ class Tracker:
         """Store the values measured at `step`."""
 
     def log_result(self, folder: Path, step: int, is_best: bool) -> None:
-        """Upload a model or adapter with the weights of `step`. Return when the upload is complete."""
+        """Upload a model or adapter with the weights of `step`. Return when the upload is
+        complete."""
 
     def finish(self, exit_code: int, stopped: bool) -> None:
-        """Send everything that is left. exit_code is not 0 if the run failed; a `stopped` run can be resumed."""
+        """Send everything that is left. exit_code is not 0 if the run failed; a `stopped` run can
+        be resumed."""
 
 
 class TensorboardTracker(Tracker):
-    """Writes event files to output_dir/tensorboard. On resume, later steps than the resumed one are purged."""
+    """Writes event files to output_dir/tensorboard. On resume, later steps than the resumed one are
+    purged."""
 
     name, key = "TensorBoard", "tensorboard"
 
     def __init__(
-        self, config: TrackingConfig, output_dir: Path, settings: dict[str, Any], resume_step: int | None, _: str | None
+        self,
+        config: TrackingConfig,
+        output_dir: Path,
+        settings: dict[str, Any],
+        resume_step: int | None,
+        _: str | None,
     ) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -88,7 +101,8 @@ class TensorboardTracker(Tracker):
         if resume_step is not None and any(folder.glob("events.out.tfevents.*")):
             self.first_step = resume_step + 1
         self._writer = SummaryWriter(str(folder), purge_step=self.first_step)
-        code = textwrap.indent(yaml.safe_dump(settings, sort_keys=False), "    ")  # an indented block of Markdown
+        # an indented block of Markdown
+        code = textwrap.indent(yaml.safe_dump(settings, sort_keys=False), "    ")
         self._writer.add_text("config", code, self.first_step)
 
     def log(self, series: Mapping[str, float], step: int) -> None:
@@ -103,8 +117,9 @@ class TensorboardTracker(Tracker):
 class WandbTracker(Tracker):
     """One W&B run. Its files are in output_dir/wandb.
 
-    Online, a resumed run keeps its steps in W&B and does not send them again. Offline, W&B does not know what the
-    server has. So each attempt logs the whole run under the same id, and uploading the last one replaces the others.
+    Online, a resumed run keeps its steps in W&B and does not send them again. Offline, W&B does not
+    know what the server has. So each attempt logs the whole run under the same id, and uploading
+    the last one replaces the others.
     """
 
     name, key = "W&B", "wandb"
@@ -132,11 +147,15 @@ class WandbTracker(Tracker):
                 dir=str(output_dir),
                 config=settings,
                 id=run_id,
-                resume="allow" if run_id and resume_step is not None and not self._offline else None,
+                resume="allow"
+                if run_id and resume_step is not None and not self._offline
+                else None,
                 settings=wandb.Settings(mode=wandb_mode(config), **WANDB_PRIVATE),
             )
         except (wandb.Error, ValueError) as error:  # ValueError: a tag is too long
-            raise UserError(f"--use_wandb: W&B did not accept the run: {reason(error)}\n{WANDB_HINT}") from error
+            raise UserError(
+                f"--use_wandb: W&B did not accept the run: {reason(error)}\n{WANDB_HINT}"
+            ) from error
         self.run_id, self.first_step = self._run.id, self._run.starting_step
         if not self._offline:
             log.info(f"W&B: {self._run.url}")
@@ -146,7 +165,9 @@ class WandbTracker(Tracker):
 
     def log_result(self, folder: Path, step: int, is_best: bool) -> None:
         aliases = ["latest", f"step-{step}", *(["best"] if is_best else [])]
-        logged = self._run.log_artifact(str(folder), f"model-{self._run.id}", "model", aliases=aliases)
+        logged = self._run.log_artifact(
+            str(folder), f"model-{self._run.id}", "model", aliases=aliases
+        )
         if not self._offline:  # offline, `wandb sync` uploads it
             logged.wait()
 
@@ -164,20 +185,29 @@ class WandbTracker(Tracker):
                 log.info(f"W&B: {sync} uploads this run.")
         except Exception as error:
             log.warning(f"W&B did not get everything ({reason(error)}). {sync} sends the rest.")
-        with contextlib.suppress(Exception):  # ends wandb's process; at exit, a broken one would print a traceback
+        # ends wandb's process; at exit, a broken one would print a traceback
+        with contextlib.suppress(Exception):
             wandb.teardown(exit_code)
 
 
 class MlflowTracker(Tracker):
-    """One MLflow run. Parameters are cut to 500 characters, the limit of older servers. A resumed run continues in the
-    same MLflow run, if the store still has it."""
+    """One MLflow run. Parameters are cut to 500 characters, the limit of older servers. A resumed
+    run continues in the same MLflow run, if the store still has it."""
 
     name, key = "MLflow", "mlflow"
 
     def __init__(
-        self, config: TrackingConfig, output_dir: Path, settings: dict[str, Any], _: int | None, run_id: str | None
+        self,
+        config: TrackingConfig,
+        output_dir: Path,
+        settings: dict[str, Any],
+        _: int | None,
+        run_id: str | None,
     ) -> None:
-        self.takes_result, self._client = config.mlflow_log_model, connect_mlflow(config, output_dir)
+        self.takes_result, self._client = (
+            config.mlflow_log_model,
+            connect_mlflow(config, output_dir),
+        )
         from mlflow.entities import Param
         from mlflow.exceptions import MlflowException
 
@@ -189,13 +219,25 @@ class MlflowTracker(Tracker):
             client.update_run(run_id, status="RUNNING")
         else:
             found = client.get_experiment_by_name(config.mlflow_experiment)
-            experiment = found.experiment_id if found else client.create_experiment(config.mlflow_experiment)
-            tags = {name: value for name, _, value in (tag.partition("=") for tag in config.mlflow_tags)}
+            experiment = (
+                found.experiment_id if found else client.create_experiment(config.mlflow_experiment)
+            )
+            tags = {
+                name: value for name, _, value in (tag.partition("=") for tag in config.mlflow_tags)
+            }
             tags["mlflow.source.git.commit"] = settings["git"]["commit"]
-            created = client.create_run(experiment, tags=tags, run_name=config.mlflow_name or output_dir.resolve().name)
+            created = client.create_run(
+                experiment, tags=tags, run_name=config.mlflow_name or output_dir.resolve().name
+            )
             run_id = str(created.info.run_id)
-            named = {f"{section}.{name}": value for section, own in settings.items() for name, value in own.items()}
-            client.log_batch(run_id, params=[Param(name, str(value)[:500]) for name, value in named.items()])
+            named = {
+                f"{section}.{name}": value
+                for section, own in settings.items()
+                for name, value in own.items()
+            }
+            client.log_batch(
+                run_id, params=[Param(name, str(value)[:500]) for name, value in named.items()]
+            )
         self.run_id = run_id
         log.info(f"MLflow: run {run_id} in {mask_secrets(mlflow_store(config, output_dir))}")
 
@@ -203,7 +245,9 @@ class MlflowTracker(Tracker):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._client.log_batch(self.run_id, [Metric(name, value, now, step) for name, value in series.items()])
+        self._client.log_batch(
+            self.run_id, [Metric(name, value, now, step) for name, value in series.items()]
+        )
 
     def log_result(self, folder: Path, step: int, is_best: bool) -> None:
         self._client.log_artifacts(self.run_id, str(folder), artifact_path="model")
@@ -211,7 +255,9 @@ class MlflowTracker(Tracker):
         self._client.set_tag(self.run_id, "model.best", str(is_best).lower())
 
     def finish(self, exit_code: int, stopped: bool) -> None:
-        self._client.set_terminated(self.run_id, "KILLED" if stopped else "FAILED" if exit_code else "FINISHED")
+        self._client.set_terminated(
+            self.run_id, "KILLED" if stopped else "FAILED" if exit_code else "FINISHED"
+        )
 
 
 def wandb_mode(config: TrackingConfig) -> str:
@@ -229,15 +275,18 @@ def check_trackers(config: TrackingConfig, output_dir: str | None) -> None:
     """Check before the model is loaded that W&B and MLflow accept a run with this `output_dir`.
 
     Raises:
-        UserError: the key or the package is missing, the server does not answer, or the directory cannot be written.
+        UserError: the key or the package is missing, the server does not answer, or the directory
+            cannot be written.
     """
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # sends no error reports with stack traces to W&B
+    # sends no error reports with stack traces to W&B
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     if config.use_wandb and wandb_mode(config) == "online":
         import wandb
 
         wandb.setup(wandb.Settings(mode="online", silent=True))
         try:
-            logged_in = wandb.login(prompt=False, verify=True)  # never asks for a key at the terminal
+            # never asks for a key at the terminal
+            logged_in = wandb.login(prompt=False, verify=True)
         except wandb.Error as error:
             raise UserError(f"--use_wandb: {reason(error)}\n{WANDB_HINT}") from error
         if not logged_in:
@@ -263,7 +312,9 @@ def connect_mlflow(config: TrackingConfig, output_dir: Path) -> Any:
         client.get_experiment_by_name(config.mlflow_experiment)
         return client
     except ImportError as error:
-        raise UserError(f"--use_mlflow: {reason(error)}.\npip install -e .[mlflow] installs it.") from error
+        raise UserError(
+            f"--use_mlflow: {reason(error)}.\npip install -e .[mlflow] installs it."
+        ) from error
     except Exception as error:  # of MLflow, its database or the network
         raise UserError(
             f"--use_mlflow: {mask_secrets(store)} did not accept the run: {mask_secrets(reason(error))}\n"
@@ -278,7 +329,8 @@ def start_trackers(
     resume_step: int | None,
     ids: Mapping[str, str],
 ) -> list[Tracker]:
-    """Start the requested trackers; see RunLog for the arguments. `ids`: `Tracker.key` -> the run id to continue.
+    """Start the requested trackers; see RunLog for the arguments. `ids`: `Tracker.key` -> the run
+    id to continue.
 
     Raises:
         UserError: W&B or MLflow cannot be used, or its server rejects the run or does not answer.

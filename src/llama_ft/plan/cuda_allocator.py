@@ -1,17 +1,25 @@
-"""Simulate torch's CUDA allocator: how much memory it takes from the device for a sequence of allocations.
+"""Simulate torch's CUDA allocator: how much memory it takes from the device for a sequence of
+allocations.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp. Sizes are rounded up to 512 bytes. Blocks up to 1 MiB come
-from segments of 2 MiB, blocks up to 10 MiB from segments of 20 MiB. A larger block gets its own segment, rounded up to
-2 MiB. The smallest sufficient free block of a pool is used, and split if more than 512 bytes (small pool) or 1 MiB
-(large pool) remain. Neighboring free blocks are merged. Free segments are kept until the device has no more memory: so
-the need is what is reserved if they are returned before new ones are taken. One stream, without expandable segments.
+The rules are those of c10/cuda/CUDACachingAllocator.cpp. Sizes are rounded up to 512 bytes. Blocks
+up to 1 MiB come from segments of 2 MiB, blocks up to 10 MiB from segments of 20 MiB. A larger block
+gets its own segment, rounded up to 2 MiB. The smallest sufficient free block of a pool is used, and
+split if more than 512 bytes (small pool) or 1 MiB (large pool) remain. Neighboring free blocks are
+merged. Free segments are kept until the device has no more memory: so the need is what is reserved
+if they are returned before new ones are taken. One stream, without expandable segments.
 """
 
 import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-ROUND, SMALL, LARGE_BUFFER, OWN_SEGMENT, SEGMENT_ROUND = 512, 2**20, 20 * 2**20, 10 * 2**20, 2 * 2**20
+ROUND, SMALL, LARGE_BUFFER, OWN_SEGMENT, SEGMENT_ROUND = (
+    512,
+    2**20,
+    20 * 2**20,
+    10 * 2**20,
+    2 * 2**20,
+)
 
 
 @dataclass(eq=False)
@@ -28,7 +36,8 @@ class CachingAllocator:
     """The allocator's blocks."""
 
     def __init__(self) -> None:
-        self.reserved = self.most = self._end = 0  # bytes reserved now, their maximum, end of the last segment
+        # bytes reserved now, their maximum, end of the last segment
+        self.reserved = self.most = self._end = 0
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
 
     def allocate(self, nbytes: int) -> _Block:
@@ -52,7 +61,11 @@ class CachingAllocator:
         """Return a block to its pool, and merge it with free neighbors."""
         if (other := block.before) is not None and other.is_free:
             self._take_out(other)
-            block.address, block.size, block.before = other.address, block.size + other.size, other.before
+            block.address, block.size, block.before = (
+                other.address,
+                block.size + other.size,
+                other.before,
+            )
             if block.before is not None:
                 block.before.after = block
         if (other := block.after) is not None and other.is_free:
@@ -66,7 +79,9 @@ class CachingAllocator:
         large = LARGE_BUFFER if size < OWN_SEGMENT else -(-size // SEGMENT_ROUND) * SEGMENT_ROUND
         whole = 2 * SMALL if is_small else large
         for pool in self._free.values():
-            for _, _, block in [entry for entry in pool if entry[2].before is None and entry[2].after is None]:
+            for _, _, block in [
+                entry for entry in pool if entry[2].before is None and entry[2].after is None
+            ]:
                 self._take_out(block)
                 self.reserved -= block.size
         self.reserved += whole
@@ -85,7 +100,8 @@ class CachingAllocator:
 
 
 def reserved_bytes(events: Iterable[tuple[int, int]]) -> int:
-    """Return the bytes that a device needs for a sequence of (number of a storage, change in bytes)."""
+    """Return the bytes that a device needs for a sequence of (number of a storage, change in
+    bytes)."""
     allocator, blocks = CachingAllocator(), dict[int, tuple[_Block, int]]()
     for number, more in events:
         block, size = blocks.pop(number, (None, 0))

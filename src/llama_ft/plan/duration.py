@@ -8,26 +8,32 @@ from llama_ft.observe.summary import time_text
 from llama_ft.plan.types import Plan
 from llama_ft.runtime.devices import PRECISIONS
 
-# MFU. The training of Llama 3 405B reached 38 to 43%. Source: Llama Team 2024, arXiv:2407.21783, section 3.3.2.
+# MFU. The training of Llama 3 405B reached 38 to 43%. Source: Llama Team 2024, arXiv:2407.21783,
+# section 3.3.2.
 ASSUMED_UTILIZATION = 0.4
 
 
 def step_seconds(plan: Plan, config: Config, gpu: str) -> float | None:
-    """Return the seconds of an optimizer step: FLOPs of a rank / (assumed MFU x published peak). `gpu` is a name of
-    --fit. Return None without a GPU, without a known peak, in fp32, and if weights are offloaded to the host."""
+    """Return the seconds of an optimizer step: FLOPs of a rank / (assumed MFU x published peak).
+    `gpu` is a name of --fit. Return None without a GPU, without a known peak, in fp32, and if
+    weights are offloaded to the host."""
     peak = peak_of(re.sub("^RTX", "RTX ", gpu.upper()), PRECISIONS[config.train.precision].compute)
     is_known = peak and plan.step_flops and not config.fsdp.fsdp_cpu_offload
     return plan.step_flops / (ASSUMED_UTILIZATION * peak) if is_known else None
 
 
 def describe_time(plan: Plan, config: Config, seconds: float | None, price: float | None) -> str:
-    """Return a text on the time of a step and of the run, and its cost if a price per GPU hour is given. If the data
-    determine the number of steps, it is the time of a million tokens instead."""
+    """Return a text on the time of a step and of the run, and its cost if a price per GPU hour is
+    given. If the data determine the number of steps, it is the time of a million tokens instead."""
     if seconds is None:
         return "Time: not estimated; published peaks say nothing about --precision fp32 and --fsdp_cpu_offload."
     tokens = plan.tokens * config.train.gradient_accumulation_steps * plan.world_size
     steps = config.train.max_train_step
-    whole, what = (seconds * steps, f"{steps:,} steps") if steps else (seconds * 1e6 / tokens, "1 million tokens")
+    whole, what = (
+        (seconds * steps, f"{steps:,} steps")
+        if steps
+        else (seconds * 1e6 / tokens, "1 million tokens")
+    )
     cost = f" Cost of these: {(price or 0) * plan.world_size * whole / 3600:,.2f}."
     return (
         f"Time at an assumed {ASSUMED_UTILIZATION:.0%} of the published peak, not measured: {time_text(seconds)} per "

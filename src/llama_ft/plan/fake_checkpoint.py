@@ -1,6 +1,7 @@
 """A checkpoint for planning that has only headers: names, shapes and dtypes without values.
 
-So a checkpoint that exists only on the Hub, or is reduced to a few layers, can be loaded like any other.
+So a checkpoint that exists only on the Hub, or is reduced to a few layers, can be loaded like any
+other.
 """
 
 import re
@@ -45,23 +46,33 @@ class HeaderSource:
 
 
 class _KernelNorm(torch.autograd.Function):
-    """An RMSNorm that keeps for backward what CUDA's kernel keeps: its input and one number per position."""
+    """An RMSNorm that keeps for backward what CUDA's kernel keeps: its input and one number per
+    position."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        ctx.save_for_backward(inputs, weight, inputs.new_empty(inputs.shape[:-1], dtype=torch.float32))
+    def forward(
+        ctx: Any, inputs: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(
+            inputs, weight, inputs.new_empty(inputs.shape[:-1], dtype=torch.float32)
+        )
         return torch.empty_like(inputs)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         inputs, weight, _ = ctx.saved_tensors
-        return torch.empty_like(inputs), None, torch.empty_like(weight) if ctx.needs_input_grad[2] else None, None
+        return (
+            torch.empty_like(inputs),
+            None,
+            torch.empty_like(weight) if ctx.needs_input_grad[2] else None,
+            None,
+        )
 
 
 @contextmanager
 def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[None]:
-    """In the block, llama_ft.models loads weights with these headers from any directory, and computes in ways that work
-    with fake tensors, which stand for tensors on `device`."""
+    """In the block, llama_ft.models loads weights with these headers from any directory, and
+    computes in ways that work with fake tensors, which stand for tensors on `device`."""
     fill, filled = loader.Loader.fill, set[object]()
 
     def fill_one_of_a_kind(to: loader.Loader, load: loader.ShardLoad) -> None:
@@ -73,16 +84,25 @@ def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[No
     patches: list[Any] = [
         patch.object(conversion, "open_weights", lambda _: HeaderSource(headers)),
         # Of a saved adapter; fake tensors cannot be read from a file.
-        patch.object(loader, "SafetensorsSource", lambda files: HeaderSource(SafetensorsSource(files).tensors)),
+        patch.object(
+            loader,
+            "SafetensorsSource",
+            lambda files: HeaderSource(SafetensorsSource(files).tensors),
+        ),
         patch.object(loader.Loader, "fill", fill_one_of_a_kind),
-        # Kernels of layers with a recurrent state need CUDA. With this, Transformers uses torch operations instead.
+        # Kernels of layers with a recurrent state need CUDA. With this, Transformers uses torch
+        # operations instead.
         patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
         # Planned as a forward pass in each step: the pass before training holds no more.
         patch.object(StoredReference, "log_probabilities", AdapterOff.log_probabilities),
     ]
     if device == "cuda":  # the device of fake tensors is the CPU
         patches += [
-            patch.object(attention_kernels, "capability_of", lambda it: T4 if it.dtype == torch.float16 else AMPERE),
+            patch.object(
+                attention_kernels,
+                "capability_of",
+                lambda it: T4 if it.dtype == torch.float16 else AMPERE,
+            ),
             patch.object(quantized, "_on_cuda", lambda _: True),
             patch.object(compiled, "_is_cuda", lambda _: True),
             patch.object(functional, "rms_norm", _KernelNorm.apply),
@@ -99,7 +119,8 @@ def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[No
 def read_headers(
     folder: Path, model: ModelConfig, layers: int | None = None
 ) -> tuple[PretrainedConfig, dict[str, StoredTensor]]:
-    """Return a model's config and the headers of its weights, with `layers` decoder layers (None: all).
+    """Return a model's config and the headers of its weights, with `layers` decoder layers (None:
+    all).
 
     If it has no weights, the headers are those that a model with this config would be saved with.
 
@@ -117,21 +138,32 @@ def read_headers(
     else:
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
         parameters = build_on_meta(deepcopy(config), model).named_parameters()
-        headers = {checkpoint_key(name): StoredTensor(folder, tuple(it.shape), dtype) for name, it in parameters}
+        headers = {
+            checkpoint_key(name): StoredTensor(folder, tuple(it.shape), dtype)
+            for name, it in parameters
+        }
     if layers is not None:
         text = config.get_text_config()
         for name, value in list(vars(text).items()):
             if isinstance(value, list) and len(value) == text.num_hidden_layers:
                 setattr(text, name, value[:layers])
         text.num_hidden_layers = layers
-        numbers = {name: re.search(r"\b\d+\b", name) for name in headers}  # the first number in a name is the layer's
-        headers = {name: it for name, it in headers.items() if not (at := numbers[name]) or int(at[0]) < layers}
+        # the first number in a name is the layer's
+        numbers = {name: re.search(r"\b\d+\b", name) for name in headers}
+        headers = {
+            name: it
+            for name, it in headers.items()
+            if not (at := numbers[name]) or int(at[0]) < layers
+        }
     return config, headers
 
 
 def layers_are_alike(config: PretrainedConfig, model: ModelConfig) -> bool:
-    """Return whether all decoder layers have the same parameter shapes, and config.json can be reduced to a few."""
+    """Return whether all decoder layers have the same parameter shapes, and config.json can be
+    reduced to a few."""
     layers = decoder_layers(build_on_meta(config, model))
-    shapes = {tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()) for layer in layers}
+    shapes = {
+        tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()) for layer in layers
+    }
     count = config.get_text_config().num_hidden_layers
     return not model.trust_remote_code and len(shapes) == 1 and len(layers) == count

@@ -1,8 +1,10 @@
-"""Find settings that fit: a fixed list of changes, from the cheapest to the most expensive, each planned like any run.
+"""Find settings that fit: a fixed list of changes, from the cheapest to the most expensive, each
+planned like any run.
 
-Changes that cost only speed come first and are combined: sharding, activation checkpointing, micro-batches of one
-sample. Each of the others is added to them: twice the ranks, optimizer states of fewer bits, LoRA, QLoRA, QLoRA with
-half the sample length, CPU offload. On small GPUs QLoRA is the first of them.
+Changes that cost only speed come first and are combined: sharding, activation checkpointing,
+micro-batches of one sample. Each of the others is added to them: twice the ranks, optimizer states
+of fewer bits, LoRA, QLoRA, QLoRA with half the sample length, CPU offload. On small GPUs QLoRA is
+the first of them.
 """
 
 import dataclasses
@@ -43,17 +45,32 @@ class Fit(NamedTuple):
 
 
 def answer_fit(
-    request: PlanRequest, build_model: BuildModel, planned: Plan, options: PlanFlags, tell: Callable[[str], Any]
+    request: PlanRequest,
+    build_model: BuildModel,
+    planned: Plan,
+    options: PlanFlags,
+    tell: Callable[[str], Any],
 ) -> tuple[str, int, dict[str, object]]:
-    """Return the answer to --fit: a text, the exit code (0: the run fits, 3: with changes, 4: not), and values for
-    --json. For the arguments see `find_fits`."""
+    """Return the answer to --fit: a text, the exit code (0: the run fits, 3: with changes, 4: not),
+    and values for --json. For the arguments see `find_fits`."""
     room = options.fit_bytes
-    fits, is_fit = find_fits(request, build_model, room, planned, options.quick, tell), has_room(planned, room)
+    fits, is_fit = (
+        find_fits(request, build_model, room, planned, options.quick, tell),
+        has_room(planned, room),
+    )
     runs = [(it.plan, it.config) for it in fits] or [(planned, request.config)]
     seconds = [step_seconds(*run, options.gpu) for run in runs]
-    times = [describe_time(*run, s, options.price) if options.gpu else "" for run, s in zip(runs, seconds, strict=True)]
+    times = [
+        describe_time(*run, s, options.price) if options.gpu else ""
+        for run, s in zip(runs, seconds, strict=True)
+    ]
     answers = [
-        {"flags": it.flags, "gives_up": it.gives_up, "peak_bytes": it.plan.device_bytes, "step_seconds": s}
+        {
+            "flags": it.flags,
+            "gives_up": it.gives_up,
+            "peak_bytes": it.plan.device_bytes,
+            "step_seconds": s,
+        }
         for it, s in zip(fits, seconds, strict=False)
     ]
     values: dict[str, object] = {
@@ -65,16 +82,23 @@ def answer_fit(
 
 
 def find_fits(
-    request: PlanRequest, build_model: BuildModel, room: float, planned: Plan, quick: bool, tell: Callable[[str], Any]
+    request: PlanRequest,
+    build_model: BuildModel,
+    room: float,
+    planned: Plan,
+    quick: bool,
+    tell: Callable[[str], Any],
 ) -> list[Fit]:
-    """Find changes with which a run fits: first those that do not change the training, else up to MOST_ANSWERS others.
+    """Find changes with which a run fits: first those that do not change the training, else up to
+    MOST_ANSWERS others.
 
     Args:
         request: the run. This process must not have a process group.
         build_model: the recipe's function.
         room: bytes of device memory per rank.
         planned: the plan of the unchanged run.
-        quick: extrapolate every plan. Otherwise a change that fits by a quick plan is also planned in full.
+        quick: extrapolate every plan. Otherwise a change that fits by a quick plan is also planned
+            in full.
         tell: called with a text about every change that is planned.
     """
     kept, last, fits = list[Change](), planned, list[Fit]()
@@ -92,7 +116,9 @@ def find_fits(
             continue
         tell(f"Planned {' '.join(flags)}: {size_text(plan.device_bytes)} per rank")
         if has_room(plan, room):
-            fits.append(Fit(config, flags, "; ".join(gives_up for _, gives_up in [*kept, change]), plan))
+            fits.append(
+                Fit(config, flags, "; ".join(gives_up for _, gives_up in [*kept, change]), plan)
+            )
             if change in cheap or len(fits) == MOST_ANSWERS:
                 break
         # Gradients of more micro-batches may take the memory that smaller ones save.
@@ -107,7 +133,8 @@ def has_room(plan: Plan, room: float) -> bool:
 
 
 def describe_fits(planned: Plan, fits: list[Fit], room: int, times: Sequence[str]) -> str:
-    """Return the text about the result of `find_fits`. `times`: of the run if it fits, else of each fit."""
+    """Return the text about the result of `find_fits`. `times`: of the run if it fits, else of each
+    fit."""
     if has_room(planned, room):
         return f"It fits {size_text(room)} as it is: {size_text(planned.device_bytes)} per rank.\n{times[0]}".rstrip()
     return "\n".join(
@@ -124,16 +151,23 @@ def describe_fits(planned: Plan, fits: list[Fit], room: int, times: Sequence[str
 
 
 def ladder(request: PlanRequest, room: float = math.inf) -> tuple[list[Change], list[Change]]:
-    """Return the changes that do not change the training, and the others, cheapest first; below 24 GiB QLoRA first."""
+    """Return the changes that do not change the training, and the others, cheapest first; below 24
+    GiB QLoRA first."""
     config, ranks, device = request.config, 2 * request.world_size, request.device
     train, is_lora, is_adamw = config.train, config.peft.use_peft, config.train.optimizer == "AdamW"
     is_sharded = config.fsdp.enable_fsdp and config.fsdp.sharding_strategy == "FULL_SHARD"
-    steps = train.batch_size_training * train.gradient_accumulation_steps  # so that the global batch stays the same
+    # so that the global batch stays the same
+    steps = train.batch_size_training * train.gradient_accumulation_steps
     one = {"batch_size_training": 1, "gradient_accumulation_steps": steps, "val_batch_size": 1}
     can_round = not is_lora and is_adamw and train.precision != "fp16"
     lora, four_bit = {"use_peft": True}, {"use_peft": True, "mode": "4bit"}
-    rounded, recomputed = "the frozen weights are rounded to 4 bits", {"activation_checkpointing": "full"}
-    adapters = "" if is_lora else "adapters are trained instead of all weights, mostly with a higher --lr"
+    rounded, recomputed = (
+        "the frozen weights are rounded to 4 bits",
+        {"activation_checkpointing": "full"},
+    )
+    adapters = (
+        "" if is_lora else "adapters are trained instead of all weights, mostly with a higher --lr"
+    )
     model_config = models.load_model_config(request.folder, config.model.trust_remote_code)
     half = models.resolve_context_length(config.data.context_length, model_config) // 2
     cheap: list[tuple[bool, dict[str, Any], str]] = [
@@ -150,19 +184,34 @@ def ladder(request: PlanRequest, room: float = math.inf) -> tuple[list[Change], 
             "weights and AdamW's states are kept in bf16, weights rounded stochastically",
         ),
         (not is_lora, lora, adapters),
-        (config.quantization.mode != "4bit", four_bit, "; ".join(filter(None, [adapters, rounded]))),
-        (True, four_bit | {"context_length": half}, f"QLoRA, and samples of at most {half:,} tokens"),
-        (device == "cuda", SHARDED | {"fsdp_cpu_offload": True}, "weights come from the host at every use"),
+        (
+            config.quantization.mode != "4bit",
+            four_bit,
+            "; ".join(filter(None, [adapters, rounded])),
+        ),
+        (
+            True,
+            four_bit | {"context_length": half},
+            f"QLoRA, and samples of at most {half:,} tokens",
+        ),
+        (
+            device == "cuda",
+            SHARDED | {"fsdp_cpu_offload": True},
+            "weights come from the host at every use",
+        ),
     ]
     if device == "cuda" and room <= SMALL_GPU:
         others.sort(key=lambda it: it[1] != four_bit)  # a stable sort: the others keep their order
     return [it[1:] for it in cheap if it[0]], [it[1:] for it in others if it[0]]
 
 
-def choose_checkpointing(request: PlanRequest, build_model: BuildModel, free: float) -> tuple[Config, str, Plan]:
-    """Choose for `--activation_checkpointing auto`: the first of off, selective and full that fits `free` bytes (inf:
-    unknown) by a quick plan, else the one with the least memory. Returns the settings with it, a text with the choice
-    and the reason, and the plan. Raises UserError like the run. This process must not have a process group."""
+def choose_checkpointing(
+    request: PlanRequest, build_model: BuildModel, free: float
+) -> tuple[Config, str, Plan]:
+    """Choose for `--activation_checkpointing auto`: the first of off, selective and full that fits
+    `free` bytes (inf: unknown) by a quick plan, else the one with the least memory. Returns the
+    settings with it, a text with the choice and the reason, and the plan. Raises UserError like the
+    run. This process must not have a process group."""
     planned = list[str]()
     for how in ("off", "selective", "full"):
         config = changed(request.config, {"activation_checkpointing": how}, request.device)
@@ -182,7 +231,8 @@ def choose_checkpointing(request: PlanRequest, build_model: BuildModel, free: fl
 
 
 def changed(config: Config, changes: dict[str, Any], device: str) -> Config | None:
-    """Return changed settings, without settings that have no effect any more; None if they break a rule."""
+    """Return changed settings, without settings that have no effect any more; None if they break a
+    rule."""
     values = {**values_of(config), **changes}
     for fields, on, fits in CONDITIONS:
         if on in changes and not fits(values[on]):
@@ -191,8 +241,11 @@ def changed(config: Config, changes: dict[str, Any], device: str) -> Config | No
     return None if wrong or broken_rules({**values, "device": device}) else result
 
 
-def apply_changes(request: PlanRequest, changes: list[Change]) -> tuple[Config | None, int, list[str]]:
-    """Return the changed settings (None: see `changed`), the number of ranks, and the changes as on a command line."""
+def apply_changes(
+    request: PlanRequest, changes: list[Change]
+) -> tuple[Config | None, int, list[str]]:
+    """Return the changed settings (None: see `changed`), the number of ranks, and the changes as on
+    a command line."""
     settings = {name: value for change, _ in changes for name, value in change.items()}
     ranks = settings.pop(RANKS, request.world_size)
     if (config := changed(request.config, settings, request.device)) is None:
@@ -200,4 +253,8 @@ def apply_changes(request: PlanRequest, changes: list[Change]) -> tuple[Config |
     before = values_of(request.config)
     words = {SETTINGS[name].flag: it for name, it in settings.items() if it != before[name]}
     words |= {RANKS: ranks} if ranks != request.world_size else {}
-    return config, ranks, [flag if it is True else f"{flag} {shlex.quote(show(it))}" for flag, it in words.items()]
+    return (
+        config,
+        ranks,
+        [flag if it is True else f"{flag} {shlex.quote(show(it))}" for flag, it in words.items()],
+    )

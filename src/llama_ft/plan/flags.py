@@ -16,8 +16,9 @@ from llama_ft.config.tool_flags import check, read
 from llama_ft.errors import UserError
 
 RANKS_OF_A_NODE = 8
-# Memory in GiB: the lower end of the totals in torch's out-of-memory messages (22.03 on an L4, 23.64 on an RTX 4090,
-# 79.15 to 79.25 on an A100). ECC, firmware and driver take the rest of the nominal size.
+# Memory in GiB: the lower end of the totals in torch's out-of-memory messages (22.03 on an L4,
+# 23.64 on an RTX 4090, 79.15 to 79.25 on an A100). ECC, firmware and driver take the rest of the
+# nominal size.
 GPUS: dict[str, float] = {
     "t4": 14.5,
     "a10": 22.0,
@@ -44,17 +45,20 @@ class PlanFlags:
     """Ranks to plan for."""
 
     nproc_per_node: Count | None = None
-    """Ranks per node; if not given, as many as divide nproc, at most 8. HYBRID_SHARD shards within a node."""
+    """Ranks per node; if not given, as many as divide nproc, at most 8. HYBRID_SHARD shards within
+    a node."""
 
     fit: str | None = None
-    """A device's memory, as 80GiB, or its name, as h100: plan one change after another, and print what fits."""
+    """A device's memory, as 80GiB, or its name, as h100: plan one change after another, and print
+    what fits."""
 
     price: Annotated[float, Field(gt=0)] | None = None
-    """Price of one GPU for an hour, in any currency: print the cost too. Needs --fit with a GPU's name."""
+    """Price of one GPU for an hour, in any currency: print the cost too. Needs --fit with a GPU's
+    name."""
 
     quick: bool = False
-    """Extrapolate from models of 3 and 5 layers: seconds, also for the largest. With --fit: also for what
-    fits."""
+    """Extrapolate from models of 3 and 5 layers: seconds, also for the largest. With --fit: also
+    for what fits."""
 
     json: bool = False
     """Print the plan as JSON."""
@@ -70,9 +74,10 @@ class PlanFlags:
 def read_plan_flags(
     argv: list[str], demo_config: Path, description: str = ""
 ) -> tuple[Config, dict[str, str], PlanFlags]:
-    """Return the settings, where each was set, and the plan's own flags with resolved `nproc_per_node` and `fit_bytes`.
-    Files need not exist. Raises UserError with one message per error. --help prints `description` and exits. For the
-    other arguments see `llama_ft.config.load`."""
+    """Return the settings, where each was set, and the plan's own flags with resolved
+    `nproc_per_node` and `fit_bytes`. Files need not exist. Raises UserError with one message per
+    error. --help prints `description` and exits. For the other arguments see
+    `llama_ft.config.load`."""
     own = settings_of(PlanFlags)
     if {"--help", "-h"} & set(argv):
         head, _, rest = help_text(description, sys.argv[0]).partition("\n\n")
@@ -96,7 +101,8 @@ def read_plan_flags(
 
 
 def device_bytes(text: str) -> int:
-    """Return the bytes of a --fit value: `h100`, `80GiB`, `24000MB`. Raises UserError for anything else."""
+    """Return the bytes of a --fit value: `h100`, `80GiB`, `24000MB`. Raises UserError for anything
+    else."""
     if gigabytes := GPUS.get(text.lower()):
         return int(gigabytes * 2**30)
     try:

@@ -1,4 +1,5 @@
-"""Explain an out-of-memory error: where it happened, what holds the memory, the plan, and which changes would fit."""
+"""Explain an out-of-memory error: where it happened, what holds the memory, the plan, and which
+changes would fit."""
 
 import gc
 import json
@@ -18,7 +19,13 @@ from torch import nn
 
 from llama_ft.config import Config, to_yaml
 from llama_ft.config.messages import size_text
-from llama_ft.observe.memory import MemoryMonitor, held_tensors, memory_use, record_memory, write_snapshot
+from llama_ft.observe.memory import (
+    MemoryMonitor,
+    held_tensors,
+    memory_use,
+    record_memory,
+    write_snapshot,
+)
 from llama_ft.phases import Phase
 from llama_ft.plan.preflight import free_bytes, free_text
 from llama_ft.plan.types import read_plan
@@ -28,12 +35,23 @@ from llama_ft.runtime.out_of_memory import shortage
 SECONDS_TO_PLAN = 120.0
 NEEDS_LESS = 0.9
 STEP_PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer step")
-TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "PET_")
+TORCHRUN_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "TORCHELASTIC_",
+    "PET_",
+)
 PAGE = "How to use less host memory: docs/troubleshooting/exit-code-9.md."
 
 
 @contextmanager
-def explain_errors(config: Config, job: Runtime, watch: MemoryMonitor, planner: Path) -> Iterator[None]:
+def explain_errors(
+    config: Config, job: Runtime, watch: MemoryMonitor, planner: Path
+) -> Iterator[None]:
     """Make this rank explain errors about memory that end the block.
 
     Args:
@@ -63,24 +81,41 @@ class MemoryReport:
         self.phase: Phase | None = None
         self._config, self._job, self._planner = config, job, planner
         self._before = memory_use(job.device)  # memory of Python and its libraries, without tensors
-        self._free = free_bytes(job.device, job.local_world_size, config.train.device_memory_fraction)
+        self._free = free_bytes(
+            job.device, job.local_world_size, config.train.device_memory_fraction
+        )
 
     def describe(self, error: BaseException) -> str:
-        """Return where memory ran out, the largest categories, and planned compared with available memory."""
+        """Return where memory ran out, the largest categories, and planned compared with available
+        memory."""
         job, kind, is_cuda = self._job, shortage(error), self._job.device.type == "cuda"
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        model, optimizer = _first_local(frames, nn.Module), _first_local(frames, torch.optim.Optimizer)
+        model, optimizer = (
+            _first_local(frames, nn.Module),
+            _first_local(frames, torch.optim.Optimizer),
+        )
         where = f" in the {self.phase} phase" if self.phase else ""
-        where += f" of step {job.status.step + 1}" if job.status and self.phase in STEP_PHASES else ""
+        where += (
+            f" of step {job.status.step + 1}" if job.status and self.phase in STEP_PHASES else ""
+        )
         where += f", in {module}" if (module := module_at_work(frames, model)) else ""
-        message = (str(error).strip() or type(error).__name__).splitlines()[0].rpartition("err == 0. ")[2].rstrip(".")
+        message = (
+            (str(error).strip() or type(error).__name__)
+            .splitlines()[0]
+            .rpartition("err == 0. ")[2]
+            .rstrip(".")
+        )
         ended = f"ran out of {'host' if kind == 'host' else 'GPU'} memory{where}: {message}."
         if kind == "host" and is_cuda:  # tensors are on the GPU, so they did not fill the host
             return f"{ended}\n{self.describe_kill()}"
         use, run = memory_use(job.device), self._run
         total = use.device if is_cuda else max(0, use.anonymous - self._before.anonymous)
         plan = read_plan(run) if run else None
-        planned = f"Planned: {size_text(plan.device_bytes)}, peak in {plan.peak.phase}" if plan else "No plan"
+        planned = (
+            f"Planned: {size_text(plan.device_bytes)}, peak in {plan.peak.phase}"
+            if plan
+            else "No plan"
+        )
         lines = [ended, f"Largest categories: {held_most(model, optimizer, total)}."]
         lines.append(f"{planned}; available per rank: {free_text(self._free)}.")
         if self._config.memory.memory_snapshot and run:
@@ -88,26 +123,52 @@ class MemoryReport:
         return "\n".join(lines)
 
     def advise(self, error: BaseException) -> str:
-        """Return which changes would fit. plan.py runs without a GPU, outside this job, at most SECONDS_TO_PLAN."""
+        """Return which changes would fit. plan.py runs without a GPU, outside this job, at most
+        SECONDS_TO_PLAN."""
         job, run, limit = self._job, self._run, self._free
         if shortage(error) == "host" and job.device.type == "cuda":
             return PAGE
-        traceback.clear_frames(error.__traceback__)  # frees activations and states, because plan.py needs memory, too
+        # frees activations and states, because plan.py needs memory, too
+        traceback.clear_frames(error.__traceback__)
         gc.collect()
-        if run and (plan := read_plan(run)):  # if the plan did fit, it was too low: look for less memory than planned
+        # if the plan did fit, it was too low: look for less memory than planned
+        if run and (plan := read_plan(run)):
             limit = min(limit, NEEDS_LESS * plan.device_bytes)
         # The model is already in the cache, so requests to the Hub would only take time.
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN_VARIABLES)}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(TORCHRUN_VARIABLES)
+        }
         environment = {**kept, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as settings:
-            resolved = run / "config.yaml" if run else Path()  # includes values that the run has resolved, such as auto
+            # includes values that the run has resolved, such as auto
+            resolved = run / "config.yaml" if run else Path()
             settings.write(resolved.read_text() if resolved.is_file() else to_yaml(self._config))
             settings.flush()
-            flags = ["--nproc", job.world_size, "--nproc_per_node", job.local_world_size, "--device", job.device.type]
-            asked = [self._planner, "--config", settings.name, *flags, "--fit", f"{limit:.0f}B", "--quick", "--json"]
+            flags = [
+                "--nproc",
+                job.world_size,
+                "--nproc_per_node",
+                job.local_world_size,
+                "--device",
+                job.device.type,
+            ]
+            asked = [
+                self._planner,
+                "--config",
+                settings.name,
+                *flags,
+                "--fit",
+                f"{limit:.0f}B",
+                "--quick",
+                "--json",
+            ]
             command, time = [sys.executable, *map(str, asked)], SECONDS_TO_PLAN
             try:
-                planner = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=time)
+                planner = subprocess.run(
+                    command, capture_output=True, text=True, env=environment, timeout=time
+                )
                 fits = json.loads(planner.stdout.strip().rpartition("\n")[2])["fits"]
                 texts = [f"{' '.join(it['flags'])} ({size_text(it['peak_bytes'])})" for it in fits]
                 answer = " or ".join(texts) or "none of the planned changes."
@@ -118,7 +179,8 @@ class MemoryReport:
         return f"What would fit in {free_text(limit)} per rank: {answer}"
 
     def describe_kill(self) -> str:
-        """Return the planned host memory of a run that was killed with -9, and a page about reducing it."""
+        """Return the planned host memory of a run that was killed with -9, and a page about
+        reducing it."""
         if self._run is None or (plan := read_plan(self._run)) is None:
             return PAGE
         load, save = size_text(plan.host_load_bytes), size_text(plan.host_save_bytes)
@@ -130,21 +192,39 @@ class MemoryReport:
 
 
 def module_at_work(frames: list[FrameType], model: nn.Module | None) -> str:
-    """Return the name of the innermost module whose forward is running; "" if none, as in most of a backward pass."""
-    names = {id(module): name for name, module in model.named_modules()} if model is not None else {}
-    return next((name for frame in reversed(frames) if (name := names.get(id(frame.f_locals.get("self"))))), "")
+    """Return the name of the innermost module whose forward is running; "" if none, as in most of a
+    backward pass."""
+    names = (
+        {id(module): name for name, module in model.named_modules()} if model is not None else {}
+    )
+    return next(
+        (name for frame in reversed(frames) if (name := names.get(id(frame.f_locals.get("self"))))),
+        "",
+    )
 
 
 def held_most(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, total: int) -> str:
-    """Return the categories of a rank's `total` bytes of tensors, largest first. The model may not exist yet."""
-    # A model's parameters are whole while their FSDP unit is unsharded. The optimizer always has the shards.
-    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]] if optimizer else []
+    """Return the categories of a rank's `total` bytes of tensors, largest first. The model may not
+    exist yet."""
+    # A model's parameters are whole while their FSDP unit is unsharded. The optimizer always has
+    # the shards.
+    trained = (
+        [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if optimizer
+        else []
+    )
     parameters = nn.ParameterList([*trained, *(model.parameters() if model is not None else [])])
     held = held_tensors(parameters, optimizer, {}).holders
     held["activations and the rest"] = max(0, total - sum(held.values()))
-    return ", ".join(f"{name} {size_text(size)}" for name, size in sorted(held.items(), key=lambda it: -it[1]))
+    return ", ".join(
+        f"{name} {size_text(size)}" for name, size in sorted(held.items(), key=lambda it: -it[1])
+    )
 
 
 def _first_local(frames: list[FrameType], kind: type[Any]) -> Any:
-    """Return the first local variable of that type (the recipe's model or optimizer), from the outermost frame."""
-    return next((value for frame in frames for value in frame.f_locals.values() if isinstance(value, kind)), None)
+    """Return the first local variable of that type (the recipe's model or optimizer), from the
+    outermost frame."""
+    return next(
+        (value for frame in frames for value in frame.f_locals.values() if isinstance(value, kind)),
+        None,
+    )

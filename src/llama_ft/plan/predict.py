@@ -1,4 +1,5 @@
-"""Predict the memory of a run: build, shard and load its model and run its step, all on fake tensors."""
+"""Predict the memory of a run: build, shard and load its model and run its step, all on fake
+tensors."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -25,13 +26,21 @@ from llama_ft.runtime import Runtime, log
 from llama_ft.runtime.process_group import mesh_over, resolve_degree
 
 QUICK_LAYERS = (3, 5)
-# Reserved over allocated memory, if the CUDA allocator is not simulated. Simulated plans gave 1.01 to 1.07; with full
-# fine-tuning of 3B and 8B on one GPU, and of 70B in bf16_mixed on 16, 1.2 to 1.4.
+# Reserved over allocated memory, if the CUDA allocator is not simulated. Simulated plans gave 1.01
+# to 1.07; with full fine-tuning of 3B and 8B on one GPU, and of 70B in bf16_mixed on 16, 1.2 to
+# 1.4.
 SLACK = 1.07
 MOST_MICRO_BATCHES = 2  # further ones take the same memory as the second
-OFFLOADED: tuple[MemoryCategory, ...] = ("sharded parameters", "quantized parts", "optimizer state", "gradients")
+OFFLOADED: tuple[MemoryCategory, ...] = (
+    "sharded parameters",
+    "quantized parts",
+    "optimizer state",
+    "gradients",
+)
 
-BuildModel = Callable[..., tuple[PreTrainedModel, models.Adapter | None, dict[str, torch.dtype], list[models.Unit]]]
+BuildModel = Callable[
+    ..., tuple[PreTrainedModel, models.Adapter | None, dict[str, torch.dtype], list[models.Unit]]
+]
 
 
 def predict(request: PlanRequest, build_model: BuildModel, quick: bool = False) -> Plan:
@@ -46,9 +55,15 @@ def predict(request: PlanRequest, build_model: BuildModel, quick: bool = False) 
         UserError: the run itself would raise it, too.
     """
     with patch.object(log, "disabled", True):  # the run itself logs these messages
-        model_config = models.load_model_config(request.folder, request.config.model.trust_remote_code)
+        model_config = models.load_model_config(
+            request.folder, request.config.model.trust_remote_code
+        )
         layers = getattr(model_config.get_text_config(), "num_hidden_layers", 0)
-        if quick and layers > QUICK_LAYERS[1] and layers_are_alike(model_config, request.config.model):
+        if (
+            quick
+            and layers > QUICK_LAYERS[1]
+            and layers_are_alike(model_config, request.config.model)
+        ):
             few, more = (_plan_with(request, build_model, count) for count in QUICK_LAYERS)
             return _extrapolate(few, more, layers)
         return _plan_with(request, build_model, None)
@@ -64,9 +79,15 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
     together = training.build_objective(config).examples_per_sample
     batch = _full_batch(request, rows * together, context_length)
     is_validated = config.train.run_validation and request.has_validation
-    validation = _full_batch(request, config.train.val_batch_size * together, context_length) if is_validated else None
+    validation = (
+        _full_batch(request, config.train.val_batch_size * together, context_length)
+        if is_validated
+        else None
+    )
     with _fake_world(request) as job, planned_models(headers, request.device), tracker.planning():
-        model, _, stored_dtypes, _ = build_model(config, request.folder, model_config, new_tokens, tracker, job)
+        model, _, stored_dtypes, _ = build_model(
+            config, request.folder, model_config, new_tokens, tracker, job
+        )
         tracker.watch(model)
         step_flops = _step_flops(config, model, batch, request.target_share)
         optimizer = _two_steps(config, model, batch, validation, tracker, job)
@@ -74,11 +95,14 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
         tracker.enter("save")
         saved = checkpoint.to_host(checkpoint.own_state(model, optimizer, job))
         del tracker.events[of_the_device:]  # the copies for a checkpoint are on the host
-    staged = [parameter for parameter in model.parameters() if parameter.requires_grad] + states_of(optimizer)
+    staged = [parameter for parameter in model.parameters() if parameter.requires_grad] + states_of(
+        optimizer
+    )
     return Plan(
         device=request.device,
         world_size=request.world_size,
-        checkpoint_bytes=sum(tensor.numel() * tensor.element_size() for tensor in staged),  # over all ranks
+        # over all ranks
+        checkpoint_bytes=sum(tensor.numel() * tensor.element_size() for tensor in staged),
         result_bytes=_result_bytes(config, model, stored_dtypes),
         tokens=batch.tokens,
         is_quick=layers is not None,
@@ -88,10 +112,15 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
 
 
 def _two_steps(
-    config: Config, model: PreTrainedModel, batch: Batch, validation: Batch | None, tracker: Tracker, job: Runtime
+    config: Config,
+    model: PreTrainedModel,
+    batch: Batch,
+    validation: Batch | None,
+    tracker: Tracker,
+    job: Runtime,
 ) -> torch.optim.Optimizer:
-    """Run two steps and an evaluation like the recipe's training loop, and return the optimizer. The first step only
-    creates the optimizer states, so it needs no forward pass."""
+    """Run two steps and an evaluation like the recipe's training loop, and return the optimizer.
+    The first step only creates the optimizer states, so it needs no forward pass."""
     settings = config.train
     objective = training.build_objective(config)
     optimizer = training.build_optimizer(model, settings)
@@ -108,7 +137,9 @@ def _two_steps(
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
     scale = training.TrainState(settings).scale.factor
     batches = [batch] * min(settings.gradient_accumulation_steps, MOST_MICRO_BATCHES)
-    losses = training.accumulate_gradients(model, objective, batches, 1, reduce_last_only, job, scale, tracker)
+    losses = training.accumulate_gradients(
+        model, objective, batches, 1, reduce_last_only, job, scale, tracker
+    )
     tracker.enter("optimizer step")
     training.clip_and_reduce_norm(model, losses, 1, settings, scale, job)
     training.update_weights(optimizer, settings.lr)
@@ -124,18 +155,26 @@ def _two_steps(
 
 
 def _step_flops(config: Config, model: PreTrainedModel, batch: Batch, target_share: float) -> int:
-    """Return the FLOPs of one rank's optimizer step. Selective activation checkpointing recomputes no matmuls."""
+    """Return the FLOPs of one rank's optimizer step. Selective activation checkpointing recomputes
+    no matmuls."""
     formula, train = flop_formula(model), config.train
-    again = {"full": 1.0, "every_k": 1 / train.activation_checkpointing_k}.get(str(train.activation_checkpointing), 0.0)
+    again = {"full": 1.0, "every_k": 1 / train.activation_checkpointing_k}.get(
+        str(train.activation_checkpointing), 0.0
+    )
     once = sum(formula.of(batch.row_lengths, round(batch.tokens * target_share)))
-    return round((once + again * formula.recomputed(batch.row_lengths)) * train.gradient_accumulation_steps)
+    return round(
+        (once + again * formula.recomputed(batch.row_lengths)) * train.gradient_accumulation_steps
+    )
 
 
 def _full_batch(request: PlanRequest, rows: int, context_length: int) -> Batch:
     """Return the largest possible micro-batch."""
     is_packed = request.config.data.batching_strategy == "packing"
-    length = context_length if is_packed else min(context_length, request.longest_row or context_length)
-    lengths = [length] * rows  # one sample per packed sequence: attention over each sample is then largest
+    length = (
+        context_length if is_packed else min(context_length, request.longest_row or context_length)
+    )
+    # one sample per packed sequence: attention over each sample is then largest
+    lengths = [length] * rows
     ids = torch.zeros((1, length * rows) if is_packed else (rows, length), dtype=torch.int64)
     labels = ids.clone()
     labels[:, round(labels.shape[1] * request.target_share) :] = IGNORED
@@ -147,17 +186,25 @@ def _memory(request: PlanRequest, tracker: Tracker, saved_bytes: int) -> dict[st
     by_phase, load, save = tracker.peaks, tracker.peaks["load"], tracker.peaks["save"]
     if request.device == "cpu":
         # The copy that is written in the background still exists during the next step.
-        is_beside = request.config.checkpoint.save_async and request.config.checkpoint.save_steps > 0
-        beside = max(peak.bytes for phase, peak in by_phase.items() if phase not in ("load", "save"))
+        is_beside = (
+            request.config.checkpoint.save_async and request.config.checkpoint.save_steps > 0
+        )
+        beside = max(
+            peak.bytes for phase, peak in by_phase.items() if phase not in ("load", "save")
+        )
         peaks, largest = list(by_phase.values()), max(peak.bytes for peak in by_phase.values())
         reserved, outside = beside + saved_bytes if is_beside else 0, 0
         on_host = {"host_load_bytes": load.bytes, "host_save_bytes": save.bytes}
     else:
-        peaks, offloaded = [peak for peak in by_phase.values() if peak is not save], 0  # copies are on the host
-        if request.config.fsdp.fsdp_cpu_offload:  # gradients move to the host as soon as they are reduced
+        # copies are on the host
+        peaks, offloaded = [peak for peak in by_phase.values() if peak is not save], 0
+        # gradients move to the host as soon as they are reduced
+        if request.config.fsdp.fsdp_cpu_offload:
             offloaded = sum(by_phase["optimizer step"].holders[holder] for holder in OFFLOADED)
             kept = [peak.holders | dict.fromkeys(OFFLOADED, 0) for peak in peaks]
-            peaks = [Peak(it.phase, sum(on.values()), on) for it, on in zip(peaks, kept, strict=True)]
+            peaks = [
+                Peak(it.phase, sum(on.values()), on) for it, on in zip(peaks, kept, strict=True)
+            ]
         largest = max(peak.bytes for peak in peaks)
         # The events do not tell tensors of the device from those of the host.
         reserved = round(SLACK * largest) if offloaded else reserved_bytes(tracker.events)
@@ -166,34 +213,54 @@ def _memory(request: PlanRequest, tracker: Tracker, saved_bytes: int) -> dict[st
             "host_load_bytes": load.holders["temporaries"] + offloaded,
             "host_save_bytes": saved_bytes + offloaded,
         }
-    return {"peaks": peaks, "reserved_bytes": max(largest, reserved), "outside_bytes": outside, **on_host}
+    return {
+        "peaks": peaks,
+        "reserved_bytes": max(largest, reserved),
+        "outside_bytes": outside,
+        **on_host,
+    }
 
 
 def _plannable(config: Config) -> Config:
-    """Return the settings with those replaced that cannot be planned. Offloading activations needs a GPU. The packages
-    of flash attention and Liger may be missing here: sdpa takes as much memory as flash attention, and layers without
-    Liger take more. Layers are planned without torch.compile."""
+    """Return the settings with those replaced that cannot be planned. Offloading activations needs
+    a GPU. The packages of flash attention and Liger may be missing here: sdpa takes as much memory
+    as flash attention, and layers without Liger take more. Layers are planned without
+    torch.compile."""
     wanted = config.model.attn_implementation
     attention = "sdpa" if wanted.startswith("flash") else wanted
     return dataclasses.replace(
         config,
         train=dataclasses.replace(config.train, activation_offload=False),
-        model=dataclasses.replace(config.model, attn_implementation=attention, use_liger=False, compile=False),
+        model=dataclasses.replace(
+            config.model, attn_implementation=attention, use_liger=False, compile=False
+        ),
     )
 
 
-def _result_bytes(config: Config, model: PreTrainedModel, stored_dtypes: dict[str, torch.dtype]) -> int:
+def _result_bytes(
+    config: Config, model: PreTrainedModel, stored_dtypes: dict[str, torch.dtype]
+) -> int:
     if not config.checkpoint.save_model:
         return 0
     asked, is_lora = checkpoint.save_dtype(config.checkpoint.save_dtype), config.peft.use_peft
     saved = [(name, it) for name, it in model.named_parameters() if it.requires_grad or not is_lora]
-    dtypes = [asked or (torch.float32 if is_lora else stored_dtypes.get(name, it.dtype)) for name, it in saved]
-    copied = 0 if is_lora else sum(models.left_out(model).tensors.values()) * max(dtype.itemsize for dtype in dtypes)
-    return copied + sum(it.numel() * dtype.itemsize for (_, it), dtype in zip(saved, dtypes, strict=True))
+    dtypes = [
+        asked or (torch.float32 if is_lora else stored_dtypes.get(name, it.dtype))
+        for name, it in saved
+    ]
+    copied = (
+        0
+        if is_lora
+        else sum(models.left_out(model).tensors.values()) * max(dtype.itemsize for dtype in dtypes)
+    )
+    return copied + sum(
+        it.numel() * dtype.itemsize for (_, it), dtype in zip(saved, dtypes, strict=True)
+    )
 
 
 def _extrapolate(few: Plan, more: Plan, layers: int) -> Plan:
-    """Extrapolate the plans of two models with few layers: each further layer adds the same memory."""
+    """Extrapolate the plans of two models with few layers: each further layer adds the same
+    memory."""
     first, second = QUICK_LAYERS
 
     def at(a: int, b: int) -> int:
@@ -203,7 +270,14 @@ def _extrapolate(few: Plan, more: Plan, layers: int) -> Plan:
     for before, after in zip(few.peaks, more.peaks, strict=True):
         holders = {name: at(before.holders[name], after.holders[name]) for name in before.holders}
         peaks.append(Peak(before.phase, sum(holders.values()), holders))
-    names = ("host_load_bytes", "host_save_bytes", "checkpoint_bytes", "result_bytes", "reserved_bytes", "step_flops")
+    names = (
+        "host_load_bytes",
+        "host_save_bytes",
+        "checkpoint_bytes",
+        "result_bytes",
+        "reserved_bytes",
+        "step_flops",
+    )
     numbers: dict[str, Any] = {name: at(getattr(few, name), getattr(more, name)) for name in names}
     largest = max(peak.bytes for peak in peaks)
     on_cpu = max(largest, numbers["reserved_bytes"])  # above the peaks if a copy is being written
@@ -213,12 +287,15 @@ def _extrapolate(few: Plan, more: Plan, layers: int) -> Plan:
 
 @contextmanager
 def _fake_world(request: PlanRequest) -> Iterator[Runtime]:
-    """Start a fake process group and yield its rank 0, on the CPU. Raises UserError if the ranks cannot be divided."""
+    """Start a fake process group and yield its rank 0, on the CPU. Raises UserError if the ranks
+    cannot be divided."""
     ranks, local_ranks = request.world_size, request.local_world_size
     degree = resolve_degree(models.shard_degree(request.config.fsdp), ranks, local_ranks)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         here = torch.device("cpu")
-        yield Runtime(0, ranks, 0, local_ranks, here, here, "fake", mesh_over("cpu", ranks, degree), None)
+        yield Runtime(
+            0, ranks, 0, local_ranks, here, here, "fake", mesh_over("cpu", ranks, degree), None
+        )
     finally:
         dist.destroy_process_group()

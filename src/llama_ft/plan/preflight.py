@@ -1,8 +1,9 @@
 """Predict the memory of a run at its start, and warn if it is more than is available.
 
-The plan is made in another process while the run prepares data and loads weights. The process is forked before anything
-else starts, because planning needs its own process group, and a new interpreter would import for 6 s. Only that process
-imports the planner's private parts of torch: if one is missing, the run continues without a plan.
+The plan is made in another process while the run prepares data and loads weights. The process is
+forked before anything else starts, because planning needs its own process group, and a new
+interpreter would import for 6 s. Only that process imports the planner's private parts of torch: if
+one is missing, the run continues without a plan.
 """
 
 import dataclasses
@@ -29,13 +30,15 @@ from llama_ft.processes import end_with
 from llama_ft.runtime import Runtime, log
 from llama_ft.runtime.out_of_memory import host_memory
 
-# CUDA's context with the kernels of libraries, and NCCL's buffers for a few communicators; torch does not count them.
+# CUDA's context with the kernels of libraries, and NCCL's buffers for a few communicators; torch
+# does not count them.
 CUDA_CONTEXT_BYTES, NCCL_BYTES = 600 * 2**20, 500 * 2**20
 SECONDS_FOR_PLAN, SECONDS_FOR_ADVICE, SECONDS_FOR_CHOICE = 15.0, 60.0, 120.0
 
 
 class Preflight:
-    """Plans a run while it starts. On ranks other than 0, and if planning is off, its methods do nothing.
+    """Plans a run while it starts. On ranks other than 0, and if planning is off, its methods do
+    nothing.
 
     Args:
         build_model: the recipe's function.
@@ -48,7 +51,9 @@ class Preflight:
             return
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, build_model, os.getpid()), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(theirs, build_model, os.getpid()), daemon=True
+        )
         self._process.start()
         theirs.close()
 
@@ -61,7 +66,8 @@ class Preflight:
         steps: TrainingBatches,
         job: Runtime,
     ) -> Config:
-        """Start to plan and return. With activation_checkpointing=auto, wait for the choice, on all ranks.
+        """Start to plan and return. With activation_checkpointing=auto, wait for the choice, on all
+        ranks.
 
         Args:
             config: the run's settings.
@@ -80,7 +86,13 @@ class Preflight:
         self._free_on_host = free_bytes(torch.device("cpu"), job.local_world_size)
         if self._pipe is not None:
             job_and_data: Any = (
-                *(job.world_size, job.local_world_size, job.device.type, rows.longest_row, new_tokens),
+                *(
+                    job.world_size,
+                    job.local_world_size,
+                    job.device.type,
+                    rows.longest_row,
+                    new_tokens,
+                ),
                 *(rows.target_share, steps.size, rows.validation is not None),
             )
             request = PlanRequest(config, folder, *job_and_data)
@@ -108,10 +120,14 @@ class Preflight:
         if isinstance(plan, Plan):
             plan.save(output_dir)
             needs = f"{size_text(plan.device_bytes)} of {free_text(self._free)} per rank"
-            log.info(f"Planned: peak of {needs} ({plan.peak.phase}); plan.json lists the categories")
+            log.info(
+                f"Planned: peak of {needs} ({plan.peak.phase}); plan.json lists the categories"
+            )
             if plan.device_bytes > self._free:
                 fits = self._receive(SECONDS_FOR_ADVICE)
-                log.warning(f"This run will probably run out of memory: it needs {needs}. What would fit:\n  {fits}")
+                log.warning(
+                    f"This run will probably run out of memory: it needs {needs}. What would fit:\n  {fits}"
+                )
             host = max(plan.host_load_bytes, plan.host_save_bytes)
             if plan.device == "cuda" and host > self._free_on_host:
                 needs = f"{size_text(host)} of {free_text(self._free_on_host)} per rank"
@@ -152,8 +168,9 @@ def _serve(pipe: Connection, build_model: Callable[..., Any], parent: int) -> No
 
 
 def _answers(request: PlanRequest, free: float, build_model: Callable[..., Any]) -> Iterator[Any]:
-    """Yield the choice for `activation_checkpointing auto` if it is set, the plan, and if it does not fit, a text with
-    changes that would fit. After an error, yield a text that describes it instead."""
+    """Yield the choice for `activation_checkpointing auto` if it is set, the plan, and if it does
+    not fit, a text with changes that would fit. After an error, yield a text that describes it
+    instead."""
     try:
         from llama_ft.plan.fit import choose_checkpointing, find_fits
         from llama_ft.plan.predict import predict
@@ -168,15 +185,20 @@ def _answers(request: PlanRequest, free: float, build_model: Callable[..., Any])
         if plan.device_bytes > free:
             fits = find_fits(request, build_model, free, plan, True, log.debug)
             sizes = [(it, size_text(it.plan.device_bytes)) for it in fits]
-            lines = [f"{' '.join(it.flags)} would need {size} ({it.gives_up})" for it, size in sizes]
+            lines = [
+                f"{' '.join(it.flags)} would need {size} ({it.gives_up})" for it, size in sizes
+            ]
             yield "\n  ".join(lines) or "none of the planned changes"
     except Exception as error:  # the run itself will report what is wrong
         yield reason(error)
 
 
-def free_bytes(device: torch.device, local_world_size: int, memory_fraction: float | None = None) -> float:
-    """Return the bytes that a rank of this machine could use on the device now, by the rules of a plan: CUDA and NCCL
-    count, Python's libraries do not. inf if unknown. `memory_fraction` is torch's share of a GPU, 0 to 1."""
+def free_bytes(
+    device: torch.device, local_world_size: int, memory_fraction: float | None = None
+) -> float:
+    """Return the bytes that a rank of this machine could use on the device now, by the rules of a
+    plan: CUDA and NCCL count, Python's libraries do not. inf if unknown. `memory_fraction` is
+    torch's share of a GPU, 0 to 1."""
     if device.type != "cuda":
         host = host_memory()
         return math.inf if host is None else host.available_bytes // local_world_size
@@ -188,11 +210,14 @@ def free_bytes(device: torch.device, local_world_size: int, memory_fraction: flo
 
 
 def settle_checkpointing(config: Config, device: str) -> Config:
-    """Return the settings with activation_checkpointing replaced by the default of the device (cuda, cpu) if unset."""
+    """Return the settings with activation_checkpointing replaced by the default of the device
+    (cuda, cpu) if unset."""
     if config.train.activation_checkpointing is not None:
         return config
     how: Any = "auto" if device == "cuda" and not config.memory.no_plan else "off"
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, activation_checkpointing=how))
+    return dataclasses.replace(
+        config, train=dataclasses.replace(config.train, activation_checkpointing=how)
+    )
 
 
 def free_text(free: float) -> str:

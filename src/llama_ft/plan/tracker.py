@@ -1,8 +1,9 @@
-"""Run the recipe's own functions on tensors without storage, and record the memory that they would take.
+"""Run the recipe's own functions on tensors without storage, and record the memory that they would
+take.
 
-Fake tensors (torch._subclasses.fake_tensor) have shapes, dtypes and storage sizes, but no data. Every operator of this
-rank arrives here with local shapes, below DTensor: if a mode returns NotImplemented for DTensors, it is called again
-for the operators on their local tensors.
+Fake tensors (torch._subclasses.fake_tensor) have shapes, dtypes and storage sizes, but no data.
+Every operator of this rank arrives here with local shapes, below DTensor: if a mode returns
+NotImplemented for DTensors, it is called again for the operators on their local tensors.
 """
 
 import weakref
@@ -41,7 +42,8 @@ HELD_IN: dict[Phase, MemoryCategory] = {
     "evaluation": "activations",
     "save": "temporaries",
 }
-# cuBLAS' workspace (Hopper's; other GPUs take 8 MiB). torch allocates it with the first matmul and keeps it.
+# cuBLAS' workspace (Hopper's; other GPUs take 8 MiB). torch allocates it with the first matmul and
+# keeps it.
 # Source: aten/src/ATen/cuda/CublasHandlePool.cpp
 CUBLAS_BYTES = 32 * 2**20
 # Functions of fully_shard that allocate memory of an FSDP unit, not of the current module.
@@ -50,7 +52,8 @@ ALLOCATING: dict[tuple[Any, str], MemoryCategory] = {
     (param_group, "foreach_all_gather_copy_out"): "unsharded units",
     (param_group, "foreach_reduce"): "communication buffers",
 }
-if hasattr(FSDPParam, "to_accumulated_grad_if_needed"):  # torch 2.15 accumulates gradients in autograd
+# torch 2.15 accumulates gradients in autograd
+if hasattr(FSDPParam, "to_accumulated_grad_if_needed"):
     ALLOCATING[FSDPParam, "to_accumulated_grad_if_needed"] = "gradients"
 # DTensor runs every operator once on tensors of the global shape, which exist on no rank.
 PROPAGATE: tuple[Any, str] = ShardingPropagator, "_propagate_tensor_meta_non_cached"
@@ -59,8 +62,9 @@ GROUPED_MM = torch.ops.aten._grouped_mm.default  # a matmul per expert
 
 
 class Tracker(TorchDispatchMode):
-    """Counts the tensors of every operator, as PhaseMonitor. Before the first phase, loading, tensors are real: the
-    model is on the meta device anyway. `device` is the planned device, cuda or cpu.
+    """Counts the tensors of every operator, as PhaseMonitor. Before the first phase, loading,
+    tensors are real: the model is on the meta device anyway. `device` is the planned device, cuda
+    or cpu.
 
     Attributes:
         peaks: the peak of each phase.
@@ -94,7 +98,9 @@ class Tracker(TorchDispatchMode):
             return args[0].fake_device  # a shortcut: more than half of all calls
         kwargs = kwargs or {}
         if func is ITEM and isinstance(args[0], FakeTensor):
-            return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+            return (
+                True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+            )
         if self._phase is None or _computes_for_real(func, args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
@@ -104,7 +110,9 @@ class Tracker(TorchDispatchMode):
             self._workspace_bytes = 0
         if func is GROUPED_MM and args[0].dtype != torch.bfloat16:
             # torch's fake kernel accepts only bf16; the real kernels also accept fp32 and fp16.
-            result = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(args[0].dtype)
+            result = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(
+                args[0].dtype
+            )
         else:
             result = func(*args, **kwargs)
         for value in _tensors((result,)):
@@ -135,7 +143,9 @@ class Tracker(TorchDispatchMode):
             stack.enter_context(self)
             yield
 
-    def _allocating(self, function: Callable[..., Any], holder: MemoryCategory) -> Callable[..., Any]:
+    def _allocating(
+        self, function: Callable[..., Any], holder: MemoryCategory
+    ) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             before, self._holder = self._holder, holder
             result = function(*args, **kwargs)
@@ -148,26 +158,39 @@ class Tracker(TorchDispatchMode):
 
     def watch(self, model: PreTrainedModel) -> None:
         """Count a model's parameters, its gradients, and the memory of its LM head."""
-        self.assign((it for it in model.parameters() if it.is_floating_point()), "sharded parameters")
-        self.assign((it for it in model.parameters() if not it.is_floating_point()), "quantized parts")
+        self.assign(
+            (it for it in model.parameters() if it.is_floating_point()), "sharded parameters"
+        )
+        self.assign(
+            (it for it in model.parameters() if not it.is_floating_point()), "quantized parts"
+        )
         # The peak of loading counted them as temporaries.
         peak = self.peaks["load"]
         held: dict[MemoryCategory, int] = {**self._holders, "temporaries": 0}
         held["temporaries"] = peak.bytes - sum(held.values())
         self.peaks["load"] = replace(peak, holders=held)
-        self._model, self._head = model, getattr(model, SCORE) if has_score(model) else model.get_output_embeddings()
+        self._model, self._head = (
+            model,
+            getattr(model, SCORE) if has_score(model) else model.get_output_embeddings(),
+        )
         for module in model.modules():
             module.register_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         # These modules use parameters of their submodules without calling them.
-        for parameter in module.parameters(recurse=isinstance(module, lora_linear.FusedLora | ParamWrapper)):
+        for parameter in module.parameters(
+            recurse=isinstance(module, lora_linear.FusedLora | ParamWrapper)
+        ):
             if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))  # fully_shard keeps its unsharded parameters alive
-                parameter.register_post_accumulate_grad_hook(lambda it: self.assign([it.grad], "gradients"))
-        if module is self._model and self._phase is not None:  # a reference may have run in this phase before
+                parameter.register_post_accumulate_grad_hook(
+                    lambda it: self.assign([it.grad], "gradients")
+                )
+        # a reference may have run in this phase before
+        if module is self._model and self._phase is not None:
             self._holder = HELD_IN[self._phase]
-        if module is self._head and self._phase != "backward":  # in backward the LM head is only recomputed
+        # in backward the LM head is only recomputed
+        if module is self._head and self._phase != "backward":
             self._holder = "logits and loss"
             if args and isinstance(args[0], torch.Tensor) and args[0].requires_grad:
                 args[0].register_hook(lambda _: setattr(self, "_holder", "activations"))
@@ -200,7 +223,9 @@ class Tracker(TorchDispatchMode):
                 self._holders[holder] += nbytes
 
     def _note_peak(self) -> None:
-        if self._phase is not None and (self._phase not in self.peaks or self._now > self.peaks[self._phase].bytes):
+        if self._phase is not None and (
+            self._phase not in self.peaks or self._now > self.peaks[self._phase].bytes
+        ):
             self.peaks[self._phase] = Peak(self._phase, self._now, dict(self._holders))
 
     def _change(self, number: int, more: int, holder: MemoryCategory) -> None:
@@ -223,14 +248,18 @@ def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _computes_for_real(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an operator must compute real values: bookkeeping of the host (positions, labels), which the
-    program branches on, or tensors on the meta device. Weights, activations and all results of them are fake."""
+    """Return whether an operator must compute real values: bookkeeping of the host (positions,
+    labels), which the program branches on, or tensors on the meta device. Weights, activations and
+    all results of them are fake."""
     device = kwargs.get("device")
     if device is not None and torch.device(device).type == "meta":
         return True
     tensors = [*_tensors(args), *_tensors(kwargs.values())]
     if not tensors:
-        return func.overloadpacket is torch.ops.aten.arange and kwargs.get("dtype") in (None, torch.int64)
+        return func.overloadpacket is torch.ops.aten.arange and kwargs.get("dtype") in (
+            None,
+            torch.int64,
+        )
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
         return False
     on_meta = [tensor.device.type == "meta" for tensor in tensors]
@@ -251,19 +280,24 @@ def _workspace_bytes(func: Any, args: Any, is_cuda: bool) -> int:
     match f"{func.namespace}.{func._opname}":
         case "llama_ft.lora_linear":
             return lora_linear.workspace_bytes(args)
-        case "bitsandbytes.gemm_4bit":  # dequantizes the weight to the inputs' dtype, then multiplies
+        # dequantizes the weight to the inputs' dtype, then multiplies
+        case "bitsandbytes.gemm_4bit":
             return int(torch.Size(args[2]).numel()) * int(args[0].dtype.itemsize)
         case "bitsandbytes.int8_scaled_mm" if is_cuda:  # int32 sums, then fp16
             return int(args[0].shape[0] * args[1].shape[0] * (4 + 2))
-        case "bitsandbytes.quantize_4bit" if not is_cuda:  # an fp32 copy, scaled, clamped, and int32 codes
+        # an fp32 copy, scaled, clamped, and int32 codes
+        case "bitsandbytes.quantize_4bit" if not is_cuda:
             return int(args[0].numel() * 4 * 4)
         case "bitsandbytes.int8_vectorwise_quant" if not is_cuda:
             return int(args[0].numel() * 4)
         case "bitsandbytes.optimizer_update_8bit_blockwise" if not is_cuda:
-            # In fp32: two states, the gradient, the second state's root before and after a division, 16-bit weights.
+            # In fp32: two states, the gradient, the second state's root before and after a
+            # division, 16-bit weights.
             return int(args[2].numel() * 4 * (5 if args[2].dtype == torch.float32 else 6))
-        case name if not is_cuda and name.replace("._", ".").startswith(("c10d.allgather", "c10d.reduce_scatter")):
-            # gloo receives into its own memory, and all-reduces a copy for a reduce-scatter. Source: AsyncAllgatherWork
-            # in torch's ProcessGroupGloo.cpp.
+        case name if not is_cuda and name.replace("._", ".").startswith(
+            ("c10d.allgather", "c10d.reduce_scatter")
+        ):
+            # gloo receives into its own memory, and all-reduces a copy for a reduce-scatter.
+            # Source: AsyncAllgatherWork in torch's ProcessGroupGloo.cpp.
             return max((value.nbytes for value in _tensors(args)), default=0)
     return 0

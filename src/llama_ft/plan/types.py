@@ -1,4 +1,5 @@
-"""A plan, the predicted memory of a run by category at the peak of each phase; and the request for a plan."""
+"""A plan, the predicted memory of a run by category at the peak of each phase; and the request for
+a plan."""
 
 import dataclasses
 import json
@@ -42,14 +43,17 @@ class Peak:
 
 @dataclass(frozen=True)
 class Plan:
-    """Predicted memory of rank 0. No rank needs more: sharding works like torch.chunk, so rank 0 has a full shard."""
+    """Predicted memory of rank 0. No rank needs more: sharding works like torch.chunk, so rank 0
+    has a full shard."""
 
     device: Literal["cuda", "cpu"]
     world_size: int
     peaks: list[Peak]  # one per phase of the run, in order
     reserved_bytes: int  # reserved by torch's CUDA allocator; on the CPU the largest peak
-    outside_bytes: int  # CUDA context and NCCL's buffers (an assumption), not counted by torch; 0 on the CPU
-    host_load_bytes: int  # host memory for tensors of this rank while loading; on the CPU the load peak
+    # CUDA context and NCCL's buffers (an assumption), not counted by torch; 0 on the CPU
+    outside_bytes: int
+    # host memory for tensors of this rank while loading; on the CPU the load peak
+    host_load_bytes: int
     host_save_bytes: int  # the same while saving
     checkpoint_bytes: int  # size of one checkpoint on disk, all ranks together
     result_bytes: int  # size of output_dir/model
@@ -87,7 +91,9 @@ def describe(plan: Plan) -> str:
     widths = [max(11, len(peak.phase) + 2) for peak in peaks]
 
     def row(name: str, cells: Iterable[str]) -> str:
-        return f"  {name:<24}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        return f"  {name:<24}" + "".join(
+            f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)
+        )
 
     def sizes(name: MemoryCategory) -> list[str]:
         return [f"{peak.holders[name] / 2**20:,.0f}" for peak in peaks]
@@ -95,9 +101,11 @@ def describe(plan: Plan) -> str:
     ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''} ({plan.device.upper()})"
     spare, outside = size_text(plan.reserved_bytes - peak.bytes), size_text(plan.outside_bytes)
     on_gpu = f"A GPU needs {size_text(plan.device_bytes)}, including {spare} of allocator overhead and about {outside}"
-    load, save, final_model = map(size_text, (plan.host_load_bytes, plan.host_save_bytes, plan.result_bytes))
-    # Measured on an AMD Zen 4: 0.4 GiB after all imports; runs on the CPU with 2 and 4 ranks took 0.4 to 1.2 GiB in
-    # addition to their tensors after a few steps.
+    load, save, final_model = map(
+        size_text, (plan.host_load_bytes, plan.host_save_bytes, plan.result_bytes)
+    )
+    # Measured on an AMD Zen 4: 0.4 GiB after all imports; runs on the CPU with 2 and 4 ranks took
+    # 0.4 to 1.2 GiB in addition to their tensors after a few steps.
     more = "0.5 to 2 GiB more" if is_cuda else "0.4 GiB more, and unused heap up to 0.8 GiB"
     on_host = f"Host memory per rank for tensors: {load} while loading, {save} while saving"
     lines = [

@@ -71,9 +71,11 @@ class Card(NamedTuple):
 class Memory(NamedTuple):
     """Predicted and measured memory, both as name -> bytes on the rank with the highest memory."""
 
-    phases: tuple[dict[str, float], dict[str, float]]  # peaks of tensors per phase: (predicted, measured)
+    # peaks of tensors per phase: (predicted, measured)
+    phases: tuple[dict[str, float], dict[str, float]]
     held: tuple[dict[str, float], dict[str, float]]  # tensors that remain after a step, by category
-    process: dict[str, float]  # without a GPU: host memory before loading, and at the peak of each phase
+    # without a GPU: host memory before loading, and at the peak of each phase
+    process: dict[str, float]
     ranks: dict[str, list[float | None]]  # measured on each rank, by phase and category
 
 
@@ -84,26 +86,45 @@ def report_page(run: Run) -> str:
     for key, title in METRIC_PLOTS.items():
         if not key.endswith("/loss"):
             unit = unit_of([run], key)
-            plots.append(Plot(", ".join(filter(None, [title, unit.sign])), _lines(run, key, "mean", unit=unit)))
+            plots.append(
+                Plot(
+                    ", ".join(filter(None, [title, unit.sign])), _lines(run, key, "mean", unit=unit)
+                )
+            )
     shown = [plot.svg() for plot in plots]
-    values = {"memory": memory_of(run), "differing": differing_settings([run]), "categories": MEMORY_CATEGORIES}
+    values = {
+        "memory": memory_of(run),
+        "differing": differing_settings([run]),
+        "categories": MEMORY_CATEGORIES,
+    }
     values["phases"] = (BASE, *PHASES)
     return _render("run.html", title=run.name, run=run, cards=cards_of(run), plots=shown, **values)
 
 
 def comparison_page(runs: Sequence[Run]) -> str:
-    """Return a page that compares several runs: their curves in shared plots, their results, and differing settings."""
+    """Return a page that compares several runs: their curves in shared plots, their results, and
+    differing settings."""
     if len({run.name for run in runs}) < len(runs):
         runs = [dataclasses.replace(run, name=str(run.folder)) for run in runs]
     plots = []
     for key, title in METRIC_PLOTS.items():  # one line per run: the smoothed one if there is one
         unit = unit_of(runs, key)
-        lines = [line for n, run in enumerate(runs) for line in _lines(run, key, run.name, n, unit)[-1:]]
+        lines = [
+            line for n, run in enumerate(runs) for line in _lines(run, key, run.name, n, unit)[-1:]
+        ]
         plots.append(
-            Plot(", ".join(filter(None, [title, unit.sign])), lines, fits=key.endswith("/loss"), named=True).svg()
+            Plot(
+                ", ".join(filter(None, [title, unit.sign])),
+                lines,
+                fits=key.endswith("/loss"),
+                named=True,
+            ).svg()
         )
     columns = [{card.name: card for card in cards_of(run)} for run in runs]
-    rows = {name: [cards.get(name) for cards in columns] for name in dict.fromkeys(n for c in columns for n in c)}
+    rows = {
+        name: [cards.get(name) for cards in columns]
+        for name in dict.fromkeys(n for c in columns for n in c)
+    }
     values = {"plots": plots, "differing": differing_settings(list(runs))}
     return _render("compare.html", title=f"{len(runs)} runs", runs=runs, rows=rows, **values)
 
@@ -123,16 +144,22 @@ def _render(template: str, **values: Any) -> str:
 
 
 def memory_of(run: Run) -> Memory:
-    """Return the memory predicted by the plan and the memory measured in facts.json and metrics.jsonl."""
+    """Return the memory predicted by the plan and the memory measured in facts.json and
+    metrics.jsonl."""
     is_gpu = "memory/device_peak_bytes" in run.curves
     kind = "device_peak_bytes" if is_gpu else "anonymous_peak_bytes"
     measured, peaks = run.facts.get("memory", {}), run.plan.get("peaks", [])
-    ranks = {phase: [rank.get(kind) for rank in sizes] for phase, sizes in measured.get("phases", {}).items()}
+    ranks = {
+        phase: [rank.get(kind) for rank in sizes]
+        for phase, sizes in measured.get("phases", {}).items()
+    }
     most = {phase: max(filter(None, sizes), default=0.0) for phase, sizes in ranks.items()}
     holders: list[dict[str, float]] = measured.get("holders", [])
     names: list[str] = [name for name in MEMORY_CATEGORIES if any(name in rank for rank in holders)]
     held = {name: max(rank.get(name, 0.0) for rank in holders) for name in names}
-    planned: dict[str, float] = next((peak["holders"] for peak in peaks if peak["phase"] == "optimizer step"), {})
+    planned: dict[str, float] = next(
+        (peak["holders"] for peak in peaks if peak["phase"] == "optimizer step"), {}
+    )
     base = {BASE: measured["base_bytes"]} if "base_bytes" in measured else {}
     return Memory(
         ({peak["phase"]: peak["bytes"] for peak in peaks}, most if is_gpu else {}),
@@ -168,16 +195,24 @@ def cards_of(run: Run) -> list[Card]:
     ):
         if key in curves:
             settled = curves[key].values[len(curves[key].values) // 2 :]
-            cards.append(Card(name, text.format(numpy.median(settled)), "median of the second half"))
+            cards.append(
+                Card(name, text.format(numpy.median(settled)), "median of the second half")
+            )
     memory = memory_of(run)
     predicted, measured = (max(sizes.values(), default=0.0) for sizes in memory.phases)
     plan = f"plan: {size_text(predicted)} of tensors" if predicted else ""
     if measured:
         cards.append(Card("Peak of GPU memory", size_text(measured), plan))
     elif memory.process:
-        base = f"{size_text(memory.process[BASE])} of Python and libraries" if BASE in memory.process else ""
+        base = (
+            f"{size_text(memory.process[BASE])} of Python and libraries"
+            if BASE in memory.process
+            else ""
+        )
         largest = size_text(max(memory.process.values()))
-        cards.append(Card("Peak of anonymous memory", largest, "; ".join(filter(None, [base, plan]))))
+        cards.append(
+            Card("Peak of anonymous memory", largest, "; ".join(filter(None, [base, plan])))
+        )
     return cards
 
 

@@ -1,6 +1,8 @@
-"""Plots as inline SVG. They use the page's colors (classes of style.css), need no JavaScript and can be printed.
+"""Plots as inline SVG. They use the page's colors (classes of style.css), need no JavaScript and
+can be printed.
 
-The points of each plot are next to it as JSON; script.js shows them at the pointer. plot.html has the markup.
+The points of each plot are next to it as JSON; script.js shows them at the pointer. plot.html has
+the markup.
 """
 
 import json
@@ -17,7 +19,8 @@ from llama_ft.config.messages import show, size_text
 from llama_ft.masking import mask_secrets
 
 BINS = 240  # a plot is 440 wide; more than two points per bin cannot be seen
-SMOOTH_FROM, SMOOTH_SHARE = 20, 25  # lines with at least so many points are smoothed over 1/25 of them
+# lines with at least so many points are smoothed over 1/25 of them
+SMOOTH_FROM, SMOOTH_SHARE = 20, 25
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,13 +58,24 @@ class Plot:
         self._x_range = _widened(float(xs.min()), float(xs.max()))
         self._y_range = _widened(low if self.fits else min(low, 0.0), high)
         self.y_ticks = [(self.y(mark), number(mark)) for mark in ticks(*self._y_range, 5)]
-        self.x_ticks = [(self.x(step), number(step)) for step in ticks(*self._x_range, 6) if step == int(step)]
-        shown = sorted(self.series, key=lambda one: one.style == "faint")  # the values of faint lines come last
+        self.x_ticks = [
+            (self.x(step), number(step)) for step in ticks(*self._x_range, 6) if step == int(step)
+        ]
+        # the values of faint lines come last
+        shown = sorted(self.series, key=lambda one: one.style == "faint")
         points = [
-            {"name": mask_secrets(one.name), "x": one.x.tolist(), "text": [number(y) for y in one.y.tolist()]}
+            {
+                "name": mask_secrets(one.name),
+                "x": one.x.tolist(),
+                "text": [number(y) for y in one.y.tolist()],
+            }
             for one in shown
         ]
-        data = {"box": [self.left, self.right, self.top, self.bottom], "x": self._x_range, "series": points}
+        data = {
+            "box": [self.left, self.right, self.top, self.bottom],
+            "x": self._x_range,
+            "series": points,
+        }
         macro = TEMPLATES.get_template("plot.html").module.svg  # type: ignore[attr-defined]
         return Markup(macro(self, Markup(escape(json.dumps(data)))))
 
@@ -95,26 +109,34 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999) * power
-    return [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    return [
+        n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    ]
 
 
 def thin(series: Series) -> Series:
-    """Keep at most two points per bin, the lowest and the highest, and both ends, so that spikes remain visible."""
+    """Keep at most two points per bin, the lowest and the highest, and both ends, so that spikes
+    remain visible."""
     count = len(series.x)
     if count <= 2 * BINS:
         return series
     bins = numpy.array_split(numpy.arange(count), BINS)
-    kept = {0, count - 1} | {int(part[find(series.y[part])]) for part in bins for find in (numpy.argmin, numpy.argmax)}
+    kept = {0, count - 1} | {
+        int(part[find(series.y[part])]) for part in bins for find in (numpy.argmin, numpy.argmax)
+    }
     return replace(series, x=series.x[sorted(kept)], y=series.y[sorted(kept)])
 
 
 def smoothed(series: Series) -> list[Series]:
-    """Return the line, or if it has many points, a faint line of them and a line of their moving average."""
+    """Return the line, or if it has many points, a faint line of them and a line of their moving
+    average."""
     if (count := len(series.y)) < SMOOTH_FROM:
         return [series]
     half = max(2, count // SMOOTH_SHARE // 2)
     window = numpy.ones(2 * half + 1)
-    mean = (numpy.convolve(series.y, window) / numpy.convolve(numpy.ones(count), window))[half:-half]
+    mean = (numpy.convolve(series.y, window) / numpy.convolve(numpy.ones(count), window))[
+        half:-half
+    ]
     return [replace(series, name="each step", style="faint"), replace(series, y=mean)]
 
 
@@ -123,7 +145,9 @@ TEMPLATES = Environment(
     autoescape=True,
     trim_blocks=True,
     lstrip_blocks=True,
-    finalize=lambda value: mask_secrets(value) if isinstance(value, str) and type(value) is str else value,
+    finalize=lambda value: (
+        mask_secrets(value) if isinstance(value, str) and type(value) is str else value
+    ),
 )
 TEMPLATES.globals["zip"] = zip
 TEMPLATES.filters |= {"size": lambda value: "" if value is None else size_text(value), "show": show}

@@ -1,4 +1,5 @@
-"""Read the files of a run for its report, without torch. The run may still be working, and files may be missing."""
+"""Read the files of a run for its report, without torch. The run may still be working, and files
+may be missing."""
 
 import json
 import math
@@ -28,7 +29,8 @@ class ReportFlags:
     """RUN: directories of runs (output/...), which stand alone."""
 
     out: Annotated[str, Field(pattern=r"\.html?$")] | None = None
-    """The .html file to write; if not given RUN/report.html, or comparison.html here for several runs."""
+    """The .html file to write; if not given RUN/report.html, or comparison.html here for several
+    runs."""
 
 
 def read_report_flags(argv: list[str], description: str) -> ReportFlags:
@@ -46,7 +48,9 @@ def read_report_flags(argv: list[str], description: str) -> ReportFlags:
         elif not any((folder / file).is_file() for file in ("status.json", "metrics.jsonl")):
             errors.append(f"{name}: has neither status.json nor metrics.jsonl: no run's directory.")
     check(errors)
-    options.out = options.out or ("comparison.html" if options.places[1:] else f"{options.places[0]}/report.html")
+    options.out = options.out or (
+        "comparison.html" if options.places[1:] else f"{options.places[0]}/report.html"
+    )
     return options
 
 
@@ -80,7 +84,10 @@ class Run:
     @property
     def step(self) -> int:
         """Number of optimizer steps that are known to be done."""
-        return max([int(curve.steps[-1]) for curve in self.curves.values()] + [int(self.status.get("step", 0))])
+        return max(
+            [int(curve.steps[-1]) for curve in self.curves.values()]
+            + [int(self.status.get("step", 0))]
+        )
 
 
 def read_run(folder: Path) -> Run:
@@ -89,18 +96,24 @@ def read_run(folder: Path) -> Run:
     Raises:
         UserError: a file cannot be read; the message names it.
     """
-    status, facts, plan = (_read(folder / f"{name}.json", json.loads) for name in ("status", "facts", "plan"))
+    status, facts, plan = (
+        _read(folder / f"{name}.json", json.loads) for name in ("status", "facts", "plan")
+    )
     config = folder / "config.yaml"
     sections = _read(config, yaml.safe_load)
-    settings = {f"{section}.{name}": value for section, own in sections.items() for name, value in dict(own).items()}
+    settings = {
+        f"{section}.{name}": value
+        for section, own in sections.items()
+        for name, value in dict(own).items()
+    }
     text = config.read_text(encoding="utf-8") if config.exists() else ""
     curves = _read(folder / "metrics.jsonl", _curves)
     return Run(folder, folder.resolve().name, status, facts, plan, settings, text, curves)
 
 
 def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
-    """Return the settings in which the runs differ: dotted name -> value of each run. For a single run, return those
-    that are not at their default, with the default."""
+    """Return the settings in which the runs differ: dotted name -> value of each run. For a single
+    run, return those that are not at their default, with the default."""
     names = list(dict.fromkeys(name for run in runs for name in run.settings))
     defaults = {setting.dotted: setting.default for setting in SETTINGS.values()}
     values = {name: [run.settings.get(name) for run in runs] for name in names}
@@ -113,7 +126,9 @@ def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
         return dict(parse(path.read_text(encoding="utf-8")) if path.exists() else {})
     except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: {reason(error)}\nWithout this file, the report has the rest.") from error
+        raise UserError(
+            f"{path}: {reason(error)}\nWithout this file, the report has the rest."
+        ) from error
 
 
 def _curves(text: str) -> dict[str, Curve]:

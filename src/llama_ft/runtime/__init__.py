@@ -1,4 +1,5 @@
-"""Processes and devices: the process group, the device mesh, rank 0's log, and how a run stops or fails."""
+"""Processes and devices: the process group, the device mesh, rank 0's log, and how a run stops or
+fails."""
 
 from llama_ft.runtime.console import configure_console, console, log, set_quiet
 from llama_ft.runtime.devices import PRECISIONS, Precision, advise_precision, sent

@@ -14,8 +14,8 @@ from llama_ft.masking import printable
 
 
 class _Console(Console):
-    """Removes control characters from printed text. If its output breaks (`| head`, a closed terminal, a full disk), it
-    stops printing instead of ending the process."""
+    """Removes control characters from printed text. If its output breaks (`| head`, a closed
+    terminal, a full disk), it stops printing instead of ending the process."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         for it in objects:
@@ -28,7 +28,8 @@ class _Console(Console):
             super()._check_buffer()
         except (OSError, SystemExit):  # rich raises SystemExit after a broken pipe
             self.quiet = True
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())  # a later flush would fail again
+            # a later flush would fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
 
 console = _Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False, emoji=False)

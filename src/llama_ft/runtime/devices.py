@@ -28,41 +28,58 @@ PRECISIONS = {
     "bf16_mixed": Precision(torch.float32, torch.bfloat16, torch.bfloat16, torch.float32),
     "bf16_pure": Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.bfloat16),
     "fp32": Precision(torch.float32, torch.float32, torch.float32, torch.float32),
-    "fp16": Precision(torch.float32, torch.float16, torch.float16, torch.float32),  # with training.LossScale
+    # with training.LossScale
+    "fp16": Precision(torch.float32, torch.float16, torch.float16, torch.float32),
 }
 
 
 def pick_device(device: str, gpus: int, local_rank: int, local_world_size: int) -> torch.device:
     """Return the device of a rank; auto: a GPU of its own if there is one, else the CPU."""
     if device == "cuda" and gpus == 0:
-        raise UserError("--device cuda: no GPU is visible to torch on this machine.\n--device cpu trains on the CPU.")
+        raise UserError(
+            "--device cuda: no GPU is visible to torch on this machine.\n--device cpu trains on the CPU."
+        )
     if device == "cpu" or gpus == 0:
         return torch.device("cpu")
     if local_world_size > gpus:
         problem = f"{local_world_size} processes on {socket.gethostname()} need a GPU each, and it has {gpus}."
-        # With SLURM's --gpus-per-task=1, and always with slices of a GPU (MIG), a process sees one GPU only.
-        one = " If each process sees only its own GPU, let it see all (SLURM: --gpus-per-node)." if gpus == 1 else ""
-        raise UserError(f"{problem}\n--nproc_per_node {gpus} uses those; --device cpu trains on the CPU.{one}")
+        # With SLURM's --gpus-per-task=1, and always with slices of a GPU (MIG), a process sees one
+        # GPU only.
+        one = (
+            " If each process sees only its own GPU, let it see all (SLURM: --gpus-per-node)."
+            if gpus == 1
+            else ""
+        )
+        raise UserError(
+            f"{problem}\n--nproc_per_node {gpus} uses those; --device cpu trains on the CPU.{one}"
+        )
     return torch.device("cuda", local_rank)
 
 
 def take_device(device: torch.device, memory_fraction: float | None) -> str:
-    """Select the device for this process and return a description of it. Call it before any allocation.
+    """Select the device for this process and return a description of it. Call it before any
+    allocation.
 
     Args:
         device: the device of this rank.
-        memory_fraction: largest share of the GPU's memory that torch may allocate, 0 to 1; None: all.
+        memory_fraction: largest share of the GPU's memory that torch may allocate, 0 to 1; None:
+            all.
     """
     if device.type != "cuda":
         return f"CPU on {socket.gethostname()}, threads: {torch.get_num_threads()}"
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name; torch reads it at the first allocation
+    # its older name; torch reads it at the first allocation
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     try:
         torch.cuda.set_device(device)
         free, total = torch.cuda.mem_get_info(device)
-    except RuntimeError as error:  # the driver is too old, or another process uses the GPU exclusively
-        raise UserError(f"{device} cannot be used: {reason(error)}.\n--device cpu trains on the CPU.") from error
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new shape, which takes 0.1 to 0.5 s
+    # the driver is too old, or another process uses the GPU exclusively
+    except RuntimeError as error:
+        raise UserError(
+            f"{device} cannot be used: {reason(error)}.\n--device cpu trains on the CPU."
+        ) from error
+    # it builds a plan for every new shape, which takes 0.1 to 0.5 s
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if memory_fraction is not None:
         torch.cuda.set_per_process_memory_fraction(memory_fraction, device)
     name = f"{torch.cuda.get_device_name(device)} on {socket.gethostname()}"
@@ -70,19 +87,29 @@ def take_device(device: torch.device, memory_fraction: float | None) -> str:
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a host tensor to the device through pinned memory, without waiting for earlier work of the device."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    """Copy a host tensor to the device through pinned memory, without waiting for earlier work of
+    the device."""
+    return (
+        tensor.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else tensor.to(device)
+    )
 
 
 def matmul_slowdown(dtype: torch.dtype) -> float:
     """Return the time of a matmul in `dtype` over its time in fp32, on this CPU."""
     factors = [torch.ones(512, 512, dtype=each) for each in (dtype, torch.float32)]
-    half, full = (min(repeat(partial(torch.mm, each, each), number=1, repeat=4)) for each in factors)
+    half, full = (
+        min(repeat(partial(torch.mm, each, each), number=1, repeat=4)) for each in factors
+    )
     return half / full
 
 
-def advise_precision(asked: PrecisionName, free_to_choose: bool, device: torch.device) -> tuple[PrecisionName, str]:
-    """Return the precision to use on this device, and a message for the user (empty if there is none).
+def advise_precision(
+    asked: PrecisionName, free_to_choose: bool, device: torch.device
+) -> tuple[PrecisionName, str]:
+    """Return the precision to use on this device, and a message for the user (empty if there is
+    none).
 
     Args:
         asked: a key of PRECISIONS.
@@ -94,7 +121,9 @@ def advise_precision(asked: PrecisionName, free_to_choose: bool, device: torch.d
     """
     dtype, is_gpu = PRECISIONS[asked].compute, device.type == "cuda"
     if is_gpu:
-        is_slow = dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False)
+        is_slow = dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(
+            including_emulation=False
+        )
         what = "this GPU does not compute bf16"
     else:
         slowdown = 1.0 if dtype == torch.float32 else matmul_slowdown(dtype)
@@ -103,5 +132,10 @@ def advise_precision(asked: PrecisionName, free_to_choose: bool, device: torch.d
     if is_slow and free_to_choose:
         return "fp32", f"precision=fp32: {what}."
     if is_slow and is_gpu:
-        raise UserError(f"--precision {asked}: {what}.\n--precision fp16 uses loss scaling; fp32 is exact and slower.")
-    return asked, f"{what}. --precision fp32 is faster here but needs more memory." if is_slow else ""
+        raise UserError(
+            f"--precision {asked}: {what}.\n--precision fp16 uses loss scaling; fp32 is exact and slower."
+        )
+    return (
+        asked,
+        f"{what}. --precision fp32 is faster here but needs more memory." if is_slow else "",
+    )

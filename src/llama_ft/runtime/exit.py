@@ -1,8 +1,9 @@
 """End a run that fails or is stopped: exactly one rank prints the message, and all processes end.
 
-When a rank exits, torchrun ends the others: SIGTERM at once, SIGKILL 30 s later. So the first rank that writes to one
-key of the store prints its message before it exits, and the other ranks wait to be ended. If a rank dies, its peers see
-only a broken connection. They wait, so that a rank that knows the cause can write first.
+When a rank exits, torchrun ends the others: SIGTERM at once, SIGKILL 30 s later. So the first rank
+that writes to one key of the store prints its message before it exits, and the other ranks wait to
+be ended. If a rank dies, its peers see only a broken connection. They wait, so that a rank that
+knows the cause can write first.
 """
 
 import errno
@@ -29,9 +30,17 @@ from llama_ft.runtime.out_of_memory import KILLED, KILLED_BY, shortage
 FAILURE_KEY = "llama_ft/failure"
 SECONDS_FOR_THE_CAUSE = 3.0
 SECONDS_TO_SEE_AN_END = 0.3  # torchrun notices the end of a rank within 0.1 s
-SECONDS_TO_BE_ENDED, SECONDS_WHEN_FINAL, SECONDS_OF_ADVICE = 20.0, 5.0, 150.0  # how long the other ranks wait
+# how long the other ranks wait
+SECONDS_TO_BE_ENDED, SECONDS_WHEN_FINAL, SECONDS_OF_ADVICE = 20.0, 5.0, 150.0
 SECONDS_BETWEEN_STEPS = 5.0  # one write per step would be too many for the file system of a cluster
-COMMUNICATION_SIGNS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "tcpstore")
+COMMUNICATION_SIGNS = (
+    "gloo",
+    "nccl",
+    "connection closed",
+    "connection reset",
+    "broken pipe",
+    "tcpstore",
+)
 INDENT = " " * len("error: ")
 State = Literal["running", "finished", "stopped", "failed"]
 _LEAVING = threading.Lock()
@@ -45,18 +54,21 @@ class Stop(NamedTuple):
 
 
 class Stopped(SystemExit):
-    """Ends a run that was asked to stop. All ranks raise it after the same step, with the checkpoint that was saved.
-    Without a step, a rank raises it for itself."""
+    """Ends a run that was asked to stop. All ranks raise it after the same step, with the
+    checkpoint that was saved. Without a step, a rank raises it for itself."""
 
     def __init__(self, stop: Stop, step: int | None = None, checkpoint: Path | None = None) -> None:
         super().__init__(stop.exit_code)
         self.exit_code, self.agreed = stop.exit_code, step is not None
         hint = f"To resume: --resume {checkpoint}" if checkpoint else "Nothing was saved."
-        self.message = f"stopped by {stop.reason}" + (f" after step {step}. {hint}" if self.agreed else "")
+        self.message = f"stopped by {stop.reason}" + (
+            f" after step {step}. {hint}" if self.agreed else ""
+        )
 
 
 class RunStatus:
-    """Writes output_dir/status.json, the state of the run. Scripts need it, since torchrun always exits with 0 or 1.
+    """Writes output_dir/status.json, the state of the run. Scripts need it, since torchrun always
+    exits with 0 or 1.
 
     Args:
         output_dir: the run's directory, which must exist.
@@ -64,18 +76,22 @@ class RunStatus:
         step: the last completed optimizer step.
     """
 
-    def __init__(self, output_dir: Path, at_end: Callable[[], None] = lambda: None, step: int = 0) -> None:
+    def __init__(
+        self, output_dir: Path, at_end: Callable[[], None] = lambda: None, step: int = 0
+    ) -> None:
         self.path, self.step, self.at_end = output_dir / "status.json", step, at_end
         self._written = 0.0
 
     def write(self, state: State, exit_code: int | None = None, message: str = "") -> None:
-        """Replace the file if possible. An error, such as a full disk, is ignored: it must not hide the message."""
+        """Replace the file if possible. An error, such as a full disk, is ignored: it must not hide
+        the message."""
         record = {"state": state, "step": self.step, "exit_code": exit_code, "message": message}
         with suppress(OSError):
             replace_text(self.path, json.dumps(record) + "\n")
 
     def note_step(self, step: int, writes: bool) -> None:
-        """Count a completed step, and sometimes write it, unless another rank has already written how the run ended."""
+        """Count a completed step, and sometimes write it, unless another rank has already written
+        how the run ended."""
         self.step = step
         if writes and time.monotonic() - self._written > SECONDS_BETWEEN_STEPS:
             self._written = time.monotonic()
@@ -84,7 +100,8 @@ class RunStatus:
 
 
 class Explainer(Protocol):
-    """Explains errors about memory: plan.oom_report.MemoryReport, which the recipe sets on its Runtime."""
+    """Explains errors about memory: plan.oom_report.MemoryReport, which the recipe sets on its
+    Runtime."""
 
     def describe(self, error: BaseException) -> str: ...
     def advise(self, error: BaseException) -> str: ...
@@ -112,19 +129,27 @@ def exit_process(
         explainer: explains errors about memory; None at the start of a run.
     """
     _LEAVING.acquire()  # never released: another thread that watches the run may call this, too
-    is_stop, is_agreed = isinstance(error, KeyboardInterrupt | Stopped), isinstance(error, Stopped) and error.agreed
+    is_stop, is_agreed = (
+        isinstance(error, KeyboardInterrupt | Stopped),
+        isinstance(error, Stopped) and error.agreed,
+    )
     if _is_broken(error) or (isinstance(error, Stopped) and not is_agreed):  # SIGTERM by torchrun
         time.sleep(SECONDS_TO_SEE_AN_END)
         if lost := describe_lost():
             error, is_stop = LostRank(f"lost contact with another rank: {lost}"), False
-    is_mistake, memory = isinstance(error, UserError) and not isinstance(error, LostRank), shortage(error)
+    is_mistake, memory = (
+        isinstance(error, UserError) and not isinstance(error, LostRank),
+        shortage(error),
+    )
     exit_code = 2 if is_mistake and not isinstance(error, RunFailure) else 130 if is_stop else 1
     exit_code = error.exit_code if isinstance(error, Stopped) else exit_code
-    # A restart would repeat it: a user's error, a full disk, a loss that is not finite, an OOM in the first step.
+    # A restart would repeat it: a user's error, a full disk, a loss that is not finite, an OOM in
+    # the first step.
     is_final = is_mistake or (memory is not None and (status is None or status.step == 0))
     seconds = SECONDS_WHEN_FINAL if is_final else SECONDS_TO_BE_ENDED
     first = failure = f"{rank} {SECONDS_OF_ADVICE if memory and explainer else seconds} {is_final}"
-    if store is None:  # other ranks see the same error as rank 0; if this one still runs then, they did not
+    # other ranks see the same error as rank 0; if this one still runs then, they did not
+    if store is None:
         prints = rank == 0 or not end_requested.wait(SECONDS_TO_BE_ENDED)
     elif is_agreed:
         prints = rank == 0
@@ -138,7 +163,8 @@ def exit_process(
             said += f"{text}\n"
             if status is not None:
                 status.write("stopped" if is_stop else "failed", exit_code, said.rstrip("\n"))
-            with suppress(OSError):  # the output is closed. One write, because torchrun writes there, too
+            # the output is closed. One write, because torchrun writes there, too
+            with suppress(OSError):
                 print(f"{printable(text)}\n", end="", file=sys.__stderr__ or sys.stderr, flush=True)
         if status is not None:
             status.at_end()
@@ -146,7 +172,11 @@ def exit_process(
             end_restarts()  # also ends this process
     elif not is_stop:  # a signal reaches every rank, so nothing has to be waited for
         _, patience, final = first.split()
-        if not end_requested.wait(float(patience)) and final == "True" and os.environ.get("LOCAL_RANK") == "0":
+        if (
+            not end_requested.wait(float(patience))
+            and final == "True"
+            and os.environ.get("LOCAL_RANK") == "0"
+        ):
             end_restarts()  # the failing rank has already ended the restarts of its own node
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
@@ -155,38 +185,52 @@ def exit_process(
 
 
 def _is_broken(error: BaseException) -> bool:
-    """Return whether the connection to another rank broke. NCCL running out of memory does not count."""
+    """Return whether the connection to another rank broke. NCCL running out of memory does not
+    count."""
     if shortage(error) is not None or not isinstance(error, RuntimeError):
         return False
-    return isinstance(error, dist.DistError) or any(sign in str(error).lower() for sign in COMMUNICATION_SIGNS)
+    return isinstance(error, dist.DistError) or any(
+        sign in str(error).lower() for sign in COMMUNICATION_SIGNS
+    )
 
 
 def _first_failure(store: dist.Store, failure: str, seconds: float) -> str:
-    """Return the message of the first rank that fails. It is `failure` if no other rank writes within `seconds`."""
+    """Return the message of the first rank that fails. It is `failure` if no other rank writes
+    within `seconds`."""
     deadline = time.monotonic() + seconds
     with suppress(RuntimeError, ConnectionError):
         while not store.check([FAILURE_KEY]) and time.monotonic() < deadline:
             time.sleep(0.1)  # store.wait would print its own warnings after a timeout
         return store.compare_set(FAILURE_KEY, "", failure).decode()
-    return failure  # the store and its host are gone: printing a message twice is better than not at all
+    # the store and its host are gone: printing a message twice is better than not at all
+    return failure
 
 
-def _messages(error: BaseException, rank: int, explainer: Explainer | None, status: RunStatus | None) -> Iterator[str]:
-    """Yield the message about the end of a run and, for an OOM, advice, which can take minutes to compute."""
+def _messages(
+    error: BaseException, rank: int, explainer: Explainer | None, status: RunStatus | None
+) -> Iterator[str]:
+    """Yield the message about the end of a run and, for an OOM, advice, which can take minutes to
+    compute."""
     run = status.path.parent if status is not None else None
     if isinstance(error, KeyboardInterrupt | Stopped):
         message = error.message if isinstance(error, Stopped) else "stopped by Ctrl-C"
         is_whole = status is None or not status.step or "after step" in message
         yield message if is_whole else f"{message}. To resume: --output_dir {run} --resume auto"
         return
-    hint = f"\n{_explained(explainer.describe_kill)}" if explainer is not None and KILLED in str(error) else ""
+    hint = (
+        f"\n{_explained(explainer.describe_kill)}"
+        if explainer is not None and KILLED in str(error)
+        else ""
+    )
     if run is not None and any((run / "checkpoints").glob("step-*")):
         hint += f"\nTo resume from the last complete checkpoint, add --output_dir {run} --resume auto to the command."
     if isinstance(error, UserError):
         yield str(error) + (textwrap.indent(hint, INDENT) if isinstance(error, LostRank) else "")
     elif (kind := shortage(error)) is not None:
         what = f"ran out of {'host' if kind == 'host' else 'GPU'} memory: {str(error).strip() or type(error).__name__}"
-        what = _explained(partial(explainer.describe, error), what) if explainer is not None else what
+        what = (
+            _explained(partial(explainer.describe, error), what) if explainer is not None else what
+        )
         yield str(RunFailure(f"rank {rank} {what}"))
         if explainer is not None:
             yield textwrap.indent(_explained(partial(explainer.advise, error), "No advice"), INDENT)
@@ -205,4 +249,6 @@ def _explained(explain: Callable[[], str], otherwise: str = "") -> str:
     try:
         return explain()
     except Exception as error:
-        return f"{otherwise}\n(It could not be explained: {type(error).__name__}: {error})".lstrip("\n")
+        return f"{otherwise}\n(It could not be explained: {type(error).__name__}: {error})".lstrip(
+            "\n"
+        )

@@ -1,4 +1,5 @@
-"""Run element-wise computations as one CUDA kernel, with one pass over memory instead of one per operator."""
+"""Run element-wise computations as one CUDA kernel, with one pass over memory instead of one per
+operator."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +11,15 @@ from llama_ft.runtime.console import log
 
 
 def runs_compiled(tensor: torch.Tensor) -> bool:
-    """Return whether `OneKernel` compiles for this tensor's device. Inside --compile operators are fused anyway."""
+    """Return whether `OneKernel` compiles for this tensor's device. Inside --compile operators are
+    fused anyway."""
     return tensor.is_cuda and not torch.compiler.is_compiling()
 
 
 class OneKernel:
-    """A function that torch.compile turns into one kernel on CUDA. On the CPU, and after a failed compilation, it runs
-    as plain Python. It must not round to 16 bits in between, because a compiled kernel skips such rounding.
+    """A function that torch.compile turns into one kernel on CUDA. On the CPU, and after a failed
+    compilation, it runs as plain Python. It must not round to 16 bits in between, because a
+    compiled kernel skips such rounding.
 
     Args:
         function: a function of tensors. The device of the first one decides.
@@ -35,13 +38,18 @@ class OneKernel:
                 return self._function(first, *others)
             try:
                 if self._compiled is None:  # not earlier: importing torch's compiler takes 2 s
-                    # Without it, slices at changing offsets of a larger tensor would be read element by element.
+                    # Without it, slices at changing offsets of a larger tensor would be read
+                    # element by element.
                     options: Any = {"assume_aligned_inputs": True}
-                    self._compiled = torch.compile(self._function, dynamic=self._dynamic, options=options)
+                    self._compiled = torch.compile(
+                        self._function, dynamic=self._dynamic, options=options
+                    )
                 return self._compiled(first, *others)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # no Triton, no C compiler, or no directory for its files
                 self._has_failed = True
-                log.warning(f"torch.compile: {self._function.__name__} runs uncompiled and slower ({reason(error)}).")
+                log.warning(
+                    f"torch.compile: {self._function.__name__} runs uncompiled and slower ({reason(error)})."
+                )
                 return self._function(first, *others)

@@ -1,8 +1,9 @@
-"""Process group and device mesh from torchrun's environment variables; without torchrun, of one process.
+"""Process group and device mesh from torchrun's environment variables; without torchrun, of one
+process.
 
-The mesh has the dimension `shard`: the ranks that together hold one copy of the model. If there are several copies,
-the dimension `replicate` comes first. All of llama_ft uses this mesh, so a single process, data parallelism and
-sharding share one code path.
+The mesh has the dimension `shard`: the ranks that together hold one copy of the model. If there are
+several copies, the dimension `replicate` comes first. All of llama_ft uses this mesh, so a single
+process, data parallelism and sharding share one code path.
 """
 
 import itertools
@@ -33,7 +34,8 @@ from llama_ft.runtime.signals import StopSignals
 from llama_ft.runtime.watchdog import Watchdog
 
 T = TypeVar("T")
-SECONDS_AFTER_WATCHDOG = 60.0  # NCCL's own timeout ends a process with a dump that does not name the missing rank
+# NCCL's own timeout ends a process with a dump that does not name the missing rank
+SECONDS_AFTER_WATCHDOG = 60.0
 LEAST_SECONDS_TO_START = 600.0  # importing torch from a cold file system can take minutes
 _STARTS = itertools.count()  # a script can start several runs in one process
 
@@ -47,11 +49,13 @@ class Runtime:
     local_rank: int  # on this node, 0 to local_world_size - 1
     local_world_size: int
     device: torch.device  # where this process computes
-    storage_device: torch.device  # of parameters and optimizer state: `device`, or the CPU with cpu_offload
+    # of parameters and optimizer state: `device`, or the CPU with cpu_offload
+    storage_device: torch.device
     device_note: str  # description of the device, for the log
     mesh: DeviceMesh  # ("shard",), or ("replicate", "shard") with several copies of the model
     store: dist.Store | None  # the rendezvous store, with a prefix for this attempt; None in a plan
-    job_store: dist.Store | None = None  # shared by all attempts, holds the run's directory; None without torchrun
+    # shared by all attempts, holds the run's directory; None without torchrun
+    job_store: dist.Store | None = None
     status: RunStatus | None = None  # set on each rank as soon as the run has a directory
     signals: StopSignals = field(default_factory=StopSignals)  # requests to stop the run
     explainer: Explainer | None = None  # explains errors about memory; the recipe sets it
@@ -64,9 +68,11 @@ class Runtime:
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Run the block on the first process of each node, then on its others, which find the results in the cache.
+        """Run the block on the first process of each node, then on its others, which find the
+        results in the cache.
 
-        The others poll the store. A collective would time out, because tokenizing much data takes hours.
+        The others poll the store. A collective would time out, because tokenizing much data takes
+        hours.
         """
         if self.store is None or self.world_size == 1:
             yield
@@ -78,7 +84,8 @@ class Runtime:
             yield
             self.store.add(done, 1)
         while self.store.add(done, 0) < leaders:
-            threading.Event().wait(0.2)  # the watchdog would take time.sleep for waiting on the device
+            # the watchdog would take time.sleep for waiting on the device
+            threading.Event().wait(0.2)
         if self.local_rank != 0:
             yield
 
@@ -89,34 +96,40 @@ class Runtime:
         return cast(T, box[0])
 
     def all_gather_floats(self, *numbers: float) -> torch.Tensor:
-        """Return the numbers of all ranks, float64 [world_size, len(numbers)]. It does not wait for the device."""
+        """Return the numbers of all ranks, float64 [world_size, len(numbers)]. It does not wait for
+        the device."""
         mine = torch.tensor(numbers, dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(everyone, mine)
         return torch.stack(everyone)
 
     def mean_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the mean over ranks, without gradient, on the value's device. All ranks must call it."""
+        """Return the mean over ranks, without gradient, on the value's device. All ranks must call
+        it."""
         mean = value.detach().clone()
         dist.all_reduce(mean)
         return mean / self.world_size
 
     @property
     def earlier_run(self) -> Path | None:
-        """The run directory of an earlier attempt of this job (torchrun restarts); None if there was none."""
+        """The run directory of an earlier attempt of this job (torchrun restarts); None if there
+        was none."""
         if self.job_store is None or not self.job_store.check(["directory"]):
             return None
         return Path(self.job_store.get("directory").decode())
 
-    def begin_run(self, output_dir: Path, step: int = 0, at_end: Callable[[], None] = lambda: None) -> None:
-        """Keep status.json in `output_dir` current from now on. The rank that ends the run calls `at_end`. If torchrun
-        restarts the ranks, the next attempt resumes in this directory."""
+    def begin_run(
+        self, output_dir: Path, step: int = 0, at_end: Callable[[], None] = lambda: None
+    ) -> None:
+        """Keep status.json in `output_dir` current from now on. The rank that ends the run calls
+        `at_end`. If torchrun restarts the ranks, the next attempt resumes in this directory."""
         self.status = RunStatus(output_dir, at_end, step)
         if self.is_main and self.job_store is not None:
             self.job_store.set("directory", os.path.abspath(output_dir))
         if self.is_main:
             self.status.write("running")
-        dist.barrier()  # otherwise "running" could overwrite the "failed" of a rank that fails at once
+        # otherwise "running" could overwrite the "failed" of a rank that fails at once
+        dist.barrier()
 
     def note_step(self, step: int) -> None:
         """Tell status.json the number of completed optimizer steps."""
@@ -124,7 +137,8 @@ class Runtime:
             self.status.note_step(step, writes=self.is_main)
 
     def describe(self, rows: int, micro_batches: int, global_batch: int, unit: str = "row") -> str:
-        """Return a text about the devices, and how parameters and batches are distributed. All ranks must call it.
+        """Return a text about the devices, and how parameters and batches are distributed. All
+        ranks must call it.
 
         Args:
             rows: samples, or packed sequences, per micro-batch of one rank.
@@ -135,11 +149,15 @@ class Runtime:
         notes: list[Any] = [None] * self.world_size
         dist.all_gather_object(notes, self.device_note)
         shards, is_offloaded = self.mesh["shard"].size(), self.storage_device != self.device
-        product = f"ranks ({self.world_size}) x micro-batch ({rows}) x accumulation ({micro_batches})"
-        if global_batch != self.world_size * rows * micro_batches:  # the resumed run began on another number of ranks
+        product = (
+            f"ranks ({self.world_size}) x micro-batch ({rows}) x accumulation ({micro_batches})"
+        )
+        # the resumed run began on another number of ranks
+        if global_batch != self.world_size * rows * micro_batches:
             product = f"as before, at most {rows} per rank and micro-batch"
         lines = [
-            *[f"Mesh: replicate {self.world_size // shards} x shard {shards}"] * (self.world_size > 1),
+            *[f"Mesh: replicate {self.world_size // shards} x shard {shards}"]
+            * (self.world_size > 1),
             *(f"{count} x {note}" for note, count in Counter(notes).items()),
             *["parameters and optimizer state in host memory"] * is_offloaded,
             f"global batch: {counted(global_batch, 'packed sequence' if unit == 'pack' else 'sample')} = {product}",
@@ -155,23 +173,29 @@ def start(
     memory_fraction: float | None = None,
     timeout_seconds: float = 1800.0,
 ) -> Iterator[Runtime]:
-    """Start the process group, and end the process as described in `runtime.exit` if the block fails.
+    """Start the process group, and end the process as described in `runtime.exit` if the block
+    fails.
 
     Args:
         device: auto is CUDA if there is a GPU, else the CPU.
-        shard_degree: number of ranks that share one copy of the model; world: all ranks, node: those of one node.
+        shard_degree: number of ranks that share one copy of the model; world: all ranks, node:
+            those of one node.
         cpu_offload: keep parameters and optimizer state in host memory.
-        memory_fraction: largest share of its GPU's memory that each rank may allocate, 0 to 1; None: all.
+        memory_fraction: largest share of its GPU's memory that each rank may allocate, 0 to 1;
+            None: all.
         timeout_seconds: how long a rank waits for others.
 
     Yields:
         The Runtime. NCCL carries CUDA tensors, gloo CPU tensors.
 
     Raises:
-        UserError: there are more processes than GPUs, or the ranks cannot be divided into groups of that size.
+        UserError: there are more processes than GPUs, or the ranks cannot be divided into groups of
+            that size.
     """
     names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    rank, world_size, local_rank, local_world_size = (int(os.environ.get(*name)) for name in names.items())
+    rank, world_size, local_rank, local_world_size = (
+        int(os.environ.get(*name)) for name in names.items()
+    )
     configure_console(rank)
     _silence_libraries(rank)
     signals = StopSignals()
@@ -180,7 +204,9 @@ def start(
     watchdog: Watchdog | None = None
 
     def end(error: BaseException) -> NoReturn:
-        status, explainer = (runtime.status, runtime.explainer) if runtime is not None else (None, None)
+        status, explainer = (
+            (runtime.status, runtime.explainer) if runtime is not None else (None, None)
+        )
         describe_lost = watchdog.describe_lost if watchdog is not None else str
         exit_process(error, rank, store, status, signals.end_requested, describe_lost, explainer)
 
@@ -192,18 +218,28 @@ def start(
             place = pick_device(device, torch.cuda.device_count(), local_rank, local_world_size)
             storage = torch.device("cpu") if cpu_offload else place
             # torchrun sets 1. That leaves cores idle if the CPU computes or updates the weights.
-            if storage.type == "cpu" and local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+            if (
+                storage.type == "cpu"
+                and local_world_size > 1
+                and os.environ.get("OMP_NUM_THREADS", "1") == "1"
+            ):
                 torch.set_num_threads(max(1, cores() // local_world_size))
-            # oneDNN compiles a 16-bit matmul per shape on the CPU. Its default, 1,024, takes 0.9 GiB; this takes half.
+            # oneDNN compiles a 16-bit matmul per shape on the CPU. Its default, 1,024, takes 0.9
+            # GiB; this takes half.
             os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
             degree = resolve_degree(shard_degree, world_size, local_world_size)
             note = take_device(place, memory_fraction)
             timeout = timedelta(seconds=timeout_seconds + SECONDS_AFTER_WATCHDOG)
-            backend, device_id = ("cpu:gloo,cuda:nccl", place) if place.type == "cuda" else ("gloo", None)
-            dist.init_process_group(backend, None, timeout, world_size, rank, store, device_id=device_id)
+            backend, device_id = (
+                ("cpu:gloo,cuda:nccl", place) if place.type == "cuda" else ("gloo", None)
+            )
+            dist.init_process_group(
+                backend, None, timeout, world_size, rank, store, device_id=device_id
+            )
             mesh = mesh_over(place.type, world_size, degree)
             for group in mesh.get_all_groups():
-                _set_pg_timeout(timeout, group)  # init_device_mesh uses torch's default: 10 min with NCCL
+                # init_device_mesh uses torch's default: 10 min with NCCL
+                _set_pg_timeout(timeout, group)
             places = (rank, world_size, local_rank, local_world_size, place, storage)
             runtime = Runtime(*places, note, mesh, store, job_store, signals=signals)
             if world_size > 1:
@@ -213,7 +249,8 @@ def start(
                     yield runtime
                 except Stopped as stopped:
                     if stopped.agreed:
-                        dist.barrier()  # a rank that exits earlier would look like one that died during the save
+                        # a rank that exits earlier would look like one that died during the save
+                        dist.barrier()
                     raise
                 dist.barrier()
             if runtime.is_main and runtime.status is not None:
@@ -230,23 +267,29 @@ def start(
 def mesh_over(device_type: str, world_size: int, degree: int) -> DeviceMesh:
     """Return a mesh of [copies of the model, `degree` ranks that share one copy]."""
     copies = world_size // degree
-    shape, names = ((copies, degree), ("replicate", "shard")) if copies > 1 else ((degree,), ("shard",))
+    shape, names = (
+        ((copies, degree), ("replicate", "shard")) if copies > 1 else ((degree,), ("shard",))
+    )
     return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
 def resolve_degree(shard_degree: int | str, world_size: int, local_world_size: int) -> int:
-    """Return the number of ranks that share one copy. Raises a UserError if it does not divide the number of ranks."""
+    """Return the number of ranks that share one copy. Raises a UserError if it does not divide the
+    number of ranks."""
     if shard_degree == "world":
         return world_size
     degree = local_world_size if shard_degree == "node" else int(shard_degree)
     if world_size % degree:
-        raise UserError(f"--sharding_group_size {degree}: {world_size} ranks do not divide into groups of {degree}.")
+        raise UserError(
+            f"--sharding_group_size {degree}: {world_size} ranks do not divide into groups of {degree}."
+        )
     return degree
 
 
 def _silence_libraries(rank: int) -> None:
     """Hide warnings of libraries that users cannot act on. Only rank 0 shows the other warnings."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns about forks after its threads started
+    # it warns about forks after its threads started
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # NCCL warns about single sends, which distribute and collect weights here.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     from transformers.utils import logging as transformers_logging
@@ -258,14 +301,18 @@ def _silence_libraries(rank: int) -> None:
 
 
 def _meet(rank: int, world_size: int, seconds: float) -> tuple[dist.Store, dist.Store]:
-    """Wait for all ranks at torchrun's address. Return the store of this attempt and the store of all attempts.
+    """Wait for all ranks at torchrun's address. Return the store of this attempt and the store of
+    all attempts.
 
-    torchrun's agent runs the store, so it outlives the ranks: an attempt finds the run directory of the one before. All
-    other keys need the name of the attempt as a prefix. torchrun's restart count cannot be that name, because each node
-    has its own count. So rank 0 invents a name and sends it to each rank through the store.
+    torchrun's agent runs the store, so it outlives the ranks: an attempt finds the run directory of
+    the one before. All other keys need the name of the attempt as a prefix. torchrun's restart
+    count cannot be that name, because each node has its own count. So rank 0 invents a name and
+    sends it to each rank through the store.
     """
     timeout, name = max(seconds, LEAST_SECONDS_TO_START), uuid.uuid4().hex
-    shared, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout))))
+    shared, _, _ = next(
+        iter(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout)))
+    )
     store, deadline = dist.PrefixStore("llama_ft/meeting", shared), time.monotonic() + timeout
     if rank != 0:
         store.set(f"question/{rank}", question := name)
@@ -277,9 +324,13 @@ def _meet(rank: int, world_size: int, seconds: float) -> tuple[dist.Store, dist.
     missing = [*range(1, world_size)] if rank == 0 else []
     while missing := [other for other in missing if not store.check([f"{name}/{other}"])]:
         if time.monotonic() > deadline:
-            raise LostRank(f"rank {', '.join(map(str, missing))} has not started within {timeout:g} s.")
+            raise LostRank(
+                f"rank {', '.join(map(str, missing))} has not started within {timeout:g} s."
+            )
         for other in missing:
             if store.check([f"question/{other}"]):
                 store.set(f"answer/{store.get(f'question/{other}').decode()}", name)
         time.sleep(0.05)
-    return dist.PrefixStore(f"llama_ft/{name}", shared), dist.PrefixStore(f"llama_ft/run{next(_STARTS)}", shared)
+    return dist.PrefixStore(f"llama_ft/{name}", shared), dist.PrefixStore(
+        f"llama_ft/run{next(_STARTS)}", shared
+    )

@@ -1,9 +1,11 @@
-"""A thread on each rank that finds ranks which hang or have ended, and ends the job with a message that names them.
+"""A thread on each rank that finds ranks which hang or have ended, and ends the job with a message
+that names them.
 
-A rank that waits in a collective can be recognized: its main thread does not move and starts no further collective.
-Every two seconds the watchdog writes what it sees to the rendezvous store; a training step does nothing for it. If a
-rank has waited for the timeout, its watchdog reads the other reports. If a report is old, that rank is stopped or dead.
-If a rank does not wait, it hangs in its own code, at the line in its report.
+A rank that waits in a collective can be recognized: its main thread does not move and starts no
+further collective. Every two seconds the watchdog writes what it sees to the rendezvous store; a
+training step does nothing for it. If a rank has waited for the timeout, its watchdog reads the
+other reports. If a report is old, that rank is stopped or dead. If a rank does not wait, it hangs
+in its own code, at the line in its report.
 """
 
 import contextlib
@@ -28,7 +30,8 @@ from llama_ft.runtime.out_of_memory import KILLED, KILLED_BY, host_memory
 
 SECONDS_BETWEEN_LOOKS, SECONDS_OF_SILENCE = 2.0, 5.0
 TORCH = str(Path(torch.__file__).parent) + os.sep
-SKIPPED_FRAMES = (TORCH, str(Path(__file__).parent) + os.sep, contextlib.__file__, "<frozen")  # not the cause
+# not the cause
+SKIPPED_FRAMES = (TORCH, str(Path(__file__).parent) + os.sep, contextlib.__file__, "<frozen")
 
 
 class Report(NamedTuple):
@@ -53,12 +56,23 @@ class Watchdog(threading.Thread):
     """
 
     def __init__(
-        self, store: dist.Store, mesh: DeviceMesh, seconds: float, end: Callable[[BaseException], NoReturn]
+        self,
+        store: dist.Store,
+        mesh: DeviceMesh,
+        seconds: float,
+        end: Callable[[BaseException], NoReturn],
     ) -> None:
         super().__init__(name="watchdog", daemon=True)
         self._store = store.clone()  # type: ignore[attr-defined]  # the main thread may be waiting on the other one
-        groups = {group.group_name: group for group in (dist.group.WORLD, *mesh.get_all_groups()) if group}
-        self._groups, self._device, self._seconds, self._end = [*groups.values()], mesh.device_type, seconds, end
+        groups = {
+            group.group_name: group for group in (dist.group.WORLD, *mesh.get_all_groups()) if group
+        }
+        self._groups, self._device, self._seconds, self._end = (
+            [*groups.values()],
+            mesh.device_type,
+            seconds,
+            end,
+        )
         self._processes, self._ended = dict[int, int](), threading.Event()
         self._state, self._since = object(), time.monotonic()  # and when this state was first seen
 
@@ -66,20 +80,24 @@ class Watchdog(threading.Thread):
         self._look()
         first = dist.get_rank() - int(os.environ.get("LOCAL_RANK", 0))
         here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        self._processes = {rank: self._report(rank).pid for rank in here}  # process ids of this node's ranks
+        # process ids of this node's ranks
+        self._processes = {rank: self._report(rank).pid for rank in here}
         self.start()
 
     def __exit__(self, *_: object) -> None:
-        """Stop the thread. Python aborts a process that exits while a thread is inside the store's C++ code."""
+        """Stop the thread. Python aborts a process that exits while a thread is inside the store's
+        C++ code."""
         self._ended.set()
         self.join(SECONDS_OF_SILENCE)
 
     def run(self) -> None:
-        """Check every two seconds until the store and its host are gone; then torchrun ends this rank."""
+        """Check every two seconds until the store and its host are gone; then torchrun ends this
+        rank."""
         with contextlib.suppress(RuntimeError, ConnectionError):
             while not self._ended.wait(min(SECONDS_BETWEEN_LOOKS, self._seconds / 10)):
                 self._look()
-                lost = self.describe_lost()  # NCCL does not tell a rank that waits on its GPU about a peer's end
+                # NCCL does not tell a rank that waits on its GPU about a peer's end
+                lost = self.describe_lost()
                 if (lost or self._store.check([FAILURE_KEY])) and not self._ended.is_set():
                     self._end(LostRank(f"lost contact with another rank: {lost}"))
 
@@ -92,12 +110,23 @@ class Watchdog(threading.Thread):
         return ""
 
     def _look(self) -> None:
-        now, frame, rank = time.monotonic(), sys._current_frames()[threading.main_thread().ident or 0], dist.get_rank()
+        now, frame, rank = (
+            time.monotonic(),
+            sys._current_frames()[threading.main_thread().ident or 0],
+            dist.get_rank(),
+        )
         collectives = sum(group._get_sequence_number_for_group() for group in self._groups)  # type: ignore[attr-defined]
         if (state := self._state_at(frame, collectives)) != self._state:
             self._state, self._since = state, now
         waits = now - self._since
-        report = (time.time(), socket.gethostname(), os.getpid(), waits > self._seconds / 2, collectives, place(frame))
+        report = (
+            time.time(),
+            socket.gethostname(),
+            os.getpid(),
+            waits > self._seconds / 2,
+            collectives,
+            place(frame),
+        )
         self._store.set(f"watchdog/{rank}", json.dumps(report))
         if waits > self._seconds:
             reports = [self._report(rank) for rank in range(dist.get_world_size())]
@@ -109,10 +138,12 @@ class Watchdog(threading.Thread):
     def _state_at(self, frame: FrameType | None, collectives: int) -> object:
         """Return a state that stays equal only while this rank waits.
 
-        CUDA collectives are queued, and the host waits for them at any line that reads a number. So with CUDA the state
-        is the current line and the number of allocations: any computation allocates memory.
+        CUDA collectives are queued, and the host waits for them at any line that reads a number. So
+        with CUDA the state is the current line and the number of allocations: any computation
+        allocates memory.
         """
-        if frame and self._device == "cuda" and frame.f_code.co_filename != threading.__file__:  # for a thread
+        # for a thread
+        if frame and self._device == "cuda" and frame.f_code.co_filename != threading.__file__:
             allocations = torch.cuda.memory_stats().get("allocation.all.allocated", 0)
             return collectives, allocations, id(frame), frame.f_lasti
         while frame is not None and frame.f_code.co_filename.startswith(TORCH):
@@ -123,18 +154,28 @@ class Watchdog(threading.Thread):
 
 
 def describe_hang(reports: Sequence[Report], asker: int, seconds: float) -> str:
-    """Return a message that names the missing ranks, from the reports of all ranks. Rank `asker` is waiting."""
+    """Return a message that names the missing ranks, from the reports of all ranks. Rank `asker` is
+    waiting."""
     furthest = max(report.collectives for report in reports)
     missing = [rank for rank, report in enumerate(reports) if not report.waits]
     # If all ranks wait, the ranks with fewer collectives are behind the others.
-    missing = missing or [rank for rank, report in enumerate(reports) if report.collectives < furthest]
+    missing = missing or [
+        rank for rank, report in enumerate(reports) if report.collectives < furthest
+    ]
     names = ", ".join(map(str, missing))
     head = f"rank {names} did not arrive; the others have waited" if missing else "all ranks wait"
-    lines = [f"{head} for {seconds:g} s (--collective_timeout).", f"rank {asker} waits at {reports[asker].place}"]
+    lines = [
+        f"{head} for {seconds:g} s (--collective_timeout).",
+        f"rank {asker} waits at {reports[asker].place}",
+    ]
     for rank in (missing or [rank for rank in range(len(reports)) if rank != asker])[:8]:
         report = reports[rank]
         is_silent = report.time < reports[asker].time - SECONDS_OF_SILENCE
-        state = "does not respond: it is suspended or has ended" if is_silent else f"is at {report.place}"
+        state = (
+            "does not respond: it is suspended or has ended"
+            if is_silent
+            else f"is at {report.place}"
+        )
         lines.append(f"rank {rank} ({report.host}, pid {report.pid}) {state}")
     return "\n".join(lines)
 
@@ -143,4 +184,8 @@ def place(frame: FrameType | None) -> str:
     """Return the innermost line outside torch and the runtime, as `file:line in function`."""
     while frame is not None and frame.f_code.co_filename.startswith(SKIPPED_FRAMES):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else "an unknown line"
+    return (
+        f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        if frame
+        else "an unknown line"
+    )

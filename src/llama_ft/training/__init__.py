@@ -3,7 +3,13 @@
 from llama_ft.training.advice import advice
 from llama_ft.training.check_packing import check_packing
 from llama_ft.training.evaluation import mean_loss, perplexity, sample_chats, show_answers
-from llama_ft.training.objective import LossSum, Objective, SupervisedFineTuning, target_losses, target_rows
+from llama_ft.training.objective import (
+    LossSum,
+    Objective,
+    SupervisedFineTuning,
+    target_losses,
+    target_rows,
+)
 from llama_ft.training.optimizer import build_optimizer, learning_rate, warmup_steps
 from llama_ft.training.preferences import build_objective, settle_format
 from llama_ft.training.reference import ReferencePass

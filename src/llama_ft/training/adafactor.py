@@ -15,11 +15,12 @@ SMALLEST_SCALE = 1e-3
 
 
 class Adafactor(ShardedOptimizer):
-    """torch.optim.Adafactor does not support DTensors. Here each rank sums over its rows, and two small all-reduces per
-    parameter add the sums of the ranks that share a copy.
+    """torch.optim.Adafactor does not support DTensors. Here each rank sums over its rows, and two
+    small all-reduces per parameter add the sums of the ranks that share a copy.
 
     Args:
-        lr: maximum step relative to the root mean square of a parameter; after t steps it is at most 1 / sqrt(t).
+        lr: maximum step relative to the root mean square of a parameter; after t steps it is at
+            most 1 / sqrt(t).
 
     Source: https://arxiv.org/abs/1804.04235; torch/optim/_adafactor.py.
     """
@@ -37,7 +38,15 @@ class Adafactor(ShardedOptimizer):
             "col_var": zeros_for(parameter, columns, torch.float32, replicated=parameter.ndim == 2),
         }
 
-    def update(self, parameter: Tensor, weight: Tensor, grad: Tensor, state: States, step: int, group: Group) -> None:
+    def update(
+        self,
+        parameter: Tensor,
+        weight: Tensor,
+        grad: Tensor,
+        state: States,
+        step: int,
+        group: Group,
+    ) -> None:
         """See `ShardedOptimizer`."""
         newest = step**DECAY
         squared = grad.float().square()
@@ -60,7 +69,9 @@ class Adafactor(ShardedOptimizer):
             variance = squared.copy_(state["variance"].lerp_(squared, newest))
             _add_over_shards(weight_squares, parameter)
         update = variance.clamp_(min=SMALLEST**2).rsqrt_().mul_(grad)
-        update_rms = _add_over_shards(update.square().sum(), parameter).div_(parameter.numel()).sqrt_()
+        update_rms = (
+            _add_over_shards(update.square().sum(), parameter).div_(parameter.numel()).sqrt_()
+        )
         weight_rms = weight_squares.div(parameter.numel()).sqrt_()
         size = weight_rms.clamp_(min=SMALLEST_SCALE) * min(group["lr"], step**-0.5)
         weight.mul_(1 - group["lr"] * group["weight_decay"])

@@ -3,7 +3,8 @@
 from llama_ft.config import Config
 
 ADAM = ("AdamW", "anyprecision", "AdamW8bit")
-# Published configs use 1e-6 to 2e-5 for full fine-tuning of 1 to 70 B parameters, and 1e-4 to 3e-4 for LoRA.
+# Published configs use 1e-6 to 2e-5 for full fine-tuning of 1 to 70 B parameters, and 1e-4 to 3e-4
+# for LoRA.
 FULL_TUNING_LR, LORA_LR = 5e-5, 5e-3
 OTHERS_LR = 1e-4  # with AdamW's rates, SGD and Adafactor hardly change a weight
 
@@ -19,7 +20,9 @@ def advice(config: Config, names_dataset: bool, global_batch: int, size: int | N
     """
     train, given_model, found = config.train, config.model.model_name != "demo", []
     if given_model and config.data.dataset == "demo" and not names_dataset:
-        found.append("dataset is demo, questions about Python's standard library. Set --dataset to train on your data.")
+        found.append(
+            "dataset is demo, questions about Python's standard library. Set --dataset to train on your data."
+        )
     if size is not None and size < global_batch:
         unit = "packed sequences" if config.data.batching_strategy == "packing" else "samples"
         found.append(
@@ -31,7 +34,10 @@ def advice(config: Config, names_dataset: bool, global_batch: int, size: int | N
     elif config.peft.use_peft:
         is_usual, usual = train.lr <= LORA_LR, "1e-4 to 3e-4 for adapters"
     else:
-        is_usual, usual = train.lr <= FULL_TUNING_LR, "1e-5 to 2e-5 for all weights of a pretrained model"
+        is_usual, usual = (
+            train.lr <= FULL_TUNING_LR,
+            "1e-5 to 2e-5 for all weights of a pretrained model",
+        )
     if given_model and not is_usual:
         found.append(f"lr is {train.lr:g}, usual is {usual}. --lr sets it.")
     return found

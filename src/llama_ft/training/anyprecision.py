@@ -10,20 +10,27 @@ from llama_ft.runtime.one_kernel import OneKernel
 from llama_ft.training.sharded_optimizer import Group, ShardedOptimizer, States, zeros_for
 
 PIECE = 2**24  # elements per kernel call: five fp32 temporaries of 64 MiB for any parameter size
-ROW = 128  # elements; pieces are whole rows of them, so that a kernel for any number of rows can read 16 bytes at once
+# elements; pieces are whole rows of them, so that a kernel for any number of rows can read 16 bytes
+# at once
+ROW = 128
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 
 
 def round_stochastically(target: Tensor, source: Tensor, noise: Tensor) -> None:
-    """Write `source` (fp32) into `target` (bf16), rounded up or down at random so that the mean is exact. bf16 is the
-    upper half of fp32's bits. A uniform random number added to the lower half carries with the right probability.
-    `noise` is that number minus 2**15, as int16."""
-    bits = noise.to(torch.int32).add_(1 << 15).add_(source.view(torch.int32)).bitwise_and_(-(1 << 16))
+    """Write `source` (fp32) into `target` (bf16), rounded up or down at random so that the mean is
+    exact. bf16 is the upper half of fp32's bits. A uniform random number added to the lower half
+    carries with the right probability. `noise` is that number minus 2**15, as int16."""
+    bits = (
+        noise.to(torch.int32).add_(1 << 15).add_(source.view(torch.int32)).bitwise_and_(-(1 << 16))
+    )
     target.copy_(bits.view(torch.float32))
 
 
-def _update_piece(weight: Tensor, others: list[Tensor], noises: list[Tensor], factors: list[Tensor]) -> None:
-    """Update in place. Changing factors are tensors, so that a compiled kernel can be reused for other values."""
+def _update_piece(
+    weight: Tensor, others: list[Tensor], noises: list[Tensor], factors: list[Tensor]
+) -> None:
+    """Update in place. Changing factors are tensors, so that a compiled kernel can be reused for
+    other values."""
     (gradient, exp_avg, exp_avg_sq, *compensation), (decay, size, correction) = others, factors
     slope = gradient.float()
     mean = exp_avg.float().lerp_(slope, 1 - BETA1)
@@ -47,11 +54,13 @@ _update_in_one_pass = OneKernel(_update_piece)
 
 
 class AnyPrecisionAdamW(ShardedOptimizer):
-    """AdamW with two bf16 states, 4 bytes per parameter instead of 8. It computes in fp32, piece by piece.
+    """AdamW with two bf16 states, 4 bytes per parameter instead of 8. It computes in fp32, piece by
+    piece.
 
-    The neighbors of a bf16 weight of 1 are 0.8% away, so a step of 1e-4 would round to nothing. Here a bf16 weight is
-    rounded stochastically; or with compensated summation, a third state keeps the lost part for the next step. The
-    random numbers depend only on the step and the shard, so copies of a shard stay equal, also after a resume.
+    The neighbors of a bf16 weight of 1 are 0.8% away, so a step of 1e-4 would round to nothing.
+    Here a bf16 weight is rounded stochastically; or with compensated summation, a third state keeps
+    the lost part for the next step. The random numbers depend only on the step and the shard, so
+    copies of a shard stay equal, also after a resume.
 
     Args:
         use_kahan_summation: compensated summation instead of stochastic rounding of bf16 weights.
@@ -59,23 +68,37 @@ class AnyPrecisionAdamW(ShardedOptimizer):
     Source: AnyPrecisionAdamW (torchdistx, used by llama-recipes); https://arxiv.org/abs/2010.06192.
     """
 
-    def __init__(self, params: Any, lr: float, use_kahan_summation: bool = False, weight_decay: float = 0.0) -> None:
+    def __init__(
+        self, params: Any, lr: float, use_kahan_summation: bool = False, weight_decay: float = 0.0
+    ) -> None:
         self.use_kahan_summation = use_kahan_summation
-        super().__init__(params, {"lr": lr, "betas": (BETA1, BETA2), "eps": EPS, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": (BETA1, BETA2), "eps": EPS, "weight_decay": weight_decay}
+        )
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def new_state(self, parameter: Tensor) -> States:
         names = ["exp_avg", "exp_avg_sq"]
         if self.use_kahan_summation and parameter.dtype == torch.bfloat16:
             names.append("compensation")
-        return {name: zeros_for(parameter, tuple(parameter.shape), torch.bfloat16) for name in names}
+        return {
+            name: zeros_for(parameter, tuple(parameter.shape), torch.bfloat16) for name in names
+        }
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         self._generators.clear()  # the first parameter on each device seeds it again
         super().step()
 
-    def update(self, parameter: Tensor, weight: Tensor, grad: Tensor, state: States, step: int, group: Group) -> None:
+    def update(
+        self,
+        parameter: Tensor,
+        weight: Tensor,
+        grad: Tensor,
+        state: States,
+        step: int,
+        group: Group,
+    ) -> None:
         """See `ShardedOptimizer`."""
         if weight.device not in self._generators:
             seed = step * 2**24 + _shard_number(parameter)
@@ -83,9 +106,19 @@ class AnyPrecisionAdamW(ShardedOptimizer):
         generator = self._generators[weight.device]
         if weight.numel() == 0:
             return
-        scalars = [1 - group["lr"] * group["weight_decay"], -group["lr"] / (1 - BETA1**step), 1 - BETA2**step]
-        factors = [torch.full((), scalar, dtype=torch.float32, device=weight.device) for scalar in scalars]
-        tensors = [weight.detach(), grad, *(value for name, value in state.items() if name != "step")]
+        scalars = [
+            1 - group["lr"] * group["weight_decay"],
+            -group["lr"] / (1 - BETA1**step),
+            1 - BETA2**step,
+        ]
+        factors = [
+            torch.full((), scalar, dtype=torch.float32, device=weight.device) for scalar in scalars
+        ]
+        tensors = [
+            weight.detach(),
+            grad,
+            *(value for name, value in state.items() if name != "step"),
+        ]
         is_rounded = "compensation" not in state and weight.dtype == torch.bfloat16
         # A compiled kernel would use the weight before rounding, and compute a lost part of zero.
         compute = _update_piece if "compensation" in state else _update_in_one_pass
@@ -103,5 +136,7 @@ def _shard_number(parameter: Tensor) -> int:
     number = 0
     for dimension, placement in enumerate(parameter.placements):
         if placement.is_shard():
-            number = number * parameter.device_mesh.size(dimension) + parameter.device_mesh.get_local_rank(dimension)
+            number = number * parameter.device_mesh.size(
+                dimension
+            ) + parameter.device_mesh.get_local_rank(dimension)
     return number

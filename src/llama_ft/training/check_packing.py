@@ -1,4 +1,5 @@
-"""Check by computation, not by the model's name, that packed samples do not attend to each other."""
+"""Check by computation, not by the model's name, that packed samples do not attend to each
+other."""
 
 import inspect
 import math
@@ -12,7 +13,13 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.data import collate
 from llama_ft.errors import UserError
-from llama_ft.models import forget_chunked_loss, has_chunked_loss, packed_arguments, token_mixers, without_graphs
+from llama_ft.models import (
+    forget_chunked_loss,
+    has_chunked_loss,
+    packed_arguments,
+    token_mixers,
+    without_graphs,
+)
 from llama_ft.models.quantized import QuantizedLinear
 from llama_ft.models.score_head import has_score
 from llama_ft.runtime import Runtime, log
@@ -20,19 +27,23 @@ from llama_ft.training.step import free_unsharded
 
 ROWS = 3
 TOKENS = 16  # per sample: enough to see a difference, and cheap
-SPAN = re.compile("sliding_window|chunk_size|index_topk")  # settings of how many tokens a layer sees at a time
-# Mean difference of logits over their standard deviation. Samples that see each other, or positions that do not
-# restart, differ by 0.3 or more. Rounding to 16 bits, or int8 with a scale over both samples, differs by about 0.01.
+# settings of how many tokens a layer sees at a time
+SPAN = re.compile("sliding_window|chunk_size|index_topk")
+# Mean difference of logits over their standard deviation. Samples that see each other, or positions
+# that do not restart, differ by 0.3 or more. Rounding to 16 bits, or int8 with a scale over both
+# samples, differs by about 0.01.
 TOLERANCE_FP32 = 1e-3
 TOLERANCE_ROUNDED = 0.05
 TOLERANCE_LOSS = 0.01  # of a sum over about fifty targets, with logits rounded to 16 bits
 
 
 @torch.no_grad()
-def check_packing(model: PreTrainedModel, rows: Dataset, longest: int, dtype: torch.dtype, runtime: Runtime) -> None:
-    """Compare the logits of a few packed samples with those of each sample alone by Transformers' own attention. If
-    they differ, run more of the model sample by sample. Compare the chunked loss with that of all logits. If that
-    differs, disable the chunked loss.
+def check_packing(
+    model: PreTrainedModel, rows: Dataset, longest: int, dtype: torch.dtype, runtime: Runtime
+) -> None:
+    """Compare the logits of a few packed samples with those of each sample alone by Transformers'
+    own attention. If they differ, run more of the model sample by sample. Compare the chunked loss
+    with that of all logits. If that differs, disable the chunked loss.
 
     Args:
         model: loaded and in training mode. All ranks must call it.
@@ -42,16 +53,21 @@ def check_packing(model: PreTrainedModel, rows: Dataset, longest: int, dtype: to
         runtime: the ranks.
 
     Raises:
-        UserError: logits differ by more than rounding, even if each layer computes sample by sample.
+        UserError: logits differ by more than rounding, even if each layer computes sample by
+            sample.
     """
     device, mixers = runtime.device, token_mixers(model)
     parts = _rows_to_compare(model, rows, longest)
     model.eval()
     for mixer in mixers.with_kernels:
-        mixer.training = True  # Mamba has other kernels for training; dropout is in a child and stays off
-    is_exact = dtype == torch.float32 and not any(isinstance(module, QuantizedLinear) for module in model.modules())
+        # Mamba has other kernels for training; dropout is in a child and stays off
+        mixer.training = True
+    is_exact = dtype == torch.float32 and not any(
+        isinstance(module, QuantizedLinear) for module in model.modules()
+    )
     attention = model.config._attn_implementation
-    model.config._attn_implementation = (attention or "").removeprefix("packed_") or None  # that of Transformers
+    # that of Transformers
+    model.config._attn_implementation = (attention or "").removeprefix("packed_") or None
     alone = [_logits(model, [part], None, device) for part in parts]
     model.config._attn_implementation = attention
     while True:
@@ -61,10 +77,14 @@ def check_packing(model: PreTrainedModel, rows: Dataset, longest: int, dtype: to
         difference = max(((ours - row).abs().mean() / row.std()).item() for row, ours in together)
         if difference <= (TOLERANCE_FP32 if is_exact else TOLERANCE_ROUNDED):
             break
-        problem = f"{type(model).__name__} does not keep packed samples apart (their logits differ by "
+        problem = (
+            f"{type(model).__name__} does not keep packed samples apart (their logits differ by "
+        )
         problem += f"{difference:.2g} of their deviation)"
         if not mixers.run_more_by_row():
-            raise UserError(f"--batching_strategy packing: {problem}.\nUse --batching_strategy padding.")
+            raise UserError(
+                f"--batching_strategy packing: {problem}.\nUse --batching_strategy padding."
+            )
         log.info(f"{problem}: {mixers.names()} compute one sample after another.")
     if has_chunked_loss(model):
         input_ids, positions = torch.cat(parts).to(device), _last_positions(parts).to(device)
@@ -84,11 +104,14 @@ def check_packing(model: PreTrainedModel, rows: Dataset, longest: int, dtype: to
 
 
 def _rows_to_compare(model: PreTrainedModel, rows: Dataset, longest: int) -> list[torch.Tensor]:
-    """Return the first tokens of a few samples. The first sample is repeated until it exceeds a layer's window."""
+    """Return the first tokens of a few samples. The first sample is repeated until it exceeds a
+    layer's window."""
     taken = collate(rows, range(min(ROWS, len(rows))), 0)
     whole = [ids[:length] for ids, length in zip(taken.input_ids, taken.row_lengths, strict=True)]
     parts = [ids[:TOKENS] for ids in whole]
-    spans = [value for name, value in vars(model.config.get_text_config()).items() if SPAN.search(name)]
+    spans = [
+        value for name, value in vars(model.config.get_text_config()).items() if SPAN.search(name)
+    ]
     # Phi-MoE has its window only in the mask, which packed sequences do not use.
     if shorter := [span for span in spans if isinstance(span, int) and 0 < span < longest]:
         ids, length = torch.cat(whole), min(max(shorter) + TOKENS, longest)
@@ -99,15 +122,23 @@ def _rows_to_compare(model: PreTrainedModel, rows: Dataset, longest: int) -> lis
 def _last_positions(parts: list[torch.Tensor]) -> torch.Tensor:
     """Return the last few positions of each sample in their sequence."""
     ends = torch.tensor([len(part) for part in parts]).cumsum(0).tolist()
-    return torch.cat([torch.arange(end - min(len(it), TOKENS), end) for it, end in zip(parts, ends, strict=True)])
+    return torch.cat(
+        [torch.arange(end - min(len(it), TOKENS), end) for it, end in zip(parts, ends, strict=True)]
+    )
 
 
 def _logits(
-    model: PreTrainedModel, parts: list[torch.Tensor], layout: dict[str, Any] | None, device: torch.device
+    model: PreTrainedModel,
+    parts: list[torch.Tensor],
+    layout: dict[str, Any] | None,
+    device: torch.device,
 ) -> torch.Tensor:
-    """float32 [positions, vocab], or scores [positions, 1], the last of each row; of one row without a layout. Those of
-    a whole window of tokens would take gigabytes."""
-    positions, input_ids = _last_positions(parts).to(device), torch.cat(parts).unsqueeze(0).to(device)
+    """float32 [positions, vocab], or scores [positions, 1], the last of each row; of one row
+    without a layout. Those of a whole window of tokens would take gigabytes."""
+    positions, input_ids = (
+        _last_positions(parts).to(device),
+        torch.cat(parts).unsqueeze(0).to(device),
+    )
     can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
     keep = {"logits_to_keep": positions} if can_keep else {}
     inputs = {"input_ids": input_ids, "use_cache": False, **keep}

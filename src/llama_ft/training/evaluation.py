@@ -1,4 +1,5 @@
-"""Evaluate the model during training: its mean loss on the validation set, and its answers to prompts."""
+"""Evaluate the model during training: its mean loss on the validation set, and its answers to
+prompts."""
 
 import math
 import textwrap
@@ -34,8 +35,8 @@ def mean_loss(
     pack_length: int | None,
     runtime: Runtime,
 ) -> tuple[float, int, dict[str, float]]:
-    """Return the mean loss over the validation set without dropout, the number of loss tokens or pairs, and the means
-    of the objective's other values.
+    """Return the mean loss over the validation set without dropout, the number of loss tokens or
+    pairs, and the means of the objective's other values.
 
     Args:
         model: in training mode, also afterwards.
@@ -46,10 +47,18 @@ def mean_loss(
         pack_length: tokens of a packed sequence; None: no packing.
         runtime: the ranks.
     """
-    ranks, sizes = (runtime.world_size, runtime.rank), (settings.val_batch_size, settings.max_eval_step)
+    ranks, sizes = (
+        (runtime.world_size, runtime.rank),
+        (settings.val_batch_size, settings.max_eval_step),
+    )
     group = group_size(validation)
     model.eval()
-    count, sums = 0, defaultdict[str, torch.Tensor](lambda: torch.zeros((), dtype=torch.float64, device=runtime.device))
+    count, sums = (
+        0,
+        defaultdict[str, torch.Tensor](
+            lambda: torch.zeros((), dtype=torch.float64, device=runtime.device)
+        ),
+    )
     for indices in evaluation_batches(row_lengths(validation), *ranks, *sizes, pack_length, group):
         batch = collate(validation, indices, pad_token_id, pack_length is not None)
         summed = objective.loss(model, batch, runtime)
@@ -58,14 +67,18 @@ def mean_loss(
         count += summed.count
     free_unsharded(model)
     model.train()
-    *totals, total = runtime.all_gather_floats(*(it.item() for it in sums.values()), count).sum(dim=0).tolist()
+    *totals, total = (
+        runtime.all_gather_floats(*(it.item() for it in sums.values()), count).sum(dim=0).tolist()
+    )
     means = logged_means(dict(zip(sums, totals, strict=True)), total)
     return means.pop("loss"), int(total), means
 
 
-def sample_chats(settings: TrainConfig, known: list[dict[str, str]] | None) -> list[list[dict[str, str]]]:
-    """Return the conversations to answer: one per prompt of sample_prompts, else `known`, which ends with its reference
-    response; none without sample_tokens."""
+def sample_chats(
+    settings: TrainConfig, known: list[dict[str, str]] | None
+) -> list[list[dict[str, str]]]:
+    """Return the conversations to answer: one per prompt of sample_prompts, else `known`, which
+    ends with its reference response; none without sample_tokens."""
     chats = [[{"role": "user", "content": prompt}] for prompt in settings.sample_prompts or ()]
     return (chats or ([known] if known else [])) if settings.sample_tokens else []
 
@@ -80,8 +93,8 @@ def show_answers(
     pad_token_id: int,
     runtime: Runtime,
 ) -> list[dict[str, str]]:
-    """Log and return the model's greedy answers, each with its question and, if known, the reference. All ranks must
-    call it, because each has only its shard of the weights.
+    """Log and return the model's greedy answers, each with its question and, if known, the
+    reference. All ranks must call it, because each has only its shard of the weights.
 
     Args:
         when: heading, such as "before fine-tuning".
@@ -95,12 +108,15 @@ def show_answers(
     if not conversations:
         return []
     questions = [it[:-1] if it[-1]["role"] == "assistant" else it for it in conversations]
-    prompts: Any = tokenizer.apply_chat_template(questions, add_generation_prompt=True, return_dict=False)
+    prompts: Any = tokenizer.apply_chat_template(
+        questions, add_generation_prompt=True, return_dict=False
+    )
     width = max(map(len, prompts))
     # Padding is on the left and masked, so any token can be used.
     ids = torch.tensor([prompt[:1] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    ends = stop_token_ids(tokenizer, model.generation_config.eos_token_id)  # config.json of Llava has none
+    # config.json of Llava has none
+    ends = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
     model.eval()
     # synced_gpus: ranks whose answers have ended must join the all-gathers of weights.
     tokens = model.generate(  # type: ignore[operator]  # a mixin's method, which nn.Module's annotation hides
@@ -116,13 +132,19 @@ def show_answers(
     free_unsharded(model)
     model.train()
     answers, lines = [], list[str]()
-    for messages, question, row in zip(conversations, questions, tokens[:, width:].tolist(), strict=True):
-        end = next((place for place, token in enumerate(row) if token in ends), None)  # padding follows
+    for messages, question, row in zip(
+        conversations, questions, tokens[:, width:].tolist(), strict=True
+    ):
+        # padding follows
+        end = next((place for place, token in enumerate(row) if token in ends), None)
         answer = str(tokenizer.decode(row[:end], skip_special_tokens=True)).strip()
         shown = {"question": question[-1]["content"], "answer": answer}
         if len(question) < len(messages):
             shown["reference"] = messages[-1]["content"]
         answers.append(shown)
-        lines += [f"  {name + ':':<10} {textwrap.shorten(it, 240, placeholder=' ...')}" for name, it in shown.items()]
+        lines += [
+            f"  {name + ':':<10} {textwrap.shorten(it, 240, placeholder=' ...')}"
+            for name, it in shown.items()
+        ]
     log.info("\n".join([f"\n{when.capitalize()}", *lines, ""]))
     return answers

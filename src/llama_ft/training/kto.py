@@ -1,15 +1,17 @@
 """Learning from completions with a label, desirable or undesirable: KTO.
 
-r is the log-probability of a completion minus that of the reference. z is an estimate of the KL divergence:
+r is the log-probability of a completion minus that of the reference. z is an estimate of the KL
+divergence:
 
     desirable      desirable_weight (1 - sigmoid(beta (r - z)))
     undesirable    undesirable_weight (1 - sigmoid(beta (z - r)))
 
-z is the mean of r over all ranks for the same prompts with completions of other samples. It is at least 0 and has no
-gradient. `data.tokenize.mismatch` chooses the other completion when the data are prepared.
+z is the mean of r over all ranks for the same prompts with completions of other samples. It is at
+least 0 and has no gradient. `data.tokenize.mismatch` chooses the other completion when the data are
+prepared.
 
-Source: https://arxiv.org/abs/2402.01306; names and logged numbers as in TRL's KTOTrainer, which takes the completion
-of the sample before in the micro-batch.
+Source: https://arxiv.org/abs/2402.01306; names and logged numbers as in TRL's KTOTrainer, which
+takes the completion of the sample before in the micro-batch.
 """
 
 import torch
@@ -18,12 +20,18 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.config import PreferenceConfig
 from llama_ft.data import Batch, unpaired_examples
 from llama_ft.runtime import Runtime, sent
-from llama_ft.training.objective import LossSum, row_log_probabilities, target_losses, with_router_loss
+from llama_ft.training.objective import (
+    LossSum,
+    row_log_probabilities,
+    target_losses,
+    with_router_loss,
+)
 from llama_ft.training.reference import AdapterOff, Reference, score_rows
 
 
 class Kto:
-    """Makes desirable completions likelier and undesirable ones less likely than the reference does.
+    """Makes desirable completions likelier and undesirable ones less likely than the reference
+    does.
 
     Attributes:
         reference: by default the model with its adapter off.
@@ -36,38 +44,50 @@ class Kto:
         self._settings, self.reference = settings, AdapterOff() if reference is None else reference
 
     def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
-        """See `Objective`; counts samples. Rows of even number are samples, each followed by its prompt with another
-        completion."""
+        """See `Objective`; counts samples. Rows of even number are samples, each followed by its
+        prompt with another completion."""
         settings, count = self._settings, len(batch.sources) // 2
         own, others = every_second(batch, 0), every_second(batch, 1)
         # To save memory: one half after the other, before the forward pass that keeps activations.
-        reference, of_others = (self.reference.log_probabilities(model, it, runtime)[:count] for it in (own, others))
+        reference, of_others = (
+            self.reference.log_probabilities(model, it, runtime)[:count] for it in (own, others)
+        )
         apart = score_rows(model, others, runtime)[:count] - of_others  # [samples]
         # Ranks may have different numbers of samples, or none.
-        total, samples = runtime.mean_over_ranks(torch.stack([apart.sum(), apart.new_full((), count)])).unbind()
+        total, samples = runtime.mean_over_ranks(
+            torch.stack([apart.sum(), apart.new_full((), count)])
+        ).unbind()
         divergence = (total / samples.clamp(min=1 / runtime.world_size)).clamp(min=0)
         losses, balance = target_losses(model, own, runtime.device, per_token=True)
         scores = row_log_probabilities(losses, own)[:count]  # [samples]
         ratios = scores - reference
         chosen = sent(torch.tensor(own.desirable, dtype=torch.float32), runtime.device)  # 1 or 0
         weights = settings.desirable_weight * chosen + settings.undesirable_weight * (1 - chosen)
-        loss = (weights * torch.sigmoid(settings.beta * (divergence - ratios) * (2 * chosen - 1))).sum()
+        loss = (
+            weights * torch.sigmoid(settings.beta * (divergence - ratios) * (2 * chosen - 1))
+        ).sum()
         rewards, scores = settings.beta * ratios.detach(), scores.detach()
         logged = {"kl": divergence * count}
         for name, which in {"chosen": chosen, "rejected": 1 - chosen}.items():
             sums = {"rewards": rewards * which, "logps": scores * which, "count": which}
             logged |= {f"{number}/{name}": values.sum() for number, values in sums.items()}
-        balance = balance * (count / max(1, len(losses)))  # from a sum over tokens to one over samples
+        # from a sum over tokens to one over samples
+        balance = balance * (count / max(1, len(losses)))
         return with_router_loss(LossSum(loss, count, logged), balance, model)
 
 
 def every_second(batch: Batch, first: int) -> Batch:
-    """Return every second row of a micro-batch, beginning with `first`; all rows if the rank has no samples."""
+    """Return every second row of a micro-batch, beginning with `first`; all rows if the rank has no
+    samples."""
     if not batch.sources:
         return batch
     lengths, both = batch.row_lengths[first::2], (batch.input_ids, batch.labels)
     if batch.is_packed:
-        ids, labels = (torch.cat(values.split(batch.row_lengths, dim=1)[first::2], dim=1) for values in both)
+        ids, labels = (
+            torch.cat(values.split(batch.row_lengths, dim=1)[first::2], dim=1) for values in both
+        )
     else:
         ids, labels = (values[first::2, : max(lengths)] for values in both)
-    return Batch(ids, labels, lengths, batch.is_packed, batch.sources[first::2], batch.desirable[first::2])
+    return Batch(
+        ids, labels, lengths, batch.is_packed, batch.sources[first::2], batch.desirable[first::2]
+    )

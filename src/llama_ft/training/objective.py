@@ -1,7 +1,9 @@
-"""The objective: how a sample becomes examples, and a micro-batch becomes a loss. One plain class per method.
+"""The objective: how a sample becomes examples, and a micro-batch becomes a loss. One plain class
+per method.
 
-`examples` turns a sample into tokens and loss masks; the examples of one sample stay together in a micro-batch. `loss`
-turns a micro-batch into a `LossSum`. The training step, evaluation and the planner use nothing else of a method.
+`examples` turns a sample into tokens and loss masks; the examples of one sample stay together in a
+micro-batch. `loss` turns a micro-batch into a `LossSum`. The training step, evaluation and the
+planner use nothing else of a method.
 """
 
 from collections.abc import Mapping
@@ -34,20 +36,31 @@ FILLED_TO = {"cuda": 1, "cpu": 64}  # tokens of a packed micro-batch are a multi
 
 @dataclass(frozen=True)
 class LossSum:
-    """The loss of a micro-batch of one rank, as a sum. Sums over all micro-batches and ranks are divided once by the
-    count of the whole global batch, so that the loss does not depend on how samples are padded or packed."""
+    """The loss of a micro-batch of one rank, as a sum. Sums over all micro-batches and ranks are
+    divided once by the count of the whole global batch, so that the loss does not depend on how
+    samples are padded or packed."""
 
-    loss: torch.Tensor  # float32 scalar with gradient; 0 with gradients of 0 for a micro-batch without samples
+    # float32 scalar with gradient; 0 with gradients of 0 for a micro-batch without samples
+    loss: torch.Tensor
     count: int  # how many losses it is the sum of: loss tokens, or pairs
     # Further sums by name, float32 scalars without gradient; `logged_means` of them are logged.
     logged: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def logged_means(sums: Mapping[str, float], count: float) -> dict[str, float]:
-    """Return the means of what `LossSum.logged` sums: of `rewards/chosen` over the sum `count/chosen` if there is one,
-    else over `count`. A mean over nothing is left out, and so is the margin between such means."""
-    counts = {name.removeprefix("count/"): value for name, value in sums.items() if name.startswith("count/")}
-    over = {name: counts.get(name.rpartition("/")[2], count) for name in sums if not name.startswith("count/")}
+    """Return the means of what `LossSum.logged` sums: of `rewards/chosen` over the sum
+    `count/chosen` if there is one, else over `count`. A mean over nothing is left out, and so is
+    the margin between such means."""
+    counts = {
+        name.removeprefix("count/"): value
+        for name, value in sums.items()
+        if name.startswith("count/")
+    }
+    over = {
+        name: counts.get(name.rpartition("/")[2], count)
+        for name in sums
+        if not name.startswith("count/")
+    }
     means = {name: sums[name] / over[name] for name in over if over[name]}
     if counts and {"rewards/chosen", "rewards/rejected"} <= means.keys():
         means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
@@ -67,20 +80,22 @@ class Objective(Protocol):
 
     @staticmethod
     def examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
-        """Turn a sample into tokens and loss masks of any length. Their number is fixed, such as the chosen and the
-        rejected response of a pair. They are neighbors in one micro-batch: rows of `batch.input_ids`, or lengths in
-        `batch.row_lengths`. `encoder.tokenize` makes one example from a sample of any format."""
+        """Turn a sample into tokens and loss masks of any length. Their number is fixed, such as
+        the chosen and the rejected response of a pair. They are neighbors in one micro-batch: rows
+        of `batch.input_ids`, or lengths in `batch.row_lengths`. `encoder.tokenize` makes one
+        example from a sample of any format."""
 
     def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
-        """Compute the loss of a micro-batch. All ranks call it together and equally often, so it may exchange numbers
-        (`runtime.mean_over_ranks`)."""
+        """Compute the loss of a micro-batch. All ranks call it together and equally often, so it
+        may exchange numbers (`runtime.mean_over_ranks`)."""
 
 
 def training_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the training loss of each token, float32 [targets]. To train with another loss, change this function.
+    """Return the training loss of each token, float32 [targets]. To train with another loss, change
+    this function.
 
-    It gets a few hundred targets at a time. Any function that autograd can differentiate works. The validation loss
-    remains the plain cross-entropy, so that it can be compared between runs.
+    It gets a few hundred targets at a time. Any function that autograd can differentiate works. The
+    validation loss remains the plain cross-entropy, so that it can be compared between runs.
 
     Args:
         logits: [targets, vocab], in the model's compute dtype.
@@ -95,12 +110,15 @@ def smoothed_loss(logits: torch.Tensor, targets: torch.Tensor, smoothing: float)
 
 
 class SupervisedFineTuning:
-    """Next-token prediction for the tokens in the loss, with the routers' auxiliary loss if it has a coefficient."""
+    """Next-token prediction for the tokens in the loss, with the routers' auxiliary loss if it has
+    a coefficient."""
 
     examples_per_sample, counts_tokens = 1, True
 
     def __init__(self, smoothing: float = 0.0) -> None:
-        self._training_loss = partial(smoothed_loss, smoothing=smoothing) if smoothing else training_loss
+        self._training_loss = (
+            partial(smoothed_loss, smoothing=smoothing) if smoothing else training_loss
+        )
 
     @staticmethod
     def examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
@@ -114,9 +132,12 @@ class SupervisedFineTuning:
         return with_router_loss(LossSum(losses, batch.target_tokens), balance, model)
 
 
-def with_router_loss(result: LossSum, balance: torch.Tensor | float, model: PreTrainedModel) -> LossSum:
-    """Add the routers' auxiliary loss, times its coefficient, to the loss of a micro-batch. `balance` is its sum over
-    `result.count`, a scalar tensor; a float if the model has no such loss."""
+def with_router_loss(
+    result: LossSum, balance: torch.Tensor | float, model: PreTrainedModel
+) -> LossSum:
+    """Add the routers' auxiliary loss, times its coefficient, to the loss of a micro-batch.
+    `balance` is its sum over `result.count`, a scalar tensor; a float if the model has no such
+    loss."""
     if not isinstance(balance, torch.Tensor):
         return result
     logged = {**result.logged, "router_aux_loss": balance.detach()}
@@ -130,17 +151,18 @@ def target_losses(
     loss_fn: LossFunction = cross_entropy,
     per_token: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Run the model on a micro-batch. Return the losses of the tokens to predict, and the routers' auxiliary loss as a
-    sum over loss tokens, without `router_coefficient`.
+    """Run the model on a micro-batch. Return the losses of the tokens to predict, and the routers'
+    auxiliary loss as a sum over loss tokens, without `router_coefficient`.
 
     Args:
-        model: causal language model; position t predicts token t + 1. Prepared by `use_chunked_loss` it makes
-            logits of a few hundred positions at a time; otherwise those of all positions with a target.
+        model: causal language model; position t predicts token t + 1. Prepared by
+            `use_chunked_loss` it makes logits of a few hundred positions at a time; otherwise those
+            of all positions with a target.
         batch: labels are not shifted; IGNORED positions are not targets.
         device: where the model computes.
         loss_fn: logits [n, vocab] and targets [n] -> losses [n].
-        per_token: return float32 [targets], in the order of `target_rows(batch)`, instead of their sum. Minus the
-            cross-entropy of a token is its log-probability.
+        per_token: return float32 [targets], in the order of `target_rows(batch)`, instead of their
+            sum. Minus the cross-entropy of a token is its log-probability.
     """
     aims = shifted_labels(batch)
     on_host = (aims != IGNORED).nonzero().squeeze(1)  # on the host, to avoid waiting for the device
@@ -159,7 +181,8 @@ def target_losses(
 
 
 def model_inputs(model: PreTrainedModel, batch: Batch, device: torch.device) -> dict[str, Any]:
-    """What a model is called with for a micro-batch, on the device: tokens, and which rows they belong to."""
+    """What a model is called with for a micro-batch, on the device: tokens, and which rows they
+    belong to."""
     input_ids = batch.input_ids
     if batch.is_packed:
         input_ids, lengths = _filled_up(model, batch, device)
@@ -167,24 +190,34 @@ def model_inputs(model: PreTrainedModel, batch: Batch, device: torch.device) -> 
     else:
         mask = batch.attention_mask.bool()
         layout = {"attention_mask": noted(sent(mask, device), needs_no_mask=bool(mask.all()))}
-    return {"input_ids": sent(input_ids, device), "use_cache": False, **layout, **router_arguments(model)}
+    return {
+        "input_ids": sent(input_ids, device),
+        "use_cache": False,
+        **layout,
+        **router_arguments(model),
+    }
 
 
 def target_rows(batch: Batch) -> torch.Tensor:
     """Return the index of each target's row in the micro-batch, int64 [targets] on the host."""
     if batch.is_packed:
-        rows = torch.repeat_interleave(torch.arange(len(batch.row_lengths)), torch.tensor(batch.row_lengths))
+        rows = torch.repeat_interleave(
+            torch.arange(len(batch.row_lengths)), torch.tensor(batch.row_lengths)
+        )
     else:
         rows = torch.arange(len(batch.row_lengths)).repeat_interleave(batch.input_ids.shape[1])
     return rows[shifted_labels(batch) != IGNORED]
 
 
-def row_log_probabilities(losses: torch.Tensor, counted: Batch, computed: Batch | None = None) -> torch.Tensor:
-    """Return the log-probability of the targets of each row, float32 [rows]. The order of summation is fixed, so that
-    every run has the same result.
+def row_log_probabilities(
+    losses: torch.Tensor, counted: Batch, computed: Batch | None = None
+) -> torch.Tensor:
+    """Return the log-probability of the targets of each row, float32 [rows]. The order of summation
+    is fixed, so that every run has the same result.
 
     Args:
-        losses: float32 [targets], those of `computed`, as `target_losses` returns them with `per_token`.
+        losses: float32 [targets], those of `computed`, as `target_losses` returns them with
+            `per_token`.
         counted: the micro-batch; its labels tell which tokens are summed.
         computed: the same rows with labels on more tokens; None: `counted`.
     """
@@ -192,26 +225,36 @@ def row_log_probabilities(losses: torch.Tensor, counted: Batch, computed: Batch 
     rows = target_rows(computed)
     is_counted = (shifted_labels(counted) != IGNORED)[shifted_labels(computed) != IGNORED]
     sizes = torch.bincount(rows, minlength=len(computed.row_lengths)).tolist()
-    of_tokens = -losses if bool(is_counted.all()) else -losses * sent(is_counted.float(), losses.device)
+    of_tokens = (
+        -losses if bool(is_counted.all()) else -losses * sent(is_counted.float(), losses.device)
+    )
     return pad_sequence(list(of_tokens.split(sizes)), batch_first=True).sum(1)
 
 
 def row_targets(batch: Batch) -> torch.Tensor:
-    """Return the number of targets of each row, int64 [rows] on the host; at least 1, to divide sums by it."""
+    """Return the number of targets of each row, int64 [rows] on the host; at least 1, to divide
+    sums by it."""
     return torch.bincount(target_rows(batch), minlength=len(batch.row_lengths)).clamp(min=1)
 
 
-def _filled_up(model: PreTrainedModel, batch: Batch, device: torch.device) -> tuple[torch.Tensor, list[int]]:
-    """Return the tokens of a packed micro-batch and the lengths of its rows, with an additional row without loss.
-    Lengths of packed sequences vary by a few tokens, and oneDNN compiles and keeps kernels for each new shape. (Not
-    with the routers' auxiliary loss, which would count that row.)"""
+def _filled_up(
+    model: PreTrainedModel, batch: Batch, device: torch.device
+) -> tuple[torch.Tensor, list[int]]:
+    """Return the tokens of a packed micro-batch and the lengths of its rows, with an additional row
+    without loss. Lengths of packed sequences vary by a few tokens, and oneDNN compiles and keeps
+    kernels for each new shape. (Not with the routers' auxiliary loss, which would count that
+    row.)"""
     more = -batch.input_ids.shape[1] % FILLED_TO[device.type]
     # The row's first tokens have no more positions than the longest row.
     if more == 0 or more > max(batch.row_lengths) or router_coefficient(model):
         return batch.input_ids, batch.row_lengths
-    return torch.cat([batch.input_ids, batch.input_ids[:, :more]], dim=1), [*batch.row_lengths, more]
+    return torch.cat([batch.input_ids, batch.input_ids[:, :more]], dim=1), [
+        *batch.row_lengths,
+        more,
+    ]
 
 
 def shifted_labels(batch: Batch) -> torch.Tensor:
-    """Return the token that each position of the flattened micro-batch predicts, int64 [positions], or IGNORED."""
+    """Return the token that each position of the flattened micro-batch predicts, int64 [positions],
+    or IGNORED."""
     return F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED).flatten()

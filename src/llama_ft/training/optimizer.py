@@ -14,16 +14,25 @@ from llama_ft.models.shards import local_shard
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW on each rank's local rows, with states sharded like parameters. DTensor's dispatch would take 3 to
-    5 times as long for 300 small parameters, and 3 s more for the first step."""
+    """torch's AdamW on each rank's local rows, with states sharded like parameters. DTensor's
+    dispatch would take 3 to 5 times as long for 300 small parameters, and 3 s more for the first
+    step."""
 
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
+    def __init__(
+        self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
+    ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
 
-    def first_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def first_state(
+        self, parameter: torch.Tensor, group: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
         """Return all states of a parameter before its first step, as torch creates them."""
         step = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
-        return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+        return {
+            "step": step,
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
 
     def _init_group(self, group: Any, params: Any, gradients: Any, *states: Any) -> Any:
         is_complex = super()._init_group(group, params, gradients, *states)
@@ -35,26 +44,39 @@ class AdamW(torch.optim.AdamW):
 class SGD(torch.optim.SGD):
     """torch's SGD, with the method that ShardedOptimizer also has."""
 
-    def first_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def first_state(
+        self, parameter: torch.Tensor, group: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
         """Return all states of a parameter before its first step."""
         return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
-    """Return the optimizer of the trained parameters. Weight decay does not apply to biases and to parameters with one
-    dimension. (Biases of stacked experts have two.) With LoRA+ (https://arxiv.org/abs/2402.12354), B matrices have
-    their own groups, whose `lr_ratio` multiplies the learning rate."""
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    """Return the optimizer of the trained parameters. Weight decay does not apply to biases and to
+    parameters with one dimension. (Biases of stacked experts have two.) With LoRA+
+    (https://arxiv.org/abs/2402.12354), B matrices have their own groups, whose `lr_ratio`
+    multiplies the learning rate."""
+    trained = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
     decayed = [p for name, p in trained if p.ndim > 1 and not name.endswith("bias")]
     others = [p for name, p in trained if p.ndim <= 1 or name.endswith("bias")]
     pairs = ((decayed, train.weight_decay), (others, 0.0))
-    groups: list[dict[str, Any]] = [{"params": those, "weight_decay": decay} for those, decay in pairs if those]
+    groups: list[dict[str, Any]] = [
+        {"params": those, "weight_decay": decay} for those, decay in pairs if those
+    ]
     module, _, name = OPTIMIZERS[train.optimizer].partition(".")
     kind: Any = getattr(import_module(f"llama_ft.training.{module}"), name)
     if train.loraplus_lr_ratio != 1:
         b_matrices = {id(parameter) for name, parameter in trained if ".lora_B." in name}
-        of_b = [group | {"params": [p for p in group["params"] if id(p) in b_matrices]} for group in groups]
-        rest = [group | {"params": [p for p in group["params"] if id(p) not in b_matrices]} for group in groups]
+        of_b = [
+            group | {"params": [p for p in group["params"] if id(p) in b_matrices]}
+            for group in groups
+        ]
+        rest = [
+            group | {"params": [p for p in group["params"] if id(p) not in b_matrices]}
+            for group in groups
+        ]
         groups = [group | {"lr_ratio": 1.0} for group in rest]
         groups += [group | {"lr_ratio": train.loraplus_lr_ratio} for group in of_b]
         groups = [group for group in groups if group["params"]]
@@ -65,13 +87,16 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
         "use_kahan_summation": train.use_kahan_summation,
     }
     taken = inspect.signature(kind).parameters.keys() & options.keys()
-    optimizer: torch.optim.Optimizer = kind(groups, lr=train.lr, **{name: options[name] for name in taken})
+    optimizer: torch.optim.Optimizer = kind(
+        groups, lr=train.lr, **{name: options[name] for name in taken}
+    )
     return optimizer
 
 
 def create_states(optimizer: torch.optim.Optimizer) -> None:
-    """Create the initial states of parameters that have had no step yet. Otherwise torch's state-dict utilities would
-    make a step to create them, unless the optimizer's `state` has an entry, even an empty one."""
+    """Create the initial states of parameters that have had no step yet. Otherwise torch's
+    state-dict utilities would make a step to create them, unless the optimizer's `state` has an
+    entry, even an empty one."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
@@ -80,21 +105,24 @@ def create_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def warmup_steps(train: TrainConfig, total_steps: int) -> int:
-    """Return the optimizer steps of the warm-up. A share of the steps is rounded up, as in Transformers. A warm-up as
-    long as the run becomes a tenth of it, so that every config can be tried for a few steps."""
+    """Return the optimizer steps of the warm-up. A share of the steps is rounded up, as in
+    Transformers. A warm-up as long as the run becomes a tenth of it, so that every config can be
+    tried for a few steps."""
     steps = train.warmup_steps or math.ceil(train.warmup_ratio * total_steps)
     return steps if steps < total_steps else total_steps // 10
 
 
 def learning_rate(train: TrainConfig, step: int, total_steps: int, epoch: int) -> float:
-    """Return the learning rate of an optimizer step. It depends on the position only, so nothing must be saved.
-    Warm-up, cosine, linear and constant are those of transformers.get_scheduler: warm-up begins with learning rate 0.
+    """Return the learning rate of an optimizer step. It depends on the position only, so nothing
+    must be saved. Warm-up, cosine, linear and constant are those of transformers.get_scheduler:
+    warm-up begins with learning rate 0.
 
     Args:
         train: lr, min_lr, lr_scheduler, warmup_steps, warmup_ratio, gamma.
         step: optimizer step, 0 <= step < total_steps.
         total_steps: optimizer steps of the whole run; there cosine and linear reach min_lr.
-        epoch: 0-based. lr_scheduler=step multiplies by gamma after each epoch, like torch's StepLR(step_size=1).
+        epoch: 0-based. lr_scheduler=step multiplies by gamma after each epoch, like torch's
+            StepLR(step_size=1).
     """
     warmup = warmup_steps(train, total_steps)
     if step < warmup:

@@ -1,17 +1,19 @@
 """Learning from pairs of a chosen and a rejected response: DPO, IPO, SimPO and ORPO.
 
-c and r are the log-probabilities, in nats, of both responses to a prompt. DPO and IPO subtract those of the reference:
+c and r are the log-probabilities, in nats, of both responses to a prompt. DPO and IPO subtract
+those of the reference:
 
     dpo      -(1 - s) log sigmoid(beta (c - r)) - s log sigmoid(-beta (c - r))      s: label_smoothing
     ipo      (c - r - 1 / (2 beta))^2                                               c, r: means per token
     simpo    as dpo, of c - r - simpo_gamma / beta                                  c, r: means per token
     orpo     nll - beta log sigmoid(log odds(c) - log odds(r))                      c, r: means per token
 
-reference.py explains the reference. nll is the mean loss of the tokens of the prompt and the chosen response. It is
-computed per pair, so that it does not depend on how pairs are batched.
+reference.py explains the reference. nll is the mean loss of the tokens of the prompt and the chosen
+response. It is computed per pair, so that it does not depend on how pairs are batched.
 
-Sources: https://arxiv.org/abs/2305.18290 (DPO), 2310.12036 (IPO), 2405.14734 (SimPO), 2403.07691 (ORPO); names, means
-per token, nll and logged numbers as in TRL's DPOTrainer, CPOTrainer (simpo, with cpo_alpha 0) and ORPOTrainer.
+Sources: https://arxiv.org/abs/2305.18290 (DPO), 2310.12036 (IPO), 2405.14734 (SimPO), 2403.07691
+(ORPO); names, means per token, nll and logged numbers as in TRL's DPOTrainer, CPOTrainer (simpo,
+with cpo_alpha 0) and ORPOTrainer.
 """
 
 import dataclasses
@@ -45,7 +47,8 @@ LARGEST_LOG_PROBABILITY = -1e-6  # a mean per token; at 0 the odds would be infi
 
 
 class Pairs(NamedTuple):
-    """The inputs of a loss of pairs: log-probabilities, float32 [pairs], sums or means over a response."""
+    """The inputs of a loss of pairs: log-probabilities, float32 [pairs], sums or means over a
+    response."""
 
     chosen: torch.Tensor  # the reference's is subtracted, if there is one
     rejected: torch.Tensor
@@ -59,7 +62,9 @@ PairLoss = Callable[[Pairs, PreferenceConfig], PairLosses]
 
 def dpo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
     """Return minus the log-sigmoid of the margin; see the top of this file."""
-    return _sigmoid_loss(settings.beta * (pairs.chosen - pairs.rejected), settings.label_smoothing), {}
+    return _sigmoid_loss(
+        settings.beta * (pairs.chosen - pairs.rejected), settings.label_smoothing
+    ), {}
 
 
 def ipo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
@@ -74,7 +79,8 @@ def simpo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
 
 
 def orpo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
-    """Return the loss of prompt and chosen response, plus the loss of the ratio of both responses' odds."""
+    """Return the loss of prompt and chosen response, plus the loss of the ratio of both responses'
+    odds."""
     assert pairs.nll is not None
     odds = _log_odds(pairs.chosen)
     log_odds = odds - _log_odds(pairs.rejected)
@@ -108,10 +114,12 @@ def settle_format(config: Config) -> Config:
 
 
 class Preferences:
-    """Makes the chosen response of a pair likelier than the rejected one. The settings name one of `LOSSES`.
+    """Makes the chosen response of a pair likelier than the rejected one. The settings name one of
+    `LOSSES`.
 
     Attributes:
-        reference: of dpo and ipo; by default the model with its adapter off. None for other objectives.
+        reference: of dpo and ipo; by default the model with its adapter off. None for other
+            objectives.
     """
 
     examples_per_sample, counts_tokens = 2, False
@@ -128,11 +136,18 @@ class Preferences:
         return two_examples(row, row_format, encoder)
 
     def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
-        """See `Objective`; counts pairs. Rows of even number are chosen responses, each followed by the rejected."""
-        settings, count, has_nll = self._settings, len(batch.sources) // 2, self._settings.objective == "orpo"
+        """See `Objective`; counts pairs. Rows of even number are chosen responses, each followed by
+        the rejected."""
+        settings, count, has_nll = (
+            self._settings,
+            len(batch.sources) // 2,
+            self._settings.objective == "orpo",
+        )
         reference: torch.Tensor | float = 0.0
         if self.reference is not None:
-            reference = self._per_row(self.reference.log_probabilities(model, batch, runtime), batch)
+            reference = self._per_row(
+                self.reference.log_probabilities(model, batch, runtime), batch
+            )
         with_prompts = _with_prompts(batch) if has_nll else batch
         losses, balance = target_losses(model, with_prompts, runtime.device, per_token=True)
         scores = self._per_row(row_log_probabilities(losses, batch, with_prompts), batch)  # [rows]
@@ -142,7 +157,9 @@ class Preferences:
             tokens = sent(row_targets(batch), runtime.device)[: 2 * count].view(-1, 2)
             pairs = Pairs(chosen / tokens[:, 0], rejected / tokens[:, 1])
         if has_nll:
-            of_rows = self._per_row(-row_log_probabilities(losses, with_prompts, with_prompts), with_prompts)
+            of_rows = self._per_row(
+                -row_log_probabilities(losses, with_prompts, with_prompts), with_prompts
+            )
             pairs = pairs._replace(nll=of_rows[: 2 * count : 2])
         of_pairs, more = self._loss(pairs, settings)
         rewards = settings.beta * chosen, settings.beta * rejected
@@ -157,7 +174,8 @@ class Preferences:
             **more,
         }
         sums = {name: values.detach().sum() for name, values in logged.items()}
-        balance = balance * (count / max(1, len(losses)))  # from a sum over tokens to one over pairs
+        # from a sum over tokens to one over pairs
+        balance = balance * (count / max(1, len(losses)))
         return with_router_loss(LossSum(of_pairs.sum(), count, sums), balance, model)
 
     def _per_row(self, sums: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -166,7 +184,8 @@ class Preferences:
 
 
 def _with_prompts(batch: Batch) -> Batch:
-    """Return the batch with labels on all tokens, except the first one, of rows with a chosen response."""
+    """Return the batch with labels on all tokens, except the first one, of rows with a chosen
+    response."""
     wider = dataclasses.replace(batch, labels=batch.labels.clone())
     for ids, labels in wider.rows()[: len(batch.sources) : 2]:  # a rank without samples has none
         labels[1:] = ids[1:]
@@ -174,7 +193,8 @@ def _with_prompts(batch: Batch) -> Batch:
 
 
 def _sigmoid_loss(margin: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """Return the loss, float32 [pairs], if chosen and rejected are swapped in a share `smoothing` of the pairs."""
+    """Return the loss, float32 [pairs], if chosen and rejected are swapped in a share `smoothing`
+    of the pairs."""
     return -F.logsigmoid(margin) * (1 - smoothing) - F.logsigmoid(-margin) * smoothing
 
 

@@ -1,12 +1,13 @@
 """The reference of a policy: another model's log-probabilities of the same tokens.
 
-With a new adapter the reference is the model with its adapter off, computed in each step. Otherwise its
-log-probabilities are computed once before training, so that no second model is in memory: by the model itself if all
-weights are trained or an adapter is continued, or by --reference_model.
+With a new adapter the reference is the model with its adapter off, computed in each step. Otherwise
+its log-probabilities are computed once before training, so that no second model is in memory: by
+the model itself if all weights are trained or an adapter is continued, or by --reference_model.
 
     rows of all samples  --forward, shared by the ranks-->  one number per row  -->  reference.safetensors
 
-A row is found by a hash of its tokens and labels, in any micro-batch of any epoch, packed or padded, on any rank.
+A row is found by a hash of its tokens and labels, in any micro-batch of any epoch, packed or
+padded, on any rank.
 """
 
 import dataclasses
@@ -39,21 +40,27 @@ from llama_ft.training.step import free_unsharded
 
 SECONDS_BETWEEN_LINES = 30.0
 KEYS, SUMS = "reference.keys", "reference.log_probabilities"  # tensors of the file
-FINGERPRINT = "fingerprint"  # in the file's header: JSON with everything that determines the numbers
+# in the file's header: JSON with everything that determines the numbers
+FINGERPRINT = "fingerprint"
 
 
 class Reference(Protocol):
     """Interface of the reference's log-probabilities."""
 
-    def log_probabilities(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> torch.Tensor:
-        """Return sums over the targets of each row of a micro-batch, float32 [rows] on the device, without gradient.
-        `model` is the policy. All ranks must call it."""
+    def log_probabilities(
+        self, model: PreTrainedModel, batch: Batch, runtime: Runtime
+    ) -> torch.Tensor:
+        """Return sums over the targets of each row of a micro-batch, float32 [rows] on the device,
+        without gradient. `model` is the policy. All ranks must call it."""
 
 
 class AdapterOff:
-    """The model with its adapter off. It is computed in each step, and needs no additional memory for weights."""
+    """The model with its adapter off. It is computed in each step, and needs no additional memory
+    for weights."""
 
-    def log_probabilities(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> torch.Tensor:
+    def log_probabilities(
+        self, model: PreTrainedModel, batch: Batch, runtime: Runtime
+    ) -> torch.Tensor:
         """See `Reference`."""
         with models.adapter_off(model):
             return score_rows(model, batch, runtime)
@@ -61,7 +68,8 @@ class AdapterOff:
 
 @torch.no_grad()
 def score_rows(model: PreTrainedModel, batch: Batch, runtime: Runtime) -> torch.Tensor:
-    """Return the model's log-probability of the targets of each row, float32 [rows], without dropout or gradient."""
+    """Return the model's log-probability of the targets of each row, float32 [rows], without
+    dropout or gradient."""
     is_training = model.training
     model.eval()
     losses, _ = target_losses(model, batch, runtime.device, per_token=True)
@@ -70,9 +78,12 @@ def score_rows(model: PreTrainedModel, batch: Batch, runtime: Runtime) -> torch.
 
 
 def row_keys(batch: Batch) -> numpy.ndarray:
-    """Return a hash of each row's tokens and labels, int64 [rows]. The first label is not hashed: no position predicts
-    it. Among a million different rows, two have the same hash with a probability of 3e-8."""
-    contents = (ids.numpy().tobytes() + labels[1:].numpy().tobytes() for ids, labels in batch.rows())
+    """Return a hash of each row's tokens and labels, int64 [rows]. The first label is not hashed:
+    no position predicts it. Among a million different rows, two have the same hash with a
+    probability of 3e-8."""
+    contents = (
+        ids.numpy().tobytes() + labels[1:].numpy().tobytes() for ids, labels in batch.rows()
+    )
     digests = b"".join(hashlib.blake2b(content, digest_size=8).digest() for content in contents)
     return numpy.frombuffer(digests, "<i8")
 
@@ -81,23 +92,30 @@ class StoredReference:
     """Log-probabilities of rows from `compute` or `load`: 12 bytes per row, on every rank."""
 
     def __init__(self) -> None:
-        self._keys, self._sums = numpy.zeros(1, numpy.int64), numpy.zeros(1, numpy.float32)  # sorted by key
+        # sorted by key
+        self._keys, self._sums = numpy.zeros(1, numpy.int64), numpy.zeros(1, numpy.float32)
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def log_probabilities(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> torch.Tensor:
+    def log_probabilities(
+        self, model: PreTrainedModel, batch: Batch, runtime: Runtime
+    ) -> torch.Tensor:
         """See `Reference`. Raises RunFailure if a row was not scored before."""
         keys = row_keys(batch)
         places = numpy.searchsorted(self._keys[:-1], keys)  # at most the last
         if batch.sources and (self._keys[places] != keys).any():
             row = batch.sources[int((self._keys[places] != keys).argmax())]
-            raise RunFailure(f"{row}: the reference's log-probability of this sample was not computed before training.")
-        sums = self._sums[places] if batch.sources else numpy.zeros(len(keys), numpy.float32)  # a rank without samples
+            raise RunFailure(
+                f"{row}: the reference's log-probability of this sample was not computed before training."
+            )
+        # a rank without samples
+        sums = self._sums[places] if batch.sources else numpy.zeros(len(keys), numpy.float32)
         return sent(torch.from_numpy(sums), runtime.device)
 
     def compute(self, model: PreTrainedModel, batches: Iterable[Batch], runtime: Runtime) -> None:
-        """Score the rows of this rank's micro-batches; every rank has the same number. All ranks get all numbers."""
+        """Score the rows of this rank's micro-batches; every rank has the same number. All ranks
+        get all numbers."""
         keys, sums, logged = [numpy.zeros(0, numpy.int64)], [torch.zeros(0)], time.monotonic()
         for batch in batches:
             scores = score_rows(model, batch, runtime)
@@ -115,18 +133,24 @@ class StoredReference:
         self._sums = all_sums[first]
 
     def save(self, file: Path, fingerprint: dict[str, Any]) -> None:
-        """Write a safetensors file: int64 hashes in ascending order, float32 sums, the fingerprint in its header."""
+        """Write a safetensors file: int64 hashes in ascending order, float32 sums, the fingerprint
+        in its header."""
         tensors = {KEYS: torch.from_numpy(self._keys), SUMS: torch.from_numpy(self._sums)}
-        file.write_bytes(safetensors.torch.save(tensors, {FINGERPRINT: json.dumps(fingerprint, sort_keys=True)}))
+        file.write_bytes(
+            safetensors.torch.save(tensors, {FINGERPRINT: json.dumps(fingerprint, sort_keys=True)})
+        )
 
     def load(self, file: Path, fingerprint: dict[str, Any]) -> None:
-        """Read what `save` wrote. Raises UserError if it cannot be read, or if the fingerprint differs."""
+        """Read what `save` wrote. Raises UserError if it cannot be read, or if the fingerprint
+        differs."""
         try:
             with safe_open(file, framework="np") as opened:
                 saved = json.loads(opened.metadata()[FINGERPRINT])
                 self._keys, self._sums = opened.get_tensor(KEYS), opened.get_tensor(SUMS)
         except Exception as error:  # safetensors has its own errors
-            raise UserError(f"{file}: cannot be read as log-probabilities of a reference ({reason(error)}).") from error
+            raise UserError(
+                f"{file}: cannot be read as log-probabilities of a reference ({reason(error)})."
+            ) from error
         if others := [name for name, value in fingerprint.items() if saved.get(name) != value]:
             raise UserError(
                 f"{file}: these log-probabilities of the reference were computed with another {', '.join(others)}.\n"
@@ -162,9 +186,17 @@ class ReferencePass:
     ) -> None:
         reference = getattr(objective, "reference", None)
         self._stored = reference if isinstance(reference, StoredReference) else None
-        self._config, self._tokenizer, self._dataset, self._runtime = config, tokenizer, dataset, runtime
+        self._config, self._tokenizer, self._dataset, self._runtime = (
+            config,
+            tokenizer,
+            dataset,
+            runtime,
+        )
         self._pack_length, self._pad_token_id = pack_length, pad_token_id
-        self._other, self._fingerprint = config.preference.reference_model, dict[str, Any](dataset.fingerprints())
+        self._other, self._fingerprint = (
+            config.preference.reference_model,
+            dict[str, Any](dataset.fingerprints()),
+        )
         template = hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()
         self._fingerprint |= {"chat_template": template, "precision": config.train.precision}
         self._fingerprint["quantization"] = config.quantization.mode
@@ -200,7 +232,8 @@ class ReferencePass:
         torch.cuda.empty_cache()
 
     def settle(self, model: PreTrainedModel, directory: Path, checkpoint: Path | None) -> None:
-        """Read the numbers of a resumed run. For a new run, compute them unless another model did, and write them.
+        """Read the numbers of a resumed run. For a new run, compute them unless another model did,
+        and write them.
 
         Args:
             model: the model before step 1.
@@ -215,7 +248,9 @@ class ReferencePass:
         file = (checkpoint or directory) / REFERENCE_FILE
         if checkpoint is not None:
             self._stored.load(file, self._fingerprint)
-            log.info(f"Reference: log-probabilities of {counted(len(self._stored), 'row')} from {file}")
+            log.info(
+                f"Reference: log-probabilities of {counted(len(self._stored), 'row')} from {file}"
+            )
             return
         if self._other is None:
             self._stored.compute(model, self._batches(), self._runtime)
@@ -224,21 +259,29 @@ class ReferencePass:
         log.info(f"Reference: log-probabilities of {counted(len(self._stored), 'row')}: {file}")
 
     def _batches(self) -> Iterator[Batch]:
-        """Yield this rank's rows in micro-batches of the size of training. Every rank has the same number of them."""
+        """Yield this rank's rows in micro-batches of the size of training. Every rank has the same
+        number of them."""
         size, pack_length = self._config.train.batch_size_training, self._pack_length
         sizes = self._runtime.world_size, self._runtime.rank, size, 0  # 0: all of them
         for rows in filter(None, (self._dataset.train, self._dataset.validation)):
             group = group_size(rows)
             for indices in evaluation_batches(row_lengths(rows), *sizes, pack_length, group):
-                for place in range(group):  # one example of each sample at a time: KTO's training holds no more
-                    yield collate(rows, indices[place::group], self._pad_token_id, pack_length is not None)
+                # one example of each sample at a time: KTO's training holds no more
+                for place in range(group):
+                    yield collate(
+                        rows, indices[place::group], self._pad_token_id, pack_length is not None
+                    )
 
 
-def check_same_tokens(name: str, theirs: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase) -> None:
-    """Raise a UserError unless both tokenizers have the same tokens with the same ids. `name` is the reference: it
-    scores the run's ids."""
+def check_same_tokens(
+    name: str, theirs: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase
+) -> None:
+    """Raise a UserError unless both tokenizers have the same tokens with the same ids. `name` is
+    the reference: it scores the run's ids."""
     known, used = theirs.get_vocab(), ours.get_vocab()
-    if others := sorted(token for token in known.keys() | used.keys() if known.get(token) != used.get(token)):
+    if others := sorted(
+        token for token in known.keys() | used.keys() if known.get(token) != used.get(token)
+    ):
         raise UserError(
             f"--reference_model {name}: its tokenizer differs from the run's in {counted(len(others), 'token')} "
             f"({listed(others, 3)}).\nUse a reference with the same tokenizer, such as the model that was fine-tuned."

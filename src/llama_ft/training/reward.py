@@ -4,8 +4,9 @@ c and r are the scores of the chosen and the rejected response to a prompt:
 
     -log sigmoid(c - r) + center_rewards_coefficient (c + r)^2
 
-Sources: https://arxiv.org/abs/2204.05862 (the loss), 2312.09244 (the second term, which keeps scores around 0); names
-as in TRL's RewardTrainer, and those of the logged numbers as for the other objectives over pairs.
+Sources: https://arxiv.org/abs/2204.05862 (the loss), 2312.09244 (the second term, which keeps
+scores around 0); names as in TRL's RewardTrainer, and those of the logged numbers as for the other
+objectives over pairs.
 """
 
 import torch
@@ -21,7 +22,8 @@ from llama_ft.training.objective import LossSum, model_inputs, with_router_loss
 
 
 class RewardModeling:
-    """Scores the chosen response of a pair above the rejected one, with the head of models/score_head.py.
+    """Scores the chosen response of a pair above the rejected one, with the head of
+    models/score_head.py.
 
     Args:
         center_rewards_coefficient: weight of the square of the sum of both scores.
@@ -38,13 +40,16 @@ class RewardModeling:
         return two_examples(row, row_format, encoder)
 
     def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
-        """See `Objective`; counts pairs. Rows of even number are chosen responses, each followed by the rejected."""
+        """See `Objective`; counts pairs. Rows of even number are chosen responses, each followed by
+        the rejected."""
         pairs, inputs = len(batch.sources) // 2, model_inputs(model, batch, runtime.device)
         pad = model.config.get_text_config().pad_token_id
         positions = last_positions(batch, -1 if pad is None else pad)  # a plan knows of no padding
         scores, decoded = model(**inputs, positions=sent(positions, runtime.device))  # [rows]
         chosen, rejected = scores[: 2 * pairs].view(-1, 2).unbind(1)  # [pairs]
-        loss = (self._centering * (chosen + rejected).square() - F.logsigmoid(chosen - rejected)).sum()
+        loss = (
+            self._centering * (chosen + rejected).square() - F.logsigmoid(chosen - rejected)
+        ).sum()
         logged = {
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
@@ -57,9 +62,14 @@ class RewardModeling:
 
 
 def last_positions(batch: Batch, pad_token_id: int) -> torch.Tensor:
-    """Return the position, in the flattened micro-batch, of the last token of each row that is not the pad token, int64
-    [rows]. Transformers does the same: a row's own text may end with pad tokens."""
+    """Return the position, in the flattened micro-batch, of the last token of each row that is not
+    the pad token, int64 [rows]. Transformers does the same: a row's own text may end with pad
+    tokens."""
     ids, lengths = batch.input_ids.flatten(), torch.tensor(batch.row_lengths)
-    ends = lengths.cumsum(0) if batch.is_packed else lengths + torch.arange(len(lengths)) * batch.input_ids.shape[1]
+    ends = (
+        lengths.cumsum(0)
+        if batch.is_packed
+        else lengths + torch.arange(len(lengths)) * batch.input_ids.shape[1]
+    )
     last = torch.where(ids != pad_token_id, torch.arange(len(ids)), 0).cummax(0).values[ends - 1]
     return last.maximum(ends - lengths)

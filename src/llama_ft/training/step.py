@@ -35,16 +35,18 @@ def accumulate_gradients(
     loss_scale: float = 1.0,
     watch: PhaseMonitor = NULL_MONITOR,
 ) -> list[LossSum]:
-    """Run forward and backward of this rank's micro-batches. Gradients are those of the mean over the global batch.
+    """Run forward and backward of this rank's micro-batches. Gradients are those of the mean over
+    the global batch.
 
     Args:
         model: the sharded model; its backward pass sums gradients over ranks.
         objective: computes the loss of a micro-batch.
         micro_batches: those of this rank; every rank must have the same number.
-        count: losses that are summed in the global batch, over all ranks and micro-batches: loss tokens, or pairs.
-        reduce_last_only: keep unsharded gradients until the last micro-batch and reduce them once. Right for LoRA,
-            whose gradients are small; in full fine-tuning it keeps a whole model's gradients on every rank, so there
-            every micro-batch is reduced into the shards.
+        count: losses that are summed in the global batch, over all ranks and micro-batches: loss
+            tokens, or pairs.
+        reduce_last_only: keep unsharded gradients until the last micro-batch and reduce them once.
+            Right for LoRA, whose gradients are small; in full fine-tuning it keeps a whole model's
+            gradients on every rank, so there every micro-batch is reduced into the shards.
         runtime: the ranks.
         loss_scale: gradients come out times this; see training/train_state.py.
             watch: informed when a forward or backward pass begins.
@@ -57,7 +59,8 @@ def accumulate_gradients(
     for number, batch in enumerate(micro_batches):
         is_last = number == len(micro_batches) - 1
         sharded.set_requires_gradient_sync(is_last or not reduce_last_only)
-        sharded.set_requires_all_reduce(is_last)  # copies of the model (replicate) need the sum only once
+        # copies of the model (replicate) need the sum only once
+        sharded.set_requires_all_reduce(is_last)
         watch.enter("forward")
         summed = objective.loss(model, batch, runtime)
         watch.enter("backward")
@@ -67,11 +70,13 @@ def accumulate_gradients(
 
 
 class StepResult:
-    """The loss and the gradient norm of one step, over all ranks. They are on the device at once; reading them on the
-    host waits for the device, so a training loop reads them after the next step was queued.
+    """The loss and the gradient norm of one step, over all ranks. They are on the device at once;
+    reading them on the host waits for the device, so a training loop reads them after the next step
+    was queued.
 
     Args:
-        numbers: float64 [2 + logged]: sum of the losses, L2 norm of the gradients, and further sums.
+        numbers: float64 [2 + logged]: sum of the losses, L2 norm of the gradients, and further
+            sums.
         count: losses that are summed in the global batch.
         names: of the further sums.
 
@@ -109,8 +114,9 @@ def clip_and_reduce_norm(
     loss_scale: float,
     runtime: Runtime,
 ) -> StepResult:
-    """Divide all gradients by `loss_scale`, and clip them by gradient_clipping, as torch.nn.utils.clip_grad_norm_ does.
-    The returned norm is the one before clipping. It takes one small all-reduce and does not wait for the device.
+    """Divide all gradients by `loss_scale`, and clip them by gradient_clipping, as
+    torch.nn.utils.clip_grad_norm_ does. The returned norm is the one before clipping. It takes one
+    small all-reduce and does not wait for the device.
 
     Args:
         model: sharded, after its backward passes.
@@ -121,15 +127,24 @@ def clip_and_reduce_norm(
         runtime: the ranks.
     """
     clear_frozen_half(model, ShardGroup(runtime.mesh))
-    gradients = [local_shard(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [
+        local_shard(parameter.grad)
+        for parameter in model.parameters()
+        if parameter.grad is not None
+    ]
     if loss_scale != 1.0:
         torch._foreach_div_(gradients, loss_scale)
     norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
     squares = torch.stack(list(norms)).double().square().sum()
     copies = runtime.mesh.size() // runtime.mesh["shard"].size()  # each copy adds the whole norm
     names = sorted({name for summed in losses for name in summed.logged})
-    sums = [torch.stack([summed.loss for summed in losses]).double().sum(), squares.to(runtime.device) / copies]
-    sums += [torch.stack([summed.logged[name] for summed in losses]).double().sum() for name in names]
+    sums = [
+        torch.stack([summed.loss for summed in losses]).double().sum(),
+        squares.to(runtime.device) / copies,
+    ]
+    sums += [
+        torch.stack([summed.logged[name] for summed in losses]).double().sum() for name in names
+    ]
     numbers = torch.stack(sums)
     if runtime.world_size > 1:
         dist.all_reduce(numbers)
@@ -140,13 +155,17 @@ def clip_and_reduce_norm(
     return StepResult(numbers, count, names)
 
 
-def update_weights(optimizer: torch.optim.Optimizer, lr: float, failed: torch.Tensor | None = None) -> None:
-    """Update the weights with learning rate `lr`, and free the gradients. If the scalar `failed` is not 0, weights and
-    states do not change. Fused optimizers check it on the device; for others the host waits for it."""
+def update_weights(
+    optimizer: torch.optim.Optimizer, lr: float, failed: torch.Tensor | None = None
+) -> None:
+    """Update the weights with learning rate `lr`, and free the gradients. If the scalar `failed` is
+    not 0, weights and states do not change. Fused optimizers check it on the device; for others the
+    host waits for it."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_ratio", 1.0)
     if optimizer.defaults.get("fused"):
-        if failed is not None:  # torch would not wait for its copy to the host, where offloaded weights are
+        # torch would not wait for its copy to the host, where offloaded weights are
+        if failed is not None:
             failed = failed.to(local_shard(optimizer.param_groups[0]["params"][0]).device)
         optimizer.found_inf = failed  # type: ignore[attr-defined]  # what torch.amp.GradScaler hands it
         optimizer.step()
@@ -168,8 +187,8 @@ class Step:
 
 
 class PendingMetrics:
-    """Steps whose loss was not read yet: on a GPU the newest one. After a failed step no later one changes the weights,
-    even if the failure is read later. `device`: where the model computes."""
+    """Steps whose loss was not read yet: on a GPU the newest one. After a failed step no later one
+    changes the weights, even if the failure is read later. `device`: where the model computes."""
 
     LAGGING = ("cuda",)
 
@@ -179,12 +198,14 @@ class PendingMetrics:
         self._failed = torch.zeros((), device=device)
 
     def failed_with(self, numbers: StepResult) -> torch.Tensor:
-        """Return for update_weights whether this step or an earlier one has failed, as a tensor on the device."""
+        """Return for update_weights whether this step or an earlier one has failed, as a tensor on
+        the device."""
         self._failed = torch.maximum(self._failed, numbers.failed)
         return self._failed
 
     def take(self, newest: Step, needed: bool) -> list[Step]:
-        """Add a step. Return the steps to read now: all earlier ones, and this one if it is needed or already known."""
+        """Add a step. Return the steps to read now: all earlier ones, and this one if it is needed
+        or already known."""
         self._steps.append(newest)
         count = len(self._steps) if needed or not self._lags else len(self._steps) - 1
         taken, self._steps = self._steps[:count], self._steps[count:]
@@ -192,20 +213,25 @@ class PendingMetrics:
 
 
 def is_due(step: int, every: int, otherwise: bool) -> bool:
-    """Return whether an action every `every` steps (0: never) is due after `step`, or for another reason."""
+    """Return whether an action every `every` steps (0: never) is due after `step`, or for another
+    reason."""
     return otherwise or (every > 0 and step % every == 0)
 
 
 def free_unsharded(model: nn.Module) -> None:
-    """Free parameters that a forward pass without backward left unsharded (root, or all with SHARD_GRAD_OP)."""
+    """Free parameters that a forward pass without backward left unsharded (root, or all with
+    SHARD_GRAD_OP)."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def stop_if_not_finite(step: Step, last_checkpoint: Callable[[], Path | None], runtime: Runtime) -> None:
-    """Add a step's loss and gradient norm to its metrics. If they are not finite, raise a RunFailure on every rank: the
-    weights are then those before the step. `last_checkpoint` may wait for a pending save."""
+def stop_if_not_finite(
+    step: Step, last_checkpoint: Callable[[], Path | None], runtime: Runtime
+) -> None:
+    """Add a step's loss and gradient norm to its metrics. If they are not finite, raise a
+    RunFailure on every rank: the weights are then those before the step. `last_checkpoint` may wait
+    for a pending save."""
     loss, norm = step.numbers.read()
     step.metrics |= {"train/loss": loss, "train/grad_norm": norm, **step.numbers.logged()}
     if step.skipped or (math.isfinite(loss) and math.isfinite(norm)):
@@ -218,7 +244,11 @@ def stop_if_not_finite(step: Step, last_checkpoint: Callable[[], Path | None], r
     everyone: list[list[str]] = [[] for _ in range(runtime.world_size)]
     dist.all_gather_object(everyone, mine)
     rows = "\n".join([line for lines in everyone for line in lines][:MICRO_BATCHES_NAMED])
-    kept = f"The last good checkpoint is {last}." if (last := last_checkpoint()) else "No checkpoint was written yet."
+    kept = (
+        f"The last good checkpoint is {last}."
+        if (last := last_checkpoint())
+        else "No checkpoint was written yet."
+    )
     raise RunFailure(
         f"step {step.step}: the loss is {loss:g} and the gradient norm {norm:g}; training cannot continue.\n"
         f"The samples:\n{rows}\n{kept} A lower --lr, --warmup_steps, --gradient_clipping or --precision fp32 can help."

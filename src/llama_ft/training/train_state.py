@@ -1,4 +1,5 @@
-"""The state of a run that is saved in addition to weights, optimizer states and random number generators."""
+"""The state of a run that is saved in addition to weights, optimizer states and random number
+generators."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -16,8 +17,8 @@ SMALLEST_FACTOR = 2.0
 class LossScale:
     """The factor on the loss before the backward pass in fp16. Skipped steps count as steps.
 
-    The constants are those of torch.amp.GradScaler. GradScaler does not know that all ranks must skip a step if one
-    rank's gradients overflow. Here the gradient norm over all ranks decides.
+    The constants are those of torch.amp.GradScaler. GradScaler does not know that all ranks must
+    skip a step if one rank's gradients overflow. Here the gradient norm over all ranks decides.
     """
 
     factor: float  # a power of two, so scaling never rounds; 1 for other precisions
@@ -29,10 +30,11 @@ class LossScale:
         return self.factor != 1.0
 
     def note(self, step: int, loss: float, norm: float) -> bool:
-        """Adapt the factor to the loss and gradient norm of a step over all ranks. Return whether to skip the step.
+        """Adapt the factor to the loss and gradient norm of a step over all ranks. Return whether
+        to skip the step.
 
-        The step is skipped if only its gradients overflowed. If the loss itself is not finite, or the factor cannot
-        become smaller, the run ends: see stop_if_not_finite.
+        The step is skipped if only its gradients overflowed. If the loss itself is not finite, or
+        the factor cannot become smaller, the run ends: see stop_if_not_finite.
         """
         if math.isfinite(norm):
             self.good_steps += 1
@@ -41,21 +43,35 @@ class LossScale:
             return False
         if not math.isfinite(loss) or self.factor <= SMALLEST_FACTOR:
             return False
-        self.factor, self.good_steps, self.skipped_steps = self.factor / 2, 0, self.skipped_steps + 1
-        log.info(f"step {step} was skipped: its gradients overflowed fp16. The loss scale is now {self.factor:g}.")
+        self.factor, self.good_steps, self.skipped_steps = (
+            self.factor / 2,
+            0,
+            self.skipped_steps + 1,
+        )
+        log.info(
+            f"step {step} was skipped: its gradients overflowed fp16. The loss scale is now {self.factor:g}."
+        )
         return True
 
     def metrics(self) -> dict[str, float]:
         """Return entries for metrics.jsonl; none without loss scaling."""
-        return {"train/loss_scale": self.factor, "train/skipped_steps": self.skipped_steps} if self.is_used else {}
+        return (
+            {"train/loss_scale": self.factor, "train/skipped_steps": self.skipped_steps}
+            if self.is_used
+            else {}
+        )
 
 
 class BestLoss:
-    """Keeps the best validation loss, and counts evaluations since then. `train` has the settings of early stopping."""
+    """Keeps the best validation loss, and counts evaluations since then. `train` has the settings
+    of early stopping."""
 
     def __init__(self, train: TrainConfig) -> None:
         self.loss, self.step, self.evaluations_since = math.inf, 0, 0
-        self._patience, self._min_delta = train.early_stopping_patience, train.early_stopping_min_delta
+        self._patience, self._min_delta = (
+            train.early_stopping_patience,
+            train.early_stopping_min_delta,
+        )
 
     def update(self, loss: float, step: int) -> bool:
         """Count an evaluation. Return whether its loss is the best so far."""
@@ -82,7 +98,10 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all fields for trainer.json. JSON has no infinity."""
-        best = {"loss": self.best.loss if math.isfinite(self.best.loss) else None, "step": self.best.step}
+        best = {
+            "loss": self.best.loss if math.isfinite(self.best.loss) else None,
+            "step": self.best.step,
+        }
         return {
             "step": self.step,
             "target_tokens": self.target_tokens,
@@ -93,7 +112,11 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the fields that `state_dict` returned."""
-        self.step, self.target_tokens, self.position = state["step"], state["target_tokens"], dict(state["position"])
+        self.step, self.target_tokens, self.position = (
+            state["step"],
+            state["target_tokens"],
+            dict(state["position"]),
+        )
         best, self.scale = state["best"], LossScale(**state["scale"])
         self.best.loss = math.inf if best["loss"] is None else best["loss"]
         self.best.step, self.best.evaluations_since = best["step"], best["evaluations_since"]
