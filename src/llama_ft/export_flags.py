@@ -70,7 +70,8 @@ def read_export_flags(argv: list[str], description: str) -> ExportFlags:
             "Expected export.py CHECKPOINT OUT: what is read, and the directory that is written.",
         )
     source, out = options.places
-    options.source, options.out = Path(source).expanduser(), Path(out).expanduser().absolute()
+    options.source = Path(source).expanduser()
+    options.out = Path(out).expanduser().absolute()
     options.kind = export_kind(options.source)
     if options.kind is None:
         none = "is neither a checkpoint, nor a run's directory, nor an adapter."

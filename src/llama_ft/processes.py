@@ -41,10 +41,8 @@ def attempt() -> int:
 def may_be_restarted() -> bool:
     """Return whether an earlier attempt of this job is possible. The count above misses failures of
     other nodes."""
-    restarts, nodes = (
-        os.environ.get("TORCHELASTIC_MAX_RESTARTS"),
-        os.environ.get("GROUP_WORLD_SIZE"),
-    )
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+    nodes = os.environ.get("GROUP_WORLD_SIZE")
     return int(restarts or 0) > 0 or int(nodes or 1) > 1
 
 

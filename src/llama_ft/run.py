@@ -68,9 +68,14 @@ class Run:
         resumed: checkpoint.Checkpoint | None,
         preflight: Preflight,
     ) -> None:
-        self.config, self.job, self.memory, self.resumed = config, job, memory, resumed
+        self.config = config
+        self.job = job
+        self.memory = memory
+        self.resumed = resumed
         self.state = training.TrainState(config.train)
-        self._sources, self._preflight, self._started_at = sources, preflight, time.monotonic()
+        self._sources = sources
+        self._preflight = preflight
+        self._started_at = time.monotonic()
         self._info = checkpoint.describe_run(config)
         self._check_same_run()
         result = checkpoint.finished_result(resumed, config.checkpoint) if resumed else None
@@ -100,7 +105,8 @@ class Run:
     def choose_kernels(self, model_config: PretrainedConfig) -> Config:
         """Log the fused kernels, and return the settings with use_liger resolved. A resumed run
         keeps its choice."""
-        model, asked = self.config.model, self.config.model.use_liger
+        model = self.config.model
+        asked = self.config.model.use_liger
         if asked == "auto" and self.resumed is not None:
             asked = self.resumed.trainer["config"]["model"]["use_liger"]
         choose = partial(models.choose_liger, asked, model_config, model.compile, self.job.device)
@@ -144,10 +150,8 @@ class Run:
                 f"{self.resumed.step} steps are done, and the run is to have {batches.total_steps}"
             )
             raise UserError(f"--resume {self.resumed.folder}: {done}.")
-        asked, warmup = (
-            self.config.train.warmup_steps,
-            training.warmup_steps(self.config.train, batches.total_steps),
-        )
+        asked = self.config.train.warmup_steps
+        warmup = training.warmup_steps(self.config.train, batches.total_steps)
         if asked > warmup:
             log.warning(
                 f"warmup_steps is {asked}, and the run has {batches.total_steps} steps: {warmup} are taken."
@@ -182,8 +186,11 @@ class Run:
         units: Sequence[models.Unit],
     ) -> Iterator[None]:
         """Create the run's directory (nothing is written before) and start the trackers."""
-        config, job, resumed = self.config, self.job, self.resumed
-        self.dataset, self.batches = dataset, batches
+        config = self.config
+        job = self.job
+        resumed = self.resumed
+        self.dataset = dataset
+        self.batches = batches
         self.directory = folder = checkpoint.create_run_directory(
             config.checkpoint, config.model.model_name, job, resumed
         )
@@ -202,7 +209,8 @@ class Run:
         )
         self.facts.add(units=[dataclasses.asdict(unit) for unit in units])
         self.writer = checkpoint.CheckpointWriter(folder, config.checkpoint, self._info, job)
-        resolved, earlier = dataclasses.asdict(config), dict[str, Any]()
+        resolved = dataclasses.asdict(config)
+        earlier = dict[str, Any]()
         if resumed is not None:
             ids = resumed.trainer["trackers"]
             earlier = {"resume_step": resumed.step, "resumed_dir": resumed.run, "tracker_ids": ids}
@@ -220,23 +228,23 @@ class Run:
 
     def restore(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
         """Load the checkpoint to resume from, if there is one."""
-        self._pending, self._metrics, self._is_best = (
-            training.PendingMetrics(self.job.device),
-            dict[str, Any](),
-            False,
-        )
+        self._pending = training.PendingMetrics(self.job.device)
+        self._metrics = dict[str, Any]()
+        self._is_best = False
         if self.resumed is not None:
             self.state.load_state_dict(self.resumed.trainer["progress"])
             checkpoint.restore(self.resumed, model, optimizer, self.job)
             self._metrics = self.resumed.trainer["metrics"]
         self._snapshot_step = self.state.step + observe.SNAPSHOT_STEPS
-        self._first_step_at, self._ended = math.inf, "no further step"
+        self._first_step_at = math.inf
+        self._ended = "no further step"
 
     @contextmanager
     def training(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """The block of the training loop: steps are logged and measured, and signals wait for the
         end of a step."""
-        config, job = self.config, self.job
+        config = self.config
+        job = self.job
         dtype = runtime.PRECISIONS[config.train.precision].compute
         self._throughput = observe.ThroughputMeter(
             model, config.profile, dtype, self.directory, self.facts, job
@@ -295,12 +303,14 @@ class Run:
     ) -> Due:
         """Record a step whose weights are updated. On a GPU its loss is read and logged after the
         next step was queued, unless it is needed now."""
-        config, state = self.config, self.state
+        config = self.config
+        state = self.state
         self.memory.end_step()
         self._throughput.end_step(
             step.step, numbers.tokens.sum().item(), numbers.flops.sum().item()
         )
-        state.step, state.position = step.step, step.position
+        state.step = step.step
+        state.position = step.position
         state.target_tokens += step.target_tokens
         self._metrics = {
             "epoch": step.epochs_seen,
@@ -310,15 +320,14 @@ class Run:
             **state.scale.metrics(),
         }
         # all ranks use rank 0's clock
-        longest, seconds = config.train.max_train_time, numbers.seconds[0].item()
+        longest = config.train.max_train_time
+        seconds = numbers.seconds[0].item()
         self._time_is_up = longest is not None and seconds >= parse_duration(longest)
         is_last = self._time_is_up or step.step == self.batches.total_steps
         stop = self.job.signals.agreed(numbers.stop_asked)
-        self._ends_epoch, self._is_best, self._save_failed = (
-            step.ends_epoch,
-            False,
-            bool(numbers.save_failed.any()),
-        )
+        self._ends_epoch = step.ends_epoch
+        self._is_best = False
+        self._save_failed = bool(numbers.save_failed.any())
         evaluation = self.dataset.validation is not None
         evaluation &= training.is_due(
             step.step, config.train.eval_steps, step.ends_epoch or is_last
@@ -350,11 +359,9 @@ class Run:
     def evaluate(self, model: PreTrainedModel, objective: Objective, pad: int) -> None:
         """Compute and log the validation loss."""
         self.memory.enter("evaluation")
-        settings, samples, pack_length = (
-            self.config.train,
-            self.dataset.validation,
-            self.batches.pack_length,
-        )
+        settings = self.config.train
+        samples = self.dataset.validation
+        pack_length = self.batches.pack_length
         assert samples is not None
         loss, _, more = training.mean_loss(
             model, objective, samples, settings, pad, pack_length, self.job
@@ -419,7 +426,8 @@ class Run:
     def take_best_weights(self, model: PreTrainedModel) -> None:
         """With early stopping, load the weights with the best validation loss."""
         self.writer.finish()
-        best, self._weights_of = self.state.best, self.state.step
+        best = self.state.best
+        self._weights_of = self.state.step
         if (
             step := checkpoint.result_step(self.config, self.state.step, best.step)
         ) != self.state.step:
@@ -453,7 +461,8 @@ class Run:
     def log_summary(self, recipes: Path) -> None:
         """Log the results, the files and the next commands. `recipes` is the recipes' directory."""
         if self.job.is_main:
-            best, seconds = self.state.best, time.monotonic() - self._started_at
+            best = self.state.best
+            seconds = time.monotonic() - self._started_at
             about = (
                 self._ended,
                 seconds,
@@ -480,10 +489,12 @@ def start_run(
         build_model: the recipe's function; the planner runs it on fake tensors.
         planner: path of recipes/plan.py.
     """
-    settings, fsdp = requested.train, requested.fsdp
+    settings = requested.train
+    fsdp = requested.fsdp
     # it forks, so before any thread starts
     preflight = Preflight(build_model, off=requested.memory.no_plan)
-    timeout, fraction = parse_duration(settings.collective_timeout), settings.device_memory_fraction
+    timeout = parse_duration(settings.collective_timeout)
+    fraction = settings.device_memory_fraction
     degree = models.shard_degree(fsdp)
     with (
         runtime.start(settings.device, degree, fsdp.fsdp_cpu_offload, fraction, timeout) as job,

@@ -78,7 +78,8 @@ class SavedWeights:
         groups: list[SavedGroup] | None = None,
         untouched: Mapping[str, StoredTensor] = {},
     ) -> None:
-        self.tensors, self.rows = tensors, rows
+        self.tensors = tensors
+        self.rows = rows
         self.dtypes = {
             name: save_dtype
             if save_dtype and tensor.dtype.is_floating_point
@@ -106,14 +107,17 @@ class SavedWeights:
     def write(self, folder: Path, max_shard_bytes: int) -> None:
         """Write model*.safetensors, and the index if there are several files. No file is larger
         than max_shard_bytes, unless a single group is."""
-        files, filled, total = [list[int]()], 0, 0
+        files = [list[int]()]
+        filled = 0
+        total = 0
         for number, headers in enumerate(self.headers):
             size = sum(header.nbytes for header in headers.values())
             if files[-1] and filled + size > max_shard_bytes:
                 files.append([])
                 filled = 0
             files[-1].append(number)
-            filled, total = filled + size, total + size
+            filled = filled + size
+            total = total + size
         several = [
             f"model-{number:05d}-of-{len(files):05d}.safetensors"
             for number in range(1, len(files) + 1)
@@ -145,7 +149,8 @@ class SavedWeights:
     def _converted(self, group: SavedGroup) -> Iterator[torch.Tensor]:
         """Yield the group's converted tensors in blocks, as they arrive. Some conversions need
         whole tensors."""
-        first, dtype = group.parameters[0], self.dtypes[group.parameters[0]]
+        first = group.parameters[0]
+        dtype = self.dtypes[group.parameters[0]]
         if group.group is None:
             yield from self.rows(first, dtype)
         elif group.by_row:
@@ -190,7 +195,8 @@ def export_model(
             else.
         runtime: the ranks.
     """
-    frozen, base = None, None
+    frozen = None
+    base = None
     if runtime.is_main and (
         left_out(model).tensors or not all(it.requires_grad for it in model.parameters())
     ):
@@ -198,7 +204,8 @@ def export_model(
         frozen = stored_rows(base, account_for(model, base.tensors, source))
     untouched = runtime.broadcast_from_rank0(lambda: untouched_tensors(base))
     # tied ones once
-    kept, tensors = model.state_dict().keys(), dict[str, torch.Tensor](model.named_parameters())
+    kept = model.state_dict().keys()
+    tensors = dict[str, torch.Tensor](model.named_parameters())
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
     rows = _gathered({**tensors, **untouched}, runtime, frozen)
     weights = SavedWeights(
@@ -403,11 +410,13 @@ def write_model_card(
             settings). None if the run of a merged adapter is unknown.
         auto_class: the class of Transformers that loads the base model.
     """
-    run, base = trainer or {}, _without_folder(base_model)
+    run = trainer or {}
+    base = _without_folder(base_model)
     settings = {
         name: value for section in run.get("config", {}).values() for name, value in section.items()
     }
-    is_adapter, is_lora = (folder / "adapter_config.json").exists(), settings.get("use_peft", True)
+    is_adapter = (folder / "adapter_config.json").exists()
+    is_lora = settings.get("use_peft", True)
     is_scored = auto_class == "AutoModelForSequenceClassification"
     is_on_hub = base_model != "demo" and not looks_local(base_model)
     front = {
@@ -419,7 +428,8 @@ def write_model_card(
     what = f"{base} with a LoRA adapter merged into it" if is_lora else f"{base}, full fine-tuning"
     load = f"model = {auto_class}.from_pretrained({PLACE})"
     if is_adapter:
-        what, from_base = f"A LoRA adapter for {base}", base if is_on_hub else f"path/to/{base}"
+        what = f"A LoRA adapter for {base}"
+        from_base = base if is_on_hub else f"path/to/{base}"
         # their embeddings are missing in the base
         new = run.get("new_tokens") or {"rows": 0, "stored_rows": 0}
         resize = f"base.resize_token_embeddings({new['rows']}, mean_resizing=False)\n"

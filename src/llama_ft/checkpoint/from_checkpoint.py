@@ -134,7 +134,8 @@ class Exporter:
             UserError: the base model does not exist, does not fit, or needs code that is not
                 allowed to run.
         """
-        trainer, config = checkpoint.trainer, recorded_config(checkpoint)
+        trainer = checkpoint.trainer
+        config = recorded_config(checkpoint)
         if config.model.trust_remote_code and not trust_remote_code:
             raise UserError(
                 f"{checkpoint.folder}: its run had --trust_remote_code. Add it to run the model's code."
@@ -147,7 +148,8 @@ class Exporter:
             else models.local_folder(named, place, weights=merge or not config.peft.use_peft)
         )
         new = models.NewTokens(**trainer["new_tokens"]) if trainer.get("new_tokens") else None
-        model, adapter = _skeleton(base, trust_remote_code, new, config.preference.objective), None
+        model = _skeleton(base, trust_remote_code, new, config.preference.objective)
+        adapter = None
         if config.peft.use_peft:
             adapter = models.inject_lora(model, config.peft, models.portable_name(named, base), new)
         if config.model.freeze_layers:
@@ -182,11 +184,13 @@ class Exporter:
         Raises:
             UserError: this kind of adapter cannot be merged, or it does not fit the base model.
         """
-        settings, file = understood_adapter(folder), folder / lora.ADAPTER_WEIGHTS
+        settings = understood_adapter(folder)
+        file = folder / lora.ADAPTER_WEIGHTS
         new = tokens_added(settings, models.load_model_config(base, trust_remote_code))
         objective = "reward" if settings.task_type == "SEQ_CLS" else "sft"
         model = _skeleton(base, trust_remote_code, new, objective)
-        adapter, trained = lora.inject_adapter(model, settings), SafetensorsSource([file])
+        adapter = lora.inject_adapter(model, settings)
+        trained = SafetensorsSource([file])
         tokenizer = models.load_tokenizer(
             folder if any(folder.glob("tokenizer*")) else base, trust_remote_code
         )
@@ -244,22 +248,19 @@ class Exporter:
         """Return the weights of the merged model. Writing them takes the memory of a few blocks of
         rows and the mapped files. If embedding and LM head are no longer tied, the model's config
         is changed."""
-        model, config = self.model, self.model.config
+        model = self.model
+        config = self.model.config
         if getattr(config, "quantization_config", None) is not None:
             raise UserError(
                 f"{self.base}: quantized. --base_model names the unquantized model that it was made from."
             )
         if self.adapter is not None:
             check_settings(self.adapter.config.to_dict(), "--merge")
-        base, changes, trained = (
-            open_source(self.base, model),
-            self._changes(),
-            self._trained_keys(),
-        )
-        keys, source = (
-            account_for(model, base.tensors, self.base),
-            OverlaidSource(base, self.trained),
-        )
+        base = open_source(self.base, model)
+        changes = self._changes()
+        trained = self._trained_keys()
+        keys = account_for(model, base.tensors, self.base)
+        source = OverlaidSource(base, self.trained)
         stored = {id(it): keys[name] for name, it in model.named_parameters() if name in keys}
         every = model.named_parameters(remove_duplicate=False)
         own = [
@@ -273,7 +274,8 @@ class Exporter:
             if ".modules_to_save." not in name:
                 ties.setdefault(number, []).append(key)
 
-        written, tensors = dict[str, tuple[str, Change | None]](), dict[str, StoredTensor]()
+        written = dict[str, tuple[str, Change | None]]()
+        tensors = dict[str, StoredTensor]()
         for number, tie in ties.items():
             key = stored[number]
             made = {name: (replaced.get(name, key), changes.get(name)) for name in tie}
@@ -288,7 +290,8 @@ class Exporter:
             lora.checkpoint_key(name) for name, _ in model.named_buffers() if name in saved
         ]:
             if name in base.tensors:  # Transformers computes the other buffers
-                written[name], tensors[name] = (name, None), base.tensors[name]
+                written[name] = (name, None)
+                tensors[name] = base.tensors[name]
 
         def rows(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
             (key, change), start = written[name], 0
@@ -311,7 +314,9 @@ class Exporter:
     def _changes(self) -> dict[str, Change]:
         """Return key of the base -> its change by the adapter; tied keys with the same change get
         the same object. Raises a UserError if this kind of layer cannot be merged here."""
-        changes, by_key, keys = dict[str, Change](), dict[str, Change](), self._trained_keys()
+        changes = dict[str, Change]()
+        by_key = dict[str, Change]()
+        keys = self._trained_keys()
         for name, module in self.model.named_modules():
             target = lora.checkpoint_key(f"{name}.base_layer.weight")
             if isinstance(module, ParamWrapper):
@@ -333,16 +338,15 @@ class Exporter:
         """Add each expert's B A, in fp32. A is stacked as [experts * r, in] and B as [out, r *
         experts]: in B, the columns of an expert are `experts` apart. A parameter with two
         dimensions is a single expert."""
-        scaling, experts, is_matrix = (
-            layer.scaling["default"],
-            layer.num_experts,
-            layer.get_param().dim() == 2,
-        )
+        scaling = layer.scaling["default"]
+        experts = layer.num_experts
+        is_matrix = layer.get_param().dim() == 2
         # weight of shape [experts, in, out]
         is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)
 
         def change(block: torch.Tensor, start: int) -> torch.Tensor:
-            left, right = self._read(name, "lora_B"), self._read(name, "lora_A")
+            left = self._read(name, "lora_B")
+            right = self._read(name, "lora_A")
             rows = slice(start, start + len(block))
             if is_matrix:
                 return torch.addmm(block.float(), left[rows] * scaling, right)
@@ -356,7 +360,8 @@ class Exporter:
 
     def _low_rank(self, name: str, layer: LoraLayer) -> Change:
         """Add B A in fp32. With DoRA, also scale the rows."""
-        base, scaling = layer.get_base_layer(), layer.scaling["default"]
+        base = layer.get_base_layer()
+        scaling = layer.scaling["default"]
         if not isinstance(base, (nn.Linear, Conv1D)):
             raise UserError(
                 f"{name} is a {type(base).__name__}; merging it is not supported.\n{USE_PEFT}"
@@ -365,7 +370,8 @@ class Exporter:
 
         def change(block: torch.Tensor, start: int) -> torch.Tensor:
             rows = slice(start, start + len(block))
-            left, right = read("lora_B"), read("lora_A")
+            left = read("lora_B")
+            right = read("lora_A")
             if isinstance(base, Conv1D):  # its weight has the shape [in, out]
                 left, right = right.T, left.T
             merged = torch.addmm(block.float(), left[rows] * scaling, right)
@@ -444,5 +450,6 @@ def check_settings(settings: Mapping[str, Any], place: str) -> None:
 
 def tokens_added(adapter: LoraConfig, model_config: PretrainedConfig) -> models.NewTokens | None:
     """Return the tokens whose embeddings a saved adapter trains, or None."""
-    ids, stored_rows = sorted(lora.rows_trained(adapter)), models.vocabulary_size(model_config) or 0
+    ids = sorted(lora.rows_trained(adapter))
+    stored_rows = models.vocabulary_size(model_config) or 0
     return models.NewTokens(ids, stored_rows, max(stored_rows, ids[-1] + 1)) if ids else None

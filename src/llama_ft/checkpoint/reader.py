@@ -46,7 +46,8 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.run = folder, folder.parent.parent
+        self.folder = folder
+        self.run = folder.parent.parent
         try:
             self.trainer: dict[str, Any] = json.loads((folder / TRAINER_FILE).read_text())
             self.step = int(self.trainer["step"])
@@ -74,7 +75,8 @@ class Checkpoint:
         header = self.tensors[name]
         rows = torch.empty((stop - start, *header.shape[1:]), dtype=header.dtype)
         for first, count, file, key in self._pieces[name]:
-            low, high = max(start, first), min(stop, first + count)
+            low = max(start, first)
+            high = min(stop, first + count)
             if low < high:
                 with safe_open(file, framework="pt") as opened:
                     rows[low - start : high - start] = opened.get_slice(key)[

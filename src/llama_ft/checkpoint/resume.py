@@ -131,10 +131,13 @@ def check_same_run(
     before = {
         name: value for section in saved["config"].values() for name, value in section.items()
     }
-    then, contents, changed = saved["contents"], now.get("contents", {}), {}
+    then = saved["contents"]
+    contents = now.get("contents", {})
+    changed = {}
     for section, settings in now["config"].items():
         for name, value in settings.items():
-            old, setting = before.get(name, SETTINGS[name].default), SETTINGS[name]
+            old = before.get(name, SETTINGS[name].default)
+            setting = SETTINGS[name]
             is_other = name in contents and name in then and contents[name] != then[name]
             may_differ = name in MAY_DIFFER or section in SECTIONS_THAT_MAY_DIFFER
             if name not in allowed and (is_other or (old != value and not may_differ)):
@@ -180,10 +183,8 @@ def open_best(step: int, run: Path, resumed: Checkpoint | None, runtime: Runtime
 
 def finished_result(resumed: Checkpoint, settings: CheckpointConfig) -> Path | None:
     """Return the final model of a finished run if --resume would change nothing, or None."""
-    result, output_dir = (
-        resumed.run / "model",
-        Path(settings.output_dir or resumed.run).expanduser(),
-    )
+    result = resumed.run / "model"
+    output_dir = Path(settings.output_dir or resumed.run).expanduser()
     is_newest = complete_checkpoints(resumed.run)[0].name == resumed.folder.name
     ended = (
         resumed.trainer["ends_run"] and is_newest and output_dir.resolve() == resumed.run.resolve()

@@ -70,7 +70,8 @@ def _lock(folder: Path) -> IO[str] | None:
     with -9, its ranks live on and continue to write there.)"""
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / RUN_MARKER, "a+")
-    deadline, is_locked = time.monotonic() + SECONDS_FOR_ANOTHER_TO_END, False
+    deadline = time.monotonic() + SECONDS_FOR_ANOTHER_TO_END
+    is_locked = False
     while not is_locked:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -42,7 +42,8 @@ class SafetensorsFile(AbstractContextManager["SafetensorsFile"]):
         table: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
         offset = 0
         for name, header in headers.items():
-            shape, offsets = list(header.shape), [offset, offset + header.nbytes]
+            shape = list(header.shape)
+            offsets = [offset, offset + header.nbytes]
             table[name] = {
                 "dtype": DTYPE_NAMES[header.dtype],
                 "shape": shape,
@@ -53,7 +54,9 @@ class SafetensorsFile(AbstractContextManager["SafetensorsFile"]):
         text += b" " * (-len(text) % 8)  # the format requires data aligned to 8 bytes
         self.digest = xxhash.xxh3_128()
         self._file = open(path, "wb")
-        self._position, self._begun, self._end = 0, 0, 8 + len(text) + offset
+        self._position = 0
+        self._begun = 0
+        self._end = 8 + len(text) + offset
         self._write(memoryview(len(text).to_bytes(8, "little") + text))
 
     def append(self, rows: torch.Tensor) -> None:

@@ -33,7 +33,8 @@ def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runti
     of a tensor skips it.
     """
     create_states(optimizer)  # otherwise torch makes a hidden optimizer step
-    mesh, written = runtime.mesh, Tensors()
+    mesh = runtime.mesh
+    written = Tensors()
     replicas = mesh["replicate"] if "replicate" in (mesh.mesh_dim_names or ()) else None
     copy, loads = (replicas.get_local_rank(), [0] * replicas.size()) if replicas else (0, [0])
     is_first_shard = ShardGroup(mesh).index == 0
@@ -101,10 +102,8 @@ def restore_weights(
     weights, states = get_state_dict(model, optimizers, options=OPTIONS)
     live = _by_name(model, weights, states)
     check_same_tensors(checkpoint, live, "model.", *(["optimizer."] if optimizers else []))
-    stored, planner = (
-        dcp.HuggingFaceStorageReader(str(checkpoint.folder)),
-        dcp.DefaultLoadPlanner(False, False),
-    )
+    stored = dcp.HuggingFaceStorageReader(str(checkpoint.folder))
+    planner = dcp.DefaultLoadPlanner(False, False)
     dcp.load(live, storage_reader=stored, planner=planner)  # not flattened: names stay the same
     set_state_dict(
         model, optimizers, model_state_dict=weights, optim_state_dict=states, options=TRAINED_ONLY
@@ -124,7 +123,8 @@ def check_same_tensors(
             for n, it in ours.items()
         }
 
-    here, there = described(live), described(checkpoint.tensors)
+    here = described(live)
+    there = described(checkpoint.tensors)
     if different := sorted({name for name, _ in here.items() ^ there.items()}):
         lines = [
             f"{name}: {there.get(name, 'absent')} saved, {here.get(name, 'absent')} needed"

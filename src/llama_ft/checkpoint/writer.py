@@ -65,7 +65,10 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         about: Mapping[str, Any],
         runtime: Runtime,
     ) -> None:
-        self.run, self._settings, self._about, self._runtime = output_dir, settings, about, runtime
+        self.run = output_dir
+        self._settings = settings
+        self._about = about
+        self._runtime = runtime
         self._folder = output_dir / "checkpoints"
         # Not the process group of training: these ranks wait for the slowest disk, for any time.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
@@ -163,7 +166,8 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     def finish(self) -> Path | None:
         """Wait for the pending save and return the newest complete checkpoint. Raises RunFailure if
         the last one could not be written."""
-        in_flight, self._in_flight = self._in_flight, None
+        in_flight = self._in_flight
+        self._in_flight = None
         if in_flight is not None:
             in_flight.result()
         return self.last
@@ -175,7 +179,8 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     def timings(self) -> dict[str, float]:
         """Return perf/save_stall_seconds and perf/save_seconds of saves that started or ended since
         the last call."""
-        timings, self._timings = self._timings, {}
+        timings = self._timings
+        self._timings = {}
         return timings
 
     def _failure(self, step: int, cause: str) -> RunFailure:
@@ -184,7 +189,8 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
 
     def _write(self, record: dict[str, Any], live: Tensors, copies: Tensors) -> None:
         # names unchanged
-        final, planner = step_folder(self.run, record["step"]), dcp.DefaultSavePlanner(False, False)
+        final = step_folder(self.run, record["step"])
+        planner = dcp.DefaultSavePlanner(False, False)
         aside = final.with_name(f".writing-{final.name}")
         storage = _ShardWriter(
             aside, self._runtime.rank, copies, partial(self._complete, record, aside, final)
@@ -232,11 +238,13 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         """Write best.json, which names the newest of the checkpoints that were the best at their
         time. Delete checkpoints older than `newest`, except this one and the last keep_last
         requested ones."""
-        best, asked = None, 0
+        best = None
+        asked = 0
         for folder in complete_checkpoints(self.run):
             try:
                 record = json.loads((folder / reader.TRAINER_FILE).read_text())
-                is_asked, loss = record["asked"], record["best_loss"]
+                is_asked = record["asked"]
+                loss = record["best_loss"]
             except (OSError, ValueError, LookupError, TypeError):
                 continue  # a corrupted checkpoint is not deleted
             asked += is_asked
@@ -266,11 +274,9 @@ class _ShardWriter(dcp.HuggingFaceStorageWriter):
         self, folder: Path, rank: int, copies: Tensors, complete: Callable[[dict[str, str]], None]
     ) -> None:
         super().__init__(str(folder), save_distributed=True)
-        self._file, self._copies, self._complete = (
-            folder / reader.shard_file(rank),
-            copies,
-            complete,
-        )
+        self._file = folder / reader.shard_file(rank)
+        self._copies = copies
+        self._complete = complete
 
     def write_data(
         self, plan: dcp.SavePlan, planner: dcp.SavePlanner

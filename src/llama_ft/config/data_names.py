@@ -98,7 +98,8 @@ def globbed(pattern: str) -> list[str]:
 
 def data_problem(name: str) -> str | None:
     """Return why `name` is not a dataset, as far as that is known without reading it, or None."""
-    kind, path = kind_of_data(name), Path(name).expanduser()
+    kind = kind_of_data(name)
+    path = Path(name).expanduser()
     if kind == "function":
         file = Path(name.rpartition(":")[0] or name).expanduser()
         if not file.is_file():

@@ -15,7 +15,8 @@ from pydantic import TypeAdapter
 from llama_ft.config.messages import show
 from llama_ft.config.settings import SECTIONS, SETTINGS, Config, Setting, values_of
 
-WIDTH, COLUMN = 100, 36
+WIDTH = 100
+COLUMN = 36
 PAD = " " * COLUMN
 WORDS = {
     "switch": "",
@@ -45,9 +46,11 @@ def help_text(description: str, script: str) -> str:
             train`.
     """
     name = Path(script).name
-    python, many = f"python {script}", f"torchrun --nproc_per_node 2 {script}"
+    python = f"python {script}"
+    many = f"torchrun --nproc_per_node 2 {script}"
     if name.startswith("llama-ft "):  # and its verb
-        python, many = name, f"{name} --nproc 2"
+        python = name
+        many = f"{name} --nproc 2"
     usage = f"Usage:\n  {python} [flags]\n  {many} --enable_fsdp [flags]"
     notes = (
         "Write flags as --lr 1e-4 or --lr=1e-4, or with their section: --train.lr 1e-4. Switches need no value "

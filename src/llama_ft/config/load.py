@@ -117,7 +117,8 @@ def convert(
         The instance, and field name -> error message for each value that is invalid by itself.
     """
     table = SETTINGS if settings_class is Config else settings_of(settings_class)
-    config, wrong = settings_class(), dict[str, str]()
+    config = settings_class()
+    wrong = dict[str, str]()
     for name, value in values.items():
         if value == "":
             wrong[name] = f"{subject(name, places)}: the value is empty."
@@ -134,9 +135,11 @@ def convert(
 
 def _explain(head: str, setting: Setting, value: Any, error: Any) -> str:
     """Return what is wrong with a value, in fewer words than pydantic's."""
-    inside, candidates = error["loc"][2:], setting.choices
+    inside = error["loc"][2:]
+    candidates = setting.choices
     if error["type"] == "extra_forbidden":  # a key in a part of a dataset mixture
-        value, candidates = inside[-1], tuple(DatasetPart.__annotations__)
+        value = inside[-1]
+        candidates = tuple(DatasetPart.__annotations__)
     head += f"[{'].'.join(map(str, inside))}" if inside else f" {show(value)}"
     match = nearest(str(value), candidates)
     wanted = error["msg"].partition(", unable")[0].removeprefix("Value error, ")

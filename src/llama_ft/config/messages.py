@@ -139,10 +139,8 @@ def explain_unknown(name: str, as_key: bool = False) -> str:
         return (
             ", known from llama-recipes, is not used here: docs/migrate/llama-recipes.md says why."
         )
-    what, page = (
-        ("a setting" if as_key else "a flag"),
-        f" {TRANSLATIONS}" if field in ALIASES else "",
-    )
+    what = "a setting" if as_key else "a flag"
+    page = f" {TRANSLATIONS}" if field in ALIASES else ""
     names = [name for name in SETTINGS if name != "mode"]  # --quantization
     match = nearest(
         field,

@@ -53,7 +53,8 @@ def from_text(setting: Setting, text: str) -> Any:
         return MODES.get(text.lower(), text)
     if setting.optional and text.lower() in ("none", "null"):
         return None
-    is_list, node = text.startswith("[") and text.endswith("]"), None
+    is_list = text.startswith("[") and text.endswith("]")
+    node = None
     with suppress(yaml.YAMLError):  # [*.jsonl] is a pattern of names
         node = yaml.compose(text, Loader=yaml.SafeLoader) if is_list else None
     if setting.kind in ("names", "names or pattern") and text:
@@ -169,7 +170,8 @@ def read_flags(
 def _read(word: Word, find: Find) -> tuple[Setting | None, str, str]:
     """Return a flag's setting, its value as text, and an error message to append to the flag's
     name, or ""."""
-    setting, is_negated = find(word.name) if word.flag.startswith("--") else None, False
+    setting = find(word.name) if word.flag.startswith("--") else None
+    is_negated = False
     if setting is None and word.flag.startswith("--no"):
         setting = find(word.name.removeprefix("no").removeprefix("_"))
         is_negated = setting is not None
@@ -201,7 +203,8 @@ def as_keywords(argv: list[str]) -> dict[str, str]:
 def read_yaml(path: Path) -> Parsed:
     """Read the settings of a YAML config. Errors show its path relative to the working
     directory."""
-    parsed, root = Parsed(), None
+    parsed = Parsed()
+    root = None
     relative = os.path.relpath(path)
     shown = str(path) if relative.startswith("..") else relative
     try:
@@ -226,15 +229,14 @@ def read_yaml(path: Path) -> Parsed:
 
 def _read_section(section: str, place: str, node: yaml.Node, shown: str, parsed: Parsed) -> None:
     if section == "quantization" and isinstance(node, yaml.ScalarNode) and node.tag != NULL:
-        parsed.values["mode"], parsed.places["mode"] = (
-            from_text(SETTINGS["mode"], node.value),
-            place,
-        )
+        parsed.values["mode"] = from_text(SETTINGS["mode"], node.value)
+        parsed.places["mode"] = place
     elif section not in SECTIONS:
         parsed.errors.append(f"{place}: {section}{explain_unknown(section, as_key=True)}")
     elif isinstance(node, yaml.MappingNode):
         for key_node, value_node in node.value:
-            key, place = str(key_node.value), f"{shown}:{key_node.start_mark.line + 1}"
+            key = str(key_node.value)
+            place = f"{shown}:{key_node.start_mark.line + 1}"
             setting = SETTINGS.get(key)
             if setting is None or setting.section != section:
                 parsed.errors.append(f"{place}: {section}.{key}{explain_unknown(key, as_key=True)}")
@@ -243,7 +245,8 @@ def _read_section(section: str, place: str, node: yaml.Node, shown: str, parsed:
                     f"{place}: {section}.{key} is set twice, first in {parsed.places[key]}."
                 )
             else:
-                parsed.values[key], parsed.places[key] = _value(setting, value_node), place
+                parsed.values[key] = _value(setting, value_node)
+                parsed.places[key] = place
     elif node.tag != NULL:  # an empty section is valid: all its settings may be commented out
         parsed.errors.append(f"{place}: {section} is a section; indent its settings below it.")
 

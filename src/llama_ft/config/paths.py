@@ -70,7 +70,8 @@ def check_paths(
     def output_dir(name: str) -> str | None:
         return output_dir_problem(name, values["overwrite"], values["resume"], inputs)
 
-    parts, inputs = values["dataset"], {name: values[name] for name in INPUTS}
+    parts = values["dataset"]
+    inputs = {name: values[name] for name in INPUTS}
     names = [part["path"] for part in parts] if isinstance(parts, list) else [parts]
     inputs |= {"resume": values["resume"] if values["overwrite"] else None, "dataset": None}
     inputs |= {f"dataset {name}": name for name in names}
@@ -167,7 +168,8 @@ def base_model_of(adapter: str) -> str:
     file = Path(adapter).expanduser() / "adapter_config.json"
     try:
         settings = json.loads(file.read_text())
-        name, revision = settings["base_model_name_or_path"], settings.get("revision") or "main"
+        name = settings["base_model_name_or_path"]
+        revision = settings.get("revision") or "main"
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"{file}: cannot be read as an adapter's settings ({error}).") from error
     if not name or (revision != "main" and not looks_local(name)):

@@ -19,9 +19,12 @@ SECRET = (
     "has what looks like a password, a key or a signature, and settings are saved in files. Remove it: s3:// and "
     "gs:// take credentials from the environment, MLflow takes MLFLOW_TRACKING_TOKEN; download the rest first."
 )
-WITH_REFERENCE, PAIRS, UNPAIRED = ("dpo", "ipo", "kto"), "preference", "unpaired_preference"
+WITH_REFERENCE = ("dpo", "ipo", "kto")
+PAIRS = "preference"
+UNPAIRED = "unpaired_preference"
 # of a process; llama-recipes' wait of 1, warm-up of 2, and 3 active ones
-STEPS_BEFORE_PROFILE, PROFILED_STEPS = 3, 3
+STEPS_BEFORE_PROFILE = 3
+PROFILED_STEPS = 3
 
 
 def as_fraction(validation: str | None) -> float | None:

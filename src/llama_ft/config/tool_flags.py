@@ -44,7 +44,8 @@ def read(
             f"Did you mean --{meant}?" if meant else "--help lists them all."
         )
 
-    names, positional = other_names or {}, "places" if places else None
+    names = other_names or {}
+    positional = "places" if places else None
     parsed = read_flags(argv, lambda name: table.get(names.get(name, name)), explain, positional)
     options, wrong = convert(parsed.values, parsed.places, flags)
     return options, parsed, [*parsed.errors, *wrong.values()]

@@ -77,16 +77,17 @@ class BatchSampler:
         self._lengths, self._target_tokens = (
             _of_groups(each, group) for each in (lengths, target_tokens)
         )
-        self._packs, self._sizes = None, self._lengths
+        self._packs = None
+        self._sizes = self._lengths
         if pack_length is not None:
             self._packs, self._sizes = pack_rows(self._lengths, pack_length * group)
-        self.pack_length, self.global_batch, self._group = pack_length, global_batch, group
-        self._world_size, self._rank, self._micro_batch, self._seed = (
-            world_size,
-            rank,
-            micro_batch,
-            seed,
-        )
+        self.pack_length = pack_length
+        self.global_batch = global_batch
+        self._group = group
+        self._world_size = world_size
+        self._rank = rank
+        self._micro_batch = micro_batch
+        self._seed = seed
         # (epoch, results of `_epoch`)
         self._order: tuple[int, numpy.ndarray, numpy.ndarray] | None = None
 
@@ -246,7 +247,9 @@ def pack_rows(
             if not with_room[free]:
                 del with_room[free], free_sizes[at]
         else:
-            free, pack, count = pack_length, count, count + 1
+            free = pack_length
+            pack = count
+            count = count + 1
         pack_of_slot[slot] = pack
         if free > length:
             if free - length not in with_room:
@@ -349,10 +352,14 @@ def collate(
         for name in ("input_ids", "labels")
     )  # the tokens of all samples, concatenated
     lengths = table["input_ids"].combine_chunks().value_lengths().to_pylist()
-    sources, desirable = table["source"].to_pylist(), table["desirable"].to_pylist()
+    sources = table["source"].to_pylist()
+    desirable = table["desirable"].to_pylist()
     if not indices:
-        input_ids, sources, desirable = input_ids[:FILLER_TOKENS], [], []
-        lengths, labels = [len(input_ids)], torch.full((len(input_ids),), IGNORED)
+        input_ids = input_ids[:FILLER_TOKENS]
+        sources = []
+        desirable = []
+        lengths = [len(input_ids)]
+        labels = torch.full((len(input_ids),), IGNORED)
     if is_packed:
         labels[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = IGNORED
         return Batch(

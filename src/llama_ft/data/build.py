@@ -54,7 +54,8 @@ FEATURES = Features(
         "desirable": Value("bool"),
     }
 )
-CHUNK_ROWS, CHUNK_BYTES = 256, 2**20
+CHUNK_ROWS = 256
+CHUNK_BYTES = 2**20
 BAD_ROWS_SHOWN = 5
 BAD_ROWS_COUNTED = 1000  # at this number of bad samples the run stops reading
 # neighboring samples: place; sample and format, pickled to know the size
@@ -74,13 +75,15 @@ class EncodedChunk(NamedTuple):
 def chunks_of(source: Source, wanted: str) -> Iterator[Chunk]:
     """Group samples by number and size, so that memory stays bounded. For the arguments see
     `Source.formatted_rows`."""
-    chunk, size = Chunk(), 0
+    chunk = Chunk()
+    size = 0
     for place, row, row_format in source.formatted_rows(wanted):
         chunk.append((place, pickle.dumps((row, row_format), pickle.HIGHEST_PROTOCOL)))
         size += len(chunk[-1][1])
         if len(chunk) == CHUNK_ROWS or size >= CHUNK_BYTES:
             yield chunk
-            chunk, size = Chunk(), 0
+            chunk = Chunk()
+            size = 0
     if chunk:
         yield chunk
 
@@ -89,8 +92,10 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
     """Tokenize the samples of a chunk."""
     # Index of the sample, one of its pieces, the size of its group, the index in the group.
     pieces = list[tuple[int, Encoded, int, int]]()
-    rows, problems = numpy.zeros(len(chunk), ROW), list[str]()
-    tokenized, labels_of = dict[int, list[Example]](), dict[int, bool]()
+    rows = numpy.zeros(len(chunk), ROW)
+    problems = list[str]()
+    tokenized = dict[int, list[Example]]()
+    labels_of = dict[int, bool]()
     for number, (place, packed) in enumerate(chunk):
         row, row_format = pickle.loads(packed)
         try:
@@ -115,10 +120,8 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
         trained = [group for group in groups if all(piece.target_tokens for piece in group)]
         is_truncated = any(piece.truncated for group in groups for piece in group)
         fate = (TRUNCATED if is_truncated else WHOLE) if trained else SKIPPED
-        rows[number]["tokens"], rows[number]["fate"] = (
-            max(len(input_ids) for input_ids, _ in examples),
-            fate,
-        )
+        rows[number]["tokens"] = max(len(input_ids) for input_ids, _ in examples)
+        rows[number]["fate"] = fate
         pieces += [
             (number, piece, len(group), at) for group in trained for at, piece in enumerate(group)
         ]
@@ -170,7 +173,8 @@ def encode_chunks(
         for chunk, worker in zip(
             itertools.chain(chunks, [Chunk()] * len(first)), itertools.cycle(workers), strict=False
         ):
-            done, tasks[worker] = tasks[worker], chunk
+            done = tasks[worker]
+            tasks[worker] = chunk
             # each process has at most one chunk: if both sides wrote at once, neither would read
             try:
                 encoded = worker.recv() if done else None
@@ -235,7 +239,8 @@ class SplitWriter:
     among the samples."""
 
     def __init__(self, path: Path, encoder: Encoder) -> None:
-        self.statistics, self.first_chat = SplitStatistics(), list[Message]()
+        self.statistics = SplitStatistics()
+        self.first_chat = list[Message]()
         self._encoder = encoder
         self._checksums = [xxhash.xxh3_128() for _ in range(3)]
         self._writer = ArrowWriter(path=str(path), features=FEATURES)
@@ -281,7 +286,10 @@ class BadRows:
     """Counts bad samples and their causes. `refuse` stops a run that does not skip them."""
 
     def __init__(self, skip: bool) -> None:
-        self.skip, self.count, self.first, self.causes = skip, 0, list[str](), Counter[str]()
+        self.skip = skip
+        self.count = 0
+        self.first = list[str]()
+        self.causes = Counter[str]()
 
     def note(self, encoded: EncodedChunk) -> None:
         """Count the bad samples of a chunk.

@@ -61,7 +61,8 @@ def ensure_chat_template(
         UserError: the template has an error, or it writes special tokens that the tokenizer does
             not have.
     """
-    notes, subject = [], "the tokenizer's chat template"
+    notes = []
+    subject = "the tokenizer's chat template"
     if wanted is not None:
         subject = f"--chat_template {wanted}"
         # chatml is Qwen's template. Qwen has no BOS token, but a Llama needs it.

@@ -145,10 +145,8 @@ def _walk(
             continue
         child_kind = "method" if isinstance(node, ast.ClassDef) else "function"
         if isinstance(child, ast.ClassDef):
-            child_kind, head = (
-                "class",
-                ast.unparse(ast.ClassDef(child.name, child.bases, [], [], [])),
-            )
+            child_kind = "class"
+            head = ast.unparse(ast.ClassDef(child.name, child.bases, [], [], []))
         else:
             head = ast.unparse(type(child)(child.name, child.args, [], [], child.returns, lineno=0))
         yield from _walk(child, f"{name}.{child.name}", child_kind, head.removesuffix(":"))

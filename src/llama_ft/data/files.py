@@ -39,7 +39,8 @@ def rows_of_file(path: Path | str) -> Rows:
     Raises:
         UserError: the file cannot be read, or is malformed in more than one sample.
     """
-    name, place = str(path), ""
+    name = str(path)
+    place = ""
     try:
         for place, row in READERS[data_suffix(name)](name):
             yield (

@@ -129,7 +129,8 @@ def alpaca_messages(row: Row, *, input_heading: str = "") -> list[Message]:
     Raises:
         BadRow: a field is missing, empty or no text.
     """
-    instruction, output = _text(row, "instruction"), _text(row, "output")
+    instruction = _text(row, "instruction")
+    output = _text(row, "output")
     if not _is_blank(row.get("input")):
         instruction += f"\n\n{input_heading}{_text(row, 'input')}"
     history = _parsed_if_text(row, "history") or []
@@ -248,7 +249,8 @@ def is_desirable(row: Row) -> bool:
 
 def _pair(row: Row) -> tuple[Any, Any, Any]:
     """The prompt and both responses of a pair, of texts or of lists of messages."""
-    chosen, rejected = row.get("chosen"), row.get("rejected")
+    chosen = row.get("chosen")
+    rejected = row.get("rejected")
     expect(
         chosen != rejected or _is_blank(chosen),
         "rejected",
@@ -264,7 +266,8 @@ def _pair(row: Row) -> tuple[Any, Any, Any]:
 
 def _text_pair(row: Row) -> tuple[str, str, str]:
     """The prompt and both responses of a pair of texts."""
-    chosen, rejected = _text(row, "chosen"), _text(row, "rejected")
+    chosen = _text(row, "chosen")
+    rejected = _text(row, "rejected")
     if row.get("prompt") is not None:
         return _text(row, "prompt"), chosen, rejected
     prompt = commonprefix([chosen, rejected])
@@ -274,7 +277,8 @@ def _text_pair(row: Row) -> tuple[str, str, str]:
         rejected,
         "the prompt that chosen begins with, or a column prompt",
     )
-    chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    chosen = chosen[len(prompt) :]
+    rejected = rejected[len(prompt) :]
     expect(
         chosen.strip() and rejected.strip(),
         "rejected",
@@ -306,10 +310,8 @@ def _chat_pair(row: Row) -> tuple[list[Any], list[Any], list[Any]]:
     ]
     is_shared = shared[: len(prompt)] == prompt
     for column, chat in {"chosen": chosen, "rejected": rejected}.items():
-        place, said = (
-            f"{column}[{len(shared)}]",
-            chat[len(shared)] if len(shared) < len(chat) else None,
-        )
+        place = f"{column}[{len(shared)}]"
+        said = chat[len(shared)] if len(shared) < len(chat) else None
         is_response = is_shared and shared and _role(said) == "assistant"
         expect(is_response, place, said, "a response to a prompt that both share")
     return shared, chosen[len(shared) :], rejected[len(shared) :]
@@ -380,7 +382,8 @@ def _messages(row: Row, column: str) -> list[tuple[str, Any]]:
 def _with_system(row: Row, messages: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """Put the column `system` before the messages of a chat that has no system message of its
     own."""
-    system, first = row.get("system"), messages[0][1]
+    system = row.get("system")
+    first = messages[0][1]
     if _is_blank(system) or (
         isinstance(first, dict) and first.get("role") in ("system", "developer")
     ):
@@ -394,11 +397,9 @@ def _checked_chat(chat: list[tuple[str, Any]]) -> list[Message]:
     for place, given in chat:
         expect(isinstance(given, dict), place, given, "an object of role and content")
         keys = ("from", "value") if "from" in given else ("role", "content")
-        role, content, calls = (
-            ROLES.get(str(given.get(keys[0]))),
-            given.get(keys[1]),
-            given.get("tool_calls"),
-        )
+        role = ROLES.get(str(given.get(keys[0])))
+        content = given.get(keys[1])
+        calls = given.get("tool_calls")
         allowed = ROLES_AFTER[messages[-1]["role"] if messages else None]
         expect(
             role in allowed,

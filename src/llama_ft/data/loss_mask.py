@@ -108,7 +108,8 @@ class ChatRenderer:
     def _left_out(self, messages: list[Message], tools: Tools | None, text: str) -> Iterator[str]:
         """Yield the parts of a chat that this template drops, among those that some templates are
         known to drop."""
-        last, calling = messages[-1], [message for message in messages if message.get("tool_calls")]
+        last = messages[-1]
+        calling = [message for message in messages if message.get("tool_calls")]
         reasoning, ended, _ = (last["content"] or "").partition("</think>")
         expected = [
             (
@@ -228,7 +229,8 @@ class ChatRenderer:
         last = next((token for token in self._tokens if trimmed.endswith(token)), None)
         if last is None or len(trimmed) <= start:
             return len(text)
-        before, ends = trimmed[: -len(last)].rstrip(), []
+        before = trimmed[: -len(last)].rstrip()
+        ends = []
         if len(before) > start and before.endswith(self._tokens):
             # Of two tokens, both may belong to the message (Qwen's </tool_call> <|im_end|>), or the
             # second one ends the chat and is missing if a message follows (Phi-3's <|end|>

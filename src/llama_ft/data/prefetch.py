@@ -52,9 +52,12 @@ class PreparedBatches:
         num_epochs: int,
         max_train_step: int,
     ) -> None:
-        self._rows, self._plan, self._pad_token_id = rows, plan, pad_token_id
+        self._rows = rows
+        self._plan = plan
+        self._pad_token_id = pad_token_id
         # packed sequences, or samples, per epoch
-        self.pack_length, self.size = plan.pack_length, len(plan)
+        self.pack_length = plan.pack_length
+        self.size = len(plan)
         all_steps = plan.steps_per_epoch * num_epochs
         self.total_steps = min(all_steps, max_train_step or all_steps)
 
@@ -72,10 +75,12 @@ class PreparedBatches:
 
     def steps(self, first: int, last: int, _: dict[str, int]) -> Generator[StepBatches, None, None]:
         """Yield the steps `first` to `last`, counted from 1, both included."""
-        plan, per_epoch = self._plan, self._plan.steps_per_epoch
+        plan = self._plan
+        per_epoch = self._plan.steps_per_epoch
         for step in range(first, last + 1):
             epoch, step_in_epoch = divmod(step - 1, per_epoch)
-            share, is_end = plan.step(epoch, step_in_epoch), step_in_epoch == per_epoch - 1
+            share = plan.step(epoch, step_in_epoch)
+            is_end = step_in_epoch == per_epoch - 1
             batches = collate_step(self._rows, share, self._pad_token_id, self.pack_length)
             yield StepBatches(
                 step, epoch, step / per_epoch, is_end, share.target_tokens, share.samples, batches
@@ -96,7 +101,8 @@ class Prefetcher(Generic[T]):
 
     def __init__(self, items: Generator[T, None, None], count: int = STEPS_AHEAD) -> None:
         self.waited_seconds = 0.0
-        self._items, self._count = items, count
+        self._items = items
+        self._count = count
 
     def __enter__(self) -> Self:
         self._pool = ThreadPoolExecutor(1, "prefetch")

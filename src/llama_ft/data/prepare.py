@@ -126,10 +126,8 @@ def prepare(
         UserError: the data cannot be used; several bad samples are reported together.
     """
     opened = partial(open_source, config=config, tokenizer=tokenizer, cache=cache)
-    source, fraction = (
-        reshaped(opened(config.dataset, use), config, config.max_samples),
-        as_fraction(config.validation),
-    )
+    source = reshaped(opened(config.dataset, use), config, config.max_samples)
+    fraction = as_fraction(config.validation)
     held_out: Source | None = None
     if want_validation and fraction is None:
         brings_one = not config.validation and brings_validation(config.dataset, config.streaming)
@@ -164,18 +162,18 @@ def _look_at_formats(
 ) -> tuple[set[type], list[str]]:
     """Return the types of the first samples' contents (list: a chat), and a line on format and
     columns per part."""
-    kinds, lines = set[type](), list[str]()
+    kinds = set[type]()
+    lines = list[str]()
     for part in [*(source.parts or (source,)), *([validation] if validation else [])]:
-        row_format, columns = part.row_format(wanted), part.columns
+        row_format = part.row_format(wanted)
+        columns = part.columns
         for row in part.first_rows:
             with suppress(BadRow, LookupError, TypeError, AttributeError, ValueError):
                 kinds.add(type(FORMATS[row_format].read(row)))
         known = [*FORMATS[row_format].required, *FORMATS[row_format].optional]
         theirs = {ours: f"{ours} ({name})" for name, ours in part.renamed.items()}
-        used, ignored = (
-            [theirs.get(it, it) for it in known if it in columns],
-            sorted(columns.difference(known)),
-        )
+        used = [theirs.get(it, it) for it in known if it in columns]
+        ignored = sorted(columns.difference(known))
         more = f"; ignored: {', '.join(ignored)}" if ignored else ""
         lines.append(f"{part.name}: format {row_format}, columns {', '.join(used)}{more}")
     return kinds, lines
@@ -225,7 +223,9 @@ def _key(job: _Job, code: str) -> str:
 def _build(folder: Path, job: _Job) -> None:
     """Write train.arrow (except with streaming), validation.arrow (if there is validation data) and
     meta.json."""
-    config, bad, rows = job.config, BadRows(job.config.skip_bad_rows), 0
+    config = job.config
+    bad = BadRows(job.config.skip_bad_rows)
+    rows = 0
     wanted = {"train": not config.streaming, "validation": job.fraction or job.validation}
     splits = {
         name: SplitWriter(folder / f"{name}.arrow", job.encoder) for name in wanted if wanted[name]

@@ -110,7 +110,8 @@ def _rows(row: Row, names: Mapping[str, str], config: DataConfig) -> list[Row]:
 def _names(source: Source, config: DataConfig) -> dict[str, str]:
     """Return column in the data -> column of a format: from `--columns`, else by COMMON if no
     format fits."""
-    columns, names = source.columns, dict(_pairs(config.columns))
+    columns = source.columns
+    names = dict(_pairs(config.columns))
     if missing := [theirs for theirs in names if theirs not in columns]:
         raise UserError(
             f"--columns: {source.name} has no column {missing[0]}. It has {', '.join(sorted(columns))}."

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
     from llama_ft.data.batches import Batch
 
-SAMPLE_TOKENS, BATCH_TOKENS = 2000, 300  # most tokens shown per sample
+# most tokens shown per sample
+SAMPLE_TOKENS = 2000
+BATCH_TOKENS = 300
 
 
 def show_samples(rows: "Dataset", tokenizer: "PreTrainedTokenizerBase", count: int) -> None:
@@ -42,7 +44,9 @@ def marked_text(
 ) -> str:
     """Return the text of a sample's first `most` tokens; those in the loss are between [[ and
     ]]."""
-    text, before, shown = "", "", list(input_ids[:most])
+    text = ""
+    before = ""
+    shown = list(input_ids[:most])
     # The first token is never in the loss: no position predicts it.
     for is_trained, run in itertools.groupby(
         range(len(shown)), lambda n: n > 0 and labels[n] != IGNORED

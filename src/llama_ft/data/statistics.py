@@ -16,7 +16,10 @@ COLUMNS = {
 # Per sample: a hash of its content; its tokens before truncation; fate: bad, whole, truncated or
 # skipped.
 ROW = numpy.dtype([("content", "u8"), ("tokens", "i4"), ("fate", "i1")])
-BAD, WHOLE, TRUNCATED, SKIPPED = -1, 0, 1, 2
+BAD = -1
+WHOLE = 0
+TRUNCATED = 1
+SKIPPED = 2
 
 
 @dataclass

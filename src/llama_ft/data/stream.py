@@ -39,7 +39,8 @@ from llama_ft.errors import UserError, counted
 from llama_ft.runtime import Runtime, log
 
 START = {"epoch": 0, "chunk": 0, "window": 0, "step_in_window": 0}
-CLOSED, ENDED = "closed", "ended"
+CLOSED = "closed"
+ENDED = "ended"
 
 
 # Samples that are shuffled and packed together: where they begin in the source (epoch, chunk,
@@ -70,19 +71,16 @@ class StreamedBatches:
         runtime: Runtime,
     ) -> None:
         self._source, self._encoder, self._examples = stream
-        self.total_steps, self._seed, self._config = (
-            config.train.max_train_step,
-            config.train.seed,
-            config.data,
-        )
+        self.total_steps = config.train.max_train_step
+        self._seed = config.train.seed
+        self._config = config.data
         self.pack_length: int | None = sampler.keywords["pack_length"]
         self._global_batch: int = sampler.keywords["global_batch"]
-        self._sampler, self._pad_token_id, self._vocabulary_size = (
-            sampler,
-            pad_token_id,
-            vocabulary_size,
-        )
-        self._runtime, self._is_wanted = runtime, True
+        self._sampler = sampler
+        self._pad_token_id = pad_token_id
+        self._vocabulary_size = vocabulary_size
+        self._runtime = runtime
+        self._is_wanted = True
         # A separate process group: a thread runs these collectives, in no fixed order relative to
         # those of training.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
@@ -119,7 +117,8 @@ class StreamedBatches:
             position: `StepBatches.position` of the step before `first`; {} for a new run.
         """
         position = position or START
-        step, skip = first, position["step_in_window"]
+        step = first
+        skip = position["step_in_window"]
         with Prefetcher(self._windows(position), 1) as ready:
             for start, ends_epoch, rows in ready:
                 plan = self._sampler(rows, seed=mixed(self._seed, start["epoch"], start["window"]))
@@ -136,10 +135,8 @@ class StreamedBatches:
                     share = plan.step(0, step_in_window)
                     is_end = ends_epoch and step_in_window == plan.steps_per_epoch - 1
                     batches = collate_step(rows, share, self._pad_token_id, self.pack_length)
-                    seen, now = (
-                        float(start["epoch"] + is_end),
-                        {**start, "step_in_window": step_in_window + 1},
-                    )
+                    seen = float(start["epoch"] + is_end)
+                    now = {**start, "step_in_window": step_in_window + 1}
                     counts = share.target_tokens, share.samples
                     yield StepBatches(step, start["epoch"], seen, is_end, *counts, batches, now)
                     step += 1
@@ -147,8 +144,12 @@ class StreamedBatches:
 
     def _windows(self, position: dict[str, int]) -> Generator[Window, None, None]:
         """Yield windows without end, beginning with the window of `position`."""
-        epoch, number, first_chunk = position["epoch"], position["window"], position["chunk"]
-        bad, at, tables = BadRows(self._config.skip_bad_rows), first_chunk, list[pyarrow.Table]()
+        epoch = position["epoch"]
+        number = position["window"]
+        first_chunk = position["chunk"]
+        bad = BadRows(self._config.skip_bad_rows)
+        at = first_chunk
+        tables = list[pyarrow.Table]()
         with closing(self._exchanged(first_chunk)) as chunks:
             for encoded in chunks:
                 if encoded is not None:
@@ -168,7 +169,9 @@ class StreamedBatches:
                         encoded is None,
                         Dataset(InMemoryTable(pyarrow.concat_tables(tables))),
                     )
-                    tables, number, first_chunk = [], number + 1, at
+                    tables = []
+                    number = number + 1
+                    first_chunk = at
                 if encoded is not None:
                     tables.append(encoded.table)
                     at += 1
@@ -178,14 +181,12 @@ class StreamedBatches:
                 if bad.count and epoch == position["epoch"]:  # the same samples in every epoch
                     skipped = f"skipped {counted(bad.count, 'bad sample')}"
                     log.warning(f"{self._source.name}: {skipped}: {'; '.join(bad.first)}")
-                bad, epoch, at, tables, number, first_chunk = (
-                    BadRows(bad.skip),
-                    epoch + 1,
-                    0,
-                    [],
-                    0,
-                    0,
-                )
+                bad = BadRows(bad.skip)
+                epoch = epoch + 1
+                at = 0
+                tables = []
+                number = 0
+                first_chunk = 0
 
     def _exchanged(self, first_chunk: int) -> Generator[EncodedChunk | None, None, None]:
         """Yield the tokenized chunks of the source in order, epoch after epoch. None marks the end
@@ -195,7 +196,8 @@ class StreamedBatches:
         stops must take part in one more round to tell the others, unless a rank already reported in
         the last round that it stops or failed.
         """
-        processes, is_over = self._config.tokenize_processes or 1, False
+        processes = self._config.tokenize_processes or 1
+        is_over = False
         try:
             while True:
                 chunks = chunks_of(self._source, self._config.dataset_format)
@@ -205,7 +207,8 @@ class StreamedBatches:
                 with closing(
                     encode_chunks(mine, self._encoder, self._examples, processes)
                 ) as pairs:
-                    own, items = (encoded for _, encoded in pairs), list[Any]()
+                    own = (encoded for _, encoded in pairs)
+                    items = list[Any]()
                     while ENDED not in items:
                         items = self._gather(
                             attempt(next, own, ENDED) if self._is_wanted else CLOSED

@@ -62,8 +62,10 @@ class Encoder:
         truncation: Truncation = "right",
         labels: Labels = "auto",
     ) -> None:
-        self.tokenizer, self.context_length = tokenizer, context_length
-        self.truncation, self.labels = truncation, labels
+        self.tokenizer = tokenizer
+        self.context_length = context_length
+        self.truncation = truncation
+        self.labels = labels
         self._vocabulary_size = len(tokenizer)
         if not tokenizer.is_fast:
             raise UserError(
@@ -136,10 +138,12 @@ class Encoder:
         text = prompt + completion
         input_ids, labels = self._tokenize(text, [(start, len(text))])
         if self._bos and input_ids[:1] != self._bos:
-            input_ids, labels = [*self._bos, *input_ids], [IGNORED, *labels]
+            input_ids = [*self._bos, *input_ids]
+            labels = [IGNORED, *labels]
         end = self.tokenizer.eos_token_id
         if isinstance(end, int) and input_ids[-1:] != [end]:
-            input_ids, labels = [*input_ids, end], [*labels, end]
+            input_ids = [*input_ids, end]
+            labels = [*labels, end]
         return input_ids, labels
 
     def fit(self, input_ids: list[int], labels: list[int]) -> list[Encoded]:
@@ -156,7 +160,8 @@ class Encoder:
         Returns:
             One piece; with truncation=split perhaps several; [] if the example is skipped.
         """
-        length, whole = self.context_length, len(input_ids)
+        length = self.context_length
+        whole = len(input_ids)
         if whole <= length:
             return [Encoded(input_ids, labels, truncated=False)]
         if self.truncation == "right":
@@ -273,7 +278,8 @@ def tokens_of_spans(
 
     ranges = []
     for span in spans:
-        first, last = bisect_left(starts, span[0]), bisect_left(starts, span[1])
+        first = bisect_left(starts, span[0])
+        last = bisect_left(starts, span[1])
         while first > 0 and ends[first - 1] > span[0] and belongs(first - 1, span):
             first -= 1
         while last > first and ends[last - 1] > span[1] and not belongs(last - 1, span):

@@ -42,7 +42,8 @@ def measure_loss(
     Returns:
         loss (mean per token), perplexity, and target_tokens, the number of tokens in the loss.
     """
-    config, split = what.config, what.split
+    config = what.config
+    split = what.split
     context_length = models.resolve_context_length(config.data.context_length, model.config)
     vocabulary = models.vocabulary_size(model.config)
     has_new_tokens = asked.run is not None and asked.run.model.resize_embeddings
@@ -69,7 +70,8 @@ def measure_loss(
     if pack_length is not None:
         models.use_packed_attention(model)
         training.check_packing(model, samples, context_length, model.dtype, job)
-    pad, objective = data.pad_token_id(tokenizer, vocabulary), training.SupervisedFineTuning()
+    pad = data.pad_token_id(tokenizer, vocabulary)
+    objective = training.SupervisedFineTuning()
     loss, tokens, _ = training.mean_loss(
         model, objective, samples, config.train, pad, pack_length, job
     )

@@ -37,7 +37,8 @@ class Evaluated:
 def describe(models: list[Evaluated], samples: str, limit: float | None) -> str:
     """Return the table as text. `samples` is a description, `limit` the number of questions per
     task."""
-    table, text = Table("", "metric", box=None), io.StringIO()
+    table = Table("", "metric", box=None)
+    text = io.StringIO()
     for model in models:
         for title in (model.name, *(["difference"] if model.base else [])):
             table.add_column(title, justify="right")

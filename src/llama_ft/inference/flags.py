@@ -139,7 +139,8 @@ def check_models(options: ModelFlags) -> list[str]:
     """Put every named model into `places`, and return the error messages about them. With
     --peft_model, --model_name is the base model, as in llama-recipes."""
     if options.peft_model and options.model_name and not options.base_model:
-        options.base_model, options.model_name = options.model_name, None
+        options.base_model = options.model_name
+        options.model_name = None
     options.places = [
         name for name in (*options.places, options.model_name, options.peft_model) if name
     ]

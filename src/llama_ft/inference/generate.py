@@ -69,12 +69,10 @@ class Answerer:
     """
 
     def __init__(self, opened: LoadedModel, options: InferenceFlags, job: Runtime) -> None:
-        self.model, self.tokenizer, self._options, self._job = (
-            opened.model,
-            opened.tokenizer,
-            options,
-            job,
-        )
+        self.model = opened.model
+        self.tokenizer = opened.tokenizer
+        self._options = options
+        self._job = job
         self.context = (
             getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
             or sys.maxsize
@@ -146,7 +144,8 @@ class Answerer:
             show: called with each new part of the answer's text; for a single prompt.
         """
         is_sharded = self._options.enable_fsdp and self._job.world_size > 1
-        width, shown = max(map(len, prompts)), 0
+        width = max(map(len, prompts))
+        shown = 0
         # Pad with the prompt's first token: so the repetition penalty sees no token that is not in
         # the prompt.
         ids = torch.tensor([[prompt[0]] * (width - len(prompt)) + prompt for prompt in prompts])

@@ -98,7 +98,8 @@ def _find(
     base_of: Config | None,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> _Found:
-    trust, ask_hub = flags.trust_remote_code, job.local_rank == 0
+    trust = flags.trust_remote_code
+    ask_hub = job.local_rank == 0
     is_demo = place == "demo"
     local = (
         data.build_demo(data.cache_dir()).model_dir
@@ -123,7 +124,10 @@ def _find(
             valid,
             objective,
         )
-    base, new, peft, objective = held, None, None, "sft"
+    base = held
+    new = None
+    peft = None
+    objective = "sft"
     if kind == "adapter":
         where = f"{held}/adapter_config.json (--base_model overrides it): base model"
         named = flags.base_model or base_model_of(str(held))
@@ -133,10 +137,8 @@ def _find(
         objective = "reward" if settings.task_type == "SEQ_CLS" else "sft"
         peft = PeftConfig(use_peft=True, from_peft_checkpoint=str(held))
     if tokenizer is None:
-        has_own, other = (
-            any((held / file).is_file() for file in TOKENIZER_FILES),
-            flags.tokenizer_name,
-        )
+        has_own = any((held / file).is_file() for file in TOKENIZER_FILES)
+        other = flags.tokenizer_name
         folder = (
             models.local_folder(other, "--tokenizer_name", weights=False)
             if other

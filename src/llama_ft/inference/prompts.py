@@ -140,14 +140,16 @@ def answer_prompts(
     Returns:
         The number of truncated answers.
     """
-    tokens, limits = [], []
+    tokens = []
+    limits = []
     for number, (row, asked) in enumerate(prompts, start=1):
         try:
             tokens.append(answerer.tokens(asked, tools_of(row)))
             limits.append(answerer.longest_answer(len(tokens[-1])))
         except UserError as error:
             raise UserError(f"--prompts: prompt {number}: {error.messages[0]}") from error
-    truncated, batch = 0, options.batch_size * job.world_size
+    truncated = 0
+    batch = options.batch_size * job.world_size
     with output_of(options, job) as out:
         start = 0
         while start < len(prompts):
@@ -186,9 +188,11 @@ def score_prompts(
         raise UserError(
             "MODEL is a reward model, which scores responses. Use --prompts with chats or pairs."
         )
-    model, config = opened.model, opened.model.config.get_text_config()
+    model = opened.model
+    config = opened.model.config.get_text_config()
     context = getattr(config, "max_position_embeddings", None) or sys.maxsize
-    encoder, tokens = Encoder(opened.tokenizer, context), list[torch.Tensor]()
+    encoder = Encoder(opened.tokenizer, context)
+    tokens = list[torch.Tensor]()
     for number, row in enumerate(rows, 1):
         try:
             kind = (
@@ -266,7 +270,8 @@ def converse(answerer: Answerer, job: Runtime) -> None:
 def _answered(asked: Messages, answerer: Answerer, job: Runtime) -> Messages:
     """Print the answer while it is generated, and return the conversation with it. Ctrl-C keeps the
     part so far."""
-    parts, note = list[str](), ""
+    parts = list[str]()
+    note = ""
 
     def show(part: str) -> None:
         parts.append(part)

@@ -11,7 +11,9 @@ from llama_ft.runtime.console import log
 
 Capability = tuple[int, int] | None  # compute capability of a GPU; None: a CPU
 # flash attention needs Ampere; precision fp16 is for older GPUs
-T4, AMPERE, HOPPER = (7, 5), (8, 0), (9, 0)
+T4 = (7, 5)
+AMPERE = (8, 0)
+HOPPER = (9, 0)
 # cuDNN builds a plan for each shape, in 0.1 to 0.5 s. Samples truncated to the context length have
 # a length that is a multiple of this, and repeat. Other samples that fill a sequence alone rarely
 # do.

@@ -59,9 +59,11 @@ def use_chunked_loss(model: PreTrainedModel) -> bool:
     The model is on the meta device, with adapters and not sharded. Returns False, and does not
     change the model, unless its forward is a decoder followed by an LM head.
     """
-    whole, model = model, cast(PreTrainedModel, model.get_submodule(left_out(model).causal))
+    whole = model
+    model = cast(PreTrainedModel, model.get_submodule(left_out(model).causal))
     names = {id(module): name for name, module in model.named_children()}
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
     decoder = next((child for child in model.children() if embedding in child.modules()), model)
     if id(decoder) not in names or id(head) not in names or decoder is model:
         return False
@@ -80,7 +82,8 @@ def use_chunked_loss(model: PreTrainedModel) -> bool:
     if on_meta.shape[:-1] != (2,):
         return False
     vocabulary = on_meta.shape[-1]
-    plain_forward, plain_head = model.forward, head.forward
+    plain_forward = model.forward
+    plain_head = head.forward
 
     @wraps(plain_forward)  # generate() inspects the names of its parameters
     def forward(
@@ -176,13 +179,15 @@ class CrossEntropy(torch.autograd.Function):
         # softmax.
         probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
         log_sum = logits.amax(dim=-1).float() - probabilities.amax(dim=-1).log()
-        ctx.dtype, ctx.targets = logits.dtype, targets.unsqueeze(1)
+        ctx.dtype = logits.dtype
+        ctx.targets = targets.unsqueeze(1)
         ctx.probabilities = probabilities if ctx.needs_input_grad[0] else None
         return log_sum - logits.gather(1, ctx.targets).squeeze(1).float()
 
     @staticmethod
     def backward(ctx: Any, factors: torch.Tensor) -> Any:
-        gradient, ctx.probabilities = ctx.probabilities, None
+        gradient = ctx.probabilities
+        ctx.probabilities = None
         gradient.scatter_add_(1, ctx.targets, torch.full_like(ctx.targets, -1, dtype=torch.float32))
         return gradient.mul_(factors.unsqueeze(1)).to(ctx.dtype), None
 
@@ -204,12 +209,11 @@ class _ChunkedLoss(torch.autograd.Function):
         per_token: bool,
         *trained: Any,
     ) -> Any:
-        ctx.arguments, ctx.gradients = (losses_of, size, trained, ctx.needs_input_grad[0]), None
+        ctx.arguments = (losses_of, size, trained, ctx.needs_input_grad[0])
+        ctx.gradients = None
         if per_token:
-            ctx.inputs, ctx.random = (
-                (hidden.detach(), targets),
-                (torch.get_rng_state(), get_device_states(hidden)),
-            )
+            ctx.inputs = (hidden.detach(), targets)
+            ctx.random = (torch.get_rng_state(), get_device_states(hidden))
             chunks = zip(hidden.split(size), targets.split(size), strict=True)
             # FSDP warns about views
             return torch.cat([losses_of(*chunk) for chunk in chunks])[:count].clone()
@@ -219,7 +223,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, factors: torch.Tensor) -> Any:
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = ctx.gradients
+        ctx.gradients = None
         if gradients is not None:
             for gradient in gradients:
                 gradient.mul_(factors)
@@ -246,9 +251,11 @@ def _sum_and_gradients(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the sum of losses weighted by `factors`, and the gradients of that sum: of the hidden
     states if `for_hidden`, then of `trained`."""
-    count, factors = len(factors), functional.pad(factors, (0, len(targets) - len(factors)))
+    count = len(factors)
+    factors = functional.pad(factors, (0, len(targets) - len(factors)))
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    by_hidden, by_trained = [torch.empty_like(hidden)] if for_hidden else [], list[torch.Tensor]()
+    by_hidden = [torch.empty_like(hidden)] if for_hidden else []
+    by_trained = list[torch.Tensor]()
     # without targets, once: gradients are zero then
     for start in range(0, max(1, len(targets)), size):
         part = slice(start, start + size)

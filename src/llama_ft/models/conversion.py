@@ -175,7 +175,8 @@ def saved_layout(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> li
     by_pattern = {
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }
-    context, groups = _context(model), dict[str, _Group | str]()
+    context = _context(model)
+    groups = dict[str, _Group | str]()
     for name in tensors if not converters else sorted(tensors, key=dot_natural_key):
         target, pattern = apply_converters(name, converters)
         if pattern is None:
@@ -199,12 +200,14 @@ def _reverted(
     shapes = {
         apply_renamings(name, renamings): tuple(tensor.shape) for name, tensor in made.items()
     }
-    parameters, operations = group.in_order(), group.converter.operations
+    parameters = group.in_order()
+    operations = group.converter.operations
     splits_rows = isinstance(operations[-1], SplitModulelist) and operations[-1].dim == 0
     if not splits_rows or not _keeps_rows(operations[:-1]) or len(parameters) != 1:
         return SavedGroup(parameters, shapes, group)
     # Transformers writes all experts' w1, then all experts' w3. Here rows arrive expert by expert.
-    names, experts = list(shapes), tensors[parameters[0]].shape[0]
+    names = list(shapes)
+    experts = tensors[parameters[0]].shape[0]
     by_expert = {name: shapes[name] for expert in range(experts) for name in names[expert::experts]}
     return SavedGroup(parameters, by_expert, group, by_row=True)
 

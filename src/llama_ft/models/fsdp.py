@@ -207,10 +207,8 @@ def unit_table(units: list[Unit]) -> str:
         f"  {count} x {kind}: {parameters:,} parameters, {gathered / 2**20:,.1f} MiB unsharded"
         for (kind, parameters, gathered), count in groups.items()
     ]
-    largest, total = (
-        max(units, key=lambda unit: unit.parameters),
-        sum(unit.parameters for unit in units),
-    )
+    largest = max(units, key=lambda unit: unit.parameters)
+    total = sum(unit.parameters for unit in units)
     share = f"the largest, {largest.name or 'the rest'}, is {largest.parameters / total:.0%}"
     return "\n".join([f"{len(units)} FSDP units, {total:,} parameters; {share}", *lines])
 

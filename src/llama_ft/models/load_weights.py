@@ -85,7 +85,8 @@ def load_weights(
         check_saved_adapter(saved_adapter.headers, model, adapter, file)
     _allocate(model, device, storage_device)
     with torch.no_grad():
-        parameters, threads = dict(model.named_parameters()), torch.get_num_threads()
+        parameters = dict(model.named_parameters())
+        threads = torch.get_num_threads()
         quantized = {id(it.weight): it for it in quantized_weights(model)}
         for name, parameter in parameters.items():
             if weight := quantized.get(id(parameter)):
@@ -110,10 +111,8 @@ def load_weights(
                 _fill_singular_values(layer, key, loader, peft.init_lora_weights, device)
             for name, rows in model.named_modules():
                 if isinstance(rows, TokenRows) and rows.tied_adapter is None:
-                    copies, ids = (
-                        rows.trainable_tokens_delta["default"],
-                        rows.token_indices["default"],
-                    )
+                    copies = rows.trainable_tokens_delta["default"]
+                    ids = rows.token_indices["default"]
                     loader.fill(
                         _as_stored(copies, keys[f"{name}.base_layer.weight"], loader.headers, ids)
                     )
@@ -154,10 +153,8 @@ def _fill_singular_values(
 
     @cache
     def factors() -> tuple[torch.Tensor, torch.Tensor]:
-        rank, weight = (
-            layer.trained_rank,
-            cast(WeightSource, loader.source).read(key).to(device, torch.float32),
-        )
+        rank = layer.trained_rank
+        weight = cast(WeightSource, loader.source).read(key).to(device, torch.float32)
         weight = weight.T if layer.fan_in_fan_out else weight
         if kind == "pissa":
             u, values, v = torch.linalg.svd(weight, full_matrices=False)
@@ -166,7 +163,9 @@ def _fill_singular_values(
             u, values, v = torch.svd_lowrank(weight, rank, niter=int(kind.rpartition("_")[2]))
             v = v.T
         root = (values[:rank] / layer.scaling["default"]).sqrt()
-        a, b = root[:, None] * v[:rank], u[:, :rank] * root  # as peft's pissa_init
+        # as peft's pissa_init
+        a = root[:, None] * v[:rank]
+        b = u[:, :rank] * root
         return torch.cat([a, a]), torch.cat([b, -b], dim=1)
 
     a, b = (part["default"].weight for part in (layer.lora_A, layer.lora_B))
@@ -194,8 +193,10 @@ def _to_quantized(
     """Return the load of rows that are quantized from `dtype` on `device`, or read as they are if
     the checkpoint is quantized. In a stack a "row" is an expert, and its rows are quantized block
     by block."""
-    scheme, at_once = weight.scheme, QUANTIZED_AT_ONCE[device.type]
-    shards, columns = [local_shard(weight.weight), local_shard(weight.scale)], weight.shape[-1]
+    scheme = weight.scheme
+    at_once = QUANTIZED_AT_ONCE[device.type]
+    shards = [local_shard(weight.weight), local_shard(weight.scale)]
+    columns = weight.shape[-1]
 
     def make(source: WeightSource, start: int, stop: int) -> Sequence[torch.Tensor]:
         if weight.is_stored and isinstance(scheme, FourBit):
@@ -227,11 +228,15 @@ def account_for(
             aliases[id(parameter)].append(checkpoint_key(name))
     quantized = {id(it.weight): it for it in quantized_weights(model)}
     scales = {id(it.scale) for it in quantized.values()}
-    missing, unlike, keys, ties = [], [], dict[str, str](), model.all_tied_weights_keys
+    missing = []
+    unlike = []
+    keys = dict[str, str]()
+    ties = model.all_tied_weights_keys
     for name, parameter in model.named_parameters():
         if is_adapter_weight(name) or id(parameter) in scales:
             continue
-        weight, candidates = quantized.get(id(parameter)), aliases[id(parameter)]
+        weight = quantized.get(id(parameter))
+        candidates = aliases[id(parameter)]
         shape = tuple(parameter.shape) if weight is None else weight.shape
         candidates = candidates + [ties[candidate] for candidate in candidates if candidate in ties]
         key = next((candidate for candidate in candidates if candidate in headers), None)

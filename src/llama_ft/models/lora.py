@@ -38,7 +38,8 @@ from llama_ft.models.shards import ShardGroup, local_shard
 from llama_ft.models.source import StoredTensor, listed
 from llama_ft.models.text_part import left_out
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # PEFT's prefix for the names of a wrapped model
 # The values of peft_method in PEFT's spelling, and the prefixes of their parameters' names.
 METHODS = [method.upper() for method in get_args(PeftConfig.__annotations__["peft_method"])]
@@ -80,7 +81,8 @@ def inject_lora(
     # trained whole; "classifier" is what PEFT adds to the name for models of other classes
     if has_score(model):
         whole = {SCORE, *(settings.modules_to_save or ())} - {"classifier"}
-        settings.task_type, settings.modules_to_save = "SEQ_CLS", sorted(whole)
+        settings.task_type = "SEQ_CLS"
+        settings.modules_to_save = sorted(whole)
     _check_names(model, settings)
     if saved:
         size = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
@@ -205,7 +207,8 @@ def clear_frozen_half(model: nn.Module, group: ShardGroup) -> None:
 
 def _new_config(peft: PeftConfig) -> Any:
     kind = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(peft.peft_method.upper())]
-    known, defaults = {field.name for field in fields(kind)}, PeftConfig()
+    known = {field.name for field in fields(kind)}
+    defaults = PeftConfig()
     given = {f.name: getattr(peft, f.name) for f in fields(peft) if f.name not in NOT_PEFTS}
     if lacking := [
         name for name in given if name not in known and given[name] != getattr(defaults, name)
@@ -244,7 +247,8 @@ def _rows_to_train(
 ) -> dict[str, list[int]] | None:
     """Return PEFT's trainable_token_indices for the embedding and, unless tied, the LM head; not
     for one that is trained as a whole."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     in_full = tuple(f".{name}" for name in lora.modules_to_save or ())
     ends = [name for name, module in model.named_modules() if module is embedding or module is head]
     chosen = [name for name in ends if not f".{name}".endswith(in_full)]
@@ -267,7 +271,8 @@ def rows_trained(adapter: Any) -> set[int]:
 
 def linear_names(model: PreTrainedModel) -> list[str]:
     """Return the last parts of the names of the linear layers, in order, without the LM head."""
-    head, kinds = model.get_output_embeddings(), (nn.Linear, Conv1D)
+    head = model.get_output_embeddings()
+    kinds = (nn.Linear, Conv1D)
     found = [
         name
         for name, module in model.named_modules()
@@ -298,7 +303,8 @@ def expert_names(model: nn.Module) -> list[str]:
 def describe_experts(model: nn.Module) -> str | None:
     """Return a log text on whether the model's adapters cover its experts; None if it has no
     experts."""
-    experts, modules = expert_parameters(model), model.named_modules()
+    experts = expert_parameters(model)
+    modules = model.named_modules()
     adapted = {
         checkpoint_key(f"{name}.{it.parameter_name}")
         for name, it in modules

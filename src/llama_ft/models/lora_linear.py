@@ -59,7 +59,9 @@ def _flops(x: torch.Size, *others: Any, **_: Any) -> int:
 
 def workspace_bytes(arguments: tuple[Any, ...]) -> int:
     """Return the bytes that the operator allocates and frees."""
-    x, scale, b = arguments[0], arguments[3], arguments[5]
+    x = arguments[0]
+    scale = arguments[3]
+    b = arguments[5]
     return 0 if scale is None else x.shape[1] * len(b) * x.dtype.itemsize
 
 
@@ -82,13 +84,17 @@ class _LowRank(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [..., in] -> zeros [..., out] without storage, which pass on the gradient of y; and u
         [n, r]."""
-        ctx.factors, ctx.scheme = (scaling, 1 - dropout), scheme
-        flat, mask, small = x.reshape(-1, x.shape[-1]), None, a.to(x.dtype)
+        ctx.factors = (scaling, 1 - dropout)
+        ctx.scheme = scheme
+        flat = x.reshape(-1, x.shape[-1])
+        mask = None
+        small = a.to(x.dtype)
         if dropout == 0 or x.numel() == 0:
             u = flat @ small.t()
         elif x.is_cuda:
             dropped, mask = torch.native_dropout(flat, dropout, True)
-            u, mask = dropped @ small.t(), mask.view(torch.uint8)
+            u = dropped @ small.t()
+            mask = mask.view(torch.uint8)
         else:  # there, multiplying by bool takes three times as long
             mask = torch.empty_like(flat, dtype=torch.uint8).bernoulli_(1 - dropout)
             u = (flat * mask) @ small.t() * (1 / (1 - dropout))
@@ -101,10 +107,13 @@ class _LowRank(torch.autograd.Function):
         x, mask, u, weight, scale, a, b = ctx.saved_tensors
         (scaling, keep), trained = ctx.factors, a.dtype
         # cast again: kept casts would be a copy of every adapter
-        a, b = a.to(x.dtype), b.to(x.dtype)
+        a = a.to(x.dtype)
+        b = b.to(x.dtype)
         # [n, out], [n, in]
-        g, flat = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
-        t, dx = g @ b, None
+        g = gradient.reshape(-1, gradient.shape[-1])
+        flat = x.reshape(-1, x.shape[-1])
+        t = g @ b
+        dx = None
         da = t.t() @ (flat if mask is None else flat * mask)
         if ctx.needs_input_grad[0]:
             w = weight if scale is None else SCHEMES[ctx.scheme].dequantize(weight, scale, x.dtype)
@@ -115,7 +124,8 @@ class _LowRank(torch.autograd.Function):
                 else dx.addcmul_(t @ a, mask, value=scaling / keep)
             )
             dx = dx.view(x.shape)
-        da, db = da.mul_(scaling / keep), (g.t() @ u).mul_(scaling)
+        da = da.mul_(scaling / keep)
+        db = (g.t() @ u).mul_(scaling)
         return dx, None, None, da.to(trained), db.to(trained), None, None, None
 
 
@@ -150,16 +160,16 @@ class FusedLora(LoraLinear):
             or not self._is_plain(names[0], x)
         ):
             return super().forward(x, *args, **kwargs)
-        name, base, dropout = names[0], self.base_layer, self.lora_dropout[names[0]]
+        name = names[0]
+        base = self.base_layer
+        dropout = self.lora_dropout[names[0]]
         scale, scheme = (
             (base.scale, base.scheme_name) if isinstance(base, QuantizedLinear) else (None, "")
         )
         p = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-        a, b, scaling = (
-            cast(Any, self.lora_A[name]).weight,
-            cast(Any, self.lora_B[name]).weight,
-            self.scaling[name],
-        )
+        a = cast(Any, self.lora_A[name]).weight
+        b = cast(Any, self.lora_B[name]).weight
+        scaling = self.scaling[name]
         zeros, u = _LowRank.apply(x, base.weight, scale, a, b, scaling, p, scheme)
         b = b.detach().to(x.dtype)
         return _Matmul.apply(
@@ -168,7 +178,9 @@ class FusedLora(LoraLinear):
 
     def _is_plain(self, name: str, x: torch.Tensor) -> bool:
         """Return whether the fused forward pass is equivalent to PEFT's."""
-        a, b, base = self.lora_A[name].weight, self.lora_B[name].weight, cast(Any, self.base_layer)
+        a = self.lora_A[name].weight
+        b = self.lora_B[name].weight
+        base = cast(Any, self.base_layer)
         if (
             not self.has_plain_form(name)
             or a.dtype != b.dtype

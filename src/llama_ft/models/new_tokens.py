@@ -34,7 +34,8 @@ class GrownSource(WeightSource):
     def __init__(
         self, source: WeightSource, names: Sequence[str], stored_rows: int, rows: int
     ) -> None:
-        self._source, self._stored_rows = source, stored_rows
+        self._source = source
+        self._stored_rows = stored_rows
         headers = {name: source.tensors[name] for name in names if name in source.tensors}
         grown = {name: it for name, it in headers.items() if it.shape[:1] == (stored_rows,)}
         self.tensors = source.tensors | {
@@ -105,7 +106,8 @@ class TokenRows(TrainableTokensLayer):
     _slots: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        base, rows = self.base_layer, self.trainable_tokens_delta["default"]
+        base = self.base_layer
+        rows = self.trainable_tokens_delta["default"]
         ids = self.token_indices["default"]
         if self._slots is None or self._slots.device != x.device:
             # For the embedding: token id -> index of its trained row, or -1. For the LM head: the
@@ -131,7 +133,8 @@ def use_token_rows(model: nn.Module) -> None:
     trained."""
     for name, layer in model.named_modules():
         if type(layer) is TrainableTokensLayer:
-            head, base = name.removesuffix(".token_adapter"), layer.base_layer
+            head = name.removesuffix(".token_adapter")
+            base = layer.base_layer
             if isinstance(base, QuantizedLinear) or getattr(base, "bias", None) is not None:
                 raise UserError(
                     f"--resize_embeddings: {head}, quantized or with a bias, cannot train new tokens."

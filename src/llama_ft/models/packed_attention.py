@@ -82,10 +82,8 @@ def packed_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of a model prepared by `use_packed_attention`, in addition to input_ids,
     for packed samples of `lengths` tokens. `device`: where the model computes."""
-    rows, positions = (
-        PackedRows.of(lengths, device),
-        torch.cat([torch.arange(length) for length in lengths]),
-    )
+    rows = PackedRows.of(lengths, device)
+    positions = torch.cat([torch.arange(length) for length in lengths])
     position_ids = noted(sent(positions.unsqueeze(0), device), needs_no_mask=True)
     arguments: dict[str, Any] = {"position_ids": position_ids, "attention_mask": None}
     mixers = token_mixers(model)
@@ -141,11 +139,9 @@ def _packed_sdpa(
 ) -> Attention:
     """sdpa for packed sequences: query, key and value [1, heads, tokens, head_dim] and a mask or
     None -> [1, tokens, heads, head_dim]."""
-    rows, window, tensors = (
-        _rows_of(module, packed_rows),
-        arguments.get("sliding_window"),
-        (query, key, value),
-    )
+    rows = _rows_of(module, packed_rows)
+    window = arguments.get("sliding_window")
+    tensors = (query, key, value)
     on_rows = partial(
         _row_by_row, sdpa_attention_forward, module, *tensors, attention_mask, rows, arguments
     )
@@ -156,7 +152,8 @@ def _packed_sdpa(
     if rows is None or attention_mask is not None or any(extra is not None for extra in extras):
         return on_rows()
     are_alike = rows.are_alike and (window or rows.longest) >= rows.longest
-    capability, widths = attention_kernels.capability_of(query), (query.shape[-1], value.shape[-1])
+    capability = attention_kernels.capability_of(query)
+    widths = (query.shape[-1], value.shape[-1])
     kernel = attention_kernels.choose_kernel(capability, query.dtype, widths, are_alike)
     if kernel == "cudnn":
         alike = [
@@ -194,7 +191,8 @@ def _packed_eager(
     **extra: Any,
 ) -> Attention:
     """The model's own eager attention, with its soft caps and sinks, for packed sequences."""
-    eager, rows = function_beside(module, "eager_attention_forward"), _rows_of(module, packed_rows)
+    eager = function_beside(module, "eager_attention_forward")
+    rows = _rows_of(module, packed_rows)
     return _row_by_row(eager, module, query, key, value, attention_mask, rows, extra)
 
 
@@ -204,10 +202,8 @@ def _rows_of(module: nn.Module, rows: PackedRows | None) -> PackedRows | None:
     if rows is None and not torch.compiler.is_compiling():
         rows = current_rows()
     config = getattr(module, "config", None)
-    kinds, chunk = (
-        getattr(config, "layer_types", None),
-        getattr(config, "attention_chunk_size", None),
-    )
+    kinds = getattr(config, "layer_types", None)
+    chunk = getattr(config, "attention_chunk_size", None)
     if (
         rows is None
         or not chunk
@@ -232,7 +228,8 @@ class _RowAttention(torch.autograd.Function):
         # The memory layout that the memory-efficient kernel's backward pass assumes for any
         # strides.
         output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]).transpose(1, 2)
-        compute, sums = _efficient_forward if query.is_cuda else _cpu_forward, []
+        compute = _efficient_forward if query.is_cuda else _cpu_forward
+        sums = []
         for row, *shared, row_output in _rows(lengths, query, key, value, output):
             made, log_sums = compute(
                 [row, *(repeat_kv(part, ctx.groups) for part in shared)], *ctx.how
@@ -282,7 +279,8 @@ def _cpu_backward(
 
 
 def _efficient_forward(row: list[torch.Tensor], scale: float | None, window: int | None) -> Any:
-    parts, how = [part.transpose(1, 2) for part in row], {"scale": scale, "window_size": window}
+    parts = [part.transpose(1, 2) for part in row]
+    how = {"scale": scale, "window_size": window}
     made, log_sums, *_ = ATEN._efficient_attention_forward(
         *parts, *[None] * 5, 0.0, CAUSAL, True, **how
     )
@@ -296,7 +294,8 @@ def _efficient_backward(
     gradient, *parts, output = (part.transpose(1, 2) for part in row)
     inputs = (gradient, *parts, None, output, None, None, *[output.shape[1]] * 2, log_sums)
     # used only with dropout
-    no_seeds, how = (log_sums, log_sums), {"scale": scale, "window_size": window}
+    no_seeds = (log_sums, log_sums)
+    how = {"scale": scale, "window_size": window}
     *found, _ = ATEN._efficient_attention_backward(*inputs, 0.0, *no_seeds, CAUSAL, False, **how)
     return [part.transpose(1, 2) for part in found]
 

@@ -110,7 +110,8 @@ class TokenMixers:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self._wrapped = model, set[nn.Module]()
+        self._model = model
+        self._wrapped = set[nn.Module]()
         self._layers, found = _layers_and_mixers(model)
         self._positions = [
             it for it in model.modules() if POSITIONS in _parameters(type(it).forward)
@@ -122,7 +123,9 @@ class TokenMixers:
         if any(map(_calls_interface, others)):
             others = found
         self.attention = [it for it in found if it not in others]
-        self.by_row, self.with_kernels, self.needs_scope = set[nn.Module](), set[nn.Module](), False
+        self.by_row = set[nn.Module]()
+        self.with_kernels = set[nn.Module]()
+        self.needs_scope = False
         # Llama 4 counts positions inside the attention, and scales by them.
         if others := [
             *others,
@@ -190,7 +193,9 @@ class TokenMixers:
                 )
             dropped = {"position_ids"} if mixer in self._positions else OF_FLASH_ATTENTION
             kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
-            outputs, start, total = [], 0, sum(rows.lengths)
+            outputs = []
+            start = 0
+            total = sum(rows.lengths)
             for number, length in enumerate(rows.lengths):
                 part = _Part(number, start, length, total)
                 alone = (

@@ -157,11 +157,10 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     (Falcon's) gives the same result with a small weight."""
     if type(module) is nn.Linear or not isinstance(module, nn.Linear):
         return type(module) is nn.Linear
-    small, inputs = copy(module), torch.tensor([[1.0, -2.0, 3.0]])
-    weight, bias = (
-        torch.arange(6.0).view(2, 3),
-        None if module.bias is None else torch.tensor([7.0, -8.0]),
-    )
+    small = copy(module)
+    inputs = torch.tensor([[1.0, -2.0, 3.0]])
+    weight = torch.arange(6.0).view(2, 3)
+    bias = None if module.bias is None else torch.tensor([7.0, -8.0])
     small._parameters = {
         "weight": nn.Parameter(weight),
         "bias": bias if bias is None else nn.Parameter(bias),
@@ -227,14 +226,13 @@ def read_4bit(
             f"{source.tensors[key].file}: {key} is not stored in {scheme.name}, as config.json says."
         )
     blocks = in_features // scheme.block_size
-    first, last = start * blocks, stop * blocks
+    first = start * blocks
+    last = stop * blocks
     scale = source.read_rows(f"{key}.absmax", first, last)
     if "nested_blocksize" in state:
         outer = torch.arange(first, last) // state["nested_blocksize"]
-        code, outer_scale = (
-            source.read(f"{key}.nested_quant_map"),
-            source.read(f"{key}.nested_absmax"),
-        )
+        code = source.read(f"{key}.nested_quant_map")
+        outer_scale = source.read(f"{key}.nested_absmax")
         scale = code.float()[scale.long()] * outer_scale.float()[outer] + state["nested_offset"]
     return weight.view(stop - start, -1), scale.float().contiguous().view(torch.int32).view(
         stop - start, -1

@@ -95,7 +95,8 @@ class Int8:
         synchronizes with the host twice."""
         if self.threshold > 0 or not _on_cuda(inputs):
             return functional.linear(inputs, self.dequantize(weight, scale, inputs.dtype))
-        flat, scale = inputs.reshape(-1, inputs.shape[-1]), scale.view(torch.float32)
+        flat = inputs.reshape(-1, inputs.shape[-1])
+        scale = scale.view(torch.float32)
         halves = flat.to(torch.float16).contiguous()  # the CUDA kernel assumes fp16
         quantized, input_scale, _ = OPS.int8_vectorwise_quant(halves)
         output = OPS.int8_scaled_mm(quantized, weight, input_scale, scale, dtype=inputs.dtype)
@@ -144,7 +145,8 @@ class FourBit:
         self, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
     ) -> torch.Tensor:
         """inputs [..., in] x weight -> [..., out] in the inputs' dtype."""
-        shape, absmax = (weight.shape[0], weight.shape[1] * 2), scale.view(torch.float32).view(-1)
+        shape = (weight.shape[0], weight.shape[1] * 2)
+        absmax = scale.view(torch.float32).view(-1)
         wide = inputs.to(self.compute_dtype or inputs.dtype)
         output = OPS.gemm_4bit(
             wide, weight.view(-1, 1), shape, absmax, self.block_size, self.quant_type
@@ -219,11 +221,9 @@ class QuantizedLinear(nn.Linear):
     def __init__(self, linear: nn.Linear, scheme: Scheme, is_stored: bool = False) -> None:
         nn.Module.__init__(self)
         self.is_stored = is_stored
-        self.in_features, self.out_features, self.scheme = (
-            linear.in_features,
-            linear.out_features,
-            scheme,
-        )
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.scheme = scheme
         self.scheme_name = repr(scheme)
         SCHEMES[self.scheme_name] = scheme
         self.weight, self.scale = _frozen_parameters((self.out_features, self.in_features), scheme)
@@ -284,7 +284,8 @@ class QuantizedStacks(nn.Module):
         weight, scale = (self._parameters[part] for part in (name, f"{name}_scale"))
         assert weight is not None and scale is not None
         _, rows, columns = self.stack_shapes[name]
-        step, parts = max(1, DEQUANTIZED_AT_ONCE // (rows * columns)), []
+        step = max(1, DEQUANTIZED_AT_ONCE // (rows * columns))
+        parts = []
         for start in range(first, last, step):
             part = slice(start, min(start + step, last))
             flat = self.scheme.dequantize(
@@ -344,7 +345,8 @@ class QuantizedStacks(nn.Module):
         furthest = part.offset + sum(
             (size - 1) * step for size, step in zip(part.size, part.stride, strict=True)
         )
-        first, last = part.offset // (rows * columns), furthest // (rows * columns)
+        first = part.offset // (rows * columns)
+        last = furthest // (rows * columns)
         value = self._dequantized(part.name, first, last + 1, part.addition)
         return value.as_strided(part.size, part.stride, part.offset - first * rows * columns)
 
@@ -369,8 +371,12 @@ def quantize_stacks(module: nn.Module, names: list[str], scheme: Scheme) -> None
     kind = type(module)
     module.__class__ = type(f"Quantized{kind.__name__}", (QuantizedStacks, kind), {})
     assert isinstance(module, QuantizedStacks)
-    module.scheme, module.is_stored, module.dtype = scheme, False, torch.get_default_dtype()
-    module.stack_shapes, module.additions, module._held = shapes, {}, None
+    module.scheme = scheme
+    module.is_stored = False
+    module.dtype = torch.get_default_dtype()
+    module.stack_shapes = shapes
+    module.additions = {}
+    module._held = None
     for name, shape in shapes.items():
         module._parameters[name], module._parameters[f"{name}_scale"] = _frozen_parameters(
             shape, scheme

@@ -114,7 +114,8 @@ def router_loss(
     totals = torch.cat([sent, counts.sum().view(1) * len(layers), targets])
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(totals)
-    fractions, mean_probabilities = totals[:-2] / totals[-2], probabilities / totals[-2]
+    fractions = totals[:-2] / totals[-2]
+    mean_probabilities = probabilities / totals[-2]
     return (fractions * mean_probabilities).sum() * experts * totals[-1]
 
 

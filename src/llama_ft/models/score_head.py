@@ -52,7 +52,8 @@ def choose_head(config: PretrainedConfig, objective: str) -> None:
             f"--objective reward: {named} (model_type {config.model_type}) is not supported. It needs a text model "
             "that Transformers loads with AutoModelForSequenceClassification."
         )
-    config.architectures, config.num_labels = [scored], 1
+    config.architectures = [scored]
+    config.num_labels = 1
 
 
 def has_score(model: nn.Module) -> bool:
@@ -98,7 +99,9 @@ class ScoredSource(WeightSource):
     """
 
     def __init__(self, source: WeightSource, model: PreTrainedModel) -> None:
-        self._source, self._made, self.tensors = source, dict[str, torch.Tensor](), source.tensors
+        self._source = source
+        self._made = dict[str, torch.Tensor]()
+        self.tensors = source.tensors
         if WEIGHT in source.tensors:
             return
         decoder = f"{model.base_model_prefix}."

@@ -14,9 +14,11 @@ from safetensors.torch import _TYPES
 from llama_ft.config.paths import TO_SAFETENSORS
 from llama_ft.errors import UserError, reason
 
-INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
 # per file, for its fingerprint: one sample per 80 MiB of a 5 GB file
-SAMPLES, SAMPLE_BYTES = 64, 2**14
+SAMPLES = 64
+SAMPLE_BYTES = 2**14
 INCIDENTAL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")  # in config.json
 # by their names in a header
 DTYPES = {name: dtype for name, dtype in _TYPES.items() if isinstance(dtype, torch.dtype)}
@@ -148,7 +150,8 @@ def row_blocks(
 def weight_files(folder: Path) -> list[Path]:
     """Return the files that the index names, or the single file, or none. Links are followed, as in
     the Hub's cache. Raises UserError if the index is malformed or leaves its directory."""
-    index, single = folder / INDEX_FILE, folder / SINGLE_FILE
+    index = folder / INDEX_FILE
+    single = folder / SINGLE_FILE
     if not index.exists():
         return [single] if single.exists() else []
     try:

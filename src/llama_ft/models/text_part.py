@@ -129,12 +129,11 @@ def keep_text_part(model: PreTrainedModel) -> None:
         raise UserError(
             f"--model_name: {type(model).__name__} has no text decoder with an LM head."
         )
-    decoder, embedding = model.get_decoder(), model.get_input_embeddings()
-    names, before, found = (
-        {module: name for name, module in model.named_modules()},
-        model.state_dict(),
-        list[str](),
-    )
+    decoder = model.get_decoder()
+    embedding = model.get_input_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+    before = model.state_dict()
+    found = list[str]()
 
     def take_out(owner: nn.Module, name: str) -> None:
         found.append(f"{names[owner]}.{name}".lstrip("."))

@@ -64,7 +64,8 @@ def _is_causal_as_noted(padding_mask: torch.Tensor | None, *args: Any, **kwargs:
 def _shares_heads_in_flash(
     mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor
 ) -> bool:
-    widths, capability = (key.shape[-1], value.shape[-1]), attention_kernels.capability_of(key)
+    widths = (key.shape[-1], value.shape[-1])
+    capability = attention_kernels.capability_of(key)
     kernel = attention_kernels.choose_kernel(capability, key.dtype, widths, False)
     return kernel in ("cpu", "varlen") and _shares_heads(mask, key, value)
 

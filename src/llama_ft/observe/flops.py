@@ -92,7 +92,8 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
     from llama_ft.models.build import decoder_layers
     from llama_ft.models.quantized import weight_counts
 
-    layers, quantized = decoder_layers(model), weight_counts(model)
+    layers = decoder_layers(model)
+    quantized = weight_counts(model)
     layer_of = {id(p): number for number, layer in enumerate(layers) for p in layer.parameters()}
     head = model.get_output_embeddings()
     of_head = {id(p) for p in head.parameters()} if head is not None else set()
@@ -111,7 +112,10 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
     configs = (
         list(config.per_layer_config) if config.is_heterogeneous else [config] * max(1, len(layers))
     )
-    per_token, per_target, layers_per_token, product = 0.0, 0.0, 0.0, (1, 1)
+    per_token = 0.0
+    per_target = 0.0
+    layers_per_token = 0.0
+    product = (1, 1)
     for name, parameter in model.named_parameters():
         key = id(parameter)
         if parameter.ndim < 2 or name.endswith("bias") or ".original_module." in name:
@@ -121,7 +125,8 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
         count = quantized.get(key, parameter.numel())
         if key in layer_of and count > product[0] * product[1] and parameter.ndim == 2:
             product = (parameter.shape[0], count // parameter.shape[0])
-        active, own = float(count), configs[layer_of.get(key, 0)]
+        active = float(count)
+        own = configs[layer_of.get(key, 0)]
         experts = getattr(own, "num_local_experts", None) or getattr(own, "num_experts", None)
         # only the experts that a token is routed to
         if experts and (parameter.ndim == 3 or ".experts." in name):
@@ -136,7 +141,8 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
 
     per_pair = Counter[int | None]()
     for number in range(len(layers)):
-        own, window = configs[number], _window(configs[number], number)
+        own = configs[number]
+        window = _window(configs[number], number)
         heads = getattr(own, "num_attention_heads", None)
         # otherwise it has no attention, or an unusual one
         if window != 0 and isinstance(heads, int):
@@ -188,10 +194,8 @@ def matmul_rate(shape: tuple[int, int], dtype: torch.dtype, device: torch.device
         shape: rows and columns of the weight; of a large one, only the first rows are used
         (MOST_WEIGHTS). dtype, device: of the weight and its inputs.
     """
-    rows, tokens = (
-        max(1, min(shape[0], MOST_WEIGHTS[device.type] // shape[1])),
-        MOST_TOKENS[device.type],
-    )
+    rows = max(1, min(shape[0], MOST_WEIGHTS[device.type] // shape[1]))
+    tokens = MOST_TOKENS[device.type]
     generator = torch.Generator(device).manual_seed(0)  # GPUs multiply constant numbers faster
     x, weight = (
         torch.randn(n, shape[1], generator=generator, device=device).to(dtype)
@@ -199,7 +203,8 @@ def matmul_rate(shape: tuple[int, int], dtype: torch.dtype, device: torch.device
     )
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     repeats = 10 if device.type == "cuda" else 1  # synchronize with a GPU after ten matmuls
-    taken, ends = list[float](), time.perf_counter() + SECONDS_MEASURED
+    taken = list[float]()
+    ends = time.perf_counter() + SECONDS_MEASURED
     while len(taken) < 2 or time.perf_counter() < ends:  # at least two: the first is a warm-up
         wait()
         started = time.perf_counter()

@@ -24,7 +24,8 @@ from llama_ft.observe.run_metadata import RunMetadata
 from llama_ft.phases import PHASES, MemoryCategory, Phase
 from llama_ft.runtime import Runtime, log
 
-PROC_STATUS, PROC_CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+PROC_STATUS = Path("/proc/self/status")
+PROC_CLEAR_REFS = Path("/proc/self/clear_refs")
 FIELDS = re.compile(rb"\n(VmHWM|RssAnon|RssFile|RssShmem):\s+(\d+) kB")
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -106,9 +107,12 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
         self.phase: Phase | None = None
         self.by_phase: dict[Phase, dict[str, int]] = {}
         self.host_peak_bytes = self.device_peak_bytes = 0
-        self._job, self._is_cuda, self._steps = job, job.device.type == "cuda", 0
+        self._job = job
+        self._is_cuda = job.device.type == "cuda"
+        self._steps = 0
         self._before = self._base = MemoryUse()
-        self._sampled, self._sampling = 0, threading.Event()
+        self._sampled = 0
+        self._sampling = threading.Event()
         self._training: tuple[nn.Module, torch.optim.Optimizer] | None = None
         self._facts = RunMetadata(Path(), enabled=False)
         self._ranks: list[dict[Phase, dict[str, int]]] = [{}] * job.world_size
@@ -132,7 +136,8 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
         self.phase = phase
         reset_peaks(self._job.device)
         if phase in MAPS_FILES:
-            self._sampled, self._sampling = 0, threading.Event()
+            self._sampled = 0
+            self._sampling = threading.Event()
             threading.Thread(target=self._sample, args=(self._sampling,), daemon=True).start()
 
     def _sample(self, done: threading.Event) -> None:
@@ -164,7 +169,8 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, facts: RunMetadata
     ) -> None:
         """Start to count steps. The peaks of the whole run begin here, after loading."""
-        self._training, self._facts = (model, optimizer), facts
+        self._training = (model, optimizer)
+        self._facts = facts
         facts.add(memory={"warnings": [], "base_bytes": self._base.anonymous})
         self.leave()
         _free_unused_heap()  # left from loading
@@ -270,10 +276,8 @@ def _full_shard_bytes(parameter: torch.Tensor) -> int:
     if not isinstance(parameter, DTensor):
         return parameter.nbytes
     placed = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-    shards, rows = (
-        math.prod(size for size, placement in placed if placement.is_shard()),
-        parameter.shape[0],
-    )
+    shards = math.prod(size for size, placement in placed if placement.is_shard())
+    rows = parameter.shape[0]
     return -(-rows // shards) * (parameter.nbytes // rows)
 
 

@@ -21,7 +21,9 @@ FORMATS = {
 FIRST_LINES = 10  # in a log file, each of the first steps has a line
 # Then seconds between lines: 10 during the first 600 seconds, 60 later. A run of 10 hours prints
 # 640 lines.
-SECONDS_BETWEEN_LINES, FREQUENT_SECONDS, SECONDS_BETWEEN_LATER_LINES = 10.0, 600.0, 60.0
+SECONDS_BETWEEN_LINES = 10.0
+FREQUENT_SECONDS = 600.0
+SECONDS_BETWEEN_LATER_LINES = 60.0
 # width of the bar and the step count; numbers that do not fit the terminal are cut off
 OTHER_COLUMNS = 45
 
@@ -41,14 +43,13 @@ class ProgressBar:
         console: Console = rank0_console,
         is_quiet: bool = False,
     ) -> None:
-        self._total_steps, self._console = total_steps, console
+        self._total_steps = total_steps
+        self._console = console
         self._has_lines = not (console.is_terminal or is_quiet)
-        self._lines, self._began_at, self._next_line_at, self._validation = (
-            0,
-            console.get_time(),
-            0.0,
-            "",
-        )
+        self._lines = 0
+        self._began_at = console.get_time()
+        self._next_line_at = 0.0
+        self._validation = ""
         self._bar = Progress(
             *(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=10)),
             TextColumn("{task.fields[numbers]}", markup=False),
@@ -74,7 +75,8 @@ class ProgressBar:
         """Show that `step` is done. `metrics` has keys of metrics.jsonl; missing ones are not
         shown. A validation loss gets its own line."""
         numbers = [text.format(metrics[key]) for key, text in FORMATS.items() if key in metrics]
-        place, is_last = f"step {step}/{self._total_steps}", step >= self._total_steps
+        place = f"step {step}/{self._total_steps}"
+        is_last = step >= self._total_steps
         now = self._console.get_time()
         is_due = is_last or self._lines < FIRST_LINES or now >= self._next_line_at
         if self._has_lines and numbers and is_due:
@@ -85,10 +87,8 @@ class ProgressBar:
             )
             self._lines += 1
         if "eval/loss" in metrics:
-            loss, also = (
-                metrics["eval/loss"],
-                {"perplexity": "perplexity", "rewards/accuracies": "accuracy"},
-            )
+            loss = metrics["eval/loss"]
+            also = {"perplexity": "perplexity", "rewards/accuracies": "accuracy"}
             self._validation = f"val {loss:.4g}"
             values = {name: metrics.get(f"eval/{key}") for key, name in also.items()}
             more = "".join(

@@ -55,9 +55,11 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
     ) -> None:
         source = None
         if resumed_dir is not None and resumed_dir.resolve() != output_dir.resolve():
-            source, tracker_ids = resumed_dir / METRICS_FILE, None
+            source = resumed_dir / METRICS_FILE
+            tracker_ids = None
         self.tracker_ids = dict(tracker_ids or {})
-        self._is_main, self._trackers = rank == 0, list[Tracker]()
+        self._is_main = rank == 0
+        self._trackers = list[Tracker]()
         if not self._is_main:
             return
         self._trackers = start_trackers(
@@ -107,7 +109,8 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         """Upload the final model or adapter in `folder` to the trackers that want it, in at most
         `seconds`. A failure is only a warning. `outcome` has `weights_of`, the step of these
         weights, and `best_step`."""
-        step, best_step = outcome["weights_of"], outcome["best_step"]
+        step = outcome["weights_of"]
+        best_step = outcome["best_step"]
 
         def give() -> None:
             for tracker in self._trackers:

@@ -31,7 +31,8 @@ def summary(
         weights_of: the step of the weights in model/.
         has_validation: the run has a validation set, for which evaluate.py can compute the loss.
     """
-    is_adapter, has_model = config.peft.use_peft, config.checkpoint.save_model
+    is_adapter = config.peft.use_peft
+    has_model = config.checkpoint.save_model
     python = os.path.relpath(sys.executable) if sys.executable.startswith(os.getcwd()) else "python"
 
     def command(recipe: str, *words: str) -> str:

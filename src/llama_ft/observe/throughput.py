@@ -52,16 +52,16 @@ class ThroughputMeter:
         job: Runtime,
     ) -> None:
         self.flops = 0.0
-        self._rank, self._is_cuda, self._waited_seconds = job.rank, job.device.type == "cuda", 0.0
+        self._rank = job.rank
+        self._is_cuda = job.device.type == "cuda"
+        self._waited_seconds = 0.0
         self._folder = (
             Path(settings.profiler_dir).expanduser() if settings.profiler_dir else run / "profile"
         )
         self._formula = formula = flop_formula(model)
         job.all_gather_floats(0)  # a barrier: all ranks begin at the same time
-        rate, peak = (
-            matmul_rate(formula.product, dtype, job.device),
-            published_peak(dtype, job.device),
-        )
+        rate = matmul_rate(formula.product, dtype, job.device)
+        peak = published_peak(dtype, job.device)
         rates = job.all_gather_floats(rate, peak)
         if self._is_cuda:
             torch.cuda.empty_cache()  # frees the tensors of the measurement
@@ -114,19 +114,23 @@ class ThroughputMeter:
             targets: this rank's loss tokens.
             waited_seconds: how long training waited for the batches.
         """
-        self._waited_seconds, self.flops = waited_seconds, sum(self._formula.of(lengths, targets))
+        self._waited_seconds = waited_seconds
+        self.flops = sum(self._formula.of(lengths, targets))
         if self._counted_step is not None and step >= self._counted_step:
-            self._counted_step, self._counter = None, FlopCounterMode(display=False).__enter__()
+            self._counted_step = None
+            self._counter = FlopCounterMode(display=False).__enter__()
         self._end = self._end or self._now()
 
     def end_step(self, step: int, tokens: float, flops: float) -> None:
         """Take the time after the weights' update (on a GPU: when it is queued). Arguments: sums of
         all ranks."""
-        before, self._end = self._end, self._now()
+        before = self._end
+        self._end = self._now()
         self._unread[step] = tokens, flops, self._waited_seconds, before, self._end
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
-            total, self._counter = self._counter.get_total_flops(), None
+            total = self._counter.get_total_flops()
+            self._counter = None
             counted = (
                 f"FLOPs of step {step} on rank 0: {total / GIGA:.3g} GFLOP as torch counts them"
             )

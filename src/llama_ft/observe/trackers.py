@@ -85,7 +85,8 @@ class TensorboardTracker(Tracker):
     """Writes event files to output_dir/tensorboard. On resume, later steps than the resumed one are
     purged."""
 
-    name, key = "TensorBoard", "tensorboard"
+    name = "TensorBoard"
+    key = "tensorboard"
 
     def __init__(
         self,
@@ -122,7 +123,8 @@ class WandbTracker(Tracker):
     the last one replaces the others.
     """
 
-    name, key = "W&B", "wandb"
+    name = "W&B"
+    key = "wandb"
 
     def __init__(
         self,
@@ -134,7 +136,8 @@ class WandbTracker(Tracker):
     ) -> None:
         import wandb
 
-        self.takes_result, self._offline = config.wandb_log_model, wandb_mode(config) == "offline"
+        self.takes_result = config.wandb_log_model
+        self._offline = wandb_mode(config) == "offline"
         try:
             self._run = wandb.init(
                 project=config.wandb_project,
@@ -156,7 +159,8 @@ class WandbTracker(Tracker):
             raise UserError(
                 f"--use_wandb: W&B did not accept the run: {reason(error)}\n{WANDB_HINT}"
             ) from error
-        self.run_id, self.first_step = self._run.id, self._run.starting_step
+        self.run_id = self._run.id
+        self.first_step = self._run.starting_step
         if not self._offline:
             log.info(f"W&B: {self._run.url}")
 
@@ -194,7 +198,8 @@ class MlflowTracker(Tracker):
     """One MLflow run. Parameters are cut to 500 characters, the limit of older servers. A resumed
     run continues in the same MLflow run, if the store still has it."""
 
-    name, key = "MLflow", "mlflow"
+    name = "MLflow"
+    key = "mlflow"
 
     def __init__(
         self,
@@ -204,14 +209,13 @@ class MlflowTracker(Tracker):
         _: int | None,
         run_id: str | None,
     ) -> None:
-        self.takes_result, self._client = (
-            config.mlflow_log_model,
-            connect_mlflow(config, output_dir),
-        )
+        self.takes_result = config.mlflow_log_model
+        self._client = connect_mlflow(config, output_dir)
         from mlflow.entities import Param
         from mlflow.exceptions import MlflowException
 
-        client, logged = self._client, list[Any]()
+        client = self._client
+        logged = list[Any]()
         with contextlib.suppress(MlflowException):  # the store may not have the run
             logged = client.get_metric_history(run_id, "epoch") if run_id else []
         self.first_step = max((metric.step for metric in logged), default=-1) + 1

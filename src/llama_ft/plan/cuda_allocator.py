@@ -13,13 +13,11 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-ROUND, SMALL, LARGE_BUFFER, OWN_SEGMENT, SEGMENT_ROUND = (
-    512,
-    2**20,
-    20 * 2**20,
-    10 * 2**20,
-    2 * 2**20,
-)
+ROUND = 512
+SMALL = 2**20
+LARGE_BUFFER = 20 * 2**20
+OWN_SEGMENT = 10 * 2**20
+SEGMENT_ROUND = 2 * 2**20
 
 
 @dataclass(eq=False)
@@ -53,7 +51,8 @@ class CachingAllocator:
             rest = _Block(block.address + size, left, is_small, block, block.after)
             if block.after is not None:
                 block.after.before = rest
-            block.size, block.after = size, rest
+            block.size = size
+            block.after = rest
             self._put_back(rest)
         return block
 
@@ -61,16 +60,15 @@ class CachingAllocator:
         """Return a block to its pool, and merge it with free neighbors."""
         if (other := block.before) is not None and other.is_free:
             self._take_out(other)
-            block.address, block.size, block.before = (
-                other.address,
-                block.size + other.size,
-                other.before,
-            )
+            block.address = other.address
+            block.size = block.size + other.size
+            block.before = other.before
             if block.before is not None:
                 block.before.after = block
         if (other := block.after) is not None and other.is_free:
             self._take_out(other)
-            block.size, block.after = block.size + other.size, other.after
+            block.size = block.size + other.size
+            block.after = other.after
             if block.after is not None:
                 block.after.before = block
         self._put_back(block)
@@ -102,7 +100,8 @@ class CachingAllocator:
 def reserved_bytes(events: Iterable[tuple[int, int]]) -> int:
     """Return the bytes that a device needs for a sequence of (number of a storage, change in
     bytes)."""
-    allocator, blocks = CachingAllocator(), dict[int, tuple[_Block, int]]()
+    allocator = CachingAllocator()
+    blocks = dict[int, tuple[_Block, int]]()
     for number, more in events:
         block, size = blocks.pop(number, (None, 0))
         if block is not None:

@@ -73,7 +73,8 @@ class _KernelNorm(torch.autograd.Function):
 def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[None]:
     """In the block, llama_ft.models loads weights with these headers from any directory, and
     computes in ways that work with fake tensors, which stand for tensors on `device`."""
-    fill, filled = loader.Loader.fill, set[object]()
+    fill = loader.Loader.fill
+    filled = set[object]()
 
     def fill_one_of_a_kind(to: loader.Loader, load: loader.ShardLoad) -> None:
         kind = (id(to), load.shape, *load.wire, *(shard.dtype for shard in load.shards))

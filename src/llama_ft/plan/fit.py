@@ -54,10 +54,8 @@ def answer_fit(
     """Return the answer to --fit: a text, the exit code (0: the run fits, 3: with changes, 4: not),
     and values for --json. For the arguments see `find_fits`."""
     room = options.fit_bytes
-    fits, is_fit = (
-        find_fits(request, build_model, room, planned, options.quick, tell),
-        has_room(planned, room),
-    )
+    fits = find_fits(request, build_model, room, planned, options.quick, tell)
+    is_fit = has_room(planned, room)
     runs = [(it.plan, it.config) for it in fits] or [(planned, request.config)]
     seconds = [step_seconds(*run, options.gpu) for run in runs]
     times = [
@@ -101,7 +99,9 @@ def find_fits(
             in full.
         tell: called with a text about every change that is planned.
     """
-    kept, last, fits = list[Change](), planned, list[Fit]()
+    kept = list[Change]()
+    last = planned
+    fits = list[Fit]()
     cheap, others = ladder(request, room)
     for change in [*cheap, *others] if not has_room(planned, room) else []:
         config, ranks, flags = apply_changes(request, [*kept, change])
@@ -123,7 +123,8 @@ def find_fits(
                 break
         # Gradients of more micro-batches may take the memory that smaller ones save.
         elif change in cheap and plan.device_bytes < last.device_bytes:
-            kept, last = [*kept, change], plan
+            kept = [*kept, change]
+            last = plan
     return fits
 
 
@@ -153,18 +154,21 @@ def describe_fits(planned: Plan, fits: list[Fit], room: int, times: Sequence[str
 def ladder(request: PlanRequest, room: float = math.inf) -> tuple[list[Change], list[Change]]:
     """Return the changes that do not change the training, and the others, cheapest first; below 24
     GiB QLoRA first."""
-    config, ranks, device = request.config, 2 * request.world_size, request.device
-    train, is_lora, is_adamw = config.train, config.peft.use_peft, config.train.optimizer == "AdamW"
+    config = request.config
+    ranks = 2 * request.world_size
+    device = request.device
+    train = config.train
+    is_lora = config.peft.use_peft
+    is_adamw = config.train.optimizer == "AdamW"
     is_sharded = config.fsdp.enable_fsdp and config.fsdp.sharding_strategy == "FULL_SHARD"
     # so that the global batch stays the same
     steps = train.batch_size_training * train.gradient_accumulation_steps
     one = {"batch_size_training": 1, "gradient_accumulation_steps": steps, "val_batch_size": 1}
     can_round = not is_lora and is_adamw and train.precision != "fp16"
-    lora, four_bit = {"use_peft": True}, {"use_peft": True, "mode": "4bit"}
-    rounded, recomputed = (
-        "the frozen weights are rounded to 4 bits",
-        {"activation_checkpointing": "full"},
-    )
+    lora = {"use_peft": True}
+    four_bit = {"use_peft": True, "mode": "4bit"}
+    rounded = "the frozen weights are rounded to 4 bits"
+    recomputed = {"activation_checkpointing": "full"}
     adapters = (
         "" if is_lora else "adapters are trained instead of all weights, mostly with a higher --lr"
     )

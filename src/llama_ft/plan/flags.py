@@ -83,7 +83,8 @@ def read_plan_flags(
         head, _, rest = help_text(description, sys.argv[0]).partition("\n\n")
         print(head, flags_text(own, "Flags of the plan:"), rest, sep="\n\n")
         sys.exit(0)
-    ours, others = list[str](), list[str]()
+    ours = list[str]()
+    others = list[str]()
     for word in words_of(argv):
         (ours if word.flag and word.name in own else others).extend(word.as_typed)
     options, _, errors = read(ours, PlanFlags, description)

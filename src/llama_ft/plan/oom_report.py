@@ -79,7 +79,9 @@ class MemoryReport:
 
     def __init__(self, config: Config, job: Runtime, planner: Path) -> None:
         self.phase: Phase | None = None
-        self._config, self._job, self._planner = config, job, planner
+        self._config = config
+        self._job = job
+        self._planner = planner
         self._before = memory_use(job.device)  # memory of Python and its libraries, without tensors
         self._free = free_bytes(
             job.device, job.local_world_size, config.train.device_memory_fraction
@@ -88,12 +90,12 @@ class MemoryReport:
     def describe(self, error: BaseException) -> str:
         """Return where memory ran out, the largest categories, and planned compared with available
         memory."""
-        job, kind, is_cuda = self._job, shortage(error), self._job.device.type == "cuda"
+        job = self._job
+        kind = shortage(error)
+        is_cuda = self._job.device.type == "cuda"
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        model, optimizer = (
-            _first_local(frames, nn.Module),
-            _first_local(frames, torch.optim.Optimizer),
-        )
+        model = _first_local(frames, nn.Module)
+        optimizer = _first_local(frames, torch.optim.Optimizer)
         where = f" in the {self.phase} phase" if self.phase else ""
         where += (
             f" of step {job.status.step + 1}" if job.status and self.phase in STEP_PHASES else ""
@@ -108,7 +110,8 @@ class MemoryReport:
         ended = f"ran out of {'host' if kind == 'host' else 'GPU'} memory{where}: {message}."
         if kind == "host" and is_cuda:  # tensors are on the GPU, so they did not fill the host
             return f"{ended}\n{self.describe_kill()}"
-        use, run = memory_use(job.device), self._run
+        use = memory_use(job.device)
+        run = self._run
         total = use.device if is_cuda else max(0, use.anonymous - self._before.anonymous)
         plan = read_plan(run) if run else None
         planned = (
@@ -125,7 +128,9 @@ class MemoryReport:
     def advise(self, error: BaseException) -> str:
         """Return which changes would fit. plan.py runs without a GPU, outside this job, at most
         SECONDS_TO_PLAN."""
-        job, run, limit = self._job, self._run, self._free
+        job = self._job
+        run = self._run
+        limit = self._free
         if shortage(error) == "host" and job.device.type == "cuda":
             return PAGE
         # frees activations and states, because plan.py needs memory, too
@@ -164,7 +169,8 @@ class MemoryReport:
                 "--quick",
                 "--json",
             ]
-            command, time = [sys.executable, *map(str, asked)], SECONDS_TO_PLAN
+            command = [sys.executable, *map(str, asked)]
+            time = SECONDS_TO_PLAN
             try:
                 planner = subprocess.run(
                     command, capture_output=True, text=True, env=environment, timeout=time
@@ -183,7 +189,8 @@ class MemoryReport:
         reducing it."""
         if self._run is None or (plan := read_plan(self._run)) is None:
             return PAGE
-        load, save = size_text(plan.host_load_bytes), size_text(plan.host_save_bytes)
+        load = size_text(plan.host_load_bytes)
+        save = size_text(plan.host_save_bytes)
         return f"Planned host memory per rank, without Python: {load} while loading, {save} while saving.\n{PAGE}"
 
     @property

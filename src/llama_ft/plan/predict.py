@@ -70,10 +70,12 @@ def predict(request: PlanRequest, build_model: BuildModel, quick: bool = False) 
 
 
 def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None) -> Plan:
-    config, new_tokens = _plannable(request.config), request.new_tokens
+    config = _plannable(request.config)
+    new_tokens = request.new_tokens
     model_config, headers = read_headers(request.folder, config.model, layers)
     context_length = models.resolve_context_length(config.data.context_length, model_config)
-    rows, tracker = config.train.batch_size_training, Tracker(request.device)
+    rows = config.train.batch_size_training
+    tracker = Tracker(request.device)
     if request.size is not None:
         rows = min(rows, max(1, -(-request.size // request.world_size)))
     together = training.build_objective(config).examples_per_sample
@@ -157,7 +159,8 @@ def _two_steps(
 def _step_flops(config: Config, model: PreTrainedModel, batch: Batch, target_share: float) -> int:
     """Return the FLOPs of one rank's optimizer step. Selective activation checkpointing recomputes
     no matmuls."""
-    formula, train = flop_formula(model), config.train
+    formula = flop_formula(model)
+    train = config.train
     again = {"full": 1.0, "every_k": 1 / train.activation_checkpointing_k}.get(
         str(train.activation_checkpointing), 0.0
     )
@@ -183,7 +186,9 @@ def _full_batch(request: PlanRequest, rows: int, context_length: int) -> Batch:
 
 def _memory(request: PlanRequest, tracker: Tracker, saved_bytes: int) -> dict[str, Any]:
     """Return the fields of a plan about memory of the device and of the host."""
-    by_phase, load, save = tracker.peaks, tracker.peaks["load"], tracker.peaks["save"]
+    by_phase = tracker.peaks
+    load = tracker.peaks["load"]
+    save = tracker.peaks["save"]
     if request.device == "cpu":
         # The copy that is written in the background still exists during the next step.
         is_beside = (
@@ -192,12 +197,15 @@ def _memory(request: PlanRequest, tracker: Tracker, saved_bytes: int) -> dict[st
         beside = max(
             peak.bytes for phase, peak in by_phase.items() if phase not in ("load", "save")
         )
-        peaks, largest = list(by_phase.values()), max(peak.bytes for peak in by_phase.values())
-        reserved, outside = beside + saved_bytes if is_beside else 0, 0
+        peaks = list(by_phase.values())
+        largest = max(peak.bytes for peak in by_phase.values())
+        reserved = beside + saved_bytes if is_beside else 0
+        outside = 0
         on_host = {"host_load_bytes": load.bytes, "host_save_bytes": save.bytes}
     else:
         # copies are on the host
-        peaks, offloaded = [peak for peak in by_phase.values() if peak is not save], 0
+        peaks = [peak for peak in by_phase.values() if peak is not save]
+        offloaded = 0
         # gradients move to the host as soon as they are reduced
         if request.config.fsdp.fsdp_cpu_offload:
             offloaded = sum(by_phase["optimizer step"].holders[holder] for holder in OFFLOADED)
@@ -242,7 +250,8 @@ def _result_bytes(
 ) -> int:
     if not config.checkpoint.save_model:
         return 0
-    asked, is_lora = checkpoint.save_dtype(config.checkpoint.save_dtype), config.peft.use_peft
+    asked = checkpoint.save_dtype(config.checkpoint.save_dtype)
+    is_lora = config.peft.use_peft
     saved = [(name, it) for name, it in model.named_parameters() if it.requires_grad or not is_lora]
     dtypes = [
         asked or (torch.float32 if is_lora else stored_dtypes.get(name, it.dtype))
@@ -289,7 +298,8 @@ def _extrapolate(few: Plan, more: Plan, layers: int) -> Plan:
 def _fake_world(request: PlanRequest) -> Iterator[Runtime]:
     """Start a fake process group and yield its rank 0, on the CPU. Raises UserError if the ranks
     cannot be divided."""
-    ranks, local_ranks = request.world_size, request.local_world_size
+    ranks = request.world_size
+    local_ranks = request.local_world_size
     degree = resolve_degree(models.shard_degree(request.config.fsdp), ranks, local_ranks)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:

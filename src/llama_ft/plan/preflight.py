@@ -32,8 +32,11 @@ from llama_ft.runtime.out_of_memory import host_memory
 
 # CUDA's context with the kernels of libraries, and NCCL's buffers for a few communicators; torch
 # does not count them.
-CUDA_CONTEXT_BYTES, NCCL_BYTES = 600 * 2**20, 500 * 2**20
-SECONDS_FOR_PLAN, SECONDS_FOR_ADVICE, SECONDS_FOR_CHOICE = 15.0, 60.0, 120.0
+CUDA_CONTEXT_BYTES = 600 * 2**20
+NCCL_BYTES = 500 * 2**20
+SECONDS_FOR_PLAN = 15.0
+SECONDS_FOR_ADVICE = 60.0
+SECONDS_FOR_CHOICE = 120.0
 
 
 class Preflight:

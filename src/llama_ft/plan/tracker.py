@@ -57,7 +57,8 @@ if hasattr(FSDPParam, "to_accumulated_grad_if_needed"):
     ALLOCATING[FSDPParam, "to_accumulated_grad_if_needed"] = "gradients"
 # DTensor runs every operator once on tensors of the global shape, which exist on no rank.
 PROPAGATE: tuple[Any, str] = ShardingPropagator, "_propagate_tensor_meta_non_cached"
-ITEM, DEVICE = torch.ops.aten._local_scalar_dense.default, torch.ops.prim.device.default
+ITEM = torch.ops.aten._local_scalar_dense.default
+DEVICE = torch.ops.prim.device.default
 GROUPED_MM = torch.ops.aten._grouped_mm.default  # a matmul per expert
 
 
@@ -75,7 +76,9 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.peaks: dict[Phase, Peak] = {}
         self.events: list[tuple[int, int]] = []
-        self._now, self._numbered = 0, 0  # bytes of all living storages; number of storages so far
+        # bytes of all living storages; number of storages so far
+        self._now = 0
+        self._numbered = 0
         self._holders: dict[MemoryCategory, int] = dict.fromkeys(MEMORY_CATEGORIES, 0)
         self._holder: MemoryCategory = "temporaries"  # category of new storages
         self._phase: Phase | None = None  # the phase whose peak is measured
@@ -88,7 +91,8 @@ class Tracker(TorchDispatchMode):
 
     def enter(self, phase: Phase) -> None:
         """See PhaseMonitor."""
-        self._phase, self._holder = phase, HELD_IN[phase]
+        self._phase = phase
+        self._holder = HELD_IN[phase]
         self._note_peak()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,7 +127,8 @@ class Tracker(TorchDispatchMode):
     @contextmanager
     def planning(self) -> Iterator[None]:
         """In the block, all tensors are fake and counted."""
-        resize, propagate = torch.UntypedStorage.resize_, getattr(*PROPAGATE)
+        resize = torch.UntypedStorage.resize_
+        propagate = getattr(*PROPAGATE)
 
         def resize_and_note(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
             result = resize(storage, nbytes)
@@ -147,7 +152,8 @@ class Tracker(TorchDispatchMode):
         self, function: Callable[..., Any], holder: MemoryCategory
     ) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            before, self._holder = self._holder, holder
+            before = self._holder
+            self._holder = holder
             result = function(*args, **kwargs)
             self._holder = before
             if function.__name__ == "foreach_reduce":
@@ -169,10 +175,8 @@ class Tracker(TorchDispatchMode):
         held: dict[MemoryCategory, int] = {**self._holders, "temporaries": 0}
         held["temporaries"] = peak.bytes - sum(held.values())
         self.peaks["load"] = replace(peak, holders=held)
-        self._model, self._head = (
-            model,
-            getattr(model, SCORE) if has_score(model) else model.get_output_embeddings(),
-        )
+        self._model = model
+        self._head = getattr(model, SCORE) if has_score(model) else model.get_output_embeddings()
         for module in model.modules():
             module.register_forward_pre_hook(self._before_forward)
 
@@ -197,7 +201,8 @@ class Tracker(TorchDispatchMode):
 
     def note(self, storage: torch.UntypedStorage) -> None:
         """Count a storage that may be new or resized."""
-        key, nbytes = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        nbytes = storage.nbytes()
         number, before, holder = self._alive.get(key, (0, 0, self._holder))
         if key not in self._alive:
             self._numbered = number = self._numbered + 1

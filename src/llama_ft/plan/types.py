@@ -87,7 +87,9 @@ def read_plan(folder: Path) -> Plan | None:
 
 def describe(plan: Plan) -> str:
     """Return the plan as a table, with further notes below."""
-    is_cuda, peak, peaks = plan.device == "cuda", plan.peak, plan.peaks
+    is_cuda = plan.device == "cuda"
+    peak = plan.peak
+    peaks = plan.peaks
     widths = [max(11, len(peak.phase) + 2) for peak in peaks]
 
     def row(name: str, cells: Iterable[str]) -> str:
@@ -99,7 +101,8 @@ def describe(plan: Plan) -> str:
         return [f"{peak.holders[name] / 2**20:,.0f}" for peak in peaks]
 
     ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''} ({plan.device.upper()})"
-    spare, outside = size_text(plan.reserved_bytes - peak.bytes), size_text(plan.outside_bytes)
+    spare = size_text(plan.reserved_bytes - peak.bytes)
+    outside = size_text(plan.outside_bytes)
     on_gpu = f"A GPU needs {size_text(plan.device_bytes)}, including {spare} of allocator overhead and about {outside}"
     load, save, final_model = map(
         size_text, (plan.host_load_bytes, plan.host_save_bytes, plan.result_bytes)

@@ -148,7 +148,8 @@ def memory_of(run: Run) -> Memory:
     metrics.jsonl."""
     is_gpu = "memory/device_peak_bytes" in run.curves
     kind = "device_peak_bytes" if is_gpu else "anonymous_peak_bytes"
-    measured, peaks = run.facts.get("memory", {}), run.plan.get("peaks", [])
+    measured = run.facts.get("memory", {})
+    peaks = run.plan.get("peaks", [])
     ranks = {
         phase: [rank.get(kind) for rank in sizes]
         for phase, sizes in measured.get("phases", {}).items()
@@ -178,7 +179,8 @@ def unit_of(runs: Sequence[Run], key: str) -> Unit:
 
 def cards_of(run: Run) -> list[Card]:
     """Return the numbers at the top of the report."""
-    curves, total = run.curves, run.facts.get("total_steps")
+    curves = run.curves
+    total = run.facts.get("total_steps")
     epochs = f"{curves['epoch'].values[-1]:.3g} epochs" if "epoch" in curves else ""
     cards = [Card("Steps", f"{run.step:,}" + (f" of {total:,}" if total else ""), epochs)]
     for key, name in (("train/loss", "Loss"), ("eval/loss", "Validation loss")):

@@ -20,7 +20,8 @@ from llama_ft.masking import mask_secrets
 
 BINS = 240  # a plot is 440 wide; more than two points per bin cannot be seen
 # lines with at least so many points are smoothed over 1/25 of them
-SMOOTH_FROM, SMOOTH_SHARE = 20, 25
+SMOOTH_FROM = 20
+SMOOTH_SHARE = 25
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +55,8 @@ class Plot:
         if not self.series:
             return Markup("")
         xs, ys = (numpy.concatenate([getattr(one, axis) for one in self.series]) for axis in "xy")
-        low, high = float(ys.min()), float(ys.max())
+        low = float(ys.min())
+        high = float(ys.max())
         self._x_range = _widened(float(xs.min()), float(xs.max()))
         self._y_range = _widened(low if self.fits else min(low, 0.0), high)
         self.y_ticks = [(self.y(mark), number(mark)) for mark in ticks(*self._y_range, 5)]

@@ -132,7 +132,8 @@ def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def _curves(text: str) -> dict[str, Curve]:
-    lines, found = text.split("\n"), defaultdict[str, list[tuple[float, float]]](list)
+    lines = text.split("\n")
+    found = defaultdict[str, list[tuple[float, float]]](list)
     for line in lines[:-1]:  # the last line is empty or incomplete
         record = json.loads(line)
         for key, value in record.items():

@@ -119,7 +119,8 @@ def advise_precision(
     Raises:
         UserError: bf16 was asked for, and the GPU does not support it.
     """
-    dtype, is_gpu = PRECISIONS[asked].compute, device.type == "cuda"
+    dtype = PRECISIONS[asked].compute
+    is_gpu = device.type == "cuda"
     if is_gpu:
         is_slow = dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(
             including_emulation=False
@@ -127,7 +128,8 @@ def advise_precision(
         what = "this GPU does not compute bf16"
     else:
         slowdown = 1.0 if dtype == torch.float32 else matmul_slowdown(dtype)
-        is_slow, name = slowdown > SLOW, asked.partition("_")[0]
+        is_slow = slowdown > SLOW
+        name = asked.partition("_")[0]
         what = f"this CPU only emulates {name} matmuls, {slowdown:.0f} times slower than fp32"
     if is_slow and free_to_choose:
         return "fp32", f"precision=fp32: {what}."

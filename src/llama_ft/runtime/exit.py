@@ -31,7 +31,9 @@ FAILURE_KEY = "llama_ft/failure"
 SECONDS_FOR_THE_CAUSE = 3.0
 SECONDS_TO_SEE_AN_END = 0.3  # torchrun notices the end of a rank within 0.1 s
 # how long the other ranks wait
-SECONDS_TO_BE_ENDED, SECONDS_WHEN_FINAL, SECONDS_OF_ADVICE = 20.0, 5.0, 150.0
+SECONDS_TO_BE_ENDED = 20.0
+SECONDS_WHEN_FINAL = 5.0
+SECONDS_OF_ADVICE = 150.0
 SECONDS_BETWEEN_STEPS = 5.0  # one write per step would be too many for the file system of a cluster
 COMMUNICATION_SIGNS = (
     "gloo",
@@ -59,7 +61,8 @@ class Stopped(SystemExit):
 
     def __init__(self, stop: Stop, step: int | None = None, checkpoint: Path | None = None) -> None:
         super().__init__(stop.exit_code)
-        self.exit_code, self.agreed = stop.exit_code, step is not None
+        self.exit_code = stop.exit_code
+        self.agreed = step is not None
         hint = f"To resume: --resume {checkpoint}" if checkpoint else "Nothing was saved."
         self.message = f"stopped by {stop.reason}" + (
             f" after step {step}. {hint}" if self.agreed else ""
@@ -79,7 +82,9 @@ class RunStatus:
     def __init__(
         self, output_dir: Path, at_end: Callable[[], None] = lambda: None, step: int = 0
     ) -> None:
-        self.path, self.step, self.at_end = output_dir / "status.json", step, at_end
+        self.path = output_dir / "status.json"
+        self.step = step
+        self.at_end = at_end
         self._written = 0.0
 
     def write(self, state: State, exit_code: int | None = None, message: str = "") -> None:
@@ -129,18 +134,15 @@ def exit_process(
         explainer: explains errors about memory; None at the start of a run.
     """
     _LEAVING.acquire()  # never released: another thread that watches the run may call this, too
-    is_stop, is_agreed = (
-        isinstance(error, KeyboardInterrupt | Stopped),
-        isinstance(error, Stopped) and error.agreed,
-    )
+    is_stop = isinstance(error, KeyboardInterrupt | Stopped)
+    is_agreed = isinstance(error, Stopped) and error.agreed
     if _is_broken(error) or (isinstance(error, Stopped) and not is_agreed):  # SIGTERM by torchrun
         time.sleep(SECONDS_TO_SEE_AN_END)
         if lost := describe_lost():
-            error, is_stop = LostRank(f"lost contact with another rank: {lost}"), False
-    is_mistake, memory = (
-        isinstance(error, UserError) and not isinstance(error, LostRank),
-        shortage(error),
-    )
+            error = LostRank(f"lost contact with another rank: {lost}")
+            is_stop = False
+    is_mistake = isinstance(error, UserError) and not isinstance(error, LostRank)
+    memory = shortage(error)
     exit_code = 2 if is_mistake and not isinstance(error, RunFailure) else 130 if is_stop else 1
     exit_code = error.exit_code if isinstance(error, Stopped) else exit_code
     # A restart would repeat it: a user's error, a full disk, a loss that is not finite, an OOM in

@@ -27,7 +27,8 @@ class OneKernel:
     """
 
     def __init__(self, function: Callable[..., Any], dynamic: bool | None = None) -> None:
-        self._function, self._dynamic = function, dynamic
+        self._function = function
+        self._dynamic = dynamic
         self._compiled: Callable[..., Any] | None = None
         self._has_failed = False
 

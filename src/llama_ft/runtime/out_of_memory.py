@@ -17,7 +17,8 @@ KILLED = "killed (exit code -9)"  # part of every message about a rank that was 
 KILLED_BY = (
     "Exit code -9 is the kernel's if host memory ran out (dmesg says so), or somebody's kill -9."
 )
-PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
 # Messages of torch's CPU allocator, C++ and the kernel; then those of torch's CUDA allocator, CUDA,
 # NCCL, cuBLAS, cuDNN.
 HOST_SIGNS = re.compile(
@@ -66,7 +67,8 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory | None
         group = (proc / "self" / "cgroup").read_text()
     except OSError:
         return None
-    total, free = 1024 * int(kilobytes["MemTotal"]), 1024 * int(kilobytes["MemAvailable"])
+    total = 1024 * int(kilobytes["MemTotal"])
+    free = 1024 * int(kilobytes["MemAvailable"])
     own = cgroups / group.rpartition("::/")[2].strip()
     for folder in (own, *own.parents):
         with suppress(OSError, ValueError):  # there is no such group, or its limit is "max"
@@ -74,5 +76,6 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory | None
                 int((folder / file).read_text()) for file in ("memory.max", "memory.current")
             )
             if limit < total:
-                total, free = limit, max(0, min(limit - use, free))
+                total = limit
+                free = max(0, min(limit - use, free))
     return HostMemory(total, free)

@@ -148,7 +148,8 @@ class Runtime:
         """
         notes: list[Any] = [None] * self.world_size
         dist.all_gather_object(notes, self.device_note)
-        shards, is_offloaded = self.mesh["shard"].size(), self.storage_device != self.device
+        shards = self.mesh["shard"].size()
+        is_offloaded = self.storage_device != self.device
         product = (
             f"ranks ({self.world_size}) x micro-batch ({rows}) x accumulation ({micro_batches})"
         )
@@ -212,7 +213,8 @@ def start(
 
     with signals.listening(end):
         try:
-            store, job_store = dist.HashStore(), None
+            store = dist.HashStore()
+            job_store = None
             if world_size > 1 or dist.is_torchelastic_launched():
                 store, job_store = _meet(rank, world_size, timeout_seconds)
             place = pick_device(device, torch.cuda.device_count(), local_rank, local_world_size)
@@ -309,11 +311,13 @@ def _meet(rank: int, world_size: int, seconds: float) -> tuple[dist.Store, dist.
     count cannot be that name, because each node has its own count. So rank 0 invents a name and
     sends it to each rank through the store.
     """
-    timeout, name = max(seconds, LEAST_SECONDS_TO_START), uuid.uuid4().hex
+    timeout = max(seconds, LEAST_SECONDS_TO_START)
+    name = uuid.uuid4().hex
     shared, _, _ = next(
         iter(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout)))
     )
-    store, deadline = dist.PrefixStore("llama_ft/meeting", shared), time.monotonic() + timeout
+    store = dist.PrefixStore("llama_ft/meeting", shared)
+    deadline = time.monotonic() + timeout
     if rank != 0:
         store.set(f"question/{rank}", question := name)
         try:

@@ -35,7 +35,8 @@ TIME_IS_UP = 0.5
 SECONDS_OF_ONE_CTRL_C = 0.5  # launchers may deliver one Ctrl-C twice
 SECONDS_BETWEEN_LOOKS = 0.25
 # outside the loop: time to return from C++, then to close trackers
-SECONDS_TO_REACT, SECONDS_TO_CLOSE = 2.0, 20.0
+SECONDS_TO_REACT = 2.0
+SECONDS_TO_CLOSE = 20.0
 
 
 class StopSignals:
@@ -45,8 +46,10 @@ class StopSignals:
         self.end_requested = threading.Event()  # set by the first signal
         self._phase: Literal["at once", "between steps", "closing"] = "at once"
         self._error: BaseException | None = None  # the error that is ending this process
-        self._signal, self._signal_time = 0, math.inf
-        self._stop_after, self._deadline = "", math.inf
+        self._signal = 0
+        self._signal_time = math.inf
+        self._stop_after = ""
+        self._deadline = math.inf
 
     @contextmanager
     def listening(self, end: Callable[[BaseException], NoReturn]) -> Iterator[None]:
@@ -119,7 +122,8 @@ class StopSignals:
 
     def closing(self, error: BaseException) -> None:
         """Stop interrupting the main thread, which is ending with an error."""
-        self._error, self._phase = error, "closing"
+        self._error = error
+        self._phase = "closing"
 
     def _interrupt(self, number: int, *_: object) -> None:
         """Handle any of SIGNALS in the main thread."""
@@ -140,7 +144,8 @@ class StopSignals:
             waited = time.monotonic() - self._signal_time  # -inf before the first signal
             for number in SIGNALS.keys() & set(numbers):  # the socket also gets other signals
                 if not self._signal:
-                    self._signal, self._signal_time = number, time.monotonic()
+                    self._signal = number
+                    self._signal_time = time.monotonic()
                     # set last: a thread that waits for it may then read which signal it was
                     self.end_requested.set()
                 # A healthy rank may get SIGTERM twice. After Ctrl-C it means that torchrun got a

@@ -28,7 +28,8 @@ from llama_ft.errors import LostRank
 from llama_ft.runtime.exit import FAILURE_KEY
 from llama_ft.runtime.out_of_memory import KILLED, KILLED_BY, host_memory
 
-SECONDS_BETWEEN_LOOKS, SECONDS_OF_SILENCE = 2.0, 5.0
+SECONDS_BETWEEN_LOOKS = 2.0
+SECONDS_OF_SILENCE = 5.0
 TORCH = str(Path(torch.__file__).parent) + os.sep
 # not the cause
 SKIPPED_FRAMES = (TORCH, str(Path(__file__).parent) + os.sep, contextlib.__file__, "<frozen")
@@ -67,14 +68,15 @@ class Watchdog(threading.Thread):
         groups = {
             group.group_name: group for group in (dist.group.WORLD, *mesh.get_all_groups()) if group
         }
-        self._groups, self._device, self._seconds, self._end = (
-            [*groups.values()],
-            mesh.device_type,
-            seconds,
-            end,
-        )
-        self._processes, self._ended = dict[int, int](), threading.Event()
-        self._state, self._since = object(), time.monotonic()  # and when this state was first seen
+        self._groups = [*groups.values()]
+        self._device = mesh.device_type
+        self._seconds = seconds
+        self._end = end
+        self._processes = dict[int, int]()
+        self._ended = threading.Event()
+        # and when this state was first seen
+        self._state = object()
+        self._since = time.monotonic()
 
     def __enter__(self) -> None:
         self._look()
@@ -110,14 +112,13 @@ class Watchdog(threading.Thread):
         return ""
 
     def _look(self) -> None:
-        now, frame, rank = (
-            time.monotonic(),
-            sys._current_frames()[threading.main_thread().ident or 0],
-            dist.get_rank(),
-        )
+        now = time.monotonic()
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        rank = dist.get_rank()
         collectives = sum(group._get_sequence_number_for_group() for group in self._groups)  # type: ignore[attr-defined]
         if (state := self._state_at(frame, collectives)) != self._state:
-            self._state, self._since = state, now
+            self._state = state
+            self._since = now
         waits = now - self._since
         report = (
             time.time(),

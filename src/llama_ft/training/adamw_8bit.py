@@ -73,7 +73,8 @@ class AdamW8bit(ShardedOptimizer):
             group["weight_decay"],
         )
         if "absmax" not in state:
-            mean, square = state["exp_avg"], state["exp_avg_sq"]
+            mean = state["exp_avg"]
+            square = state["exp_avg_sq"]
             optimizer_update_32bit(
                 "adam", grad, weight, mean, beta1, eps, step, lr, square, beta2, 0.0, 0.0, decay
             )

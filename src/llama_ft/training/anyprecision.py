@@ -13,7 +13,9 @@ PIECE = 2**24  # elements per kernel call: five fp32 temporaries of 64 MiB for a
 # elements; pieces are whole rows of them, so that a kernel for any number of rows can read 16 bytes
 # at once
 ROW = 128
-BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
+BETA1 = 0.9
+BETA2 = 0.999
+EPS = 1e-8
 
 
 def round_stochastically(target: Tensor, source: Tensor, noise: Tensor) -> None:

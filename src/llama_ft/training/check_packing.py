@@ -56,7 +56,8 @@ def check_packing(
         UserError: logits differ by more than rounding, even if each layer computes sample by
             sample.
     """
-    device, mixers = runtime.device, token_mixers(model)
+    device = runtime.device
+    mixers = token_mixers(model)
     parts = _rows_to_compare(model, rows, longest)
     model.eval()
     for mixer in mixers.with_kernels:
@@ -87,7 +88,8 @@ def check_packing(
             )
         log.info(f"{problem}: {mixers.names()} compute one sample after another.")
     if has_chunked_loss(model):
-        input_ids, positions = torch.cat(parts).to(device), _last_positions(parts).to(device)
+        input_ids = torch.cat(parts).to(device)
+        positions = _last_positions(parts).to(device)
         targets = input_ids.roll(-1)[positions]
         inputs = {"input_ids": input_ids.unsqueeze(0), "use_cache": False, **layout}
         with without_graphs(model):
@@ -114,7 +116,8 @@ def _rows_to_compare(model: PreTrainedModel, rows: Dataset, longest: int) -> lis
     ]
     # Phi-MoE has its window only in the mask, which packed sequences do not use.
     if shorter := [span for span in spans if isinstance(span, int) and 0 < span < longest]:
-        ids, length = torch.cat(whole), min(max(shorter) + TOKENS, longest)
+        ids = torch.cat(whole)
+        length = min(max(shorter) + TOKENS, longest)
         parts[0] = ids.repeat(-(-length // len(ids)))[:length]
     return parts
 
@@ -135,10 +138,8 @@ def _logits(
 ) -> torch.Tensor:
     """float32 [positions, vocab], or scores [positions, 1], the last of each row; of one row
     without a layout. Those of a whole window of tokens would take gigabytes."""
-    positions, input_ids = (
-        _last_positions(parts).to(device),
-        torch.cat(parts).unsqueeze(0).to(device),
-    )
+    positions = _last_positions(parts).to(device)
+    input_ids = torch.cat(parts).unsqueeze(0).to(device)
     can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
     keep = {"logits_to_keep": positions} if can_keep else {}
     inputs = {"input_ids": input_ids, "use_cache": False, **keep}

@@ -47,17 +47,13 @@ def mean_loss(
         pack_length: tokens of a packed sequence; None: no packing.
         runtime: the ranks.
     """
-    ranks, sizes = (
-        (runtime.world_size, runtime.rank),
-        (settings.val_batch_size, settings.max_eval_step),
-    )
+    ranks = (runtime.world_size, runtime.rank)
+    sizes = (settings.val_batch_size, settings.max_eval_step)
     group = group_size(validation)
     model.eval()
-    count, sums = (
-        0,
-        defaultdict[str, torch.Tensor](
-            lambda: torch.zeros((), dtype=torch.float64, device=runtime.device)
-        ),
+    count = 0
+    sums = defaultdict[str, torch.Tensor](
+        lambda: torch.zeros((), dtype=torch.float64, device=runtime.device)
     )
     for indices in evaluation_batches(row_lengths(validation), *ranks, *sizes, pack_length, group):
         batch = collate(validation, indices, pad_token_id, pack_length is not None)
@@ -131,7 +127,8 @@ def show_answers(
     )
     free_unsharded(model)
     model.train()
-    answers, lines = [], list[str]()
+    answers = []
+    lines = list[str]()
     for messages, question, row in zip(
         conversations, questions, tokens[:, width:].tolist(), strict=True
     ):

@@ -37,17 +37,21 @@ class Kto:
         reference: by default the model with its adapter off.
     """
 
-    examples_per_sample, counts_tokens = 2, False
+    examples_per_sample = 2
+    counts_tokens = False
     examples = staticmethod(unpaired_examples)
 
     def __init__(self, settings: PreferenceConfig, reference: Reference | None = None) -> None:
-        self._settings, self.reference = settings, AdapterOff() if reference is None else reference
+        self._settings = settings
+        self.reference = AdapterOff() if reference is None else reference
 
     def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
         """See `Objective`; counts samples. Rows of even number are samples, each followed by its
         prompt with another completion."""
-        settings, count = self._settings, len(batch.sources) // 2
-        own, others = every_second(batch, 0), every_second(batch, 1)
+        settings = self._settings
+        count = len(batch.sources) // 2
+        own = every_second(batch, 0)
+        others = every_second(batch, 1)
         # To save memory: one half after the other, before the forward pass that keeps activations.
         reference, of_others = (
             self.reference.log_probabilities(model, it, runtime)[:count] for it in (own, others)
@@ -66,7 +70,8 @@ class Kto:
         loss = (
             weights * torch.sigmoid(settings.beta * (divergence - ratios) * (2 * chosen - 1))
         ).sum()
-        rewards, scores = settings.beta * ratios.detach(), scores.detach()
+        rewards = settings.beta * ratios.detach()
+        scores = scores.detach()
         logged = {"kl": divergence * count}
         for name, which in {"chosen": chosen, "rejected": 1 - chosen}.items():
             sums = {"rewards": rewards * which, "logps": scores * which, "count": which}
@@ -81,7 +86,8 @@ def every_second(batch: Batch, first: int) -> Batch:
     samples."""
     if not batch.sources:
         return batch
-    lengths, both = batch.row_lengths[first::2], (batch.input_ids, batch.labels)
+    lengths = batch.row_lengths[first::2]
+    both = (batch.input_ids, batch.labels)
     if batch.is_packed:
         ids, labels = (
             torch.cat(values.split(batch.row_lengths, dim=1)[first::2], dim=1) for values in both

@@ -113,7 +113,8 @@ class SupervisedFineTuning:
     """Next-token prediction for the tokens in the loss, with the routers' auxiliary loss if it has
     a coefficient."""
 
-    examples_per_sample, counts_tokens = 1, True
+    examples_per_sample = 1
+    counts_tokens = True
 
     def __init__(self, smoothing: float = 0.0) -> None:
         self._training_loss = (
@@ -166,7 +167,9 @@ def target_losses(
     """
     aims = shifted_labels(batch)
     on_host = (aims != IGNORED).nonzero().squeeze(1)  # on the host, to avoid waiting for the device
-    positions, targets = sent(on_host, device), sent(aims[on_host], device)  # [targets]
+    # [targets]
+    positions = sent(on_host, device)
+    targets = sent(aims[on_host], device)
     inputs = model_inputs(model, batch, device)
     if has_chunked_loss(model):
         losses: tuple[torch.Tensor, torch.Tensor | float] = model(

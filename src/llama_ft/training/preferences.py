@@ -122,10 +122,12 @@ class Preferences:
             objectives.
     """
 
-    examples_per_sample, counts_tokens = 2, False
+    examples_per_sample = 2
+    counts_tokens = False
 
     def __init__(self, settings: PreferenceConfig, reference: Reference | None = None) -> None:
-        self._settings, self._loss = settings, LOSSES[settings.objective]
+        self._settings = settings
+        self._loss = LOSSES[settings.objective]
         self._is_mean = settings.objective in ("simpo", "orpo")
         compared = AdapterOff() if reference is None else reference
         self.reference = compared if settings.objective in WITH_REFERENCE else None
@@ -138,11 +140,9 @@ class Preferences:
     def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
         """See `Objective`; counts pairs. Rows of even number are chosen responses, each followed by
         the rejected."""
-        settings, count, has_nll = (
-            self._settings,
-            len(batch.sources) // 2,
-            self._settings.objective == "orpo",
-        )
+        settings = self._settings
+        count = len(batch.sources) // 2
+        has_nll = self._settings.objective == "orpo"
         reference: torch.Tensor | float = 0.0
         if self.reference is not None:
             reference = self._per_row(

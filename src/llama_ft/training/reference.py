@@ -39,7 +39,9 @@ from llama_ft.training.objective import Objective, row_log_probabilities, target
 from llama_ft.training.step import free_unsharded
 
 SECONDS_BETWEEN_LINES = 30.0
-KEYS, SUMS = "reference.keys", "reference.log_probabilities"  # tensors of the file
+# tensors of the file
+KEYS = "reference.keys"
+SUMS = "reference.log_probabilities"
 # in the file's header: JSON with everything that determines the numbers
 FINGERPRINT = "fingerprint"
 
@@ -93,7 +95,8 @@ class StoredReference:
 
     def __init__(self) -> None:
         # sorted by key
-        self._keys, self._sums = numpy.zeros(1, numpy.int64), numpy.zeros(1, numpy.float32)
+        self._keys = numpy.zeros(1, numpy.int64)
+        self._sums = numpy.zeros(1, numpy.float32)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -116,7 +119,9 @@ class StoredReference:
     def compute(self, model: PreTrainedModel, batches: Iterable[Batch], runtime: Runtime) -> None:
         """Score the rows of this rank's micro-batches; every rank has the same number. All ranks
         get all numbers."""
-        keys, sums, logged = [numpy.zeros(0, numpy.int64)], [torch.zeros(0)], time.monotonic()
+        keys = [numpy.zeros(0, numpy.int64)]
+        sums = [torch.zeros(0)]
+        logged = time.monotonic()
         for batch in batches:
             scores = score_rows(model, batch, runtime)
             if batch.sources:
@@ -146,7 +151,8 @@ class StoredReference:
         try:
             with safe_open(file, framework="np") as opened:
                 saved = json.loads(opened.metadata()[FINGERPRINT])
-                self._keys, self._sums = opened.get_tensor(KEYS), opened.get_tensor(SUMS)
+                self._keys = opened.get_tensor(KEYS)
+                self._sums = opened.get_tensor(SUMS)
         except Exception as error:  # safetensors has its own errors
             raise UserError(
                 f"{file}: cannot be read as log-probabilities of a reference ({reason(error)})."
@@ -186,17 +192,14 @@ class ReferencePass:
     ) -> None:
         reference = getattr(objective, "reference", None)
         self._stored = reference if isinstance(reference, StoredReference) else None
-        self._config, self._tokenizer, self._dataset, self._runtime = (
-            config,
-            tokenizer,
-            dataset,
-            runtime,
-        )
-        self._pack_length, self._pad_token_id = pack_length, pad_token_id
-        self._other, self._fingerprint = (
-            config.preference.reference_model,
-            dict[str, Any](dataset.fingerprints()),
-        )
+        self._config = config
+        self._tokenizer = tokenizer
+        self._dataset = dataset
+        self._runtime = runtime
+        self._pack_length = pack_length
+        self._pad_token_id = pad_token_id
+        self._other = config.preference.reference_model
+        self._fingerprint = dict[str, Any](dataset.fingerprints())
         template = hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()
         self._fingerprint |= {"chat_template": template, "precision": config.train.precision}
         self._fingerprint["quantization"] = config.quantization.mode
@@ -215,7 +218,8 @@ class ReferencePass:
         """
         if self._stored is None or self._other is None:
             return
-        trust, runtime = self._config.model.trust_remote_code, self._runtime
+        trust = self._config.model.trust_remote_code
+        runtime = self._runtime
         with runtime.local_main_process_first():
             folder = models.local_folder(self._other, "--reference_model", runtime.local_rank == 0)
             model_config = models.load_model_config(folder, trust)
@@ -261,7 +265,8 @@ class ReferencePass:
     def _batches(self) -> Iterator[Batch]:
         """Yield this rank's rows in micro-batches of the size of training. Every rank has the same
         number of them."""
-        size, pack_length = self._config.train.batch_size_training, self._pack_length
+        size = self._config.train.batch_size_training
+        pack_length = self._pack_length
         sizes = self._runtime.world_size, self._runtime.rank, size, 0  # 0: all of them
         for rows in filter(None, (self._dataset.train, self._dataset.validation)):
             group = group_size(rows)
@@ -278,7 +283,8 @@ def check_same_tokens(
 ) -> None:
     """Raise a UserError unless both tokenizers have the same tokens with the same ids. `name` is
     the reference: it scores the run's ids."""
-    known, used = theirs.get_vocab(), ours.get_vocab()
+    known = theirs.get_vocab()
+    used = ours.get_vocab()
     if others := sorted(
         token for token in known.keys() | used.keys() if known.get(token) != used.get(token)
     ):

@@ -29,7 +29,8 @@ class RewardModeling:
         center_rewards_coefficient: weight of the square of the sum of both scores.
     """
 
-    examples_per_sample, counts_tokens = 2, False
+    examples_per_sample = 2
+    counts_tokens = False
 
     def __init__(self, center_rewards_coefficient: float = 0.0) -> None:
         self._centering = center_rewards_coefficient
@@ -42,7 +43,8 @@ class RewardModeling:
     def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
         """See `Objective`; counts pairs. Rows of even number are chosen responses, each followed by
         the rejected."""
-        pairs, inputs = len(batch.sources) // 2, model_inputs(model, batch, runtime.device)
+        pairs = len(batch.sources) // 2
+        inputs = model_inputs(model, batch, runtime.device)
         pad = model.config.get_text_config().pad_token_id
         positions = last_positions(batch, -1 if pad is None else pad)  # a plan knows of no padding
         scores, decoded = model(**inputs, positions=sent(positions, runtime.device))  # [rows]
@@ -65,7 +67,8 @@ def last_positions(batch: Batch, pad_token_id: int) -> torch.Tensor:
     """Return the position, in the flattened micro-batch, of the last token of each row that is not
     the pad token, int64 [rows]. Transformers does the same: a row's own text may end with pad
     tokens."""
-    ids, lengths = batch.input_ids.flatten(), torch.tensor(batch.row_lengths)
+    ids = batch.input_ids.flatten()
+    lengths = torch.tensor(batch.row_lengths)
     ends = (
         lengths.cumsum(0)
         if batch.is_packed

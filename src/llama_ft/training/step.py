@@ -86,7 +86,10 @@ class StepResult:
 
     def __init__(self, numbers: torch.Tensor, count: int, names: Sequence[str] = ()) -> None:
         self.failed = numbers[:2].isfinite().all().logical_not().float()
-        self._count, self._names, self._numbers, self._event = count, names, numbers, None
+        self._count = count
+        self._names = names
+        self._numbers = numbers
+        self._event = None
         if numbers.is_cuda:
             self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)
@@ -208,7 +211,8 @@ class PendingMetrics:
         or already known."""
         self._steps.append(newest)
         count = len(self._steps) if needed or not self._lags else len(self._steps) - 1
-        taken, self._steps = self._steps[:count], self._steps[count:]
+        taken = self._steps[:count]
+        self._steps = self._steps[count:]
         return taken
 
 

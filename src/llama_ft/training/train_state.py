@@ -39,15 +39,14 @@ class LossScale:
         if math.isfinite(norm):
             self.good_steps += 1
             if self.good_steps == STEPS_TO_GROWTH:
-                self.factor, self.good_steps = self.factor * 2, 0
+                self.factor = self.factor * 2
+                self.good_steps = 0
             return False
         if not math.isfinite(loss) or self.factor <= SMALLEST_FACTOR:
             return False
-        self.factor, self.good_steps, self.skipped_steps = (
-            self.factor / 2,
-            0,
-            self.skipped_steps + 1,
-        )
+        self.factor = self.factor / 2
+        self.good_steps = 0
+        self.skipped_steps = self.skipped_steps + 1
         log.info(
             f"step {step} was skipped: its gradients overflowed fp16. The loss scale is now {self.factor:g}."
         )
@@ -67,16 +66,18 @@ class BestLoss:
     of early stopping."""
 
     def __init__(self, train: TrainConfig) -> None:
-        self.loss, self.step, self.evaluations_since = math.inf, 0, 0
-        self._patience, self._min_delta = (
-            train.early_stopping_patience,
-            train.early_stopping_min_delta,
-        )
+        self.loss = math.inf
+        self.step = 0
+        self.evaluations_since = 0
+        self._patience = train.early_stopping_patience
+        self._min_delta = train.early_stopping_min_delta
 
     def update(self, loss: float, step: int) -> bool:
         """Count an evaluation. Return whether its loss is the best so far."""
         if loss < self.loss - self._min_delta:
-            self.loss, self.step, self.evaluations_since = loss, step, 0
+            self.loss = loss
+            self.step = step
+            self.evaluations_since = 0
             return True
         self.evaluations_since += 1
         return False
@@ -112,11 +113,11 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the fields that `state_dict` returned."""
-        self.step, self.target_tokens, self.position = (
-            state["step"],
-            state["target_tokens"],
-            dict(state["position"]),
-        )
-        best, self.scale = state["best"], LossScale(**state["scale"])
+        self.step = state["step"]
+        self.target_tokens = state["target_tokens"]
+        self.position = dict(state["position"])
+        best = state["best"]
+        self.scale = LossScale(**state["scale"])
         self.best.loss = math.inf if best["loss"] is None else best["loss"]
-        self.best.step, self.best.evaluations_since = best["step"], best["evaluations_since"]
+        self.best.step = best["step"]
+        self.best.evaluations_since = best["evaluations_since"]
