@@ -83,8 +83,9 @@ def main(**flags: str) -> None:
         reference = training.ReferencePass(
             objective, resolved, folder, tokenizer, dataset, batches.pack_length, pad, job
         )
-        if run.resumed is None:
-            reference.score_with_other_model(build_model, run.memory)
+        if run.resumed is not None:
+            reference.load(run.resumed.folder, run.resumed.run)
+        reference.score_with_other_model(build_model, run.memory)
         model, adapter, stored_dtypes, units = build_model(
             resolved, folder, model_config, new_tokens, run.memory, job
         )
@@ -95,7 +96,7 @@ def main(**flags: str) -> None:
             training.check_packing(model, batches.first_rows(), batches.pack_length, dtype, job)
 
         with run.open(dataset, batches, units):
-            reference.settle(model, run.directory, run.resumed.folder if run.resumed else None)
+            reference.settle(model, run.directory)
             train(run, model, objective, tokenizer, pad)
             if config.checkpoint.save_model:
                 export(run, model, adapter, stored_dtypes, folder, tokenizer)

@@ -12,9 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, place
+from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints
 from llama_ft.config import CheckpointConfig, run_entries
-from llama_ft.config.paths import REFERENCE_FILE, RUN_MARKER, foreign_entries
+from llama_ft.config.paths import RUN_MARKER, foreign_entries
 from llama_ft.errors import UserError
 from llama_ft.runtime import Runtime, log
 
@@ -58,8 +58,6 @@ def create_run_directory(
             _remove_earlier_run(
                 folder, checkpoint, checkpoint.overwrite or folder == runtime.earlier_run
             )
-        if resumed is not None and (reference := resumed.folder / REFERENCE_FILE).exists():
-            place(reference, folder / REFERENCE_FILE)  # its checksum was compared
         return folder
 
     return runtime.broadcast_from_rank0(create)

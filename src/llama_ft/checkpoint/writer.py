@@ -219,7 +219,8 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         _write_synced(aside / reader.TRAINER_FILE, json.dumps(record, indent=1) + "\n")
         small = [reader.TRAINER_FILE]
         if (reference := self.run / REFERENCE_FILE).exists():
-            reader.place(reference, aside / REFERENCE_FILE)
+            # not a hard link: one damaged block would damage the file of all checkpoints
+            shutil.copyfile(reference, aside / REFERENCE_FILE)
             _sync(aside / REFERENCE_FILE)
             small.append(REFERENCE_FILE)
         digests |= {name: reader.file_digest(aside / name) for name in small}
