@@ -29,6 +29,7 @@ from llama_ft.runtime.out_of_memory import KILLED, KILLED_BY, shortage
 
 FAILURE_KEY = "llama_ft/failure"
 SECONDS_FOR_THE_CAUSE = 3.0
+SECONDS_FOR_THE_STORE = 5.0  # until a rank leaves without its answer
 SECONDS_TO_SEE_AN_END = 0.3  # torchrun notices the end of a rank within 0.1 s
 # how long the other ranks wait
 SECONDS_TO_BE_ENDED = 20.0
@@ -198,14 +199,24 @@ def _is_broken(error: BaseException) -> bool:
 
 def _first_failure(store: dist.Store, failure: str, seconds: float) -> str:
     """Return the message of the first rank that fails. It is `failure` if no other rank writes
-    within `seconds`."""
+    within `seconds`, or if the store does not answer: printing a message twice is better than not
+    at all."""
+    found = [failure]
     deadline = time.monotonic() + seconds
-    with suppress(RuntimeError, ConnectionError):
-        while not store.check([FAILURE_KEY]) and time.monotonic() < deadline:
-            time.sleep(0.1)  # store.wait would print its own warnings after a timeout
-        return store.compare_set(FAILURE_KEY, "", failure).decode()
-    # the store and its host are gone: printing a message twice is better than not at all
-    return failure
+
+    def ask() -> None:
+        with suppress(RuntimeError, ConnectionError):
+            # A client serves one call at a time. In the original the main thread may be waiting,
+            # such as in new_group.
+            own = store.clone()  # type: ignore[attr-defined]
+            while not own.check([FAILURE_KEY]) and time.monotonic() < deadline:
+                time.sleep(0.1)  # store.wait would print its own warnings after a timeout
+            found[0] = own.compare_set(FAILURE_KEY, "", failure).decode()
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds + SECONDS_FOR_THE_STORE)  # its host may be suspended or lost
+    return found[0]
 
 
 def _messages(

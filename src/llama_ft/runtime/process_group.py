@@ -59,6 +59,8 @@ class Runtime:
     status: RunStatus | None = None  # set on each rank as soon as the run has a directory
     signals: StopSignals = field(default_factory=StopSignals)  # requests to stop the run
     explainer: Explainer | None = None  # explains errors about memory; the recipe sets it
+    # how long a rank waits for others before torch raises an error; the watchdog is earlier
+    timeout: timedelta = timedelta(minutes=30)
     lock: IO[str] | None = None  # on rank 0 an open file that locks the run's directory
     _turns: int = 0
 
@@ -243,7 +245,9 @@ def start(
                 # init_device_mesh uses torch's default: 10 min with NCCL
                 _set_pg_timeout(timeout, group)
             places = (rank, world_size, local_rank, local_world_size, place, storage)
-            runtime = Runtime(*places, note, mesh, store, job_store, signals=signals)
+            runtime = Runtime(
+                *places, note, mesh, store, job_store, signals=signals, timeout=timeout
+            )
             if world_size > 1:
                 watchdog = Watchdog(store, mesh, timeout_seconds, end)
             with watchdog or nullcontext():

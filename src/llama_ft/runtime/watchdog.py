@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn
@@ -65,6 +66,7 @@ class Watchdog(threading.Thread):
     ) -> None:
         super().__init__(name="watchdog", daemon=True)
         self._store = store.clone()  # type: ignore[attr-defined]  # the main thread may be waiting on the other one
+        self._store.set_timeout(timedelta(seconds=seconds))  # of a rank that ends before it reports
         groups = {
             group.group_name: group for group in (dist.group.WORLD, *mesh.get_all_groups()) if group
         }
