@@ -43,8 +43,7 @@ class Due(NamedTuple):
 
     evaluation: bool
     answers: bool  # sample answers to sample_prompts
-    save: bool  # requested by the settings
-    stop: Stop | None  # the request to stop the run, or None
+    save: bool  # requested by the settings, or because the run was asked to stop
     is_last: bool
 
 
@@ -231,6 +230,9 @@ class Run:
         self._pending = training.PendingMetrics(self.job.device)
         self._metrics = dict[str, Any]()
         self._is_best = False
+        self._stop: Stop | None = None  # the request to stop the run
+        self._ends_epoch = False
+        self._is_in_step = False  # what is abandoned now is followed by a save
         if self.resumed is not None:
             self.state.load_state_dict(self.resumed.trainer["progress"])
             checkpoint.restore(self.resumed, model, optimizer, self.job)
@@ -250,7 +252,9 @@ class Run:
             model, config.profile, dtype, self.directory, self.facts, job
         )
         self.memory.begin_training(model, optimizer, self.facts)
-        signals = job.signals.between_steps(config.train.stop_after)
+        signals = job.signals.between_steps(
+            config.train.stop_after, saves=self._save_asked(ends_run=True)
+        )
         with self.log.training(), self.writer, signals, self._throughput:
             yield
 
@@ -325,6 +329,8 @@ class Run:
         self._time_is_up = longest is not None and seconds >= parse_duration(longest)
         is_last = self._time_is_up or step.step == self.batches.total_steps
         stop = self.job.signals.agreed(numbers.stop_asked)
+        self._stop = stop
+        self._is_in_step = True
         self._ends_epoch = step.ends_epoch
         self._is_best = False
         self._save_failed = bool(numbers.save_failed.any())
@@ -333,7 +339,7 @@ class Run:
             step.step, config.train.eval_steps, step.ends_epoch or is_last
         )
         answers = not is_last and training.is_due(step.step, config.train.sample_steps, False)
-        due = Due(evaluation, answers, self._save_asked(is_last or stop is not None), stop, is_last)
+        due = Due(evaluation, answers, self._save_asked(is_last or stop is not None), is_last)
         newest = training.Step(
             step.step, result, losses, step.batches, self._metrics, self._is_skipped
         )
@@ -357,15 +363,21 @@ class Run:
         return due
 
     def evaluate(self, model: PreTrainedModel, objective: Objective, pad: int) -> None:
-        """Compute and log the validation loss."""
+        """Compute and log the validation loss. If a signal arrives, the evaluation is abandoned:
+        its step has no validation loss."""
         self.memory.enter("evaluation")
         settings = self.config.train
         samples = self.dataset.validation
         pack_length = self.batches.pack_length
         assert samples is not None
-        loss, _, more = training.mean_loss(
-            model, objective, samples, settings, pad, pack_length, self.job
-        )
+        try:
+            loss, _, more = training.mean_loss(
+                model, objective, samples, settings, pad, pack_length, self.job
+            )
+        except runtime.Stopped as stopped:
+            self._abandon(stopped.stop, "The evaluation")
+            self.log.log_step(self.state.step, self._metrics | self.writer.timings())
+            return
         self._metrics |= {
             "eval/loss": loss,
             **{f"eval/{name}": value for name, value in more.items()},
@@ -382,7 +394,7 @@ class Run:
         if self._save_failed:
             self.writer.finish()  # raises the error of a failed save
         self._ends_run = due.is_last or self.state.best.should_stop
-        self._asked = due.save or self._save_asked(self._ends_run)
+        self._asked = due.save or self._save_asked(self._ends_run or self._stop is not None)
         return self._asked or (self._is_best and self.config.checkpoint.save_model)
 
     def save(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
@@ -410,13 +422,27 @@ class Run:
             )
         if reason:
             self.facts.add(stopped_early=reason)
-        if reason or due.is_last:
+        # --stop_after leaves time for the export, a signal does not
+        is_signal = self._stop is not None and self._stop.exit_code != 0
+        self._is_in_step = False
+        if (reason or due.is_last) and not is_signal:
             self._ended = f"step {self.state.step} of {self.batches.total_steps}: {reason or 'all steps are done'}"
             return True
-        if due.stop is not None:
-            self.writer.finish()
-            raise runtime.Stopped(due.stop, self.state.step, self.writer.last)
+        if self._stop is not None:
+            raise runtime.Stopped(self._stop, self.state.step, self.writer.finish())
         return False
+
+    def _abandon(self, stop: Stop, what: str) -> None:
+        """Note that `what` was abandoned because of a signal. `save` and `should_stop` follow; but
+        before step 1 and after the last one there is nothing to save.
+
+        Raises:
+            Stopped: nothing is to be saved.
+        """
+        log.info(f"{what} was abandoned.")
+        if not self._is_in_step:
+            raise runtime.Stopped(stop, self.state.step, self.writer.finish())
+        self._stop = stop
 
     def _save_asked(self, ends_run: bool) -> bool:
         return self.writer.is_due(self.state.step, self._ends_epoch, ends_run)
@@ -443,7 +469,11 @@ class Run:
         self.memory.enter("evaluation")
         chats = training.sample_chats(self.config.train, self.dataset.report.chat_sample)
         length = self.config.train.sample_tokens
-        shown = training.show_answers(when, model, tokenizer, chats, length, pad, self.job)
+        try:
+            shown = training.show_answers(when, model, tokenizer, chats, length, pad, self.job)
+        except runtime.Stopped as stopped:
+            self._abandon(stopped.stop, "The generation of sample answers")
+            return
         self.facts.add_samples(when, shown)
         self._throughput.pause()
 

@@ -75,6 +75,12 @@ def stopped_line(running: Running, reason: str, step: str) -> str:
     return f"stopped by {reason} after step {step}. To resume: --resume {checkpoint}"
 
 
+def acknowledged(name: str) -> str:
+    again = " A second Ctrl-C exits without saving." if name == "Ctrl-C" else ""
+    what = "the run finishes the current step, saves a checkpoint and exits."
+    return f"warning: {name}: {what}{again}\n"
+
+
 def test_sigterm_to_torchrun_stops_all_ranks_after_the_same_step(tmp_path: Path) -> None:
     with job(tmp_path, "rank 0 saves longer") as running:
         running.wait_for("training-0", "training-1")
@@ -92,22 +98,27 @@ def test_sigterm_to_torchrun_stops_all_ranks_after_the_same_step(tmp_path: Path)
     }
 
 
-def test_a_second_ctrl_c_at_torchrun_ends_all_ranks_without_waiting_for_the_save(
-    tmp_path: Path,
+@pytest.mark.parametrize(("launcher", "has_checkpoint"), [(TORCHRUN, False), ([], True)])
+def test_a_second_ctrl_c_ends_all_ranks_without_waiting_for_the_save(
+    launcher: list[str], has_checkpoint: bool, tmp_path: Path
 ) -> None:
-    with job(tmp_path, "saves for ever") as running:
-        running.wait_for("training-0", "training-1")
+    ranks = 2 if launcher else 1
+    if has_checkpoint:
+        (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    with job(tmp_path, "saves for ever", launcher=launcher) as running:
+        running.wait_for(*(f"training-{rank}" for rank in range(ranks)))
         os.killpg(running.process.pid, signal.SIGINT)  # what a terminal does
-        running.wait_for("saving-0", "saving-1")
-        assert running.read("saving-0") == running.read("saving-1")
+        running.wait_for(*(f"saving-{rank}" for rank in range(ranks)))
+        assert running.read("saving-0") == running.read(f"saving-{ranks - 1}")
+        assert running.output.count(acknowledged("Ctrl-C")) == 1
         started = time.monotonic()
         os.killpg(running.process.pid, signal.SIGINT)
         running.end()
     assert time.monotonic() - started < 5
     assert not list(tmp_path.glob("saved-*"))
-    hint = f"To resume: --output_dir {tmp_path} --resume auto"
+    hint = f". To resume: --output_dir {tmp_path} --resume auto" if has_checkpoint else ""
     assert re.findall("stopped by .*", running.output) == [
-        f"stopped by a second Ctrl-C, without saving. {hint}"
+        f"stopped by a second Ctrl-C, without saving{hint}"
     ]
     assert running.status["state"] == "stopped" and running.status["exit_code"] == 130
 
@@ -172,7 +183,7 @@ def test_a_signal_stops_one_process_after_a_step_or_before_the_loop_at_once(
     assert time.monotonic() - started < 5
     step = 0 if way else int(running.read("saved-0"))
     line = f"stopped by {name}" if way else stopped_line(running, name, str(step))
-    assert running.output == f"{line}\n"
+    assert running.output == ("" if way else acknowledged(name)) + f"{line}\n"
     assert running.status == {"state": "stopped", "step": step, "exit_code": code, "message": line}
 
 

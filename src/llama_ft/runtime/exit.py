@@ -58,16 +58,19 @@ class Stop(NamedTuple):
 
 class Stopped(SystemExit):
     """Ends a run that was asked to stop. All ranks raise it after the same step, with the
-    checkpoint that was saved. Without a step, a rank raises it for itself."""
+    checkpoint that was saved. Without a step, a rank raises it for itself, or all of them raise it
+    in an evaluation, which is abandoned."""
 
     def __init__(self, stop: Stop, step: int | None = None, checkpoint: Path | None = None) -> None:
         super().__init__(stop.exit_code)
+        self.stop = stop
         self.exit_code = stop.exit_code
         self.agreed = step is not None
-        hint = f"To resume: --resume {checkpoint}" if checkpoint else "Nothing was saved."
-        self.message = f"stopped by {stop.reason}" + (
-            f" after step {step}. {hint}" if self.agreed else ""
-        )
+        self.message = f"stopped by {stop.reason}"
+        if step is not None:
+            moment = f"after step {step}" if step else "before step 1"
+            hint = f"To resume: --resume {checkpoint}" if checkpoint else "Nothing was saved."
+            self.message = f"{self.message} {moment}. {hint}"
 
 
 class RunStatus:
@@ -225,17 +228,19 @@ def _messages(
     """Yield the message about the end of a run and, for an OOM, advice, which can take minutes to
     compute."""
     run = status.path.parent if status is not None else None
+    has_checkpoint = run is not None and any((run / "checkpoints").glob("step-*"))
     if isinstance(error, KeyboardInterrupt | Stopped):
         message = error.message if isinstance(error, Stopped) else "stopped by Ctrl-C"
-        is_whole = status is None or not status.step or "after step" in message
-        yield message if is_whole else f"{message}. To resume: --output_dir {run} --resume auto"
+        is_whole = isinstance(error, Stopped) and error.agreed
+        resume = f". To resume: --output_dir {run} --resume auto"
+        yield message if is_whole or not has_checkpoint else message + resume
         return
     hint = (
         f"\n{_explained(explainer.describe_kill)}"
         if explainer is not None and KILLED in str(error)
         else ""
     )
-    if run is not None and any((run / "checkpoints").glob("step-*")):
+    if has_checkpoint:
         hint += f"\nTo resume from the last complete checkpoint, add --output_dir {run} --resume auto to the command."
     if isinstance(error, UserError):
         yield str(error) + (textwrap.indent(hint, INDENT) if isinstance(error, LostRank) else "")

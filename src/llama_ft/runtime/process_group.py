@@ -105,6 +105,17 @@ class Runtime:
         dist.all_gather(everyone, mine)
         return torch.stack(everyone)
 
+    def check_stop(self) -> None:
+        """Abandon an evaluation if a signal has asked any rank to stop. --stop_after waits for its
+        end. All ranks must call it together; it does not wait for the device.
+
+        Raises:
+            Stopped: on all ranks.
+        """
+        stop = self.signals.agreed(self.all_gather_floats(self.signals.asked()))
+        if stop is not None and stop.exit_code != 0:
+            raise Stopped(stop)
+
     def mean_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean over ranks, without gradient, on the value's device. All ranks must call
         it."""
