@@ -31,11 +31,9 @@ from llama_ft.runtime.console import configure_console
 from llama_ft.runtime.devices import pick_device, take_device
 from llama_ft.runtime.exit import Explainer, RunStatus, Stopped, exit_process
 from llama_ft.runtime.signals import StopSignals
-from llama_ft.runtime.watchdog import Watchdog
+from llama_ft.runtime.watchdog import SECONDS_AFTER_WATCHDOG, Watchdog
 
 T = TypeVar("T")
-# NCCL's own timeout ends a process with a dump that does not name the missing rank
-SECONDS_AFTER_WATCHDOG = 60.0
 LEAST_SECONDS_TO_START = 600.0  # importing torch from a cold file system can take minutes
 _STARTS = itertools.count()  # a script can start several runs in one process
 
