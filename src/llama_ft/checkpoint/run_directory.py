@@ -3,6 +3,7 @@ nothing."""
 
 import fcntl
 import itertools
+import json
 import os
 import re
 import shutil
@@ -52,6 +53,8 @@ def create_run_directory(
         if not is_own and (foreign := foreign_entries(folder)):
             raise UserError(f"--output_dir {folder}: {foreign}")
         runtime.lock = _lock(folder)
+        if runtime.lock is not None:
+            _report_death(folder)
         if resumed is not None and is_own:
             _set_newer_aside(resumed)
         else:
@@ -86,6 +89,20 @@ def _lock(folder: Path) -> IO[str] | None:
     file.truncate(0)
     print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
     return file
+
+
+def _report_death(folder: Path) -> None:
+    """Log that the earlier run in a directory, which is locked now, could not write how it ended."""
+    try:
+        status = json.loads((folder / "status.json").read_text())
+        has_died = status["state"] == "running"
+    except (OSError, ValueError, LookupError, TypeError):  # none, or damaged
+        return
+    if has_died:
+        log.info(
+            f"The earlier run in {folder} ended without a message after step {status.get('step')}, or later: "
+            "it was killed, or its machine was lost."
+        )
 
 
 def _remove_earlier_run(folder: Path, settings: CheckpointConfig, may_remove: bool) -> None:
