@@ -344,7 +344,7 @@ class Run:
             step.step, result, losses, step.batches, self._metrics, self._is_skipped
         )
         for read in self._pending.take(
-            newest, needed=any((evaluation, due.save, is_last, stop is not None))
+            newest, needed=any((evaluation, answers, due.save, is_last, stop is not None))
         ):
             training.stop_if_not_finite(read, self.writer.finish, self.job)
             read.metrics.update(self._throughput.metrics(read.step))

@@ -29,7 +29,7 @@ LONG_ANSWERS = ["--sample_tokens", "2000"]
 DEADLINE_SECONDS = 120.0
 CTRL_C = (
     "warning: Ctrl-C: the run finishes the current step, saves a checkpoint and exits. "
-    "A second Ctrl-C exits without saving.\n"
+    "A second Ctrl-C exits at once without saving.\n"
 )
 
 
@@ -127,8 +127,7 @@ def test_sigterm_to_one_process_in_sample_answers_saves_the_step(folder: Path) -
     run.process.send_signal(signal.SIGTERM)
     output = run.end()
     assert run.process.returncode == 143
-    acknowledged = "SIGTERM: the run finishes the current step, saves a checkpoint and exits.\n"
-    assert acknowledged in output and "The generation of sample answers was abandoned." in output
+    assert "The generation of sample answers was abandoned." in output
     assert run.status["step"] == 3 and "stopped by SIGTERM after step 3. To resume" in output
     assert checkpoint_errors(run.directory / "checkpoints" / "step-000003") == []
     assert "after step 3" not in (run.directory / "facts.json").read_text()

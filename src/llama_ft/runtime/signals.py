@@ -129,12 +129,6 @@ class StopSignals:
         self._error = error
         self._phase = "closing"
 
-    def _acknowledgment(self, number: int) -> str:
-        """Return what is printed at once after the first signal."""
-        saves = "saves a checkpoint" if self._saves else "saves no checkpoint (--save_model False)"
-        again = " A second Ctrl-C exits without saving." if number == signal.SIGINT else ""
-        return f"{SIGNALS[number].reason}: the run finishes the current step, {saves} and exits.{again}"
-
     def _interrupt(self, number: int, *_: object) -> None:
         """Handle any of SIGNALS in the main thread."""
         if self._phase == "at once" and self._error is None:
@@ -158,9 +152,14 @@ class StopSignals:
                     self._signal_time = time.monotonic()
                     # set last: a thread that waits for it may then read which signal it was
                     self.end_requested.set()
-                    if self._phase == "between steps":
+                    # SIGTERM can also mean that another rank has died: then nothing can be saved.
+                    if self._phase == "between steps" and number == signal.SIGINT:
                         # in a thread: this one must see a second Ctrl-C, also if the output blocks
-                        text = self._acknowledgment(number)
+                        saves = "saves a checkpoint" if self._saves else "saves no checkpoint"
+                        text = (
+                            f"Ctrl-C: the run finishes the current step, {saves} and exits. "
+                            "A second Ctrl-C exits at once without saving."
+                        )
                         threading.Thread(target=log.warning, args=(text,), daemon=True).start()
                 # A healthy rank may get SIGTERM twice. After Ctrl-C it means that torchrun got a
                 # second Ctrl-C.
