@@ -10,8 +10,14 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ft.data import formats
 from llama_ft.data.chat_template import ALPACA, INPUT_HEADING, Span, added_bos
-from llama_ft.data.formats import FORMATS, BadRow, Content, Row, RowFormat, TokenRow
-from llama_ft.data.loss_mask import ChatRenderer
+from llama_ft.data.formats import FORMATS, BadRow, Content, Message, Row, RowFormat, TokenRow
+from llama_ft.data.loss_mask import (
+    EXCERPT,
+    ChatDiffers,
+    ChatRenderer,
+    RenderedChat,
+    drop_reasoning,
+)
 from llama_ft.errors import UserError
 
 # characters; a tokenizer takes up to 200 bytes per character, and 20 s for all of them
@@ -19,6 +25,7 @@ LONGEST_TEXT = 10_000_000
 IGNORED = -100  # cross_entropy of PyTorch ignores this label by default
 Truncation = Literal["right", "left", "drop", "split"]
 Labels = Literal["auto", "assistant", "completion", "all"]
+Reasoning = Literal["keep", "drop"]
 Example = tuple[list[int], list[int]]  # input ids and labels of any length, from `Encoder.tokenize`
 
 
@@ -53,6 +60,7 @@ class Encoder:
         truncation: what happens to longer examples, see `Encoder.fit`.
         labels: tokens in the loss; auto: responses of chats, completions of prompts, all of plain
             text.
+        reasoning_content: drop removes that of all responses of a chat.
     """
 
     def __init__(
@@ -61,11 +69,13 @@ class Encoder:
         context_length: int,
         truncation: Truncation = "right",
         labels: Labels = "auto",
+        reasoning_content: Reasoning = "keep",
     ) -> None:
         self.tokenizer = tokenizer
         self.context_length = context_length
         self.truncation = truncation
         self.labels = labels
+        self.reasoning_content = reasoning_content
         self._vocabulary_size = len(tokenizer)
         if not tokenizer.is_fast:
             raise UserError(
@@ -97,14 +107,28 @@ class Encoder:
 
     def encode(self, row: Row, row_format: RowFormat) -> list[Encoded]:
         """Tokenize a sample and bring it to pieces of at most context_length tokens. See `tokenize`
-        and `fit`."""
-        return self.fit(*self.tokenize(row, row_format))
+        and `fit`. A chat that must be split becomes a piece per response."""
+        try:
+            return self.fit(*self.tokenize(row, row_format))
+        except ChatDiffers as chat:
+            parts = self.piece_rows(chat, row)
+            return [piece for part in parts for piece in self.encode(part, "messages")]
+
+    def piece_rows(self, chat: ChatDiffers, row: Row) -> list[Row]:
+        """Return the samples, in the format messages, that a chat must be split into."""
+        tools = formats.tools_of(row)
+        return [{"messages": messages, "tools": tools} for messages in chat.pieces]
+
+    def text_tokens(self, text: str) -> int:
+        """Return the number of tokens of a text that a template has written."""
+        return len(self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
 
     def tokenize(self, row: Row, row_format: RowFormat) -> Example:
         """Return tokens and labels of a sample of any length.
 
         Raises:
             BadRow: the sample does not follow its format, or the chat template rejects it.
+            ChatDiffers: it is a chat that must be split, see `piece_rows`.
             UserError: samples of this format do not have the requested kind of labels.
         """
         return self.tokenize_content(self.read(row, row_format), row, row_format)
@@ -112,8 +136,10 @@ class Encoder:
     def tokenize_content(self, content: Content, row: Row, row_format: RowFormat) -> Example:
         """Do what `tokenize` does, for content that was already read from the sample."""
         if isinstance(content, list):
-            # The template writes all special tokens, including BOS.
-            return self._tokenize(*self._renderer.render(content, formats.tools_of(row)))
+            if self.reasoning_content == "drop":
+                content = drop_reasoning(content)
+            chat = self._renderer.render(content, formats.tools_of(row))
+            return self._tokenize_chat(chat, content)
         fitting = ("auto",) if isinstance(content, TokenRow) else ("auto", "all")
         if (isinstance(content, TokenRow) or not content[0]) and self.labels not in fitting:
             raise UserError(
@@ -176,7 +202,47 @@ class Encoder:
             pieces.append(Encoded(input_ids[start : start + length], own, truncated=False))
         return pieces
 
+    def _tokenize_chat(self, chat: RenderedChat, messages: list[Message]) -> Example:
+        """Tokenize a chat, in which the template has written all special tokens, including BOS.
+
+        At inference the prompt is tokenized without the response. A token across its end, such as
+        two line breaks after <think>, is not among its tokens, so both are tokenized alone.
+        """
+        text, spans, prompts = chat
+        backend = self.tokenizer.backend_tokenizer
+        self._check_text(text)
+        encoding = backend.encode(text, add_special_tokens=False)
+        offsets = encoding.offsets
+        input_ids = encoding.ids
+        for end in _crossed(offsets, prompts):
+            prompt = backend.encode(text[:end], add_special_tokens=False)
+            if prompt.ids == input_ids[: len(prompt.ids)]:
+                continue
+            if len(prompts) > 1:
+                reason = f"a token crosses the end of the prompt {text[:end][-EXCERPT:]!r}"
+                raise ChatDiffers(self._renderer.pieces(messages), text, reason)
+            response = backend.encode(text[end:], add_special_tokens=False)
+            input_ids = prompt.ids + response.ids
+            moved = [(first + end, last + end) for first, last in response.offsets]
+            offsets = prompt.offsets + moved
+        return self._labelled(text, input_ids, offsets, spans)
+
     def _tokenize(self, text: str, spans: list[Span]) -> Example:
+        self._check_text(text)
+        # Calling the backend takes a tenth of the time: tokenizer(text) sets truncation and padding
+        # again in each call.
+        encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        return self._labelled(text, encoding.ids, encoding.offsets, spans)
+
+    def _labelled(
+        self, text: str, input_ids: list[int], offsets: list[Span], spans: list[Span]
+    ) -> Example:
+        labels = [IGNORED] * len(input_ids)
+        for first, last in tokens_of_spans(text, offsets, spans):
+            labels[first:last] = input_ids[first:last]
+        return input_ids, labels
+
+    def _check_text(self, text: str) -> None:
         if len(text) > LONGEST_TEXT:
             raise BadRow(
                 f"its text has {len(text):,} characters; expected at most {LONGEST_TEXT:,}."
@@ -188,14 +254,6 @@ class Encoder:
             raise BadRow(
                 f"\\u{ord(text[error.start]):04x} is half of a character (a lone surrogate); expected Unicode text."
             ) from None
-        # Calling the backend takes a tenth of the time: tokenizer(text) sets truncation and padding
-        # again in each call.
-        encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-        input_ids: list[int] = encoding.ids
-        labels = [IGNORED] * len(input_ids)
-        for first, last in tokens_of_spans(text, encoding.offsets, spans):
-            labels[first:last] = input_ids[first:last]
-        return input_ids, labels
 
 
 # Sample, its format, encoder -> the examples that the objective needs. Their number is the same for
@@ -267,11 +325,7 @@ def tokens_of_spans(
     Returns:
         Ranges [first, last) of tokens, one per span.
     """
-    # Byte-level tokenizers can exclude white space from the offsets (trim_offsets), so a token
-    # begins where the previous one ended. All bytes of one character have the same offsets, so the
-    # minimum is needed.
-    ends = list(accumulate((end for _, end in offsets), max))
-    starts = [min(start, covered) for (start, _), covered in zip(offsets, [0, *ends], strict=False)]
+    starts, ends = _covered(offsets)
 
     def belongs(token: int, span: Span) -> bool:
         return bool(text[max(starts[token], span[0]) : min(ends[token], span[1])].strip())
@@ -286,3 +340,26 @@ def tokens_of_spans(
             last -= 1
         ranges.append((first, last))
     return ranges
+
+
+def _covered(offsets: Sequence[Span]) -> tuple[list[int], list[int]]:
+    """Return the first characters of all tokens, and their ends.
+
+    Byte-level tokenizers can exclude white space from the offsets (trim_offsets), so a token begins
+    where the previous one ended. All bytes of one character have the same offsets, so the minimum
+    is needed.
+    """
+    ends = list(accumulate((end for _, end in offsets), max))
+    starts = [min(start, covered) for (start, _), covered in zip(offsets, [0, *ends], strict=False)]
+    return starts, ends
+
+
+def _crossed(offsets: Sequence[Span], edges: Sequence[int]) -> list[int]:
+    """Return the edges, places in a text, that may lie inside of a token."""
+    starts, ends = _covered(offsets)
+    inside = []
+    for edge in edges:
+        token = bisect_left(starts, edge) - 1
+        if token >= 0 and starts[token] < edge < ends[token]:
+            inside.append(edge)
+    return inside
