@@ -218,7 +218,7 @@ def text(make_tokenizer: MakeTokenizer) -> Callable[..., str]:
         tools: list[Any] | None = None,
     ) -> str:
         tokenizer = make_tokenizer(TOKENS[template], template, bos_token="<s>", eos_token="</s>")
-        rendered, spans = ChatRenderer(tokenizer, labels).render(messages, tools)
+        rendered, spans, _ = ChatRenderer(tokenizer, labels).render(messages, tools)
         for start, end in reversed(spans):
             rendered = f"{rendered[:start]}[[{rendered[start:end]}]]{rendered[end:]}"
         return rendered

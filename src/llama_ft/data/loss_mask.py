@@ -114,6 +114,9 @@ class ChatRenderer:
         for what in self._left_out(messages, tools, text):
             raise _dropped(what)
         if self.labels == "all":
+            for index, message in enumerate(messages):
+                if message["role"] == "assistant":
+                    _refuse_dropped(index, message, text)
             return RenderedChat(text, self._all_but(messages, tools, text), [])
         wanted = self._wanted(messages)
         last = len(messages) - 1
@@ -132,7 +135,11 @@ class ChatRenderer:
         spans = [span for piece in pieces for span in piece.spans]
         if self.has_generation_block:
             # a block may hold more after the end of a chat than inside of it (Phi-3)
-            spans = [span for piece in pieces for span in _clipped(blocks, piece.start, piece.end)]
+            ends = [*(piece.end for piece in pieces[:-1]), len(text)]
+            parts = [
+                _clipped(blocks, piece.start, end) for piece, end in zip(pieces, ends, strict=True)
+            ]
+            spans = [span for part in parts for span in part]
         return RenderedChat(text, spans, [piece.start for piece in pieces])
 
     def pieces(self, messages: list[Message]) -> list[list[Message]]:
@@ -200,7 +207,7 @@ class ChatRenderer:
         end = self._message_end(text, written_from, messages, tools) + moved
         if self.has_generation_block:
             shifted = [(first + moved, last + moved) for first, last in blocks]
-            spans = _clipped(shifted, start, end)
+            spans = _clipped(shifted, start, len(prompt) + len(closing) + len(text))
             if not spans:
                 raise BadRow(
                     f'"messages[{len(messages) - 1}]": the chat template has no '
@@ -213,8 +220,7 @@ class ChatRenderer:
         else:
             spans = [(self._heading_end(messages, tools, text, start), end)]
         text = prompt + closing + text[written_from:]
-        for what in _dropped_of_response(message, text[len(prompt) :]):
-            raise _dropped(f"{what} of messages[{len(messages) - 1}]")
+        _refuse_dropped(len(messages) - 1, message, text[len(prompt) :])
         return _Piece(text, spans, start, end)
 
     def _heading_end(
@@ -280,10 +286,14 @@ class ChatRenderer:
             start = piece.spans[0][0]
             end = piece.spans[-1][1]
             if not text.startswith(piece.text[:end]):
-                # written differently inside of the chat: search for it, without its reasoning
+                # Written differently inside of the chat: search for it, without its reasoning
+                # content and its last token.
                 said = piece.text[start:end].rpartition("</think>")[2].lstrip()
+                said = said[: max((m.start() for m in self._token.finditer(said)), default=None)]
                 start = text.find(said, bounds[-1])
                 end = start + len(said)
+                ending = self._token.match(text, end)
+                end = ending.end() if ending else end
             if start < 0:
                 raise BadRow(
                     f'"messages[{index}]" has weight 0 and cannot be found in the rendered chat; '
@@ -359,14 +369,21 @@ def _dropped_of_response(message: Message, written: str) -> Iterator[str]:
         reasoning["what is before </think>"] = before.rpartition("<think>")[2]
     for what, content in reasoning.items():
         if content.strip() not in written:
-            yield f"{what} (--reasoning_content drop removes it)"
+            yield what
     if message.get("tool_calls") and said.strip() not in written:
         yield 'the text next to "tool_calls"'
 
 
-def _dropped(what: str) -> BadRow:
+def _refuse_dropped(index: int, message: Message, written: str) -> None:
+    """Raise BadRow if a part of a response is not in the text that a template writes for it."""
+    for what in _dropped_of_response(message, written):
+        also = "" if "tool_calls" in what else ", or remove it with --reasoning_content drop"
+        raise _dropped(f"{what} of messages[{index}]", also)
+
+
+def _dropped(what: str, also: str = "") -> BadRow:
     """Return the error for a part of a chat that the template does not write."""
-    return BadRow(f"the chat template drops {what}; use one that keeps it (--chat_template).")
+    return BadRow(f"the chat template drops {what}; use one that keeps it (--chat_template){also}.")
 
 
 def _difference(index: int, at_inference: str, text: str) -> str:

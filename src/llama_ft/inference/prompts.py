@@ -19,7 +19,6 @@ from llama_ft.config.settings import DataConfig
 from llama_ft.data import Encoder, one_example, two_examples
 from llama_ft.data.files import rows_of_file
 from llama_ft.data.formats import (
-from llama_ft.data.loss_mask import ChatDiffers
     PREFERENCE,
     ROLES,
     BadRow,
@@ -31,6 +30,7 @@ from llama_ft.data.loss_mask import ChatDiffers
     prompt_completion,
     tools_of,
 )
+from llama_ft.data.loss_mask import ChatDiffers
 from llama_ft.data.reshape import reshaped
 from llama_ft.data.sources import Source
 from llama_ft.errors import RunFailure, UserError
