@@ -135,11 +135,10 @@ class ChatRenderer:
         spans = [span for piece in pieces for span in piece.spans]
         if self.has_generation_block:
             # a block may hold more after the end of a chat than inside of it (Phi-3)
-            ends = [*(piece.end for piece in pieces[:-1]), len(text)]
-            parts = [
-                _clipped(blocks, piece.start, end) for piece, end in zip(pieces, ends, strict=True)
-            ]
-            spans = [span for part in parts for span in part]
+            spans = []
+            for index, piece in zip(wanted, pieces, strict=True):
+                end = len(text) if index == last else piece.end
+                spans += _clipped(blocks, piece.start, end)
         return RenderedChat(text, spans, [piece.start for piece in pieces])
 
     def pieces(self, messages: list[Message]) -> list[list[Message]]:
