@@ -252,9 +252,8 @@ class ChatRenderer:
         start = at + len(bare)
         if not found or at < 0 or not text.startswith(before[:start]):
             raise BadRow(
-                f"{place}: the chat template writes this response differently from how its "
-                f"generation prompt {json.dumps(heading[-EXCERPT:], ensure_ascii=False)} begins it; "
-                "use another one (--chat_template)."
+                f"{place}: with this response, the chat template writes what is before it differently "
+                "from the prompt that inference has; use another one (--chat_template)."
             )
         if opened is None:
             return start, ""

@@ -3,16 +3,15 @@
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from llama_ft.data import formats
 from llama_ft.data.chat_template import ALPACA, INPUT_HEADING, Span, added_bos
-from llama_ft.data.formats import FORMATS, BadRow, Content, Message, Row, RowFormat, TokenRow
+from llama_ft.data.formats import FORMATS, BadRow, Content, Row, RowFormat, TokenRow
 from llama_ft.data.loss_mask import (
-    EXCERPT,
     ChatDiffers,
     ChatRenderer,
     RenderedChat,
@@ -22,6 +21,7 @@ from llama_ft.errors import UserError
 
 # characters; a tokenizer takes up to 200 bytes per character, and 20 s for all of them
 LONGEST_TEXT = 10_000_000
+SPACE = "\u2581"  # as SentencePiece writes it
 IGNORED = -100  # cross_entropy of PyTorch ignores this label by default
 Truncation = Literal["right", "left", "drop", "split"]
 Labels = Literal["auto", "assistant", "completion", "all"]
@@ -139,7 +139,7 @@ class Encoder:
             if self.reasoning_content == "drop":
                 content = drop_reasoning(content)
             chat = self._renderer.render(content, formats.tools_of(row))
-            return self._tokenize_chat(chat, content)
+            return self._tokenize_chat(chat)
         fitting = ("auto",) if isinstance(content, TokenRow) else ("auto", "all")
         if (isinstance(content, TokenRow) or not content[0]) and self.labels not in fitting:
             raise UserError(
@@ -202,29 +202,33 @@ class Encoder:
             pieces.append(Encoded(input_ids[start : start + length], own, truncated=False))
         return pieces
 
-    def _tokenize_chat(self, chat: RenderedChat, messages: list[Message]) -> Example:
+    def _tokenize_chat(self, chat: RenderedChat) -> Example:
         """Tokenize a chat, in which the template has written all special tokens, including BOS.
 
-        At inference the prompt is tokenized without the response. A token across its end, such as
-        two line breaks after <think>, is not among its tokens, so both are tokenized alone.
+        At inference the prompt is tokenized without the response. So no token may cross its end,
+        such as two line breaks of which the prompt has the first. If one does, the text is
+        tokenized in two parts.
         """
         text, spans, prompts = chat
-        backend = self.tokenizer.backend_tokenizer
         self._check_text(text)
-        encoding = backend.encode(text, add_special_tokens=False)
-        offsets = encoding.offsets
-        input_ids = encoding.ids
-        for end in _crossed(offsets, prompts):
+        backend = self.tokenizer.backend_tokenizer
+        whole = backend.encode(text, add_special_tokens=False)
+        ends = []
+        for end in _crossed(whole.offsets, prompts):
             prompt = backend.encode(text[:end], add_special_tokens=False)
-            if prompt.ids == input_ids[: len(prompt.ids)]:
-                continue
-            if len(prompts) > 1:
-                reason = f"a token crosses the end of the prompt {text[:end][-EXCERPT:]!r}"
-                raise ChatDiffers(self._renderer.pieces(messages), text, reason)
-            response = backend.encode(text[end:], add_special_tokens=False)
-            input_ids = prompt.ids + response.ids
-            moved = [(first + end, last + end) for first, last in response.offsets]
-            offsets = prompt.offsets + moved
+            if prompt.ids != whole.ids[: len(prompt.ids)]:
+                ends.append(end)
+        input_ids = list[int]()
+        offsets = list[Span]()
+        for start, end in pairwise([0, *ends, len(text)]) if ends else ():
+            part = backend.encode(text[start:end], add_special_tokens=False)
+            if part.tokens[0].startswith(SPACE) and not text[start].isspace():
+                # this tokenizer puts a space before every text, so it cannot tokenize a part
+                ends = []
+            input_ids += part.ids
+            offsets += [(first + start, last + start) for first, last in part.offsets]
+        if not ends:
+            return self._labelled(text, whole.ids, whole.offsets, spans)
         return self._labelled(text, input_ids, offsets, spans)
 
     def _tokenize(self, text: str, spans: list[Span]) -> Example:
