@@ -239,7 +239,7 @@ class ChatRenderer:
         or other messages are written differently in it (LFM2.5).
 
         Returns:
-            Where the text goes on after the prompt; and the reasoning content with its end, if the
+            Where the text continues after the prompt; and the reasoning content with its end, if the
             prompt opens it and the template does not write it.
         """
         place = f'"messages[{len(messages) - 1}]"'

@@ -1,9 +1,10 @@
 """Tokenize samples and build their labels, which say which tokens are in the loss."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -329,7 +330,11 @@ def tokens_of_spans(
     Returns:
         Ranges [first, last) of tokens, one per span.
     """
-    starts, ends = _covered(offsets)
+    # Byte-level tokenizers can exclude white space from the offsets (trim_offsets), so a token
+    # begins where the previous one ended. All bytes of one character have the same offsets, so the
+    # minimum is needed.
+    ends = list(accumulate((end for _, end in offsets), max))
+    starts = [min(start, covered) for (start, _), covered in zip(offsets, [0, *ends], strict=False)]
 
     def belongs(token: int, span: Span) -> bool:
         return bool(text[max(starts[token], span[0]) : min(ends[token], span[1])].strip())
@@ -346,24 +351,15 @@ def tokens_of_spans(
     return ranges
 
 
-def _covered(offsets: Sequence[Span]) -> tuple[list[int], list[int]]:
-    """Return the first characters of all tokens, and their ends.
-
-    Byte-level tokenizers can exclude white space from the offsets (trim_offsets), so a token begins
-    where the previous one ended. All bytes of one character have the same offsets, so the minimum
-    is needed.
-    """
-    ends = list(accumulate((end for _, end in offsets), max))
-    starts = [min(start, covered) for (start, _), covered in zip(offsets, [0, *ends], strict=False)]
-    return starts, ends
-
-
 def _crossed(offsets: Sequence[Span], edges: Sequence[int]) -> list[int]:
-    """Return the edges, places in a text, that may lie inside of a token."""
-    starts, ends = _covered(offsets)
+    """Return the edges, places in a text, that may lie inside of a token.
+
+    As in `tokens_of_spans`, white space before a token may not be in its offsets.
+    """
     inside = []
     for edge in edges:
-        token = bisect_left(starts, edge) - 1
-        if token >= 0 and starts[token] < edge < ends[token]:
+        token = bisect_right(offsets, edge, key=itemgetter(1))
+        before = offsets[token - 1][1] if token else 0
+        if token < len(offsets) and min(offsets[token][0], before) < edge:
             inside.append(edge)
     return inside
