@@ -427,6 +427,28 @@ def test_reasoning_content_is_rejected_if_the_generation_prompt_closes_it(
     )
 
 
+@pytest.mark.parametrize("written", ["<think></think>", "</think>", ""])
+def test_training_starts_after_reasoning_content_that_the_generation_prompt_opens(
+    make_tokenizer: MakeTokenizer, written: str
+) -> None:
+    template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
+        "{{ '<think>' + m.thinking + '</think>' if m.thinking else 'WRITTEN' }}{% endif %}"
+        "{{ m.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|><think>' }}{% endif %}"
+    ).replace("WRITTEN", written)
+    tokenizer = make_tokenizer(["</s>", "<think>", "</think>"], template, eos_token="</s>")
+    renderer = ChatRenderer(tokenizer)
+    rendered, [(start, end)], prompts = renderer.render([user("Hi"), assistant("yes")])
+    closing = "</think>" if written else "\n</think>\n\n"
+    assert rendered[:start] == "<|user|>Hi</s><|assistant|><think>"
+    assert rendered[start:end] == f"{closing}yes</s>"
+    assert prompts == [start]
+    rendered, [(start, end)], _ = renderer.render([user("Hi"), assistant("yes", thinking="no")])
+    assert rendered[:start] == "<|user|>Hi</s><|assistant|><think>"
+    assert rendered[start:end] == "no</think>yes</s>"
+
+
 def test_a_response_of_nothing_but_reasoning_content_cannot_lose_it() -> None:
     with pytest.raises(BadRow, match=r'"messages\[1\]" has nothing but reasoning content'):
         drop_reasoning([user("Hi"), assistant("<think>\nhm\n</think>")])

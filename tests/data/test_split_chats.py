@@ -125,6 +125,7 @@ def test_dropped_reasoning_content_is_neither_rendered_nor_taken_from_the_cache(
         trained = [label for label in row["labels"] if label != -100]
         assert qwen3.decode(trained) == "<think>\n\n</think>\n\nyes<|im_end|>"
     assert kept.fingerprints() != dropped.fingerprints()
+    assert "reasoning_content" not in json.dumps(dropped.report.chat_sample)
     streams = [
         prepared(path, qwen3, streaming=True, reasoning_content=wanted).fingerprints()
         for wanted in ("keep", "drop")

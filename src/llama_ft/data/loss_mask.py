@@ -21,6 +21,7 @@ NO_CONTENT = re.compile(r"content\W{0,2}\s+is\s+(?:not\s+)?none")
 # is also closed, so the model answers without reasoning.
 OPENED_REASONING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 OPENED_IN_TEXT = re.compile(r"\s*<think>")
+CLOSED_IN_TEXT = re.compile(r"\s*</think>")
 EMPTY_REASONING = re.compile(r"\s*<think>\s*</think>\s*")
 # What closes reasoning content, as DeepSeek R1 and Qwen3 write it, before two line breaks.
 END_OF_REASONING = "\n</think>"
@@ -268,6 +269,8 @@ class ChatRenderer:
         if opened[1]:
             empty = EMPTY_REASONING.match(text, start)
             return (empty.end() if empty else start), ""
+        if tag is None and CLOSED_IN_TEXT.match(text, start):
+            return start, ""
         if tag is None:
             has_break = text.startswith("\n", start)
             return start, reasoning + END_OF_REASONING + ("" if has_break else "\n\n")

@@ -99,12 +99,17 @@ class Encoder:
         for column in row.keys() & formats.MEDIA:
             formats.expect(not row[column], column, row[column], "nothing: only text is trained on")
         if row_format == "alpaca" and self.tokenizer.chat_template == ALPACA:
-            return formats.alpaca_messages(row, input_heading=INPUT_HEADING)
+            return self._without_dropped(formats.alpaca_messages(row, input_heading=INPUT_HEADING))
         try:
-            return FORMATS[row_format].read(row)
+            return self._without_dropped(FORMATS[row_format].read(row))
         # raised by a user's own format
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise BadRow(f"format {row_format}: {type(error).__name__}: {error}") from error
+
+    def _without_dropped(self, content: Content) -> Content:
+        if isinstance(content, list) and self.reasoning_content == "drop":
+            return drop_reasoning(content)
+        return content
 
     def encode(self, row: Row, row_format: RowFormat) -> list[Encoded]:
         """Tokenize a sample and bring it to pieces of at most context_length tokens. See `tokenize`
@@ -136,9 +141,8 @@ class Encoder:
 
     def tokenize_content(self, content: Content, row: Row, row_format: RowFormat) -> Example:
         """Do what `tokenize` does, for content that was already read from the sample."""
+        content = self._without_dropped(content)
         if isinstance(content, list):
-            if self.reasoning_content == "drop":
-                content = drop_reasoning(content)
             chat = self._renderer.render(content, formats.tools_of(row))
             return self._tokenize_chat(chat)
         fitting = ("auto",) if isinstance(content, TokenRow) else ("auto", "all")
