@@ -135,6 +135,7 @@ LLAMA31 = """
 NO_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
 TOKENS = {
     NO_SYSTEM: [],
+    "{% for m in messages %}{{ m.role }}{% endfor %}": [],
     QWEN3: ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"],
     NO_THINKING: [
         "<|im_start|>",
@@ -382,6 +383,12 @@ def test_calls_of_tools_are_answers(
             [user("Hi"), assistant("yes", thinking="hm")],
             None,
             '"thinking" of messages\\[1\\]',
+        ),
+        (
+            "{% for m in messages %}{{ m.role }}{% endfor %}",
+            ONE,
+            None,
+            "the content of messages\\[1\\]",
         ),
     ],
 )
