@@ -66,7 +66,7 @@ class Method(NamedTuple):
 
     architecture: str
     flags: list[str]
-    limit: float = 2e-2  # of the relative difference from the losses on the CPU
+    limit: float = 5e-3  # of the relative difference from the losses on the CPU
 
 
 METHODS = {
@@ -76,8 +76,8 @@ METHODS = {
     "MoE, LoRA, selective": Method("qwen3_moe", [*LORA, *SELECTIVE]),
     "MoE, full": Method("qwen3_moe", []),
     # The loss is about 0.69, a difference of sums of 40 log-probabilities: rounding weighs more.
-    "DPO, LoRA": Method("", [*LORA, "--objective", "dpo"], 5e-2),
-    "DPO, full": Method("", ["--objective", "dpo"], 5e-2),
+    "DPO, LoRA": Method("", [*LORA, "--objective", "dpo"], 2e-2),
+    "DPO, full": Method("", ["--objective", "dpo"], 2e-2),
     "sliding window": Method("mistral", []),
     "sliding window, padding": Method("mistral", PADDING),
     "eager attention, soft caps": Method("gemma2", ["--attn_implementation", "eager"]),
@@ -94,6 +94,10 @@ COMPILED = {  # on a GPU: name -> base of METHODS or CASES, and its additional f
     "sliding window, compiled": ("sliding window", ["--compile"]),
     "MoE, LoRA, compiled": ("MoE, LoRA", ["--compile"]),
 }
+# Of the relative difference of losses, where it is not 5e-3: three steps change them by 0.2 to 4%.
+LIMITS = {"full, fp32": 1e-4, "LoRA, dropout": 2e-2, "LoRA, 8 bit, int8_threshold 0": 2e-2}
+MOST_GRADIENT_ERROR = 5e-2  # of the gradient's norm; 2e-2 was seen between bf16 and fp32 on a CPU
+OTHER_NUMBERS = ("LoRA, dropout",)  # random numbers of a GPU are not those of the CPU
 SECONDS_TO_COMPILE = 150.0
 SECONDS_TO_SAVE = 130.0
 
@@ -177,7 +181,7 @@ def _beside_the_cpu(
         elif reference_case.error:
             yield failed_row(part, expected, reference_case)
         else:
-            limit = limits.get(case.name, 1e-4 if "fp32" in case.name else 2e-2)
+            limit = limits.get(case.name, LIMITS.get(case.name, 5e-3))
             yield _compare_losses(bench, part, case.name, reference_case.name, limit)
 
 
@@ -188,17 +192,24 @@ def _compare_losses(bench: Bench, part: str, name: str, reference: str, limit: f
     does not skip them, so only losses before the first missing update are compared.
     """
     steps = bench.steps(name)
-    expected = bench.losses(reference)
+    expected = bench.steps(reference)
     skipped = [line.get("train/skipped_steps", 0) for line in steps]
     # the loss of step n depends on the updates of the steps before it
     comparable = 1 + sum(count == 0 for count in skipped[:-1])
-    found = [line["train/loss"] for line in steps]
-    pairs = list(zip(found, expected, strict=True))[:comparable]
-    error = max(abs(loss / other - 1) for loss, other in pairs)
-    is_right = error < limit and all(map(math.isfinite, found)) and skipped[-1] < len(steps)
+    pairs = list(zip(steps, expected, strict=True))[:comparable]
+    error = max(abs(line["train/loss"] / other["train/loss"] - 1) for line, other in pairs)
+    norms = [
+        abs(line["train/grad_norm"] / other["train/grad_norm"] - 1)
+        for (line, other), count in zip(pairs, skipped, strict=False)
+        if count == 0 and name not in OTHER_NUMBERS
+    ]
+    gradient_error = max(norms, default=0.0)
+    is_right = error < limit and gradient_error < MOST_GRADIENT_ERROR and skipped[-1] < len(steps)
+    is_finite = all(math.isfinite(line["train/loss"]) for line in steps)
     note = f", {skipped[-1]:.0f} steps skipped" if skipped[-1] else ""
-    claim = f"losses of the CPU in fp32, within {limit:g}"
-    return Row(part, name, claim, f"{error:.1e}{note}", is_right)
+    found = f"losses {error:.1e}, norms {gradient_error:.1e}{note}"
+    claim = f"the CPU's in fp32: losses within {limit:g}, gradient norms {MOST_GRADIENT_ERROR:g}"
+    return Row(part, name, claim, found, is_right and is_finite)
 
 
 def waits(bench: Bench) -> Iterator[Row]:

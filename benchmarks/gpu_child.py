@@ -55,7 +55,9 @@ def run_child(cases: Path, recipe: str, toggle: str) -> None:
     """Run a recipe once per list of flags, and write the seconds of its steps, or answers, and the
     pinned host memory to done.jsonl as soon as it has ended."""
     from llama_ft import training
+    from llama_ft.config.load import load
     from llama_ft.config.parse import as_keywords
+    from llama_ft.errors import exit_on_error
     from llama_ft.inference.flags import read_inference_flags
     from llama_ft.inference.generate import Answerer
     from llama_ft.processes import end_with
@@ -81,6 +83,8 @@ def run_child(cases: Path, recipe: str, toggle: str) -> None:
         if recipe == "inference":
             module.main(read_inference_flags(flags, ""))
         else:
+            with exit_on_error():
+                load([*flags, "--output_dir", folder])  # as_keywords leaves out unknown flags
             module.main(**as_keywords([*flags, "--output_dir", folder]))
         ended = [*seconds, time.perf_counter()]
         pinned = torch.cuda.host_memory_stats() if ON_GPU else {}
