@@ -116,3 +116,12 @@ def test_validation_may_be_a_split_of_data_that_have_splits(mistakes, files: Fil
     for dataset in ("my.jsonl", "[data]"):
         (message,) = mistakes("--dataset", dataset, "--validation", "test", paths=True)
         assert message.startswith("--validation test: ")
+
+
+def test_a_local_directory_comes_before_a_built_in_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert kind_of_data("alpaca") == "ready"
+    (tmp_path / "alpaca").mkdir()
+    assert kind_of_data("alpaca") == "folder"

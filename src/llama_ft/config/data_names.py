@@ -41,18 +41,19 @@ def data_suffix(name: str) -> str:
 
 
 def kind_of_data(name: str) -> Kind:
-    """Return the kind of dataset that a name means. A name that does not exist is a Hub name if it
-    looks like one."""
+    """Return the kind of dataset that a name means. A directory or file of that name comes before a
+    built-in dataset. A name that does not exist is a Hub name if it looks like one."""
     if name == "demo":
         return "demo"
-    if name.removesuffix("_dataset") in READY_DATASETS:
+    path = Path(name).expanduser()
+    exists = os.path.exists(path)  # Path.exists would raise an error without permission to look
+    if name.removesuffix("_dataset") in READY_DATASETS and not exists:
         return "ready"
     if name.rpartition(":")[0].endswith(".py") or name.endswith(".py"):
         return "function"
     if is_url(name):
         return "url"
-    path = Path(name).expanduser()
-    if os.path.exists(path):  # Path.exists would raise an error without permission to look
+    if exists:
         return "folder" if os.path.isdir(path) else "file"
     if glob.has_magic(name):
         return "glob"
