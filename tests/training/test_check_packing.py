@@ -14,6 +14,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
+    Phi3Config,
     PhimoeConfig,
     PretrainedConfig,
 )
@@ -22,6 +23,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
 from llama_ft.models import has_chunked_loss, token_mixers, use_chunked_loss, use_packed_attention
+from llama_ft.models.rope import use_rope_per_sample
 from llama_ft.runtime import Runtime
 from llama_ft.training import check_packing
 
@@ -178,3 +180,27 @@ def test_a_loss_in_pieces_that_is_not_that_of_the_logits_is_given_up(
         check_packing(model.train(), rows(40, 30), 64, torch.float32, runtime)
     assert has_chunked_loss(model) == is_kept
     assert ("Chunked cross-entropy is off" in caplog.text) != is_kept
+
+
+@pytest.mark.parametrize("per_sample", [True, False])
+def test_longrope_factors_of_the_longest_sample_for_all_are_an_error(
+    per_sample: bool, runtime: Runtime
+) -> None:
+    torch.manual_seed(0)
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = Phi3Config(
+        vocab_size=101,
+        pad_token_id=0,
+        initializer_range=0.1,
+        original_max_position_embeddings=24,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 1e4} | factors,
+        **SHAPE,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    use_packed_attention(model)
+    if per_sample:
+        use_rope_per_sample(model)
+        check_packing(model, rows(16, 16), 64, torch.float32, runtime)
+        return
+    with pytest.raises(UserError, match="does not keep packed samples apart"):
+        check_packing(model, rows(16, 16), 64, torch.float32, runtime)

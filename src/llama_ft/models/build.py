@@ -23,6 +23,7 @@ from llama_ft.config.paths import TO_SAFETENSORS, folder_problem, looks_local
 from llama_ft.errors import UserError, counted, reason
 from llama_ft.models.new_tokens import NewTokens, note_growth
 from llama_ft.models.quantized import QuantizedStacks
+from llama_ft.models.rope import use_rope_per_sample
 from llama_ft.models.score_head import add_score
 from llama_ft.models.source import listed
 from llama_ft.models.text_part import auto_class, keep_text_part, names_score, takes_more_than_text
@@ -182,6 +183,7 @@ def build_on_meta(
         )
     if new is not None and new.rows > new.stored_rows:
         note_growth(skeleton, new)
+    use_rope_per_sample(skeleton)
     return skeleton
 
 

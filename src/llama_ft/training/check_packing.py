@@ -21,6 +21,7 @@ from llama_ft.models import (
     without_graphs,
 )
 from llama_ft.models.quantized import QuantizedLinear
+from llama_ft.models.rope import longrope_lengths
 from llama_ft.models.score_head import has_score
 from llama_ft.runtime import Runtime, log
 from llama_ft.training.step import free_unsharded
@@ -107,13 +108,15 @@ def check_packing(
 
 def _rows_to_compare(model: PreTrainedModel, rows: Dataset, longest: int) -> list[torch.Tensor]:
     """Return the first tokens of a few samples. The first sample is repeated until it exceeds a
-    layer's window."""
+    layer's window, or the original length of longrope."""
     taken = collate(rows, range(min(ROWS, len(rows))), 0)
     whole = [ids[:length] for ids, length in zip(taken.input_ids, taken.row_lengths, strict=True)]
     parts = [ids[:TOKENS] for ids in whole]
     spans = [
         value for name, value in vars(model.config.get_text_config()).items() if SPAN.search(name)
     ]
+    # A longer sample must not change the factors of the others.
+    spans += longrope_lengths(model)
     # Phi-MoE has its window only in the mask, which packed sequences do not use.
     if shorter := [span for span in spans if isinstance(span, int) and 0 < span < longest]:
         ids = torch.cat(whole)
