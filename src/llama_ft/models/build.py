@@ -182,7 +182,17 @@ def build_on_meta(
     if new is not None and new.rows > new.stored_rows:
         note_growth(skeleton, new)
     use_rope_per_sample(skeleton)
+    for module in skeleton.modules():
+        if hasattr(module, "_rescale_layers"):
+            # In eval mode RWKV divides weights in place, and hidden states by as much: against
+            # overflows of fp16. Quantized weights cannot be divided, and an export would have
+            # divided ones.
+            module._rescale_layers = _keep_layers  # type: ignore[assignment]
     return skeleton
+
+
+def _keep_layers() -> None:
+    """Take the place of RWKV's own method and leave the weights as they are."""
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
