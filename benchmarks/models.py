@@ -434,7 +434,8 @@ def verdict(column: str, found: dict[str, Any], record: dict[str, Any]) -> str:
     if column in ("full", "2 ranks") and found["loss"] > 1e-5 and record["padded"] > 1e-5:
         return f"padded samples differ by {record['padded']:.0e} in Transformers, too"
     wrong = []
-    if not found["loss"] < (1e-3 if column == "bf16" else 1e-5):
+    # in bf16, vectors that a few models keep in fp32 are rounded
+    if not found["loss"] < (3e-3 if column == "bf16" else 1e-5):
         wrong.append(f"loss {found['loss']:.0e}")
     if not found["norm"] < (1e-2 if column == "bf16" else 1e-4):
         wrong.append(f"gradient {found['norm']:.0e}")

@@ -16,7 +16,7 @@ USES = {
     "_can_record_outputs": "quantization: routers, which stay as they are, and the line about their auxiliary loss",
     "_init_weights": "buffers that no checkpoint holds, such as rotary frequencies",
     "_keep_in_fp32_modules": "layers that are not quantized, and stay in fp32 in fp16; none without it",
-    "_keep_in_fp32_modules_strict": "modules that stay in fp32 in bf16 and fp16; none without it",
+    "_keep_in_fp32_modules_strict": "layers that are not quantized, and stay in fp32 in 16 bits; none without it",
     "_keys_to_ignore_on_load_unexpected": "tensors of a checkpoint that the model does not need; all needed without it",
     "_no_split_modules": "classes of decoder layers; without it they are the items of the model's largest list",
     "_supports_attention_backend": "packing: whether attention goes through transformers' interface",

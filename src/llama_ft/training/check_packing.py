@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.data import collate
-from llama_ft.errors import UserError
+from llama_ft.errors import UserError, reason
 from llama_ft.models import (
     forget_chunked_loss,
     has_chunked_loss,
@@ -55,7 +55,7 @@ def check_packing(
 
     Raises:
         UserError: logits differ by more than rounding, even if each layer computes sample by
-            sample.
+            sample; packed samples cannot be computed; or logits are not finite, or all equal.
     """
     device = runtime.device
     mixers = token_mixers(model)
@@ -72,9 +72,18 @@ def check_packing(
     model.config._attn_implementation = (attention or "").removeprefix("packed_") or None
     alone = [_logits(model, [part], None, device) for part in parts]
     model.config._attn_implementation = attention
+    _check_values(model, alone)
     while True:
         layout = packed_arguments(model, [len(part) for part in parts], device)
-        packed = _logits(model, parts, layout, device)
+        try:
+            packed = _logits(model, parts, layout, device)
+        except (torch.OutOfMemoryError, torch.distributed.DistError):
+            raise
+        except Exception as error:  # of the model's own code, which computes each sample alone
+            raise UserError(
+                f"--batching_strategy packing: {type(model).__name__} cannot compute packed samples "
+                f"({reason(error)}).\nUse --batching_strategy padding."
+            ) from error
         together = zip(alone, packed.split([len(it) for it in alone]), strict=True)
         difference = max(((ours - row).abs().mean() / row.std()).item() for row, ours in together)
         if difference <= (TOLERANCE_FP32 if is_exact else TOLERANCE_ROUNDED):
@@ -104,6 +113,17 @@ def check_packing(
             )
     free_unsharded(model)
     model.train()
+
+
+def _check_values(model: PreTrainedModel, alone: list[torch.Tensor]) -> None:
+    """Raise UserError if the logits of samples alone are not finite, or all the same: this is no
+    fault of packing, and nothing could be compared."""
+    origin = f"--model_name: on the first samples, the logits of {type(model).__name__}"
+    advice = "Check the weights (and the adapter, if there is one) and config.json."
+    if not all(bool(logits.isfinite().all()) for logits in alone):
+        raise UserError(f"{origin} are NaN or infinite.\n{advice}")
+    if not has_score(model) and any(bool((logits == logits[0, 0]).all()) for logits in alone):
+        raise UserError(f"{origin} are all equal: its weights are zero.\n{advice}")
 
 
 def _rows_to_compare(model: PreTrainedModel, rows: Dataset, longest: int) -> list[torch.Tensor]:
