@@ -505,12 +505,19 @@ and PEFT.
 | full | Full fine-tuning, padding: first loss (relative difference below 1e-5) and gradient norm (1e-4) are equal |
 | export | Transformers loads the final model; its logits (1e-4) are those after the same step, its names the same |
 | packing | As `full`, with packed samples compared with the samples one by one |
+| bf16 | With `bf16_mixed`, the default: loss (3e-3) and gradient norm (1e-2) as in Transformers loaded in bf16 |
 | LoRA | LoRA on all linear layers: loss, gradient norm, and the logits of the adapter that PEFT loads, are equal |
 | 8 bit, 4 bit | As `LoRA`, on quantized weights, compared with weights that bitsandbytes has rounded |
 | 2 ranks | Full fine-tuning with FSDP on 2 processes: loss and gradient norm are equal |
 | plan | `recipes/plan.py` plans LoRA on 2 GPUs |
 
-A number refers to the reasons below the table.
+A number refers to the reasons below the table. All other columns but `plan` are in fp32. Rows without an entry for `bf16`
+are from an earlier run of the benchmark, on an AMD EPYC, before it had this column.
+
+- BERT and its kind (BERT, Big Bird, CamemBERT, Data2Vec, ELECTRA, ERNIE, Megatron-BERT, RoBERTa, XLM-RoBERTa and
+  others) are built with `is_decoder=true`. Their published checkpoints are encoders, and are rejected.
+- The weights here are not quantized. Published directories may be: gpt_oss in MXFP4, DeepSeek V3 and MiniMax M2 in FP8.
+- paligemma is built with its default text model. With Gemma 2's it is causal on text, and is rejected all the same.
 
 """
 
@@ -529,7 +536,7 @@ def page(records: list[dict[str, Any]]) -> str:
     for title, is_multimodal in (("**text**", False), ("**images and text (`+`)**", True)):
         group = [record for record in tried if (record["model"] in MULTIMODAL) == is_multimodal]
         counts = [
-            f"{sum(record.get(column) == 'yes' for record in group)} of {len(group)}"
+            f"{sum(record.get(column) == 'yes' for record in group)} of {sum(column in record for record in group)}"
             for column in SHOWN
         ]
         lines.append(f"| {title} | | {' | '.join(counts)} |")

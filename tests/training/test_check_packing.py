@@ -11,9 +11,13 @@ from transformers import (
     AttentionMaskInterface,
     AutoModelForCausalLM,
     BartConfig,
+    BigBirdPegasusConfig,
+    BlenderbotConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MarianConfig,
     MistralConfig,
+    PegasusConfig,
     Phi3Config,
     PhimoeConfig,
     PretrainedConfig,
@@ -108,6 +112,59 @@ def test_position_embeddings_that_count_tokens_run_row_by_row(runtime: Runtime) 
     use_packed_attention(model)
     check_packing(model, rows(40, 30, 20, 10), 64, torch.float32, runtime)
     assert token_mixers(model).names() == "BartLearnedPositionalEmbedding"
+
+
+@pytest.mark.parametrize(
+    "kind", [MarianConfig, PegasusConfig, BlenderbotConfig, BigBirdPegasusConfig]
+)
+def test_position_embeddings_that_look_up_positions_get_those_of_each_sample(
+    kind: type[PretrainedConfig], runtime: Runtime
+) -> None:
+    torch.manual_seed(0)
+    shape = {
+        "d_model": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 64,
+        "init_std": 0.5,
+        "vocab_size": 101,
+        "decoder_vocab_size": 101,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+    }
+    model = AutoModelForCausalLM.from_config(kind(is_encoder_decoder=False, **shape))
+    use_packed_attention(model)
+    check_packing(model, rows(40, 30, 20, 10), 64, torch.float32, runtime)
+    assert token_mixers(model).names().endswith("PositionalEmbedding")
+
+
+@pytest.mark.parametrize(("value", "problem"), [(float("nan"), "NaN"), (0.0, "are all equal")])
+def test_broken_weights_are_not_reported_as_trouble_of_packing(
+    value: float, problem: str, runtime: Runtime
+) -> None:
+    model = make("sdpa", torch.float32, runtime)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    with pytest.raises(UserError, match=problem) as error:
+        check_packing(model, rows(40, 30), 64, torch.float32, runtime)
+    assert "padding" not in str(error.value)
+
+
+class Failing(LlamaForCausalLM):
+    """An architecture whose code cannot compute packed samples."""
+
+    def forward(self, *args, position_ids=None, **arguments):  # type: ignore[no-untyped-def,override]
+        if position_ids is not None:
+            raise RuntimeError("The size of tensor a (48) must match the size of tensor b (144)")
+        return super().forward(*args, **arguments)
+
+
+def test_an_exception_of_the_model_for_packed_samples_says_padding(runtime: Runtime) -> None:
+    model = Failing(LlamaConfig(vocab_size=101, **SHAPE))
+    use_packed_attention(model)
+    with pytest.raises(UserError, match="(?s)tensor a .48.*Use --batching_strategy padding.$"):
+        check_packing(model, rows(40, 30), 64, torch.float32, runtime)
 
 
 class Summing(LlamaForCausalLM):
