@@ -511,8 +511,8 @@ and PEFT.
 | 2 ranks | Full fine-tuning with FSDP on 2 processes: loss and gradient norm are equal |
 | plan | `recipes/plan.py` plans LoRA on 2 GPUs |
 
-A number refers to the reasons below the table. All other columns but `plan` are in fp32. Rows without an entry for `bf16`
-are from an earlier run of the benchmark, on an AMD EPYC, before it had this column.
+A number refers to the reasons below the table. All other columns but `plan` are in fp32. Rows without an entry for
+`bf16` are from an earlier run of the benchmark, on an AMD EPYC, before it had this column.
 
 - BERT and its kind (BERT, Big Bird, CamemBERT, Data2Vec, ELECTRA, ERNIE, Megatron-BERT, RoBERTa, XLM-RoBERTa and
   others) are built with `is_decoder=true`. Their published checkpoints are encoders, and are rejected.

@@ -318,7 +318,7 @@ def test_transformers_conv1d_is_named_as_what_cannot_be_quantized() -> None:
             AutoConfig.for_model("gpt2", n_embd=64, n_head=4, n_layer=1)
         )
     with pytest.raises(UserError, match="GPT2LMHeadModel has Transformers' Conv1D"):
-        quantize_linears(model, Quantization(SCHEMES["4bit"], None, is_stored=False))
+        quantize_linears(model, Quantization(SCHEMES["8bit"], None, is_stored=False))
 
 
 def test_layers_that_transformers_keeps_in_fp32_are_not_quantized() -> None:
