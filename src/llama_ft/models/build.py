@@ -4,7 +4,7 @@ without storage."""
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -22,13 +22,12 @@ from llama_ft.config import ModelConfig
 from llama_ft.config.paths import TO_SAFETENSORS, folder_problem, looks_local
 from llama_ft.errors import UserError, counted, reason
 from llama_ft.models.new_tokens import NewTokens, note_growth
-from llama_ft.models.quantized import QuantizedStacks
+from llama_ft.models.rope import use_rope_per_sample
 from llama_ft.models.score_head import add_score
 from llama_ft.models.source import listed
 from llama_ft.models.text_part import auto_class, keep_text_part, names_score, takes_more_than_text
 from llama_ft.models.transformers_private import private
 from llama_ft.runtime.console import log
-from llama_ft.runtime.devices import Precision
 
 NEEDED_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 # Mistral and Meta store the same weights there a second time
@@ -182,7 +181,18 @@ def build_on_meta(
         )
     if new is not None and new.rows > new.stored_rows:
         note_growth(skeleton, new)
+    use_rope_per_sample(skeleton)
+    for module in skeleton.modules():
+        if hasattr(module, "_rescale_layers"):
+            # In eval mode RWKV divides weights in place, and hidden states by as much: against
+            # overflows of fp16. Quantized weights cannot be divided, and an export would have
+            # divided ones.
+            module._rescale_layers = _keep_layers  # type: ignore[assignment]
     return skeleton
+
+
+def _keep_layers() -> None:
+    """Take the place of RWKV's own method and leave the weights as they are."""
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -222,17 +232,21 @@ def read_linears(model: nn.Module) -> set[nn.Module]:
     """Return linear layers whose weight is read by the module around them instead of being called:
     Mamba's kernels read out_proj's weight, LongCat's router its classifier's. An adapter of such a
     layer would have no effect."""
-    found = set[nn.Module]()
-    for module in model.modules():
-        for name, child in module.named_children():
-            if isinstance(child, nn.Linear):
-                reads = re.compile(rf"self\.{name}\.weight\b(?!\.(dtype|device|shape)|\[|, torch)")
-                classes: list[Any] = [
-                    kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)
-                ]
-                sources = (_source_of(kind) for kind in classes)
-                found |= {child} if any(reads.search(source) for source in sources) else set()
-    return found
+    return {
+        child
+        for module in model.modules()
+        for name, child in module.named_children()
+        if isinstance(child, nn.Linear) and reads(module, name, ["weight"])
+    }
+
+
+def reads(module: nn.Module, child: str, parameters: Iterable[str]) -> bool:
+    """Return whether a module's code reads one of the parameters of its child, other than its dtype,
+    device or shape."""
+    names = "|".join(parameters)
+    read = re.compile(rf"self\.{child}\.({names})\b(?!\.(dtype|device|shape)|\[|, torch)")
+    kinds: list[Any] = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
+    return any(read.search(_source_of(kind)) for kind in kinds)
 
 
 @cache
@@ -260,19 +274,6 @@ def freeze_first_layers(model: PreTrainedModel, count: int) -> None:
         )
     for layer in layers[:count]:
         layer.requires_grad_(False)
-
-
-def set_storage_dtypes(model: nn.Module, precision: Precision) -> None:
-    """Set the storage dtype of each parameter on the meta device; it may differ between trained and
-    frozen ones. Quantized stacks are dequantized to the compute dtype."""
-    for module in model.modules():
-        if isinstance(module, QuantizedStacks):
-            module.dtype = precision.compute
-    for parameter in model.parameters():
-        if parameter.is_floating_point():  # quantized weights are integers
-            parameter.data = parameter.data.to(
-                precision.trained if parameter.requires_grad else precision.frozen
-            )
 
 
 def vocabulary_size(config: PretrainedConfig) -> int | None:

@@ -2,7 +2,7 @@
 units in a table."""
 
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -23,6 +23,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.config import FSDPConfig
 from llama_ft.errors import UserError
 from llama_ft.models.build import decoder_layers
+from llama_ft.models.dtypes import fp32_modules
 from llama_ft.models.lora_linear import cast_where_used
 from llama_ft.models.packed_rows import has_token_mixers, token_mixers
 from llama_ft.models.quantized import weight_counts
@@ -56,10 +57,14 @@ def apply_fsdp(
         fsdp: wrap policy, strategy, offloading.
         precision: dtypes of all-gather and reduce-scatter.
     """
-    modules = _modules_to_wrap(model, fsdp)
-    ready = _used_as_stored(model, mesh, fsdp, precision)
-    units = _describe_units(model, modules, precision.compute, ready)
+    kept = fp32_modules(model, precision.compute)
+    ready = _used_as_stored(model, mesh, fsdp, precision, kept)
+    # Without parameters that are sharded or cast they need no unit.
+    kept = [module for module in kept if not ready.issuperset(module.parameters())]
+    modules = kept + _modules_to_wrap(model, fsdp, kept)
+    units = _describe_units(model, modules, precision.compute, ready, kept)
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
+    in_fp32 = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
     # Pinned memory, so that copies to and from the GPU overlap with computation.
     offload = (
         CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
@@ -67,17 +72,17 @@ def apply_fsdp(
         else OffloadPolicy()
     )
     allow_integers()
-    shard_one = partial(
-        fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ready
-    )
+    shard_one = partial(fully_shard, mesh=mesh, offload_policy=offload, ignored_params=ready)
     for module in modules:
         # The LM head's backward follows its forward at once, so freeing its weight would all-gather
         # it twice.
         is_head = module is model.get_output_embeddings()
         shard_one(
-            module, reshard_after_forward=fsdp.sharding_strategy != "SHARD_GRAD_OP" and not is_head
+            module,
+            mp_policy=in_fp32 if module in kept else policy,
+            reshard_after_forward=fsdp.sharding_strategy != "SHARD_GRAD_OP" and not is_head,
         )
-    shard_one(model, reshard_after_forward=False)
+    shard_one(model, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the global number of loss tokens, so gradients are
@@ -89,7 +94,11 @@ def apply_fsdp(
 
 
 def _used_as_stored(
-    model: nn.Module, mesh: DeviceMesh, fsdp: FSDPConfig, precision: Precision
+    model: nn.Module,
+    mesh: DeviceMesh,
+    fsdp: FSDPConfig,
+    precision: Precision,
+    kept: list[nn.Module],
 ) -> set[nn.Parameter]:
     """Return parameters that are whole on this rank, are used in their stored dtype (or cast where
     they are used), and get gradients from no other rank.
@@ -113,12 +122,21 @@ def _used_as_stored(
         if mesh.size() == 1 and precision.reduce == precision.trained
         else set()
     )
-    return ready | adapters
+    in_fp32 = {
+        parameter
+        for module in kept
+        for parameter in module.parameters()
+        if mesh.size() == 1 or not parameter.requires_grad
+    }
+    return ready | adapters | in_fp32
 
 
-def _modules_to_wrap(model: PreTrainedModel, fsdp: FSDPConfig) -> list[nn.Module]:
+def _modules_to_wrap(
+    model: PreTrainedModel, fsdp: FSDPConfig, kept: list[nn.Module]
+) -> list[nn.Module]:
+    """Return the modules of the wrap policy, innermost first. `kept` are units already."""
     if fsdp.fsdp_wrap_policy == "size":
-        return _modules_by_size(model, fsdp.min_num_params)
+        return _modules_by_size(model, fsdp.min_num_params, kept)
     layers = decoder_layers(model)
     if not layers:
         raise UserError("this model has no list of decoder layers. Use --fsdp_wrap_policy size.")
@@ -137,14 +155,14 @@ def _modules_to_wrap(model: PreTrainedModel, fsdp: FSDPConfig) -> list[nn.Module
     ]
 
 
-def _modules_by_size(model: PreTrainedModel, least: int) -> list[nn.Module]:
+def _modules_by_size(model: PreTrainedModel, least: int, kept: list[nn.Module]) -> list[nn.Module]:
     """Return modules, innermost first, with at least `least` parameters that no unit inside them
     holds. It does not split the LM head, which is called for one chunk of positions at a time
     (chunked_loss); modules that run sample by sample, because ranks have different numbers of
     samples; and modules wrapped by PEFT: DoRA and adapters of experts read parameters of inner
     modules without calling them, so these would not be all-gathered."""
     wrapped: list[nn.Module] = []
-    held: set[int] = set()
+    held = {id(parameter) for module in kept for parameter in module.parameters()}
     whole = {model.get_output_embeddings()}
     if has_token_mixers(model):
         whole |= token_mixers(model).by_row | token_mixers(model).with_kernels
@@ -178,6 +196,7 @@ def _describe_units(
     modules: list[nn.Module],
     compute: torch.dtype,
     ready: Set[nn.Parameter] = frozenset(),
+    kept: Sequence[nn.Module] = (),
 ) -> list[Unit]:
     names = {module: name for name, module in model.named_modules()}
     quantized = weight_counts(model)
@@ -188,7 +207,8 @@ def _describe_units(
         held.update(own)
         count = sum(quantized.get(key, p.numel()) for key, p in own.items())
         gathered = sum(
-            p.numel() * (compute if p.is_floating_point() else p.dtype).itemsize
+            p.numel()
+            * (compute if p.is_floating_point() and module not in kept else p.dtype).itemsize
             for p in own.values()
             if p not in ready
         )
