@@ -78,7 +78,7 @@ class Run:
         self._started_at = time.monotonic()
         self._info = checkpoint.describe_run(config)
         self._check_same_run()
-        result = checkpoint.finished_result(resumed, config.checkpoint) if resumed else None
+        result = checkpoint.finished_result(resumed, config) if resumed else None
         self.is_finished = result is not None
         if resumed is not None and result is not None:
             log.info(

@@ -31,8 +31,8 @@ def create_run_directory(
     ranks, return the directory of the previous attempt.
 
     Args:
-        checkpoint: output_dir; None: output/<model>-<date-time>, or the directory of the resumed
-            run. overwrite deletes files of an earlier run in it, and nothing else.
+        checkpoint: output_dir; None: the directory of the resumed run, or
+            output/<model>-<date-time>, also if the checkpoint was moved out of its run. overwrite deletes files of an earlier run in it, and nothing else.
         model_name: a directory or Hub name, for the default of output_dir.
         runtime: the ranks.
         resumed: the checkpoint to resume from. Newer checkpoints in the same directory are moved to
@@ -44,9 +44,9 @@ def create_run_directory(
 
     def create() -> Path:
         name = re.sub(r"[^\w.-]+", "-", Path(model_name).name or "model")
-        default = (
-            resumed.run if resumed else Path("output") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-        )
+        default = Path("output") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+        if resumed is not None and (resumed.run / RUN_MARKER).is_file():
+            default = resumed.run
         folder = runtime.earlier_run or Path(checkpoint.output_dir or default).expanduser()
         is_own = resumed is not None and folder.resolve() == resumed.run.resolve()
         if not is_own and (foreign := foreign_entries(folder)):
