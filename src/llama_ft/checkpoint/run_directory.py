@@ -16,6 +16,7 @@ from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, place
 from llama_ft.config import CheckpointConfig, run_entries
 from llama_ft.config.paths import REFERENCE_FILE, RUN_MARKER, foreign_entries
 from llama_ft.errors import UserError
+from llama_ft.processes import TEMPORARY_FILE
 from llama_ft.runtime import Runtime, log
 
 SECONDS_FOR_ANOTHER_TO_END = 10.0  # the ranks of a run that has just been stopped
@@ -32,7 +33,8 @@ def create_run_directory(
 
     Args:
         checkpoint: output_dir; None: the directory of the resumed run, or
-            output/<model>-<date-time>, also if the checkpoint was moved out of its run. overwrite deletes files of an earlier run in it, and nothing else.
+            output/<model>-<date-time>, also if the checkpoint was moved out of its run. overwrite
+            deletes files of an earlier run in it, and nothing else.
         model_name: a directory or Hub name, for the default of output_dir.
         runtime: the ranks.
         resumed: the checkpoint to resume from. Newer checkpoints in the same directory are moved to
@@ -52,6 +54,9 @@ def create_run_directory(
         if not is_own and (foreign := foreign_entries(folder)):
             raise UserError(f"--output_dir {folder}: {foreign}")
         runtime.lock = _lock(folder)
+        for leftover in folder.glob(".*.tmp"):
+            if TEMPORARY_FILE.fullmatch(leftover.name):
+                leftover.unlink(missing_ok=True)
         if resumed is not None and is_own:
             _set_newer_aside(resumed)
         else:
@@ -69,7 +74,10 @@ def _lock(folder: Path) -> IO[str] | None:
     """Mark a directory as a run's, and lock it while this process lives. (If torchrun is killed
     with -9, its ranks live on and continue to write there.)"""
     folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / RUN_MARKER, "a+")
+    marker = folder / RUN_MARKER
+    if marker.is_symlink():  # it would be emptied
+        raise UserError(f"{marker}: is a link. Remove it, or choose another output_dir.")
+    file = open(marker, "a+")
     deadline = time.monotonic() + SECONDS_FOR_ANOTHER_TO_END
     is_locked = False
     while not is_locked:
@@ -78,7 +86,7 @@ def _lock(folder: Path) -> IO[str] | None:
             is_locked = True
         except BlockingIOError as error:
             if time.monotonic() > deadline:
-                holder = (folder / RUN_MARKER).read_text().strip()
+                holder = marker.read_text().strip()
                 raise UserError(
                     f"{folder}: in use by another process ({holder}). End it."
                 ) from error

@@ -192,11 +192,11 @@ def run_entries(directory: Path) -> list[Path]:
     if not (directory / RUN_MARKER).is_file():
         return []
     own = [directory / entry for entry in RUN_ENTRIES if entry != "checkpoints"]
-    own += [
-        path
-        for path in (directory / "checkpoints").glob("*")
-        if CHECKPOINT_ENTRIES.fullmatch(path.name)
-    ]
+    checkpoints = directory / "checkpoints"
+    if checkpoints.is_symlink():  # what it leads to may belong to somebody else
+        own.append(checkpoints)
+    else:
+        own += [it for it in checkpoints.glob("*") if CHECKPOINT_ENTRIES.fullmatch(it.name)]
     return [path for path in own if path.exists()]
 
 
