@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ModelConfig
-from llama_ft.config.paths import TO_SAFETENSORS, folder_problem, looks_local
+from llama_ft.config.paths import TO_SAFETENSORS, folder_problem, looks_local, special_file
 from llama_ft.errors import UserError, counted, reason
 from llama_ft.models.new_tokens import NewTokens, note_growth
 from llama_ft.models.quantized import QuantizedStacks
@@ -48,6 +48,8 @@ def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = Tru
         weights: the weights (safetensors) are needed, too.
     """
     if (folder := Path(name).expanduser()).is_dir():
+        if problem := special_file(folder):
+            raise UserError(f"{flag} {name}: {problem}")
         return folder
     if looks_local(name):
         raise UserError(f"{flag} {name}: {folder_problem(folder, 'a directory')}")
