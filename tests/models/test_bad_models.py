@@ -127,3 +127,17 @@ def test_a_models_directory_with_a_pipe_or_a_device_is_refused(tmp_path: Path) -
     (tmp_path / "generation_config.json").symlink_to("/dev/zero")
     with pytest.raises(UserError, match="--model_name .*holds generation_config.json, which is a"):
         local_folder(str(tmp_path), "--model_name")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"attention_dropout": 5}, "attention_dropout is 5; expected 0 to 1"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10,000,000; expected at most 10,000"),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused(
+    tmp_path: Path, settings: dict[str, object], told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        build(tmp_path, {**SMALL, "model_type": "llama", **settings})

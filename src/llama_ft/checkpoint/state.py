@@ -118,8 +118,7 @@ def restore_weights(
 ) -> None:
     """Load the trained parameters of a checkpoint into the model, each rank its rows, and the
     states into optimizers that already have states. Raises the errors of `restore`."""
-    weights: dict[str, Any]
-    states: dict[str, Any]
+    states: Any
     weights, states = get_state_dict(model, optimizers, options=OPTIONS)
     live = _by_name(model, weights, states)
     check_same_tensors(checkpoint, live, "model.", *(["optimizer."] if optimizers else []))

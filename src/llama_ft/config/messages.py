@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting
+from llama_ft.masking import mask_keys
 
 TRANSLATIONS = "docs/migrate translates other trainers' names."
 
@@ -89,7 +90,8 @@ def show(value: Any) -> str:
         text = json.dumps(value) if has_parts else f"[{','.join(map(str, value))}]"
     elif value is None or isinstance(value, bool):
         text = text.lower()
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters)"
+    shown = mask_keys(text[:MOST_SHOWN])
+    return shown if len(text) <= MOST_SHOWN else f"{shown}... ({len(text):,} characters)"
 
 
 def size_text(size_bytes: float) -> str:

@@ -30,6 +30,7 @@ from llama_ft.models.transformers_private import private
 from llama_ft.runtime.console import log
 from llama_ft.runtime.devices import Precision
 
+MOST_LAYERS = 10_000  # the meta device takes about a millisecond per layer
 NEEDED_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 # Mistral and Meta store the same weights there a second time
 DUPLICATES = ["consolidated*", "original/*"]
@@ -106,8 +107,24 @@ def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig
         )
     except Exception as error:  # as above
         raise UserError(f"{folder}: its config.json cannot be used ({reason(error)}).") from error
+    _check_numbers(config, folder)
     auto_class(config, trust_remote_code)
     return config
+
+
+def _check_numbers(config: PretrainedConfig, folder: Path) -> None:
+    """Raise a UserError for numbers that would fail only at the first step, or never end."""
+    settings = config.get_text_config().to_dict()
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    wrong = [
+        f"{name} is {value}; expected 0 to 1"
+        for name, value in settings.items()
+        if "dropout" in name and isinstance(value, int | float) and not 0 <= value <= 1
+    ]
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        wrong.append(f"num_hidden_layers is {layers:,}; expected at most {MOST_LAYERS:,}")
+    if wrong:
+        raise UserError(f"{folder}: its config.json cannot be used ({'; '.join(wrong)}).")
 
 
 def build_on_meta(
