@@ -532,6 +532,33 @@ def test_a_template_file_that_cannot_be_used_is_refused(
         ensure_chat_template(plain, str(file))
 
 
+LOOP = b"{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+MACRO = b"{% macro deeper() %}{{ deeper() }}{% endmacro %}{{ deeper() }}"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (LOOP, "does not end within 5 s"),
+        (b"{{ 7 ** (10 ** 9) }}", "does not end within 5 s"),
+        (b"{{ 'a' * 10 ** 11 }}", "takes more than 1 GiB"),
+        (b"{{ messages[0].content * 10 ** 9 }}", "takes more than 1 GiB"),
+        (MACRO, "nested too deeply"),
+        (b"{{ " + b"(" * 5000 + b"1" + b")" * 5000 + b" }}", "nested too deeply"),
+        (b"{% if 1 %}" * 3000 + b"{% endif %}" * 3000, "nested too deeply"),
+        ("{{ 'é' }}".encode("latin-1"), "not a template .*codec can't decode"),
+        (b" " * 2**21, "not a template .larger than 1,048,576 bytes"),
+    ],
+)
+def test_a_template_without_bounds_is_refused(
+    plain: PreTrainedTokenizerFast, tmp_path: Path, content: bytes, told: str
+) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=f"(?s)mine.jinja.*{told}"):
+        ensure_chat_template(plain, str(file))
+
+
 @pytest.mark.parametrize("wanted", [None, "chatml"])
 def test_a_template_without_its_tokens_is_refused_unless_they_may_be_added(
     plain: PreTrainedTokenizerFast, wanted: str | None

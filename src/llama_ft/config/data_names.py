@@ -15,6 +15,7 @@ DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 COMPRESSED_SUFFIXES = tuple(
     kind + packed for kind in (".jsonl", ".json", ".csv") for packed in (".gz", ".zst")
 )
+NOT_A_FILE = "is a directory, a pipe or a device; expected a file."
 DATA_FORMS = (
     ".jsonl, .json, .csv (also .gz, .zst) and .parquet, directories and globs of them, Hub names (org/name), and "
     "path/to/file.py:function"
@@ -119,6 +120,8 @@ def data_problem(name: str) -> str | None:
             if files and all(map(data_suffix, files))
             else f"matches no file, or not only {DATA_FORMS}."
         )
+    if kind == "file" and path.exists() and not path.is_file():
+        return NOT_A_FILE
     if kind != "file" or (path.exists() and data_suffix(name)):
         return None
     if path.exists():

@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ModelConfig
-from llama_ft.config.paths import TO_SAFETENSORS, folder_problem, looks_local
+from llama_ft.config.paths import TO_SAFETENSORS, folder_problem, looks_local, special_file
 from llama_ft.errors import UserError, counted, reason
 from llama_ft.models.new_tokens import NewTokens, note_growth
 from llama_ft.models.rope import use_rope_per_sample
@@ -29,6 +29,7 @@ from llama_ft.models.text_part import auto_class, keep_text_part, names_score, t
 from llama_ft.models.transformers_private import private
 from llama_ft.runtime.console import log
 
+MOST_LAYERS = 10_000  # the meta device takes about a millisecond per layer
 NEEDED_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 # Mistral and Meta store the same weights there a second time
 DUPLICATES = ["consolidated*", "original/*"]
@@ -47,6 +48,8 @@ def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = Tru
         weights: the weights (safetensors) are needed, too.
     """
     if (folder := Path(name).expanduser()).is_dir():
+        if problem := special_file(folder):
+            raise UserError(f"{flag} {name}: {problem}")
         return folder
     if looks_local(name):
         raise UserError(f"{flag} {name}: {folder_problem(folder, 'a directory')}")
@@ -103,8 +106,24 @@ def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig
         )
     except Exception as error:  # as above
         raise UserError(f"{folder}: its config.json cannot be used ({reason(error)}).") from error
+    _check_numbers(config, folder)
     auto_class(config, trust_remote_code)
     return config
+
+
+def _check_numbers(config: PretrainedConfig, folder: Path) -> None:
+    """Raise a UserError for numbers that would fail only at the first step, or never end."""
+    settings = config.get_text_config().to_dict()
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    wrong = [
+        f"{name} is {value}; expected 0 to 1"
+        for name, value in settings.items()
+        if "dropout" in name and isinstance(value, int | float) and not 0 <= value <= 1
+    ]
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        wrong.append(f"num_hidden_layers is {layers:,}; expected at most {MOST_LAYERS:,}")
+    if wrong:
+        raise UserError(f"{folder}: its config.json cannot be used ({'; '.join(wrong)}).")
 
 
 def build_on_meta(
