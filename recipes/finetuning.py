@@ -85,7 +85,7 @@ def main(**flags: str) -> None:
         )
         if run.resumed is None:
             reference.score_with_other_model(build_model, run.memory)
-        model, adapter, stored_dtypes, units = build_model(
+        model, adapter, stored, units = build_model(
             resolved, folder, model_config, new_tokens, run.memory, job
         )
         run.memory.leave()  # ends the phase "load"
@@ -98,7 +98,7 @@ def main(**flags: str) -> None:
             reference.settle(model, run.directory, run.resumed.folder if run.resumed else None)
             train(run, model, objective, tokenizer, pad)
             if config.checkpoint.save_model:
-                export(run, model, adapter, stored_dtypes, folder, tokenizer)
+                export(run, model, adapter, stored, folder, tokenizer)
             run.log_summary(PLANNER.parent)
 
 
@@ -138,7 +138,7 @@ def build_model(
     memory: PhaseMonitor,
     job: Runtime,
     is_trained: bool = True,
-) -> tuple[PreTrainedModel, models.Adapter | None, dict[str, torch.dtype], list[models.Unit]]:
+) -> tuple[PreTrainedModel, models.Adapter | None, models.StoredModel, list[models.Unit]]:
     """Build the model on the meta device, add adapters, shard it, and then load weights, each rank
     its own rows."""
     precision = runtime.PRECISIONS[config.train.precision]
@@ -183,7 +183,7 @@ def build_model(
         log.info(models.unit_table(units))
     memory.enter("load")
     started = time.perf_counter()
-    stored_dtypes = models.load_weights(
+    stored = models.load_weights(
         model,
         folder,
         models.ShardGroup(job.mesh),
@@ -198,7 +198,7 @@ def build_model(
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     counts = f"{trained:,} of {models.total_weights(model):,} parameters are trainable"
     log.info(f"Weights loaded in {time.perf_counter() - started:.1f} s; {counts}")
-    return model, adapter, stored_dtypes, units
+    return model, adapter, stored, units
 
 
 def train(
@@ -265,7 +265,7 @@ def export(
     run: Run,
     model: PreTrainedModel,
     adapter: models.Adapter | None,
-    stored_dtypes: dict[str, torch.dtype],
+    stored: models.StoredModel,
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
@@ -290,7 +290,7 @@ def export(
             model,
             result,
             folder,
-            stored_dtypes,
+            stored,
             save_dtype,
             largest_file,
             tokenizer,

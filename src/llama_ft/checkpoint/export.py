@@ -23,14 +23,21 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.checkpoint.safetensors_file import Headers, SafetensorsFile
 from llama_ft.config.paths import looks_local
 from llama_ft.data import stop_token_ids
-from llama_ft.errors import RunFailure, UserError, reason
+from llama_ft.errors import RunFailure, UserError, counted, reason
 from llama_ft.masking import mask_secrets
-from llama_ft.models import Adapter, ShardGroup, left_out
+from llama_ft.models import Adapter, ShardGroup, StoredModel
 from llama_ft.models.conversion import SavedGroup, open_source, saved_layout
 from llama_ft.models.load_weights import account_for
 from llama_ft.models.lora import ADAPTER_WEIGHTS
-from llama_ft.models.source import INDEX_FILE, SINGLE_FILE, StoredTensor, WeightSource, blocks
-from llama_ft.runtime import Runtime
+from llama_ft.models.source import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    StoredTensor,
+    WeightSource,
+    blocks,
+    listed,
+)
+from llama_ft.runtime import Runtime, log
 
 # Settings that the model card shows.
 SHOWN = ("num_epochs", "lr", "optimizer", "precision", "context_length", "seed")
@@ -89,6 +96,7 @@ class SavedWeights:
         self.groups = groups or [
             SavedGroup([name], {name: tuple(it.shape)}) for name, it in tensors.items()
         ]
+        self.ignored = [name for name, header in untouched.items() if header.is_ignored]
         self.dtypes |= {name: it.dtype for name, it in untouched.items()}
         self.groups += [SavedGroup([name], {name: it.shape}) for name, it in untouched.items()]
         self.headers = [
@@ -107,6 +115,11 @@ class SavedWeights:
     def write(self, folder: Path, max_shard_bytes: int) -> None:
         """Write model*.safetensors, and the index if there are several files. No file is larger
         than max_shard_bytes, unless a single group is."""
+        if self.ignored:
+            log.info(
+                f"Copied unchanged: {counted(len(self.ignored), 'tensor')} that Transformers ignores "
+                f"at loading ({listed(self.ignored, 1)})"
+            )
         files = [list[int]()]
         filled = 0
         total = 0
@@ -174,7 +187,7 @@ def export_model(
     model: PreTrainedModel,
     folder: Path,
     source: Path,
-    stored_dtypes: dict[str, torch.dtype],
+    stored: StoredModel,
     save_dtype: torch.dtype | None,
     max_shard_bytes: int,
     tokenizer: PreTrainedTokenizerBase,
@@ -186,8 +199,8 @@ def export_model(
     Args:
         model: the sharded model.
         folder: target directory, replaced in one step when all files are written.
-        source: directory of the base model, for its frozen weights, generation config and code.
-        stored_dtypes: name -> dtype there, used if save_dtype is None.
+        source: directory of the base model, for its frozen weights, buffers and other files.
+        stored: dtypes there, used if save_dtype is None, and tensors to copy.
         save_dtype: dtype of all floating tensors; None: as in the base model.
         max_shard_bytes: maximum size of a file.
         tokenizer: saved with the model, including its chat template.
@@ -195,22 +208,24 @@ def export_model(
             else.
         runtime: the ranks.
     """
-    frozen = None
-    base = None
-    if runtime.is_main and (
-        left_out(model).tensors or not all(it.requires_grad for it in model.parameters())
-    ):
-        base = open_source(source, model)  # training may hold frozen weights rounded to 16 bits
-        frozen = stored_rows(base, account_for(model, base.tensors, source))
-    untouched = runtime.broadcast_from_rank0(lambda: untouched_tensors(base))
     # tied ones once
     kept = model.state_dict().keys()
     tensors = dict[str, torch.Tensor](model.named_parameters())
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    rows = _gathered({**tensors, **untouched}, runtime, frozen)
-    weights = SavedWeights(
-        tensors, rows, save_dtype, stored_dtypes, saved_layout(model, tensors), untouched
-    )
+    # Training may hold frozen weights and buffers rounded to 16 bits.
+    from_base = {
+        name
+        for name, tensor in tensors.items()
+        if not tensor.requires_grad and name in stored.dtypes
+    }
+    from_base |= stored.untouched.keys()
+    base_rows = None
+    if runtime.is_main and from_base:
+        base = open_source(source, model)
+        base_rows = stored_rows(base, account_for(model, base.tensors, source))
+    rows = _gathered(tensors, runtime, from_base, base_rows)
+    layout = saved_layout(model, tensors)
+    weights = SavedWeights(tensors, rows, save_dtype, stored.dtypes, layout, stored.untouched)
 
     def write(aside: Path) -> None:
         weights.write(aside, max_shard_bytes)
@@ -238,7 +253,7 @@ def export_adapter(
     tensors = {
         adapter.keys[name]: p for name, p in model.named_parameters() if name in adapter.keys
     }
-    weights = SavedWeights(tensors, _gathered(tensors, runtime), save_dtype)
+    weights = SavedWeights(tensors, _gathered(tensors, runtime, set()), save_dtype)
 
     def write(aside: Path) -> None:
         write_adapter(aside, adapter, weights, tokenizer)
@@ -253,18 +268,15 @@ def stored_rows(source: WeightSource, keys: Mapping[str, str]) -> Rows:
     return lambda name, dtype: (block.to(dtype) for block in blocks(source, keys.get(name, name)))
 
 
-def untouched_tensors(base: WeightSource | None) -> dict[str, StoredTensor]:
-    """Return the tensors of a base model that its text part lacks, by their names in its files."""
-    return (
-        {name: it for name, it in base.tensors.items() if it.is_left_out}
-        if base is not None
-        else {}
-    )
-
-
-def _gathered(tensors: Headers, runtime: Runtime, frozen: Rows | None = None) -> Rows:
+def _gathered(
+    tensors: Mapping[str, torch.Tensor],
+    runtime: Runtime,
+    from_base: set[str],
+    base_rows: Rows | None = None,
+) -> Rows:
     """Return rows of sharded parameters, which the ranks send to rank 0. Rank 0 holds at most two
-    shards of a parameter. Frozen parameters come from `frozen`, which only rank 0 needs.
+    shards of a parameter. Tensors named in `from_base` come from `base_rows`, which only rank 0
+    has.
 
     All ranks meet after each tensor. Otherwise ranks of other copies of the model, which send
     nothing, would wait for the whole export in one collective, and their watchdogs would report
@@ -273,13 +285,13 @@ def _gathered(tensors: Headers, runtime: Runtime, frozen: Rows | None = None) ->
     ranks = ShardGroup(runtime.mesh)
 
     def rows(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        tensor = tensors[name]
-        if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-            yield from ranks.gather_rows(tensor, dtype)
-        elif isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter):
-            yield tensor.to(dtype).cpu()
-        elif frozen is not None:
-            yield from frozen(name, dtype)
+        if name in from_base:
+            if base_rows is not None:
+                yield from base_rows(name, dtype)
+        elif isinstance(tensors[name], nn.Parameter):
+            yield from ranks.gather_rows(tensors[name], dtype)
+        else:  # a buffer that no checkpoint has
+            yield tensors[name].to(dtype).cpu()
         dist.barrier()
 
     return rows

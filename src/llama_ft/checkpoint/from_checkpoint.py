@@ -300,7 +300,8 @@ class Exporter:
                 start += len(block) if block.dim() else 1
 
         # Only the shapes of these tensors are used.
-        layout, untouched = saved_layout(model, tensors), export.untouched_tensors(base)  # type: ignore[arg-type]
+        layout = saved_layout(model, tensors)  # type: ignore[arg-type]
+        untouched = {name: header for name, header in base.tensors.items() if header.is_untouched}
         written |= {name: (name, None) for name in untouched}
         return SavedWeights(tensors, rows, save_dtype, groups=layout, untouched=untouched)
 
