@@ -12,11 +12,9 @@ from checkpoint_by_hand import stored
 from conftest import REPOSITORY, load_script, run_cases
 
 from llama_ft.checkpoint import Exporter, export_model, find_valid
-from llama_ft.config import Config, DataConfig, ModelConfig, PeftConfig
+from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.models import ShardGroup, build_on_meta, load_model_config, load_tokenizer
 from llama_ft.models.load_weights import load_weights
-from llama_ft.plan.predict import predict
-from llama_ft.plan.types import PlanRequest
 from llama_ft.runtime import Runtime
 
 SaveBase = Callable[[Path, str], tuple[Path, list[str]]]
@@ -189,15 +187,3 @@ def test_a_merged_adapter_and_a_checkpoint_have_them(
         assert dtypes_of(was) == dtypes_of(now)
         changed = changed_names(was, now)
         assert changed and not [name for name in changed if name.startswith("model.layers.61.")]
-
-
-def test_the_plan_counts_them(
-    runs: tuple[Path, str], tmp_path: Path, finetuning: ModuleType
-) -> None:
-    base = runs[0] / "base"
-    config = Config(model=ModelConfig(model_name=str(base)), data=DataConfig(context_length=64))
-    size = sum(tensor.nbytes for tensor in stored(base).values())
-    for quick in (False, True):
-        request = PlanRequest(config, base, 1, 1, "cpu", None, 1.0)
-        plan = predict(request, finetuning.build_model, quick=quick)
-        assert plan.result_bytes == size
