@@ -5,11 +5,13 @@ import copy
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +23,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.checkpoint.safetensors_file import Headers, SafetensorsFile
-from llama_ft.config.paths import looks_local
+from llama_ft.config.paths import COPIED_FILES, MODEL_PATTERNS, RUN_ENTRIES, looks_local
 from llama_ft.data import stop_token_ids
 from llama_ft.errors import RunFailure, UserError, counted, reason
 from llama_ft.masking import mask_secrets
@@ -52,7 +54,16 @@ SHOWN_WITH_LORA = (
 )
 # Copied from the base model's directory. The processor reads images for the parts that are not
 # fine-tuned.
-COPIED = ("generation_config.json", "*processor_config.json", "*.py")
+LEGACY_TEMPLATE = "chat_template.json"
+COPIED = ("generation_config.json", "*processor_config.json", LEGACY_TEMPLATE)
+# Copied, too, if they are small, an export does not write them itself, and they hold no secret.
+COPIED_IF_SMALL = ("*.json", "*.jinja", "*.txt", "*.yaml", "LICEN[CS]E*", "NOTICE*", "*POLICY*")
+COPIED_BYTES = 2**20
+# Of weights, adapters and training. Files of secrets are recognized by their content, too.
+NEVER_COPIED = re.compile(
+    r"\.|.*(index|results)\.json$|(adapter_|train|eval_|all_)|.*(secret|credential|passw|api_?key|auth|token\b)",
+    re.IGNORECASE,
+)
 PLACE = '"path/to/this/folder"'
 # blocks of rows of a tensor, in order, on the host
 Rows = Callable[[str, torch.dtype], Iterator[torch.Tensor]]
@@ -361,7 +372,7 @@ def write_model_settings(
         model_config: the model's config; it is not changed.
         dtype: of the weights, for config.json.
         tokenizer: with the chat template of the run.
-        source: directory of the base model, from which COPIED is copied.
+        source: directory of the base model, from which small files are copied.
     """
     config = copy.deepcopy(model_config)
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
@@ -369,8 +380,10 @@ def write_model_settings(
             part.dtype = dtype  # the dtype of the model on the meta device has no meaning
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    for file in (it for name in COPIED for it in source.glob(name)):
-        shutil.copy(file, folder / file.name)
+    for file in _files_to_copy(source):
+        # Transformers rejects a legacy template beside several new ones.
+        if not (file.name == LEGACY_TEMPLATE and (folder / "additional_chat_templates").exists()):
+            shutil.copy(file, folder / file.name)
     # `generate` must stop at the token that ends a message in the chat template. It may differ from
     # the token at which the base model stops.
     file = folder / "generation_config.json"
@@ -380,6 +393,29 @@ def write_model_settings(
     if stops != (known if isinstance(known, list) else [known] if known is not None else []):
         own = settings if file.exists() else {"bos_token_id": settings.get("bos_token_id")}
         file.write_text(json.dumps(own | {"eos_token_id": stops}, indent=2) + "\n")
+
+
+def _files_to_copy(source: Path) -> list[Path]:
+    """Return the files of a base model's directory that an export copies: COPIED, small files of
+    text like a license, and Python files if a config names classes of them."""
+    files = []
+    has_code = any("auto_map" in file.read_text() for file in source.glob("*config.json"))
+    for file in sorted(source.iterdir()):
+        name = file.name
+        if not file.is_file():
+            continue
+        if any(fnmatch(name, pattern) for pattern in COPIED) or (file.suffix == ".py" and has_code):
+            files.append(file)
+        elif (
+            any(fnmatch(name, pattern) for pattern in COPIED_IF_SMALL)
+            and not any(fnmatch(name, pattern) for pattern in (*MODEL_PATTERNS, *RUN_ENTRIES))
+            and not NEVER_COPIED.match(name)
+            and file.stat().st_size <= COPIED_BYTES
+        ):
+            text = file.read_text(errors="replace")
+            if mask_secrets(text) == text:
+                files.append(file)
+    return files
 
 
 def write_adapter(
@@ -437,6 +473,10 @@ def write_model_card(
         "pipeline_tag": "text-classification" if is_scored else "text-generation",
         "tags": ["llama_ft", *(["lora"] if is_lora else [])],
     }
+    names = sorted(file.name for file in folder.iterdir() if file.suffix != ".py")
+    copied = [name for name in names if not any(fnmatch(name, own) for own in MODEL_PATTERNS)]
+    if copied := [name for name in copied if (folder / name).is_file()]:
+        front[COPIED_FILES] = copied  # so that --overwrite may delete them
     what = f"{base} with a LoRA adapter merged into it" if is_lora else f"{base}, full fine-tuning"
     load = f"model = {auto_class}.from_pretrained({PLACE})"
     if is_adapter:
