@@ -280,6 +280,19 @@ def test_the_card_tells_base_data_settings_and_loss_but_no_folders_and_secrets(
         )
 
 
+def test_the_card_names_the_adapters_method(tmp_path: Path) -> None:
+    config = dataclasses.asdict(
+        settings_of(
+            tmp_path, {"use_peft": True, "peft_method": "loha", "target_modules": ["q_proj"]}
+        )
+    )
+    (tmp_path / "adapter_config.json").touch()
+    write_model_card(tmp_path, "me/base", {"step": 1, "metrics": METRICS, "config": config})
+    card = (tmp_path / "README.md").read_text()
+    assert "A LoHa adapter for me/base" in card and "\n- loha\n" in card
+    assert "LoRA" not in card and "\n- lora\n" not in card
+
+
 class Hub:
     """In place of huggingface_hub.HfApi, with one repository."""
 

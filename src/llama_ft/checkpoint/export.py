@@ -64,6 +64,7 @@ NEVER_COPIED = re.compile(
     r"\.|.*(index|results)\.json$|(adapter_|train|eval_|all_)|.*(secret|credential|passw|api_?key|auth|token\b)",
     re.IGNORECASE,
 )
+METHOD_NAMES = {"lora": "LoRA", "loha": "LoHa"}  # of peft_method, for the model card
 PLACE = '"path/to/this/folder"'
 # blocks of rows of a tensor, in order, on the host
 Rows = Callable[[str, torch.dtype], Iterator[torch.Tensor]]
@@ -465,22 +466,25 @@ def write_model_card(
     }
     is_adapter = (folder / "adapter_config.json").exists()
     is_lora = settings.get("use_peft", True)
+    method = METHOD_NAMES[settings.get("peft_method", "lora")]
     is_scored = auto_class == "AutoModelForSequenceClassification"
     is_on_hub = base_model != "demo" and not looks_local(base_model)
     front = {
         **({"base_model": base_model} if is_on_hub else {}),
         "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "text-classification" if is_scored else "text-generation",
-        "tags": ["llama_ft", *(["lora"] if is_lora else [])],
+        "tags": ["llama_ft", *([method.lower()] if is_lora else [])],
     }
     names = sorted(file.name for file in folder.iterdir() if file.suffix != ".py")
     copied = [name for name in names if not any(fnmatch(name, own) for own in MODEL_PATTERNS)]
     if copied := [name for name in copied if (folder / name).is_file()]:
         front[COPIED_FILES] = copied  # so that --overwrite may delete them
-    what = f"{base} with a LoRA adapter merged into it" if is_lora else f"{base}, full fine-tuning"
+    what = (
+        f"{base} with a {method} adapter merged into it" if is_lora else f"{base}, full fine-tuning"
+    )
     load = f"model = {auto_class}.from_pretrained({PLACE})"
     if is_adapter:
-        what = f"A LoRA adapter for {base}"
+        what = f"A {method} adapter for {base}"
         from_base = base if is_on_hub else f"path/to/{base}"
         # their embeddings are missing in the base
         new = run.get("new_tokens") or {"rows": 0, "stored_rows": 0}
