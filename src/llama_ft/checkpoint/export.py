@@ -297,13 +297,14 @@ def _gathered(
     ranks = ShardGroup(runtime.mesh)
 
     def rows(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        if name in from_base:
+        tensor = tensors.get(name)
+        if name in from_base or tensor is None:
             if base_rows is not None:
                 yield from base_rows(name, dtype)
-        elif isinstance(tensors[name], nn.Parameter):
-            yield from ranks.gather_rows(tensors[name], dtype)
-        else:  # a buffer that no checkpoint has
-            yield tensors[name].to(dtype).cpu()
+        elif isinstance(tensor, nn.Parameter):
+            yield from ranks.gather_rows(tensor, dtype)
+        else:  # a buffer that the checkpoint lacks
+            yield tensor.to(dtype).cpu()
         dist.barrier()
 
     return rows
