@@ -383,7 +383,7 @@ def write_model_settings(
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for file in _files_to_copy(source):
-        # Transformers rejects a legacy template beside several new ones.
+        # Transformers rejects a legacy template together with several new ones.
         if not (file.name == LEGACY_TEMPLATE and (folder / "additional_chat_templates").exists()):
             shutil.copy(file, folder / file.name)
     # `generate` must stop at the token that ends a message in the chat template. It may differ from
