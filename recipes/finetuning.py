@@ -91,7 +91,7 @@ def main(**flags: str) -> None:
         if resumed is not None:
             reference.load(resumed.folder, resumed.run)
         reference.score_with_other_model(build_model, memory)
-        model, adapter, stored_dtypes, units = build_model(
+        model, adapter, stored, units = build_model(
             config, folder, model_config, new_tokens, memory, ranks
         )
         memory.leave()  # ends the phase "load"
@@ -104,7 +104,7 @@ def main(**flags: str) -> None:
             reference.settle(model, run.directory)
             train(run, model, objective, tokenizer, pad)
             if config.checkpoint.save_model:
-                export(run, model, adapter, stored_dtypes, folder, tokenizer)
+                export(run, model, adapter, stored, folder, tokenizer)
             run.log_summary(PLANNER.parent)
 
 
@@ -146,7 +146,7 @@ def build_model(
     memory: PhaseMonitor,
     job: Runtime,
     is_trained: bool = True,
-) -> tuple[PreTrainedModel, models.Adapter | None, dict[str, torch.dtype], list[models.Unit]]:
+) -> tuple[PreTrainedModel, models.Adapter | None, models.StoredModel, list[models.Unit]]:
     """Build the model on the meta device, add adapters, shard it, and then load weights, each rank
     its own rows."""
     precision = runtime.PRECISIONS[config.train.precision]
@@ -191,7 +191,7 @@ def build_model(
         log.info(models.unit_table(units))
     memory.enter("load")
     started = time.perf_counter()
-    stored_dtypes = models.load_weights(
+    stored = models.load_weights(
         model,
         folder,
         models.ShardGroup(job.mesh),
@@ -206,7 +206,7 @@ def build_model(
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     counts = f"{trained:,} of {models.total_weights(model):,} parameters are trainable"
     log.info(f"Weights loaded in {time.perf_counter() - started:.1f} s; {counts}")
-    return model, adapter, stored_dtypes, units
+    return model, adapter, stored, units
 
 
 def train(
@@ -297,7 +297,7 @@ def export(
     run: TrainingRun,
     model: PreTrainedModel,
     adapter: models.Adapter | None,
-    stored_dtypes: dict[str, torch.dtype],
+    stored: models.StoredModel,
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
@@ -322,7 +322,7 @@ def export(
             model,
             result,
             folder,
-            stored_dtypes,
+            stored,
             save_dtype,
             largest_file,
             tokenizer,

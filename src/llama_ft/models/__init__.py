@@ -27,7 +27,7 @@ from llama_ft.models.compiled import choose_liger, compile_layers, fuse_layers, 
 from llama_ft.models.dtypes import set_storage_dtypes
 from llama_ft.models.embedding_noise import add_embedding_noise
 from llama_ft.models.fsdp import Unit, apply_fsdp, shard_degree, unit_table
-from llama_ft.models.load_weights import load_weights
+from llama_ft.models.load_weights import StoredModel, load_weights
 from llama_ft.models.lora import (
     Adapter,
     adapter_off,

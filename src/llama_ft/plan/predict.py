@@ -42,7 +42,7 @@ OFFLOADED: tuple[MemoryCategory, ...] = (
 )
 
 BuildModel = Callable[
-    ..., tuple[PreTrainedModel, models.Adapter | None, dict[str, torch.dtype], list[models.Unit]]
+    ..., tuple[PreTrainedModel, models.Adapter | None, models.StoredModel, list[models.Unit]]
 ]
 
 
@@ -157,7 +157,7 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
         else None
     )
     with _fake_world(request) as job, planned_models(headers, request.device), tracker.planning():
-        model, _, stored_dtypes, _ = build_model(
+        model, _, stored, _ = build_model(
             config, request.folder, model_config, new_tokens, tracker, job
         )
         tracker.watch(model)
@@ -175,7 +175,7 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
         world_size=request.world_size,
         # over all ranks
         checkpoint_bytes=sum(tensor.numel() * tensor.element_size() for tensor in staged),
-        result_bytes=_result_bytes(config, model, stored_dtypes),
+        result_bytes=_result_bytes(config, model, stored),
         tokens=batch.tokens,
         is_quick=layers is not None,
         step_flops=step_flops,
@@ -315,23 +315,23 @@ def _plannable(config: Config) -> Config:
     )
 
 
-def _result_bytes(
-    config: Config, model: PreTrainedModel, stored_dtypes: dict[str, torch.dtype]
-) -> int:
+def _result_bytes(config: Config, model: PreTrainedModel, stored: models.StoredModel) -> int:
     if not config.checkpoint.save_model:
         return 0
     asked = checkpoint.save_dtype(config.checkpoint.save_dtype)
     is_lora = config.peft.use_peft
     saved = [(name, it) for name, it in model.named_parameters() if it.requires_grad or not is_lora]
     dtypes = [
-        asked or (torch.float32 if is_lora else stored_dtypes.get(name, it.dtype))
+        asked or (torch.float32 if is_lora else stored.dtypes.get(name, it.dtype))
         for name, it in saved
     ]
-    copied = (
-        0
-        if is_lora
-        else sum(models.left_out(model).tensors.values()) * max(dtype.itemsize for dtype in dtypes)
-    )
+    copied = 0
+    if not is_lora:
+        # By the model: a quick plan drops layers of towers from the headers.
+        towers = sum(models.left_out(model).tensors.values())
+        ignored = [header for header in stored.untouched.values() if header.is_ignored]
+        copied = towers * max(dtype.itemsize for dtype in dtypes)
+        copied += sum(header.nbytes for header in ignored)
     return copied + sum(
         it.numel() * dtype.itemsize for (_, it), dtype in zip(saved, dtypes, strict=True)
     )
