@@ -1,5 +1,6 @@
 """From --dataset to tokenized rows: what is kept, what is said, and when the cache is used."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,38 @@ def test_cache_is_used_until_something_changes(
     write_jsonl(path, pairs(31))
     assert len(prepared(path, llama3, cache).train) == 31
     assert len(cached(cache)) == len(variants) + 3
+
+
+@pytest.mark.parametrize("name", ["train.arrow", "validation.arrow", "meta.json", "sizes.json"])
+def test_bit_flips_in_the_cache_do_not_change_the_samples(
+    llama3: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    path = write_jsonl(tmp_path / "my.jsonl", pairs(40))
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(logging.getLogger("llama_ft"), "propagate", True)  # to caplog
+
+    def samples() -> list[Any]:
+        data = prepared(path, llama3, cache, validation="0.2", tokenize_processes=1)
+        assert data.validation is not None
+        return [data.train.to_list(), data.validation.to_list(), data.report]
+
+    right = samples()
+    (key,) = cached(cache)
+    folder = cache / "tokenized" / key
+    for flip in range(14):
+        content = bytearray((folder / name).read_bytes())
+        content[(len(content) - 1) * flip // 13] ^= 1 << flip % 8
+        (folder / name).write_bytes(content)
+        assert samples() == right
+    printed = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+    # a flip in sizes.json may change nothing but a space
+    assert 10 <= len(printed) <= 14 if name == "sizes.json" else len(printed) == 14
+    assert all(line.startswith(f"{folder}: ") for line in printed)
+    assert cached(cache) == {key}
 
 
 def test_ids_beyond_the_models_vocabulary_are_refused_whether_cached_or_not(

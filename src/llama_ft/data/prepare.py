@@ -100,6 +100,7 @@ def prepare(
     add_tokens: bool = False,
     use: Split = "train",
     examples: ExamplesOf = one_example,
+    verify_cache: bool = True,
 ) -> TokenizedData:
     """Tokenize the data that `config` names, or take them from the cache.
 
@@ -121,6 +122,8 @@ def prepare(
         use: purpose of config.dataset, which is returned as `train`: validation selects its
             validation split.
         examples: makes the examples of a sample, `Objective.examples`.
+        verify_cache: compare tokenized samples in the cache with their checksums, which reads all
+            of them. One rank per node does it, before the others.
 
     Raises:
         UserError: the data cannot be used; several bad samples are reported together.
@@ -138,7 +141,8 @@ def prepare(
         note = ensure_chat_template(tokenizer, config.chat_template, add_tokens)
         summary = [note, *summary] if note else summary
     encoder = Encoder(tokenizer, context_length, config.truncation, config.labels)
-    report, folder = _tokenized(_Job(source, held_out, fraction, config, encoder, examples), cache)
+    job = _Job(source, held_out, fraction, config, encoder, examples)
+    report, folder = _tokenized(job, cache, verify_cache)
     if not want_validation:
         report = replace(report, validation=None)
     for split in filter(None, (report.train, report.validation)):
@@ -179,7 +183,7 @@ def _look_at_formats(
     return kinds, lines
 
 
-def _tokenized(job: _Job, cache: Path) -> tuple[BuildReport, Path]:
+def _tokenized(job: _Job, cache: Path, verify: bool) -> tuple[BuildReport, Path]:
     """Return the counts and the directory of the tokenized samples, from the cache or newly made.
 
     With streaming these are the validation samples, if there are any.
@@ -191,7 +195,7 @@ def _tokenized(job: _Job, cache: Path) -> tuple[BuildReport, Path]:
     folder = cache / "tokenized" / _key(job, f"{code.hexdigest()} {job.config.streaming}")
     report = BuildReport(SplitStatistics())
     if job.validation or not job.config.streaming:
-        build_once(folder, lambda temporary: _build(temporary, job))
+        build_once(folder, lambda temporary: _build(temporary, job), verify)
         report = BuildReport.load(folder / "meta.json")
     if job.config.streaming:
         config = replace(job.config, skip_bad_rows=False)
