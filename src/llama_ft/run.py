@@ -3,6 +3,7 @@ updates."""
 
 import dataclasses
 import math
+import shutil
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import checkpoint, data, models, observe, report, runtime, training
 from llama_ft.config import Config, differences, parse_duration, to_yaml
+from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.prefetch import StepBatches
 from llama_ft.errors import UserError
 from llama_ft.plan.oom_report import explain_errors
@@ -201,6 +203,8 @@ class Run:
         if job.is_main:
             text = to_yaml(config, f"--config {folder}/config.yaml repeats this run")
             (folder / "config.yaml").write_text(text)
+            if dataset.bad_samples is not None:
+                shutil.copyfile(dataset.bad_samples, folder / BAD_SAMPLES_FILE)
         self._preflight.tell(folder)
         self.facts = observe.RunMetadata(folder, job.is_main)
         environment = observe.environment(self._info["versions"], self._layout)

@@ -16,6 +16,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from llama_ft.config import DataConfig, as_fraction
+from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.build import BadRows, SplitWriter, chunks_of, encode_chunks
 from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template
@@ -47,6 +48,7 @@ class TokenizedData:
     summary: list[str]  # lines for the log
     report: BuildReport  # all counts
     stream: tuple[Source, Encoder, ExamplesOf] | None = None
+    bad_samples: Path | None = None  # a line of JSON per skipped bad sample
 
     def fingerprints(self) -> dict[str, str]:
         """Return dataset, and validation if it exists -> a checksum of its tokens and labels.
@@ -158,6 +160,7 @@ def prepare(
         summary=summary,
         report=report,
         stream=(source, encoder, examples) if config.streaming else None,
+        bad_samples=folder / BAD_SAMPLES_FILE if report.bad_rows else None,
     )
 
 
@@ -228,7 +231,7 @@ def _build(folder: Path, job: _Job) -> None:
     """Write train.arrow (except with streaming), validation.arrow (if there is validation data) and
     meta.json."""
     config = job.config
-    bad = BadRows(job.config.skip_bad_rows)
+    bad = BadRows(job.config.skip_bad_rows, folder / BAD_SAMPLES_FILE)
     rows = 0
     wanted = {"train": not config.streaming, "validation": job.fraction or job.validation}
     splits = {
@@ -272,7 +275,7 @@ def _build(folder: Path, job: _Job) -> None:
             f"{names['train']}: all {counted(train.rows // 2, 'completion')} have the label {bool(train.desirable)}.\n"
             "KTO needs both. Check the column label, or use --objective sft --dataset_format prompt_completion."
         )
-    BuildReport(train, written.get("validation"), bad.count, bad.first, sample).save(
+    BuildReport(train, written.get("validation"), bad.count, bad.kinds, sample).save(
         folder / "meta.json"
     )
     log.info(f"tokenized {counted(rows, 'sample')} in {time.monotonic() - started:.1f} s")

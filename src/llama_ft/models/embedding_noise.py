@@ -24,8 +24,9 @@ def add_embedding_noise(model: PreTrainedModel, alpha: float) -> None:
     def note_padding(_: nn.Module, __: Any, arguments: dict[str, Any]) -> None:
         nonlocal padded_lengths
         mask = arguments.get("attention_mask")
-        is_padded = mask is not None and mask.dim() == 2  # [samples, length]
-        padded_lengths = mask.sum(1, keepdim=True).clamp(min=1) if is_padded else None
+        padded_lengths = None
+        if mask is not None and mask.dim() == 2:  # [samples, length]
+            padded_lengths = mask.sum(1, keepdim=True).clamp(min=1)
 
     def noisy(module: nn.Module, _: Any, embedded: torch.Tensor) -> torch.Tensor:
         if not module.training:
