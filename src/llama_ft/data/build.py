@@ -356,4 +356,4 @@ class BadRows:
 def _kind(message: str) -> str:
     """Return the message of a bad sample without its numbers, shortened, so that equal faults can
     be counted."""
-    return textwrap.shorten(re.sub(r"\d+", "N", message), KIND_LENGTH, placeholder=" ...")
+    return textwrap.shorten(re.sub(r"(?<!UTF-)\d+", "N", message), KIND_LENGTH, placeholder=" ...")
