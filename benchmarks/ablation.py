@@ -61,7 +61,7 @@ from llama_ft import data, models, runtime, training  # noqa: E402
 from llama_ft.config import Config, load  # noqa: E402
 from llama_ft.models import lora  # noqa: E402
 from llama_ft.phases import NULL_MONITOR  # noqa: E402
-from llama_ft.runtime import Runtime  # noqa: E402
+from llama_ft.runtime import Ranks  # noqa: E402
 
 LENGTH, LORA_RANK, LR, GIB = 512, 16, 1e-4, 2**30
 PARTS = ("loss", "packing", "lora", "sharding", "late", "compile")
@@ -93,7 +93,7 @@ def switched_off(off: set[str]) -> Iterator[None]:
 
 
 def loss_of_all_logits(
-    _: Any, model: Any, batch: data.Batch, job: runtime.Runtime
+    _: Any, model: Any, batch: data.Batch, job: runtime.Ranks
 ) -> training.LossSum:
     """SupervisedFineTuning.loss, as it is usually written."""
     device = job.device
@@ -101,7 +101,7 @@ def loss_of_all_logits(
         {"attention_mask": batch.attention_mask.to(device)} if not batch.is_packed else {}
     )
     if batch.is_packed:
-        layout = models.packed_arguments(model, batch.row_lengths, device)
+        layout = models.packed_arguments(model, batch.example_lengths, device)
     logits = model(input_ids=batch.input_ids.to(device), use_cache=False, **layout).logits.float()
     targets = batch.labels[:, 1:].flatten().to(device)
     flat = logits[:, :-1].flatten(0, 1)
@@ -147,7 +147,7 @@ class Row:
         """Take steps, and wait until they are done."""
         raise NotImplementedError
 
-    def measured(self, count: int, job: Runtime) -> tuple[float, float]:
+    def measured(self, count: int, job: Ranks) -> tuple[float, float]:
         """Take `count` steps; seconds of one, and all ranks' tokens of one, without padding."""
         self.tokens = 0
         with switched_off(self.off):
@@ -164,14 +164,14 @@ class Row:
 
     def next_batches(self) -> tuple[list[data.Batch], int]:
         batches, targets = next(self.feed)
-        self.tokens += sum(sum(batch.row_lengths) for batch in batches)
+        self.tokens += sum(sum(batch.example_lengths) for batch in batches)
         return batches, targets
 
 
 class Loop(Row):
     """What people write with transformers, peft and FSDP2."""
 
-    def __init__(self, name: str, feed: Feed, config: Config, folder: Path, job: Runtime) -> None:
+    def __init__(self, name: str, feed: Feed, config: Config, folder: Path, job: Ranks) -> None:
         super().__init__(name, feed, set(PARTS))
         precision = runtime.PRECISIONS[config.train.precision]
         dtype = precision.compute if config.peft.use_peft else torch.float32
@@ -209,7 +209,7 @@ class Recipe(Row):
     """recipes/finetuning.py's model and step, without some of its parts."""
 
     def __init__(
-        self, name: str, feed: Feed, off: set[str], config: Config, folder: Path, job: Runtime
+        self, name: str, feed: Feed, off: set[str], config: Config, folder: Path, job: Ranks
     ) -> None:
         super().__init__(name, feed, off)
         self.config, self.job = config, job
@@ -251,7 +251,7 @@ def own_bytes(row: Row) -> int:
     return sum(getattr(it, "_local_tensor", it).nbytes for it in tensors)
 
 
-def note_peak(row: Row, job: Runtime) -> None:
+def note_peak(row: Row, job: Ranks) -> None:
     """Take a step, and note what the rank that holds most holds in it."""
     gc.collect()
     if job.device.type == "cuda":
@@ -317,7 +317,7 @@ def config_for(
     return load(flags)[0]
 
 
-def feed_for(config: Config, folder: Path, job: Runtime) -> Feed:
+def feed_for(config: Config, folder: Path, job: Ranks) -> Feed:
     """This rank's micro-batches, step by step, as the recipe deals them."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     vocabulary = models.vocabulary_size(models.load_model_config(folder, False))
@@ -338,7 +338,7 @@ def feed_for(config: Config, folder: Path, job: Runtime) -> Feed:
             yield todo.batches, todo.target_tokens
 
 
-def makers(asked: argparse.Namespace, job: Runtime) -> list[Callable[[], Row]]:
+def makers(asked: argparse.Namespace, job: Ranks) -> list[Callable[[], Row]]:
     """What builds each row of a table, from the plain loop on."""
     folder = Path(asked.inputs)
     lines = (folder / "rows.jsonl").read_text().splitlines()
@@ -363,7 +363,7 @@ def makers(asked: argparse.Namespace, job: Runtime) -> list[Callable[[], Row]]:
     ]
 
 
-def measure(asked: argparse.Namespace, job: Runtime) -> list[Row]:
+def measure(asked: argparse.Namespace, job: Ranks) -> list[Row]:
     """Build, warm up and time all rows of a table."""
     build, rows = makers(asked, job), list[Row]()
     is_alternating = job.device.type == "cpu"

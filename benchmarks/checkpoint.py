@@ -48,7 +48,7 @@ from llama_ft.checkpoint import Checkpoint, CheckpointWriter, restore  # noqa: E
 from llama_ft.checkpoint.state import own_state  # noqa: E402
 from llama_ft.config import CheckpointConfig, FSDPConfig, ModelConfig, PeftConfig, TrainConfig  # noqa: E402
 from llama_ft.models.shards import local_shard  # noqa: E402
-from llama_ft.runtime import Runtime  # noqa: E402
+from llama_ft.runtime import Ranks  # noqa: E402
 from llama_ft.training import build_optimizer  # noqa: E402
 
 PIECE_BYTES = 2**22
@@ -61,7 +61,7 @@ Round = dict[str, float]
 class Trainee:
     """A model that is trained on one batch, over and over."""
 
-    def __init__(self, folder: Path, kind: str, tokens: int, job: Runtime) -> None:
+    def __init__(self, folder: Path, kind: str, tokens: int, job: Ranks) -> None:
         precision, peft = runtime.PRECISIONS["fp32"], KINDS[kind]
         self.job = job
         self.model: PreTrainedModel = models.build_on_meta(
@@ -97,7 +97,7 @@ class Trainee:
         self.job.all_gather_floats(loss.item())
 
 
-def measure_round(number: int, trainee: Trainee, folder: Path, job: Runtime) -> Round:
+def measure_round(number: int, trainee: Trainee, folder: Path, job: Ranks) -> Round:
     """Each way once, another one first each time: how quickly memory and page cache can be had
     depends on what was freed just before."""
     usual = statistics.median(slowest(trainee.step, job) for _ in range(USUAL_STEPS))
@@ -116,7 +116,7 @@ def measure_round(number: int, trainee: Trainee, folder: Path, job: Runtime) -> 
 
 
 def measure_plain(
-    way: str, number: int, usual: float, trainee: Trainee, folder: Path, job: Runtime
+    way: str, number: int, usual: float, trainee: Trainee, folder: Path, job: Ranks
 ) -> Round:
     """Copy and write, without llama_ft."""
     tensors = own_rows(trainee, job)
@@ -131,7 +131,7 @@ def measure_plain(
     return {f"{way} copy": copy_seconds, way: seconds}
 
 
-def own_rows(trainee: Trainee, job: Runtime) -> dict[str, torch.Tensor]:
+def own_rows(trainee: Trainee, job: Ranks) -> dict[str, torch.Tensor]:
     """What this rank writes, where training has it."""
     return {
         name: local_shard(it)
@@ -140,7 +140,7 @@ def own_rows(trainee: Trainee, job: Runtime) -> dict[str, torch.Tensor]:
 
 
 def measure_save(
-    way: str, number: int, usual: float, trainee: Trainee, folder: Path, job: Runtime
+    way: str, number: int, usual: float, trainee: Trainee, folder: Path, job: Ranks
 ) -> Round:
     """Save one checkpoint, while training continues until it is complete."""
     about = {"config": {"train": dataclasses.asdict(SETTINGS)}}
@@ -162,7 +162,7 @@ def measure_save(
     return {f"{way} stall": stall, f"{way} total": total, f"{way} lost": lost, **timings}
 
 
-def measure_resume(saved: Checkpoint, trainee: Trainee, job: Runtime) -> Round:
+def measure_resume(saved: Checkpoint, trainee: Trainee, job: Ranks) -> Round:
     """Read a rank's file, and restore from all files, which are in the page cache both times."""
     file = sorted(saved.folder.glob("*.safetensors"))[job.rank]
     trainee.optimizer = build_optimizer(trainee.model, SETTINGS)
@@ -189,7 +189,7 @@ def write_bytes(tensors: dict[str, torch.Tensor], file: Path) -> None:
         os.fsync(opened.fileno())
 
 
-WAYS: dict[str, Callable[[str, int, float, Trainee, Path, Runtime], Round]] = {
+WAYS: dict[str, Callable[[str, int, float, Trainee, Path, Ranks], Round]] = {
     "torch.save": measure_plain,
     "write": measure_plain,
     "sync": measure_save,
@@ -197,7 +197,7 @@ WAYS: dict[str, Callable[[str, int, float, Trainee, Path, Runtime], Round]] = {
 }
 
 
-def slowest(work: Callable[[], None], job: Runtime) -> float:
+def slowest(work: Callable[[], None], job: Ranks) -> float:
     """Seconds that the slowest rank takes; all begin together."""
     dist.barrier()
     started = time.perf_counter()

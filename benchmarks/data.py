@@ -35,11 +35,11 @@ from transformers.modeling_utils import PreTrainedModel  # noqa: E402
 
 from llama_ft import data, models, runtime, training  # noqa: E402
 from llama_ft.config import DataConfig, FSDPConfig, ModelConfig  # noqa: E402
-from llama_ft.data.batches import Batch, BatchSampler, pack_rows  # noqa: E402
+from llama_ft.data.batches import Batch, BatchSampler, pack_samples  # noqa: E402
 from llama_ft.data.cache import checksum  # noqa: E402
 from llama_ft.data.prefetch import PreparedBatches, StepBatches  # noqa: E402
 from llama_ft.processes import cores  # noqa: E402
-from llama_ft.runtime import Runtime  # noqa: E402
+from llama_ft.runtime import Ranks  # noqa: E402
 
 GIB = 2**30
 CAPACITIES = (256, 1024, 2048)
@@ -98,9 +98,9 @@ def tokenize(
         seconds = time.perf_counter() - started
         processes = config.tokenize_processes or cores()
         train, name = rows.report.train, "demo" if config.dataset == "demo" else "generated"
-        counts = f"{train.rows:,} | {train.tokens:,} | {processes} | {seconds:.1f} s"
+        counts = f"{train.samples:,} | {train.tokens:,} | {processes} | {seconds:.1f} s"
         print(
-            f"| {name} | {counts} | {train.rows / seconds:,.0f} | {train.tokens / seconds:,.0f} |",
+            f"| {name} | {counts} | {train.samples / seconds:,.0f} | {train.tokens / seconds:,.0f} |",
             end="",
         )
         return rows, seconds
@@ -134,7 +134,7 @@ def packs_table(lengths: numpy.ndarray) -> None:
     for pack_length in CAPACITIES:
         short = numpy.minimum(lengths, pack_length)
         started = time.perf_counter()
-        packs, tokens = pack_rows(short, pack_length)
+        packs, tokens = pack_samples(short, pack_length)
         seconds = time.perf_counter() - started
         full = numpy.sort(tokens)[1:].mean() / pack_length
         least = -(-int(short.sum()) // pack_length)
@@ -143,7 +143,7 @@ def packs_table(lengths: numpy.ndarray) -> None:
         )
 
 
-def build(folder: Path, job: Runtime, packed: bool) -> PreTrainedModel:
+def build(folder: Path, job: Ranks, packed: bool) -> PreTrainedModel:
     """The demo's model on a mesh of one, as recipes/finetuning.py makes it."""
     precision = runtime.PRECISIONS["fp32"]
     model = models.build_on_meta(
@@ -162,7 +162,7 @@ def build(folder: Path, job: Runtime, packed: bool) -> PreTrainedModel:
 
 def dense(model: PreTrainedModel, batch: Batch, device: torch.device) -> torch.Tensor:
     """The loss of a pack as transformers computes it from positions alone."""
-    positions = torch.cat([torch.arange(length) for length in batch.row_lengths])[None]
+    positions = torch.cat([torch.arange(length) for length in batch.example_lengths])[None]
     logits = model(
         input_ids=batch.input_ids.to(device), position_ids=positions.to(device), use_cache=False
     ).logits
@@ -172,10 +172,10 @@ def dense(model: PreTrainedModel, batch: Batch, device: torch.device) -> torch.T
     )
 
 
-def speed(rows: data.TokenizedData, folder: Path, job: Runtime, turns: int) -> None:
+def speed(rows: data.TokenizedData, folder: Path, job: Ranks, turns: int) -> None:
     """Steps with packs and with padding in turns, and how long each feed was waited for."""
     assert rows.train is not None
-    rows_a_pack = round(MICRO_BATCH_TOKENS / data.row_lengths(rows.train).mean())
+    rows_a_pack = round(MICRO_BATCH_TOKENS / data.example_lengths(rows.train).mean())
     shape = {"world_size": 1, "rank": 0, "micro_batch": 1, "seed": 1}
     ways = {
         "packing": (MICRO_BATCH_TOKENS, {**shape, "global_batch": 1}),
@@ -263,12 +263,12 @@ def main() -> None:
             file = generated(Path(folder) / "rows.jsonl", asked.rows)
             with Peak() as peak:
                 many, _ = tokenize(DataConfig(dataset=str(file)), tokenizer, MICRO_BATCH_TOKENS)
-                lengths, started = data.row_lengths(many.train), time.perf_counter()
-                packs, _ = pack_rows(lengths, MICRO_BATCH_TOKENS)
+                lengths, started = data.example_lengths(many.train), time.perf_counter()
+                packs, _ = pack_samples(lengths, MICRO_BATCH_TOKENS)
                 seconds = time.perf_counter() - started
             print(f" {peak.bytes / GIB:.2f} GiB, packed into {len(packs):,} in {seconds:.1f} s |")
     checksums_table()
-    packs_table(data.row_lengths(rows.train))
+    packs_table(data.example_lengths(rows.train))
     with runtime.start(asked.device, 1, False, None, 1800) as job:
         speed(rows, demo.model_dir, job, asked.turns)
 

@@ -31,7 +31,7 @@ LORA = ["--use_peft", "--target_modules", "all-linear", "--lora_dropout", "0"]
 # The first case of a process also imports torch and starts CUDA: 10 to 20 s from a cold disk.
 SECONDS_TO_IMPORT = 60.0
 SECONDS_PER_CASE = 60.0
-SECONDS_BETWEEN_LOOKS = 0.1
+POLL_SECONDS = 0.1
 MOST_KEPT = 6000  # characters of each stream of a failed case
 
 
@@ -168,7 +168,7 @@ class Bench:
                     yield Case(name, f"{problem}: {last_line(texts[1].strip() or texts[0])}")
                     return
                 else:
-                    time.sleep(SECONDS_BETWEEN_LOOKS)
+                    time.sleep(POLL_SECONDS)
         finally:
             end_processes(child)
 

@@ -56,8 +56,8 @@ def attention(bench: Bench) -> Iterator[Row]:
             num_key_value_groups=heads // shared, is_causal=True, training=True
         )
         offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(DEVICE)
-        rows = packed_attention.PackedRows(tuple(lengths), offsets, max(lengths))
-        extra = {"scaling": width**-0.5, "sliding_window": window, "packed_rows": rows}
+        rows = packed_attention.PackedSamples(tuple(lengths), offsets, max(lengths))
+        extra = {"scaling": width**-0.5, "sliding_window": window, "packed_samples": rows}
         output, _ = packed_attention._packed_sdpa(module, query, key, value, None, **extra)
         output.sum().backward()
         doubles = [part.detach().double().requires_grad_() for part in parts]
@@ -308,9 +308,9 @@ def kernels(bench: Bench) -> Iterator[Row]:
             torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True) for shape in shapes
         ]
         offsets = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
-        are_alike = len(set(lengths)) == 1
-        rows = packed_attention.PackedRows(tuple(lengths), offsets, max(lengths), are_alike)
-        extra = {"scaling": 0.125, "sliding_window": window, "packed_rows": rows}
+        equal_length = len(set(lengths)) == 1
+        rows = packed_attention.PackedSamples(tuple(lengths), offsets, max(lengths), equal_length)
+        extra = {"scaling": 0.125, "sliding_window": window, "packed_samples": rows}
         output, _ = packed_attention._packed_sdpa(module, *parts, None, **extra)  # type: ignore[arg-type]
         output.sum().backward()
         doubles = [part.detach().double().requires_grad_() for part in parts]
@@ -323,7 +323,7 @@ def kernels(bench: Bench) -> Iterator[Row]:
         error = max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in pairs)
         limit = 1e-4 if dtype == torch.float32 else 2e-2
         capability = attention_kernels.capability_of(parts[0])
-        name = attention_kernels.choose_kernel(capability, dtype, (64, 64), are_alike)
+        name = attention_kernels.choose_kernel(capability, dtype, (64, 64), equal_length)
         claim = f"{name}, {dtype}, {lengths}, window {window}"
         yield Row(
             "kernels",
@@ -344,11 +344,13 @@ def kernels(bench: Bench) -> Iterator[Row]:
             torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True) for shape in shapes
         ]
         offsets = torch.tensor([0, tokens], device=DEVICE, dtype=torch.int32)
-        rows = packed_attention.PackedRows((tokens,), offsets, tokens, True) if is_packed else None
+        rows = (
+            packed_attention.PackedSamples((tokens,), offsets, tokens, True) if is_packed else None
+        )
         for _ in range(3):
             started = time.perf_counter()
             output, _ = packed_attention._packed_sdpa(
-                module, *parts, None, scaling=0.125, packed_rows=rows
+                module, *parts, None, scaling=0.125, packed_samples=rows
             )  # type: ignore[arg-type]
             output.sum().backward()
             torch.cuda.synchronize()

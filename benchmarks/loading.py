@@ -45,7 +45,7 @@ from transformers.modeling_utils import PreTrainedModel  # noqa: E402
 from llama_ft import models, observe, runtime  # noqa: E402
 from llama_ft.config import FSDPConfig, ModelConfig, PeftConfig, QuantizationConfig  # noqa: E402
 from llama_ft.models.shards import local_shard  # noqa: E402
-from llama_ft.runtime import Runtime  # noqa: E402
+from llama_ft.runtime import Ranks  # noqa: E402
 
 MIB = 2**20
 SAMPLE_SECONDS = 0.003
@@ -92,7 +92,7 @@ class Result:
     device_peaks: list[int] = field(default_factory=list)
 
 
-def load(folder: Path, case: Case, job: Runtime) -> PreTrainedModel:
+def load(folder: Path, case: Case, job: Ranks) -> PreTrainedModel:
     """Skeleton, shards, weights: the steps of build_model in recipes/finetuning.py."""
     precision_name, peft, settings = TARGETS[case.target]
     precision = runtime.PRECISIONS[precision_name]
@@ -120,7 +120,7 @@ def load(folder: Path, case: Case, job: Runtime) -> PreTrainedModel:
     return model
 
 
-def load_with_accelerate(folder: Path, case: Case, job: Runtime) -> PreTrainedModel:
+def load_with_accelerate(folder: Path, case: Case, job: Ranks) -> PreTrainedModel:
     """cpu_ram_efficient_loading: rank 0 loads the model, the others are to have it on the meta
     device, and fsdp2_prepare_model, which Accelerator.prepare calls, shards it and sends it out."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin  # type: ignore[import-untyped]
@@ -142,7 +142,7 @@ def load_with_accelerate(folder: Path, case: Case, job: Runtime) -> PreTrainedMo
     return fsdp2_prepare_model(accelerator, model)
 
 
-def load_and_clone(folder: Path, case: Case, job: Runtime) -> PreTrainedModel:
+def load_and_clone(folder: Path, case: Case, job: Ranks) -> PreTrainedModel:
     """The baseline."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     for parameter in model.parameters():
@@ -150,7 +150,7 @@ def load_and_clone(folder: Path, case: Case, job: Runtime) -> PreTrainedModel:
     return model
 
 
-WAYS: dict[str, Callable[[Path, Case, Runtime], PreTrainedModel]] = {
+WAYS: dict[str, Callable[[Path, Case, Ranks], PreTrainedModel]] = {
     "slices": load,
     "scatter": load,
     "accelerate": load_with_accelerate,

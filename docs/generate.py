@@ -15,7 +15,7 @@ from typing import Any
 
 from llama_ft.commands import VERBS
 from llama_ft.config.dump import json_schema
-from llama_ft.config.messages import show
+from llama_ft.config.messages import format_value
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting, settings_of
 
 REFERENCE = Path(__file__).resolve().parent / "reference"
@@ -88,7 +88,7 @@ def table(settings: dict[str, Setting], flags: bool = False) -> str:
         "|---|---|---|---|",
     ]
     for setting in settings.values():
-        default = show(setting.default).strip("[]")
+        default = format_value(setting.default).strip("[]")
         name = f"`--{setting.name}`" if flags else f"`{setting.name}`"
         rows.append(
             f"| {name} | {kind(setting)} | {f'`{default}`' if default else 'empty'} | {cell(setting.meaning)} |"

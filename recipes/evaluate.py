@@ -28,11 +28,11 @@ import torch  # noqa: E402
 from transformers import PreTrainedTokenizerBase  # noqa: E402
 
 from llama_ft import models, runtime  # noqa: E402
-from llama_ft.evaluation.measure import ask_tasks, find_tasks, measure_loss  # noqa: E402
+from llama_ft.evaluation.measure import find_tasks, measure_loss, run_tasks  # noqa: E402
 from llama_ft.evaluation.results import Evaluated, describe, write_json  # noqa: E402
 from llama_ft.inference.load import open_model  # noqa: E402
 from llama_ft.processes import replace_text  # noqa: E402
-from llama_ft.runtime import Runtime, log  # noqa: E402
+from llama_ft.runtime import Ranks, log  # noqa: E402
 
 TASK_SETTINGS = ("limit", "num_fewshot", "apply_chat_template", "batch_size")
 
@@ -42,11 +42,11 @@ def main(what: Evaluation) -> None:
     flags = what.flags
     with runtime.start(
         flags.device, models.shard_degree(FSDPConfig(enable_fsdp=flags.enable_fsdp))
-    ) as job:
-        tasks = find_tasks(flags, job) if flags.tasks else None
+    ) as ranks:
+        tasks = find_tasks(flags, ranks) if flags.tasks else None
         results, bases = list[Evaluated](), list[tuple[Any, Evaluated]]()
         for asked in what.asked:
-            tuned, tokenizer = evaluate(asked, None, tasks, what, job)
+            tuned, tokenizer = evaluate(asked, None, tasks, what, ranks)
             base = results[0] if results else None
             if asked.base is not None:
                 # With the fine-tuned model's tokenizer and chat template, the base model gets the
@@ -59,11 +59,11 @@ def main(what: Evaluation) -> None:
                 alike = asked.base, tokenizer.chat_template, len(tokenizer), run
                 base = next((known for key, known in bases if key == alike), None)
                 if base is None:
-                    base, _ = evaluate(asked, tokenizer, tasks, what, job)
+                    base, _ = evaluate(asked, tokenizer, tasks, what, ranks)
                     bases.append((alike, base))
                     results.append(base)
             results.append(replace(tuned, base=base))
-        if job.is_main:
+        if ranks.is_main:
             log.info(f"\n{describe(results, what.samples, flags.limit)}")
             if flags.output_file:
                 settings = {name: getattr(flags, name) for name in TASK_SETTINGS}
@@ -78,7 +78,7 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase | None,
     tasks: Any,
     what: Evaluation,
-    job: Runtime,
+    ranks: Ranks,
 ) -> tuple[Evaluated, PreTrainedTokenizerBase]:
     """Load a model and evaluate it. With the tokenizer of a fine-tuned model: evaluate its base
     model."""
@@ -87,27 +87,29 @@ def evaluate(
         precision=what.flags.precision or (asked.run.train.precision if asked.run else "auto"),
     )
     if tokenizer is None:
-        name, opened = asked.place, open_model(asked.place, flags, job)
+        name, opened = asked.place, open_model(asked.place, flags, ranks)
     else:
         name = f"base: {asked.base}" + (f" (of {asked.place})" if len(what.asked) > 1 else "")
-        opened = open_model(str(asked.base), flags, job, asked.run, tokenizer)
+        opened = open_model(str(asked.base), flags, ranks, asked.run, tokenizer)
     log.info(opened.about)
     if models.has_score(opened.model):
         raise UserError(
             f"{name}: a reward model has no LM head. recipes/inference.py --prompts prints its scores."
         )
     held_out = (
-        measure_loss(opened.model, opened.tokenizer, asked, what, job) if what.samples else None
+        measure_loss(opened.model, opened.tokenizer, asked, what, ranks) if what.samples else None
     )
     # frees cached blocks, whose sizes fit only the measurement of the loss
     torch.cuda.empty_cache()
     answers = (
-        ask_tasks(tasks, opened.model, opened.tokenizer, flags, job) if tasks is not None else None
+        run_tasks(tasks, opened.model, opened.tokenizer, flags, ranks)
+        if tasks is not None
+        else None
     )
     result, tokenizer = Evaluated(name, opened.about, held_out, answers), opened.tokenizer
     del opened
     gc.collect()  # free this model before the next one is loaded
-    if job.device.type == "cuda":
+    if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
     return result, tokenizer
 

@@ -28,7 +28,7 @@ from transformers.modeling_utils import PreTrainedModel  # noqa: E402
 from llama_ft import checkpoint, data, models, runtime, training  # noqa: E402
 from llama_ft.phases import PhaseMonitor  # noqa: E402
 from llama_ft.run import TrainingRun, open_run, start_run  # noqa: E402
-from llama_ft.runtime import Runtime, log  # noqa: E402
+from llama_ft.runtime import Ranks, log  # noqa: E402
 
 
 @fire.decorators.SetParseFn(str)
@@ -99,7 +99,9 @@ def main(**flags: str) -> None:
         if batches.pack_length is not None:
             # samples must not see each other: compare a few with samples alone
             dtype = runtime.PRECISIONS[config.train.precision].compute
-            training.check_packing(model, batches.first_rows(), batches.pack_length, dtype, ranks)
+            training.check_packing(
+                model, batches.first_samples(), batches.pack_length, dtype, ranks
+            )
 
         with open_run(setup, config, inputs, dataset, batches, model, units) as run:
             reference.settle(model, run.directory)
@@ -145,7 +147,7 @@ def build_model(
     model_config: PretrainedConfig,
     new_tokens: models.NewTokens | None,
     memory: PhaseMonitor,
-    job: Runtime,
+    ranks: Ranks,
     is_trained: bool = True,
 ) -> tuple[PreTrainedModel, models.Adapter | None, models.StoredModel, list[models.Unit]]:
     """Build the model on the meta device, add adapters, shard it, and then load weights, each rank
@@ -163,7 +165,7 @@ def build_model(
         )
     if quantization is not None:
         log.info(models.quantize_linears(model, quantization))
-    models.fuse_layers(model, config.model, config.train, job.device)
+    models.fuse_layers(model, config.model, config.train, ranks.device)
     if config.data.batching_strategy == "packing":
         models.use_packed_attention(model)
     models.use_router_loss(model, config.train.router_aux_loss_coef)
@@ -187,17 +189,17 @@ def build_model(
     if config.model.compile:
         models.compile_layers(model)
     models.set_storage_dtypes(model, precision)
-    units = models.apply_fsdp(model, job.mesh, config.fsdp, precision)
-    if job.world_size > 1:  # a single process does not shard
+    units = models.apply_fsdp(model, ranks.mesh, config.fsdp, precision)
+    if ranks.world_size > 1:  # a single process does not shard
         log.info(models.unit_table(units))
     memory.enter("load")
     started = time.perf_counter()
     stored = models.load_weights(
         model,
         folder,
-        models.ShardGroup(job.mesh),
-        job.device,
-        job.storage_device,
+        models.ShardGroup(ranks.mesh),
+        ranks.device,
+        ranks.storage_device,
         scatter=config.fsdp.low_cpu_fsdp,
         adapter=adapter,
         peft=config.peft,

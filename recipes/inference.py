@@ -37,7 +37,7 @@ from llama_ft.inference.prompts import (  # noqa: E402
     read_prompts,
     score_prompts,
 )
-from llama_ft.runtime import Runtime, log  # noqa: E402
+from llama_ft.runtime import Ranks, log  # noqa: E402
 
 SECONDS_TO_WAIT = 7 * 24 * 3600.0  # between two messages of a conversation, ranks wait for the user
 
@@ -46,35 +46,37 @@ def main(options: InferenceFlags) -> None:
     """Load the model and answer the prompts; a reward model scores their responses."""
     runtime.console.file = sys.stderr  # stdout is for answers
     degree = models.shard_degree(FSDPConfig(enable_fsdp=options.enable_fsdp))
-    with runtime.start(options.device, degree, timeout_seconds=SECONDS_TO_WAIT) as job:
+    with runtime.start(options.device, degree, timeout_seconds=SECONDS_TO_WAIT) as ranks:
         has_prompt = bool(options.prompt or options.prompt_file or options.prompts)
-        is_chat = job.broadcast_from_rank0(
+        is_chat = ranks.broadcast_from_rank0(
             lambda: options.chat or (not has_prompt and sys.stdin.isatty())
         )
         prompts = read_prompts(options.prompts, options.columns) if options.prompts else []
-        prompt = "" if prompts or is_chat else job.broadcast_from_rank0(lambda: one_prompt(options))
-        opened = open_model(options.places[0], options, job)
-        if job.world_size == 1:
+        prompt = (
+            "" if prompts or is_chat else ranks.broadcast_from_rank0(lambda: one_prompt(options))
+        )
+        opened = open_model(options.paths[0], options, ranks)
+        if ranks.world_size == 1:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader of stdout may close it early
         log.info(opened.about)
         if models.has_score(opened.model):
-            return score_prompts([row for row, _ in prompts], opened, options, job)
-        answerer = Answerer(opened, options, job)
+            return score_prompts([sample for sample, _ in prompts], opened, options, ranks)
+        answerer = Answerer(opened, options, ranks)
         log.info(", ".join(f"{name} {value:g}" for name, value in answerer.sampling.items()))
         if is_chat:
-            converse(answerer, job)
+            converse(answerer, ranks)
         elif (
-            truncated := answer_prompts(prompts, answerer, options, job)
+            truncated := answer_prompts(prompts, answerer, options, ranks)
             if prompts
-            else answer_one(prompt, answerer, job)
+            else answer_one(prompt, answerer, ranks)
         ):
             log.info(f"{truncated} answers were truncated; --max_new_tokens allows longer ones.")
 
 
-def answer_one(prompt: str, answerer: Answerer, job: Runtime) -> int:
+def answer_one(prompt: str, answerer: Answerer, ranks: Ranks) -> int:
     """Stream the answer to a prompt to stdout. Return 1 if it was truncated, otherwise 0."""
-    [answer] = answerer.answer([answerer.tokens(prompt)], print_part if job.is_main else None)
-    if job.is_main:
+    [answer] = answerer.answer([answerer.tokens(prompt)], print_part if ranks.is_main else None)
+    if ranks.is_main:
         print(flush=True)
     return int(answer.is_truncated)
 

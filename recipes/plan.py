@@ -27,7 +27,7 @@ import torch  # noqa: E402
 from finetuning import build_model  # noqa: E402
 
 from llama_ft import data, models  # noqa: E402
-from llama_ft.plan.preflight import free_bytes, settle_checkpointing  # noqa: E402
+from llama_ft.plan.preflight import free_bytes, resolve_checkpointing  # noqa: E402
 from llama_ft.plan.types import PlanRequest, describe  # noqa: E402
 from llama_ft.runtime import configure_console  # noqa: E402
 
@@ -40,26 +40,26 @@ def main(config: Config, options: PlanFlags) -> int:
     """Print the plan. Return the exit code: 0; with --fit 3 if only changed settings fit, 4 if none
     does."""
     folder, is_cpu = find_folder(config.model), config.train.device == "cpu"
-    config = settle_checkpointing(config, "cpu" if is_cpu else "cuda")
+    config = resolve_checkpointing(config, "cpu" if is_cpu else "cuda")
     request = PlanRequest(
         config, folder, options.nproc, options.nproc_per_node or 1, "cpu" if is_cpu else "cuda"
     )
     if config.model.resize_embeddings:
         request = with_new_tokens(request)
-    tell = partial(print, file=sys.stderr, flush=True)
+    report = partial(print, file=sys.stderr, flush=True)
     if options.nproc > 1 and not config.fsdp.enable_fsdp:
-        tell(
+        report(
             f"warning: each of the {options.nproc} ranks will hold the whole model. --enable_fsdp shards it."
         )
     if not options.quick:
-        tell("Planning every layer; --quick takes less time ...")
+        report("Planning every layer; --quick takes less time ...")
     try:
         if config.train.activation_checkpointing == "auto":
             room = options.fit_bytes or free_bytes(
                 torch.device(request.device), request.local_world_size
             )
             chosen, why, planned = choose_checkpointing(request, build_model, room, options.quick)
-            tell(f"activation_checkpointing auto: {why}")
+            report(f"activation_checkpointing auto: {why}")
             request = dataclasses.replace(request, config=chosen)
         else:
             planned = predict(request, build_model, options.quick)
@@ -71,7 +71,7 @@ def main(config: Config, options: PlanFlags) -> int:
     values: dict[str, object] = {"plan": dataclasses.asdict(planned)}
     text, exit_code = describe(planned), 0
     if options.fit:
-        answer, exit_code, own = answer_fit(request, build_model, planned, options, tell)
+        answer, exit_code, own = answer_fit(request, build_model, planned, options, report)
         text, values = f"{text}\n\n{answer}", values | own
     print(json.dumps(values) if options.json else text, flush=True)
     return exit_code

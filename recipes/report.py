@@ -18,13 +18,13 @@ from llama_ft.report.run import ReportFlags, read_report_flags
 def main(options: ReportFlags) -> None:
     """Read the runs and write the page."""
     try:
-        runs = [report.read_run(Path(name).expanduser()) for name in options.places]
+        runs = [report.read_run(Path(name).expanduser()) for name in options.paths]
         page = report.report_page(runs[0]) if len(runs) == 1 else report.comparison_page(runs)
     except UserError:
         raise
     except Exception as error:  # files of another program, or corrupted files, may hold anything
         reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{', '.join(options.places)}: cannot make a report ({reason}).") from error
+        raise UserError(f"{', '.join(options.paths)}: cannot make a report ({reason}).") from error
     path = Path(str(options.out)).expanduser()
     try:
         replace_text(path, page)

@@ -20,7 +20,7 @@ import pytest
 from forked import ENVIRONMENT, REPOSITORY, Finished, forked
 
 if TYPE_CHECKING:
-    from llama_ft.runtime import Runtime
+    from llama_ft.runtime import Ranks
 
 # Before torch is imported: the tests' tensors are tiny, and threads that wait for a busy core spin.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -189,18 +189,18 @@ def tied_model(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture(scope="module")
-def runtime() -> Iterator["Runtime"]:
+def runtime() -> Iterator["Ranks"]:
     """A process group of one, for what needs no launch."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from llama_ft.runtime import Runtime
+    from llama_ft.runtime import Ranks
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
     cpu = torch.device("cpu")
-    yield Runtime(0, 1, 0, 1, cpu, cpu, "CPU", mesh, None)
+    yield Ranks(0, 1, 0, 1, cpu, cpu, "CPU", mesh, None)
     dist.destroy_process_group()
 
 

@@ -10,7 +10,7 @@ from pages import Page
 
 from llama_ft.config import load
 from llama_ft.config.load import convert
-from llama_ft.config.messages import explain_unknown, known, show
+from llama_ft.config.messages import explain_unknown, format_value, known
 
 LLAMA_RECIPES_PAGE = "docs/migrate/llama-recipes.md"
 # The fields of llama-recipes' configurations with their defaults, from src/llama_recipes/configs of
@@ -96,7 +96,7 @@ def test_a_page_names_only_settings_and_values_that_exist_with_their_defaults(pa
         flag, _, value = entry.removeprefix("--").partition(" ")
         assert (setting := known(flag)) is not None, entry
         assert not convert({setting.name: value or setting.default}, {})[1], entry
-        assert not default or value_of(default) == value_of(show(setting.default)), entry
+        assert not default or value_of(default) == value_of(format_value(setting.default)), entry
 
 
 @pytest.mark.parametrize("config", LLAMA_RECIPES)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from llama_ft.masking import mask_keys, printable
 from llama_ft.processes import end_restarts
 
-SECONDS_TO_BE_ENDED = 20
+EXIT_GRACE_SECONDS = 20
 NO_ANSWER = {
     socket.gaierror: "host not found",
     ConnectionRefusedError: "connection refused",
@@ -50,7 +50,7 @@ class LostRank(RunFailure):
     here."""
 
 
-def counted(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
     """Return a count and its noun, such as `1 sample` or `2,214 samples`."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
@@ -75,7 +75,7 @@ def reason(error: BaseException) -> str:
 @contextmanager
 def before_imports() -> Iterator[None]:
     """Apply `exit_on_error` to the code before the imports of torch and Transformers. Garbage
-    collection is off until `runtime.configure_console`, because the imports take 8 s with it and 6
+    collection is off until `ranks.configure_console`, because the imports take 8 s with it and 6
     s without."""
     # keep a handler that the recipe has set
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -98,7 +98,7 @@ def exit_on_error() -> Iterator[None]:
         yield
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(SECONDS_TO_BE_ENDED)
+            time.sleep(EXIT_GRACE_SECONDS)
         print(error, file=sys.stderr, flush=True)
         end_restarts()
         sys.exit(2)

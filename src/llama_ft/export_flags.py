@@ -19,7 +19,7 @@ from llama_ft.errors import UserError
 class ExportFlags:
     """Flags of recipes/export.py."""
 
-    places: list[str] = Field(default_factory=list)
+    paths: list[str] = Field(default_factory=list)
     """CHECKPOINT OUT: a checkpoint, a run's directory (its best checkpoint after early stopping,
     else the newest valid one) or a saved adapter, which is merged; and the directory that is
     written."""
@@ -64,12 +64,12 @@ def read_export_flags(argv: list[str], description: str) -> ExportFlags:
     """Return the flags with resolved `source`, `out`, `kind` and `base_model`. Raises UserError
     with all errors."""
     options, _, errors = read(argv, ExportFlags, description, {"dtype": "save_dtype"})
-    if len(options.places) != 2:
+    if len(options.paths) != 2:
         raise UserError(
             *errors,
             "Expected export.py CHECKPOINT OUT: what is read, and the directory that is written.",
         )
-    source, out = options.places
+    source, out = options.paths
     options.source = Path(source).expanduser()
     options.out = Path(out).expanduser().absolute()
     options.kind = export_kind(options.source)

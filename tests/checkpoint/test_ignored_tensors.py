@@ -15,7 +15,7 @@ from llama_ft.checkpoint import Exporter, export_model, find_valid
 from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.models import ShardGroup, build_on_meta, load_model_config, load_tokenizer
 from llama_ft.models.load_weights import load_weights
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Ranks
 
 SaveBase = Callable[[Path, str], tuple[Path, list[str]]]
 # model_type -> the beginning of the names of such tensors
@@ -97,7 +97,7 @@ def save_base(bench: ModuleType, save_tokenizer: Callable[..., Path]) -> SaveBas
     return save
 
 
-def train_and_export(base: Path, folder: Path, runtime: Runtime) -> None:
+def train_and_export(base: Path, folder: Path, runtime: Ranks) -> None:
     """Load the base as a run does, change every weight, and export."""
     model = build_on_meta(load_model_config(base, False), ModelConfig(model_name=str(base)))
     group = ShardGroup(runtime.mesh)
@@ -127,7 +127,7 @@ def changed_names(was: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) ->
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_an_export_has_every_tensor_of_its_base(
-    model_type: str, save_base: SaveBase, tmp_path: Path, runtime: Runtime
+    model_type: str, save_base: SaveBase, tmp_path: Path, runtime: Ranks
 ) -> None:
     base, ignored = save_base(tmp_path / "base", model_type)
     assert any(name.startswith(PREFIXES[model_type]) for name in ignored)

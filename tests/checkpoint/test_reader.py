@@ -19,7 +19,7 @@ from llama_ft.checkpoint import (
 from llama_ft.checkpoint.reader import shard_file
 from llama_ft.config import CheckpointConfig
 from llama_ft.errors import UserError
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Ranks
 
 
 def three_ranks(folder: Path, tensor: torch.Tensor, chunks: list[torch.Tensor]) -> Checkpoint:
@@ -55,7 +55,7 @@ def test_rows_are_put_together_whatever_ranks_wrote_them(tmp_path: Path) -> None
 
 
 @pytest.fixture
-def written(tmp_path: Path, runtime: Runtime) -> Path:
+def written(tmp_path: Path, runtime: Ranks) -> Path:
     """A real checkpoint."""
     model = torch.nn.Linear(40, 30)
     optimizer = torch.optim.AdamW(model.parameters())

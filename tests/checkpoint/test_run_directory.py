@@ -15,7 +15,7 @@ from llama_ft.checkpoint import create_run_directory, run_directory
 from llama_ft.config import CheckpointConfig
 from llama_ft.config.paths import RUN_MARKER
 from llama_ft.errors import UserError
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Ranks
 
 AT_WORK = """
 import os, sys, time
@@ -45,9 +45,9 @@ def busy(tmp_path: Path) -> Iterator[tuple[Path, int]]:
 
 
 def test_a_directory_in_which_another_process_works_is_refused_and_left_alone(
-    busy: tuple[Path, int], runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+    busy: tuple[Path, int], runtime: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_directory, "SECONDS_FOR_ANOTHER_TO_END", 0.0)
+    monkeypatch.setattr(run_directory, "LOCK_WAIT_SECONDS", 0.0)
     folder, other = busy
     settings: list[dict[str, Any]] = [{"overwrite": True}, {"resume": "auto"}]
     for way in settings:
@@ -57,7 +57,7 @@ def test_a_directory_in_which_another_process_works_is_refused_and_left_alone(
 
 
 def test_a_process_that_was_killed_holds_no_directory(
-    busy: tuple[Path, int], runtime: Runtime
+    busy: tuple[Path, int], runtime: Ranks
 ) -> None:
     folder, other = busy
     os.kill(other, signal.SIGKILL)  # and it need not be reaped
@@ -72,7 +72,7 @@ def test_a_process_that_was_killed_holds_no_directory(
 
 @pytest.mark.parametrize("way", [{"overwrite": True}, {"resume": "auto"}])
 def test_files_that_no_run_wrote_are_never_removed(
-    way: dict[str, Any], tmp_path: Path, runtime: Runtime
+    way: dict[str, Any], tmp_path: Path, runtime: Ranks
 ) -> None:
     (tmp_path / "checkpoints" / "epoch_1").mkdir(parents=True)
     (tmp_path / "metrics.jsonl").write_text('{"loss": 1}\n')
@@ -87,7 +87,7 @@ def test_files_that_no_run_wrote_are_never_removed(
 
 @pytest.mark.parametrize("way", [{"overwrite": True}, {"resume": "auto"}])
 def test_what_was_set_aside_or_put_into_checkpoints_and_a_result_without_them_stay(
-    way: dict[str, Any], tmp_path: Path, runtime: Runtime
+    way: dict[str, Any], tmp_path: Path, runtime: Ranks
 ) -> None:
     (tmp_path / RUN_MARKER).touch()
     kept = {"set-aside-1-step-000009", "epoch_1", "step-000010-copy"}
@@ -108,7 +108,7 @@ def test_what_was_set_aside_or_put_into_checkpoints_and_a_result_without_them_st
     runtime.lock.close()
 
 
-def test_links_to_other_directories_are_not_followed(tmp_path: Path, runtime: Runtime) -> None:
+def test_links_to_other_directories_are_not_followed(tmp_path: Path, runtime: Ranks) -> None:
     other = tmp_path / "other"
     (other / "step-000001").mkdir(parents=True)
     (other / "notes.txt").write_text("mine")
@@ -126,7 +126,7 @@ def test_links_to_other_directories_are_not_followed(tmp_path: Path, runtime: Ru
     assert not (folder / "checkpoints").exists() and (other / "step-000001").is_dir()
 
 
-def test_temporary_files_that_a_kill_has_left_are_deleted(tmp_path: Path, runtime: Runtime) -> None:
+def test_temporary_files_that_a_kill_has_left_are_deleted(tmp_path: Path, runtime: Ranks) -> None:
     (tmp_path / RUN_MARKER).touch()
     (tmp_path / ".facts.json.4711.tmp").write_text("half")
     (tmp_path / ".mine.tmp").write_text("mine")

@@ -14,7 +14,7 @@ from llama_ft.config import CheckpointConfig, TrainConfig
 from llama_ft.errors import UserError
 from llama_ft.models.activation_checkpointing import checkpoint_activations
 from llama_ft.models.compiled import compile_layers
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Ranks
 from llama_ft.training import build_optimizer
 
 OPTIMIZERS = {
@@ -28,7 +28,7 @@ Save = Callable[[torch.nn.Module, torch.optim.Optimizer, TrainConfig], Checkpoin
 
 
 @pytest.fixture
-def save(runtime: Runtime, tmp_path: Path) -> Save:
+def save(runtime: Ranks, tmp_path: Path) -> Save:
     """Write a checkpoint of a model and its optimizer, and open it."""
 
     def save(
@@ -50,7 +50,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_neither_saving_nor_restoring_makes_a_step(
-    save: Save, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, name: str
+    save: Save, runtime: Ranks, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """torch's utilities make one where an optimizer has no states."""
     train, model = OPTIMIZERS[name], torch.nn.Linear(96, 64)
@@ -65,7 +65,7 @@ def test_neither_saving_nor_restoring_makes_a_step(
     assert counters == ([] if train.optimizer == "SGD" else [0, 0])
 
 
-def test_the_settings_are_those_of_the_new_run(save: Save, runtime: Runtime) -> None:
+def test_the_settings_are_those_of_the_new_run(save: Save, runtime: Ranks) -> None:
     train, model = TrainConfig(lr=1e-3, weight_decay=0.5), torch.nn.Linear(96, 64)
     optimizer = build_optimizer(model, train)
     step(model, optimizer)
@@ -82,7 +82,7 @@ def test_the_settings_are_those_of_the_new_run(save: Save, runtime: Runtime) -> 
 
 
 def test_compiled_layers_that_recompute_are_saved_under_their_own_names(
-    save: Save, runtime: Runtime, tied_model: Path
+    save: Save, runtime: Ranks, tied_model: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -122,7 +122,7 @@ UNFIT: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 
 @pytest.mark.parametrize("kind", UNFIT)
 def test_what_does_not_fit_is_told_before_anything_is_read(
-    save: Save, runtime: Runtime, kind: str
+    save: Save, runtime: Ranks, kind: str
 ) -> None:
     train, model = TrainConfig(), torch.nn.Linear(96, 64)
     change, message = UNFIT[kind]
@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_told_before_anything_is_read(
 
 
 def test_a_restored_checkpoint_that_is_deleted_gives_its_space_back(
-    save: Save, runtime: Runtime, tmp_path: Path
+    save: Save, runtime: Ranks, tmp_path: Path
 ) -> None:
     train, model = TrainConfig(), torch.nn.Linear(96, 64)
     checkpoint = save(model, build_optimizer(model, train), train)

@@ -16,10 +16,10 @@ from safetensors.torch import load
 from llama_ft.checkpoint import Checkpoint, CheckpointWriter, checkpoint_errors, restore_weights
 from llama_ft.checkpoint.reader import shard_file
 from llama_ft.checkpoint.safetensors_file import SafetensorsFile
-from llama_ft.checkpoint.writer import SPACE_FOR_THE_REST
+from llama_ft.checkpoint.writer import RESERVED_BYTES
 from llama_ft.config import CheckpointConfig, TrainConfig
 from llama_ft.errors import RunFailure
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Ranks
 from llama_ft.training import build_optimizer
 
 STATE = {"progress": {}}
@@ -35,7 +35,7 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 @pytest.fixture
-def new_writer(runtime: Runtime, tmp_path: Path) -> Callable[..., CheckpointWriter]:
+def new_writer(runtime: Ranks, tmp_path: Path) -> Callable[..., CheckpointWriter]:
     return lambda **settings: CheckpointWriter(tmp_path, CheckpointConfig(**settings), {}, runtime)
 
 
@@ -105,7 +105,7 @@ def test_too_little_room_is_told_before_anything_is_written(
 ) -> None:
     model, optimizer = trained()
     writer = new_writer()
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=SPACE_FOR_THE_REST))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=RESERVED_BYTES))
     with pytest.raises(RunFailure, match=r"it needs 1\.0 MiB, but only 1\.0 MiB are free"):
         writer.save(1, model, optimizer, STATE)
     assert not (tmp_path / "checkpoints").exists()

@@ -37,8 +37,8 @@ def main(folder: Path, cases: list[dict[str, Any]]) -> None:
             )
             steps, message = [], ""
             try:
-                if case.get("first_rows"):
-                    rows.first_rows()
+                if case.get("first_samples"):
+                    rows.first_samples()
                 with data.Prefetcher(
                     rows.steps(case["first"], case["last"], case["position"])
                 ) as feed:
@@ -47,7 +47,7 @@ def main(folder: Path, cases: list[dict[str, Any]]) -> None:
                         own = [
                             place.rpartition(":")[2]
                             for batch in todo.batches
-                            for place in batch.sources
+                            for place in batch.locations
                         ]
                         everyone: list[Any] = [None] * job.world_size
                         runtime.process_group.dist.all_gather_object(everyone, own)

@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_ft.data import Demo, collate, evaluation_batches, pad_token_id
-from llama_ft.data.batches import BatchSampler, pack_rows
+from llama_ft.data.batches import BatchSampler, pack_samples
 
 LENGTHS = [(7 * row) % 53 + 2 for row in range(103)]
 TARGETS = [length // 2 for length in LENGTHS]
@@ -157,7 +157,7 @@ def test_rows_are_padded_on_the_right_without_mask_or_label(rows: Dataset) -> No
     assert batch.input_ids.tolist() == [[4, 5, 9], [1, 2, 3]]
     assert batch.attention_mask.tolist() == [[1, 1, 0], [1, 1, 1]]
     assert batch.labels.tolist() == [[-100, 5, -100], [-100, 2, 3]]
-    assert batch.sources == ["a:3", "a:1"]
+    assert batch.locations == ["a:3", "a:1"]
     assert {batch.input_ids.dtype, batch.attention_mask.dtype, batch.labels.dtype} == {torch.int64}
     assert (batch.tokens, batch.target_tokens) == (5, 3)
 
@@ -166,11 +166,11 @@ def test_packed_rows_follow_one_another_and_no_row_predicts_the_next(rows: Datas
     batch = collate(rows, [2, 1, 0], pad_token_id=9, is_packed=True)
     assert batch.input_ids.tolist() == [[4, 5, *range(20), 1, 2, 3]]
     assert batch.labels.tolist() == [[-100, 5, -100, *range(1, 20), -100, 2, 3]]
-    assert batch.row_lengths == [2, 20, 3] and batch.sources == ["a:3", "a:2", "a:1"]
+    assert batch.example_lengths == [2, 20, 3] and batch.locations == ["a:3", "a:2", "a:1"]
     assert (batch.tokens, batch.target_tokens) == (25, 22) and batch.input_ids.dtype == torch.int64
     for is_packed in (True, False):  # a rank without rows
         empty = collate(rows, [], pad_token_id=9, is_packed=is_packed)
-        assert (empty.input_ids.tolist(), empty.labels.tolist(), empty.sources) == (
+        assert (empty.input_ids.tolist(), empty.labels.tolist(), empty.locations) == (
             [[1, 2, 3]],
             [[-100] * 3],
             [],
@@ -229,7 +229,7 @@ def least_number(lengths: numpy.ndarray, pack_length: int) -> int:
 @pytest.mark.parametrize("capacity", [CAPACITY, 5 * CAPACITY])  # searched, and best-fit
 def test_packed_sequences_are_few(kind: str, capacity: int) -> None:
     lengths = KINDS[kind]
-    packs, tokens = pack_rows(lengths, capacity)
+    packs, tokens = pack_samples(lengths, capacity)
     least = least_number(lengths, capacity)
     assert len(packs) <= math.ceil((1.002 if capacity == CAPACITY else 1.02) * least)
     longest_first = numpy.sort(lengths)[::-1]
@@ -242,5 +242,5 @@ def test_packed_sequences_are_few(kind: str, capacity: int) -> None:
 def test_packed_sequences_of_the_quickstart_are_nearly_full() -> None:
     # like docstrings of 256 tokens at most: many truncated ones, many in the middle
     lengths = natural(lambda n: numpy.random.default_rng(1).lognormal(4.5, 0.6, n), 5000, 256)
-    packs, _ = pack_rows(lengths, 256)
+    packs, _ = pack_samples(lengths, 256)
     assert len(packs) <= 1.002 * least_number(lengths, 256)

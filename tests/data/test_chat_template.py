@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from llama_ft.config.paths import BUILT_IN_TEMPLATES
 from llama_ft.data import Encoder, ensure_chat_template
 from llama_ft.data.chat_template import BUILT_IN, render_chat
-from llama_ft.data.formats import BadRow, Message
+from llama_ft.data.formats import BadSample, Message
 from llama_ft.data.loss_mask import ChatDiffers, ChatRenderer, drop_reasoning
 from llama_ft.errors import UserError
 
@@ -395,7 +395,7 @@ def test_calls_of_tools_are_answers(
 def test_what_a_template_would_lose_is_refused(
     text: Callable[..., str], template: str, chat: list[Message], tools: Any, lost: str
 ) -> None:
-    with pytest.raises(BadRow, match=f"drops {lost}"):
+    with pytest.raises(BadSample, match=f"drops {lost}"):
         text(template, chat, tools=tools)
 
 
@@ -425,7 +425,7 @@ def test_thoughts_are_trained_where_the_model_thinks_them(text: Callable[..., st
 def test_reasoning_content_is_rejected_if_the_generation_prompt_closes_it(
     text: Callable[..., str], answer: Message
 ) -> None:
-    with pytest.raises(BadRow, match=r'"messages\[3\]".* --reasoning_content drop'):
+    with pytest.raises(BadSample, match=r'"messages\[3\]".* --reasoning_content drop'):
         text(NO_THINKING, [*ONE, user("Hi"), answer])
     hi = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert text(NO_THINKING, [*ONE, user("Hi"), *drop_reasoning([answer])]) == (
@@ -457,7 +457,7 @@ def test_training_starts_after_reasoning_content_that_the_generation_prompt_open
 
 
 def test_a_response_of_nothing_but_reasoning_content_cannot_lose_it() -> None:
-    with pytest.raises(BadRow, match=r'"messages\[1\]" has nothing but reasoning content'):
+    with pytest.raises(BadSample, match=r'"messages\[1\]" has nothing but reasoning content'):
         drop_reasoning([user("Hi"), assistant("<think>\nhm\n</think>")])
     kept = drop_reasoning([user("<think>a</think>"), assistant("", thinking="a", tool_calls=CALL)])
     assert kept == [user("<think>a</think>"), assistant("", tool_calls=CALL)]

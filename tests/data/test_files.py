@@ -11,8 +11,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from llama_ft.data.files import LONGEST_LINE, rows_of_file
-from llama_ft.data.formats import BadRow
+from llama_ft.data.files import LONGEST_LINE, samples_of_file
+from llama_ft.data.formats import BadSample
 from llama_ft.errors import UserError
 
 
@@ -23,7 +23,7 @@ def written(path: Path, content: bytes | str) -> Path:
 
 def test_jsonl_counts_blank_lines_and_takes_a_byte_order_mark(tmp_path: Path) -> None:
     path = written(tmp_path / "my.jsonl", b'\xef\xbb\xbf{"a": "\xc3\xa9"}\r\n\n  \n{"a": 2}')
-    assert list(rows_of_file(path)) == [(f"{path}:1", {"a": "é"}), (f"{path}:4", {"a": 2})]
+    assert list(samples_of_file(path)) == [(f"{path}:1", {"a": "é"}), (f"{path}:4", {"a": 2})]
 
 
 @pytest.mark.parametrize(
@@ -41,21 +41,23 @@ def test_unusable_line_of_jsonl_is_told_and_the_next_is_read(
     tmp_path: Path, line: bytes, text: str
 ) -> None:
     path = written(tmp_path / "my.jsonl", b'{"a": 1}\n' + line + b'\n{"a": 3}\n')
-    (_, first), (place, problem), (_, third) = rows_of_file(path)
+    (_, first), (place, problem), (_, third) = samples_of_file(path)
     assert (first, third) == ({"a": 1}, {"a": 3})
     assert place == f"{path}:2"
-    assert isinstance(problem, BadRow) and str(problem).startswith(text)
+    assert isinstance(problem, BadSample) and str(problem).startswith(text)
 
 
 def test_json_array_counts_rows(tmp_path: Path) -> None:
     path = written(tmp_path / "my.json", json.dumps([{"a": 1}, {"a": [2]}, 3], indent=1))
-    rows = list(rows_of_file(path))
+    rows = list(samples_of_file(path))
     assert rows[:2] == [(f"{path} row 1", {"a": 1}), (f"{path} row 2", {"a": [2]})]
-    assert isinstance(rows[2][1], BadRow)
+    assert isinstance(rows[2][1], BadSample)
     path.write_text('{"a": 1}\n{"a": 2}\n')  # or one object per line
-    assert [row for _, row in rows_of_file(path)] == [{"a": 1}, {"a": 2}]
+    assert [row for _, row in samples_of_file(path)] == [{"a": 1}, {"a": 2}]
     assert (
-        list(rows_of_file(written(path, " [ ] \n"))) == list(rows_of_file(written(path, ""))) == []
+        list(samples_of_file(written(path, " [ ] \n")))
+        == list(samples_of_file(written(path, "")))
+        == []
     )
 
 
@@ -64,17 +66,17 @@ def test_csv_counts_rows_after_the_header(tmp_path: Path) -> None:
         tmp_path / "my.csv",
         '\ufeffinstruction,output\n"Hi,\nyou",yes\n\nHi,' + "y" * 200_000 + "\n",
     )
-    assert list(rows_of_file(path)) == [
+    assert list(samples_of_file(path)) == [
         (f"{path} row 1", {"instruction": "Hi,\nyou", "output": "yes"}),
         (f"{path} row 2", {"instruction": "Hi", "output": "y" * 200_000}),
     ]
 
 
 def test_csv_row_with_other_fields_than_the_header_is_told(tmp_path: Path) -> None:
-    (_, problem), (_, too_few), (_, good) = rows_of_file(
+    (_, problem), (_, too_few), (_, good) = samples_of_file(
         written(tmp_path / "my.csv", "a,b\n1,2,3\n1\n1,2\n")
     )
-    assert isinstance(problem, BadRow) and isinstance(too_few, BadRow)
+    assert isinstance(problem, BadSample) and isinstance(too_few, BadSample)
     assert good == {"a": "1", "b": "2"}
 
 
@@ -107,11 +109,11 @@ def test_every_kind_of_file_holds_the_same_rows_here_and_behind_a_url(
     tmp_path: Path, name: str
 ) -> None:
     KINDS[name](tmp_path / name)
-    assert [row for _, row in rows_of_file(tmp_path / name)] == ROWS
+    assert [row for _, row in samples_of_file(tmp_path / name)] == ROWS
     url = f"memory://{tmp_path.name}/{name}"
     with fsspec.open(url, "wb") as file:
         file.write((tmp_path / name).read_bytes())
-    remote = list(rows_of_file(url))
+    remote = list(samples_of_file(url))
     assert [row for _, row in remote] == ROWS
     assert remote[0][0].startswith(url)
 
@@ -123,7 +125,7 @@ def test_keys_that_only_other_objects_have_are_no_nulls_in_parquet(tmp_path: Pat
     ]
     table = pyarrow.Table.from_pylist([{"messages": turns, "id": None, "labels": [1, 2]}])
     pyarrow.parquet.write_table(table, tmp_path / "my.parquet")
-    [(_, row)] = rows_of_file(tmp_path / "my.parquet")
+    [(_, row)] = samples_of_file(tmp_path / "my.parquet")
     assert row == {"messages": turns, "id": None, "labels": [1, 2]}
 
 
@@ -152,14 +154,14 @@ def test_file_that_cannot_be_read_on_is_told(
 ) -> None:
     path = written(tmp_path / name, content)
     with pytest.raises(UserError) as caught:
-        list(rows_of_file(path))
+        list(samples_of_file(path))
     assert caught.value.messages[0].removeprefix(f"{path}: ").startswith(text.format(path=path))
 
 
 def test_a_line_without_end_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "my.jsonl", b'{"a": 1}\n{"a": "' + b"x" * LONGEST_LINE)
     with pytest.raises(UserError, match="after .*my.jsonl:1: line 2 is longer than 67,108,864 b"):
-        list(rows_of_file(path))
+        list(samples_of_file(path))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ def test_a_line_without_end_is_refused(tmp_path: Path) -> None:
 )
 def test_a_host_that_does_not_answer_is_no_missing_file(host: str, why: str) -> None:
     with pytest.raises(UserError) as told:
-        list(rows_of_file(f"http://me:hunter2@{host}/my.jsonl"))
+        list(samples_of_file(f"http://me:hunter2@{host}/my.jsonl"))
     assert (
         str(told.value)
         == f"error: http://***@{host}/my.jsonl: cannot be read: the host does not answer ({why})."
@@ -184,7 +186,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
     )
     del text
     tracemalloc.start()
-    assert sum(1 for _ in rows_of_file(path)) == 30_001
+    assert sum(1 for _ in samples_of_file(path)) == 30_001
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 10 * 2**20

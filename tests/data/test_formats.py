@@ -15,8 +15,8 @@ from pages import Page
 
 from llama_ft.data.formats import (
     FORMATS,
-    BadRow,
-    Row,
+    BadSample,
+    Sample,
     alpaca_messages,
     chat_messages,
     find_format,
@@ -25,7 +25,7 @@ from llama_ft.data.formats import (
     pair_contents,
     plain_text,
     prompt_completion,
-    token_row,
+    tokenized_sample,
     tools_of,
 )
 from llama_ft.errors import UserError
@@ -89,7 +89,7 @@ def test_wrong_columns_are_listed_with_what_is_expected(
     assert text in caught.value.messages[0]
 
 
-def answered(**changes: object) -> Row:
+def answered(**changes: object) -> Sample:
     """A chat whose answer is changed."""
     return {"messages": [USER, {**ANSWER, **changes}]}
 
@@ -247,32 +247,32 @@ def answered(**changes: object) -> Row:
             {"chosen": [USER, ANSWER], "rejected": [USER, said("assistant", "")]},
             '"rejected[1].content" is em',
         ),
-        (token_row, {"labels": [1]}, '"input_ids" is missing'),
+        (tokenized_sample, {"labels": [1]}, '"input_ids" is missing'),
         (
-            token_row,
+            tokenized_sample,
             {"input_ids": [1, 2], "labels": [1]},
             '"input_ids" has 2, "labels" has 1 entries; expected',
         ),
         (
-            token_row,
+            tokenized_sample,
             {"input_ids": [1, 2], "attention_mask": [1]},
             '"input_ids" has 2, "attention_mask" has 1 entries',
         ),
         (
-            token_row,
+            tokenized_sample,
             {"input_ids": [], "attention_mask": []},
             '"input_ids" has 0, "attention_mask" has 0 entries',
         ),
-        (token_row, {"input_ids": [True], "labels": [1]}, '"input_ids" is [true]'),
+        (tokenized_sample, {"input_ids": [True], "labels": [1]}, '"input_ids" is [true]'),
         (plain_text, {"text": 5}, '"text" is 5'),
         (tools_of, {"tools": "[{"}, '"tools" is "[{"; expected JSON'),
         (tools_of, {"tools": ["f"]}, '"tools" is ["f"]; expected a list of objects'),
     ],
 )
 def test_the_field_that_is_wrong_is_named(
-    read: Callable[[Row], object], row: Row, text: str
+    read: Callable[[Sample], object], row: Sample, text: str
 ) -> None:
-    with pytest.raises(BadRow) as caught:
+    with pytest.raises(BadSample) as caught:
         read(row)
     assert str(caught.value).startswith(text)
 
@@ -291,7 +291,9 @@ def test_tool_turns_follow_an_assistant_that_may_say_nothing() -> None:
 
 
 def test_tokens_without_labels_are_all_trained_on_but_for_those_masked_out() -> None:
-    assert token_row({"input_ids": [1, 2, 3], "labels": None, "attention_mask": [0, 1, 1]}) == (
+    assert tokenized_sample(
+        {"input_ids": [1, 2, 3], "labels": None, "attention_mask": [0, 1, 1]}
+    ) == (
         [2, 3],
         [2, 3],
     )

@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from llama_ft.data import Encoder
 from llama_ft.data.chat_template import BUILT_IN
-from llama_ft.data.formats import BadRow, Message
+from llama_ft.data.formats import BadSample, Message
 from llama_ft.data.tokenize import Encoded
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
@@ -224,7 +224,7 @@ def test_each_loss_token_has_the_prefix_and_the_text_of_inference(
         row = {"messages": chat.messages, "tools": chat.tools}
         try:
             samples = encoder.encode(row, "messages")
-        except BadRow as error:
+        except BadSample as error:
             # nothing is dropped in silence
             assert re.search("drops|rejects this chat|differently|ends with empty", str(error)), (
                 title

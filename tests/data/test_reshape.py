@@ -33,7 +33,7 @@ def read(tmp_path: Path) -> Callable[..., Source]:
 
 
 def rows(source: Source) -> list[Any]:
-    return [row for _, row, _ in source.formatted_rows("auto")]
+    return [row for _, row, _ in source.formatted_samples("auto")]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_columns_are_taken_by_usual_names_or_by_those_given(
     delimiter = next(mark for mark in ",;\t" if mark in header)
     source = read("a.csv", f"{header}\n{delimiter.join(['Why?', 'So.'])}\n", columns=columns)
     assert rows(source) == [{"instruction": "Why?", "output": "So."}]
-    assert source.row_format("auto") == "alpaca"
+    assert source.sample_format("auto") == "alpaca"
 
 
 @pytest.mark.parametrize("columns", [["question=Nothing"], ["nothing=a"], ["question"]])

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from llama_ft.config.settings import DataConfig, DatasetPart
 from llama_ft.data import open_source
-from llama_ft.data.formats import BadRow
+from llama_ft.data.formats import BadSample
 from llama_ft.data.sources import Source, brings_validation
 from llama_ft.errors import UserError
 
@@ -63,7 +63,7 @@ def test_dataset_that_is_none_is_told(
     (tmp_path / "my_data.jsonl").write_text("\n\n")
     (tmp_path / "bad.jsonl").write_text("a\n")
     with pytest.raises(UserError, match=text):
-        source_of(str(tmp_path / name)).row_format("auto")
+        source_of(str(tmp_path / name)).sample_format("auto")
 
 
 # What is read from where: every file has rows that name it.
@@ -76,7 +76,7 @@ def write(path: Path, *texts: str, column: str = "text") -> str:
 
 
 def texts(source: Source) -> list[str]:
-    return [row["text"] for _, row in source.read() if not isinstance(row, BadRow)]
+    return [row["text"] for _, row in source.read() if not isinstance(row, BadSample)]
 
 
 def test_folder_is_all_data_files_in_it_in_order_of_their_names(
@@ -201,8 +201,8 @@ def test_identity_changes_with_what_is_in_the_files(source_of: Opener, tmp_path:
 def taken(source: Source, wanted: str = "auto") -> Counter[str]:
     return Counter(
         str(row["text"])
-        for _, row, *_ in source.formatted_rows(wanted)
-        if not isinstance(row, BadRow)
+        for _, row, *_ in source.formatted_samples(wanted)
+        if not isinstance(row, BadSample)
     )
 
 
@@ -233,10 +233,12 @@ def test_mix_has_rows_of_all_its_parts_in_turns_each_in_its_own_format(
     first, second = (
         [(f"{plain}:{n}", "text"), *[(f"{alpaca} row {n}", "alpaca")] * 2] for n in (1, 2)
     )
-    taken_rows = [(place, row_format) for place, _, row_format in source.formatted_rows("auto")]
+    taken_rows = [
+        (place, sample_format) for place, _, sample_format in source.formatted_samples("auto")
+    ]
     assert taken_rows == [*first, *second, (f"{plain}:3", "text"), (f"{plain}:4", "text")]
     with pytest.raises(UserError, match="alpaca.csv: its columns are .* --dataset_format is text"):
-        list(source.formatted_rows("text"))
+        list(source.formatted_samples("text"))
 
 
 # The hub: `datasets` and its own cache, as an earlier download has left it.
@@ -293,7 +295,7 @@ def test_datasets_of_llama_recipes_become_alpaca_rows(
     assert [row for _, row in source_of("samsum_dataset").read()] == [
         {**task, "output": "They meet."}
     ]
-    assert source_of("samsum").row_format("auto") == "alpaca"
+    assert source_of("samsum").sample_format("auto") == "alpaca"
     assert brings_validation("samsum")
     assert [row["output"] for _, row in source_of("samsum", "validation").read()] == ["Met."]  # type: ignore[index]
 
@@ -312,5 +314,5 @@ def test_datasets_of_llama_recipes_become_alpaca_rows(
         "tatsu-lab/alpaca",
         train=[{"instruction": "Hi", "input": "", "output": "Ho", "text": "### ..."}],
     )
-    assert source_of("alpaca").row_format("auto") == "alpaca"
+    assert source_of("alpaca").sample_format("auto") == "alpaca"
     assert not brings_validation("alpaca")

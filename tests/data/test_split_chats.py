@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from llama_ft.config.settings import DataConfig
 from llama_ft.data import TokenizedData, prepare, show_samples, two_examples
-from llama_ft.data.formats import BadRow
+from llama_ft.data.formats import BadSample
 from llama_ft.data.tokenize import Encoder
 from llama_ft.errors import UserError
 from llama_ft.runtime import configure_console, console
@@ -210,7 +210,7 @@ def test_a_response_that_is_only_reasoning_content_is_a_bad_sample(
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "<think>\nno\n</think>"},
     ]
-    with pytest.raises(BadRow, match="has nothing but reasoning content"):
+    with pytest.raises(BadSample, match="has nothing but reasoning content"):
         Encoder(qwen3, 100, reasoning_content="drop").encode({"messages": messages}, "messages")
 
 
@@ -232,7 +232,7 @@ with runtime.start("cpu", 1, False, None, 60) as job:
     places = []
     with data.Prefetcher(batches.steps(1, 3, {})) as steps:
         for step in steps:
-            places += [place for batch in step.batches for place in batch.sources]
+            places += [place for batch in step.batches for place in batch.locations]
     print("places", sorted(places))
 """
 

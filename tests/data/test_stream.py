@@ -64,7 +64,7 @@ def alone(folder: Path) -> dict[str, dict[str, Any]]:
     too_long = {
         "file": "long.jsonl",
         "config": {"truncation": "drop"},
-        "first_rows": True,
+        "first_samples": True,
         "last": 3,
     }
     cases = [

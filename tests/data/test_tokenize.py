@@ -11,7 +11,7 @@ from tokenizers.processors import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_ft.data import Demo, Encoder, ensure_chat_template
-from llama_ft.data.formats import BadRow
+from llama_ft.data.formats import BadSample
 from llama_ft.data.tokenize import IGNORED, Encoded, tokens_of_spans
 
 ALPACA = {"instruction": "Hi", "output": "yes"}
@@ -44,7 +44,7 @@ def test_a_sample_with_images_beside_its_messages_is_rejected(
 ) -> None:
     encoder = Encoder(llama3, 100)
     with pytest.raises(
-        BadRow, match=r'"images" is \["a.png"\]; expected nothing: only text is trained on'
+        BadSample, match=r'"images" is \["a.png"\]; expected nothing: only text is trained on'
     ):
         encoder.encode({**CHAT, "images": ["a.png"]}, "messages")
     assert encoder.encode({**CHAT, "images": []}, "messages") == encoder.encode(CHAT, "messages")
@@ -117,7 +117,7 @@ def test_template_that_rewrites_earlier_turns_is_refused_for_the_row(
         "{{ messages[-1].content | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     tokenizer = make_tokenizer([], template)
-    with pytest.raises(BadRow, match=r'"messages\[1\]": .*writes what is before it differently'):
+    with pytest.raises(BadSample, match=r'"messages\[1\]": .*writes what is before it differently'):
         Encoder(tokenizer, 100).encode(ALPACA, "alpaca")
 
 
@@ -127,7 +127,7 @@ def test_tokenized_row_has_ids_of_the_tokenizer_only(llama3: PreTrainedTokenizer
         ({"input_ids": [1, beyond]}, r"the token 313"),
         ({"input_ids": [1, 2], "labels": [1, -1]}, r"the token -1"),
     ):
-        with pytest.raises(BadRow, match=place):
+        with pytest.raises(BadSample, match=place):
             encoder.encode(row, "tokenized")
 
 
@@ -142,7 +142,7 @@ def test_line_breaks_of_an_answer_are_no_tokens_of_its_prompt(
 
 
 def test_half_a_character_is_a_bad_row(llama3: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(BadRow, match=r"\\ud83d is half of a character"):
+    with pytest.raises(BadSample, match=r"\\ud83d is half of a character"):
         Encoder(llama3, 100).encode({"instruction": "Hi \ud83d", "output": "yes"}, "alpaca")
     [whole] = Encoder(llama3, 100).encode(
         {"instruction": "Hi \U0001f600", "output": "yes"}, "alpaca"

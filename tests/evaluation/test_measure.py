@@ -10,14 +10,14 @@ from conftest import QUESTIONS
 
 from llama_ft.errors import UserError
 from llama_ft.evaluation.flags import EvaluateFlags
-from llama_ft.evaluation.measure import ask_tasks, find_tasks
+from llama_ft.evaluation.measure import find_tasks, run_tasks
 from llama_ft.evaluation.results import Evaluated, describe, write_json
 from llama_ft.inference.load import open_model
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Ranks
 
 
 @pytest.fixture
-def ask(tmp_path: Path, runtime: Runtime) -> Callable[..., Any]:
+def ask(tmp_path: Path, runtime: Ranks) -> Callable[..., Any]:
     """Ask a model a task of four questions; its YAML and the flags differ as is asked."""
     (tmp_path / "questions.jsonl").write_text(
         "".join(json.dumps({"question": it}) + "\n" for it in QUESTIONS)
@@ -46,7 +46,7 @@ def ask(tmp_path: Path, runtime: Runtime) -> Callable[..., Any]:
             **{"tasks": [str(file)], "batch_size": 2, "precision": "fp32", **flags}
         )
         tasks, opened = find_tasks(options, runtime), open_model(str(place), options, runtime)
-        return ask_tasks(tasks, opened.model, opened.tokenizer, options, runtime), opened.tokenizer
+        return run_tasks(tasks, opened.model, opened.tokenizer, options, runtime), opened.tokenizer
 
     return asked
 

@@ -23,7 +23,7 @@ from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.generate import Answerer, resolve_sampling
 from llama_ft.inference.load import LoadedModel, open_model
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Ranks
 
 PROMPTS = [[5, 99, 250, 3, 17], [42], [7, 7, 8, 100, 2, 33, 64, 12, 290], [60, 61]]
 
@@ -31,7 +31,7 @@ PROMPTS = [[5, 99, 250, 3, 17], [42], [7, 7, 8, 100, 2, 33, 64, 12, 290], [60, 6
 class Model:
     """The tiny model, here and in plain transformers."""
 
-    def __init__(self, folder: Path, runtime: Runtime) -> None:
+    def __init__(self, folder: Path, runtime: Ranks) -> None:
         self.runtime, self.opened = (
             runtime,
             open_model(str(folder), InferenceFlags(precision="fp32"), runtime),
@@ -60,7 +60,7 @@ class Model:
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Path, runtime: Runtime) -> Model:
+def model(tiny_model: Path, runtime: Ranks) -> Model:
     return Model(tiny_model, runtime)
 
 
@@ -129,7 +129,7 @@ def like_llama_2() -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("kind", ["BPE", "Llama 2"])
 def test_what_is_shown_is_the_answer_to_the_character(
-    kind: str, tiny_model: Path, runtime: Runtime
+    kind: str, tiny_model: Path, runtime: Ranks
 ) -> None:
     tokenizer: PreTrainedTokenizerBase = (
         AutoTokenizer.from_pretrained(tiny_model) if kind == "BPE" else like_llama_2()
@@ -177,7 +177,7 @@ def test_an_answer_leaves_the_models_positions_for_its_prompt(model: Model) -> N
         answerer.answer([[9] * 256])
 
 
-def test_a_model_whose_numbers_are_not_finite_ends_it(model: Model, runtime: Runtime) -> None:
+def test_a_model_whose_numbers_are_not_finite_ends_it(model: Model, runtime: Ranks) -> None:
     damaged = copy.deepcopy(model.plain)
     damaged.get_input_embeddings().weight.data[42] = torch.nan  # of one token only
     for temperature in (0, 1):

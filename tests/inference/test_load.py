@@ -21,13 +21,13 @@ from llama_ft.config import (
 from llama_ft.errors import UserError
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.load import LoadedModel, open_model
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Ranks
 
 LORA = {"target_modules": ["q_proj", "down_proj"], "r": 4, "lora_alpha": 6, "lora_dropout": 0}
 TEMPLATE = "{% for turn in messages %}{{ turn.content }}</s>{% endfor %}"
 
 
-def opened(place: Path, runtime: Runtime, **flags: Any) -> LoadedModel:
+def opened(place: Path, runtime: Ranks, **flags: Any) -> LoadedModel:
     return open_model(str(place), InferenceFlags(**{"precision": "fp32", **flags}), runtime)
 
 
@@ -60,14 +60,14 @@ def adapted(tiny_model: Path, tmp_path: Path) -> tuple[Path, Any]:
     return tmp_path / "lora", model.eval()
 
 
-def test_a_folder_is_loaded_as_transformers_loads_it(tied_model: Path, runtime: Runtime) -> None:
+def test_a_folder_is_loaded_as_transformers_loads_it(tied_model: Path, runtime: Ranks) -> None:
     found = opened(tied_model, runtime)
     assert torch.equal(logits(found.model), logits(load(tied_model)))
     assert not found.model.training and found.about == f"{tied_model}, fp32, cpu"
 
 
 def test_a_run_without_a_result_gives_its_newest_checkpoint(
-    full: tuple[Path, Any], runtime: Runtime
+    full: tuple[Path, Any], runtime: Ranks
 ) -> None:
     run, reference = full
     found = opened(run, runtime)
@@ -79,7 +79,7 @@ def test_a_run_without_a_result_gives_its_newest_checkpoint(
 
 
 def test_an_adapter_stands_beside_its_base_wherever_it_is_taken_from(
-    adapted: tuple[Path, Any], tiny_model: Path, tmp_path: Path, runtime: Runtime
+    adapted: tuple[Path, Any], tiny_model: Path, tmp_path: Path, runtime: Ranks
 ) -> None:
     run, reference = adapted
     moved = shutil.copytree(run / "model", tmp_path / "moved")
@@ -108,7 +108,7 @@ def test_an_adapter_stands_beside_its_base_wherever_it_is_taken_from(
 
 
 def test_an_adapter_is_used_with_the_quantization_of_its_run(
-    adapted: tuple[Path, Any], tiny_model: Path, runtime: Runtime
+    adapted: tuple[Path, Any], tiny_model: Path, runtime: Ranks
 ) -> None:
     run, reference = adapted
     config = settings(
@@ -131,7 +131,7 @@ def test_an_adapter_is_used_with_the_quantization_of_its_run(
 
 
 def test_a_fully_tuned_checkpoint_is_quantized_from_its_own_weights(
-    full: tuple[Path, Any], tiny_model: Path, runtime: Runtime
+    full: tuple[Path, Any], tiny_model: Path, runtime: Ranks
 ) -> None:
     run, reference = full
     reference.save_pretrained(run / "other")
@@ -143,7 +143,7 @@ def test_a_fully_tuned_checkpoint_is_quantized_from_its_own_weights(
 
 
 def test_what_cannot_be_loaded_is_told(
-    adapted: tuple[Path, Any], tiny_model: Path, runtime: Runtime
+    adapted: tuple[Path, Any], tiny_model: Path, runtime: Ranks
 ) -> None:
     run, _ = adapted
     file = run / "model" / "adapter_config.json"

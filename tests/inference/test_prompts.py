@@ -17,7 +17,7 @@ from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.generate import Answer, Answerer
 from llama_ft.inference.load import open_model
 from llama_ft.inference.prompts import answer_prompts, converse, read_prompts
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Ranks
 
 TURN = {"role": "user", "content": "Hi"}
 REPLY = {"role": "assistant", "content": "Hello."}
@@ -100,7 +100,7 @@ def test_rows_that_are_no_prompts_are_told_by_their_lines(row: Any, tmp_path: Pa
 
 
 def test_a_prompt_is_written_by_the_chat_template_or_taken_as_it_is(
-    tiny_model: Path, tmp_path: Path, runtime: Runtime
+    tiny_model: Path, tmp_path: Path, runtime: Ranks
 ) -> None:
     opened = open_model(str(tiny_model), InferenceFlags(precision="fp32"), runtime)
 
@@ -166,7 +166,7 @@ class Counts(Answerer):
 
 @pytest.fixture
 def typed(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, runtime: Runtime
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, runtime: Ranks
 ) -> Iterator[Callable[..., Counts]]:
     """Have a conversation of given lines."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)

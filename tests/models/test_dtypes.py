@@ -21,7 +21,7 @@ from llama_ft.models import (
     set_storage_dtypes,
 )
 from llama_ft.models.dtypes import fp32_modules
-from llama_ft.runtime import PRECISIONS, Runtime
+from llama_ft.runtime import PRECISIONS, Ranks
 
 SHAPE = {
     "vocab_size": 320,
@@ -73,7 +73,7 @@ def save_model(folder: Path, name: str) -> Path:
     return folder
 
 
-def loaded(folder: Path, precision: str, runtime: Runtime) -> PreTrainedModel:
+def loaded(folder: Path, precision: str, runtime: Ranks) -> PreTrainedModel:
     """A model as the recipe makes one."""
     dtypes = PRECISIONS[precision]  # type: ignore[index]
     config = load_model_config(folder, False)
@@ -89,7 +89,7 @@ def loaded(folder: Path, precision: str, runtime: Runtime) -> PreTrainedModel:
 @pytest.mark.parametrize("precision", ["bf16_mixed", "bf16_pure"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_loss_and_gradient_in_bf16_are_those_of_plain_transformers(
-    name: str, precision: str, runtime: Runtime, tmp_path: Path
+    name: str, precision: str, runtime: Ranks, tmp_path: Path
 ) -> None:
     folder = save_model(tmp_path, name)
     dtype = torch.float32 if name == "xlstm" else torch.bfloat16
@@ -107,7 +107,7 @@ def test_the_loss_and_gradient_in_bf16_are_those_of_plain_transformers(
 
 
 def test_the_routers_that_transformers_keeps_in_fp32_stay_in_fp32(
-    runtime: Runtime, tmp_path: Path
+    runtime: Ranks, tmp_path: Path
 ) -> None:
     model = loaded(save_model(tmp_path, "inkling2_text"), "bf16_pure", runtime)
     kept = {type(module).__name__ for module in fp32_modules(model, torch.bfloat16)}

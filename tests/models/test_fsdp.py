@@ -18,7 +18,7 @@ from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.models.quantization import Quantization, quantize_linears
 from llama_ft.models.quantized import FourBit
 from llama_ft.models.shards import local_shard
-from llama_ft.runtime import PRECISIONS, Runtime
+from llama_ft.runtime import PRECISIONS, Ranks
 from llama_ft.training import build_optimizer
 
 
@@ -76,7 +76,7 @@ def test_the_strategy_says_how_many_ranks_share_a_copy_of_the_model() -> None:
     )
 
 
-def test_gradients_are_the_same_with_parameters_offloaded(runtime: Runtime) -> None:
+def test_gradients_are_the_same_with_parameters_offloaded(runtime: Ranks) -> None:
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 50}
     config = LlamaConfig(**shape, num_hidden_layers=2)
@@ -102,7 +102,7 @@ def test_gradients_are_the_same_with_parameters_offloaded(runtime: Runtime) -> N
 
 
 def test_offloaded_4_bit_layers_of_one_process_are_copied_for_each_pass_and_train_the_same(
-    runtime: Runtime,
+    runtime: Ranks,
 ) -> None:
     seen, precision = [], PRECISIONS["bf16_mixed"]
     for is_offloaded in (False, True):
@@ -167,7 +167,7 @@ class Collectives(TorchDispatchMode):
 @pytest.mark.parametrize("precision", ["fp32", "bf16_pure", "bf16_mixed", "fp16"])
 @pytest.mark.parametrize("also_trained", [[], ["lm_head"]])
 def test_one_process_leaves_to_fully_shard_only_what_it_has_to_cast(
-    precision: str, also_trained: list[str], runtime: Runtime
+    precision: str, also_trained: list[str], runtime: Ranks
 ) -> None:
     dtypes, model = PRECISIONS[precision], llama().to_empty(device="cpu")
     for parameter in model.parameters():

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.errors import UserError
 from llama_ft.models import ShardGroup, build_on_meta, load_model_config, load_weights
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Ranks
 
 SCRIPT = Path(__file__).with_name("load_and_dump.py")
 LORA = {"use_peft": True, "r": 6, "target_modules": "all-linear"}
@@ -165,7 +165,7 @@ def test_every_rank_holds_the_rows_torch_chunk_gives_it(
                 assert torch.equal(shards[key], rows), (name, rank, key)
 
 
-def test_a_buffer_that_nobody_fills_is_an_error(tiny_model: Path, runtime: Runtime) -> None:
+def test_a_buffer_that_nobody_fills_is_an_error(tiny_model: Path, runtime: Ranks) -> None:
     model = build_on_meta(load_model_config(tiny_model, False), ModelConfig(model_name="mine"))
     model.model.layers[1].register_buffer("table", torch.empty(3, device="meta"), persistent=False)
     with pytest.raises(UserError, match="model_type llama .*\n *model.layers.1.table$"):

@@ -219,7 +219,7 @@ def test_rows_on_the_cpu_have_the_same_gradients_in_16_bits(window: int | None) 
     for dtype in (torch.float32, torch.bfloat16):
         *inputs, wanted = [part.to(dtype) for part in wide]
         inputs = [part.requires_grad_() for part in inputs]
-        output = packed_attention._RowAttention.apply(*inputs, lengths, 0.3, window, False)
+        output = packed_attention._SampleAttention.apply(*inputs, lengths, 0.3, window, False)
         found.append([output, *torch.autograd.grad(output, inputs, wanted)])
     for exact, rounded in zip(*found, strict=True):
         assert (rounded.float() - exact).norm() < 0.01 * exact.norm()
@@ -266,7 +266,9 @@ def test_the_memory_efficient_kernel_gets_what_the_cpu_kernel_computes(
                     packed_attention, f"_cpu_{way}", getattr(packed_attention, f"_efficient_{way}")
                 )
         inputs = [part.clone().requires_grad_() for part in wide[:3]]
-        output = packed_attention._RowAttention.apply(*inputs, lengths, 0.3, window, kind != "cpu")
+        output = packed_attention._SampleAttention.apply(
+            *inputs, lengths, 0.3, window, kind != "cpu"
+        )
         found.append([output, *torch.autograd.grad(output, inputs, wide[3])])
     library._destroy()
     for exact, *others in zip(*found, strict=True):
@@ -275,7 +277,7 @@ def test_the_memory_efficient_kernel_gets_what_the_cpu_kernel_computes(
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "widths", "are_alike", "kernel"),
+    ("capability", "dtype", "widths", "equal_length", "kernel"),
     [
         (None, FP32, (64, 64), True, "cpu"),
         (None, BF16, (24, 16), False, "own"),
@@ -292,9 +294,9 @@ def test_the_memory_efficient_kernel_gets_what_the_cpu_kernel_computes(
     ],
 )
 def test_the_kernel_follows_from_device_dtype_and_shape(
-    capability: Any, dtype: torch.dtype, widths: tuple[int, int], are_alike: bool, kernel: str
+    capability: Any, dtype: torch.dtype, widths: tuple[int, int], equal_length: bool, kernel: str
 ) -> None:
-    assert attention_kernels.choose_kernel(capability, dtype, widths, are_alike) == kernel
+    assert attention_kernels.choose_kernel(capability, dtype, widths, equal_length) == kernel
 
 
 def test_rows_of_one_length_reach_cudnn_on_hopper_though_it_is_off(

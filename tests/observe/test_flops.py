@@ -25,7 +25,7 @@ from llama_ft.models.build import decoder_layers, freeze_first_layers
 from llama_ft.models.quantization import Quantization, quantize_linears
 from llama_ft.models.quantized import FourBit
 from llama_ft.observe.flops import flop_formula, matmul_rate, published_peak, visible_pairs
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Ranks
 
 ROWS, LENGTH = 2, 24
 TOKENS = ROWS * LENGTH
@@ -140,7 +140,7 @@ def test_frozen_first_layers_still_pass_gradients_to_a_trained_embedding() -> No
     assert counted(model) == expected(model)
 
 
-def test_sharding_changes_nothing(runtime: Runtime) -> None:
+def test_sharding_changes_nothing(runtime: Ranks) -> None:
     model = model_of("mixtral")
     before = flop_formula(model)
     for layer in decoder_layers(model):

@@ -15,7 +15,7 @@ from conftest import run_cases
 from llama_ft.observe import MemoryMonitor, RunMetadata, memory_use, reset_peaks
 from llama_ft.observe.memory import Held, find_differences
 from llama_ft.phases import Phase
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Ranks
 
 JOB = Path(__file__).with_name("memory_job.py")
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def test_the_host_peak_outlives_the_allocation_until_it_is_reset() -> None:
     assert fresh.device == fresh.device_peak == fresh.device_reserved_peak == 0
 
 
-def test_each_phase_has_the_peak_of_what_was_allocated_in_it(runtime: Runtime) -> None:
+def test_each_phase_has_the_peak_of_what_was_allocated_in_it(runtime: Ranks) -> None:
     watch = MemoryMonitor(runtime)
     level = memory_use(CPU).anonymous
     spikes: dict[Phase, int] = {"forward": 160, "backward": 320, "optimizer step": 80}
@@ -56,7 +56,7 @@ def test_each_phase_has_the_peak_of_what_was_allocated_in_it(runtime: Runtime) -
         )
 
 
-def test_a_file_that_loading_maps_is_not_in_its_peak(runtime: Runtime, tmp_path: Path) -> None:
+def test_a_file_that_loading_maps_is_not_in_its_peak(runtime: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "weights.bin"
     path.write_bytes(b"\1" * (400 * MIB))
     watch = MemoryMonitor(runtime)
@@ -74,7 +74,7 @@ def test_a_file_that_loading_maps_is_not_in_its_peak(runtime: Runtime, tmp_path:
 
 
 def test_the_whole_runs_peak_outlives_the_phases_and_leaves_loading_out(
-    runtime: Runtime, tmp_path: Path
+    runtime: Ranks, tmp_path: Path
 ) -> None:
     model = torch.nn.Linear(4, 4)
     watch = MemoryMonitor(runtime)
@@ -91,7 +91,7 @@ def test_the_whole_runs_peak_outlives_the_phases_and_leaves_loading_out(
     )
 
 
-def test_a_run_that_fails_leaves_the_phases_it_had(runtime: Runtime, tmp_path: Path) -> None:
+def test_a_run_that_fails_leaves_the_phases_it_had(runtime: Ranks, tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 4)
     with pytest.raises(ZeroDivisionError), MemoryMonitor(runtime) as watch:
         watch.enter("load")

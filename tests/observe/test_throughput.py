@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from llama_ft.config import ProfileConfig
 from llama_ft.observe import RunMetadata, ThroughputMeter
 from llama_ft.observe.flops import flop_formula
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Ranks
 
 LENGTHS, TOKENS, TARGETS = [5, 9, 7], 21, 6
 
@@ -29,7 +29,7 @@ def model() -> LlamaForCausalLM:
 
 
 def watch(
-    model: LlamaForCausalLM, folder: Path, runtime: Runtime, **settings: bool
+    model: LlamaForCausalLM, folder: Path, runtime: Ranks, **settings: bool
 ) -> ThroughputMeter:
     return ThroughputMeter(
         model, ProfileConfig(**settings), torch.float32, folder, RunMetadata(folder), runtime
@@ -37,7 +37,7 @@ def watch(
 
 
 def test_a_step_counts_from_the_end_of_the_one_before_and_without_evaluation(
-    model: LlamaForCausalLM, runtime: Runtime, tmp_path: Path
+    model: LlamaForCausalLM, runtime: Ranks, tmp_path: Path
 ) -> None:
     with watch(model, tmp_path, runtime) as speed:
         for step in (1, 2, 3):
@@ -64,7 +64,7 @@ def test_a_step_counts_from_the_end_of_the_one_before_and_without_evaluation(
 
 @pytest.mark.parametrize("done", [2, 3, 5])  # the profiler is prepared, about to begin, or at work
 def test_a_run_that_ends_before_its_profile_leaves_no_profiler_behind(
-    model: LlamaForCausalLM, runtime: Runtime, tmp_path: Path, done: int
+    model: LlamaForCausalLM, runtime: Ranks, tmp_path: Path, done: int
 ) -> None:
     with watch(model, tmp_path, runtime, use_profiler=True) as speed:
         for step in range(1, done + 1):

@@ -16,13 +16,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from llama_ft.config import Config
 from llama_ft.config.messages import size_text
 from llama_ft.plan.oom_report import MemoryReport, held_most, module_at_work
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Ranks
 
 JOB = Path(__file__).with_name("out_of_memory_job.py")
 
 
 @pytest.fixture
-def sharded(runtime: Runtime) -> LlamaForCausalLM:
+def sharded(runtime: Ranks) -> LlamaForCausalLM:
     """A model whose layers are units, in fp32, computing in bf16."""
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 128}
     model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2))
@@ -87,7 +87,7 @@ def test_what_is_held_is_counted_also_while_units_are_gathered(sharded: LlamaFor
     ],
 )
 def test_the_planner_is_a_program_of_its_own_without_gpu_and_job(
-    code: str, said: str, runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: str, said: str, runtime: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")

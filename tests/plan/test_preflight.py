@@ -50,13 +50,13 @@ def tell_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) -> t
     )
     start = Preflight(finetuning.build_model, off=False)
     planner = start._process
-    rows = SimpleNamespace(longest_row=None, target_share=1.0, validation=[])
+    rows = SimpleNamespace(longest_example=None, target_share=1.0, validation=[])
     steps = SimpleNamespace(size=None)
     job = SimpleNamespace(world_size=2, local_world_size=2, device=torch.device("cpu"))
     job.all_gather_floats = lambda *mine: torch.tensor([mine, mine], dtype=torch.float64)
     job.broadcast_from_rank0 = lambda make: make()
-    config = start.ask(config, folder, None, rows, steps, job)  # type: ignore[arg-type]
-    start.tell(run)
+    config = start.start(config, folder, None, rows, steps, job)  # type: ignore[arg-type]
+    start.report(run)
     assert planner.pid is not None
     return planner.pid, config
 

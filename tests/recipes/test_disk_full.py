@@ -22,7 +22,7 @@ def on_a_full_disk(writer, step, *arguments, **more):
     if step == 2:
         aside = writer.run / "checkpoints" / ".writing-step-000002"
         aside.mkdir(parents=True, exist_ok=True)
-        if writer._runtime.rank == 1:
+        if writer._ranks.rank == 1:
             (aside / shard_file(1)).symlink_to("/dev/full")
     save(writer, step, *arguments, **more)
 

@@ -16,7 +16,7 @@ from llama_ft.checkpoint import Exporter, find_valid
 from llama_ft.errors import UserError
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.load import open_model
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Ranks
 
 TOWERS = (
     "model.vision_tower.",
@@ -88,7 +88,7 @@ def llava(folder: Path) -> Any:
     return LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def opened(place: Path, runtime: Runtime, **flags: Any) -> torch.Tensor:
+def opened(place: Path, runtime: Ranks, **flags: Any) -> torch.Tensor:
     """Logits of a text prompt as inference and evaluation of this project load the model."""
     return logits(open_model(str(place), InferenceFlags(precision="fp32", **flags), runtime).model)
 
@@ -103,7 +103,7 @@ def has_base_towers(folder: Path, base: Path) -> bool:
 
 
 def test_full_fine_tuning_leaves_the_same_checkpoint_with_another_text_part(
-    runs: Path, runtime: Runtime
+    runs: Path, runtime: Ranks
 ) -> None:
     base, result = runs / "base", runs / "full" / "model"
     ours, before = opened(result, runtime), logits(llava(base))
@@ -137,7 +137,7 @@ def test_a_checkpoint_gives_the_whole_model_as_long_as_its_base_is_there(
 
 
 def test_an_adapter_fits_the_checkpoints_own_class_and_is_merged_into_its_layout(
-    runs: Path, tmp_path: Path, runtime: Runtime, recwarn: pytest.WarningsRecorder
+    runs: Path, tmp_path: Path, runtime: Ranks, recwarn: pytest.WarningsRecorder
 ) -> None:
     from peft import PeftModel
 

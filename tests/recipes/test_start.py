@@ -114,7 +114,7 @@ def test_a_run_prints_few_lines_beside_its_settings_and_steps_and_ends_with_comm
     assert [Path(words[0]).resolve() for words in (chat, evaluate, export)] == [
         RECIPE.with_name(f"{name}.py") for name in ("inference", "evaluate", "export")
     ]
-    assert read_inference_flags(chat[1:], "").places == [f"{tmp_path}/a"]
+    assert read_inference_flags(chat[1:], "").paths == [f"{tmp_path}/a"]
     assert read_evaluate_flags(evaluate[1:], "").asked[0].base == str(tiny_model)
     assert read_export_flags(export[1:], "").merge
     left = [line for line in quiet.splitlines() if line and not line.startswith("warning: ")]

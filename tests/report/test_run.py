@@ -62,7 +62,9 @@ def test_bad_rows_that_were_skipped_stand_above_the_data_table(
     run_dir: Path, tmp_path: Path
 ) -> None:
     folder = copied(run_dir, tmp_path / "bad")
-    counted = BuildReport(SplitStatistics(), bad_rows=8, bad_kinds={"no text": BadKind(8, "a:1")})
+    counted = BuildReport(
+        SplitStatistics(), bad_samples=8, bad_kinds={"no text": BadKind(8, "a:1")}
+    )
     facts = json.loads((folder / "facts.json").read_text())
     facts["data"]["warnings"] = warnings_of(counted)
     (folder / "facts.json").write_text(json.dumps(facts))

@@ -19,7 +19,7 @@ if __name__ == "__main__":
     timeouts = {"rank 0 goes first": 2, "one rank never opens the run": 8}
     with runtime.start("cpu", "world", timeout_seconds=timeouts.get(way, 60)) as job:
         job.begin_run(output_dir)
-        job.note_step(3)
+        job.record_step(3)
         print(f"pid {os.getpid()}", flush=True)
         if way == "rank 0 goes first":
             with job.local_main_process_first():

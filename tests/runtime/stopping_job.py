@@ -45,7 +45,7 @@ if __name__ == "__main__":
                     if way == "rank 0 hangs" and job.rank == 0:
                         hang()
                 ranks = job.all_gather_floats(job.signals.asked())
-                job.note_step(step)
+                job.record_step(step)
                 stop = job.signals.agreed(ranks[:, 0])
                 if stop is not None:
                     if way == "saves for ever":

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llama_ft.errors import UserError
-from llama_ft.runtime.devices import pick_device, take_device
+from llama_ft.runtime.devices import claim_device, pick_device
 from llama_ft.runtime.process_group import resolve_degree
 
 
@@ -31,7 +31,7 @@ def test_a_gpu_that_cannot_be_used_is_named_with_what_torch_says(
 
     monkeypatch.setattr(torch.cuda, "set_device", too_old)
     with pytest.raises(UserError, match=r"cuda:0 cannot be used: The NVIDIA driver .* is too old"):
-        take_device(torch.device("cuda", 0), None)
+        claim_device(torch.device("cuda", 0), None)
 
 
 def test_auto_takes_a_gpu_for_each_process_of_the_node_and_else_the_cpu() -> None:

@@ -133,7 +133,7 @@ def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def go_on(case: str, run: Path, job: runtime.Runtime) -> dict[str, torch.Tensor]:
+def go_on(case: str, run: Path, job: runtime.Ranks) -> dict[str, torch.Tensor]:
     """What a fresh model and optimizer become that load the checkpoint and take the other half of
     the steps."""
     model, optimizer = build(case, job.mesh)

@@ -28,7 +28,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.errors import UserError
 from llama_ft.models import has_chunked_loss, token_mixers, use_chunked_loss, use_packed_attention
 from llama_ft.models.rope import use_rope_per_sample
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Ranks
 from llama_ft.training import check_packing
 
 SHAPE = {
@@ -49,7 +49,7 @@ AttentionInterface.register("deaf", deaf_attention)
 AttentionMaskInterface.register("deaf", lambda **_: None)
 
 
-def make(attention: str, dtype: torch.dtype, runtime: Runtime) -> PreTrainedModel:
+def make(attention: str, dtype: torch.dtype, runtime: Ranks) -> PreTrainedModel:
     """As the recipe makes one: its attention packed, sharded, in training mode."""
     torch.manual_seed(0)
     # initial weights: hardest to tell apart
@@ -76,7 +76,7 @@ def rows(*lengths: int) -> Dataset:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_model_that_keeps_rows_apart_passes_and_is_left_as_it_was(
-    attention: str, dtype: torch.dtype, runtime: Runtime
+    attention: str, dtype: torch.dtype, runtime: Ranks
 ) -> None:
     model = make(attention, dtype, runtime)
     before = [parameter.to_local().clone() for parameter in model.parameters()]
@@ -89,7 +89,7 @@ def test_a_model_that_keeps_rows_apart_passes_and_is_left_as_it_was(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_that_takes_no_notice_of_rows_runs_row_by_row(
-    dtype: torch.dtype, runtime: Runtime
+    dtype: torch.dtype, runtime: Ranks
 ) -> None:
     model = make("deaf", dtype, runtime)
     assert not token_mixers(model).by_row
@@ -97,7 +97,7 @@ def test_attention_that_takes_no_notice_of_rows_runs_row_by_row(
     assert token_mixers(model).names() == "LlamaAttention"
 
 
-def test_position_embeddings_that_count_tokens_run_row_by_row(runtime: Runtime) -> None:
+def test_position_embeddings_that_count_tokens_run_row_by_row(runtime: Ranks) -> None:
     torch.manual_seed(0)
     shape = {
         "d_model": 32,
@@ -118,7 +118,7 @@ def test_position_embeddings_that_count_tokens_run_row_by_row(runtime: Runtime) 
     "kind", [MarianConfig, PegasusConfig, BlenderbotConfig, BigBirdPegasusConfig]
 )
 def test_position_embeddings_that_look_up_positions_get_those_of_each_sample(
-    kind: type[PretrainedConfig], runtime: Runtime
+    kind: type[PretrainedConfig], runtime: Ranks
 ) -> None:
     torch.manual_seed(0)
     shape = {
@@ -140,7 +140,7 @@ def test_position_embeddings_that_look_up_positions_get_those_of_each_sample(
 
 @pytest.mark.parametrize(("value", "problem"), [(float("nan"), "NaN"), (0.0, "are all equal")])
 def test_broken_weights_are_not_reported_as_trouble_of_packing(
-    value: float, problem: str, runtime: Runtime
+    value: float, problem: str, runtime: Ranks
 ) -> None:
     model = make("sdpa", torch.float32, runtime)
     with torch.no_grad():
@@ -160,7 +160,7 @@ class Failing(LlamaForCausalLM):
         return super().forward(*args, **arguments)
 
 
-def test_an_exception_of_the_model_for_packed_samples_says_padding(runtime: Runtime) -> None:
+def test_an_exception_of_the_model_for_packed_samples_says_padding(runtime: Ranks) -> None:
     model = Failing(LlamaConfig(vocab_size=101, **SHAPE))
     use_packed_attention(model)
     with pytest.raises(UserError, match="(?s)tensor a .48.*Use --batching_strategy padding.$"):
@@ -178,7 +178,7 @@ class Summing(LlamaForCausalLM):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_that_sees_other_rows_behind_its_layers_is_rejected(
-    dtype: torch.dtype, runtime: Runtime
+    dtype: torch.dtype, runtime: Ranks
 ) -> None:
     torch.manual_seed(0)
     model = Summing(LlamaConfig(vocab_size=101, **SHAPE)).to(dtype)
@@ -196,7 +196,7 @@ def test_a_model_that_sees_other_rows_behind_its_layers_is_rejected(
     [(MistralConfig, 64, ""), (PhimoeConfig, 64, "PhimoeAttention"), (PhimoeConfig, 24, "")],
 )
 def test_a_model_that_loses_its_sliding_window_in_a_pack_runs_row_by_row(
-    kind: type[PretrainedConfig], longest: int, by_row: str, dtype: torch.dtype, runtime: Runtime
+    kind: type[PretrainedConfig], longest: int, by_row: str, dtype: torch.dtype, runtime: Ranks
 ) -> None:
     torch.manual_seed(0)
     config = kind(
@@ -221,7 +221,7 @@ class Sharper(LlamaForCausalLM):
 
 @pytest.mark.parametrize(("kind", "is_kept"), [(LlamaForCausalLM, True), (Sharper, False)])
 def test_a_loss_in_pieces_that_is_not_that_of_the_logits_is_given_up(
-    kind: type[LlamaForCausalLM], is_kept: bool, runtime: Runtime, caplog: pytest.LogCaptureFixture
+    kind: type[LlamaForCausalLM], is_kept: bool, runtime: Ranks, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)
     with torch.device("meta"):
@@ -241,7 +241,7 @@ def test_a_loss_in_pieces_that_is_not_that_of_the_logits_is_given_up(
 
 @pytest.mark.parametrize("per_sample", [True, False])
 def test_longrope_factors_of_the_longest_sample_for_all_are_an_error(
-    per_sample: bool, runtime: Runtime
+    per_sample: bool, runtime: Ranks
 ) -> None:
     torch.manual_seed(0)
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llama_ft.config import TrainConfig
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Ranks
 from llama_ft.training import sample_chats, show_answers
 from llama_ft.training.train_state import BestLoss
 
@@ -31,7 +31,7 @@ def test_the_run_stops_after_as_many_evaluations_without_improvement_as_patience
 
 
 def test_without_a_chat_template_sample_prompts_are_texts_to_continue(
-    tiny_model: Path, runtime: Runtime
+    tiny_model: Path, runtime: Ranks
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

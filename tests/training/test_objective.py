@@ -99,7 +99,7 @@ def test_packs_are_filled_up_so_that_few_shapes_are_compiled(
     embedding = model.get_input_embeddings()
     embedding.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
     for multiple in (1, 64):
-        monkeypatch.setitem(objective.FILLED_TO, "cpu", multiple)
+        monkeypatch.setitem(objective.PAD_MULTIPLE, "cpu", multiple)
         loss = token_loss_sum(model, pack, CPU)
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     assert seen == [sum(lengths), filled]

@@ -22,7 +22,7 @@ from training.optimizers_and_dump import (
 )
 
 from llama_ft.config import TrainConfig
-from llama_ft.runtime import Runtime, one_kernel
+from llama_ft.runtime import Ranks, one_kernel
 from llama_ft.training import anyprecision, build_optimizer, learning_rate, update_weights
 from llama_ft.training.anyprecision import AnyPrecisionAdamW
 
@@ -162,7 +162,7 @@ def largest_error(
     ],
 )
 def test_on_shards_it_does_what_torchs_own_does_and_goes_on_in_one_process(
-    launch: Path, runtime: Runtime, case: str, make: Any, of_torch: float, of_two_ranks: float
+    launch: Path, runtime: Ranks, case: str, make: Any, of_torch: float, of_two_ranks: float
 ) -> None:
     end = torch.load(launch / f"{case}.pt")["end"]
     assert largest_error(end, reference(make, case), case) < of_torch

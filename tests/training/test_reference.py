@@ -59,7 +59,7 @@ def test_a_row_that_was_not_scored_is_an_error_and_no_number(
 ) -> None:
     known, other = batch(False), copy.deepcopy(batch(False))
     other.labels[2, 1] = other.input_ids[2, 1]  # the same tokens, one more of them in the loss
-    other.sources[2] = "pairs.jsonl:3"
+    other.locations[2] = "pairs.jsonl:3"
     stored.log_probabilities(made(0), known, runtime)
     with pytest.raises(RunFailure, match=r"pairs\.jsonl:3: .*was not computed before training"):
         stored.log_probabilities(made(0), other, runtime)

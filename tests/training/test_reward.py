@@ -65,7 +65,7 @@ def test_loss_gradients_and_logged_scores_are_those_of_transformers(
     given = (
         batch(True)
         if is_packed
-        else Batch(ids, padded.labels, padded.row_lengths, False, padded.sources)
+        else Batch(ids, padded.labels, padded.example_lengths, False, padded.locations)
     )
     summed = RewardModeling(0.05).loss(ours, given, runtime)
     summed.loss.backward()

@@ -12,7 +12,7 @@ from forked import Finished, forked
 from torch.nn.utils import clip_grad_norm_
 
 from llama_ft.config import TrainConfig
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Ranks
 from llama_ft.training import LossSum, clip_and_reduce_norm
 
 SCRIPT = Path(__file__).with_name("lagging_job.py")
@@ -21,7 +21,7 @@ TIMES = ("perf/", "memory/")
 
 @pytest.mark.parametrize("clipping", [True, False])
 @pytest.mark.parametrize("scale", [1.0, 64.0])
-def test_norm_and_clipping_are_torchs(runtime: Runtime, clipping: bool, scale: float) -> None:
+def test_norm_and_clipping_are_torchs(runtime: Ranks, clipping: bool, scale: float) -> None:
     torch.manual_seed(0)
     model, reference = (torch.nn.Linear(5, 3) for _ in range(2))
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):

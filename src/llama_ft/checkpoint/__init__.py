@@ -8,7 +8,7 @@ from llama_ft.checkpoint.export import (
     save_dtype,
     write_model_card,
 )
-from llama_ft.checkpoint.from_checkpoint import (
+from llama_ft.checkpoint.export_checkpoint import (
     Exporter,
     find_valid,
     tokens_added,

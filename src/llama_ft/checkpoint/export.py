@@ -25,7 +25,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.checkpoint.safetensors_file import Headers, SafetensorsFile
 from llama_ft.config.paths import COPIED_FILES, MODEL_PATTERNS, RUN_ENTRIES, looks_local
 from llama_ft.data import stop_token_ids
-from llama_ft.errors import RunFailure, UserError, counted, reason
+from llama_ft.errors import RunFailure, UserError, plural, reason
 from llama_ft.masking import mask_secrets
 from llama_ft.models import Adapter, ShardGroup, StoredModel
 from llama_ft.models.conversion import SavedGroup, open_source, saved_layout
@@ -39,11 +39,11 @@ from llama_ft.models.source import (
     blocks,
     listed,
 )
-from llama_ft.runtime import Runtime, log
+from llama_ft.runtime import Ranks, log
 
 # Settings that the model card shows.
 SHOWN = ("num_epochs", "lr", "optimizer", "precision", "context_length", "seed")
-SHOWN_WITH_LORA = (
+CARD_SETTINGS_OF_LORA = (
     "peft_method",
     "r",
     "lora_alpha",
@@ -129,7 +129,7 @@ class SavedWeights:
         than max_shard_bytes, unless a single group is."""
         if self.ignored:
             log.info(
-                f"Copied unchanged: {counted(len(self.ignored), 'tensor')} that Transformers ignores "
+                f"Copied unchanged: {plural(len(self.ignored), 'tensor')} that Transformers ignores "
                 f"at loading ({listed(self.ignored, 1)})"
             )
         files = [list[int]()]
@@ -204,7 +204,7 @@ def export_model(
     max_shard_bytes: int,
     tokenizer: PreTrainedTokenizerBase,
     write_card: Write,
-    runtime: Runtime,
+    ranks: Ranks,
 ) -> None:
     """Write a fully fine-tuned model. All ranks call it; rank 0 writes.
 
@@ -218,7 +218,7 @@ def export_model(
         tokenizer: saved with the model, including its chat template.
         write_card: called on rank 0 with the temporary directory, which already holds everything
             else.
-        runtime: the ranks.
+        ranks: the ranks.
     """
     # tied ones once
     kept = model.state_dict().keys()
@@ -232,10 +232,10 @@ def export_model(
     }
     from_base |= stored.untouched.keys()
     base_rows = None
-    if runtime.is_main and from_base:
+    if ranks.is_main and from_base:
         base = open_source(source, model)
         base_rows = stored_rows(base, account_for(model, base.tensors, source))
-    rows = _gathered(tensors, runtime, from_base, base_rows)
+    rows = _gathered(tensors, ranks, from_base, base_rows)
     layout = saved_layout(model, tensors)
     weights = SavedWeights(tensors, rows, save_dtype, stored.dtypes, layout, stored.untouched)
 
@@ -244,7 +244,7 @@ def export_model(
         write_model_settings(aside, model.config, weights.main_dtype(), tokenizer, source)
         write_card(aside)
 
-    _write_from_ranks(folder, weights, write, runtime)
+    _write_from_ranks(folder, weights, write, ranks)
 
 
 def export_adapter(
@@ -254,24 +254,24 @@ def export_adapter(
     save_dtype: torch.dtype | None,
     tokenizer: PreTrainedTokenizerBase,
     write_card: Write,
-    runtime: Runtime,
+    ranks: Ranks,
 ) -> None:
     """Write the adapter as a PEFT directory. All ranks call it; rank 0 writes.
 
     Args:
         adapter: the result of `inject_lora`; its keys are PEFT's names of the tensors.
-        model, folder, save_dtype, tokenizer, write_card, runtime: as for `export_model`.
+        model, folder, save_dtype, tokenizer, write_card, ranks: as for `export_model`.
     """
     tensors = {
         adapter.keys[name]: p for name, p in model.named_parameters() if name in adapter.keys
     }
-    weights = SavedWeights(tensors, _gathered(tensors, runtime, set()), save_dtype)
+    weights = SavedWeights(tensors, _gathered(tensors, ranks, set()), save_dtype)
 
     def write(aside: Path) -> None:
         write_adapter(aside, adapter, weights, tokenizer)
         write_card(aside)
 
-    _write_from_ranks(folder, weights, write, runtime)
+    _write_from_ranks(folder, weights, write, ranks)
 
 
 def stored_rows(source: WeightSource, keys: Mapping[str, str]) -> Rows:
@@ -282,7 +282,7 @@ def stored_rows(source: WeightSource, keys: Mapping[str, str]) -> Rows:
 
 def _gathered(
     tensors: Mapping[str, torch.Tensor],
-    runtime: Runtime,
+    ranks: Ranks,
     from_base: set[str],
     base_rows: Rows | None = None,
 ) -> Rows:
@@ -294,7 +294,7 @@ def _gathered(
     nothing, would wait for the whole export in one collective, and their watchdogs would report
     that rank 0 hangs.
     """
-    ranks = ShardGroup(runtime.mesh)
+    shard_group = ShardGroup(ranks.mesh)
 
     def rows(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         tensor = tensors.get(name)
@@ -302,7 +302,7 @@ def _gathered(
             if base_rows is not None:
                 yield from base_rows(name, dtype)
         elif isinstance(tensor, nn.Parameter):
-            yield from ranks.gather_rows(tensor, dtype)
+            yield from shard_group.gather_rows(tensor, dtype)
         else:  # a buffer that the checkpoint lacks
             yield tensor.to(dtype).cpu()
         dist.barrier()
@@ -310,8 +310,8 @@ def _gathered(
     return rows
 
 
-def _write_from_ranks(folder: Path, weights: SavedWeights, write: Write, runtime: Runtime) -> None:
-    if runtime.is_main:
+def _write_from_ranks(folder: Path, weights: SavedWeights, write: Write, ranks: Ranks) -> None:
+    if ranks.is_main:
         advice = (
             f"The trained weights are in the newest directory of {folder.parent / 'checkpoints'}."
         )
@@ -502,7 +502,7 @@ base = {auto_class}.from_pretrained("{from_base}"{head})
     )
     facts = {
         name: settings[name]
-        for name in (*SHOWN, *(SHOWN_WITH_LORA if is_lora else ()))
+        for name in (*SHOWN, *(CARD_SETTINGS_OF_LORA if is_lora else ()))
         if name in settings
     }
     facts |= (

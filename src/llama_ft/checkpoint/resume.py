@@ -20,10 +20,10 @@ from llama_ft.checkpoint.reader import (
     step_folder,
 )
 from llama_ft.config import CheckpointConfig, Config, TrainConfig, check_device
-from llama_ft.config.messages import show, subject
+from llama_ft.config.messages import describe_setting, format_value
 from llama_ft.config.settings import SETTINGS
 from llama_ft.errors import RunFailure, UserError
-from llama_ft.runtime import Runtime, advise_precision, log
+from llama_ft.runtime import Ranks, advise_precision, log
 
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetensors")
 # Settings of where and how fast a run computes, and of its logs. A difference in any other setting
@@ -49,26 +49,24 @@ NEW_RUN = (
 )
 
 
-def find_checkpoint(settings: CheckpointConfig, runtime: Runtime) -> Checkpoint | None:
+def find_checkpoint(settings: CheckpointConfig, ranks: Ranks) -> Checkpoint | None:
     """Return the checkpoint to resume from; None without --resume, or with --resume auto if there
     is none.
 
     Args:
         settings: resume and output_dir. If torchrun has restarted the ranks, they resume from the
             checkpoints of the previous attempt, whatever these settings are.
-        runtime: the ranks. All of them call it, and share the work of verifying checksums.
+        ranks: the ranks. All of them call it, and share the work of verifying checksums.
 
     Raises:
         UserError: --resume does not name a checkpoint.
         RunFailure: the named checkpoint is corrupted, or with --resume auto all of them are.
     """
     if not (
-        candidates := runtime.broadcast_from_rank0(
-            partial(_candidates, settings, runtime.earlier_run)
-        )
+        candidates := ranks.broadcast_from_rank0(partial(_candidates, settings, ranks.earlier_run))
     ):
         return None
-    checkpoint = first_valid(candidates, partial(_shared_errors, runtime))
+    checkpoint = first_valid(candidates, partial(_shared_errors, ranks))
     log.info(f"Resuming from {checkpoint.folder}, after step {checkpoint.step}")
     return checkpoint
 
@@ -108,20 +106,20 @@ def _candidates(settings: CheckpointConfig, earlier_run: Path | None) -> list[Pa
     return found
 
 
-def _shared_errors(runtime: Runtime, folder: Path) -> list[str]:
+def _shared_errors(ranks: Ranks, folder: Path) -> list[str]:
     """Return what is wrong with a checkpoint, on all ranks. They meet every half minute, so that
     the watchdog does not report a rank that has no file to check or a slow disk."""
     with ThreadPoolExecutor(1) as pool:
-        mine = pool.submit(checkpoint_errors, folder, runtime.rank, runtime.world_size)
-        while not runtime.all_gather_floats(mine.done()).all():
+        mine = pool.submit(checkpoint_errors, folder, ranks.rank, ranks.world_size)
+        while not ranks.all_gather_floats(mine.done()).all():
             wait([mine], timeout=30.0)
-    everyone: list[list[str]] = [[] for _ in range(runtime.world_size)]
+    everyone: list[list[str]] = [[] for _ in range(ranks.world_size)]
     dist.all_gather_object(everyone, mine.result())
     return [line for lines in everyone for line in lines]
 
 
 def check_same_run(
-    saved: Mapping[str, Any], now: Mapping[str, Any], allowed: list[str], places: Mapping[str, str]
+    saved: Mapping[str, Any], now: Mapping[str, Any], allowed: list[str], origins: Mapping[str, str]
 ) -> None:
     """Raise a UserError if settings differ so that the resumed run would be another run.
 
@@ -130,7 +128,7 @@ def check_same_run(
             and `contents`: model_name, dataset, validation -> a checksum of their content.
         now: the same for the resuming run; `contents` may still be missing.
         allowed: names of settings that may differ.
-        places: dotted name -> where it was set.
+        origins: dotted name -> where it was set.
 
     Raises:
         UserError: names all differing settings with their old and new values.
@@ -148,12 +146,12 @@ def check_same_run(
             is_allowed = name in allowed and name != "optimizer"
             if not is_allowed and (is_other or (old != value and not may_differ)):
                 was = (
-                    f"was {show(old)}"
+                    f"was {format_value(old)}"
                     if old != value
                     else "and its content, tokenizer or chat template has changed"
                 )
                 changed[name] = (
-                    f"{subject(name, {name: places.get(setting.dotted, '')})} is {show(value)}, {was}"
+                    f"{describe_setting(name, {name: origins.get(setting.dotted, '')})} is {format_value(value)}, {was}"
                 )
     if not changed:
         return
@@ -176,16 +174,16 @@ def result_step(config: Config, step: int, best_step: int) -> int:
     )
 
 
-def open_best(step: int, run: Path, resumed: Checkpoint | None, runtime: Runtime) -> Checkpoint:
+def open_best(step: int, run: Path, resumed: Checkpoint | None, ranks: Ranks) -> Checkpoint:
     """Open the checkpoint of `step`, the one with the best validation loss, or else the newest
     valid one of a run. The best one may be in the directory of the run that was resumed. All ranks
     call it."""
     best = [step_folder(it, step) for it in ([run, resumed.run] if resumed else [run])]
     last = [resumed.folder] if resumed else []
-    candidates = runtime.broadcast_from_rank0(
+    candidates = ranks.broadcast_from_rank0(
         lambda: [*filter(Path.is_dir, best), *complete_checkpoints(run), *last]
     )
-    return first_valid(candidates, partial(_shared_errors, runtime))
+    return first_valid(candidates, partial(_shared_errors, ranks))
 
 
 def finished_result(resumed: Checkpoint, config: Config) -> Path | None:
@@ -234,26 +232,22 @@ def global_batch(settings: TrainConfig, resumed: Checkpoint | None, world_size: 
 
 
 def resolve_precision(
-    requested: Config, sources: dict[str, str], runtime: Runtime, resumed: Checkpoint | None
+    config: Config, origins: dict[str, str], ranks: Ranks, resumed: Checkpoint | None
 ) -> Config:
     """Choose the precision for this machine if the user did not: for the demo, and on a CPU for the
     demo's data. A resumed run keeps its own precision. Rank 0 decides for all ranks."""
-    check_device(requested, sources, runtime.device.type)
-    is_small = requested.data.dataset == "demo" and runtime.device.type == "cpu"
-    is_free = "train.precision" not in sources and (
-        is_small or requested.model.model_name == "demo"
-    )
+    check_device(config, origins, ranks.device.type)
+    is_small = config.data.dataset == "demo" and ranks.device.type == "cpu"
+    is_free = "train.precision" not in origins and (is_small or config.model.model_name == "demo")
     wanted = (
         resumed.trainer["config"]["train"]["precision"]
         if resumed and is_free
-        else requested.train.precision
+        else config.train.precision
     )
     is_free = is_free and resumed is None
-    precision, note = runtime.broadcast_from_rank0(
-        lambda: advise_precision(wanted, is_free, runtime.device)
+    precision, note = ranks.broadcast_from_rank0(
+        lambda: advise_precision(wanted, is_free, ranks.device)
     )
     if note:
         log.info(note)
-    return dataclasses.replace(
-        requested, train=dataclasses.replace(requested.train, precision=precision)
-    )
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, precision=precision))

@@ -18,15 +18,15 @@ from llama_ft.config import CheckpointConfig, run_entries
 from llama_ft.config.paths import RUN_MARKER, foreign_entries
 from llama_ft.errors import UserError
 from llama_ft.processes import TEMPORARY_FILE
-from llama_ft.runtime import Runtime, log
+from llama_ft.runtime import Ranks, log
 
-SECONDS_FOR_ANOTHER_TO_END = 10.0  # the ranks of a run that has just been stopped
+LOCK_WAIT_SECONDS = 10.0  # the ranks of a run that has just been stopped
 
 
 def create_run_directory(
     checkpoint: CheckpointConfig,
     model_name: str,
-    runtime: Runtime,
+    ranks: Ranks,
     resumed: Checkpoint | None = None,
 ) -> Path:
     """Create output_dir on rank 0 and return its path on all ranks. If torchrun has restarted the
@@ -37,7 +37,7 @@ def create_run_directory(
             output/<model>-<date-time>, also if the checkpoint was moved out of its run. overwrite
             deletes files of an earlier run in it, and nothing else.
         model_name: a directory or Hub name, for the default of output_dir.
-        runtime: the ranks.
+        ranks: the ranks.
         resumed: the checkpoint to resume from. Newer checkpoints in the same directory are moved to
             set-aside-*.
 
@@ -50,12 +50,12 @@ def create_run_directory(
         default = Path("output") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
         if resumed is not None and (resumed.run / RUN_MARKER).is_file():
             default = resumed.run
-        folder = runtime.earlier_run or Path(checkpoint.output_dir or default).expanduser()
+        folder = ranks.earlier_run or Path(checkpoint.output_dir or default).expanduser()
         is_own = resumed is not None and folder.resolve() == resumed.run.resolve()
         if not is_own and (foreign := foreign_entries(folder)):
             raise UserError(f"--output_dir {folder}: {foreign}")
-        runtime.lock = _lock(folder)
-        if runtime.lock is not None:
+        ranks.lock = _lock(folder)
+        if ranks.lock is not None:
             _report_death(folder)
         for leftover in folder.glob(".*.tmp"):
             if TEMPORARY_FILE.fullmatch(leftover.name):
@@ -64,11 +64,11 @@ def create_run_directory(
             _set_newer_aside(resumed)
         else:
             _remove_earlier_run(
-                folder, checkpoint, checkpoint.overwrite or folder == runtime.earlier_run
+                folder, checkpoint, checkpoint.overwrite or folder == ranks.earlier_run
             )
         return folder
 
-    return runtime.broadcast_from_rank0(create)
+    return ranks.broadcast_from_rank0(create)
 
 
 def _lock(folder: Path) -> IO[str] | None:
@@ -79,7 +79,7 @@ def _lock(folder: Path) -> IO[str] | None:
     if marker.is_symlink():  # it would be emptied
         raise UserError(f"{marker}: is a link. Remove it, or choose another output_dir.")
     file = open(marker, "a+")
-    deadline = time.monotonic() + SECONDS_FOR_ANOTHER_TO_END
+    deadline = time.monotonic() + LOCK_WAIT_SECONDS
     is_locked = False
     while not is_locked:
         try:

@@ -16,7 +16,7 @@ from llama_ft.errors import UserError
 from llama_ft.models import ShardGroup
 from llama_ft.models.shards import local_shard
 from llama_ft.models.source import listed
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Ranks
 from llama_ft.training.optimizer import create_states
 
 OPTIONS = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
@@ -25,7 +25,7 @@ TRAINED_ONLY = replace(OPTIONS, strict=False)
 Tensors = dict[str, torch.Tensor]
 
 
-def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runtime) -> Tensors:
+def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> Tensors:
     """Return this rank's part of a checkpoint: the sharded tensors of which it writes its rows, and
     whole others.
 
@@ -36,7 +36,7 @@ def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runti
         UserError: a state of the optimizer is sharded, but it does not say so.
     """
     create_states(optimizer)  # otherwise torch makes a hidden optimizer step
-    mesh = runtime.mesh
+    mesh = ranks.mesh
     written = Tensors()
     replicas = mesh["replicate"] if "replicate" in (mesh.mesh_dim_names or ()) else None
     copy, loads = (replicas.get_local_rank(), [0] * replicas.size()) if replicas else (0, [0])
@@ -57,9 +57,9 @@ def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runti
         loads[writer] += rows.nbytes
         if writer == copy and rows.numel() and (is_first_shard or is_sharded):
             written[name] = tensor
-    written[f"rng.{runtime.rank}.cpu"] = torch.get_rng_state()
-    if runtime.device.type == "cuda":
-        written[f"rng.{runtime.rank}.cuda"] = torch.cuda.get_rng_state(runtime.device)
+    written[f"rng.{ranks.rank}.cpu"] = torch.get_rng_state()
+    if ranks.device.type == "cuda":
+        written[f"rng.{ranks.rank}.cuda"] = torch.cuda.get_rng_state(ranks.device)
     return written
 
 
@@ -83,7 +83,7 @@ def _as_tensor(state: torch.Tensor | float) -> torch.Tensor:
 
 
 def restore(
-    checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runtime
+    checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> None:
     """Restore parameters, optimizer states and random number generators. Each rank reads its rows.
 
@@ -91,7 +91,7 @@ def restore(
         checkpoint: written by any number of ranks, with any sharding.
         model: the sharded model; its trained parameters are overwritten.
         optimizer: an optimizer without states.
-        runtime: a rank gets the generators of the rank with its number. If the checkpoint has none,
+        ranks: a rank gets the generators of the rank with its number. If the checkpoint has none,
             it keeps its own.
 
     Raises:
@@ -101,7 +101,7 @@ def restore(
     create_states(optimizer)
     restore_weights(checkpoint, model, [optimizer])
     # last: nothing above may use them
-    names = {kind: f"rng.{runtime.rank}.{kind}" for kind in ("cpu", "cuda")}
+    names = {kind: f"rng.{ranks.rank}.{kind}" for kind in ("cpu", "cuda")}
     states = {
         kind: checkpoint.read(name) for kind, name in names.items() if name in checkpoint.tensors
     }
@@ -109,8 +109,8 @@ def restore(
         torch.set_rng_state(states["cpu"])
     else:
         torch.manual_seed(torch.initial_seed() + checkpoint.step)
-    if "cuda" in states and runtime.device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], runtime.device)
+    if "cuda" in states and ranks.device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], ranks.device)
 
 
 def restore_weights(

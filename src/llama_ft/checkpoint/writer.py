@@ -37,9 +37,9 @@ from llama_ft.config.messages import size_text
 from llama_ft.config.paths import REFERENCE_FILE
 from llama_ft.errors import RunFailure, UserError, reason
 from llama_ft.models.shards import local_shard
-from llama_ft.runtime import Runtime, log
+from llama_ft.runtime import Ranks, log
 
-SPACE_FOR_THE_REST = 2**20  # for headers, trainer.json and checksums
+RESERVED_BYTES = 2**20  # for headers, trainer.json and checksums
 
 
 class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
@@ -50,7 +50,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         output_dir: the run's directory.
         settings: when to save, save_async and keep_last.
         about: part of every trainer.json: the configuration and other data that identify the run.
-        runtime: the ranks.
+        ranks: the ranks.
 
     As a context manager it waits for a pending save, if the run ends in the same way on all ranks.
 
@@ -64,20 +64,20 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         output_dir: Path,
         settings: CheckpointConfig,
         about: Mapping[str, Any],
-        runtime: Runtime,
+        ranks: Ranks,
     ) -> None:
         self.run = output_dir
         self._settings = settings
         self._about = about
-        self._runtime = runtime
+        self._ranks = ranks
         self._folder = output_dir / "checkpoints"
         # Not the process group of training: these ranks wait for the slowest disk, for any time.
         # To create it they wait as long as for training.
-        self._group = dist.new_group(backend="gloo", timeout=runtime.timeout)
+        self._group = dist.new_group(backend="gloo", timeout=ranks.timeout)
         _set_pg_timeout(timedelta(hours=6), self._group)
         self._in_flight: Future[None] | None = None
         self._timings: dict[str, float] = {}
-        if runtime.is_main:
+        if ranks.is_main:
             for leftover in (
                 *self._folder.glob(".writing-step-*"),
                 *self._folder.glob(".removing-step-*"),
@@ -85,7 +85,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
                 shutil.rmtree(leftover, ignore_errors=True)
             # a kill may have come between the rename of a checkpoint and this call
             self._tidy(next(iter(complete_checkpoints(output_dir)), None))
-        complete = runtime.broadcast_from_rank0(lambda: complete_checkpoints(output_dir))
+        complete = ranks.broadcast_from_rank0(lambda: complete_checkpoints(output_dir))
         self.last: Path | None = next(iter(complete), None)
 
     @property
@@ -135,16 +135,16 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         record: dict[str, Any] = {
             "format": reader.FORMAT,
             "step": step,
-            "world_size": self._runtime.world_size,
+            "world_size": self._ranks.world_size,
         }
         record |= {"asked": asked, "best_loss": best_loss, **trainer, **self._about}
-        live = own_state(model, optimizer, self._runtime)
-        nbytes = self._runtime.all_gather_floats(
+        live = own_state(model, optimizer, self._ranks)
+        nbytes = self._ranks.all_gather_floats(
             sum(local_shard(tensor).nbytes for tensor in live.values())
         )
         total = int(nbytes.sum().item())
-        free = self._runtime.broadcast_from_rank0(lambda: shutil.disk_usage(self.run).free)
-        if free < (needed := total + SPACE_FOR_THE_REST):
+        free = self._ranks.broadcast_from_rank0(lambda: shutil.disk_usage(self.run).free)
+        if free < (needed := total + RESERVED_BYTES):
             raise self._failure(
                 step, f"it needs {size_text(needed)}, but only {size_text(free)} are free"
             )
@@ -196,17 +196,17 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         planner = dcp.DefaultSavePlanner(False, False)
         aside = final.with_name(f".writing-{final.name}")
         storage = _ShardWriter(
-            aside, self._runtime.rank, copies, partial(self._complete, record, aside, final)
+            aside, self._ranks.rank, copies, partial(self._complete, record, aside, final)
         )
         try:
             dcp.save(live, storage_writer=storage, planner=planner, process_group=self._group)
         except dcp.CheckpointException as error:
-            if self._runtime.is_main:
+            if self._ranks.is_main:
                 shutil.rmtree(aside, ignore_errors=True)
             rank, (cause, _) = min(error.failures.items())
             raise self._failure(record["step"], f"rank {rank}: {reason(cause)}") from error
         self.last = final
-        if self._runtime.is_main:
+        if self._ranks.is_main:
             try:
                 self._tidy(final)
             except OSError as error:  # the checkpoint itself is complete

@@ -24,7 +24,7 @@ HUB_NAME = re.compile(r"[\w.\-]+/[\w.\-]+(:[\w.\-]+)?")
 # such as train, or train[:5%] in the syntax of `datasets`
 SPLIT_NAME = re.compile(r"\w+(\[[^\]/]*\])?")
 # Dataset.save_to_disk writes one of these files
-SAVED_BY_DATASETS = ("dataset_dict.json", "state.json")
+DATASETS_MARKER_FILES = ("dataset_dict.json", "state.json")
 
 
 def is_url(name: str) -> bool:
@@ -107,7 +107,7 @@ def data_problem(name: str) -> str | None:
         if not file.is_file():
             return "no such file."
         return f"which function? Write {file}:function." if name.endswith((".py", ":")) else None
-    if kind == "folder" and not any((path / sign).is_file() for sign in SAVED_BY_DATASETS):
+    if kind == "folder" and not any((path / sign).is_file() for sign in DATASETS_MARKER_FILES):
         return (
             None
             if any(data_files(path))

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import yaml
 from pydantic import TypeAdapter
 
-from llama_ft.config.messages import show
+from llama_ft.config.messages import format_value
 from llama_ft.config.settings import SECTIONS, SETTINGS, Config, Setting, values_of
 
 WIDTH = 100
@@ -27,7 +27,7 @@ WORDS = {
     "data": " TEXT",
 }
 # Settings that must differ in a repeated run: it gets a directory of its own and deletes nothing.
-ONE_RUN_ONLY = ("output_dir", "overwrite", "resume", "resume_allow_changes")
+SETTINGS_OF_ONE_RUN = ("output_dir", "overwrite", "resume", "resume_allow_changes")
 
 
 def exit_with_help(text: str) -> NoReturn:
@@ -74,7 +74,7 @@ def flags_text(settings: Mapping[str, Setting], title: str) -> str:
     lines = [title]
     for setting in settings.values():
         head = f"  --{setting.name}{WORDS.get(setting.kind, ' A,B')}"
-        default = show(setting.default).strip("[]")
+        default = format_value(setting.default).strip("[]")
         choices = f"{', '.join(setting.choices)}; " if setting.choices else ""
         text = f"{setting.meaning} [{choices}default: {default or 'empty'}]"
         head = "  --quantization [WORD]" if setting.dotted == "quantization.mode" else head
@@ -89,7 +89,7 @@ def differences(config: Config) -> list[str]:
     """Return one line, `train.lr = 0.002 (default 0.0001)`, for each setting that is not at its
     default."""
     return [
-        f"{SETTINGS[name].dotted} = {show(value)} (default {show(SETTINGS[name].default)})"
+        f"{SETTINGS[name].dotted} = {format_value(value)} (default {format_value(SETTINGS[name].default)})"
         for name, value in values_of(config).items()
         if value != SETTINGS[name].default
     ]
@@ -99,7 +99,7 @@ def to_yaml(config: Config, header: str = "") -> str:
     """Write the resolved configuration as YAML that `--config` can read.
 
     Values are written as they were given; keys and tokens are not settings. The YAML leaves out the
-    settings in ONE_RUN_ONLY, so that a run with this config repeats the run in a new directory.
+    settings in SETTINGS_OF_ONE_RUN, so that a run with this config repeats the run in a new directory.
 
     Args:
         config: the configuration.
@@ -108,7 +108,7 @@ def to_yaml(config: Config, header: str = "") -> str:
     values = values_of(config)
     sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, setting in SETTINGS.items():
-        if name not in ONE_RUN_ONLY:
+        if name not in SETTINGS_OF_ONE_RUN:
             sections[setting.section][name] = values[name]
     body = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=120)
     return (

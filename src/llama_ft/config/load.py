@@ -10,13 +10,13 @@ from pydantic import ValidationError
 
 from llama_ft import __version__
 from llama_ft.config.dump import exit_with_help, help_text
-from llama_ft.config.messages import MOST_ERRORS, nearest, show, subject
+from llama_ft.config.messages import MOST_ERRORS, describe_setting, format_value, nearest
 from llama_ft.config.parse import Parsed, as_keywords, read_flags, read_yaml
 from llama_ft.config.paths import check_paths
 from llama_ft.config.rules import broken_rules, drop_overridden
 from llama_ft.config.run_settings import DatasetPart
 from llama_ft.config.settings import SETTINGS, Config, Setting, settings_of, values_of
-from llama_ft.errors import UserError, before_imports, counted, exit_on_error, rank
+from llama_ft.errors import UserError, before_imports, exit_on_error, plural, rank
 
 PLAIN = {
     "Input should": "must",
@@ -82,37 +82,37 @@ def load(
     file_name = demo_config if is_demo else named and Path(named)
     file = read_yaml(file_name) if file_name else Parsed()
     values = {**file.values, **flags.values}
-    places = {
-        **file.places,
-        **{name: place for name, place in flags.places.items() if name in values},
+    origins = {
+        **file.origins,
+        **{name: origin for name, origin in flags.origins.items() if name in values},
     }
-    config, wrong = convert(values, places)
+    config, wrong = convert(values, origins)
     errors = [*file.errors, *flags.errors, *wrong.values()]
     if not errors:  # after an error the rules would see default values and mislead
-        valid = drop_overridden(values_of(config), places)
-        config, _ = convert(valid, places)
-        errors = broken_rules(valid, places)
+        valid = drop_overridden(values_of(config), origins)
+        config, _ = convert(valid, origins)
+        errors = broken_rules(valid, origins)
     if paths:
         errors += [
             error
-            for error in check_paths(values_of(config), places, {*wrong})
+            for error in check_paths(values_of(config), origins, {*wrong})
             if error not in errors
         ]
     if others := errors[MOST_ERRORS:]:
-        raise UserError(*errors[:MOST_ERRORS], f"and {counted(len(others), 'more error')}.")
+        raise UserError(*errors[:MOST_ERRORS], f"and {plural(len(others), 'more error')}.")
     if errors:
         raise UserError(*errors)
-    return config, {SETTINGS[name].dotted: place for name, place in places.items()}
+    return config, {SETTINGS[name].dotted: origin for name, origin in origins.items()}
 
 
 def convert(
-    values: Mapping[str, Any], places: Mapping[str, str], settings_class: Any = Config
+    values: Mapping[str, Any], origins: Mapping[str, str], settings_class: Any = Config
 ) -> tuple[Any, dict[str, str]]:
     """Build a dataclass of settings. A value that cannot be converted keeps its default.
 
     Args:
         values: field name -> text, list, None or a value of the field's type.
-        places: field name -> where it was set.
+        origins: field name -> where it was set.
         settings_class: `Config`, or a pydantic dataclass without sections.
 
     Returns:
@@ -123,7 +123,7 @@ def convert(
     wrong = dict[str, str]()
     for name, value in values.items():
         if value == "":
-            wrong[name] = f"{subject(name, places)}: the value is empty."
+            wrong[name] = f"{describe_setting(name, origins)}: the value is empty."
             continue
         part = getattr(config, table[name].section) if table[name].section else config
         try:
@@ -131,7 +131,7 @@ def convert(
         except ValidationError as refusal:
             # the last error of a union: a list of datasets, not a text
             *_, error = refusal.errors(include_url=False)
-            wrong[name] = _explain(subject(name, places), table[name], value, error)
+            wrong[name] = _explain(describe_setting(name, origins), table[name], value, error)
     return config, wrong
 
 
@@ -142,7 +142,7 @@ def _explain(head: str, setting: Setting, value: Any, error: Any) -> str:
     if error["type"] == "extra_forbidden":  # a key in a part of a dataset mixture
         value = inside[-1]
         candidates = tuple(DatasetPart.__annotations__)
-    head += f"[{'].'.join(map(str, inside))}" if inside else f" {show(value)}"
+    head += f"[{'].'.join(map(str, inside))}" if inside else f" {format_value(value)}"
     match = nearest(str(value), candidates)
     wanted = error["msg"].partition(", unable")[0].removeprefix("Value error, ")
     for theirs, ours in PLAIN.items():

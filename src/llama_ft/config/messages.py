@@ -67,22 +67,22 @@ ALIASES: dict[str, str] = {
 }
 
 
-def subject(name: str, places: Mapping[str, str]) -> str:
+def describe_setting(name: str, origins: Mapping[str, str]) -> str:
     """Return the name of a setting together with the place where it was set.
 
     Args:
         name: field name.
-        places: field name -> place.
+        origins: field name -> place.
 
     Returns:
         `--lr` as typed, `configs/mine.yaml:12: train.lr`, or `train.lr` if no place is known.
     """
-    if (place := places.get(name, "")).startswith("--"):  # the flag of a tool or a setting
-        return place
-    return f"{place}: {SETTINGS[name].dotted}" if place else SETTINGS[name].dotted
+    if (origin := origins.get(name, "")).startswith("--"):  # the flag of a tool or a setting
+        return origin
+    return f"{origin}: {SETTINGS[name].dotted}" if origin else SETTINGS[name].dotted
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value as a user would type it, or the beginning of a long one."""
     text = str(value)
     if isinstance(value, list):
@@ -106,7 +106,7 @@ def size_text(size_bytes: float) -> str:
 MOST_ERRORS = 20  # messages of one command
 MOST_SHOWN = 1000  # characters of a value
 LONGEST_NAME = 100  # names of settings are shorter, and difflib takes quadratic time
-LIKE_A_SLIP = 0.75  # at a lower similarity, unrelated names with a few common letters match too
+TYPO_SIMILARITY = 0.75  # at a lower similarity, unrelated names with a few common letters match too
 
 
 def nearest(word: str, candidates: Iterable[str], least: float = 0.6) -> str | None:
@@ -152,7 +152,7 @@ def explain_unknown(name: str, as_key: bool = False) -> str:
     match = nearest(
         field,
         [*names, *ALIASES, "quantization", *(SECTIONS if as_key else ["config"])],
-        LIKE_A_SLIP,
+        TYPO_SIMILARITY,
     )
     if match is None:
         return f" is not {what}. --help lists them all, and {TRANSLATIONS}"

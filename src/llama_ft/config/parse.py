@@ -37,12 +37,12 @@ class Parsed:
     Attributes:
         values: field name -> value: a text, a list of texts, None, or a mapping, which no setting
             accepts.
-        places: field name -> where it was set, `configs/mine.yaml:12` or `--lr`.
+        origins: field name -> where it was set, `configs/mine.yaml:12` or `--lr`.
         errors: messages about what could not be read.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
-    places: dict[str, str] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
 
     def add_unknown(self, shown: str, name: str, explain: Callable[[str], str]) -> None:
@@ -165,11 +165,11 @@ def read_flags(
         elif error:
             parsed.errors.append(f"{word.flag}{error}")
         else:
-            if setting.name in parsed.places and rank() == 0:
+            if setting.name in parsed.origins and rank() == 0:
                 print(
                     f"warning: {word.flag} is given twice; the last value is used.", file=sys.stderr
                 )
-            parsed.places[setting.name] = word.flag
+            parsed.origins[setting.name] = word.flag
             parsed.values[setting.name] = from_text(setting, text)
     return parsed
 
@@ -241,28 +241,28 @@ def explain_key(name: str) -> str:
     return explain_unknown(name, as_key=True)
 
 
-def _read_section(section: str, place: str, node: yaml.Node, shown: str, parsed: Parsed) -> None:
+def _read_section(section: str, origin: str, node: yaml.Node, shown: str, parsed: Parsed) -> None:
     if section == "quantization" and isinstance(node, yaml.ScalarNode) and node.tag != NULL:
         parsed.values["mode"] = from_text(SETTINGS["mode"], node.value)
-        parsed.places["mode"] = place
+        parsed.origins["mode"] = origin
     elif section not in SECTIONS:
-        parsed.add_unknown(f"{place}: {section}", section, explain_key)
+        parsed.add_unknown(f"{origin}: {section}", section, explain_key)
     elif isinstance(node, yaml.MappingNode):
         for key_node, value_node in node.value:
             key = str(key_node.value)
-            place = f"{shown}:{key_node.start_mark.line + 1}"
+            origin = f"{shown}:{key_node.start_mark.line + 1}"
             setting = SETTINGS.get(key)
             if setting is None or setting.section != section:
-                parsed.add_unknown(f"{place}: {section}.{key}", key, explain_key)
-            elif key in parsed.places:
+                parsed.add_unknown(f"{origin}: {section}.{key}", key, explain_key)
+            elif key in parsed.origins:
                 parsed.errors.append(
-                    f"{place}: {section}.{key} is set twice, first in {parsed.places[key]}."
+                    f"{origin}: {section}.{key} is set twice, first in {parsed.origins[key]}."
                 )
             else:
                 parsed.values[key] = _value(setting, value_node)
-                parsed.places[key] = place
+                parsed.origins[key] = origin
     elif node.tag != NULL:  # an empty section is valid: all its settings may be commented out
-        parsed.errors.append(f"{place}: {section} is a section; indent its settings below it.")
+        parsed.errors.append(f"{origin}: {section} is a section; indent its settings below it.")
 
 
 def _value(setting: Setting, node: yaml.Node | None) -> Any:

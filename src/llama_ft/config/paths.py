@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from llama_ft.config.data_names import NOT_A_FILE, data_problem, is_split_of
-from llama_ft.config.messages import subject
+from llama_ft.config.messages import describe_setting
 from llama_ft.config.rules import SECRET, as_fraction
 from llama_ft.errors import UserError, rank, reason
 from llama_ft.masking import is_url_with_secret
@@ -60,13 +60,13 @@ CARD_TAG = "\n- llama_ft\n"  # in the header of every model card that checkpoint
 
 
 def check_paths(
-    values: Mapping[str, Any], places: Mapping[str, str], invalid: set[str]
+    values: Mapping[str, Any], origins: Mapping[str, str], invalid: set[str]
 ) -> list[str]:
     """Return an error message for each setting whose file or directory cannot be used.
 
     Args:
         values: all settings by field name.
-        places: field name -> where it was set.
+        origins: field name -> where it was set.
         invalid: fields whose own value could not be read. They are not checked.
     """
 
@@ -114,7 +114,7 @@ def check_paths(
             problem = f"cannot be accessed: {reason(error)}."
         if problem:
             messages.append(
-                f"{subject(name, places)} {problem if problem == SECRET else f'{value}: {problem}'}"
+                f"{describe_setting(name, origins)} {problem if problem == SECRET else f'{value}: {problem}'}"
             )
     return messages
 

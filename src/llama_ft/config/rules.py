@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from llama_ft.config.data_names import has_splits, kind_of_data
-from llama_ft.config.messages import show, subject
+from llama_ft.config.messages import describe_setting, format_value
 from llama_ft.config.settings import SETTINGS, Config, values_of
 from llama_ft.errors import UserError
 from llama_ft.masking import is_url_with_secret
@@ -283,71 +283,71 @@ CONDITIONS: tuple[tuple[list[str], str, Callable[[Any], Any]], ...] = (
 )
 
 
-def broken_rules(values: Mapping[str, Any], places: Mapping[str, str] = {}) -> list[str]:
+def broken_rules(values: Mapping[str, Any], origins: Mapping[str, str] = {}) -> list[str]:
     """Return a message for each rule that does not hold.
 
     Args:
         values: all settings by field name, each valid in itself.
-        places: field name -> where it was set.
+        origins: field name -> where it was set.
     """
     messages: dict[tuple[str, str], str] = {}
     settings = SimpleNamespace(**values)
     for name, is_broken, text in RULES:
         if is_broken(settings):
-            shown = show(values[name]).strip("[]")
-            messages[name, text] = f"{subject(name, places)} {text.format(shown, **values)}"
+            shown = format_value(values[name]).strip("[]")
+            messages[name, text] = (
+                f"{describe_setting(name, origins)} {text.format(shown, **values)}"
+            )
     for name, value in values.items():
         if is_url_with_secret(str(value)):
-            messages[name, ""] = f"{subject(name, places)} {SECRET}"
+            messages[name, ""] = f"{describe_setting(name, origins)} {SECRET}"
     for fields, on, fits in CONDITIONS:
         for name in fields if not fits(values[on]) else ():
-            if _asks_for_something(name, values[name], places):
-                text = (
-                    f"has no effect with {SETTINGS[on].flag.removeprefix('--')} {show(values[on])}."
-                )
-                messages.setdefault((name, ""), f"{subject(name, places)} {text}")
+            if _asks_for_something(name, values[name], origins):
+                text = f"has no effect with {SETTINGS[on].flag.removeprefix('--')} {format_value(values[on])}."
+                messages.setdefault((name, ""), f"{describe_setting(name, origins)} {text}")
     return list(messages.values())
 
 
-def _asks_for_something(name: str, value: Any, places: Mapping[str, str]) -> bool:
+def _asks_for_something(name: str, value: Any, origins: Mapping[str, str]) -> bool:
     """A default, or false, written in a file is a record (config.yaml holds them all); a default
     flag is a wish."""
-    is_wish = places.get(name, "").startswith("--") and bool(value)
+    is_wish = origins.get(name, "").startswith("--") and bool(value)
     return is_wish or (value != SETTINGS[name].default and value is not False)
 
 
-def drop_overridden(values: dict[str, Any], places: dict[str, str]) -> dict[str, Any]:
+def drop_overridden(values: dict[str, Any], origins: dict[str, str]) -> dict[str, Any]:
     """Set back what a YAML config sets and a flag made moot, in places too: `--config lora.yaml
     --use_peft False` is full fine-tuning, not an error about the config's r."""
     moot = {
         name
         for fields, on, fits in CONDITIONS
-        if places.get(on, "").startswith("--") and not fits(values[on])
+        if origins.get(on, "").startswith("--") and not fits(values[on])
         for name in fields
-        if name in places and not places[name].startswith("--")
+        if name in origins and not origins[name].startswith("--")
     }
     for name in moot:
-        del places[name]
+        del origins[name]
     return {
         name: SETTINGS[name].default if name in moot else value for name, value in values.items()
     }
 
 
-def check_device(config: Config, places: Mapping[str, str], device: str) -> None:
+def check_device(config: Config, origins: Mapping[str, str], device: str) -> None:
     """Check the rules again with the device that `auto` came to be.
 
     Args:
         config: all settings.
-        places: dotted name -> where it was set, as `load` returns them.
+        origins: dotted name -> where it was set, as `load` returns them.
         device: cuda or cpu.
 
     Raises:
         UserError: the settings ask for what this device cannot do.
     """
     fields = {
-        name: places[setting.dotted]
+        name: origins[setting.dotted]
         for name, setting in SETTINGS.items()
-        if setting.dotted in places
+        if setting.dotted in origins
     }
     if messages := broken_rules({**values_of(config), "device": device}, fields):
         raise UserError(*messages)

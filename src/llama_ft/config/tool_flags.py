@@ -24,7 +24,7 @@ def read(
 
     Args:
         argv: the arguments after the script's name.
-        flags: the dataclass of its flags. Its field `places` takes the positional arguments.
+        flags: the dataclass of its flags. Its field `origins` takes the positional arguments.
         description: what the script does. --help prints its first paragraph.
         other_names: alias of a flag -> its name.
 
@@ -32,10 +32,10 @@ def read(
         The flags, where each was set, and the error messages.
     """
     table = settings_of(flags)
-    places = table.pop("places", None)
+    origins = table.pop("paths", None)
     if {"--help", "-h"} & set(argv):
         text = flags_text(table, f"Flags of {Path(sys.argv[0]).name}:")
-        about = [description.partition("\n\n")[0], *([places.meaning] if places else []), text]
+        about = [description.partition("\n\n")[0], *([origins.meaning] if origins else []), text]
         exit_with_help("\n\n".join(about) + "\n")
 
     def explain(name: str) -> str:
@@ -45,9 +45,9 @@ def read(
         )
 
     names = other_names or {}
-    positional = "places" if places else None
+    positional = "paths" if origins else None
     parsed = read_flags(argv, lambda name: table.get(names.get(name, name)), explain, positional)
-    options, wrong = convert(parsed.values, parsed.places, flags)
+    options, wrong = convert(parsed.values, parsed.origins, flags)
     return options, parsed, [*parsed.errors, *wrong.values()]
 
 

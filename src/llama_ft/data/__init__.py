@@ -5,9 +5,9 @@ from llama_ft.data.batches import (
     Batch,
     collate,
     evaluation_batches,
+    example_lengths,
     group_size,
     pad_token_id,
-    row_lengths,
 )
 from llama_ft.data.cache import cache_dir
 from llama_ft.data.chat_template import ensure_chat_template, stop_token_ids

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from llama_ft.data.tokenize import IGNORED
-from llama_ft.errors import counted
+from llama_ft.errors import plural
 
 FILLER_TOKENS = 8
 # The search for samples that fill a sequence takes longer with its length. Above, best-fit is used.
@@ -84,7 +84,7 @@ class BatchSampler:
         self._packs = None
         self._sizes = self._lengths
         if pack_length is not None:
-            self._packs, self._sizes = pack_rows(self._lengths, pack_length * group)
+            self._packs, self._sizes = pack_samples(self._lengths, pack_length * group)
         self.pack_length = pack_length
         self.global_batch = global_batch
         self._group = group
@@ -96,10 +96,10 @@ class BatchSampler:
         self._order: tuple[int, numpy.ndarray, numpy.ndarray] | None = None
 
     @classmethod
-    def of(cls, rows: Dataset, **layout: Any) -> "BatchSampler":
-        """Plan tokenized samples. `rows` has the columns `build.FEATURES`."""
-        target_tokens = rows.with_format("arrow")[:]["target_tokens"].to_numpy()
-        return cls(row_lengths(rows), target_tokens, group=group_size(rows), **layout)
+    def of(cls, samples: Dataset, **layout: Any) -> "BatchSampler":
+        """Plan tokenized samples. `samples` has the columns `tokenize_files.FEATURES`."""
+        target_tokens = samples.with_format("arrow")[:]["target_tokens"].to_numpy()
+        return cls(example_lengths(samples), target_tokens, group=group_size(samples), **layout)
 
     def __len__(self) -> int:
         """Packed sequences, or samples, per epoch."""
@@ -115,9 +115,9 @@ class BatchSampler:
         if self.pack_length is None:
             return "samples of a micro-batch are padded to the longest of them"
         capacity = self.pack_length * self._group
-        packed = f"{counted(len(self), 'packed sequence')} of at most {capacity:,} tokens"
+        packed = f"{plural(len(self), 'packed sequence')} of at most {capacity:,} tokens"
         fill = self._sizes.sum() / (len(self) * capacity)
-        return f"{counted(len(self._lengths), 'sample')} in {packed}, {fill:.1%} full"
+        return f"{plural(len(self._lengths), 'sample')} in {packed}, {fill:.1%} full"
 
     def step(self, epoch: int, step_in_epoch: int) -> StepPlan:
         """Return this rank's part of a step.
@@ -130,12 +130,12 @@ class BatchSampler:
             epoch: counted from 0.
             step_in_epoch: counted from 0, below steps_per_epoch.
         """
-        rows, order = self._epoch(epoch)
+        samples, order = self._epoch(epoch)
         first = step_in_epoch * self.global_batch
         batch = order[first : first + self.global_batch]
         batch = batch[numpy.argsort(-self._sizes[batch], kind="stable")]
         members = [
-            [int(item)] if self._packs is None else rows[self._packs[item]].tolist()
+            [int(item)] if self._packs is None else samples[self._packs[item]].tolist()
             for item in batch
         ]
         return StepPlan(
@@ -155,10 +155,10 @@ class BatchSampler:
         together, in the same number of packed sequences.
         """
         if self._order is None or self._order[0] != epoch:
-            generator = torch.Generator().manual_seed(mixed(self._seed, epoch))
+            generator = torch.Generator().manual_seed(combine_seeds(self._seed, epoch))
             shuffled = torch.randperm(len(self._lengths), generator=generator).numpy()
-            rows = shuffled[numpy.argsort(-self._lengths[shuffled], kind="stable")]
-            self._order = epoch, rows, self._item_order(shuffled, generator)
+            samples = shuffled[numpy.argsort(-self._lengths[shuffled], kind="stable")]
+            self._order = epoch, samples, self._item_order(shuffled, generator)
         return self._order[1:]
 
     def _item_order(self, shuffled: numpy.ndarray, generator: torch.Generator) -> numpy.ndarray:
@@ -203,11 +203,11 @@ def evaluation_batches(
         The indices of samples, one list per batch.
     """
     lengths = _of_groups(lengths, group)
-    members = [[row] for row in range(len(lengths))]
+    members = [[sample] for sample in range(len(lengths))]
     if pack_length is not None:
-        packs, _ = pack_rows(lengths, pack_length * group)
-        rows = numpy.argsort(-lengths, kind="stable")
-        members = [rows[slots].tolist() for slots in packs]
+        packs, _ = pack_samples(lengths, pack_length * group)
+        samples = numpy.argsort(-lengths, kind="stable")
+        members = [samples[slots].tolist() for slots in packs]
         # The first packed sequences hold the longest samples. With max_batches, samples of all
         # lengths should be used.
         members = [members[pack] for pack in numpy.random.default_rng(0).permutation(len(members))]
@@ -215,7 +215,7 @@ def evaluation_batches(
     return batches[:max_batches] if max_batches else batches
 
 
-def pack_rows(
+def pack_samples(
     lengths: numpy.ndarray, pack_length: int
 ) -> tuple[list[numpy.ndarray], numpy.ndarray]:
     """Pack whole samples into few sequences.
@@ -370,10 +370,12 @@ def _of_groups(numbers: Sequence[int] | numpy.ndarray, group: int) -> numpy.ndar
 
 def _rows_of(members: list[list[int]], group: int = 1) -> list[int]:
     """Return the table rows of all groups of all packed sequences."""
-    return [first * group + row for groups in members for first in groups for row in range(group)]
+    return [
+        first * group + sample for groups in members for first in groups for sample in range(group)
+    ]
 
 
-def mixed(*numbers: int) -> int:
+def combine_seeds(*numbers: int) -> int:
     """Return a seed made of several numbers. (Seed + epoch would repeat epoch 0 of seed 43 as epoch
     1 of seed 42.)"""
     return (
@@ -387,7 +389,7 @@ class Batch:
     """A micro-batch: packed samples in one sequence, or samples padded on the right to the longest
     one.
 
-        packed   input_ids  a a a b b c c c c     padded   a a a .     row_lengths 3 2 4
+        packed   input_ids  a a a b b c c c c     padded   a a a .     example_lengths 3 2 4
                  labels     - a a - b - c c c              b b . .
                                                            c c c c
     Labels are -100 on padding and on tokens that are not in the loss. They are not shifted. The
@@ -396,9 +398,9 @@ class Batch:
 
     input_ids: torch.Tensor  # int64: packed [1, tokens], padded [samples, length]
     labels: torch.Tensor  # same dtype and shape
-    row_lengths: list[int]  # tokens of each sample
+    example_lengths: list[int]  # tokens of each sample
     is_packed: bool
-    sources: list[str]  # place of each sample, for messages
+    locations: list[str]  # place of each sample, for messages
     # The label of each row that is a completion with one, None for others; empty for a rank without
     # samples.
     desirable: Sequence[bool | None] = ()
@@ -406,27 +408,29 @@ class Batch:
     @property
     def tokens(self) -> int:
         """Number of input tokens without padding."""
-        return sum(self.row_lengths)
+        return sum(self.example_lengths)
 
     @property
     def target_tokens(self) -> int:
         """Number of labels in the loss."""
         return int((self.labels[:, 1:] != IGNORED).sum())
 
-    def rows(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def examples(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Tokens and labels of each row without padding, int64 [length], in this batch's own
         memory."""
         if self.is_packed:
-            ids, labels = (it[0].split(self.row_lengths) for it in (self.input_ids, self.labels))
+            ids, labels = (
+                it[0].split(self.example_lengths) for it in (self.input_ids, self.labels)
+            )
             return list(zip(ids, labels, strict=True))
-        rows = zip(self.input_ids, self.labels, self.row_lengths, strict=True)
-        return [(ids[:length], labels[:length]) for ids, labels, length in rows]
+        samples = zip(self.input_ids, self.labels, self.example_lengths, strict=True)
+        return [(ids[:length], labels[:length]) for ids, labels, length in samples]
 
     @property
     def attention_mask(self) -> torch.Tensor:
         """The mask of a padded batch, int64 [samples, length]: 1 on tokens, 0 on padding."""
         positions = torch.arange(self.input_ids.shape[1])
-        return (positions < torch.tensor(self.row_lengths).unsqueeze(1)).long()
+        return (positions < torch.tensor(self.example_lengths).unsqueeze(1)).long()
 
 
 def collate(
@@ -444,22 +448,22 @@ def collate(
         for name in ("input_ids", "labels")
     )  # the tokens of all samples, concatenated
     lengths = table["input_ids"].combine_chunks().value_lengths().to_pylist()
-    sources = table["source"].to_pylist()
+    locations = table["source"].to_pylist()
     desirable = table["desirable"].to_pylist()
     if not indices:
         input_ids = input_ids[:FILLER_TOKENS]
-        sources = []
+        locations = []
         desirable = []
         lengths = [len(input_ids)]
         labels = torch.full((len(input_ids),), IGNORED)
     if is_packed:
         labels[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = IGNORED
         return Batch(
-            input_ids.unsqueeze(0), labels.unsqueeze(0), lengths, is_packed, sources, desirable
+            input_ids.unsqueeze(0), labels.unsqueeze(0), lengths, is_packed, locations, desirable
         )
     input_ids = pad_sequence(input_ids.split(lengths), batch_first=True, padding_value=pad_token_id)
     labels = pad_sequence(labels.split(lengths), batch_first=True, padding_value=IGNORED)
-    return Batch(input_ids, labels, lengths, is_packed, sources, desirable)
+    return Batch(input_ids, labels, lengths, is_packed, locations, desirable)
 
 
 def collate_step(
@@ -467,7 +471,8 @@ def collate_step(
 ) -> list[Batch]:
     """Make the micro-batches of a step. With a `pack_length` they are packed, otherwise padded."""
     return [
-        collate(dataset, rows, pad_token_id, pack_length is not None) for rows in step.micro_batches
+        collate(dataset, samples, pad_token_id, pack_length is not None)
+        for samples in step.micro_batches
     ]
 
 
@@ -489,7 +494,7 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase, vocabulary_size: int | None
     )
 
 
-def row_lengths(dataset: Dataset) -> numpy.ndarray:
+def example_lengths(dataset: Dataset) -> numpy.ndarray:
     """Return the tokens of each sample, from the offsets of the Arrow lists, without reading any
     token. An example with another completion counts at least as much as the sample's own: of a full
     packed sequence at most half is then trained on, as planned.

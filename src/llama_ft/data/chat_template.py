@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from llama_ft.commands import RECIPES
-from llama_ft.data.formats import BadRow, Message
+from llama_ft.data.formats import BadSample, Message
 from llama_ft.data.template_limits import exceeded_limit
 from llama_ft.errors import UserError, reason
 
@@ -138,7 +138,7 @@ def _around_a_response(
         text, _ = render_chat(template, special_tokens, TWO_MESSAGES)
     except TemplateSyntaxError as error:
         raise UserError(f"{subject}, line {error.lineno}: {error.message}") from None
-    except BadRow:
+    except BadSample:
         return "", ""
     before, _, after = text.partition(PROBE)
     return before, after
@@ -192,7 +192,7 @@ def render_chat(
         The text, and the blocks as [start, end) of its characters.
 
     Raises:
-        BadRow: the template rejects the chat.
+        BadSample: the template rejects the chat.
     """
     try:
         texts, spans = _rendered(template, special_tokens, messages, tools, blocks, open_answer)
@@ -206,7 +206,7 @@ def render_chat(
         RecursionError,
         MemoryError,
     ) as error:
-        raise BadRow(f"the chat template rejects this chat: {error}") from None
+        raise BadSample(f"the chat template rejects this chat: {error}") from None
     return texts[0], spans[0] if spans else []
 
 

@@ -86,16 +86,19 @@ def build_demo(cache: Path) -> Demo:
 
 
 def _build(folder: Path) -> None:
-    for split, lines in _demo_rows().items():  # errors: a docstring may hold half a surrogate pair
+    for (
+        split,
+        lines,
+    ) in _demo_samples().items():  # errors: a docstring may hold half a surrogate pair
         (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8", errors="replace")
     tokenizer = _train_tokenizer(folder / "train.jsonl")
     _save_model(folder / "model", tokenizer)
     tokenizer.save_pretrained(folder / "model")
 
 
-def _demo_rows() -> dict[str, list[str]]:
+def _demo_samples() -> dict[str, list[str]]:
     """Return the lines of train.jsonl and validation.jsonl."""
-    rows: dict[str, list[str]] = {"train": [], "validation": []}
+    samples: dict[str, list[str]] = {"train": [], "validation": []}
     seen = set[str]()
     documented = sorted(_documented(Path(sysconfig.get_path("stdlib"))), key=lambda it: it[0])
     for name, kind, signature, docstring in documented:
@@ -108,12 +111,12 @@ def _demo_rows() -> dict[str, list[str]]:
         instruction = PROMPTS[_stable_hash("question " + name) % len(PROMPTS)].format(
             kind=kind, name=name
         )
-        row = {"instruction": instruction, "input": signature, "output": docstring}
+        sample = {"instruction": instruction, "input": signature, "output": docstring}
         is_held_out = _stable_hash("split " + name) / 2**64 < VALIDATION_SHARE
-        rows["validation" if is_held_out else "train"].append(
-            json.dumps(row, ensure_ascii=False) + "\n"
+        samples["validation" if is_held_out else "train"].append(
+            json.dumps(sample, ensure_ascii=False) + "\n"
         )
-    return rows
+    return samples
 
 
 def _documented(library: Path) -> Iterator[Documented]:

@@ -1,7 +1,7 @@
 """Read samples from data files, local or remote (fsspec). Each sample has a place for error
 messages.
 
-A line without a valid sample yields a `BadRow` instead, so that several can be reported or skipped.
+A line without a valid sample yields a `BadSample` instead, so that several can be reported or skipped.
 Only a few samples are in memory at a time; a JSON array is read as a whole.
 """
 
@@ -21,17 +21,17 @@ import pyarrow
 import pyarrow.parquet
 
 from llama_ft.config.data_names import data_suffix, is_url
-from llama_ft.data.formats import BadRow, Row
+from llama_ft.data.formats import BadSample, Sample
 from llama_ft.errors import UserError, reason
 
-Rows = Iterator[tuple[str, Row | BadRow]]  # (place, sample)
+Samples = Iterator[tuple[str, Sample | BadSample]]  # (place, sample)
 LONGEST_FIELD = 2**27  # bytes in a CSV file; Python's default, 131,072, is too short for many chats
 LONGEST_LINE = 2**26  # bytes of a sample in JSON, decompressed
 LONGEST_HEADER = 4096  # bytes of a .csv file that are read to find its delimiter
 ROWS_AT_ONCE = 64  # rows of a columnar file converted to Python objects at once
 
 
-def rows_of_file(path: Path | str) -> Rows:
+def samples_of_file(path: Path | str) -> Samples:
     """Yield (place, sample) of a data file. A place is `my.jsonl:381`, `my.csv row 12` or
     `my.parquet row 3`.
 
@@ -44,12 +44,12 @@ def rows_of_file(path: Path | str) -> Rows:
     name = str(path)
     place = ""
     try:
-        for place, row in READERS[data_suffix(name)](name):
+        for place, sample in READERS[data_suffix(name)](name):
             yield (
                 place,
-                row
-                if isinstance(row, dict | BadRow)
-                else BadRow(f"{str(row)[:40]} is not a JSON object."),
+                sample
+                if isinstance(sample, dict | BadSample)
+                else BadSample(f"{str(sample)[:40]} is not a JSON object."),
             )
     except Exception as error:  # of the disk, a decoder, pyarrow or a network library
         after = f" after {place}" if place else ""
@@ -61,13 +61,13 @@ def rows_of_file(path: Path | str) -> Rows:
         raise UserError(f"{name}: cannot be read{after}: {reason(error)}.{way_out}") from error
 
 
-def numbered(name: str, rows: Iterable[Row]) -> Rows:
+def numbered(name: str, samples: Iterable[Sample]) -> Samples:
     """Yield the samples of a columnar source with their places, without nested nulls.
 
     In columnar data, every nested object has the keys of all objects; null fills the missing ones.
     """
-    for number, row in enumerate(rows, start=1):
-        yield f"{name} row {number}", {column: _pruned(value) for column, value in row.items()}
+    for number, sample in enumerate(samples, start=1):
+        yield f"{name} row {number}", {column: _pruned(value) for column, value in sample.items()}
 
 
 def _pruned(value: Any) -> Any:
@@ -91,14 +91,14 @@ def _opened(name: str) -> Iterator[io.BufferedReader]:
         yield file
 
 
-def _json_rows(name: str) -> Rows:
+def _json_samples(name: str) -> Samples:
     """Yield the samples of a JSON array if the file begins with [, otherwise of one object per
     line, for any suffix."""
     with _opened(name) as file:
         if file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             yield from (
-                (f"{name} row {number}", row)
-                for number, row in enumerate(json.loads(file.read()), start=1)
+                (f"{name} row {number}", sample)
+                for number, sample in enumerate(json.loads(file.read()), start=1)
             )
             return
         lines = iter(partial(file.readline, LONGEST_LINE + 1), b"")
@@ -106,32 +106,32 @@ def _json_rows(name: str) -> Rows:
             if len(line) > LONGEST_LINE:
                 raise ValueError(f"line {number} is longer than {LONGEST_LINE:,} bytes")
             if text := line.strip():
-                yield f"{name}:{number}", _row_of_line(text)
+                yield f"{name}:{number}", _sample_of_line(text)
 
 
-def _row_of_line(line: bytes) -> Any:
+def _sample_of_line(line: bytes) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        return BadRow(f"malformed JSON: {error}; expected one JSON object per line, in UTF-8.")
+        return BadSample(f"malformed JSON: {error}; expected one JSON object per line, in UTF-8.")
 
 
-def _csv_rows(name: str) -> Rows:
+def _csv_samples(name: str) -> Samples:
     csv.field_size_limit(LONGEST_FIELD)  # not reset, because another file may be open
     with _opened(name) as file:
         header = file.peek(LONGEST_HEADER).partition(b"\n")[0].decode(errors="replace")
         delimiter = max(",;\t|", key=header.count)  # a comma if none of them occurs
         text = io.TextIOWrapper(file, "utf-8-sig", newline="")
         reader = csv.DictReader(text, strict=True, delimiter=delimiter)
-        for number, row in enumerate(reader, start=1):
-            is_row = None not in row and None not in row.values()
+        for number, sample in enumerate(reader, start=1):
+            is_row = None not in sample and None not in sample.values()
             yield (
                 f"{name} row {number}",
-                row if is_row else BadRow("its fields do not match the header."),
+                sample if is_row else BadSample("its fields do not match the header."),
             )
 
 
-def _parquet_rows(name: str) -> Rows:
+def _parquet_samples(name: str) -> Samples:
     local_or_open = fsspec.open(name, "rb").open() if is_url(name) else name
     with pyarrow.parquet.ParquetFile(local_or_open, memory_map=True) as file:
         batches = file.iter_batches(batch_size=ROWS_AT_ONCE)
@@ -141,8 +141,8 @@ def _parquet_rows(name: str) -> Rows:
 
 
 READERS: dict[str, Callable[[str], Iterator[tuple[str, Any]]]] = {
-    ".jsonl": _json_rows,
-    ".json": _json_rows,
-    ".csv": _csv_rows,
-    ".parquet": _parquet_rows,
+    ".jsonl": _json_samples,
+    ".json": _json_samples,
+    ".csv": _csv_samples,
+    ".parquet": _parquet_samples,
 }

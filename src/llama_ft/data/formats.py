@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from llama_ft.errors import UserError
 
-RowFormat = str
-Row = Mapping[str, Any]
+SampleFormat = str
+Sample = Mapping[str, Any]
 Message = dict[str, Any]
 
 
-class TokenRow(NamedTuple):
+class TokenizedSample(NamedTuple):
     """A sample of tokens. Labels are -100 for tokens that are not in the loss; they are not
     shifted."""
 
@@ -26,7 +26,7 @@ class TokenRow(NamedTuple):
 
 # Messages of a chat; or a prompt and its completion (for plain text the prompt is empty); or
 # tokens.
-Content = list[Message] | tuple[str, str] | TokenRow
+Content = list[Message] | tuple[str, str] | TokenizedSample
 
 
 class Format(NamedTuple):
@@ -35,12 +35,12 @@ class Format(NamedTuple):
     Attributes:
         required: columns by which it is recognized.
         optional: further columns that it reads.
-        read: returns the content of a sample. Raises BadRow with what is wrong.
+        read: returns the content of a sample. Raises BadSample with what is wrong.
     """
 
     required: tuple[str, ...]
     optional: tuple[str, ...]
-    read: Callable[[Row], Content]
+    read: Callable[[Sample], Content]
 
 
 PREFERENCE = "preference"  # the format of pairs, which only the objectives over pairs read
@@ -58,13 +58,13 @@ ROLES_AFTER = {
 }  # fmt: skip
 
 
-class BadRow(Exception):
+class BadSample(Exception):
     """A sample that cannot be used. The text says what is wrong; the reader adds the file and the
     line."""
 
 
 def expect(is_valid: object, place: str, value: Any, expected: str) -> None:
-    """Raise BadRow if the field `place` of a sample is not valid.
+    """Raise BadSample if the field `place` of a sample is not valid.
 
     Args:
         is_valid: whether the field is valid.
@@ -75,10 +75,12 @@ def expect(is_valid: object, place: str, value: Any, expected: str) -> None:
     if not is_valid:
         text = json.dumps(value, ensure_ascii=False, default=str)
         shown = "empty" if value in ("", [], {}) else text[:60] + "..." * (len(text) > 60)
-        raise BadRow(f'"{place}" is {"missing" if value is None else shown}; expected {expected}.')
+        raise BadSample(
+            f'"{place}" is {"missing" if value is None else shown}; expected {expected}.'
+        )
 
 
-def find_format(dataset: str, columns: Collection[str], wanted: str) -> RowFormat:
+def find_format(dataset: str, columns: Collection[str], wanted: str) -> SampleFormat:
     """Find the format of a dataset by its columns, or check that the requested format fits them.
 
     A column `text` decides only if nothing else fits: alpaca files often have the rendered sample
@@ -117,23 +119,23 @@ def find_format(dataset: str, columns: Collection[str], wanted: str) -> RowForma
     )
 
 
-def alpaca_messages(row: Row, *, input_heading: str = "") -> list[Message]:
+def alpaca_messages(sample: Sample, *, input_heading: str = "") -> list[Message]:
     """Turn an alpaca sample into a prompt and its response, after its system message and earlier
     prompts and responses.
 
     Args:
-        row: columns instruction, output and perhaps input, system and history (pairs of prompt and
+        sample: columns instruction, output and perhaps input, system and history (pairs of prompt and
             response).
         input_heading: text put before the input, such as `### Input:` and a line break.
 
     Raises:
-        BadRow: a field is missing, empty or no text.
+        BadSample: a field is missing, empty or no text.
     """
-    instruction = _text(row, "instruction")
-    output = _text(row, "output")
-    if not _is_blank(row.get("input")):
-        instruction += f"\n\n{input_heading}{_text(row, 'input')}"
-    history = _parsed_if_text(row, "history") or []
+    instruction = _text(sample, "instruction")
+    output = _text(sample, "output")
+    if not _is_blank(sample.get("input")):
+        instruction += f"\n\n{input_heading}{_text(sample, 'input')}"
+    history = _parsed_if_text(sample, "history") or []
     is_valid = isinstance(history, list) and all(
         isinstance(pair, list) and len(pair) == 2 for pair in history
     )
@@ -146,10 +148,10 @@ def alpaca_messages(row: Row, *, input_heading: str = "") -> list[Message]:
     said += [("instruction", instruction), ("output", output)]
     roles = cycle(("user", "assistant"))
     messages = [(place, {"role": next(roles), "content": text}) for place, text in said]
-    return _checked_chat(_with_system(row, messages))
+    return _checked_chat(_with_system(sample, messages))
 
 
-def chat_messages(row: Row, column: str = "messages") -> list[Message]:
+def chat_messages(sample: Sample, column: str = "messages") -> list[Message]:
     """Check the messages of a sample and return them without their empty fields.
 
     They are an optional system message, then user and assistant in alternation, with tool messages
@@ -158,12 +160,14 @@ def chat_messages(row: Row, column: str = "messages") -> list[Message]:
     JSON text become objects, as templates have them.
 
     Raises:
-        BadRow: naming the message and the field.
+        BadSample: naming the message and the field.
     """
-    return _checked_chat(_with_system(row, _messages(row, column)))
+    return _checked_chat(_with_system(sample, _messages(sample, column)))
 
 
-def prompt_completion(row: Row, completion: str = "completion") -> tuple[str, str] | list[Message]:
+def prompt_completion(
+    sample: Sample, completion: str = "completion"
+) -> tuple[str, str] | list[Message]:
     """Check a prompt and its completion, the column of that name. A column system stands before a
     prompt of text, with a blank line between.
 
@@ -172,13 +176,13 @@ def prompt_completion(row: Row, completion: str = "completion") -> tuple[str, st
         the prompt have weight 0, so that only the completion's are in the loss.
 
     Raises:
-        BadRow: a column is missing, empty, or not of the same kind as the other.
+        BadSample: a column is missing, empty, or not of the same kind as the other.
     """
-    if not isinstance(row.get("prompt"), list):
-        system = "" if _is_blank(row.get("system")) else _text(row, "system") + "\n\n"
-        return system + _text(row, "prompt"), _text(row, completion)
-    prompt = _with_system(row, _messages(row, "prompt"))
-    messages = _checked_chat([*prompt, *_messages(row, completion)])
+    if not isinstance(sample.get("prompt"), list):
+        system = "" if _is_blank(sample.get("system")) else _text(sample, "system") + "\n\n"
+        return system + _text(sample, "prompt"), _text(sample, completion)
+    prompt = _with_system(sample, _messages(sample, "prompt"))
+    messages = _checked_chat([*prompt, *_messages(sample, completion)])
     first = messages[len(prompt)]["role"]
     expect(first == "assistant", f"{completion}[0].role", first, "assistant")
     unweighted = [
@@ -188,12 +192,12 @@ def prompt_completion(row: Row, completion: str = "completion") -> tuple[str, st
     return [*unweighted, *messages[len(prompt) :]]
 
 
-def preferred(row: Row) -> list[Message] | tuple[str, str]:
+def preferred(sample: Sample) -> list[Message] | tuple[str, str]:
     """Return the prompt and the chosen response of a pair, see `pair_contents`."""
-    return pair_contents(row)[0]
+    return pair_contents(sample)[0]
 
 
-def pair_contents(row: Row) -> list[tuple[str, str] | list[Message]]:
+def pair_contents(sample: Sample) -> list[tuple[str, str] | list[Message]]:
     """Check a pair: a prompt with a chosen and a rejected response to it.
 
     Responses are texts or lists of messages. Without a column `prompt`, or if it is text, lists of
@@ -204,24 +208,26 @@ def pair_contents(row: Row) -> list[tuple[str, str] | list[Message]]:
         For each response what `prompt_completion` returns.
 
     Raises:
-        BadRow: a column is missing or empty, both responses are equal, or their prompts differ.
+        BadSample: a column is missing or empty, both responses are equal, or their prompts differ.
     """
-    prompt, chosen, rejected = _pair(row)
-    parts = {**row, "prompt": prompt, "chosen": chosen, "rejected": rejected}
+    prompt, chosen, rejected = _pair(sample)
+    parts = {**sample, "prompt": prompt, "chosen": chosen, "rejected": rejected}
     return [prompt_completion(parts, column) for column in ("chosen", "rejected")]
 
 
-def unpaired(row: Row) -> list[Row]:
+def unpaired(sample: Sample) -> list[Sample]:
     """Turn a pair into two samples of the format unpaired_preference; another sample stays as it
     is.
 
     Raises:
-        BadRow: as `pair_contents`.
+        BadSample: as `pair_contents`.
     """
-    if "label" in row or not row.keys() >= {"chosen", "rejected"}:
-        return [row]
-    prompt, chosen, rejected = _pair(row)
-    more = {column: value for column, value in row.items() if column not in ("chosen", "rejected")}
+    if "label" in sample or not sample.keys() >= {"chosen", "rejected"}:
+        return [sample]
+    prompt, chosen, rejected = _pair(sample)
+    more = {
+        column: value for column, value in sample.items() if column not in ("chosen", "rejected")
+    }
     answers = ((chosen, True), (rejected, False))
     return [
         {**more, "prompt": prompt, "completion": answer, "label": label}
@@ -229,28 +235,30 @@ def unpaired(row: Row) -> list[Row]:
     ]
 
 
-def labelled(row: Row) -> tuple[str, str] | list[Message]:
+def labelled(sample: Sample) -> tuple[str, str] | list[Message]:
     """Check a completion with a label; return what `prompt_completion` returns."""
-    is_desirable(row)
-    return prompt_completion(row)
+    is_desirable(sample)
+    return prompt_completion(sample)
 
 
-def is_desirable(row: Row) -> bool:
+def is_desirable(sample: Sample) -> bool:
     """Return the label of a completion: true or false, 1 or 0, or one of them as text, as in a
     .csv.
 
     Raises:
-        BadRow: it is something else.
+        BadSample: it is something else.
     """
-    text = str(row.get("label")).strip().lower().removesuffix(".0")
-    expect(text in ("true", "1", "false", "0"), "label", row.get("label"), "true or false, 1 or 0")
+    text = str(sample.get("label")).strip().lower().removesuffix(".0")
+    expect(
+        text in ("true", "1", "false", "0"), "label", sample.get("label"), "true or false, 1 or 0"
+    )
     return text in ("true", "1")
 
 
-def _pair(row: Row) -> tuple[Any, Any, Any]:
+def _pair(sample: Sample) -> tuple[Any, Any, Any]:
     """The prompt and both responses of a pair, of texts or of lists of messages."""
-    chosen = row.get("chosen")
-    rejected = row.get("rejected")
+    chosen = sample.get("chosen")
+    rejected = sample.get("rejected")
     expect(
         chosen != rejected or _is_blank(chosen),
         "rejected",
@@ -258,18 +266,18 @@ def _pair(row: Row) -> tuple[Any, Any, Any]:
         "another response than the chosen one",
     )
     return (
-        _chat_pair(row)
+        _chat_pair(sample)
         if isinstance(chosen, list) or isinstance(rejected, list)
-        else _text_pair(row)
+        else _text_pair(sample)
     )
 
 
-def _text_pair(row: Row) -> tuple[str, str, str]:
+def _text_pair(sample: Sample) -> tuple[str, str, str]:
     """The prompt and both responses of a pair of texts."""
-    chosen = _text(row, "chosen")
-    rejected = _text(row, "rejected")
-    if row.get("prompt") is not None:
-        return _text(row, "prompt"), chosen, rejected
+    chosen = _text(sample, "chosen")
+    rejected = _text(sample, "rejected")
+    if sample.get("prompt") is not None:
+        return _text(sample, "prompt"), chosen, rejected
     prompt = commonprefix([chosen, rejected])
     expect(
         prompt.strip(),
@@ -282,26 +290,26 @@ def _text_pair(row: Row) -> tuple[str, str, str]:
     expect(
         chosen.strip() and rejected.strip(),
         "rejected",
-        row["rejected"],
+        sample["rejected"],
         "another response than chosen",
     )
     return prompt, chosen, rejected
 
 
-def _chat_pair(row: Row) -> tuple[list[Any], list[Any], list[Any]]:
+def _chat_pair(sample: Sample) -> tuple[list[Any], list[Any], list[Any]]:
     """The messages of the prompt and of both responses."""
     chosen, rejected = (
-        [said for _, said in _messages(row, column)] for column in ("chosen", "rejected")
+        [said for _, said in _messages(sample, column)] for column in ("chosen", "rejected")
     )
     prompt = (
-        [said for _, said in _messages(row, "prompt")]
-        if isinstance(row.get("prompt"), list)
+        [said for _, said in _messages(sample, "prompt")]
+        if isinstance(sample.get("prompt"), list)
         else []
     )
     if _role(chosen[0]) == _role(rejected[0]) == "assistant":
-        return prompt or [{"role": "user", "content": _text(row, "prompt")}], chosen, rejected
+        return prompt or [{"role": "user", "content": _text(sample, "prompt")}], chosen, rejected
     for column in ("chosen", "rejected"):
-        _checked_chat(_messages(row, column))
+        _checked_chat(_messages(sample, column))
     shared = [
         one
         for one, _ in takewhile(
@@ -317,50 +325,50 @@ def _chat_pair(row: Row) -> tuple[list[Any], list[Any], list[Any]]:
     return shared, chosen[len(shared) :], rejected[len(shared) :]
 
 
-def plain_text(row: Row) -> tuple[str, str]:
+def plain_text(sample: Sample) -> tuple[str, str]:
     """Return the text of a sample for continued pre-training, after an empty prompt."""
-    return "", _text(row, "text")
+    return "", _text(sample, "text")
 
 
-def token_row(row: Row) -> TokenRow:
+def tokenized_sample(sample: Sample) -> TokenizedSample:
     """Check a sample of tokens; return input_ids and labels of the positions that the attention
     mask keeps.
 
     Args:
-        row: input_ids, perhaps labels (every token if missing) and perhaps attention_mask, as a
+        sample: input_ids, perhaps labels (every token if missing) and perhaps attention_mask, as a
             tokenizer returns them for one text.
 
     Raises:
-        BadRow: naming the columns.
+        BadSample: naming the columns.
     """
     named = [
         "input_ids",
-        *(name for name in ("labels", "attention_mask") if row.get(name) is not None),
+        *(name for name in ("labels", "attention_mask") if sample.get(name) is not None),
     ]
-    columns = {name: _integers(row, name) for name in named}
+    columns = {name: _integers(sample, name) for name in named}
     input_ids = columns["input_ids"]
     if not input_ids or any(len(values) != len(input_ids) for values in columns.values()):
         lengths = ", ".join(f'"{name}" has {len(values)}' for name, values in columns.items())
-        raise BadRow(
+        raise BadSample(
             f"{lengths} entries; expected at least one token, and one entry of each column per token."
         )
     mask = columns.get("attention_mask", [1] * len(input_ids))
-    return TokenRow(
+    return TokenizedSample(
         list(compress(input_ids, mask)), list(compress(columns.get("labels", input_ids), mask))
     )
 
 
-def tools_of(row: Row) -> list[dict[str, Any]] | None:
+def tools_of(sample: Sample) -> list[dict[str, Any]] | None:
     """Return the tools a chat may call, from the column `tools`: a list of objects, or its JSON
     text."""
-    return _objects(_parsed_if_text(row, "tools") or [], "tools") or None
+    return _objects(_parsed_if_text(sample, "tools") or [], "tools") or None
 
 
 def content_text(content: Any, place: str) -> str:
     """Return a text, or the text of a list of parts.
 
     Raises:
-        BadRow: it is something else.
+        BadSample: it is something else.
     """
     if isinstance(content, list) and all(
         isinstance(it, dict) and isinstance(it.get("text"), str) for it in content
@@ -370,19 +378,19 @@ def content_text(content: Any, place: str) -> str:
     return str(content)
 
 
-def _messages(row: Row, column: str) -> list[tuple[str, Any]]:
+def _messages(sample: Sample, column: str) -> list[tuple[str, Any]]:
     """The messages of a column, each with its place."""
-    messages: Any = row.get(column)
+    messages: Any = sample.get(column)
     if isinstance(messages, str) and messages.lstrip().startswith("["):
-        messages = _parsed_if_text(row, column)
+        messages = _parsed_if_text(sample, column)
     expect(isinstance(messages, list) and messages, column, messages, "a list of messages")
     return [(f"{column}[{index}]", message) for index, message in enumerate(messages)]
 
 
-def _with_system(row: Row, messages: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+def _with_system(sample: Sample, messages: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """Put the column `system` before the messages of a chat that has no system message of its
     own."""
-    system = row.get("system")
+    system = sample.get("system")
     first = messages[0][1]
     if _is_blank(system) or (
         isinstance(first, dict) and first.get("role") in ("system", "developer")
@@ -441,9 +449,9 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
     return {**call, "arguments": _parsed_if_text(call, "arguments", f"{place}.") or {}}
 
 
-def _parsed_if_text(row: Row, column: str, place: str = "") -> Any:
+def _parsed_if_text(sample: Sample, column: str, place: str = "") -> Any:
     """A column as it is, or what its JSON text says: a .csv has nothing but text."""
-    value = row.get(column)
+    value = sample.get(column)
     try:
         return json.loads(value.strip() or "null") if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -468,16 +476,16 @@ def _objects(values: Any, place: str) -> list[dict[str, Any]]:
     return list(values)
 
 
-def _integers(row: Row, column: str) -> list[int]:
-    values = row.get(column)
+def _integers(sample: Sample, column: str) -> list[int]:
+    values = sample.get(column)
     # not isinstance: True is an int
     is_valid = isinstance(values, list) and set(map(type, values)) <= {int}
     expect(is_valid, column, values, "a list of integers")
     return list(values or [])
 
 
-def _text(row: Row, column: str) -> str:
-    value = row.get(column)
+def _text(sample: Sample, column: str) -> str:
+    value = sample.get(column)
     is_response = column in ("output", "completion", "chosen", "rejected")
     is_number = is_response and isinstance(value, int | float)  # a class, such as 0
     expect(is_number or (isinstance(value, str) and value.strip()), column, value, "text")
@@ -496,5 +504,5 @@ FORMATS: dict[str, Format] = {
     PREFERENCE: Format(("chosen", "rejected"), ("prompt", "system", "tools"), preferred),
     UNPAIRED: Format(("prompt", "completion", "label"), ("system", "tools"), labelled),
     "text": Format(("text",), (), plain_text),
-    "tokenized": Format(("input_ids",), ("labels", "attention_mask"), token_row),
+    "tokenized": Format(("input_ids",), ("labels", "attention_mask"), tokenized_sample),
 }

@@ -8,7 +8,7 @@ from os.path import commonprefix
 from typing import TYPE_CHECKING, NamedTuple
 
 from llama_ft.data.chat_template import PROBE, Span, Tools, render_chat
-from llama_ft.data.formats import BadRow, Message
+from llama_ft.data.formats import BadSample, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,7 +98,7 @@ class ChatRenderer:
         """Return a chat as text, with what is in the loss.
 
         Raises:
-            BadRow: the template rejects these messages or drops a part, or a response cannot be
+            BadSample: the template rejects these messages or drops a part, or a response cannot be
                 found in the text.
             ChatDiffers: the chat must be split into one sample per response.
         """
@@ -209,7 +209,7 @@ class ChatRenderer:
             shifted = [(first + moved, last + moved) for first, last in blocks]
             spans = _clipped(shifted, start, len(prompt) + len(closing) + len(text))
             if not spans:
-                raise BadRow(
+                raise BadSample(
                     f'"messages[{len(messages) - 1}]": the chat template has no '
                     "{% generation %} block for this response."
                 )
@@ -252,7 +252,7 @@ class ChatRenderer:
         at = before.rfind(bare) if bare else -1
         start = at + len(bare)
         if not found or at < 0 or not text.startswith(before[:start]):
-            raise BadRow(
+            raise BadSample(
                 f"{place}: with this response, the chat template writes what is before it differently "
                 "from the prompt that inference has; use another one (--chat_template)."
             )
@@ -260,7 +260,7 @@ class ChatRenderer:
             return start, ""
         reasoning = _reasoning(messages[-1])
         if opened[1] and reasoning:
-            raise BadRow(
+            raise BadSample(
                 f"{place}: the generation prompt of the chat template ends with empty reasoning "
                 "content, so the model never writes this response's own. Use --reasoning_content "
                 "drop, or a template whose generation prompt leaves it open (--chat_template)."
@@ -296,7 +296,7 @@ class ChatRenderer:
                 ending = self._token.match(text, end)
                 end = ending.end() if ending else end
             if start < 0:
-                raise BadRow(
+                raise BadSample(
                     f'"messages[{index}]" has weight 0 and cannot be found in the rendered chat; '
                     "use another --chat_template, or --labels assistant."
                 )
@@ -335,7 +335,7 @@ def drop_reasoning(messages: list[Message]) -> list[Message]:
     <think> tags.
 
     Raises:
-        BadRow: nothing is left of a response.
+        BadSample: nothing is left of a response.
     """
     kept = []
     for index, message in enumerate(messages):
@@ -345,7 +345,7 @@ def drop_reasoning(messages: list[Message]) -> list[Message]:
             if "</think>" in content:
                 message["content"] = content.rpartition("</think>")[2].lstrip()
             if not (message["content"] or message.get("tool_calls")):
-                raise BadRow(
+                raise BadSample(
                     f'"messages[{index}]" has nothing but reasoning content, and '
                     "--reasoning_content is drop."
                 )
@@ -380,16 +380,18 @@ def _dropped_of_response(message: Message, written: str) -> Iterator[str]:
 
 
 def _refuse_dropped(index: int, message: Message, written: str) -> None:
-    """Raise BadRow if a part of a response is not in the text that a template writes for it."""
+    """Raise BadSample if a part of a response is not in the text that a template writes for it."""
     for what in _dropped_of_response(message, written):
         is_reasoning = "tool_calls" not in what and what != "the content"
         also = ", or remove it with --reasoning_content drop" if is_reasoning else ""
         raise _dropped(f"{what} of messages[{index}]", also)
 
 
-def _dropped(what: str, also: str = "") -> BadRow:
+def _dropped(what: str, also: str = "") -> BadSample:
     """Return the error for a part of a chat that the template does not write."""
-    return BadRow(f"the chat template drops {what}; use one that keeps it (--chat_template){also}.")
+    return BadSample(
+        f"the chat template drops {what}; use one that keeps it (--chat_template){also}."
+    )
 
 
 def _difference(index: int, at_inference: str, text: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Generic, Self, TypeVar
 from datasets import Dataset
 
 from llama_ft.data.batches import Batch, BatchSampler, collate_step
-from llama_ft.errors import counted
+from llama_ft.errors import plural
 
 T = TypeVar("T")
 END: Any = object()  # follows the last item
@@ -37,7 +37,7 @@ class PreparedBatches:
     """Tokenized samples on disk, and the order in which they are trained on.
 
     Args:
-        rows: the samples, with the columns `build.FEATURES`, memory-mapped.
+        samples: the samples, with the columns `tokenize_files.FEATURES`, memory-mapped.
         plan: chooses the samples of each step.
         pad_token_id: fills padded samples.
         num_epochs: passes over the samples.
@@ -46,13 +46,13 @@ class PreparedBatches:
 
     def __init__(
         self,
-        rows: Dataset,
+        samples: Dataset,
         plan: BatchSampler,
         pad_token_id: int,
         num_epochs: int,
         max_train_step: int,
     ) -> None:
-        self._rows = rows
+        self._samples = samples
         self._plan = plan
         self._pad_token_id = pad_token_id
         # packed sequences, or samples, per epoch
@@ -61,16 +61,16 @@ class PreparedBatches:
         all_steps = plan.steps_per_epoch * num_epochs
         self.total_steps = min(all_steps, max_train_step or all_steps)
 
-    def first_rows(self) -> Dataset:
+    def first_samples(self) -> Dataset:
         """Return the first samples, to show them."""
-        return self._rows
+        return self._samples
 
     def describe(self) -> str:
         """Return a log line about the batches and the number of steps."""
-        batch = counted(
+        batch = plural(
             self._plan.global_batch, "sample" if self.pack_length is None else "packed sequence"
         )
-        steps = f"{counted(self.total_steps, 'optimizer step')} of {batch}, {self._plan.steps_per_epoch:,} per epoch"
+        steps = f"{plural(self.total_steps, 'optimizer step')} of {batch}, {self._plan.steps_per_epoch:,} per epoch"
         return f"{self._plan.describe()}\n{steps}"
 
     def steps(self, first: int, last: int, _: dict[str, int]) -> Generator[StepBatches, None, None]:
@@ -81,7 +81,7 @@ class PreparedBatches:
             epoch, step_in_epoch = divmod(step - 1, per_epoch)
             share = plan.step(epoch, step_in_epoch)
             is_end = step_in_epoch == per_epoch - 1
-            batches = collate_step(self._rows, share, self._pad_token_id, self.pack_length)
+            batches = collate_step(self._samples, share, self._pad_token_id, self.pack_length)
             yield StepBatches(
                 step, epoch, step / per_epoch, is_end, share.target_tokens, share.samples, batches
             )

@@ -17,15 +17,15 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ft.config import DataConfig, as_fraction
 from llama_ft.config.paths import BAD_SAMPLES_FILE
-from llama_ft.data.build import BadRows, SplitWriter, chunks_of, encode_chunks
 from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template
-from llama_ft.data.formats import FORMATS, BadRow
+from llama_ft.data.formats import FORMATS, BadSample
 from llama_ft.data.reshape import reshaped
 from llama_ft.data.sources import Source, Split, brings_validation, open_source
 from llama_ft.data.statistics import BuildReport, SplitStatistics, describe, warnings_of
 from llama_ft.data.tokenize import Encoder, ExamplesOf, one_example, unpaired_examples
-from llama_ft.errors import UserError, counted
+from llama_ft.data.tokenize_files import BadSamples, SplitWriter, chunks_of, encode_chunks
+from llama_ft.errors import UserError, plural
 from llama_ft.processes import cores
 from llama_ft.runtime.console import log
 
@@ -37,7 +37,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 @dataclass(frozen=True)
 class TokenizedData:
-    """Samples ready for training, memory-mapped, with the columns `build.FEATURES`.
+    """Samples ready for training, memory-mapped, with the columns `tokenize_files.FEATURES`.
 
     With streaming, `train` is None and `stream` is set: the source of the training samples, their
     encoder, and the function that makes the examples of a sample.
@@ -59,7 +59,7 @@ class TokenizedData:
         return {name: split.fingerprint for name, split in splits.items() if split is not None}
 
     @property
-    def longest_row(self) -> int | None:
+    def longest_example(self) -> int | None:
         """Tokens of the longest training sample before truncation; None with streaming."""
         return self.report.train.longest or None
 
@@ -80,7 +80,7 @@ class TokenizedData:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _Tokenization:
     """Everything that determines the tokenized samples."""
 
     source: Source
@@ -145,8 +145,8 @@ def prepare(
     encoder = Encoder(
         tokenizer, context_length, config.truncation, config.labels, config.reasoning_content
     )
-    job = _Job(source, held_out, fraction, config, encoder, examples)
-    report, folder = _tokenized(job, cache, verify_cache)
+    tokenization = _Tokenization(source, held_out, fraction, config, encoder, examples)
+    report, folder = _tokenized(tokenization, cache, verify_cache)
     if not want_validation:
         report = replace(report, validation=None)
     for split in filter(None, (report.train, report.validation)):
@@ -162,7 +162,7 @@ def prepare(
         summary=summary,
         report=report,
         stream=(source, encoder, examples) if config.streaming else None,
-        bad_samples=folder / BAD_SAMPLES_FILE if report.bad_rows else None,
+        bad_samples=folder / BAD_SAMPLES_FILE if report.bad_samples else None,
     )
 
 
@@ -174,55 +174,73 @@ def _look_at_formats(
     kinds = set[type]()
     lines = list[str]()
     for part in [*(source.parts or (source,)), *([validation] if validation else [])]:
-        row_format = part.row_format(wanted)
+        sample_format = part.sample_format(wanted)
         columns = part.columns
-        for row in part.first_rows:
-            with suppress(BadRow, LookupError, TypeError, AttributeError, ValueError):
-                kinds.add(type(FORMATS[row_format].read(row)))
-        known = [*FORMATS[row_format].required, *FORMATS[row_format].optional]
+        for sample in part.first_samples:
+            with suppress(BadSample, LookupError, TypeError, AttributeError, ValueError):
+                kinds.add(type(FORMATS[sample_format].read(sample)))
+        known = [*FORMATS[sample_format].required, *FORMATS[sample_format].optional]
         theirs = {ours: f"{ours} ({name})" for name, ours in part.renamed.items()}
         used = [theirs.get(it, it) for it in known if it in columns]
         ignored = sorted(columns.difference(known))
         more = f"; ignored: {', '.join(ignored)}" if ignored else ""
-        lines.append(f"{part.name}: format {row_format}, columns {', '.join(used)}{more}")
+        lines.append(f"{part.name}: format {sample_format}, columns {', '.join(used)}{more}")
     return kinds, lines
 
 
-def _tokenized(job: _Job, cache: Path, verify: bool) -> tuple[BuildReport, Path]:
+def _tokenized(tokenization: _Tokenization, cache: Path, verify: bool) -> tuple[BuildReport, Path]:
     """Return the counts and the directory of the tokenized samples, from the cache or newly made.
 
     With streaming these are the validation samples, if there are any.
     """
     # A change of this code must not reuse samples that the old code has tokenized.
-    code = hashlib.sha256(inspect.getsource(job.examples).encode())
+    code = hashlib.sha256(inspect.getsource(tokenization.examples).encode())
     for name in CODE:
         code.update(Path(__file__).with_name(f"{name}.py").read_bytes())
-    folder = cache / "tokenized" / _key(job, f"{code.hexdigest()} {job.config.streaming}")
+    folder = (
+        cache
+        / "tokenized"
+        / _key(tokenization, f"{code.hexdigest()} {tokenization.config.streaming}")
+    )
     report = BuildReport(SplitStatistics())
-    if job.validation or not job.config.streaming:
-        build_once(folder, lambda temporary: _build(temporary, job), verify)
+    if tokenization.validation or not tokenization.config.streaming:
+        build_once(folder, lambda temporary: _build(temporary, tokenization), verify)
         report = BuildReport.load(folder / "meta.json")
-    if job.config.streaming:
-        config = replace(job.config, skip_bad_rows=False)
-        nameless = replace(job, source=replace(job.source, name=""), validation=None, config=config)
-        report.train.fingerprint = _key(nameless, f"{CODE_VERSION} {job.examples.__qualname__}")
+    if tokenization.config.streaming:
+        config = replace(tokenization.config, skip_bad_rows=False)
+        nameless = replace(
+            tokenization,
+            source=replace(tokenization.source, name=""),
+            validation=None,
+            config=config,
+        )
+        report.train.fingerprint = _key(
+            nameless, f"{CODE_VERSION} {tokenization.examples.__qualname__}"
+        )
     return report, folder
 
 
-def _key(job: _Job, code: str) -> str:
-    tokenizer = job.encoder.tokenizer
+def _key(tokenization: _Tokenization, code: str) -> str:
+    tokenizer = tokenization.encoder.tokenizer
     tokenizer("")  # to_str() includes the last truncation and padding; a plain call resets them
     parts = [
         code,
-        *(job.source.name, job.source.identity),  # the places of samples contain the name
         *(
-            (job.validation.name, job.validation.identity)
-            if job.validation
-            else (str(job.fraction),)
+            tokenization.source.name,
+            tokenization.source.identity,
+        ),  # the places of samples contain the name
+        *(
+            (tokenization.validation.name, tokenization.validation.identity)
+            if tokenization.validation
+            else (str(tokenization.fraction),)
         ),
-        *(job.config.dataset_format, str(job.config.skip_bad_rows)),
-        *(job.encoder.truncation, job.encoder.labels, str(job.encoder.context_length)),
-        job.encoder.reasoning_content,
+        *(tokenization.config.dataset_format, str(tokenization.config.skip_bad_rows)),
+        *(
+            tokenization.encoder.truncation,
+            tokenization.encoder.labels,
+            str(tokenization.encoder.context_length),
+        ),
+        tokenization.encoder.reasoning_content,
         tokenizer.backend_tokenizer.to_str(),
         json.dumps(tokenizer.special_tokens_map, default=str, sort_keys=True),
         json.dumps(tokenizer.chat_template, sort_keys=True),
@@ -230,58 +248,75 @@ def _key(job: _Job, code: str) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-def _build(folder: Path, job: _Job) -> None:
+def _build(folder: Path, tokenization: _Tokenization) -> None:
     """Write train.arrow (except with streaming), validation.arrow (if there is validation data) and
     meta.json."""
-    config = job.config
-    bad = BadRows(job.config.skip_bad_rows, folder / BAD_SAMPLES_FILE)
-    rows = 0
-    wanted = {"train": not config.streaming, "validation": job.fraction or job.validation}
+    config = tokenization.config
+    bad = BadSamples(tokenization.config.skip_bad_rows, folder / BAD_SAMPLES_FILE)
+    samples = 0
+    wanted = {
+        "train": not config.streaming,
+        "validation": tokenization.fraction or tokenization.validation,
+    }
     splits = {
-        name: SplitWriter(folder / f"{name}.arrow", job.encoder) for name in wanted if wanted[name]
+        name: SplitWriter(folder / f"{name}.arrow", tokenization.encoder)
+        for name in wanted
+        if wanted[name]
     }
     started = logged = time.monotonic()
-    for source in filter(None, (None if config.streaming else job.source, job.validation)):
+    for source in filter(
+        None, (None if config.streaming else tokenization.source, tokenization.validation)
+    ):
         chunks = chunks_of(source, config.dataset_format)
         with closing(
-            encode_chunks(chunks, job.encoder, job.examples, config.tokenize_processes or cores())
+            encode_chunks(
+                chunks,
+                tokenization.encoder,
+                tokenization.examples,
+                config.tokenize_processes or cores(),
+            )
         ) as pairs:
             for chunk, encoded in pairs:
                 bad.note(encoded)
-                held_out = numpy.full(len(chunk), source is job.validation)
-                if job.fraction is not None:
-                    held_out = encoded.rows["content"] / 2**64 < job.fraction
+                held_out = numpy.full(len(chunk), source is tokenization.validation)
+                if tokenization.fraction is not None:
+                    held_out = encoded.samples["content"] / 2**64 < tokenization.fraction
                 for name, split in splits.items():
                     split.add(chunk, encoded, held_out if name == "validation" else ~held_out)
-                rows += len(chunk)
+                samples += len(chunk)
                 if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
                     logged = time.monotonic()
-                    log.info(f"tokenizing: {counted(rows, 'sample')} in {logged - started:.0f} s")
+                    log.info(f"tokenizing: {plural(samples, 'sample')} in {logged - started:.0f} s")
     bad.refuse()
     sample = [split.first_chat for split in splits.values()][-1] or None
-    names = {"train": job.source.name, "validation": (job.validation or job.source).name}
+    names = {
+        "train": tokenization.source.name,
+        "validation": (tokenization.validation or tokenization.source).name,
+    }
     written = {name: split.close() for name, split in splits.items()}
     for name, statistics in written.items():
-        if not statistics.rows:
+        if not statistics.samples:
             raise UserError(
                 f"{names[name]}: no sample is left for {name}: {statistics.skipped:,} are longer than "
-                f"--context_length {job.encoder.context_length} (see --truncation) or have no tokens in the loss, "
+                f"--context_length {tokenization.encoder.context_length} (see --truncation) or "
+                f"have no tokens in the loss, "
                 f"{bad.count:,} are bad.\nUse other data, another fraction, or --run_validation False."
             )
     train = written.get("train", SplitStatistics())
     if (
-        job.examples is unpaired_examples
+        tokenization.examples is unpaired_examples
         and written.get("train")
         and not (train.desirable and train.undesirable)
     ):
         raise UserError(
-            f"{names['train']}: all {counted(train.rows // 2, 'completion')} have the label {bool(train.desirable)}.\n"
+            f"{names['train']}: all {plural(train.samples // 2, 'completion')} have "
+            f"the label {bool(train.desirable)}.\n"
             "KTO needs both. Check the column label, or use --objective sft --dataset_format prompt_completion."
         )
     BuildReport(train, written.get("validation"), bad.count, bad.kinds, sample).save(
         folder / "meta.json"
     )
-    log.info(f"tokenized {counted(rows, 'sample')} in {time.monotonic() - started:.1f} s")
+    log.info(f"tokenized {plural(samples, 'sample')} in {time.monotonic() - started:.1f} s")
 
 
 def check_ids(

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from llama_ft.config.settings import DataConfig
-from llama_ft.data.files import Rows
-from llama_ft.data.formats import FORMATS, PREFERENCE, ROLES, UNPAIRED, BadRow, Row, unpaired
+from llama_ft.data.files import Samples
+from llama_ft.data.formats import FORMATS, PREFERENCE, ROLES, UNPAIRED, BadSample, Sample, unpaired
 from llama_ft.data.sources import Source
 from llama_ft.errors import UserError
 
@@ -38,15 +38,17 @@ def reshaped(source: Source, config: DataConfig, most: int = 0) -> Source:
     if not names and not most and not config.repair_chats and config.dataset_format != UNPAIRED:
         return source
 
-    def read() -> Rows:
-        for place, row in itertools.islice(source.read(), most or None):
+    def read() -> Samples:
+        for place, sample in itertools.islice(source.read(), most or None):
             try:
-                rows: list[Row | BadRow] = (
-                    [row] if isinstance(row, BadRow) else [*_rows(row, names, config)]
+                samples: list[Sample | BadSample] = (
+                    [sample]
+                    if isinstance(sample, BadSample)
+                    else [*_samples(sample, names, config)]
                 )
-            except BadRow as problem:
-                rows = [problem]
-            yield from ((place, it) for it in rows)
+            except BadSample as problem:
+                samples = [problem]
+            yield from ((place, it) for it in samples)
 
     options = json.dumps([names, most, config.repair_chats])
     return dataclasses.replace(
@@ -100,8 +102,8 @@ def _calls(text: Any) -> Any:
     ]
 
 
-def _rows(row: Row, names: Mapping[str, str], config: DataConfig) -> list[Row]:
-    renamed = {names.get(column, column): value for column, value in row.items()}
+def _samples(sample: Sample, names: Mapping[str, str], config: DataConfig) -> list[Sample]:
+    renamed = {names.get(column, column): value for column, value in sample.items()}
     if config.repair_chats:
         renamed |= {column: repaired(renamed[column]) for column in CHATS if column in renamed}
     return unpaired(renamed) if config.dataset_format == UNPAIRED else [renamed]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from llama_ft.data.tokenize import IGNORED
-from llama_ft.errors import counted
+from llama_ft.errors import plural
 from llama_ft.runtime.console import log
 
 if TYPE_CHECKING:
@@ -19,22 +19,20 @@ SAMPLE_TOKENS = 2000
 BATCH_TOKENS = 300
 
 
-def show_samples(rows: "Dataset", tokenizer: "PreTrainedTokenizerBase", count: int) -> None:
-    """Log the first `count` samples of `rows`, a table with the columns input_ids, labels and
+def show_samples(samples: "Dataset", tokenizer: "PreTrainedTokenizerBase", count: int) -> None:
+    """Log the first `count` samples of `samples`, a table with the columns input_ids, labels and
     source."""
-    for row in itertools.islice(rows, count):
-        title = (
-            f"{row['source']}: {len(row['labels']):,} tokens, those in the loss between [[ and ]]"
-        )
+    for sample in itertools.islice(samples, count):
+        title = f"{sample['source']}: {len(sample['labels']):,} tokens, those in the loss between [[ and ]]"
         log.info(
-            f"\n{title}\n{marked_text(row['input_ids'], row['labels'], tokenizer, SAMPLE_TOKENS)}"
+            f"\n{title}\n{marked_text(sample['input_ids'], sample['labels'], tokenizer, SAMPLE_TOKENS)}"
         )
 
 
 def describe_first_batch(batch: "Batch", tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return two lines: a heading, and the text of the batch's first sample."""
-    heading = f"First batch: {counted(len(batch.row_lengths), 'sample')}; tokens in the loss are between [[ and ]]:"
-    ids, labels = batch.rows()[0]
+    heading = f"First batch: {plural(len(batch.example_lengths), 'sample')}; tokens in the loss are between [[ and ]]:"
+    ids, labels = batch.examples()[0]
     text = marked_text(ids.tolist(), labels.tolist(), tokenizer, BATCH_TOKENS).replace("\n", "\\n")
     return f"{heading}\n  {len(ids):,} tokens: {text}"
 

@@ -20,7 +20,7 @@ import huggingface_hub
 import xxhash
 
 from llama_ft.config.data_names import (
-    SAVED_BY_DATASETS,
+    DATASETS_MARKER_FILES,
     data_files,
     data_suffix,
     globbed,
@@ -31,15 +31,15 @@ from llama_ft.config.data_names import (
 )
 from llama_ft.config.settings import DataConfig, DatasetPart
 from llama_ft.data.demo import build_demo
-from llama_ft.data.files import ROWS_AT_ONCE, Rows, numbered, rows_of_file
-from llama_ft.data.formats import BadRow, Row, RowFormat, find_format
+from llama_ft.data.files import ROWS_AT_ONCE, Samples, numbered, samples_of_file
+from llama_ft.data.formats import BadSample, Sample, SampleFormat, find_format
 from llama_ft.errors import UserError, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Split = Literal["train", "validation"]
-ROWS_LOOKED_AT = 100  # to find the columns: a sample of a .jsonl file may lack some of them
+SAMPLES_LOOKED_AT = 100  # to find the columns: a sample of a .jsonl file may lack some of them
 # `datasets` finds splits in the same way: by a word in the name of a file or directory, between
 # marks or digits.
 SPLIT_WORDS = {
@@ -49,7 +49,7 @@ SPLIT_WORDS = {
         "test": "test|testing",
     }.items()
 }
-READ_WHOLE = 2**31  # bytes; reading and hashing 2 GiB takes one second
+HASHED_WHOLE_BYTES = 2**31  # bytes; reading and hashing 2 GiB takes one second
 # llama-recipes' datasets: the name on the Hub, the training split, and the validation split.
 READY = {
     "samsum": ("knkarthick/samsum", "train", "validation"),
@@ -80,57 +80,59 @@ class Source:
 
     name: str
     identity: str
-    read: Callable[[], Rows]
+    read: Callable[[], Samples]
     weight: float = 1.0
     parts: tuple["Source", ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     @functools.cached_property
-    def first_rows(self) -> list[Row]:
+    def first_samples(self) -> list[Sample]:
         """The valid samples among the first ones.
 
         Raises:
             UserError: none is valid, so the file probably has another format.
         """
-        first = list(itertools.islice(self.read(), ROWS_LOOKED_AT))
-        rows = [row for _, row in first if not isinstance(row, BadRow)]
-        if not rows:
-            bad = [f"{place}: {row}" for place, row in first]
+        first = list(itertools.islice(self.read(), SAMPLES_LOOKED_AT))
+        samples = [sample for _, sample in first if not isinstance(sample, BadSample)]
+        if not samples:
+            bad = [f"{place}: {sample}" for place, sample in first]
             raise UserError(*bad[:3] or [f"{self.name}: holds no samples."])
-        return rows
+        return samples
 
     @property
     def columns(self) -> set[str]:
         """The columns of the first samples."""
-        return {column for row in self.first_rows for column in row}
+        return {column for sample in self.first_samples for column in sample}
 
-    def row_format(self, wanted: str) -> RowFormat:
+    def sample_format(self, wanted: str) -> SampleFormat:
         """Return the format of the samples: `wanted`, or for auto the one that fits the columns
         (`find_format`)."""
         return find_format(self.name, self.columns, wanted)
 
-    def formatted_rows(self, wanted: str) -> Iterator[tuple[str, Row | BadRow, RowFormat]]:
+    def formatted_samples(
+        self, wanted: str
+    ) -> Iterator[tuple[str, Sample | BadSample, SampleFormat]]:
         """Yield (place, sample, format). Samples are repeated by their weight, and parts of a
         mixture alternate."""
-        reading = [part._weighted(part.row_format(wanted)) for part in self.parts or (self,)]
+        reading = [part._weighted(part.sample_format(wanted)) for part in self.parts or (self,)]
         for together in itertools.zip_longest(*reading, fillvalue=()):
             yield from itertools.chain.from_iterable(together)
 
     def _weighted(
-        self, row_format: RowFormat
-    ) -> Iterator[list[tuple[str, Row | BadRow, RowFormat]]]:
-        for place, row in self.read():
-            times = 1 if isinstance(row, BadRow) else int(self.weight)
-            if self.weight % 1 and not isinstance(row, BadRow):
+        self, sample_format: SampleFormat
+    ) -> Iterator[list[tuple[str, Sample | BadSample, SampleFormat]]]:
+        for place, sample in self.read():
+            times = 1 if isinstance(sample, BadSample) else int(self.weight)
+            if self.weight % 1 and not isinstance(sample, BadSample):
                 # Validation samples are chosen by another hash. With the same hash, a weight of
                 # 0.05 would choose exactly them.
-                content = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)
+                content = json.dumps(sample, sort_keys=True, ensure_ascii=False, default=str)
                 share = (
                     xxhash.xxh3_64_intdigest(content.encode("utf-8", "surrogatepass"), seed=1)
                     / 2**64
                 )
                 times += share < self.weight - int(self.weight)
-            yield [(place, row, row_format)] * times
+            yield [(place, sample, sample_format)] * times
 
 
 def open_source(
@@ -172,7 +174,7 @@ def open_source(
             hub_name, train, validation = READY[own]
             own_split = train if split == "train" else validation
             raw = _split_source(hub_name, own_split if wanted in (None, "train") else wanted)
-            read = (lambda: _alpaca_rows(raw.read(), *TASKS[own])) if own in TASKS else raw.read
+            read = (lambda: _alpaca_samples(raw.read(), *TASKS[own])) if own in TASKS else raw.read
             return dataclasses.replace(raw, read=read)
         try:
             return _split_source(name, wanted, config.streaming)
@@ -211,14 +213,14 @@ def brings_validation(dataset: str | list[DatasetPart], streaming: bool = False)
     return "validation" in splits_of(dataset, streaming)
 
 
-def _alpaca_rows(
-    rows: Iterator[tuple[str, Any]], instruction: str, given: str, wanted: str
-) -> Rows:
+def _alpaca_samples(
+    samples: Iterator[tuple[str, Any]], instruction: str, given: str, wanted: str
+) -> Samples:
     """Yield samples in the alpaca format. A sample with several outputs becomes one sample per
     output."""
-    for place, row in rows:
-        task = {"instruction": instruction, "input": row[given]}
-        outputs = row[wanted]
+    for place, sample in samples:
+        task = {"instruction": instruction, "input": sample[given]}
+        outputs = sample[wanted]
         outputs = (
             [outputs] if isinstance(outputs, str) else [text for text in outputs if text.strip()]
         )
@@ -253,8 +255,12 @@ def _split_source(name: str, wanted: str | None, streaming: bool = False) -> Sou
         streamed = load_from_hub(name, split, streaming=True)
         revision = huggingface_hub.dataset_info(name.partition(":")[0]).sha
         return Source(title, f"{title} {revision}", lambda: numbered(title, streamed))
-    rows = splits[split] if split in splits else load_from_hub(name, split)
-    source = _files_source(title, rows) if isinstance(rows, list) else _dataset_source(title, rows)
+    samples = splits[split] if split in splits else load_from_hub(name, split)
+    source = (
+        _files_source(title, samples)
+        if isinstance(samples, list)
+        else _dataset_source(title, samples)
+    )
     if part == slice(None):
         return source
     identity = f"{source.identity} {part}"
@@ -281,7 +287,7 @@ def splits_of(name: str, streaming: bool = False) -> dict[str, Any]:
     path = Path(name).expanduser()
     if kind == "hub":
         return dict(load_from_hub(name, None, streaming))
-    if kind == "folder" and any((path / sign).is_file() for sign in SAVED_BY_DATASETS):
+    if kind == "folder" and any((path / sign).is_file() for sign in DATASETS_MARKER_FILES):
         saved = datasets.load_from_disk(str(path))
         return dict(saved) if isinstance(saved, datasets.DatasetDict) else {"": saved}
     if kind == "file" or (
@@ -335,7 +341,7 @@ def load_from_hub(name: str, split: str | None, streaming: bool = False) -> Any:
 def _files_source(name: str, files: Sequence[str]) -> Source:
     """Open data files. Their identity is a hash of their contents, independent of the directory.
 
-    Above READ_WHOLE bytes the identity is size and time instead, since every rank computes it. For
+    Above HASHED_WHOLE_BYTES bytes the identity is size and time instead, since every rank computes it. For
     remote files it is what the server reports: name, size, time, checksum.
     """
     identity = xxhash.xxh3_128()
@@ -346,7 +352,7 @@ def _files_source(name: str, files: Sequence[str]) -> Source:
             continue
         with open(file, "rb") as opened:
             about = os.fstat(opened.fileno())
-            is_big = about.st_size > READ_WHOLE
+            is_big = about.st_size > HASHED_WHOLE_BYTES
             content = (
                 str(about.st_mtime_ns)
                 if is_big
@@ -355,7 +361,9 @@ def _files_source(name: str, files: Sequence[str]) -> Source:
         identity.update(f"{about.st_size} {content}\n".encode())
     shown = files[0] if len(files) == 1 else name
     return Source(
-        shown, identity.hexdigest(), lambda: itertools.chain.from_iterable(map(rows_of_file, files))
+        shown,
+        identity.hexdigest(),
+        lambda: itertools.chain.from_iterable(map(samples_of_file, files)),
     )
 
 
@@ -363,15 +371,15 @@ def _dataset_source(name: str, dataset: datasets.Dataset) -> Source:
     """Open a Dataset. Its identity is the fingerprint that `datasets` computes from the table and
     all its changes."""
 
-    def read() -> Rows:
+    def read() -> Samples:
         # a user's set_format("torch") would return tensors instead of lists
         batches = dataset.with_format(None).iter(batch_size=ROWS_AT_ONCE)
-        rows = (
-            dict(zip(batch, row, strict=True))
+        samples = (
+            dict(zip(batch, sample, strict=True))
             for batch in batches
-            for row in zip(*batch.values(), strict=True)
+            for sample in zip(*batch.values(), strict=True)
         )
-        return numbered(name, rows)
+        return numbered(name, samples)
 
     return Source(name, dataset._fingerprint, read)
 
@@ -388,7 +396,7 @@ def call_user_function(name: str, *arguments: Any) -> datasets.Dataset:
     try:
         if (made := runpy.run_path(path)).get(function) is None:
             raise LookupError("no such function")
-        rows = made[function](*arguments)
+        samples = made[function](*arguments)
     except (Exception, SystemExit) as error:
         lines = [
             f":{frame.lineno}"
@@ -398,8 +406,8 @@ def call_user_function(name: str, *arguments: Any) -> datasets.Dataset:
         raise UserError(
             f"{path}{''.join(lines[-1:])}: {function}: {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(rows, datasets.Dataset):
+    if not isinstance(samples, datasets.Dataset):
         raise UserError(
-            f"{name} returned a {type(rows).__name__}; expected a datasets.Dataset, see Dataset.from_list."
+            f"{name} returned a {type(samples).__name__}; expected a datasets.Dataset, see Dataset.from_list."
         )
-    return rows
+    return samples

@@ -9,16 +9,16 @@ import numpy
 
 from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.formats import Message
-from llama_ft.errors import counted
+from llama_ft.errors import plural
 
 COLUMNS = {
-    "rows": "samples", "tokens": "tokens", "target_tokens": "in the loss", "longest": "longest",
+    "samples": "samples", "tokens": "tokens", "target_tokens": "in the loss", "longest": "longest",
     "truncated": "truncated", "skipped": "skipped",
 }  # fmt: skip
 # Per sample: a hash of its content; whether it is bad; its longest example before truncation; how
 # many of its parts were truncated and skipped. Of a chat that was split also the number of
 # responses, their tokens, and the tokens of the whole chat.
-ROW = numpy.dtype(
+SAMPLE_FIELDS = numpy.dtype(
     [
         ("content", "u8"), ("bad", "?"), ("longest", "i4"), ("truncated", "i4"), ("skipped", "i4"),
         ("responses", "i4"), ("tokens", "i8"), ("whole", "i8"),
@@ -31,7 +31,7 @@ class SplitStatistics:
     """The number of samples and tokens of a split, and how many were truncated or skipped.
 
     Attributes:
-        rows: samples written; each piece of a split sample counts.
+        samples: samples written; each piece of a split sample counts.
         desirable, undesirable: number of completions with that label.
         tokens, target_tokens: number of tokens in them, and of those in the loss.
         truncated, skipped: samples that lost tokens; samples that are too long or have no token in
@@ -44,7 +44,7 @@ class SplitStatistics:
         fingerprint: a checksum of all tokens and labels, in order.
     """
 
-    rows: int = 0
+    samples: int = 0
     desirable: int = 0
     undesirable: int = 0
     tokens: int = 0
@@ -60,15 +60,15 @@ class SplitStatistics:
     largest_id: int = -1
     fingerprint: str = ""
 
-    def count(self, rows: numpy.ndarray) -> None:
-        """Add samples to the counts. `rows` is an array of dtype `ROW`."""
-        self.truncated += int(rows["truncated"].sum())
-        self.skipped += int(rows["skipped"].sum())
-        self.longest = int(max(self.longest, rows["longest"].max(initial=0)))
-        self.split_chats += int((rows["responses"] > 0).sum())
-        self.split_samples += int(rows["responses"].sum())
-        self.split_tokens += int(rows["tokens"].sum())
-        self.whole_tokens += int(rows["whole"].sum())
+    def count(self, samples: numpy.ndarray) -> None:
+        """Add samples to the counts. `samples` is an array of dtype `SAMPLE_FIELDS`."""
+        self.truncated += int(samples["truncated"].sum())
+        self.skipped += int(samples["skipped"].sum())
+        self.longest = int(max(self.longest, samples["longest"].max(initial=0)))
+        self.split_chats += int((samples["responses"] > 0).sum())
+        self.split_samples += int(samples["responses"].sum())
+        self.split_tokens += int(samples["tokens"].sum())
+        self.whole_tokens += int(samples["whole"].sum())
 
 
 class BadKind(NamedTuple):
@@ -84,7 +84,7 @@ class BuildReport:
 
     Attributes:
         train, validation: the statistics of each split; None if the split does not exist.
-        bad_rows: number of samples skipped by skip_bad_rows.
+        bad_samples: number of samples skipped by skip_bad_rows.
         bad_kinds: kind of fault -> number and first place of these samples.
         chat_sample: a chat of the validation split, else of the training split. Its last message is
             the reference response.
@@ -92,7 +92,7 @@ class BuildReport:
 
     train: SplitStatistics
     validation: SplitStatistics | None = None
-    bad_rows: int = 0
+    bad_samples: int = 0
     bad_kinds: dict[str, BadKind] = field(default_factory=dict)
     chat_sample: list[Message] | None = None
 
@@ -121,7 +121,7 @@ def describe(report: BuildReport) -> list[str]:
         f"{name:10}" + "".join(f"{getattr(split, column):13,}" for column in COLUMNS)
         for name, split in splits.items()
         # the statistics of streamed samples are not known in advance
-        if split is not None and split.rows
+        if split is not None and split.samples
     ]
     if report.train.desirable:
         labels = f"{report.train.desirable:,} desirable, {report.train.undesirable:,} undesirable"
@@ -135,10 +135,10 @@ def describe(report: BuildReport) -> list[str]:
 def _split_lines(name: str, split: SplitStatistics) -> list[str]:
     """Return how many samples the chats became that had to be split, and why."""
     growth = split.split_tokens / split.whole_tokens
-    chats = counted(split.split_chats, "chat")
+    chats = plural(split.split_chats, "chat")
     tokens = f"{split.whole_tokens:,} -> {split.split_tokens:,} tokens, {growth:.2f}x"
     return [
-        f"{name}: {chats} became {counted(split.split_samples, 'sample')}, one per response ({tokens}): "
+        f"{name}: {chats} became {plural(split.split_samples, 'sample')}, one per response ({tokens}): "
         "inside a chat, the chat template writes responses differently from how it does at inference",
         f"  {split.first_split}",
     ]
@@ -146,11 +146,11 @@ def _split_lines(name: str, split: SplitStatistics) -> list[str]:
 
 def warnings_of(report: BuildReport) -> list[str]:
     """Return a line per kind of skipped bad samples, or no line."""
-    if not report.bad_rows:
+    if not report.bad_samples:
         return []
     kinds = [f"  {describe_kind(kind, *counts)}" for kind, counts in report.bad_kinds.items()]
     return [
-        f"skipped {counted(report.bad_rows, 'bad sample')}, listed in {BAD_SAMPLES_FILE}:",
+        f"skipped {plural(report.bad_samples, 'bad sample')}, listed in {BAD_SAMPLES_FILE}:",
         *kinds,
     ]
 

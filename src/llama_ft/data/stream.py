@@ -22,21 +22,21 @@ from datasets import Dataset
 from datasets.table import InMemoryTable
 
 from llama_ft.config import Config
-from llama_ft.data.batches import BatchSampler, collate_step, mixed
-from llama_ft.data.build import (
-    BadRows,
+from llama_ft.data.batches import BatchSampler, collate_step, combine_seeds
+from llama_ft.data.prefetch import Prefetcher, PreparedBatches, StepBatches
+from llama_ft.data.prepare import TokenizedData, check_ids
+from llama_ft.data.sources import Source
+from llama_ft.data.tokenize import Encoder, ExamplesOf
+from llama_ft.data.tokenize_files import (
+    BadSamples,
     EncodedChunk,
     attempt,
     chunks_of,
     encode_chunk,
     encode_chunks,
 )
-from llama_ft.data.prefetch import Prefetcher, PreparedBatches, StepBatches
-from llama_ft.data.prepare import TokenizedData, check_ids
-from llama_ft.data.sources import Source
-from llama_ft.data.tokenize import Encoder, ExamplesOf
-from llama_ft.errors import UserError, counted
-from llama_ft.runtime import Runtime, log
+from llama_ft.errors import UserError, plural
+from llama_ft.runtime import Ranks, log
 
 START = {"epoch": 0, "chunk": 0, "window": 0, "step_in_window": 0}
 CLOSED = "closed"
@@ -44,7 +44,7 @@ ENDED = "ended"
 
 
 # Samples that are shuffled and packed together: where they begin in the source (epoch, chunk,
-# window); whether they end the epoch; the tokenized samples with the columns `build.FEATURES`, in
+# window); whether they end the epoch; the tokenized samples with the columns `tokenize_files.FEATURES`, in
 # memory.
 Window = tuple[dict[str, int], bool, Dataset]
 
@@ -56,7 +56,7 @@ class StreamedBatches:
     Args:
         stream: source, encoder and examples function, from `TokenizedData.stream`.
         sampler: makes a `BatchSampler` from tokenized samples and a seed.
-        config, pad_token_id, vocabulary_size, runtime: see `plan_training`.
+        config, pad_token_id, vocabulary_size, ranks: see `plan_training`.
     """
 
     size = None  # the number of samples per epoch is unknown
@@ -68,7 +68,7 @@ class StreamedBatches:
         sampler: "partial[BatchSampler]",
         pad_token_id: int,
         vocabulary_size: int | None,
-        runtime: Runtime,
+        ranks: Ranks,
     ) -> None:
         self._source, self._encoder, self._examples = stream
         self.total_steps = config.train.max_train_step
@@ -79,7 +79,7 @@ class StreamedBatches:
         self._sampler = sampler
         self._pad_token_id = pad_token_id
         self._vocabulary_size = vocabulary_size
-        self._runtime = runtime
+        self._ranks = ranks
         self._is_wanted = True
         self._has_reported_split = False
         # A separate process group: a thread runs these collectives, in no fixed order relative to
@@ -88,9 +88,9 @@ class StreamedBatches:
         why = "all are bad, longer than --context_length (see --truncation), or without tokens in the loss"
         self._nothing_left = UserError(f"{self._source.name}: no sample can be used: {why}.")
 
-    def first_rows(self) -> Dataset:
+    def first_samples(self) -> Dataset:
         """Return the first samples of the source, tokenized on every rank."""
-        bad = BadRows(self._config.skip_bad_rows)
+        bad = BadSamples(self._config.skip_bad_rows)
         for chunk in chunks_of(self._source, self._config.dataset_format):
             encoded = encode_chunk(chunk, self._encoder, self._examples)
             bad.note(encoded)
@@ -101,12 +101,12 @@ class StreamedBatches:
 
     def describe(self) -> str:
         """Return a log line about the batches and the number of steps."""
-        batch = counted(
+        batch = plural(
             self._global_batch, "sample" if self.pack_length is None else "packed sequence"
         )
         tokens = f" of {self.pack_length:,} tokens" if self.pack_length is not None else ""
-        ahead = f"{self._source.name} is streamed, {counted(self._config.shuffle_buffer, 'sample')} ahead"
-        return f"{ahead}\n{counted(self.total_steps, 'optimizer step')} of {batch}{tokens}"
+        ahead = f"{self._source.name} is streamed, {plural(self._config.shuffle_buffer, 'sample')} ahead"
+        return f"{ahead}\n{plural(self.total_steps, 'optimizer step')} of {batch}{tokens}"
 
     def steps(
         self, first: int, last: int, position: dict[str, int]
@@ -121,8 +121,10 @@ class StreamedBatches:
         step = first
         skip = position["step_in_window"]
         with Prefetcher(self._windows(position), 1) as ready:
-            for start, ends_epoch, rows in ready:
-                plan = self._sampler(rows, seed=mixed(self._seed, start["epoch"], start["window"]))
+            for start, ends_epoch, samples in ready:
+                plan = self._sampler(
+                    samples, seed=combine_seeds(self._seed, start["epoch"], start["window"])
+                )
                 if step == first and len(plan) < plan.global_batch and not ends_epoch:
                     log.warning(
                         f"--shuffle_buffer {self._config.shuffle_buffer}: fills only {len(plan):,} of the "
@@ -135,7 +137,7 @@ class StreamedBatches:
                         return
                     share = plan.step(0, step_in_window)
                     is_end = ends_epoch and step_in_window == plan.steps_per_epoch - 1
-                    batches = collate_step(rows, share, self._pad_token_id, self.pack_length)
+                    batches = collate_step(samples, share, self._pad_token_id, self.pack_length)
                     seen = float(start["epoch"] + is_end)
                     now = {**start, "step_in_window": step_in_window + 1}
                     counts = share.target_tokens, share.samples
@@ -148,7 +150,7 @@ class StreamedBatches:
         epoch = position["epoch"]
         number = position["window"]
         first_chunk = position["chunk"]
-        bad = BadRows(self._config.skip_bad_rows)
+        bad = BadSamples(self._config.skip_bad_rows)
         at = first_chunk
         tables = list[pyarrow.Table]()
         with closing(self._exchanged(first_chunk)) as chunks:
@@ -163,8 +165,8 @@ class StreamedBatches:
                         self._encoder.tokenizer,
                         self._vocabulary_size,
                     )
-                rows = sum(map(len, tables))
-                if rows >= self._config.shuffle_buffer or (rows and encoded is None):
+                samples = sum(map(len, tables))
+                if samples >= self._config.shuffle_buffer or (samples and encoded is None):
                     start = {"epoch": epoch, "chunk": first_chunk, "window": number}
                     yield (
                         start,
@@ -181,9 +183,9 @@ class StreamedBatches:
                 if number == 0:
                     raise self._nothing_left
                 if bad.count and epoch == position["epoch"]:  # the same samples in every epoch
-                    skipped = f"skipped {counted(bad.count, 'bad sample')}"
+                    skipped = f"skipped {plural(bad.count, 'bad sample')}"
                     log.warning(f"{self._source.name}: {skipped}: {'; '.join(bad.first)}")
-                bad = BadRows(bad.skip)
+                bad = BadSamples(bad.skip)
                 epoch = epoch + 1
                 at = 0
                 tables = []
@@ -214,7 +216,7 @@ class StreamedBatches:
             while True:
                 chunks = chunks_of(self._source, self._config.dataset_format)
                 mine = itertools.islice(
-                    chunks, first_chunk + self._runtime.rank, None, self._runtime.world_size
+                    chunks, first_chunk + self._ranks.rank, None, self._ranks.world_size
                 )
                 with closing(
                     encode_chunks(mine, self._encoder, self._examples, processes)
@@ -243,7 +245,7 @@ class StreamedBatches:
                 self._gather(CLOSED)
 
     def _gather(self, item: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self._runtime.world_size
+        everyone: list[Any] = [None] * self._ranks.world_size
         dist.all_gather_object(everyone, item, group=self._group)
         return everyone
 
@@ -258,7 +260,7 @@ def plan_training(
     global_batch: int,
     pad_token_id: int,
     vocabulary_size: int | None,
-    runtime: Runtime,
+    ranks: Ranks,
 ) -> TrainingBatches:
     """Plan which samples this rank sees at each step. The plan depends on (seed, epoch, step) only.
 
@@ -269,13 +271,13 @@ def plan_training(
         global_batch: packed sequences (or samples) of an optimizer step, over all ranks.
         pad_token_id: fills padded samples.
         vocabulary_size: of the model; None: token ids of streamed samples are not checked.
-        runtime: the ranks. All ranks must call this function.
+        ranks: the ranks. All ranks must call this function.
 
     Raises:
         UserError: a rank has other samples than rank 0. Some samples would be trained on twice and
             others never.
     """
-    prints: list[dict[str, str]] = [{}] * runtime.world_size
+    prints: list[dict[str, str]] = [{}] * ranks.world_size
     dist.all_gather_object(prints, data.fingerprints())
     if other := [str(rank) for rank, own in enumerate(prints) if own != prints[0]]:
         raise UserError(
@@ -286,12 +288,12 @@ def plan_training(
         BatchSampler.of,
         pack_length=context_length if config.data.batching_strategy == "packing" else None,
         global_batch=global_batch,
-        world_size=runtime.world_size,
-        rank=runtime.rank,
+        world_size=ranks.world_size,
+        rank=ranks.rank,
         micro_batch=config.train.batch_size_training,
     )
     if data.stream is not None:
-        return StreamedBatches(data.stream, config, sampler, pad_token_id, vocabulary_size, runtime)
+        return StreamedBatches(data.stream, config, sampler, pad_token_id, vocabulary_size, ranks)
     assert data.train is not None  # either train or stream is set
     plan = sampler(data.train, seed=config.train.seed)
     return PreparedBatches(

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ft.data import formats
 from llama_ft.data.chat_template import ALPACA, INPUT_HEADING, Span, added_bos
-from llama_ft.data.formats import FORMATS, BadRow, Content, Row, RowFormat, TokenRow
+from llama_ft.data.formats import FORMATS, BadSample, Content, Sample, SampleFormat, TokenizedSample
 from llama_ft.data.loss_mask import (
     ChatDiffers,
     ChatRenderer,
@@ -90,70 +90,76 @@ class Encoder:
         """Created for the first chat, because samples without chats need no valid chat template."""
         return ChatRenderer(self.tokenizer, "assistant" if self.labels == "auto" else self.labels)
 
-    def read(self, row: Row, row_format: RowFormat) -> Content:
+    def read(self, sample: Sample, sample_format: SampleFormat) -> Content:
         """Return the content of a sample: the messages of a chat, or its texts.
 
         Raises:
-            BadRow: the sample does not follow its format, or holds images, video or audio.
+            BadSample: the sample does not follow its format, or holds images, video or audio.
         """
-        for column in row.keys() & formats.MEDIA:
-            formats.expect(not row[column], column, row[column], "nothing: only text is trained on")
-        if row_format == "alpaca" and self.tokenizer.chat_template == ALPACA:
-            return self._without_dropped(formats.alpaca_messages(row, input_heading=INPUT_HEADING))
+        for column in sample.keys() & formats.MEDIA:
+            formats.expect(
+                not sample[column], column, sample[column], "nothing: only text is trained on"
+            )
+        if sample_format == "alpaca" and self.tokenizer.chat_template == ALPACA:
+            return self._without_dropped(
+                formats.alpaca_messages(sample, input_heading=INPUT_HEADING)
+            )
         try:
-            return self._without_dropped(FORMATS[row_format].read(row))
+            return self._without_dropped(FORMATS[sample_format].read(sample))
         # raised by a user's own format
         except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise BadRow(f"format {row_format}: {type(error).__name__}: {error}") from error
+            raise BadSample(f"format {sample_format}: {type(error).__name__}: {error}") from error
 
     def _without_dropped(self, content: Content) -> Content:
         if isinstance(content, list) and self.reasoning_content == "drop":
             return drop_reasoning(content)
         return content
 
-    def encode(self, row: Row, row_format: RowFormat) -> list[Encoded]:
+    def encode(self, sample: Sample, sample_format: SampleFormat) -> list[Encoded]:
         """Tokenize a sample and bring it to pieces of at most context_length tokens. See `tokenize`
         and `fit`. A chat that must be split becomes a piece per response."""
         try:
-            return self.fit(*self.tokenize(row, row_format))
+            return self.fit(*self.tokenize(sample, sample_format))
         except ChatDiffers as chat:
-            parts = self.piece_rows(chat, row)
+            parts = self.piece_rows(chat, sample)
             return [piece for part in parts for piece in self.encode(part, "messages")]
 
-    def piece_rows(self, chat: ChatDiffers, row: Row) -> list[Row]:
+    def piece_rows(self, chat: ChatDiffers, sample: Sample) -> list[Sample]:
         """Return the samples, in the format messages, that a chat must be split into."""
-        tools = formats.tools_of(row)
+        tools = formats.tools_of(sample)
         return [{"messages": messages, "tools": tools} for messages in chat.pieces]
 
     def text_tokens(self, text: str) -> int:
         """Return the number of tokens of a text that a template has written."""
         return len(self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def tokenize(self, row: Row, row_format: RowFormat) -> Example:
+    def tokenize(self, sample: Sample, sample_format: SampleFormat) -> Example:
         """Return tokens and labels of a sample of any length.
 
         Raises:
-            BadRow: the sample does not follow its format, or the chat template rejects it.
+            BadSample: the sample does not follow its format, or the chat template rejects it.
             ChatDiffers: it is a chat that must be split, see `piece_rows`.
             UserError: samples of this format do not have the requested kind of labels.
         """
-        return self.tokenize_content(self.read(row, row_format), row, row_format)
+        return self.tokenize_content(self.read(sample, sample_format), sample, sample_format)
 
-    def tokenize_content(self, content: Content, row: Row, row_format: RowFormat) -> Example:
+    def tokenize_content(
+        self, content: Content, sample: Sample, sample_format: SampleFormat
+    ) -> Example:
         """Do what `tokenize` does, for content that was already read from the sample."""
         content = self._without_dropped(content)
         if isinstance(content, list):
-            chat = self._renderer.render(content, formats.tools_of(row))
+            chat = self._renderer.render(content, formats.tools_of(sample))
             return self._tokenize_chat(chat)
-        fitting = ("auto",) if isinstance(content, TokenRow) else ("auto", "all")
-        if (isinstance(content, TokenRow) or not content[0]) and self.labels not in fitting:
+        fitting = ("auto",) if isinstance(content, TokenizedSample) else ("auto", "all")
+        if (isinstance(content, TokenizedSample) or not content[0]) and self.labels not in fitting:
             raise UserError(
-                f"--labels {self.labels}: expected {' or '.join(fitting)} for the format {row_format}."
+                f"--labels {self.labels}: expected {' or '.join(fitting)} for the format {sample_format}."
             )
-        if isinstance(content, TokenRow):
+        if isinstance(content, TokenizedSample):
             tokens = (*content.input_ids, *(label for label in content.labels if label != IGNORED))
             if bad := [token for token in tokens if not 0 <= token < self._vocabulary_size]:
-                raise BadRow(
+                raise BadSample(
                     f"it holds the token {bad[0]}; expected 0 to {self._vocabulary_size - 1}."
                 )
             return content
@@ -253,41 +259,44 @@ class Encoder:
 
     def _check_text(self, text: str) -> None:
         if len(text) > LONGEST_TEXT:
-            raise BadRow(
+            raise BadSample(
                 f"its text has {len(text):,} characters; expected at most {LONGEST_TEXT:,}."
             )
         try:
             text.encode("utf-8")
         # JSON allows half a surrogate pair, but tokenizers reject it
         except UnicodeEncodeError as error:
-            raise BadRow(
+            raise BadSample(
                 f"\\u{ord(text[error.start]):04x} is half of a character (a lone surrogate); expected Unicode text."
             ) from None
 
 
 # Sample, its format, encoder -> the examples that the objective needs. Their number is the same for
 # all samples.
-ExamplesOf = Callable[[Row, RowFormat, Encoder], list[Example]]
+ExamplesOf = Callable[[Sample, SampleFormat, Encoder], list[Example]]
 
 
-def one_example(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
+def one_example(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -> list[Example]:
     """Return the only example of supervised fine-tuning: the sample itself."""
-    return [encoder.tokenize(row, row_format)]
+    return [encoder.tokenize(sample, sample_format)]
 
 
-def two_examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
+def two_examples(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -> list[Example]:
     """Return two examples of a preference pair: the prompt with the chosen and with the rejected
     response."""
-    encoder.read(row, row_format)  # checks the whole sample and raises BadRow
+    encoder.read(sample, sample_format)  # checks the whole sample and raises BadSample
     return [
-        encoder.tokenize_content(content, row, row_format) for content in formats.pair_contents(row)
+        encoder.tokenize_content(content, sample, sample_format)
+        for content in formats.pair_contents(sample)
     ]
 
 
-def unpaired_examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
+def unpaired_examples(
+    sample: Sample, sample_format: SampleFormat, encoder: Encoder
+) -> list[Example]:
     """Return the example of a completion with a label, twice. `mismatch` gives the second one
     another completion."""
-    return [encoder.tokenize(row, row_format)] * 2
+    return [encoder.tokenize(sample, sample_format)] * 2
 
 
 def mismatch(samples: Sequence[list[Example]], context_length: int) -> None:

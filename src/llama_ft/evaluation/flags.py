@@ -25,7 +25,7 @@ from llama_ft.inference.flags import (
 )
 
 # Settings of a run that select samples, and those that name files.
-OF_DATASET = (
+DATASET_SETTINGS = (
     "dataset_split",
     "dataset_format",
     "columns",
@@ -33,10 +33,17 @@ OF_DATASET = (
     "max_samples",
     "validation",
 )
-SAMPLES = ("dataset", *OF_DATASET, "labels", "reasoning_content", "truncation", "context_length")
+SAMPLES = (
+    "dataset",
+    *DATASET_SETTINGS,
+    "labels",
+    "reasoning_content",
+    "truncation",
+    "context_length",
+)
 Split = Literal["train", "validation"]
 READ = {"dataset", "validation", "chat_template"}
-OF_TRAINING = {"streaming", "shuffle_buffer", "show_samples"}
+TRAINING_ONLY_FLAGS = {"streaming", "shuffle_buffer", "show_samples"}
 
 
 @settings_dataclass(config=STRICT, kw_only=True)
@@ -99,13 +106,15 @@ def read_evaluate_flags(argv: list[str], description: str) -> Evaluation:
     """Return what to evaluate. Raises UserError with all errors."""
     flags, parsed, errors = read(argv, EvaluateFlags, description)
     errors += [*check_models(flags), *check_output_file(flags.output_file)]
-    errors += [f"--{name}: is for training only." for name in parsed.places.keys() & OF_TRAINING]
+    errors += [
+        f"--{name}: is for training only." for name in parsed.origins.keys() & TRAINING_ONLY_FLAGS
+    ]
     if flags.tasks and importlib.util.find_spec("lm_eval") is None:
         errors.append("--tasks: needs lm-evaluation-harness. pip install -e '.[eval]' installs it.")
     check(errors)
-    asked = [_asked(place, flags) for place in flags.places]
-    what = _select_samples(flags, asked, parsed.places.keys())
-    shown = {name: parsed.places.get(name, f"{asked[0].place}: its run") for name in READ}
+    asked = [_asked(place, flags) for place in flags.paths]
+    what = _select_samples(flags, asked, parsed.origins.keys())
+    shown = {name: parsed.origins.get(name, f"{asked[0].place}: its run") for name in READ}
     check(
         check_paths(values_of(what.config), shown, SETTINGS.keys() - READ) if what.samples else []
     )
@@ -139,7 +148,7 @@ def _select_samples(
     split: Split | None = None
     changed: dict[str, Any] = {"chat_template": None}  # the final model's tokenizer contains it
     if "dataset" in given:
-        changed |= {name: getattr(DataConfig(), name) for name in (*OF_DATASET, "streaming")}
+        changed |= {name: getattr(DataConfig(), name) for name in (*DATASET_SETTINGS, "streaming")}
         samples = f"the validation set of {flags.dataset} (--validation {flags.validation})"
         if "validation" not in given:
             has_split = "dataset_split" in given

@@ -17,7 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft import data, models, training
 from llama_ft.errors import UserError, reason
 from llama_ft.evaluation.flags import EvaluateFlags, Evaluation, ModelToEvaluate
-from llama_ft.runtime import Runtime, log
+from llama_ft.runtime import Ranks, log
 
 Metrics = dict[str, dict[str, Any]]  # task -> metric -> {"value": ..., "stderr": ... or None}
 
@@ -27,7 +27,7 @@ def measure_loss(
     tokenizer: PreTrainedTokenizerBase,
     asked: ModelToEvaluate,
     what: Evaluation,
-    job: Runtime,
+    ranks: Ranks,
 ) -> dict[str, float]:
     """Tokenize the samples, or take them from the cache, and compute the loss. All ranks must call
     it.
@@ -37,7 +37,7 @@ def measure_loss(
         tokenizer: tokenizes the samples.
         asked: the origin of the model, or of the model that was fine-tuned from it.
         what: the settings and the split of the samples.
-        job: the ranks.
+        ranks: the ranks.
 
     Returns:
         loss (mean per token), perplexity, and target_tokens, the number of tokens in the loss.
@@ -47,7 +47,7 @@ def measure_loss(
     context_length = models.resolve_context_length(config.data.context_length, model.config)
     vocabulary = models.vocabulary_size(model.config)
     has_new_tokens = asked.run is not None and asked.run.model.resize_embeddings
-    with job.local_main_process_first():
+    with ranks.local_main_process_first():
         tokenized = data.prepare(
             config.data,
             tokenizer,
@@ -58,7 +58,7 @@ def measure_loss(
             add_tokens=has_new_tokens,
             use=split or "train",
             examples=training.SupervisedFineTuning.examples,
-            verify_cache=job.local_rank == 0,
+            verify_cache=ranks.local_rank == 0,
         )
     log.info("\n".join(tokenized.summary))
     samples = tokenized.train if split else tokenized.validation
@@ -70,11 +70,11 @@ def measure_loss(
     pack_length = context_length if config.data.batching_strategy == "packing" else None
     if pack_length is not None:
         models.use_packed_attention(model)
-        training.check_packing(model, samples, context_length, model.dtype, job)
+        training.check_packing(model, samples, context_length, model.dtype, ranks)
     pad = data.pad_token_id(tokenizer, vocabulary)
     objective = training.SupervisedFineTuning()
     loss, tokens, _ = training.mean_loss(
-        model, objective, samples, config.train, pad, pack_length, job
+        model, objective, samples, config.train, pad, pack_length, ranks
     )
     # packed attention works only for packed sequences
     model.config._attn_implementation = attention
@@ -82,13 +82,13 @@ def measure_loss(
     return {"loss": loss, "perplexity": training.perplexity(loss), "target_tokens": tokens}
 
 
-def find_tasks(flags: EvaluateFlags, job: Runtime) -> Any:
+def find_tasks(flags: EvaluateFlags, ranks: Ranks) -> Any:
     """Load the tasks and their questions once, before any model. Return lm_eval's TaskManager, in
     which they can be found again."""
     from lm_eval.tasks import TaskManager
 
     by_name = any(not name.endswith((".yaml", ".yml")) for name in flags.tasks)
-    with job.local_main_process_first(), _quiet(job):
+    with ranks.local_main_process_first(), _quiet(ranks):
         try:
             manager = TaskManager(include_defaults=by_name)
             manager.load(flags.tasks)
@@ -99,12 +99,12 @@ def find_tasks(flags: EvaluateFlags, job: Runtime) -> Any:
     return manager
 
 
-def ask_tasks(
+def run_tasks(
     manager: Any,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     flags: EvaluateFlags,
-    job: Runtime,
+    ranks: Ranks,
 ) -> Metrics:
     """Evaluate a model on all tasks. Every rank answers the same questions.
 
@@ -113,7 +113,7 @@ def ask_tasks(
         model: a model in eval mode, sharded with flags.enable_fsdp.
         tokenizer: the model's tokenizer.
         flags: tasks, limit, num_fewshot, batch_size and apply_chat_template.
-        job: the ranks. All of them must call this function.
+        ranks: the ranks. All of them must call this function.
 
     Returns:
         Task -> metric -> value and stderr, on rank 0.
@@ -125,7 +125,7 @@ def ask_tasks(
     # or the LM head.
     model.tie_weights = lambda *_, **__: None  # type: ignore[method-assign]
     try:
-        with _quiet(job):
+        with _quiet(ranks):
             found = simple_evaluate(
                 model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=flags.batch_size),
                 tasks=list(flags.tasks),
@@ -145,10 +145,10 @@ def ask_tasks(
 
 
 @contextlib.contextmanager
-def _quiet(job: Runtime) -> Iterator[None]:
+def _quiet(ranks: Ranks) -> Iterator[None]:
     """Show only errors of lm_eval, and its progress bars only in a terminal."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    is_shown = job.is_main and sys.stderr.isatty()
+    is_shown = ranks.is_main and sys.stderr.isatty()
     with (
         open(os.devnull, "w") as nowhere,
         contextlib.redirect_stderr(sys.stderr if is_shown else nowhere),

@@ -30,7 +30,7 @@ Result = Literal["checkpoint", "run", "adapter", "model"]
 class ModelFlags:
     """Which model is loaded, and how."""
 
-    places: list[str] = Field(default_factory=list)
+    paths: list[str] = Field(default_factory=list)
     """MODEL, without a flag: a run's directory, a checkpoint, a saved adapter, or the directory or
     Hub name of a model."""
 
@@ -116,15 +116,15 @@ class InferenceFlags(ModelFlags):
 
 
 def read_inference_flags(argv: list[str], description: str) -> InferenceFlags:
-    """Return the flags, with the one model to load in `places`; raise UserError with all errors."""
+    """Return the flags, with the one model to load in `paths`; raise UserError with all errors."""
     options, parsed, errors = read(argv, InferenceFlags, description)
     errors += check_models(options)
     prompts = [
         f"--{name}"
         for name in ("prompt", "prompt_file", "prompts", "chat")
-        if name in parsed.places
+        if name in parsed.origins
     ]
-    for given in (options.places, prompts):
+    for given in (options.paths, prompts):
         if len(given) > 1:
             errors.append(f"{' and '.join(given)}: cannot be combined. Give one of them.")
     for name in ("prompt_file", "prompts"):
@@ -136,20 +136,20 @@ def read_inference_flags(argv: list[str], description: str) -> InferenceFlags:
 
 
 def check_models(options: ModelFlags) -> list[str]:
-    """Put every named model into `places`, and return the error messages about them. With
+    """Put every named model into `paths`, and return the error messages about them. With
     --peft_model, --model_name is the base model, as in llama-recipes."""
     if options.peft_model and options.model_name and not options.base_model:
         options.base_model = options.model_name
         options.model_name = None
-    options.places = [
-        name for name in (*options.places, options.model_name, options.peft_model) if name
+    options.paths = [
+        name for name in (*options.paths, options.model_name, options.peft_model) if name
     ]
-    errors = [f"{place}: {error}" for place in options.places if (error := result_problem(place))]
+    errors = [f"{place}: {error}" for place in options.paths if (error := result_problem(place))]
     if options.base_model and (error := model_problem(options.base_model)):
         errors.append(f"--base_model {options.base_model}: {error}")
     return errors or (
         []
-        if options.places
+        if options.paths
         else ["MODEL is needed: output/<run>, or a model's directory or Hub name."]
     )
 

@@ -21,12 +21,12 @@ from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.load import LoadedModel
 from llama_ft.models import vocabulary_size
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Ranks
 from llama_ft.training import free_unsharded
 
 # defaults of Transformers
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}
-OF_SAMPLING = (
+SAMPLING_SETTINGS = (
     "temperature",
     "top_p",
     "top_k",
@@ -65,14 +65,14 @@ class Answerer:
         opened: the model and its tokenizer. Its generation config is changed.
         options: the sampling. With enable_fsdp all ranks must call `answer` together, each with its
             own prompts.
-        job: the ranks; torch's random number generator is seeded on all of them.
+        ranks: the ranks; torch's random number generator is seeded on all of them.
     """
 
-    def __init__(self, opened: LoadedModel, options: InferenceFlags, job: Runtime) -> None:
+    def __init__(self, opened: LoadedModel, options: InferenceFlags, ranks: Ranks) -> None:
         self.model = opened.model
         self.tokenizer = opened.tokenizer
         self._options = options
-        self._job = job
+        self._ranks = ranks
         self.context = (
             getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
             or sys.maxsize
@@ -86,7 +86,7 @@ class Answerer:
             else {config.eos_token_id}
         )
         is_sampled = self.sampling["temperature"] > 0
-        unused = () if is_sampled else OF_SAMPLING  # Transformers would warn about them
+        unused = () if is_sampled else SAMPLING_SETTINGS  # Transformers would warn about them
         changed = {
             **self.sampling,
             **dict.fromkeys(unused),
@@ -97,7 +97,7 @@ class Answerer:
         vars(config).update(changed)
         self.model.generation_config = config
         # all ranks answer a single prompt
-        torch.manual_seed(options.seed + (job.rank if options.prompts else 0))
+        torch.manual_seed(options.seed + (ranks.rank if options.prompts else 0))
 
     def tokens(self, prompt: Messages | str, tools: Messages | None = None) -> list[int]:
         """Return the token ids of a prompt with `tools`. Raises UserError if the chat template
@@ -143,7 +143,7 @@ class Answerer:
                 the context.
             show: called with each new part of the answer's text; for a single prompt.
         """
-        is_sharded = self._options.enable_fsdp and self._job.world_size > 1
+        is_sharded = self._options.enable_fsdp and self._ranks.world_size > 1
         width = max(map(len, prompts))
         shown = 0
         # Pad with the prompt's first token: so the repetition penalty sees no token that is not in
@@ -171,8 +171,8 @@ class Answerer:
             return scores
 
         sequences = self.model.generate(  # type: ignore[operator]  # a mixin's method
-            input_ids=ids.to(self._job.device),
-            attention_mask=mask.to(self._job.device),
+            input_ids=ids.to(self._ranks.device),
+            attention_mask=mask.to(self._ranks.device),
             max_new_tokens=self.longest_answer(width),
             pad_token_id=self._pad,
             logits_processor=LogitsProcessorList([check_and_show]),

@@ -20,7 +20,7 @@ from llama_ft.config import (
 )
 from llama_ft.config.paths import TOKENIZER_FILES
 from llama_ft.inference.flags import ModelFlags, find_result, settings_beside
-from llama_ft.runtime import PRECISIONS, Precision, Runtime, advise_precision, log
+from llama_ft.runtime import PRECISIONS, Precision, Ranks, advise_precision, log
 
 
 class LoadedModel(NamedTuple):
@@ -50,7 +50,7 @@ class _Found:
 def open_model(
     place: str,
     flags: ModelFlags,
-    job: Runtime,
+    ranks: Ranks,
     base_of: Config | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> LoadedModel:
@@ -60,7 +60,7 @@ def open_model(
         place: a run's directory (its model/, or else its newest valid checkpoint), a checkpoint, an
             adapter, a model's directory or a Hub name. A model may be quantized with bitsandbytes.
         flags: where the parts are, quantization, precision and sharding.
-        job: the ranks; its mesh shards if flags.enable_fsdp.
+        ranks: the ranks; its mesh shards if flags.enable_fsdp.
         base_of: settings of a run: load its base model instead, in the state before the first step.
         tokenizer: of that run; it replaces the base model's tokenizer, which may be missing.
 
@@ -72,13 +72,15 @@ def open_model(
     # both bf16_* compute in bf16
     asked: Any = flags.precision if flags.precision in ("fp16", "fp32") else "bf16_pure"
     is_free = flags.precision in (None, "auto")
-    chosen, note = job.broadcast_from_rank0(lambda: advise_precision(asked, is_free, job.device))
+    chosen, note = ranks.broadcast_from_rank0(
+        lambda: advise_precision(asked, is_free, ranks.device)
+    )
     if (result := find_result(Path(place).expanduser())) and result[0] in ("checkpoint", "run"):
         held = result[1]
-        place = str(job.broadcast_from_rank0(lambda: checkpoint.find_valid(held).folder))
-    with job.local_main_process_first():
-        found = _find(place, flags, job, base_of, tokenizer)
-    model, bits = _build(found, flags, job, PRECISIONS[chosen].compute)
+        place = str(ranks.broadcast_from_rank0(lambda: checkpoint.find_valid(held).folder))
+    with ranks.local_main_process_first():
+        found = _find(place, flags, ranks, base_of, tokenizer)
+    model, bits = _build(found, flags, ranks, PRECISIONS[chosen].compute)
     if not models.has_score(model):
         if (found.base / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(found.base)
@@ -86,20 +88,20 @@ def open_model(
         ends = data.stop_token_ids(found.tokenizer, model.generation_config.eos_token_id)
         model.generation_config.eos_token_id = ends or None
     where = f"{found.place} (with {found.base})" if found.place != found.base else str(found.base)
-    ranks = f"sharded across {job.world_size} ranks" if flags.enable_fsdp else ""
-    about = ", ".join(filter(None, (where, chosen[:4], bits, ranks, str(job.device), note)))
+    sharding = f"sharded across {ranks.world_size} ranks" if flags.enable_fsdp else ""
+    about = ", ".join(filter(None, (where, chosen[:4], bits, sharding, str(ranks.device), note)))
     return LoadedModel(model.eval(), found.tokenizer, about)
 
 
 def _find(
     place: str,
     flags: ModelFlags,
-    job: Runtime,
+    ranks: Ranks,
     base_of: Config | None,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> _Found:
     trust = flags.trust_remote_code
-    ask_hub = job.local_rank == 0
+    ask_hub = ranks.local_rank == 0
     is_demo = place == "demo"
     local = (
         data.build_demo(data.cache_dir()).model_dir
@@ -156,7 +158,7 @@ def _find(
 
 
 def _build(
-    found: _Found, flags: ModelFlags, job: Runtime, dtype: torch.dtype
+    found: _Found, flags: ModelFlags, ranks: Ranks, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, str]:
     """Return the model with its weights, and the name of its quantization, if any."""
     model_config = models.load_model_config(found.base, flags.trust_remote_code)
@@ -178,13 +180,13 @@ def _build(
     storage = Precision(dtype, dtype, dtype, dtype)
     models.set_storage_dtypes(model, storage)
     if flags.enable_fsdp:
-        models.apply_fsdp(model, job.mesh, FSDPConfig(enable_fsdp=True), storage)
+        models.apply_fsdp(model, ranks.mesh, FSDPConfig(enable_fsdp=True), storage)
     models.load_weights(
         model,
         found.base,
-        models.ShardGroup(job.mesh),
-        job.device,
-        job.storage_device,
+        models.ShardGroup(ranks.mesh),
+        ranks.device,
+        ranks.storage_device,
         scatter=False,
         adapter=adapter,
         peft=found.peft if found.peft and found.trained is None else PeftConfig(),

@@ -17,12 +17,12 @@ from torch.nn.utils.rnn import pad_sequence
 from llama_ft.config.data_names import data_problem
 from llama_ft.config.settings import DataConfig
 from llama_ft.data import Encoder, one_example, two_examples
-from llama_ft.data.files import rows_of_file
+from llama_ft.data.files import samples_of_file
 from llama_ft.data.formats import (
     PREFERENCE,
     ROLES,
-    BadRow,
-    Row,
+    BadSample,
+    Sample,
     alpaca_messages,
     chat_messages,
     find_format,
@@ -38,7 +38,7 @@ from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.generate import Answer, Answerer, Messages
 from llama_ft.inference.load import LoadedModel
 from llama_ft.masking import printable
-from llama_ft.runtime import Runtime, log
+from llama_ft.runtime import Ranks, log
 from llama_ft.training import free_unsharded
 
 with suppress(ImportError):  # some builds of Python lack it; input() then has no history
@@ -87,47 +87,47 @@ def read_prompts(
         if problem := data_problem(name):
             raise UserError(f"--prompts {name}: {problem}")
         config = DataConfig(dataset=name, columns=list(columns))
-        source = Source(name, "", lambda: rows_of_file(Path(name).expanduser()))
+        source = Source(name, "", lambda: samples_of_file(Path(name).expanduser()))
         prompts = []
-        for place, row in reshaped(source, config).read():
+        for place, sample in reshaped(source, config).read():
             try:
-                if isinstance(row, BadRow):
-                    raise row
-                prompts.append((dict(row), _asked(row)))
-            except BadRow as error:
+                if isinstance(sample, BadSample):
+                    raise sample
+                prompts.append((dict(sample), _asked(sample)))
+            except BadSample as error:
                 raise UserError(f"{place}: {error}") from error
     if not prompts:
         raise UserError(f"--prompts {name}: holds no prompts.")
     return prompts
 
 
-def _asked(row: Row) -> Messages | str:
+def _asked(sample: Sample) -> Messages | str:
     """Return the prompt of a sample in a training format. Its last response may be missing."""
-    if "answer" in row:
-        raise BadRow('"answer" would be replaced.')
-    tools_of(row)
-    if isinstance(row.get("prompt"), str) and row["prompt"].strip():
-        return str(prompt_completion({**row, "completion": "."})[0])
-    if "instruction" in row:
-        return alpaca_messages({**row, "output": "."})[:-1]
-    if "chosen" in row and "prompt" not in row:
-        content = preferred(row)
+    if "answer" in sample:
+        raise BadSample('"answer" would be replaced.')
+    tools_of(sample)
+    if isinstance(sample.get("prompt"), str) and sample["prompt"].strip():
+        return str(prompt_completion({**sample, "completion": "."})[0])
+    if "instruction" in sample:
+        return alpaca_messages({**sample, "output": "."})[:-1]
+    if "chosen" in sample and "prompt" not in sample:
+        content = preferred(sample)
         return content[0] if isinstance(content, tuple) else content[:-1]
-    column = next((it for it in ("prompt", "messages", "conversations") if it in row), None)
+    column = next((it for it in ("prompt", "messages", "conversations") if it in sample), None)
     if column is None:
-        raise BadRow(PROMPT_FORMS)
-    chat = row[column]
+        raise BadSample(PROMPT_FORMS)
+    chat = sample[column]
     if isinstance(chat, list) and chat and isinstance(chat[-1], dict):
         role = ROLES.get(str(chat[-1].get("from", chat[-1].get("role"))))
         chat = chat if role == "assistant" else [*chat, {"role": "assistant", "content": "."}]
-    return chat_messages({**row, column: chat}, column)[:-1]
+    return chat_messages({**sample, column: chat}, column)[:-1]
 
 
 def answer_prompts(
     prompts: list[tuple[dict[str, Any], Messages | str]],
     answerer: Answerer,
     options: InferenceFlags,
-    job: Runtime,
+    ranks: Ranks,
 ) -> int:
     """Answer prompts and write the samples in their order. The ranks share the prompts of each
     batch.
@@ -136,36 +136,36 @@ def answer_prompts(
         prompts: the result of `read_prompts`.
         answerer: the model.
         options: batch_size per rank, and output_file (None: stdout), which must not exist.
-        job: the ranks; rank 0 writes.
+        ranks: the ranks; rank 0 writes.
 
     Returns:
         The number of truncated answers.
     """
     tokens = []
     limits = []
-    for number, (row, asked) in enumerate(prompts, start=1):
+    for number, (sample, asked) in enumerate(prompts, start=1):
         try:
-            tokens.append(answerer.tokens(asked, tools_of(row)))
+            tokens.append(answerer.tokens(asked, tools_of(sample)))
             limits.append(answerer.longest_answer(len(tokens[-1])))
         except UserError as error:
             raise UserError(f"--prompts: prompt {number}: {error.messages[0]}") from error
     truncated = 0
-    batch = options.batch_size * job.world_size
-    with output_of(options, job) as out:
+    batch = options.batch_size * ranks.world_size
+    with output_of(options, ranks) as out:
         start = 0
         while start < len(prompts):
             alike = takewhile(lambda limit: limit == limits[start], limits[start : start + batch])  # noqa: B023
             # prompts near the end of the context have batches of their own
             stop = start + len(list(alike))
-            everyone = [list[Answer]()] * job.world_size
+            everyone = [list[Answer]()] * ranks.world_size
             # every rank joins the all-gathers
-            mine = tokens[start:stop][job.rank :: job.world_size] or tokens[:1]
+            mine = tokens[start:stop][ranks.rank :: ranks.world_size] or tokens[:1]
             dist.all_gather_object(everyone, answerer.answer(mine))
-            for index, (row, _) in enumerate(prompts[start:stop]):
-                answer = everyone[index % job.world_size][index // job.world_size]
+            for index, (sample, _) in enumerate(prompts[start:stop]):
+                answer = everyone[index % ranks.world_size][index // ranks.world_size]
                 truncated += answer.is_truncated
-                if job.is_main:
-                    _write({**row, "answer": answer.text}, out)
+                if ranks.is_main:
+                    _write({**sample, "answer": answer.text}, out)
             start = stop
             log.info(f"{start} of {len(prompts)} prompts answered")
     return truncated
@@ -173,19 +173,19 @@ def answer_prompts(
 
 @torch.no_grad()
 def score_prompts(
-    rows: Sequence[Row], opened: LoadedModel, options: InferenceFlags, job: Runtime
+    samples: Sequence[Sample], opened: LoadedModel, options: InferenceFlags, ranks: Ranks
 ) -> None:
     """Write samples with a reward model's score of their response, `score`, or of pairs
     `score_chosen` and
     `score_rejected`: tokenized as in training. All ranks compute all scores.
 
     Args:
-        rows: samples in a format of the training data, or pairs.
+        samples: samples in a format of the training data, or pairs.
         opened: the model and its tokenizer.
         options: batch_size, and output_file as of `answer_prompts`.
-        job: the ranks; rank 0 writes.
+        ranks: the ranks; rank 0 writes.
     """
-    if not rows:
+    if not samples:
         raise UserError(
             "MODEL is a reward model, which scores responses. Use --prompts with chats or pairs."
         )
@@ -194,60 +194,66 @@ def score_prompts(
     context = getattr(config, "max_position_embeddings", None) or sys.maxsize
     encoder = Encoder(opened.tokenizer, context)
     tokens = list[torch.Tensor]()
-    for number, row in enumerate(rows, 1):
+    for number, sample in enumerate(samples, 1):
         try:
             kind = (
                 PREFERENCE
-                if "chosen" in row
-                else find_format(f"prompt {number}", row.keys(), "auto")
+                if "chosen" in sample
+                else find_format(f"prompt {number}", sample.keys(), "auto")
             )
             try:
-                examples = (two_examples if kind == PREFERENCE else one_example)(row, kind, encoder)
+                examples = (two_examples if kind == PREFERENCE else one_example)(
+                    sample, kind, encoder
+                )
             except ChatDiffers as chat:
                 if kind == PREFERENCE:
-                    raise BadRow(chat.reason) from None
+                    raise BadSample(chat.reason) from None
                 # the last response, after the prompt as the model gets it
-                examples = one_example(encoder.piece_rows(chat, row)[-1], "messages", encoder)
+                examples = one_example(encoder.piece_rows(chat, sample)[-1], "messages", encoder)
             if (longest := max(len(ids) for ids, _ in examples)) > context:
-                raise BadRow(f"it has {longest} tokens, and the model {context} positions.")
-        except BadRow as error:
+                raise BadSample(f"it has {longest} tokens, and the model {context} positions.")
+        except BadSample as error:
             raise UserError(f"--prompts: prompt {number}: {error}") from error
         tokens += [torch.tensor(ids) for ids, _ in examples]
     scores = list[float]()
     for start in range(0, len(tokens), options.batch_size):
         part = tokens[start : start + options.batch_size]
-        ids = pad_sequence(part, batch_first=True, padding_value=config.pad_token_id).to(job.device)
-        mask = pad_sequence([torch.ones_like(row) for row in part], batch_first=True).to(job.device)
+        ids = pad_sequence(part, batch_first=True, padding_value=config.pad_token_id).to(
+            ranks.device
+        )
+        mask = pad_sequence([torch.ones_like(sample) for sample in part], batch_first=True).to(
+            ranks.device
+        )
         scores += model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, 0].tolist()
     free_unsharded(model)
     left = iter(scores)
-    with output_of(options, job) as out:
-        for row in rows if job.is_main else ():
-            names = ("score_chosen", "score_rejected") if "chosen" in row else ("score",)
-            _write({**row, **{name: next(left) for name in names}}, out)
+    with output_of(options, ranks) as out:
+        for sample in samples if ranks.is_main else ():
+            names = ("score_chosen", "score_rejected") if "chosen" in sample else ("score",)
+            _write({**sample, **{name: next(left) for name in names}}, out)
 
 
-def _write(row: Row, out: IO[str]) -> None:
-    print(json.dumps(row, ensure_ascii=False, default=str), file=out, flush=True)
+def _write(sample: Sample, out: IO[str]) -> None:
+    print(json.dumps(sample, ensure_ascii=False, default=str), file=out, flush=True)
 
 
-def output_of(options: InferenceFlags, job: Runtime) -> AbstractContextManager[IO[str]]:
+def output_of(options: InferenceFlags, ranks: Ranks) -> AbstractContextManager[IO[str]]:
     """Open what rank 0 writes to: --output_file, which must not exist, or stdout."""
     file = Path(options.output_file or "").expanduser()
-    if not (options.output_file and job.is_main):
+    if not (options.output_file and ranks.is_main):
         return nullcontext(sys.stdout)
     file.parent.mkdir(parents=True, exist_ok=True)
     return open(file, "x", encoding="utf-8", errors="replace")
 
 
-def converse(answerer: Answerer, job: Runtime) -> None:
+def converse(answerer: Answerer, ranks: Ranks) -> None:
     """Answer messages until the input of rank 0 ends. All ranks generate together."""
     if not answerer.tokenizer.chat_template:
         raise UserError(
             "--chat: this model's tokenizer has no chat template. Use --prompt with a text to continue."
         )
     messages: Messages = []
-    if job.world_size == 1:  # with several ranks, torchrun ends all of them at Ctrl-C
+    if ranks.world_size == 1:  # with several ranks, torchrun ends all of them at Ctrl-C
         # disable the handler of runtime.signals, which would end the program
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -255,7 +261,7 @@ def converse(answerer: Answerer, job: Runtime) -> None:
         log.info(HELP)
     while True:
         try:
-            message = job.broadcast_from_rank0(_read)
+            message = ranks.broadcast_from_rank0(_read)
             if message in (None, "/exit", "/quit"):
                 return
             if message == "/reset":
@@ -264,7 +270,7 @@ def converse(answerer: Answerer, job: Runtime) -> None:
                 log.info(HELP)
             elif message.strip():
                 messages = _answered(
-                    [*messages, {"role": "user", "content": message}], answerer, job
+                    [*messages, {"role": "user", "content": message}], answerer, ranks
                 )
         except KeyboardInterrupt:
             log.info("\n(Ctrl-D or /exit ends)")
@@ -274,7 +280,7 @@ def converse(answerer: Answerer, job: Runtime) -> None:
             log.info(str(error))
 
 
-def _answered(asked: Messages, answerer: Answerer, job: Runtime) -> Messages:
+def _answered(asked: Messages, answerer: Answerer, ranks: Ranks) -> Messages:
     """Print the answer while it is generated, and return the conversation with it. Ctrl-C keeps the
     part so far."""
     parts = list[str]()
@@ -282,7 +288,7 @@ def _answered(asked: Messages, answerer: Answerer, job: Runtime) -> Messages:
 
     def show(part: str) -> None:
         parts.append(part)
-        if job.is_main:
+        if ranks.is_main:
             print_part(part)
 
     try:

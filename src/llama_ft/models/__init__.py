@@ -37,7 +37,7 @@ from llama_ft.models.lora import (
 )
 from llama_ft.models.new_tokens import NewTokens
 from llama_ft.models.packed_attention import packed_arguments, use_packed_attention
-from llama_ft.models.packed_rows import token_mixers
+from llama_ft.models.packed_samples import token_mixers
 from llama_ft.models.quantization import Quantization, choose_quantization, quantize_linears
 from llama_ft.models.routers import (
     router_arguments,

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import (
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
-from llama_ft.models.packed_rows import has_token_mixers, token_mixers
+from llama_ft.models.packed_samples import has_token_mixers, token_mixers
 
 # Operators of matmuls and attention of torch, bitsandbytes, llama_ft and flash-attn. selective
 # keeps their outputs. They are matched by name, because many exist only with their package or
@@ -49,7 +49,7 @@ def checkpoint_activations(model: PreTrainedModel, train: TrainConfig) -> None:
     # checkpointing needs.
     model.disable_input_require_grads()
     if has_token_mixers(model):
-        token_mixers(model).keep_rows_for_recomputation()
+        token_mixers(model).keep_samples_for_recomputation()
 
 
 def _keep_expensive(

@@ -27,7 +27,7 @@ def capability_of(tensor: torch.Tensor) -> Capability:
 
 
 def choose_kernel(
-    capability: Capability, dtype: torch.dtype, widths: tuple[int, int], are_alike: bool
+    capability: Capability, dtype: torch.dtype, widths: tuple[int, int], equal_length: bool
 ) -> str:
     """Return the kernel for packed samples, for attention with only a scale and a window. For all
     samples at once: cudnn (of sdpa) or varlen (flash attention). Per sample: efficient
@@ -37,7 +37,7 @@ def choose_kernel(
         capability: of the device; None for the CPU.
         dtype: of queries, keys and values.
         widths: head dimension of keys, and of values.
-        are_alike: all samples have one length, a multiple of CUDNN_LENGTHS, and no window splits
+        equal_length: all samples have one length, a multiple of CUDNN_LENGTHS, and no window splits
             them.
     """
     is_even = widths[0] == widths[1]
@@ -47,7 +47,7 @@ def choose_kernel(
         return "own"
     if capability < AMPERE or dtype == torch.float32 or not is_even or widths[0] > 256:
         return "efficient"
-    return "cudnn" if capability == HOPPER and are_alike and widths[0] <= 128 else "varlen"
+    return "cudnn" if capability == HOPPER and equal_length and widths[0] <= 128 else "varlen"
 
 
 def activate_flash_attention_3(config: PretrainedConfig) -> None:

@@ -20,7 +20,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ModelConfig
 from llama_ft.config.paths import TO_SAFETENSORS, folder_problem, looks_local, special_file
-from llama_ft.errors import UserError, counted, reason
+from llama_ft.errors import UserError, plural, reason
 from llama_ft.models.new_tokens import NewTokens, note_growth
 from llama_ft.models.rope import use_rope_per_sample
 from llama_ft.models.score_head import add_score
@@ -326,7 +326,7 @@ def find_new_tokens(
     ids = sorted(id_ for id_, token in names.items() if id_ >= stored or known.get(token) != id_)
     new = NewTokens(ids, stored, max([stored, *(id_ + 1 for id_ in ids)]))
     log.info(
-        f"--resize_embeddings: {counted(len(ids), 'new token')} ({listed([names[i] for i in ids])}). The embedding has "
+        f"--resize_embeddings: {plural(len(ids), 'new token')} ({listed([names[i] for i in ids])}). The embedding has "
         f"{new.rows:,} rows. The {new.rows - stored:,} new ones start as the mean of the others."
     )
     return new if ids else None

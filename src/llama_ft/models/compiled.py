@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from llama_ft.config import ModelConfig, TrainConfig
 from llama_ft.errors import UserError, reason
 from llama_ft.models.build import decoder_layers
-from llama_ft.models.packed_rows import report_missing_kernels, runs_rows_apart
+from llama_ft.models.packed_samples import report_missing_kernels, runs_per_sample
 from llama_ft.runtime.console import log
 
 # Dimensions of a layer's arguments that change between steps: samples and tokens; for packed
@@ -29,8 +29,8 @@ VARIES = [
     ),
     # [samples, 1, tokens, tokens]
     *(rf"L\['keywords'\]\['attention_mask'\]:{dimension}" for dimension in (0, 2, 3)),
-    r"L\['keywords'\]\['packed_rows'\].offsets:0",
-    r"L\['keywords'\]\['packed_rows'\].longest",
+    r"L\['keywords'\]\['packed_samples'\].offsets:0",
+    r"L\['keywords'\]\['packed_samples'\].longest",
 ]
 # Dense architectures for use_liger auto. With use_liger true, any that liger-kernel supports,
 # including experts.
@@ -43,7 +43,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
     """Compile the `forward` of decoder layers, inside the hooks with which fully_shard all-gathers
     their weights. Layers of one kind share a graph, which is made in the first step. Not for
     generation: its key-value cache grows with every token."""
-    if runs_rows_apart(model):
+    if runs_per_sample(model):
         raise UserError(
             f"--compile: {type(model).__name__} computes packed samples one after another, which cannot be compiled.\n"
             "Use --batching_strategy padding, or remove --compile."

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.models.packed_rows import current_rows
+from llama_ft.models.packed_samples import current_samples
 from llama_ft.runtime.devices import sent
 
 
@@ -31,7 +31,7 @@ def add_embedding_noise(model: PreTrainedModel, alpha: float) -> None:
     def noisy(module: nn.Module, _: Any, embedded: torch.Tensor) -> torch.Tensor:
         if not module.training:
             return embedded
-        packed = current_rows()
+        packed = current_samples()
         if packed is not None:
             # not repeat_interleave: the planner's fake tensors cannot know the size of its result
             of_tokens = torch.cat([torch.full((length,), length) for length in packed.lengths])

@@ -25,7 +25,7 @@ from llama_ft.errors import UserError
 from llama_ft.models.build import decoder_layers
 from llama_ft.models.dtypes import fp32_modules
 from llama_ft.models.lora_linear import cast_where_used
-from llama_ft.models.packed_rows import has_token_mixers, token_mixers
+from llama_ft.models.packed_samples import has_token_mixers, token_mixers
 from llama_ft.models.quantized import weight_counts
 from llama_ft.models.torch_2_11 import allow_integers
 from llama_ft.runtime.devices import Precision
@@ -165,7 +165,7 @@ def _modules_by_size(model: PreTrainedModel, least: int, kept: list[nn.Module]) 
     held = {id(parameter) for module in kept for parameter in module.parameters()}
     whole = {model.get_output_embeddings()}
     if has_token_mixers(model):
-        whole |= token_mixers(model).by_row | token_mixers(model).with_kernels
+        whole |= token_mixers(model).per_sample | token_mixers(model).with_kernels
     times = Counter(
         id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
     )

@@ -53,7 +53,7 @@ ADAPTER_PARTS = (
     *(f".{PEFT_TYPE_TO_PREFIX_MAPPING[method]}" for method in METHODS),
 )
 # fields of PeftConfig
-NOT_PEFTS = {"use_peft", "peft_method", "from_peft_checkpoint", "lora_alpha"}
+NON_PEFT_FIELDS = {"use_peft", "peft_method", "from_peft_checkpoint", "lora_alpha"}
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def _new_config(peft: PeftConfig) -> Any:
     kind = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(peft.peft_method.upper())]
     known = {field.name for field in fields(kind)}
     defaults = PeftConfig()
-    given = {f.name: getattr(peft, f.name) for f in fields(peft) if f.name not in NOT_PEFTS}
+    given = {f.name: getattr(peft, f.name) for f in fields(peft) if f.name not in NON_PEFT_FIELDS}
     if lacking := [
         name for name in given if name not in known and given[name] != getattr(defaults, name)
     ]:

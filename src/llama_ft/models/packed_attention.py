@@ -26,12 +26,12 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models import attention_kernels
 from llama_ft.models.build import function_beside
-from llama_ft.models.packed_rows import (
-    PackedRows,
+from llama_ft.models.packed_samples import (
+    PackedSamples,
     TokenMixers,
-    current_rows,
+    current_samples,
     has_token_mixers,
-    set_rows,
+    set_samples,
     token_mixers,
 )
 from llama_ft.models.torch_2_11 import shared_heads
@@ -45,7 +45,7 @@ CAUSAL = 1  # mask type of the memory-efficient kernel
 # In 16 bits oneDNN compiles and keeps kernels of the backward pass for every length, on every
 # thread: 11 MiB each on 4 threads of an AMD Zen 4. So lengths are rounded up: no earlier token sees
 # the added ones, which have no gradient.
-KERNEL_ROWS = 32
+KERNEL_LENGTH_MULTIPLE = 32
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
@@ -57,7 +57,7 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         model.register_forward_pre_hook(_begin, with_kwargs=True)
         model.register_forward_hook(_end, always_call=True)
     mixers = token_mixers(model)
-    if mixers.by_row:
+    if mixers.per_sample:
         log.info(f"Packed samples are computed one after another by {mixers.names()}.")
     if not mixers.attention:
         return
@@ -82,7 +82,7 @@ def packed_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of a model prepared by `use_packed_attention`, in addition to input_ids,
     for packed samples of `lengths` tokens. `device`: where the model computes."""
-    rows = PackedRows.of(lengths, device)
+    samples = PackedSamples.of(lengths, device)
     positions = torch.cat([torch.arange(length) for length in lengths])
     position_ids = noted(sent(positions.unsqueeze(0), device), needs_no_mask=True)
     arguments: dict[str, Any] = {"position_ids": position_ids, "attention_mask": None}
@@ -90,18 +90,18 @@ def packed_arguments(
     if mixers.needs_scope:  # for some models, such as Mamba, forward takes neither
         known = inspect.signature(model.base_model.forward).parameters
         arguments = {name: value for name, value in arguments.items() if name in known}
-    are_alike = rows.longest % attention_kernels.CUDNN_LENGTHS == 0 and len(set(lengths)) == 1
+    equal_length = samples.longest % attention_kernels.CUDNN_LENGTHS == 0 and len(set(lengths)) == 1
     indices = None
     if mixers.with_kernels:
-        of_rows = torch.repeat_interleave(
+        of_samples = torch.repeat_interleave(
             torch.arange(len(lengths), dtype=torch.int32), torch.tensor(lengths)
         )
-        indices = sent(of_rows.unsqueeze(0), device)
-    arguments |= {"packed_rows": replace(rows, are_alike=are_alike, indices=indices)}
+        indices = sent(of_samples.unsqueeze(0), device)
+    arguments |= {"packed_samples": replace(samples, equal_length=equal_length, indices=indices)}
     # as Transformers passes them on
     if "flash" in (private(model.config, "_attn_implementation") or ""):
-        arguments |= {"cu_seq_lens_q": rows.offsets, "cu_seq_lens_k": rows.offsets}
-        arguments |= {"max_length_q": rows.longest, "max_length_k": rows.longest}
+        arguments |= {"cu_seq_lens_q": samples.offsets, "cu_seq_lens_k": samples.offsets}
+        arguments |= {"max_length_q": samples.longest, "max_length_k": samples.longest}
     return arguments
 
 
@@ -110,22 +110,22 @@ def _begin(
 ) -> tuple[Any, ...]:
     """Set the samples for token mixers. Only the attention functions here get them as an
     argument."""
-    set_rows(kwargs.get("packed_rows"))
+    set_samples(kwargs.get("packed_samples"))
     is_argument = (private(model.config, "_attn_implementation") or "").startswith("packed_")
     if token_mixers(model).needs_scope or not is_argument:
-        kwargs = {name: value for name, value in kwargs.items() if name != "packed_rows"}
+        kwargs = {name: value for name, value in kwargs.items() if name != "packed_samples"}
     return args, kwargs
 
 
 def _end(*_: Any) -> None:
-    set_rows(None)
+    set_samples(None)
 
 
 def _mask_if_given(
     make_mask: Callable[..., torch.Tensor | None], **arguments: Any
 ) -> torch.Tensor | None:
     """Return no mask for packed sequences, else Transformers' own, which may be chunked."""
-    return None if current_rows() is not None else make_mask(**arguments)
+    return None if current_samples() is not None else make_mask(**arguments)
 
 
 def _packed_sdpa(
@@ -134,30 +134,37 @@ def _packed_sdpa(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,  # AFMoE passes it by name
-    packed_rows: PackedRows | None = None,
+    packed_samples: PackedSamples | None = None,
     **arguments: Any,
 ) -> Attention:
     """sdpa for packed sequences: query, key and value [1, heads, tokens, head_dim] and a mask or
     None -> [1, tokens, heads, head_dim]."""
-    rows = _rows_of(module, packed_rows)
+    samples = _samples_of(module, packed_samples)
     window = arguments.get("sliding_window")
     tensors = (query, key, value)
-    on_rows = partial(
-        _row_by_row, sdpa_attention_forward, module, *tensors, attention_mask, rows, arguments
+    per_sample = partial(
+        _sample_by_sample,
+        sdpa_attention_forward,
+        module,
+        *tensors,
+        attention_mask,
+        samples,
+        arguments,
     )
     extras = [
         arguments.get("dropout") or None,
         *(arguments.get(it) for it in ("softcap", "s_aux", "position_bias")),
     ]
-    if rows is None or attention_mask is not None or any(extra is not None for extra in extras):
-        return on_rows()
-    are_alike = rows.are_alike and (window or rows.longest) >= rows.longest
+    if samples is None or attention_mask is not None or any(extra is not None for extra in extras):
+        return per_sample()
+    equal_length = samples.equal_length and (window or samples.longest) >= samples.longest
     capability = attention_kernels.capability_of(query)
     widths = (query.shape[-1], value.shape[-1])
-    kernel = attention_kernels.choose_kernel(capability, query.dtype, widths, are_alike)
+    kernel = attention_kernels.choose_kernel(capability, query.dtype, widths, equal_length)
     if kernel == "cudnn":
         alike = [
-            part[0].unflatten(1, (-1, rows.longest)).transpose(0, 1) for part in (query, key, value)
+            part[0].unflatten(1, (-1, samples.longest)).transpose(0, 1)
+            for part in (query, key, value)
         ]
         # cuDNN is disabled for all other calls. Flash attention is for shapes that cuDNN does not
         # support.
@@ -169,16 +176,16 @@ def _packed_sdpa(
             query[0].transpose(0, 1),  # [tokens, heads, head_dim]
             key[0].transpose(0, 1),
             value[0].transpose(0, 1),
-            rows.offsets,
-            rows.offsets,
-            rows.longest,
-            rows.longest,
+            samples.offsets,
+            samples.offsets,
+            samples.longest,
+            samples.longest,
             scale=arguments.get("scaling"),
             window_size=(-1, 0) if window is None else (window - 1, 0),
             **shared_heads(query, key),
         )
         return cast(torch.Tensor, output).unsqueeze(0), None
-    return on_rows(kernel)
+    return per_sample(kernel)
 
 
 def _packed_eager(
@@ -187,34 +194,34 @@ def _packed_eager(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    packed_rows: PackedRows | None = None,
+    packed_samples: PackedSamples | None = None,
     **extra: Any,
 ) -> Attention:
     """The model's own eager attention, with its soft caps and sinks, for packed sequences."""
     eager = function_beside(module, "eager_attention_forward")
-    rows = _rows_of(module, packed_rows)
-    return _row_by_row(eager, module, query, key, value, attention_mask, rows, extra)
+    samples = _samples_of(module, packed_samples)
+    return _sample_by_sample(eager, module, query, key, value, attention_mask, samples, extra)
 
 
-def _rows_of(module: nn.Module, rows: PackedRows | None) -> PackedRows | None:
+def _samples_of(module: nn.Module, samples: PackedSamples | None) -> PackedSamples | None:
     """Return the samples that a layer keeps apart. For chunked attention these are chunks of
     samples."""
-    if rows is None and not torch.compiler.is_compiling():
-        rows = current_rows()
+    if samples is None and not torch.compiler.is_compiling():
+        samples = current_samples()
     config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
     chunk = getattr(config, "attention_chunk_size", None)
     if (
-        rows is None
+        samples is None
         or not chunk
         or not kinds
         or kinds[cast(int, module.layer_idx)] != "chunked_attention"
     ):
-        return rows
-    return rows.cut(chunk)
+        return samples
+    return samples.cut(chunk)
 
 
-class _RowAttention(torch.autograd.Function):
+class _SampleAttention(torch.autograd.Function):
     """Causal attention within each sample: [1, heads, tokens, head_dim] in and out. The CPU kernel
     lets query heads share keys and values; for the memory-efficient kernel they are repeated, one
     sample at a time."""
@@ -230,12 +237,12 @@ class _RowAttention(torch.autograd.Function):
         output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]).transpose(1, 2)
         compute = _efficient_forward if query.is_cuda else _cpu_forward
         sums = []
-        for row, *shared, row_output in _rows(lengths, query, key, value, output):
+        for sample, *shared, sample_output in _samples(lengths, query, key, value, output):
             made, log_sums = compute(
-                [row, *(repeat_kv(part, ctx.groups) for part in shared)], *ctx.how
+                [sample, *(repeat_kv(part, ctx.groups) for part in shared)], *ctx.how
             )
             # in a plan, torch's fake kernel returns the query's width
-            row_output.copy_(made[..., : value.shape[3]])
+            sample_output.copy_(made[..., : value.shape[3]])
             sums.append(log_sums)
         ctx.save_for_backward(query, key, value, output, *sums)
         return output
@@ -244,11 +251,13 @@ class _RowAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         query, key, value, output, *sums = ctx.saved_tensors
         gradients = [torch.empty_like(whole) for whole in (query, key, value)]
-        rows = _rows(ctx.lengths, gradient, query, key, value, output)
+        samples = _samples(ctx.lengths, gradient, query, key, value, output)
         compute = _efficient_backward if query.is_cuda else _cpu_backward
-        for row, log_sums, targets in zip(rows, sums, _rows(ctx.lengths, *gradients), strict=True):
-            row[2:4] = [repeat_kv(part, ctx.groups) for part in row[2:4]]
-            for target, part in zip(targets, compute(row, log_sums, *ctx.how), strict=True):
+        for sample, log_sums, targets in zip(
+            samples, sums, _samples(ctx.lengths, *gradients), strict=True
+        ):
+            sample[2:4] = [repeat_kv(part, ctx.groups) for part in sample[2:4]]
+            for target, part in zip(targets, compute(sample, log_sums, *ctx.how), strict=True):
                 target.copy_(
                     part
                     if part.shape == target.shape
@@ -257,29 +266,29 @@ class _RowAttention(torch.autograd.Function):
         return *gradients, None, None, None, None
 
 
-def _cpu_forward(row: list[torch.Tensor], scale: float | None, window: int | None) -> Any:
-    mask = _row_mask(row[0].shape[2], window, row[0])
+def _cpu_forward(sample: list[torch.Tensor], scale: float | None, window: int | None) -> Any:
+    mask = _sample_mask(sample[0].shape[2], window, sample[0])
     return ATEN._scaled_dot_product_flash_attention_for_cpu(
-        *row, 0.0, mask is None, attn_mask=mask, scale=scale
+        *sample, 0.0, mask is None, attn_mask=mask, scale=scale
     )
 
 
 def _cpu_backward(
-    row: list[torch.Tensor], log_sums: torch.Tensor, scale: float | None, window: int | None
+    sample: list[torch.Tensor], log_sums: torch.Tensor, scale: float | None, window: int | None
 ) -> Any:
-    length = row[0].shape[2]
-    if row[0].itemsize == 2 and (more := -length % KERNEL_ROWS):
-        row = [functional.pad(part, (0, 0, 0, more)) for part in row]
+    length = sample[0].shape[2]
+    if sample[0].itemsize == 2 and (more := -length % KERNEL_LENGTH_MULTIPLE):
+        sample = [functional.pad(part, (0, 0, 0, more)) for part in sample]
         log_sums = functional.pad(log_sums, (0, more))
-    mask = _row_mask(length, window, row[0])
+    mask = _sample_mask(length, window, sample[0])
     found = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-        *row, log_sums, 0.0, mask is None, attn_mask=mask, scale=scale
+        *sample, log_sums, 0.0, mask is None, attn_mask=mask, scale=scale
     )
     return [part[:, :, :length] for part in found]
 
 
-def _efficient_forward(row: list[torch.Tensor], scale: float | None, window: int | None) -> Any:
-    parts = [part.transpose(1, 2) for part in row]
+def _efficient_forward(sample: list[torch.Tensor], scale: float | None, window: int | None) -> Any:
+    parts = [part.transpose(1, 2) for part in sample]
     how = {"scale": scale, "window_size": window}
     made, log_sums, *_ = ATEN._efficient_attention_forward(
         *parts, *[None] * 5, 0.0, CAUSAL, True, **how
@@ -288,10 +297,10 @@ def _efficient_forward(row: list[torch.Tensor], scale: float | None, window: int
 
 
 def _efficient_backward(
-    row: list[torch.Tensor], log_sums: Any, scale: float | None, window: int | None
+    sample: list[torch.Tensor], log_sums: Any, scale: float | None, window: int | None
 ) -> Any:
     # Not autograd: torch's derivative of the forward operator ignores the window.
-    gradient, *parts, output = (part.transpose(1, 2) for part in row)
+    gradient, *parts, output = (part.transpose(1, 2) for part in sample)
     inputs = (gradient, *parts, None, output, None, None, *[output.shape[1]] * 2, log_sums)
     # used only with dropout
     no_seeds = (log_sums, log_sums)
@@ -300,44 +309,45 @@ def _efficient_backward(
     return [part.transpose(1, 2) for part in found]
 
 
-def _rows(lengths: tuple[int, ...], *sequences: torch.Tensor) -> list[list[torch.Tensor]]:
+def _samples(lengths: tuple[int, ...], *sequences: torch.Tensor) -> list[list[torch.Tensor]]:
     """Return views of each sample of sequences [1, heads, tokens, width]."""
     return [
-        list(row) for row in zip(*(whole.split(lengths, dim=2) for whole in sequences), strict=True)
+        list(sample)
+        for sample in zip(*(whole.split(lengths, dim=2) for whole in sequences), strict=True)
     ]
 
 
 @torch.compiler.disable(reason="a graph would hold for one tuple of lengths")
-def _row_by_row(
+def _sample_by_sample(
     attention: Callable[..., Attention],
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    packed_rows: PackedRows | None,
+    packed_samples: PackedSamples | None,
     arguments: dict[str, Any],
     kernel: str = "own",
 ) -> Attention:
     if attention_mask is not None or query.shape[2] != key.shape[2]:  # padded samples, or a cache
         return attention(module, query, key, value, attention_mask, **arguments)
-    lengths = packed_rows.lengths if packed_rows is not None else (query.shape[2],)
+    lengths = packed_samples.lengths if packed_samples is not None else (query.shape[2],)
     if kernel != "own":
         how = arguments.get("scaling"), arguments.get("sliding_window"), kernel == "efficient"
-        return _RowAttention.apply(query, key, value, lengths, *how).transpose(1, 2), None
+        return _SampleAttention.apply(query, key, value, lengths, *how).transpose(1, 2), None
     outputs = []
-    for row in _rows(lengths, query, key, value):
-        mask = _row_mask(
-            row[0].shape[2],
+    for sample in _samples(lengths, query, key, value):
+        mask = _sample_mask(
+            sample[0].shape[2],
             arguments.get("sliding_window"),
-            row[0],
+            sample[0],
             attention is sdpa_attention_forward,
         )
-        outputs.append(attention(module, *row, mask, **arguments)[0])
+        outputs.append(attention(module, *sample, mask, **arguments)[0])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
 
-def _row_mask(
+def _sample_mask(
     length: int, window: int | None, query: torch.Tensor, may_be_causal: bool = True
 ) -> torch.Tensor | None:
     """Return what is added to a sample's scores [1, 1, tokens, tokens]; None if the kernel's causal

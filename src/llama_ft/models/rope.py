@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from llama_ft.models.packed_rows import PackedRows, current_rows
+from llama_ft.models.packed_samples import PackedSamples, current_samples
 
 Rotary = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -38,7 +38,7 @@ class _SampleLengths:
     def per_token(self, tokens: int) -> torch.Tensor | None:
         """Return the length of each token's sample, on the device: [1, tokens] of a packed
         sequence, [samples, 1] of a padded batch. None for other calls."""
-        rows: PackedRows | None = current_rows()
+        rows: PackedSamples | None = current_samples()
         if rows is not None:
             lengths = rows.offsets.diff()
             return torch.repeat_interleave(lengths, lengths, output_size=tokens).unsqueeze(0)

@@ -19,7 +19,12 @@ SINGLE_FILE = "model.safetensors"
 # per file, for its fingerprint: one sample per 80 MiB of a 5 GB file
 SAMPLES = 64
 SAMPLE_BYTES = 2**14
-INCIDENTAL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")  # in config.json
+IGNORED_CONFIG_KEYS = (
+    "_name_or_path",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+)  # in config.json
 # by their names in a header
 DTYPES = {name: dtype for name, dtype in _TYPES.items() if isinstance(dtype, torch.dtype)}
 BLOCK_ELEMENTS = 2**20  # of an exported tensor at once: its temporaries in fp32 take 4 MiB
@@ -124,7 +129,7 @@ def fingerprint(folder: Path) -> str:
     identifies a model without reading it completely. Fine-tuning changes all of a tensor, so the
     samples change."""
     settings = json.loads((folder / "config.json").read_text())
-    lasting = {name: value for name, value in settings.items() if name not in INCIDENTAL}
+    lasting = {name: value for name, value in settings.items() if name not in IGNORED_CONFIG_KEYS}
     digest = xxhash.xxh3_128(json.dumps(lasting, sort_keys=True).encode())
     for file in filter(Path.exists, weight_files(folder)):  # loading will report missing files
         size = file.stat().st_size

@@ -45,7 +45,7 @@ _shares_heads: Any = getattr(sdpa_attention, "use_gqa_in_sdpa", None)
 
 def noted(tensor: torch.Tensor, needs_no_mask: bool) -> torch.Tensor:
     """Store a note on position_ids, or on an attention_mask of bool: attention is causal without a
-    mask, because `packed_rows` keep the samples apart or no sample is padded. A copy of the tensor
+    mask, because `packed_samples` keep the samples apart or no sample is padded. A copy of the tensor
     has no note."""
     tensor.needs_no_mask = needs_no_mask  # type: ignore[attr-defined]
     return tensor

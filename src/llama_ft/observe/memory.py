@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from llama_ft.config.messages import size_text
 from llama_ft.observe.run_metadata import RunMetadata
 from llama_ft.phases import PHASES, MemoryCategory, Phase
-from llama_ft.runtime import Runtime, log
+from llama_ft.runtime import Ranks, log
 
 PROC_STATUS = Path("/proc/self/status")
 PROC_CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 MIB = 2**20
 # Phases that map checkpoints or write them. The kernel reports only the peak of all resident pages.
 # At the end of these phases, pages of unmapped files cannot be separated from tensors in that peak.
-MAPS_FILES: tuple[Phase, ...] = ("load", "save")
+PHASES_WITH_MAPPED_FILES: tuple[Phase, ...] = ("load", "save")
 # steps of this process; in the first, optimizer states do not exist at the beginning
 COMPARED_STEP = 2
 LARGEST_SHARE = 1.05
@@ -86,7 +86,11 @@ def memory_metrics(peaks: torch.Tensor) -> dict[str, list[int]]:
     """Return keys and values for metrics.jsonl. `peaks` is [ranks, (host, device)] in bytes; 0 was
     not measured."""
     measured = {"memory/host_peak_bytes": peaks[:, 0], "memory/device_peak_bytes": peaks[:, 1]}
-    return {key: ranks.long().tolist() for key, ranks in measured.items() if ranks.any()}
+    return {
+        key: held_by_rank.long().tolist()
+        for key, held_by_rank in measured.items()
+        if held_by_rank.any()
+    }
 
 
 class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
@@ -103,19 +107,19 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
         device_peak_bytes: the same for tensors on the CUDA device; 0 on the CPU.
     """
 
-    def __init__(self, job: Runtime) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self.phase: Phase | None = None
         self.by_phase: dict[Phase, dict[str, int]] = {}
         self.host_peak_bytes = self.device_peak_bytes = 0
-        self._job = job
-        self._is_cuda = job.device.type == "cuda"
+        self._ranks = ranks
+        self._is_cuda = ranks.device.type == "cuda"
         self._steps = 0
         self._before = self._base = MemoryUse()
         self._sampled = 0
         self._sampling = threading.Event()
         self._training: tuple[nn.Module, torch.optim.Optimizer] | None = None
         self._facts = RunMetadata(Path(), enabled=False)
-        self._ranks: list[dict[Phase, dict[str, int]]] = [{}] * job.world_size
+        self._peaks_of_ranks: list[dict[Phase, dict[str, int]]] = [{}] * ranks.world_size
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.leave()
@@ -134,8 +138,8 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
         ):
             self._compare_ranks(*self._training)
         self.phase = phase
-        reset_peaks(self._job.device)
-        if phase in MAPS_FILES:
+        reset_peaks(self._ranks.device)
+        if phase in PHASES_WITH_MAPPED_FILES:
             self._sampled = 0
             self._sampling = threading.Event()
             threading.Thread(target=self._sample, args=(self._sampling,), daemon=True).start()
@@ -147,12 +151,14 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
     def leave(self) -> MemoryUse:
         """End the current phase and return the current use."""
         self._sampling.set()
-        now = memory_use(self._job.device)
+        now = memory_use(self._ranks.device)
         self.host_peak_bytes = max(self.host_peak_bytes, now.resident_peak)
         self.device_peak_bytes = max(self.device_peak_bytes, now.device_peak)
         if self.phase is not None:
             anonymous = (
-                self._sampled if self.phase in MAPS_FILES else now.resident_peak - now.mapped
+                self._sampled
+                if self.phase in PHASES_WITH_MAPPED_FILES
+                else now.resident_peak - now.mapped
             )
             peaks = {"anonymous_peak_bytes": max(anonymous, self._before.anonymous, now.anonymous)}
             if self._is_cuda:
@@ -175,7 +181,7 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
         self.leave()
         _free_unused_heap()  # left from loading
         self.host_peak_bytes = self.device_peak_bytes = 0
-        reset_peaks(self._job.device)
+        reset_peaks(self._ranks.device)
 
     def end_step(self) -> None:
         """Count an optimizer step, and compare the ranks after the second one. All ranks must call
@@ -186,21 +192,25 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
 
     def _compare_ranks(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         _free_unused_heap()
-        use = memory_use(self._job.device)
+        use = memory_use(self._ranks.device)
         memory = {"device memory": use.device, "host memory": use.anonymous - self._base.anonymous}
-        ranks = [held_tensors(model, optimizer, memory)] * self._job.world_size
-        dist.all_gather_object(ranks, ranks[0])
-        warnings = find_differences(ranks)
+        held_by_rank = [held_tensors(model, optimizer, memory)] * self._ranks.world_size
+        dist.all_gather_object(held_by_rank, held_by_rank[0])
+        warnings = find_differences(held_by_rank)
         for warning in warnings:
             log.warning(warning)
-        self._facts.add(memory={"holders": [rank.holders for rank in ranks], "warnings": warnings})
+        self._facts.add(
+            memory={"holders": [rank.holders for rank in held_by_rank], "warnings": warnings}
+        )
 
     def _note_peaks(self, ask_others: bool) -> None:
-        self._ranks[0] = self.by_phase  # at the end other ranks may be gone: their last values stay
+        self._peaks_of_ranks[0] = (
+            self.by_phase
+        )  # at the end other ranks may be gone: their last values stay
         if ask_others:
-            dist.all_gather_object(self._ranks, self.by_phase)
+            dist.all_gather_object(self._peaks_of_ranks, self.by_phase)
         phases = {
-            phase: [rank.get(phase, {}) for rank in self._ranks]
+            phase: [rank.get(phase, {}) for rank in self._peaks_of_ranks]
             for phase in PHASES
             if phase in self.by_phase
         }
@@ -250,14 +260,14 @@ def held_tensors(
     return Held(holders, memory, sum(p.nbytes for p in parameters), ratio)
 
 
-def find_differences(ranks: list[Held]) -> list[str]:
+def find_differences(held_by_rank: list[Held]) -> list[str]:
     """Return a warning for each rank that holds over 5% more than others do and its shards need."""
     warnings = dict[int, str]()
-    for name in [*dict.fromkeys(name for rank in ranks for name in rank.holders), *NOISE]:
-        sizes = [(rank.holders | rank.memory).get(name, 0) for rank in ranks]
+    for name in [*dict.fromkeys(name for rank in held_by_rank for name in rank.holders), *NOISE]:
+        sizes = [(rank.holders | rank.memory).get(name, 0) for rank in held_by_rank]
         due = [
             0 if name in NOISE else size * rank.shard_ratio
-            for size, rank in zip(sizes, ranks, strict=True)
+            for size, rank in zip(sizes, held_by_rank, strict=True)
         ]
         # the lower median: of two ranks, the smaller value
         usual = max(median_low(sizes), median_low(due))
@@ -266,7 +276,8 @@ def find_differences(ranks: list[Held]) -> list[str]:
                 warnings.setdefault(
                     rank,
                     f"rank {rank} holds {size_text(size)} of {name}, the other ranks {size_text(usual)}. The whole "
-                    f"model is {size_text(ranks[rank].model)}.\nLook for code that runs only on that rank, such as "
+                    f"model is {size_text(held_by_rank[rank].model)}.\n"
+                    "Look for code that runs only on that rank, such as "
                     "from_pretrained, torch.load or full_tensor under `if rank == 0`.",
                 )
     return list(warnings.values())

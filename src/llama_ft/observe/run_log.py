@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_ft.config.settings import TrackingConfig
-from llama_ft.errors import counted, reason
+from llama_ft.errors import plural, reason
 from llama_ft.masking import mask_secrets
 from llama_ft.observe.progress import ProgressBar
 from llama_ft.observe.trackers import Tracker, start_trackers
@@ -115,7 +115,7 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
 
         def give() -> None:
             for tracker in self._trackers:
-                if tracker.takes_result:
+                if tracker.uploads_result:
                     with _continue_without(
                         tracker, f"did not accept the final model, which is in {folder}."
                     ):
@@ -167,7 +167,7 @@ class MetricsLog:
         last_step = -1 if resume_step is None else resume_step
         kept, corrupted = _lines_up_to(path, last_step) if path.exists() else ([], 0)
         if corrupted:
-            what = f"{path}: {counted(corrupted, 'line')} of earlier steps cannot be read"
+            what = f"{path}: {plural(corrupted, 'line')} of earlier steps cannot be read"
             log.warning(f"{what}, so the plots lack these steps.")
             replace_text(path, b"".join(kept).decode())
         self._file = path.open("ab")

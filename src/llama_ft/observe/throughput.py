@@ -15,7 +15,7 @@ from llama_ft.config import ProfileConfig
 from llama_ft.config.rules import PROFILED_STEPS, STEPS_BEFORE_PROFILE
 from llama_ft.observe.flops import flop_formula, matmul_rate, published_peak
 from llama_ft.observe.run_metadata import RunMetadata
-from llama_ft.runtime import Runtime, log
+from llama_ft.runtime import Ranks, log
 
 OPERATORS_SHOWN = 12
 GIGA = 1e9
@@ -36,7 +36,7 @@ class ThroughputMeter:
         dtype: the model's compute dtype.
         run: the run's directory.
         facts: receives the measured rates.
-        job: the ranks.
+        ranks: the ranks.
 
     Attributes:
         flops: model FLOPs of this rank's samples in the current step.
@@ -49,20 +49,20 @@ class ThroughputMeter:
         dtype: torch.dtype,
         run: Path,
         facts: RunMetadata,
-        job: Runtime,
+        ranks: Ranks,
     ) -> None:
         self.flops = 0.0
-        self._rank = job.rank
-        self._is_cuda = job.device.type == "cuda"
+        self._rank = ranks.rank
+        self._is_cuda = ranks.device.type == "cuda"
         self._waited_seconds = 0.0
         self._folder = (
             Path(settings.profiler_dir).expanduser() if settings.profiler_dir else run / "profile"
         )
         self._formula = formula = flop_formula(model)
-        job.all_gather_floats(0)  # a barrier: all ranks begin at the same time
-        rate = matmul_rate(formula.product, dtype, job.device)
-        peak = published_peak(dtype, job.device)
-        rates = job.all_gather_floats(rate, peak)
+        ranks.all_gather_floats(0)  # a barrier: all ranks begin at the same time
+        rate = matmul_rate(formula.product, dtype, ranks.device)
+        peak = published_peak(dtype, ranks.device)
+        rates = ranks.all_gather_floats(rate, peak)
         if self._is_cuda:
             torch.cuda.empty_cache()  # frees the tensors of the measurement
         limits = zip(("perf/matmul_utilization", "perf/mfu"), rates.T.tolist(), strict=True)
@@ -70,7 +70,7 @@ class ThroughputMeter:
         self._end: Any = None  # time at the end of the previous step
         self._unread: dict[int, tuple[float, float, float, Any, Any]] = {}
         self._counted_step = (
-            settings.flop_counter_start if settings.flop_counter and job.is_main else None
+            settings.flop_counter_start if settings.flop_counter and ranks.is_main else None
         )
         self._counter: FlopCounterMode | None = None
         self._profile: profile | None = None
@@ -131,10 +131,10 @@ class ThroughputMeter:
             self._counter.__exit__(None, None, None)
             total = self._counter.get_total_flops()
             self._counter = None
-            counted = (
+            plural = (
                 f"FLOPs of step {step} on rank 0: {total / GIGA:.3g} GFLOP as torch counts them"
             )
-            log.info(f"{counted}, {self.flops / GIGA:.3g} GFLOP by the formula of perf/mfu")
+            log.info(f"{plural}, {self.flops / GIGA:.3g} GFLOP by the formula of perf/mfu")
         if self._profile is not None:
             self._profile.step()
 

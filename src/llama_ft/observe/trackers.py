@@ -60,14 +60,14 @@ class Tracker:
         key: name in checkpoints.
         run_id: with it a resumed run continues the tracker's run; None if the tracker needs no id.
         first_step: the tracker already has the steps before this one.
-        takes_result: a copy of the final model or adapter was requested.
+        uploads_result: a copy of the final model or adapter was requested.
         has_failed: set by RunLog.
     """
 
     name = key = ""
     run_id: str | None = None
     first_step = 0
-    takes_result = has_failed = False
+    uploads_result = has_failed = False
 
     def log(self, series: Mapping[str, float], step: int) -> None:
         """Store the values measured at `step`."""
@@ -136,7 +136,7 @@ class WandbTracker(Tracker):
     ) -> None:
         import wandb
 
-        self.takes_result = config.wandb_log_model
+        self.uploads_result = config.wandb_log_model
         self._offline = wandb_mode(config) == "offline"
         try:
             self._run = wandb.init(
@@ -209,7 +209,7 @@ class MlflowTracker(Tracker):
         _: int | None,
         run_id: str | None,
     ) -> None:
-        self.takes_result = config.mlflow_log_model
+        self.uploads_result = config.mlflow_log_model
         self._client = connect_mlflow(config, output_dir)
         from mlflow.entities import Param
         from mlflow.exceptions import MlflowException

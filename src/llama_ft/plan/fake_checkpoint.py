@@ -110,7 +110,7 @@ def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[No
             patch.object(functional, "rms_norm", _KernelNorm.apply),
             patch.dict(chunked_loss.LOGITS_AT_ONCE, cpu=chunked_loss.LOGITS_AT_ONCE["cuda"]),
             patch.dict(QUANTIZED_AT_ONCE, cpu=QUANTIZED_AT_ONCE["cuda"]),
-            patch.dict(objective.FILLED_TO, cpu=objective.FILLED_TO["cuda"]),
+            patch.dict(objective.PAD_MULTIPLE, cpu=objective.PAD_MULTIPLE["cuda"]),
         ]
     with ExitStack() as stack:
         for each in patches:

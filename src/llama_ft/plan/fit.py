@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from llama_ft import models
 from llama_ft.config import Config
 from llama_ft.config.load import convert
-from llama_ft.config.messages import show, size_text
+from llama_ft.config.messages import format_value, size_text
 from llama_ft.config.rules import CONDITIONS, broken_rules
 from llama_ft.config.settings import SETTINGS, values_of
 from llama_ft.errors import UserError
@@ -27,7 +27,7 @@ from llama_ft.plan.preflight import free_text
 from llama_ft.plan.types import Plan, PlanRequest
 
 USABLE = 0.97  # plans are right within 3% (measured with benchmarks/plan.py)
-MOST_ANSWERS = 3
+MAX_PROPOSALS = 3
 SMALL_GPU = 24 * 2**30  # bytes
 MOST_RANKS = 8  # ranks are doubled up to here, the GPUs of most nodes
 SHARDED: dict[str, Any] = {"enable_fsdp": True, "sharding_strategy": "FULL_SHARD"}
@@ -51,12 +51,12 @@ def answer_fit(
     build_model: BuildModel,
     planned: Plan,
     options: PlanFlags,
-    tell: Callable[[str], Any],
+    report: Callable[[str], Any],
 ) -> tuple[str, int, dict[str, object]]:
     """Return the answer to --fit: a text, the exit code (0: the run fits, 3: with changes, 4: not),
     and values for --json. For the arguments see `find_fits`."""
     room = options.fit_bytes
-    fits = find_fits(request, build_model, room, planned, options.quick, tell)
+    fits = find_fits(request, build_model, room, planned, options.quick, report)
     is_fit = has_room(planned, room)
     runs = [(it.plan, it.config) for it in fits] or [(planned, request.config)]
     seconds = [step_seconds(*run, options.gpu) for run in runs]
@@ -88,10 +88,10 @@ def find_fits(
     room: float,
     planned: Plan,
     quick: bool,
-    tell: Callable[[str], Any],
+    report: Callable[[str], Any],
 ) -> list[Fit]:
     """Find changes with which a run fits: first those that do not change the training, else up to
-    MOST_ANSWERS others.
+    MAX_PROPOSALS others.
 
     Args:
         request: the run. This process must not have a process group.
@@ -100,7 +100,7 @@ def find_fits(
         planned: the plan of the unchanged run.
         quick: extrapolate every plan. Otherwise a change that fits by a quick plan is also planned
             in full.
-        tell: called with a text about every change that is planned.
+        report: called with a text about every change that is planned.
     """
     kept = list[Change]()
     last = planned
@@ -120,12 +120,12 @@ def find_fits(
                 plan = predict(asked, build_model)
         except UserError:
             continue
-        tell(f"Planned {' '.join(flags)}: {size_text(plan.device_bytes)} per rank")
+        report(f"Planned {' '.join(flags)}: {size_text(plan.device_bytes)} per rank")
         if has_room(plan, room):
             gives_up = "; ".join(reason for _, reason in [*kept, change])
             fits = [fit for fit in fits if not gives_up_more(fit.change, settings)]
             fits.append(Fit(config, flags, gives_up, plan, settings))
-            if change in cheap or len(fits) == MOST_ANSWERS:
+            if change in cheap or len(fits) == MAX_PROPOSALS:
                 break
         # Gradients of more micro-batches may take the memory that smaller ones save.
         elif change in cheap and plan.device_bytes < last.device_bytes:
@@ -293,5 +293,8 @@ def apply_changes(
     return (
         config,
         ranks,
-        [flag if it is True else f"{flag} {shlex.quote(show(it))}" for flag, it in words.items()],
+        [
+            flag if it is True else f"{flag} {shlex.quote(format_value(it))}"
+            for flag, it in words.items()
+        ],
     )

@@ -29,11 +29,11 @@ from llama_ft.observe.memory import (
 from llama_ft.phases import Phase
 from llama_ft.plan.preflight import free_bytes, free_text
 from llama_ft.plan.types import read_plan
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Ranks
 from llama_ft.runtime.out_of_memory import shortage
 
 SECONDS_TO_PLAN = 120.0
-NEEDS_LESS = 0.9
+FITTING_SHARE = 0.9
 STEP_PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer step")
 TORCHRUN_VARIABLES = (
     "RANK",
@@ -50,18 +50,18 @@ PAGE = "How to use less host memory: docs/troubleshooting/exit-code-9.md."
 
 @contextmanager
 def explain_errors(
-    config: Config, job: Runtime, watch: MemoryMonitor, planner: Path
+    config: Config, ranks: Ranks, watch: MemoryMonitor, planner: Path
 ) -> Iterator[None]:
     """Make this rank explain errors about memory that end the block.
 
     Args:
         config: the run's settings.
-        job: the ranks.
+        ranks: the ranks.
         watch: knows the current phase.
         planner: path of recipes/plan.py, which finds changes that would fit.
     """
-    job.explainer = report = MemoryReport(config, job, planner)
-    if config.memory.memory_snapshot and job.device.type == "cuda":
+    ranks.explainer = report = MemoryReport(config, ranks, planner)
+    if config.memory.memory_snapshot and ranks.device.type == "cuda":
         record_memory()
     try:
         yield
@@ -77,28 +77,32 @@ class MemoryReport:
         phase: the phase in which the run ended.
     """
 
-    def __init__(self, config: Config, job: Runtime, planner: Path) -> None:
+    def __init__(self, config: Config, ranks: Ranks, planner: Path) -> None:
         self.phase: Phase | None = None
         self._config = config
-        self._job = job
+        self._ranks = ranks
         self._planner = planner
-        self._before = memory_use(job.device)  # memory of Python and its libraries, without tensors
+        self._before = memory_use(
+            ranks.device
+        )  # memory of Python and its libraries, without tensors
         self._free = free_bytes(
-            job.device, job.local_world_size, config.train.device_memory_fraction
+            ranks.device, ranks.local_world_size, config.train.device_memory_fraction
         )
 
     def describe(self, error: BaseException) -> str:
         """Return where memory ran out, the largest categories, and planned compared with available
         memory."""
-        job = self._job
+        ranks = self._ranks
         kind = shortage(error)
-        is_cuda = self._job.device.type == "cuda"
+        is_cuda = self._ranks.device.type == "cuda"
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         model = _first_local(frames, nn.Module)
         optimizer = _first_local(frames, torch.optim.Optimizer)
         where = f" in the {self.phase} phase" if self.phase else ""
         where += (
-            f" of step {job.status.step + 1}" if job.status and self.phase in STEP_PHASES else ""
+            f" of step {ranks.status.step + 1}"
+            if ranks.status and self.phase in STEP_PHASES
+            else ""
         )
         where += f", in {module}" if (module := module_at_work(frames, model)) else ""
         message = (
@@ -110,7 +114,7 @@ class MemoryReport:
         ended = f"ran out of {'host' if kind == 'host' else 'GPU'} memory{where}: {message}."
         if kind == "host" and is_cuda:  # tensors are on the GPU, so they did not fill the host
             return f"{ended}\n{self.describe_kill()}"
-        use = memory_use(job.device)
+        use = memory_use(ranks.device)
         run = self._run
         total = use.device if is_cuda else max(0, use.anonymous - self._before.anonymous)
         plan = read_plan(run) if run else None
@@ -122,23 +126,23 @@ class MemoryReport:
         lines = [ended, f"Largest categories: {held_most(model, optimizer, total)}."]
         lines.append(f"{planned}; available per rank: {free_text(self._free)}.")
         if self._config.memory.memory_snapshot and run:
-            lines.append(f"Memory snapshot: {write_snapshot(run, job.rank, 'out-of-memory')}")
+            lines.append(f"Memory snapshot: {write_snapshot(run, ranks.rank, 'out-of-memory')}")
         return "\n".join(lines)
 
     def advise(self, error: BaseException) -> str:
         """Return which changes would fit. plan.py runs without a GPU, outside this job, at most
         SECONDS_TO_PLAN."""
-        job = self._job
+        ranks = self._ranks
         run = self._run
         limit = self._free
-        if shortage(error) == "host" and job.device.type == "cuda":
+        if shortage(error) == "host" and ranks.device.type == "cuda":
             return PAGE
         # frees activations and states, because plan.py needs memory, too
         traceback.clear_frames(error.__traceback__)
         gc.collect()
         # if the plan did fit, it was too low: look for less memory than planned
         if run and (plan := read_plan(run)):
-            limit = min(limit, NEEDS_LESS * plan.device_bytes)
+            limit = min(limit, FITTING_SHARE * plan.device_bytes)
         # The model is already in the cache, so requests to the Hub would only take time.
         kept = {
             name: value
@@ -153,11 +157,11 @@ class MemoryReport:
             settings.flush()
             flags = [
                 "--nproc",
-                job.world_size,
+                ranks.world_size,
                 "--nproc_per_node",
-                job.local_world_size,
+                ranks.local_world_size,
                 "--device",
-                job.device.type,
+                ranks.device.type,
             ]
             asked = [
                 self._planner,
@@ -195,7 +199,7 @@ class MemoryReport:
 
     @property
     def _run(self) -> Path | None:
-        return self._job.status.path.parent if self._job.status is not None else None
+        return self._ranks.status.path.parent if self._ranks.status is not None else None
 
 
 def module_at_work(frames: list[FrameType], model: nn.Module | None) -> str:

@@ -24,16 +24,16 @@ from llama_ft.plan.fake_checkpoint import layers_are_alike, planned_models, read
 from llama_ft.plan.preflight import CUDA_CONTEXT_BYTES, NCCL_BYTES
 from llama_ft.plan.tracker import Tracker, states_of
 from llama_ft.plan.types import Peak, Plan, PlanRequest
-from llama_ft.runtime import Runtime, log
+from llama_ft.runtime import Ranks, log
 from llama_ft.runtime.process_group import mesh_over, resolve_degree
-from llama_ft.training.reference import StoredReference, reference_config, score_rows
+from llama_ft.training.reference import StoredReference, reference_config, score_examples
 
 QUICK_LAYERS = (3, 5)
 # Reserved over allocated memory, if the CUDA allocator is not simulated. Simulated plans gave 1.01
 # to 1.07; with full fine-tuning of 3B and 8B on one GPU, and of 70B in bf16_mixed on 16, 1.2 to
 # 1.4.
 SLACK = 1.07
-MOST_MICRO_BATCHES = 2  # further ones take the same memory as the second
+PLANNED_MICRO_BATCHES = 2  # further ones take the same memory as the second
 OFFLOADED: tuple[MemoryCategory, ...] = (
     "sharded parameters",
     "quantized parts",
@@ -121,13 +121,13 @@ def _reference_plan(
     context_length = models.resolve_context_length(config.data.context_length, model_config)
     batch = _full_batch(request, config.train.batch_size_training, context_length)
     tracker = Tracker(request.device)
-    with _fake_world(request) as job, planned_models(headers, request.device), tracker.planning():
+    with _fake_world(request) as ranks, planned_models(headers, request.device), tracker.planning():
         built = build_model(
-            config, request.folder, model_config, None, tracker, job, is_trained=False
+            config, request.folder, model_config, None, tracker, ranks, is_trained=False
         )
         tracker.watch(built[0])
         tracker.enter("evaluation")
-        score_rows(built[0], batch, job)
+        score_examples(built[0], batch, ranks)
     peaks = [tracker.peaks["load"], tracker.peaks["evaluation"]]
     largest = max(peak.bytes for peak in peaks)
     is_cuda = request.device == "cuda"
@@ -144,28 +144,28 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
     new_tokens = request.new_tokens
     model_config, headers = read_headers(request.folder, config.model, layers)
     context_length = models.resolve_context_length(config.data.context_length, model_config)
-    rows = config.train.batch_size_training
+    samples = config.train.batch_size_training
     tracker = Tracker(request.device)
     if request.size is not None:
-        rows = min(rows, max(1, -(-request.size // request.world_size)))
+        samples = min(samples, max(1, -(-request.size // request.world_size)))
     together = training.build_objective(config).examples_per_sample
-    batch = _full_batch(request, rows * together, context_length)
+    batch = _full_batch(request, samples * together, context_length)
     is_validated = config.train.run_validation and request.has_validation
     validation = (
         _full_batch(request, config.train.val_batch_size * together, context_length)
         if is_validated
         else None
     )
-    with _fake_world(request) as job, planned_models(headers, request.device), tracker.planning():
+    with _fake_world(request) as ranks, planned_models(headers, request.device), tracker.planning():
         model, _, stored, _ = build_model(
-            config, request.folder, model_config, new_tokens, tracker, job
+            config, request.folder, model_config, new_tokens, tracker, ranks
         )
         tracker.watch(model)
         step_flops = _step_flops(config, model, batch, request.target_share)
-        optimizer = _two_steps(config, model, batch, validation, tracker, job)
+        optimizer = _two_steps(config, model, batch, validation, tracker, ranks)
         of_the_device = len(tracker.events)
         tracker.enter("save")
-        saved = checkpoint.to_host(checkpoint.own_state(model, optimizer, job))
+        saved = checkpoint.to_host(checkpoint.own_state(model, optimizer, ranks))
         del tracker.events[of_the_device:]  # the copies for a checkpoint are on the host
     staged = [parameter for parameter in model.parameters() if parameter.requires_grad] + states_of(
         optimizer
@@ -189,7 +189,7 @@ def _two_steps(
     batch: Batch,
     validation: Batch | None,
     tracker: Tracker,
-    job: Runtime,
+    ranks: Ranks,
 ) -> torch.optim.Optimizer:
     """Run two steps and an evaluation like the recipe's training loop, and return the optimizer.
     The first step only creates the optimizer states, so it needs no forward pass."""
@@ -208,19 +208,19 @@ def _two_steps(
 
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
     scale = training.TrainState(settings).scale.factor
-    batches = [batch] * min(settings.gradient_accumulation_steps, MOST_MICRO_BATCHES)
+    batches = [batch] * min(settings.gradient_accumulation_steps, PLANNED_MICRO_BATCHES)
     losses = training.accumulate_gradients(
-        model, objective, batches, 1, reduce_last_only, job, scale, tracker
+        model, objective, batches, 1, reduce_last_only, ranks, scale, tracker
     )
     tracker.enter("optimizer step")
-    training.clip_and_reduce_norm(model, losses, 1, settings, scale, job)
+    training.clip_and_reduce_norm(model, losses, 1, settings, scale, ranks)
     training.update_weights(optimizer, settings.lr)
     tracker.assign(states_of(optimizer), "optimizer state")
     if validation is not None:
         tracker.enter("evaluation")
         model.eval()
         with torch.no_grad():
-            objective.loss(model, validation, job)
+            objective.loss(model, validation, ranks)
         training.free_unsharded(model)
         model.train()
     return optimizer
@@ -234,24 +234,27 @@ def _step_flops(config: Config, model: PreTrainedModel, batch: Batch, target_sha
     again = {"full": 1.0, "every_k": 1 / train.activation_checkpointing_k}.get(
         str(train.activation_checkpointing), 0.0
     )
-    once = sum(formula.of(batch.row_lengths, round(batch.tokens * target_share)))
+    once = sum(formula.of(batch.example_lengths, round(batch.tokens * target_share)))
     return round(
-        (once + again * formula.recomputed(batch.row_lengths)) * train.gradient_accumulation_steps
+        (once + again * formula.recomputed(batch.example_lengths))
+        * train.gradient_accumulation_steps
     )
 
 
-def _full_batch(request: PlanRequest, rows: int, context_length: int) -> Batch:
+def _full_batch(request: PlanRequest, samples: int, context_length: int) -> Batch:
     """Return the largest possible micro-batch."""
     is_packed = request.config.data.batching_strategy == "packing"
     length = (
-        context_length if is_packed else min(context_length, request.longest_row or context_length)
+        context_length
+        if is_packed
+        else min(context_length, request.longest_example or context_length)
     )
     # one sample per packed sequence: attention over each sample is then largest
-    lengths = [length] * rows
-    ids = torch.zeros((1, length * rows) if is_packed else (rows, length), dtype=torch.int64)
+    lengths = [length] * samples
+    ids = torch.zeros((1, length * samples) if is_packed else (samples, length), dtype=torch.int64)
     labels = ids.clone()
     labels[:, round(labels.shape[1] * request.target_share) :] = IGNORED
-    return Batch(ids, labels, lengths, is_packed, [""] * rows, [True] * rows)
+    return Batch(ids, labels, lengths, is_packed, [""] * samples, [True] * samples)
 
 
 def _memory(request: PlanRequest, tracker: Tracker, saved_bytes: int) -> dict[str, Any]:
@@ -365,7 +368,7 @@ def _extrapolate(few: Plan, more: Plan, layers: int) -> Plan:
 
 
 @contextmanager
-def _fake_world(request: PlanRequest) -> Iterator[Runtime]:
+def _fake_world(request: PlanRequest) -> Iterator[Ranks]:
     """Start a fake process group and yield its rank 0, on the CPU. Raises UserError if the ranks
     cannot be divided."""
     ranks = request.world_size
@@ -374,7 +377,7 @@ def _fake_world(request: PlanRequest) -> Iterator[Runtime]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         here = torch.device("cpu")
-        yield Runtime(
+        yield Ranks(
             0, ranks, 0, local_ranks, here, here, "fake", mesh_over("cpu", ranks, degree), None
         )
     finally:

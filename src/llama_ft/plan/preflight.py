@@ -27,7 +27,7 @@ from llama_ft.errors import reason
 from llama_ft.models import NewTokens
 from llama_ft.plan.types import Plan, PlanRequest
 from llama_ft.processes import end_with
-from llama_ft.runtime import Runtime, log
+from llama_ft.runtime import Ranks, log
 from llama_ft.runtime.out_of_memory import host_memory
 
 # CUDA's context with the kernels of libraries, and NCCL's buffers for a few communicators; torch
@@ -60,14 +60,14 @@ class Preflight:
         self._process.start()
         theirs.close()
 
-    def ask(
+    def start(
         self,
         config: Config,
         folder: Path,
         new_tokens: NewTokens | None,
-        rows: TokenizedData,
+        dataset: TokenizedData,
         steps: TrainingBatches,
-        job: Runtime,
+        ranks: Ranks,
     ) -> Config:
         """Start to plan and return. With activation_checkpointing=auto, wait for the choice, on all
         ranks.
@@ -76,34 +76,34 @@ class Preflight:
             config: the run's settings.
             folder: the model's directory.
             new_tokens: tokens that are added to the model's vocabulary.
-            rows: the tokenized data. Its longest samples are planned.
+            dataset: the tokenized data. Its longest samples are planned.
             steps: the batches, which define the micro-batches.
-            job: the ranks.
+            ranks: the ranks.
 
         Returns:
             The settings, with the choice.
         """
         is_auto = config.train.activation_checkpointing == "auto"
-        free = free_bytes(job.device, job.local_world_size, config.train.device_memory_fraction)
-        self._free = job.all_gather_floats(free).min().item()
-        self._free_on_host = free_bytes(torch.device("cpu"), job.local_world_size)
+        free = free_bytes(ranks.device, ranks.local_world_size, config.train.device_memory_fraction)
+        self._free = ranks.all_gather_floats(free).min().item()
+        self._free_on_host = free_bytes(torch.device("cpu"), ranks.local_world_size)
         if self._pipe is not None:
             job_and_data: Any = (
                 *(
-                    job.world_size,
-                    job.local_world_size,
-                    job.device.type,
-                    rows.longest_row,
+                    ranks.world_size,
+                    ranks.local_world_size,
+                    ranks.device.type,
+                    dataset.longest_example,
                     new_tokens,
                 ),
-                *(rows.target_share, steps.size, rows.validation is not None),
+                *(dataset.target_share, steps.size, dataset.validation is not None),
             )
             request = PlanRequest(config, folder, *job_and_data)
             with suppress(OSError):
                 self._pipe.send((request, self._free))
         if not is_auto:
             return config
-        chosen, why = job.broadcast_from_rank0(partial(self._choice, config))
+        chosen, why = ranks.broadcast_from_rank0(partial(self._choice, config))
         log.info(f"activation_checkpointing auto: {why}")
         return chosen
 
@@ -115,7 +115,7 @@ class Preflight:
         full = dataclasses.replace(config.train, activation_checkpointing="full")
         return dataclasses.replace(config, train=full), f"full (not planned: {answer})"
 
-    def tell(self, output_dir: Path) -> None:
+    def report(self, output_dir: Path) -> None:
         """Write plan.json, log the predicted memory, and warn if it is more than is available."""
         if self._pipe is None:
             return
@@ -212,7 +212,7 @@ def free_bytes(
     return min(free, most) + CUDA_CONTEXT_BYTES
 
 
-def settle_checkpointing(config: Config, device: str) -> Config:
+def resolve_checkpointing(config: Config, device: str) -> Config:
     """Return the settings with activation_checkpointing replaced by the default of the device
     (cuda, cpu) if unset."""
     if config.train.activation_checkpointing is not None:

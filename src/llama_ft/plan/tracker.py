@@ -34,7 +34,7 @@ try:  # private names: without one of them (newer torch), training continues wit
 except ImportError as error:
     raise UserError(f"Nothing can be planned with torch {torch.__version__}: {error}.") from error
 
-HELD_IN: dict[Phase, MemoryCategory] = {
+CATEGORY_OF_PHASE: dict[Phase, MemoryCategory] = {
     "load": "temporaries",
     "forward": "activations",
     "backward": "logits and loss",  # until it has passed the LM head
@@ -92,7 +92,7 @@ class Tracker(TorchDispatchMode):
     def enter(self, phase: Phase) -> None:
         """See PhaseMonitor."""
         self._phase = phase
-        self._holder = HELD_IN[phase]
+        self._holder = CATEGORY_OF_PHASE[phase]
         self._note_peak()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -192,7 +192,7 @@ class Tracker(TorchDispatchMode):
                 )
         # a reference may have run in this phase before
         if module is self._model and self._phase is not None:
-            self._holder = HELD_IN[self._phase]
+            self._holder = CATEGORY_OF_PHASE[self._phase]
         # in backward the LM head is only recomputed
         if module is self._head and self._phase != "backward":
             self._holder = "logits and loss"

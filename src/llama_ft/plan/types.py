@@ -25,7 +25,7 @@ class PlanRequest:
     world_size: int
     local_world_size: int
     device: Literal["cuda", "cpu"]
-    longest_row: int | None = None  # tokens, for padded batches; None: context_length
+    longest_example: int | None = None  # tokens, for padded batches; None: context_length
     new_tokens: NewTokens | None = None  # added to the model's vocabulary
     target_share: float = 1.0  # share of the tokens in the loss, 0 to 1
     size: int | None = None  # number of packed sequences, or samples; None: unlimited

@@ -15,7 +15,7 @@ import numpy
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup, escape
 
-from llama_ft.config.messages import show, size_text
+from llama_ft.config.messages import format_value, size_text
 from llama_ft.masking import mask_secrets
 
 BINS = 240  # a plot is 440 wide; more than two points per bin cannot be seen
@@ -152,4 +152,7 @@ TEMPLATES = Environment(
     ),
 )
 TEMPLATES.globals["zip"] = zip
-TEMPLATES.filters |= {"size": lambda value: "" if value is None else size_text(value), "show": show}
+TEMPLATES.filters |= {
+    "size": lambda value: "" if value is None else size_text(value),
+    "show": format_value,
+}

@@ -31,7 +31,7 @@ DIED = (
 class ReportFlags:
     """Flags of recipes/report.py."""
 
-    places: list[str] = Field(default_factory=list)
+    paths: list[str] = Field(default_factory=list)
     """RUN: directories of runs (output/...), which stand alone."""
 
     out: Annotated[str, Field(pattern=r"\.html?$")] | None = None
@@ -40,14 +40,14 @@ class ReportFlags:
 
 
 def read_report_flags(argv: list[str], description: str) -> ReportFlags:
-    """Return the flags: the directories in `places`, and in `out` the file to write.
+    """Return the flags: the directories in `paths`, and in `out` the file to write.
 
     Raises:
         UserError: with one message for every error.
     """
     options, _, errors = read(argv, ReportFlags, description)
-    errors += [] if options.places else ["RUN is needed: report.py RUN [RUN...]."]
-    for name in options.places:
+    errors += [] if options.paths else ["RUN is needed: report.py RUN [RUN...]."]
+    for name in options.paths:
         folder = Path(name).expanduser()
         if error := folder_problem(folder, "a run's directory"):
             errors.append(f"{name}: {error}")
@@ -55,7 +55,7 @@ def read_report_flags(argv: list[str], description: str) -> ReportFlags:
             errors.append(f"{name}: has neither status.json nor metrics.jsonl: no run's directory.")
     check(errors)
     options.out = options.out or (
-        "comparison.html" if options.places[1:] else f"{options.places[0]}/report.html"
+        "comparison.html" if options.paths[1:] else f"{options.paths[0]}/report.html"
     )
     return options
 

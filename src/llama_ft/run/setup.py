@@ -16,8 +16,8 @@ from llama_ft.config import Config, differences, parse_duration
 from llama_ft.errors import UserError
 from llama_ft.plan.oom_report import explain_errors
 from llama_ft.plan.predict import BuildModel
-from llama_ft.plan.preflight import Preflight, settle_checkpointing
-from llama_ft.runtime import Runtime, log
+from llama_ft.plan.preflight import Preflight, resolve_checkpointing
+from llama_ft.runtime import Ranks, log
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Setup:
 
     config: Config
     origins: dict[str, str]
-    ranks: Runtime
+    ranks: Ranks
     memory: observe.MemoryMonitor
     resumed: checkpoint.Checkpoint | None
     is_finished: bool
@@ -110,7 +110,7 @@ class Setup:
         for advice in training.advice(config, names_dataset, self.global_batch, batches.size):
             log.warning(advice)
         if config.data.show_samples:
-            data.show_samples(batches.first_rows(), tokenizer, config.data.show_samples)
+            data.show_samples(batches.first_samples(), tokenizer, config.data.show_samples)
 
     def plan_memory(
         self,
@@ -122,7 +122,7 @@ class Setup:
     ) -> Config:
         """Start to plan the memory in another process. Wait for it only if it chooses
         activation_checkpointing. Return the settings with the choice."""
-        return self.preflight.ask(config, folder, new_tokens, dataset, batches, self.ranks)
+        return self.preflight.start(config, folder, new_tokens, dataset, batches, self.ranks)
 
 
 def check_same_run(
@@ -165,9 +165,9 @@ def start_run(
         runtime.set_quiet(config.tracking.quiet)
         resumed = checkpoint.find_checkpoint(config.checkpoint, ranks)
         config = checkpoint.resolve_precision(config, origins, ranks, resumed)
-        config = training.settle_format(config)
+        config = training.resolve_format(config)
         log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))
-        config = settle_checkpointing(config, ranks.device.type)
+        config = resolve_checkpointing(config, ranks.device.type)
         check_same_run(resumed, config, {}, origins)
         is_finished = end_if_finished(resumed, config, ranks)
         global_batch = 0
@@ -197,7 +197,7 @@ def start_run(
         )
 
 
-def end_if_finished(resumed: checkpoint.Checkpoint | None, config: Config, ranks: Runtime) -> bool:
+def end_if_finished(resumed: checkpoint.Checkpoint | None, config: Config, ranks: Ranks) -> bool:
     """Return whether the run to resume is complete, and if so, log where its final model is."""
     if resumed is None:
         return False

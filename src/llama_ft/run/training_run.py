@@ -145,7 +145,7 @@ class TrainingRun:
         self, step: StepBatches, waited_seconds: float, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         """Start to measure a step. `waited_seconds` is how long training waited for its batches."""
-        lengths = [length for batch in step.batches for length in batch.row_lengths]
+        lengths = [length for batch in step.batches for length in batch.example_lengths]
         targets = sum(batch.target_tokens for batch in step.batches)
         self.throughput.begin_step(step.step, lengths, targets, waited_seconds)
         self._first_step_at = min(self._first_step_at, time.monotonic())
@@ -241,7 +241,7 @@ class TrainingRun:
             for name, value in step.metrics.items():
                 if isinstance(value, torch.Tensor):  # of the recipe; its step has ended
                     step.metrics[name] = value.item()
-        self.ranks.note_step(record.step)
+        self.ranks.record_step(record.step)
         return steps
 
     def log_steps(self, steps: Sequence[Step]) -> None:
@@ -465,7 +465,7 @@ def open_run(
         (directory / "config.yaml").write_text(text)
         if dataset.bad_samples is not None:
             shutil.copyfile(dataset.bad_samples, directory / BAD_SAMPLES_FILE)
-    setup.preflight.tell(directory)
+    setup.preflight.report(directory)
     run = TrainingRun(setup, config, inputs, dataset, batches, model, directory)
     run.facts.add(units=[dataclasses.asdict(unit) for unit in units])
     with run.log:

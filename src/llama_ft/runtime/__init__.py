@@ -4,4 +4,4 @@ fails."""
 from llama_ft.runtime.console import configure_console, console, log, set_quiet
 from llama_ft.runtime.devices import PRECISIONS, Precision, advise_precision, sent
 from llama_ft.runtime.exit import Stopped
-from llama_ft.runtime.process_group import Runtime, start
+from llama_ft.runtime.process_group import Ranks, start

@@ -56,7 +56,7 @@ def pick_device(device: str, gpus: int, local_rank: int, local_world_size: int) 
     return torch.device("cuda", local_rank)
 
 
-def take_device(device: torch.device, memory_fraction: float | None) -> str:
+def claim_device(device: torch.device, memory_fraction: float | None) -> str:
     """Select the device for this process and return a description of it. Call it before any
     allocation.
 

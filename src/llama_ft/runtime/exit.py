@@ -28,12 +28,12 @@ from llama_ft.processes import end_restarts, replace_text
 from llama_ft.runtime.out_of_memory import KILLED, KILLED_BY, shortage
 
 FAILURE_KEY = "llama_ft/failure"
-SECONDS_FOR_THE_CAUSE = 3.0
+CAUSE_GRACE_SECONDS = 3.0
 SECONDS_FOR_THE_STORE = 5.0  # until a rank leaves without its answer
-SECONDS_TO_SEE_AN_END = 0.3  # torchrun notices the end of a rank within 0.1 s
+AGENT_POLL_SECONDS = 0.3  # torchrun notices the end of a rank within 0.1 s
 # how long the other ranks wait
-SECONDS_TO_BE_ENDED = 20.0
-SECONDS_WHEN_FINAL = 5.0
+EXIT_GRACE_SECONDS = 20.0
+FINAL_GRACE_SECONDS = 5.0
 SECONDS_OF_ADVICE = 150.0
 SECONDS_BETWEEN_STEPS = 5.0  # one write per step would be too many for the file system of a cluster
 COMMUNICATION_SIGNS = (
@@ -98,7 +98,7 @@ class RunStatus:
         with suppress(OSError):
             replace_text(self.path, json.dumps(record) + "\n")
 
-    def note_step(self, step: int, writes: bool) -> None:
+    def record_step(self, step: int, writes: bool) -> None:
         """Count a completed step, and sometimes write it, unless another rank has already written
         how the run ended."""
         self.step = step
@@ -110,7 +110,7 @@ class RunStatus:
 
 class Explainer(Protocol):
     """Explains errors about memory: plan.oom_report.MemoryReport, which the recipe sets on its
-    Runtime."""
+    Ranks."""
 
     def describe(self, error: BaseException) -> str: ...
     def advise(self, error: BaseException) -> str: ...
@@ -141,7 +141,7 @@ def exit_process(
     is_stop = isinstance(error, KeyboardInterrupt | Stopped)
     is_agreed = isinstance(error, Stopped) and error.agreed
     if _is_broken(error) or (isinstance(error, Stopped) and not is_agreed):  # SIGTERM by torchrun
-        time.sleep(SECONDS_TO_SEE_AN_END)
+        time.sleep(AGENT_POLL_SECONDS)
         if lost := describe_lost():
             error = LostRank(f"lost contact with another rank: {lost}")
             is_stop = False
@@ -152,16 +152,16 @@ def exit_process(
     # A restart would repeat it: a user's error, a full disk, a loss that is not finite, an OOM in
     # the first step.
     is_final = is_mistake or (memory is not None and (status is None or status.step == 0))
-    seconds = SECONDS_WHEN_FINAL if is_final else SECONDS_TO_BE_ENDED
+    seconds = FINAL_GRACE_SECONDS if is_final else EXIT_GRACE_SECONDS
     first = failure = f"{rank} {SECONDS_OF_ADVICE if memory and explainer else seconds} {is_final}"
     # other ranks see the same error as rank 0; if this one still runs then, they did not
     if store is None:
-        prints = rank == 0 or not end_requested.wait(SECONDS_TO_BE_ENDED)
+        prints = rank == 0 or not end_requested.wait(EXIT_GRACE_SECONDS)
     elif is_agreed:
         prints = rank == 0
     else:
         knows_the_cause = rank == 0 if is_mistake else not _is_broken(error)
-        first = _first_failure(store, failure, 0 if knows_the_cause else SECONDS_FOR_THE_CAUSE)
+        first = _first_failure(store, failure, 0 if knows_the_cause else CAUSE_GRACE_SECONDS)
         prints = first == failure
     if prints:
         said = ""

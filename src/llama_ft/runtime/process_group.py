@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from llama_ft.errors import LostRank, UserError, counted
+from llama_ft.errors import LostRank, UserError, plural
 from llama_ft.processes import cores
 from llama_ft.runtime.console import configure_console
-from llama_ft.runtime.devices import pick_device, take_device
+from llama_ft.runtime.devices import claim_device, pick_device
 from llama_ft.runtime.exit import Explainer, RunStatus, Stopped, exit_process
 from llama_ft.runtime.signals import StopSignals
 from llama_ft.runtime.watchdog import SECONDS_AFTER_WATCHDOG, Watchdog
@@ -39,7 +39,7 @@ _STARTS = itertools.count()  # a script can start several runs in one process
 
 
 @dataclass
-class Runtime:
+class Ranks:
     """This process's rank, devices and process groups."""
 
     rank: int  # 0 to world_size - 1
@@ -53,7 +53,7 @@ class Runtime:
     mesh: DeviceMesh  # ("shard",), or ("replicate", "shard") with several copies of the model
     store: dist.Store | None  # the rendezvous store, with a prefix for this attempt; None in a plan
     # shared by all attempts, holds the run's directory; None without torchrun
-    job_store: dist.Store | None = None
+    launch_store: dist.Store | None = None
     status: RunStatus | None = None  # set on each rank as soon as the run has a directory
     signals: StopSignals = field(default_factory=StopSignals)  # requests to stop the run
     explainer: Explainer | None = None  # explains errors about memory; the recipe sets it
@@ -125,9 +125,9 @@ class Runtime:
     def earlier_run(self) -> Path | None:
         """The run directory of an earlier attempt of this job (torchrun restarts); None if there
         was none."""
-        if self.job_store is None or not self.job_store.check(["directory"]):
+        if self.launch_store is None or not self.launch_store.check(["directory"]):
             return None
-        return Path(self.job_store.get("directory").decode())
+        return Path(self.launch_store.get("directory").decode())
 
     def begin_run(
         self, output_dir: Path, step: int = 0, at_end: Callable[[], None] = lambda: None
@@ -135,24 +135,26 @@ class Runtime:
         """Keep status.json in `output_dir` current from now on. The rank that ends the run calls
         `at_end`. If torchrun restarts the ranks, the next attempt resumes in this directory."""
         self.status = RunStatus(output_dir, at_end, step)
-        if self.is_main and self.job_store is not None:
-            self.job_store.set("directory", os.path.abspath(output_dir))
+        if self.is_main and self.launch_store is not None:
+            self.launch_store.set("directory", os.path.abspath(output_dir))
         if self.is_main:
             self.status.write("running")
         # otherwise "running" could overwrite the "failed" of a rank that fails at once
         dist.barrier()
 
-    def note_step(self, step: int) -> None:
+    def record_step(self, step: int) -> None:
         """Tell status.json the number of completed optimizer steps."""
         if self.status is not None:
-            self.status.note_step(step, writes=self.is_main)
+            self.status.record_step(step, writes=self.is_main)
 
-    def describe(self, rows: int, micro_batches: int, global_batch: int, unit: str = "row") -> str:
+    def describe(
+        self, batch_size: int, micro_batches: int, global_batch: int, unit: str = "row"
+    ) -> str:
         """Return a text about the devices, and how parameters and batches are distributed. All
         ranks must call it.
 
         Args:
-            rows: samples, or packed sequences, per micro-batch of one rank.
+            batch_size: samples, or packed sequences, per micro-batch of one rank.
             micro_batches: number per optimizer step of one rank.
             global_batch: samples, or packed sequences, per optimizer step of all ranks.
             unit: "row" if these are samples, "pack" if they are packed sequences.
@@ -161,18 +163,16 @@ class Runtime:
         dist.all_gather_object(notes, self.device_note)
         shards = self.mesh["shard"].size()
         is_offloaded = self.storage_device != self.device
-        product = (
-            f"ranks ({self.world_size}) x micro-batch ({rows}) x accumulation ({micro_batches})"
-        )
+        product = f"ranks ({self.world_size}) x micro-batch ({batch_size}) x accumulation ({micro_batches})"
         # the resumed run began on another number of ranks
-        if global_batch != self.world_size * rows * micro_batches:
-            product = f"as before, at most {rows} per rank and micro-batch"
+        if global_batch != self.world_size * batch_size * micro_batches:
+            product = f"as before, at most {batch_size} per rank and micro-batch"
         lines = [
             *[f"Mesh: replicate {self.world_size // shards} x shard {shards}"]
             * (self.world_size > 1),
             *(f"{count} x {note}" for note, count in Counter(notes).items()),
             *["parameters and optimizer state in host memory"] * is_offloaded,
-            f"global batch: {counted(global_batch, 'packed sequence' if unit == 'pack' else 'sample')} = {product}",
+            f"global batch: {plural(global_batch, 'packed sequence' if unit == 'pack' else 'sample')} = {product}",
         ]
         return ("\n  " if self.world_size > 1 else "; ").join(lines)
 
@@ -184,8 +184,8 @@ def start(
     cpu_offload: bool = False,
     memory_fraction: float | None = None,
     timeout_seconds: float = 1800.0,
-) -> Iterator[Runtime]:
-    """Start the process group, and end the process as described in `runtime.exit` if the block
+) -> Iterator[Ranks]:
+    """Start the process group, and end the process as described in `ranks.exit` if the block
     fails.
 
     Args:
@@ -198,7 +198,7 @@ def start(
         timeout_seconds: how long a rank waits for others.
 
     Yields:
-        The Runtime. NCCL carries CUDA tensors, gloo CPU tensors.
+        The Ranks. NCCL carries CUDA tensors, gloo CPU tensors.
 
     Raises:
         UserError: there are more processes than GPUs, or the ranks cannot be divided into groups of
@@ -211,23 +211,21 @@ def start(
     configure_console(rank)
     _silence_libraries(rank)
     signals = StopSignals()
-    runtime: Runtime | None = None
+    ranks: Ranks | None = None
     store: dist.Store | None = None
     watchdog: Watchdog | None = None
 
     def end(error: BaseException) -> NoReturn:
-        status, explainer = (
-            (runtime.status, runtime.explainer) if runtime is not None else (None, None)
-        )
+        status, explainer = (ranks.status, ranks.explainer) if ranks is not None else (None, None)
         describe_lost = watchdog.describe_lost if watchdog is not None else str
         exit_process(error, rank, store, status, signals.end_requested, describe_lost, explainer)
 
     with signals.listening(end):
         try:
             store = dist.HashStore()
-            job_store = None
+            launch_store = None
             if world_size > 1 or dist.is_torchelastic_launched():
-                store, job_store = _meet(rank, world_size, timeout_seconds)
+                store, launch_store = _meet(rank, world_size, timeout_seconds)
             place = pick_device(device, torch.cuda.device_count(), local_rank, local_world_size)
             storage = torch.device("cpu") if cpu_offload else place
             # torchrun sets 1. That leaves cores idle if the CPU computes or updates the weights.
@@ -241,7 +239,7 @@ def start(
             # GiB; this takes half.
             os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
             degree = resolve_degree(shard_degree, world_size, local_world_size)
-            note = take_device(place, memory_fraction)
+            note = claim_device(place, memory_fraction)
             timeout = timedelta(seconds=timeout_seconds + SECONDS_AFTER_WATCHDOG)
             backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
             # With a device_id torch starts NCCL at once, and barriers use it. One process needs
@@ -255,25 +253,25 @@ def start(
                 # init_device_mesh uses torch's default: 10 min with NCCL
                 _set_pg_timeout(timeout, group)
             places = (rank, world_size, local_rank, local_world_size, place, storage)
-            runtime = Runtime(
-                *places, note, mesh, store, job_store, signals=signals, timeout=timeout
+            ranks = Ranks(
+                *places, note, mesh, store, launch_store, signals=signals, timeout=timeout
             )
             if world_size > 1:
                 watchdog = Watchdog(store, mesh, timeout_seconds, end)
             with watchdog or nullcontext():
                 try:
-                    yield runtime
+                    yield ranks
                 except Stopped as stopped:
                     if stopped.agreed:
                         # a rank that exits earlier would look like one that died during the save
                         dist.barrier()
                     raise
                 dist.barrier()
-            if runtime.is_main and runtime.status is not None:
-                runtime.status.write("finished", 0)
-                runtime.status.at_end()
-            if runtime.lock is not None:
-                runtime.lock.close()
+            if ranks.is_main and ranks.status is not None:
+                ranks.status.write("finished", 0)
+                ranks.status.at_end()
+            if ranks.lock is not None:
+                ranks.lock.close()
             dist.destroy_process_group()
         except BaseException as error:
             signals.closing(error)

@@ -4,7 +4,7 @@ two steps.
 Outside the loop a signal ends the process at once. Inside the loop it is only stored: every rank
 gathers `asked()` with its other numbers once per step, and `agreed()` of the gathered column gives
 the same answer on all ranks. An evaluation gathers it between batches, and sample answers between
-tokens (Runtime.check_stop).
+tokens (Ranks.check_stop).
 
 A rank that waits for others inside gloo or NCCL does not run Python's signal handlers. So a thread
 reads the signal numbers from a socket that CPython's C handler writes to. The thread ends the
@@ -33,11 +33,11 @@ from llama_ft.runtime.exit import Stop, Stopped
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP"}
 SIGNALS: dict[int, Stop] = {number: Stop(128 + number, name) for number, name in NAMES.items()}
 # in the gathered column; a signal wins, because its number is larger (SIGHUP is 1)
-TIME_IS_UP = 0.5
-SECONDS_OF_ONE_CTRL_C = 0.5  # launchers may deliver one Ctrl-C twice
-SECONDS_BETWEEN_LOOKS = 0.25
+STOP_AFTER_CODE = 0.5
+CTRL_C_REPEAT_SECONDS = 0.5  # launchers may deliver one Ctrl-C twice
+POLL_SECONDS = 0.25
 # outside the loop: time to return from C++, then to close trackers
-SECONDS_TO_REACT = 2.0
+REACTION_SECONDS = 2.0
 SECONDS_TO_CLOSE = 20.0
 
 
@@ -112,7 +112,7 @@ class StopSignals:
     def asked(self) -> float:
         """Return a number to gather from all ranks: the request to stop this rank, or 0 if there is
         none."""
-        return self._signal or (TIME_IS_UP if time.monotonic() > self._deadline else 0)
+        return self._signal or (STOP_AFTER_CODE if time.monotonic() > self._deadline else 0)
 
     def agreed(self, asked: torch.Tensor) -> Stop | None:
         """Return why all ranks must stop after this step, or None. `asked` holds every rank's
@@ -139,9 +139,7 @@ class StopSignals:
 
     def _watch(self, signals: socket.socket, end: Callable[[BaseException], NoReturn]) -> None:
         while True:
-            is_ready = select.select(
-                [signals], [], [], SECONDS_BETWEEN_LOOKS if self._signal else None
-            )[0]
+            is_ready = select.select([signals], [], [], POLL_SECONDS if self._signal else None)[0]
             numbers = signals.recv(64) if is_ready else b""
             if is_ready and not numbers:
                 return
@@ -163,10 +161,10 @@ class StopSignals:
                         threading.Thread(target=log.warning, args=(text,), daemon=True).start()
                 # A healthy rank may get SIGTERM twice. After Ctrl-C it means that torchrun got a
                 # second Ctrl-C.
-                elif signal.SIGINT in (number, self._signal) and waited > SECONDS_OF_ONE_CTRL_C:
+                elif signal.SIGINT in (number, self._signal) and waited > CTRL_C_REPEAT_SECONDS:
                     end(self._error or Stopped(Stop(130, "a second Ctrl-C, without saving")))
             if self._phase == "at once" and waited > (
-                SECONDS_TO_REACT if self._error is None else SECONDS_TO_CLOSE
+                REACTION_SECONDS if self._error is None else SECONDS_TO_CLOSE
             ):
                 end(self._error or Stopped(SIGNALS[self._signal]))
 

@@ -29,8 +29,8 @@ from llama_ft.errors import LostRank
 from llama_ft.runtime.exit import FAILURE_KEY
 from llama_ft.runtime.out_of_memory import KILLED, KILLED_BY, host_memory
 
-SECONDS_BETWEEN_LOOKS = 2.0
-SECONDS_OF_SILENCE = 5.0
+POLL_SECONDS = 2.0
+SILENCE_SECONDS = 5.0
 # NCCL's own timeout ends a process with a dump that does not name the missing rank
 SECONDS_AFTER_WATCHDOG = 60.0
 TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -95,13 +95,13 @@ class Watchdog(threading.Thread):
         """Stop the thread. Python aborts a process that exits while a thread is inside the store's
         C++ code."""
         self._ended.set()
-        self.join(SECONDS_OF_SILENCE)
+        self.join(SILENCE_SECONDS)
 
     def run(self) -> None:
         """Check every two seconds until the store and its host are gone; then torchrun ends this
         rank."""
         with contextlib.suppress(RuntimeError, ConnectionError):
-            while not self._ended.wait(min(SECONDS_BETWEEN_LOOKS, self._seconds / 10)):
+            while not self._ended.wait(min(POLL_SECONDS, self._seconds / 10)):
                 self._look()
                 # NCCL does not tell a rank that waits on its GPU about a peer's end
                 lost = self.describe_lost()
@@ -176,7 +176,7 @@ def describe_hang(reports: Sequence[Report], asker: int, seconds: float) -> str:
     ]
     for rank in (missing or [rank for rank in range(len(reports)) if rank != asker])[:8]:
         report = reports[rank]
-        is_silent = report.time < reports[asker].time - SECONDS_OF_SILENCE
+        is_silent = report.time < reports[asker].time - SILENCE_SECONDS
         state = (
             "does not respond: it is suspended or has ended"
             if is_silent

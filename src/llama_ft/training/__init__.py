@@ -7,11 +7,11 @@ from llama_ft.training.objective import (
     LossSum,
     Objective,
     SupervisedFineTuning,
+    target_examples,
     target_losses,
-    target_rows,
 )
 from llama_ft.training.optimizer import build_optimizer, learning_rate, warmup_steps
-from llama_ft.training.preferences import build_objective, settle_format
+from llama_ft.training.preferences import build_objective, resolve_format
 from llama_ft.training.reference import ReferencePass
 from llama_ft.training.step import (
     PendingMetrics,

@@ -23,10 +23,10 @@ from llama_ft.models import (
 from llama_ft.models.quantized import QuantizedLinear
 from llama_ft.models.rope import longrope_lengths
 from llama_ft.models.score_head import has_score
-from llama_ft.runtime import Runtime, log
+from llama_ft.runtime import Ranks, log
 from llama_ft.training.step import free_unsharded
 
-ROWS = 3
+COMPARED_SAMPLES = 3
 TOKENS = 16  # per sample: enough to see a difference, and cheap
 # settings of how many tokens a layer sees at a time
 SPAN = re.compile("sliding_window|chunk_size|index_topk")
@@ -40,7 +40,7 @@ TOLERANCE_LOSS = 0.01  # of a sum over about fifty targets, with logits rounded 
 
 @torch.no_grad()
 def check_packing(
-    model: PreTrainedModel, rows: Dataset, longest: int, dtype: torch.dtype, runtime: Runtime
+    model: PreTrainedModel, samples: Dataset, longest: int, dtype: torch.dtype, ranks: Ranks
 ) -> None:
     """Compare the logits of a few packed samples with those of each sample alone by Transformers'
     own attention. If they differ, run more of the model sample by sample. Compare the chunked loss
@@ -48,18 +48,18 @@ def check_packing(
 
     Args:
         model: loaded and in training mode. All ranks must call it.
-        rows: tokenized samples; the first few are used.
+        samples: tokenized samples; the first few are used.
         longest: maximum number of tokens of a sample.
         dtype: the model's compute dtype.
-        runtime: the ranks.
+        ranks: the ranks.
 
     Raises:
         UserError: logits differ by more than rounding, even if each layer computes sample by
             sample; packed samples cannot be computed; or logits are not finite, or all equal.
     """
-    device = runtime.device
+    device = ranks.device
     mixers = token_mixers(model)
-    parts = _rows_to_compare(model, rows, longest)
+    parts = _samples_to_compare(model, samples, longest)
     model.eval()
     for mixer in mixers.with_kernels:
         # Mamba has other kernels for training; dropout is in a child and stays off
@@ -85,14 +85,16 @@ def check_packing(
                 f"({reason(error)}).\nUse --batching_strategy padding."
             ) from error
         together = zip(alone, packed.split([len(it) for it in alone]), strict=True)
-        difference = max(((ours - row).abs().mean() / row.std()).item() for row, ours in together)
+        difference = max(
+            ((ours - alone).abs().mean() / alone.std()).item() for alone, ours in together
+        )
         if difference <= (TOLERANCE_FP32 if is_exact else TOLERANCE_ROUNDED):
             break
         problem = (
             f"{type(model).__name__} does not keep packed samples apart (their logits differ by "
         )
         problem += f"{difference:.2g} of their deviation)"
-        if not mixers.run_more_by_row():
+        if not mixers.run_more_per_sample():
             raise UserError(
                 f"--batching_strategy packing: {problem}.\nUse --batching_strategy padding."
             )
@@ -126,11 +128,15 @@ def _check_values(model: PreTrainedModel, alone: list[torch.Tensor]) -> None:
         raise UserError(f"{origin} are all equal: its weights are zero.\n{advice}")
 
 
-def _rows_to_compare(model: PreTrainedModel, rows: Dataset, longest: int) -> list[torch.Tensor]:
+def _samples_to_compare(
+    model: PreTrainedModel, samples: Dataset, longest: int
+) -> list[torch.Tensor]:
     """Return the first tokens of a few samples. The first sample is repeated until it exceeds a
     layer's window, or the original length of longrope."""
-    taken = collate(rows, range(min(ROWS, len(rows))), 0)
-    whole = [ids[:length] for ids, length in zip(taken.input_ids, taken.row_lengths, strict=True)]
+    taken = collate(samples, range(min(COMPARED_SAMPLES, len(samples))), 0)
+    whole = [
+        ids[:length] for ids, length in zip(taken.input_ids, taken.example_lengths, strict=True)
+    ]
     parts = [ids[:TOKENS] for ids in whole]
     spans = [
         value for name, value in vars(model.config.get_text_config()).items() if SPAN.search(name)

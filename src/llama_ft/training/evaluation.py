@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
-from llama_ft.data import collate, evaluation_batches, group_size, row_lengths, stop_token_ids
-from llama_ft.runtime import Runtime, log
+from llama_ft.data import collate, evaluation_batches, example_lengths, group_size, stop_token_ids
+from llama_ft.runtime import Ranks, log
 from llama_ft.training.objective import Objective, logged_means
 from llama_ft.training.step import free_unsharded
 
@@ -47,7 +47,7 @@ def mean_loss(
     settings: TrainConfig,
     pad_token_id: int,
     pack_length: int | None,
-    runtime: Runtime,
+    ranks: Ranks,
 ) -> tuple[float, int, dict[str, float]]:
     """Return the mean loss over the validation set without dropout, the number of loss tokens or
     pairs, and the means of the objective's other values.
@@ -59,29 +59,31 @@ def mean_loss(
         settings: val_batch_size and max_eval_step.
         pad_token_id: fills padded samples.
         pack_length: tokens of a packed sequence; None: no packing.
-        runtime: the ranks.
+        ranks: the ranks.
 
     Raises:
         Stopped: a signal has asked to stop; the evaluation is abandoned.
     """
-    ranks = (runtime.world_size, runtime.rank)
+    ranks_and_rank = (ranks.world_size, ranks.rank)
     sizes = (settings.val_batch_size, settings.max_eval_step)
     group = group_size(validation)
     count = 0
     sums = defaultdict[str, torch.Tensor](
-        lambda: torch.zeros((), dtype=torch.float64, device=runtime.device)
+        lambda: torch.zeros((), dtype=torch.float64, device=ranks.device)
     )
-    batches = evaluation_batches(row_lengths(validation), *ranks, *sizes, pack_length, group)
+    batches = evaluation_batches(
+        example_lengths(validation), *ranks_and_rank, *sizes, pack_length, group
+    )
     with evaluating(model):
         for indices in batches:
-            runtime.check_stop()
+            ranks.check_stop()
             batch = collate(validation, indices, pad_token_id, pack_length is not None)
-            summed = objective.loss(model, batch, runtime)
+            summed = objective.loss(model, batch, ranks)
             for name, value in {"loss": summed.loss, **summed.logged}.items():
                 sums[name] += value
             count += summed.count
     *totals, total = (
-        runtime.all_gather_floats(*(it.item() for it in sums.values()), count).sum(dim=0).tolist()
+        ranks.all_gather_floats(*(it.item() for it in sums.values()), count).sum(dim=0).tolist()
     )
     means = logged_means(dict(zip(sums, totals, strict=True)), total)
     return means.pop("loss"), int(total), means
@@ -104,7 +106,7 @@ def show_answers(
     conversations: list[list[dict[str, str]]],
     new_tokens: int,
     pad_token_id: int,
-    runtime: Runtime,
+    ranks: Ranks,
 ) -> list[dict[str, str]]:
     """Log and return the model's greedy answers, each with its question and, if known, the
     reference. All ranks must call it, because each has only its shard of the weights.
@@ -117,7 +119,7 @@ def show_answers(
         conversations: messages of each, up to the question or to the reference response.
         new_tokens: maximum number of tokens in an answer.
         pad_token_id: fills answers that end before the longest one.
-        runtime: the ranks.
+        ranks: the ranks.
 
     Raises:
         Stopped: a signal has asked to stop; the answers are abandoned.
@@ -140,7 +142,7 @@ def show_answers(
     ends = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
     # All ranks call the model equally often, also those whose answers have ended. `prepend`: before
     # FSDP's own hook, which starts to gather weights.
-    check = model.register_forward_pre_hook(lambda *_: runtime.check_stop(), prepend=True)
+    check = model.register_forward_pre_hook(lambda *_: ranks.check_stop(), prepend=True)
     try:
         with evaluating(model):
             # synced_gpus: ranks whose answers have ended must join the all-gathers of weights.
@@ -152,7 +154,7 @@ def show_answers(
                 max_new_tokens=new_tokens,
                 do_sample=False,
                 use_cache=True,
-                synced_gpus=runtime.world_size > 1,
+                synced_gpus=ranks.world_size > 1,
                 pad_token_id=pad_token_id,
                 eos_token_id=ends or None,
             )
@@ -160,12 +162,12 @@ def show_answers(
         check.remove()
     answers = []
     lines = list[str]()
-    for messages, question, row in zip(
+    for messages, question, token_ids in zip(
         conversations, questions, tokens[:, width:].tolist(), strict=True
     ):
         # padding follows
-        end = next((place for place, token in enumerate(row) if token in ends), None)
-        answer = str(tokenizer.decode(row[:end], skip_special_tokens=True)).strip()
+        end = next((place for place, token in enumerate(token_ids) if token in ends), None)
+        answer = str(tokenizer.decode(token_ids[:end], skip_special_tokens=True)).strip()
         shown = {"question": question[-1]["content"], "answer": answer}
         if len(question) < len(messages):
             shown["reference"] = messages[-1]["content"]

@@ -19,14 +19,14 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import PreferenceConfig
 from llama_ft.data import Batch, unpaired_examples
-from llama_ft.runtime import Runtime, sent
+from llama_ft.runtime import Ranks, sent
 from llama_ft.training.objective import (
     LossSum,
-    row_log_probabilities,
+    example_log_probabilities,
     target_losses,
     with_router_loss,
 )
-from llama_ft.training.reference import AdapterOff, Reference, score_rows
+from llama_ft.training.reference import AdapterOff, Reference, score_examples
 
 
 class Kto:
@@ -45,27 +45,27 @@ class Kto:
         self._settings = settings
         self.reference = AdapterOff() if reference is None else reference
 
-    def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
+    def loss(self, model: PreTrainedModel, batch: Batch, ranks: Ranks) -> LossSum:
         """See `Objective`; counts samples. Rows of even number are samples, each followed by its
         prompt with another completion."""
         settings = self._settings
-        count = len(batch.sources) // 2
+        count = len(batch.locations) // 2
         own = every_second(batch, 0)
         others = every_second(batch, 1)
         # To save memory: one half after the other, before the forward pass that keeps activations.
         reference, of_others = (
-            self.reference.log_probabilities(model, it, runtime)[:count] for it in (own, others)
+            self.reference.log_probabilities(model, it, ranks)[:count] for it in (own, others)
         )
-        apart = score_rows(model, others, runtime)[:count] - of_others  # [samples]
+        apart = score_examples(model, others, ranks)[:count] - of_others  # [samples]
         # Ranks may have different numbers of samples, or none.
-        total, samples = runtime.mean_over_ranks(
+        total, samples = ranks.mean_over_ranks(
             torch.stack([apart.sum(), apart.new_full((), count)])
         ).unbind()
-        divergence = (total / samples.clamp(min=1 / runtime.world_size)).clamp(min=0)
-        losses, balance = target_losses(model, own, runtime.device, per_token=True)
-        scores = row_log_probabilities(losses, own)[:count]  # [samples]
+        divergence = (total / samples.clamp(min=1 / ranks.world_size)).clamp(min=0)
+        losses, balance = target_losses(model, own, ranks.device, per_token=True)
+        scores = example_log_probabilities(losses, own)[:count]  # [samples]
         ratios = scores - reference
-        chosen = sent(torch.tensor(own.desirable, dtype=torch.float32), runtime.device)  # 1 or 0
+        chosen = sent(torch.tensor(own.desirable, dtype=torch.float32), ranks.device)  # 1 or 0
         weights = settings.desirable_weight * chosen + settings.undesirable_weight * (1 - chosen)
         loss = (
             weights * torch.sigmoid(settings.beta * (divergence - ratios) * (2 * chosen - 1))
@@ -84,16 +84,17 @@ class Kto:
 def every_second(batch: Batch, first: int) -> Batch:
     """Return every second row of a micro-batch, beginning with `first`; all rows if the rank has no
     samples."""
-    if not batch.sources:
+    if not batch.locations:
         return batch
-    lengths = batch.row_lengths[first::2]
+    lengths = batch.example_lengths[first::2]
     both = (batch.input_ids, batch.labels)
     if batch.is_packed:
         ids, labels = (
-            torch.cat(values.split(batch.row_lengths, dim=1)[first::2], dim=1) for values in both
+            torch.cat(values.split(batch.example_lengths, dim=1)[first::2], dim=1)
+            for values in both
         )
     else:
         ids, labels = (values[first::2, : max(lengths)] for values in both)
     return Batch(
-        ids, labels, lengths, batch.is_packed, batch.sources[first::2], batch.desirable[first::2]
+        ids, labels, lengths, batch.is_packed, batch.locations[first::2], batch.desirable[first::2]
     )

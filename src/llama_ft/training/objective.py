@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.data import IGNORED, Batch, Encoder, one_example
-from llama_ft.data.formats import Row, RowFormat
+from llama_ft.data.formats import Sample, SampleFormat
 from llama_ft.data.tokenize import Example
 from llama_ft.models import (
     LossFunction,
@@ -29,9 +29,9 @@ from llama_ft.models import (
     router_coefficient,
     router_loss,
 )
-from llama_ft.runtime import Runtime, sent
+from llama_ft.runtime import Ranks, sent
 
-FILLED_TO = {"cuda": 1, "cpu": 64}  # tokens of a packed micro-batch are a multiple of these
+PAD_MULTIPLE = {"cuda": 1, "cpu": 64}  # tokens of a packed micro-batch are a multiple of these
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,15 @@ class Objective(Protocol):
     counts_tokens: bool
 
     @staticmethod
-    def examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
+    def examples(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -> list[Example]:
         """Turn a sample into tokens and loss masks of any length. Their number is fixed, such as
         the chosen and the rejected response of a pair. They are neighbors in one micro-batch: rows
-        of `batch.input_ids`, or lengths in `batch.row_lengths`. `encoder.tokenize` makes one
+        of `batch.input_ids`, or lengths in `batch.example_lengths`. `encoder.tokenize` makes one
         example from a sample of any format."""
 
-    def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
+    def loss(self, model: PreTrainedModel, batch: Batch, ranks: Ranks) -> LossSum:
         """Compute the loss of a micro-batch. All ranks call it together and equally often, so it
-        may exchange numbers (`runtime.mean_over_ranks`)."""
+        may exchange numbers (`ranks.mean_over_ranks`)."""
 
 
 def training_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -122,14 +122,14 @@ class SupervisedFineTuning:
         )
 
     @staticmethod
-    def examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
+    def examples(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -> list[Example]:
         """See `Objective`. A sample is one example."""
-        return one_example(row, row_format, encoder)
+        return one_example(sample, sample_format, encoder)
 
-    def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
+    def loss(self, model: PreTrainedModel, batch: Batch, ranks: Ranks) -> LossSum:
         """See `Objective`. It counts loss tokens."""
         loss_fn = self._training_loss if model.training else cross_entropy
-        losses, balance = target_losses(model, batch, runtime.device, loss_fn)
+        losses, balance = target_losses(model, batch, ranks.device, loss_fn)
         return with_router_loss(LossSum(losses, batch.target_tokens), balance, model)
 
 
@@ -162,7 +162,7 @@ def target_losses(
         batch: labels are not shifted; IGNORED positions are not targets.
         device: where the model computes.
         loss_fn: logits [n, vocab] and targets [n] -> losses [n].
-        per_token: return float32 [targets], in the order of `target_rows(batch)`, instead of their
+        per_token: return float32 [targets], in the order of `target_examples(batch)`, instead of their
             sum. Minus the cross-entropy of a token is its log-probability.
     """
     aims = shifted_labels(batch)
@@ -201,19 +201,21 @@ def model_inputs(model: PreTrainedModel, batch: Batch, device: torch.device) -> 
     }
 
 
-def target_rows(batch: Batch) -> torch.Tensor:
+def target_examples(batch: Batch) -> torch.Tensor:
     """Return the index of each target's row in the micro-batch, int64 [targets] on the host."""
     if batch.is_packed:
-        rows = torch.repeat_interleave(
-            torch.arange(len(batch.row_lengths)), torch.tensor(batch.row_lengths)
+        examples_of_tokens = torch.repeat_interleave(
+            torch.arange(len(batch.example_lengths)), torch.tensor(batch.example_lengths)
         )
     else:
-        rows = torch.arange(len(batch.row_lengths)).repeat_interleave(batch.input_ids.shape[1])
-    return rows[shifted_labels(batch) != IGNORED]
+        examples_of_tokens = torch.arange(len(batch.example_lengths)).repeat_interleave(
+            batch.input_ids.shape[1]
+        )
+    return examples_of_tokens[shifted_labels(batch) != IGNORED]
 
 
-def row_log_probabilities(
-    losses: torch.Tensor, counted: Batch, computed: Batch | None = None
+def example_log_probabilities(
+    losses: torch.Tensor, plural: Batch, computed: Batch | None = None
 ) -> torch.Tensor:
     """Return the log-probability of the targets of each row, float32 [rows]. The order of summation
     is fixed, so that every run has the same result.
@@ -221,23 +223,23 @@ def row_log_probabilities(
     Args:
         losses: float32 [targets], those of `computed`, as `target_losses` returns them with
             `per_token`.
-        counted: the micro-batch; its labels tell which tokens are summed.
-        computed: the same rows with labels on more tokens; None: `counted`.
+        plural: the micro-batch; its labels tell which tokens are summed.
+        computed: the same rows with labels on more tokens; None: `plural`.
     """
-    computed = counted if computed is None else computed
-    rows = target_rows(computed)
-    is_counted = (shifted_labels(counted) != IGNORED)[shifted_labels(computed) != IGNORED]
-    sizes = torch.bincount(rows, minlength=len(computed.row_lengths)).tolist()
+    computed = plural if computed is None else computed
+    examples_of_tokens = target_examples(computed)
+    is_counted = (shifted_labels(plural) != IGNORED)[shifted_labels(computed) != IGNORED]
+    sizes = torch.bincount(examples_of_tokens, minlength=len(computed.example_lengths)).tolist()
     of_tokens = (
         -losses if bool(is_counted.all()) else -losses * sent(is_counted.float(), losses.device)
     )
     return pad_sequence(list(of_tokens.split(sizes)), batch_first=True).sum(1)
 
 
-def row_targets(batch: Batch) -> torch.Tensor:
+def targets_per_example(batch: Batch) -> torch.Tensor:
     """Return the number of targets of each row, int64 [rows] on the host; at least 1, to divide
     sums by it."""
-    return torch.bincount(target_rows(batch), minlength=len(batch.row_lengths)).clamp(min=1)
+    return torch.bincount(target_examples(batch), minlength=len(batch.example_lengths)).clamp(min=1)
 
 
 def _filled_up(
@@ -247,12 +249,12 @@ def _filled_up(
     without loss. Lengths of packed sequences vary by a few tokens, and oneDNN compiles and keeps
     kernels for each new shape. (Not with the routers' auxiliary loss, which would count that
     row.)"""
-    more = -batch.input_ids.shape[1] % FILLED_TO[device.type]
+    more = -batch.input_ids.shape[1] % PAD_MULTIPLE[device.type]
     # The row's first tokens have no more positions than the longest row.
-    if more == 0 or more > max(batch.row_lengths) or router_coefficient(model):
-        return batch.input_ids, batch.row_lengths
+    if more == 0 or more > max(batch.example_lengths) or router_coefficient(model):
+        return batch.input_ids, batch.example_lengths
     return torch.cat([batch.input_ids, batch.input_ids[:, :more]], dim=1), [
-        *batch.row_lengths,
+        *batch.example_lengths,
         more,
     ]
 

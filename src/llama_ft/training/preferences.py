@@ -27,17 +27,17 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import WITH_REFERENCE, Config, PreferenceConfig, stores_reference, values_of
 from llama_ft.data import Batch, Encoder, two_examples
-from llama_ft.data.formats import PREFERENCE, UNPAIRED, Row, RowFormat
+from llama_ft.data.formats import PREFERENCE, UNPAIRED, Sample, SampleFormat
 from llama_ft.data.tokenize import Example
-from llama_ft.runtime import Runtime, sent
+from llama_ft.runtime import Ranks, sent
 from llama_ft.training.kto import Kto
 from llama_ft.training.objective import (
     LossSum,
     Objective,
     SupervisedFineTuning,
-    row_log_probabilities,
-    row_targets,
+    example_log_probabilities,
     target_losses,
+    targets_per_example,
     with_router_loss,
 )
 from llama_ft.training.reference import AdapterOff, Reference, StoredReference
@@ -105,7 +105,7 @@ def build_objective(config: Config) -> Objective:
     return Preferences(config.preference, reference)
 
 
-def settle_format(config: Config) -> Config:
+def resolve_format(config: Config) -> Config:
     """Return the settings. A dataset_format of auto becomes the format that the objective needs."""
     if config.preference.objective == "sft" or config.data.dataset_format != "auto":
         return config
@@ -133,32 +133,34 @@ class Preferences:
         self.reference = compared if settings.objective in WITH_REFERENCE else None
 
     @staticmethod
-    def examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
+    def examples(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -> list[Example]:
         """See `Objective`; the chosen response comes first."""
-        return two_examples(row, row_format, encoder)
+        return two_examples(sample, sample_format, encoder)
 
-    def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
+    def loss(self, model: PreTrainedModel, batch: Batch, ranks: Ranks) -> LossSum:
         """See `Objective`; counts pairs. Rows of even number are chosen responses, each followed by
         the rejected."""
         settings = self._settings
-        count = len(batch.sources) // 2
+        count = len(batch.locations) // 2
         has_nll = self._settings.objective == "orpo"
         reference: torch.Tensor | float = 0.0
         if self.reference is not None:
-            reference = self._per_row(
-                self.reference.log_probabilities(model, batch, runtime), batch
+            reference = self._per_example(
+                self.reference.log_probabilities(model, batch, ranks), batch
             )
         with_prompts = _with_prompts(batch) if has_nll else batch
-        losses, balance = target_losses(model, with_prompts, runtime.device, per_token=True)
-        scores = self._per_row(row_log_probabilities(losses, batch, with_prompts), batch)  # [rows]
+        losses, balance = target_losses(model, with_prompts, ranks.device, per_token=True)
+        scores = self._per_example(
+            example_log_probabilities(losses, batch, with_prompts), batch
+        )  # [rows]
         chosen, rejected = (scores - reference)[: 2 * count].view(-1, 2).unbind(1)  # [pairs]
         pairs = Pairs(chosen, rejected)
         if settings.objective == "ipo":  # the loss uses means per token; sums are logged, as in TRL
-            tokens = sent(row_targets(batch), runtime.device)[: 2 * count].view(-1, 2)
+            tokens = sent(targets_per_example(batch), ranks.device)[: 2 * count].view(-1, 2)
             pairs = Pairs(chosen / tokens[:, 0], rejected / tokens[:, 1])
         if has_nll:
-            of_rows = self._per_row(
-                -row_log_probabilities(losses, with_prompts, with_prompts), with_prompts
+            of_rows = self._per_example(
+                -example_log_probabilities(losses, with_prompts, with_prompts), with_prompts
             )
             pairs = pairs._replace(nll=of_rows[: 2 * count : 2])
         of_pairs, more = self._loss(pairs, settings)
@@ -178,16 +180,18 @@ class Preferences:
         balance = balance * (count / max(1, len(losses)))
         return with_router_loss(LossSum(of_pairs.sum(), count, sums), balance, model)
 
-    def _per_row(self, sums: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def _per_example(self, sums: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return sums over the targets of each row, float32 [rows]; with simpo and orpo, means."""
-        return sums / sent(row_targets(batch), sums.device) if self._is_mean else sums
+        return sums / sent(targets_per_example(batch), sums.device) if self._is_mean else sums
 
 
 def _with_prompts(batch: Batch) -> Batch:
     """Return the batch with labels on all tokens, except the first one, of rows with a chosen
     response."""
     wider = dataclasses.replace(batch, labels=batch.labels.clone())
-    for ids, labels in wider.rows()[: len(batch.sources) : 2]:  # a rank without samples has none
+    for ids, labels in wider.examples()[
+        : len(batch.locations) : 2
+    ]:  # a rank without samples has none
         labels[1:] = ids[1:]
     return wider
 

@@ -31,12 +31,19 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft import models
 from llama_ft.config import Config, PeftConfig
 from llama_ft.config.paths import REFERENCE_FILE
-from llama_ft.data import Batch, TokenizedData, collate, evaluation_batches, group_size, row_lengths
-from llama_ft.errors import RunFailure, UserError, counted, reason
+from llama_ft.data import (
+    Batch,
+    TokenizedData,
+    collate,
+    evaluation_batches,
+    example_lengths,
+    group_size,
+)
+from llama_ft.errors import RunFailure, UserError, plural, reason
 from llama_ft.models.source import listed
 from llama_ft.phases import PhaseMonitor
-from llama_ft.runtime import Runtime, log, sent
-from llama_ft.training.objective import Objective, row_log_probabilities, target_losses
+from llama_ft.runtime import Ranks, log, sent
+from llama_ft.training.objective import Objective, example_log_probabilities, target_losses
 from llama_ft.training.step import free_unsharded
 
 SECONDS_BETWEEN_LINES = 30.0
@@ -51,9 +58,7 @@ CHECKSUM = "checksum"  # also in the header: of the tensors and the fingerprint
 class Reference(Protocol):
     """Interface of the reference's log-probabilities."""
 
-    def log_probabilities(
-        self, model: PreTrainedModel, batch: Batch, runtime: Runtime
-    ) -> torch.Tensor:
+    def log_probabilities(self, model: PreTrainedModel, batch: Batch, ranks: Ranks) -> torch.Tensor:
         """Return sums over the targets of each row of a micro-batch, float32 [rows] on the device,
         without gradient. `model` is the policy. All ranks must call it."""
 
@@ -62,31 +67,29 @@ class AdapterOff:
     """The model with its adapter off. It is computed in each step, and needs no additional memory
     for weights."""
 
-    def log_probabilities(
-        self, model: PreTrainedModel, batch: Batch, runtime: Runtime
-    ) -> torch.Tensor:
+    def log_probabilities(self, model: PreTrainedModel, batch: Batch, ranks: Ranks) -> torch.Tensor:
         """See `Reference`."""
         with models.adapter_off(model):
-            return score_rows(model, batch, runtime)
+            return score_examples(model, batch, ranks)
 
 
 @torch.no_grad()
-def score_rows(model: PreTrainedModel, batch: Batch, runtime: Runtime) -> torch.Tensor:
+def score_examples(model: PreTrainedModel, batch: Batch, ranks: Ranks) -> torch.Tensor:
     """Return the model's log-probability of the targets of each row, float32 [rows], without
     dropout or gradient."""
     is_training = model.training
     model.eval()
-    losses, _ = target_losses(model, batch, runtime.device, per_token=True)
+    losses, _ = target_losses(model, batch, ranks.device, per_token=True)
     model.train(is_training)
-    return row_log_probabilities(losses, batch)
+    return example_log_probabilities(losses, batch)
 
 
-def row_keys(batch: Batch) -> numpy.ndarray:
+def example_keys(batch: Batch) -> numpy.ndarray:
     """Return a hash of each row's tokens and labels, int64 [rows]. The first label is not hashed:
     no position predicts it. Among a million different rows, two have the same hash with a
     probability of 3e-8."""
     contents = (
-        ids.numpy().tobytes() + labels[1:].numpy().tobytes() for ids, labels in batch.rows()
+        ids.numpy().tobytes() + labels[1:].numpy().tobytes() for ids, labels in batch.examples()
     )
     digests = b"".join(hashlib.blake2b(content, digest_size=8).digest() for content in contents)
     return numpy.frombuffer(digests, "<i8")
@@ -103,37 +106,35 @@ class StoredReference:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def log_probabilities(
-        self, model: PreTrainedModel, batch: Batch, runtime: Runtime
-    ) -> torch.Tensor:
+    def log_probabilities(self, model: PreTrainedModel, batch: Batch, ranks: Ranks) -> torch.Tensor:
         """See `Reference`. Raises RunFailure if a row was not scored before."""
-        keys = row_keys(batch)
+        keys = example_keys(batch)
         places = numpy.searchsorted(self._keys[:-1], keys)  # at most the last
-        if batch.sources and (self._keys[places] != keys).any():
-            row = batch.sources[int((self._keys[places] != keys).argmax())]
+        if batch.locations and (self._keys[places] != keys).any():
+            sample = batch.locations[int((self._keys[places] != keys).argmax())]
             raise RunFailure(
-                f"{row}: the reference's log-probability of this sample was not computed before training."
+                f"{sample}: the reference's log-probability of this sample was not computed before training."
             )
         # a rank without samples
-        sums = self._sums[places] if batch.sources else numpy.zeros(len(keys), numpy.float32)
-        return sent(torch.from_numpy(sums), runtime.device)
+        sums = self._sums[places] if batch.locations else numpy.zeros(len(keys), numpy.float32)
+        return sent(torch.from_numpy(sums), ranks.device)
 
-    def compute(self, model: PreTrainedModel, batches: Iterable[Batch], runtime: Runtime) -> None:
+    def compute(self, model: PreTrainedModel, batches: Iterable[Batch], ranks: Ranks) -> None:
         """Score the rows of this rank's micro-batches; every rank has the same number. All ranks
         get all numbers."""
         keys = [numpy.zeros(0, numpy.int64)]
         sums = [torch.zeros(0)]
         logged = time.monotonic()
         for batch in batches:
-            scores = score_rows(model, batch, runtime)
-            if batch.sources:
-                keys.append(row_keys(batch))
+            scores = score_examples(model, batch, ranks)
+            if batch.locations:
+                keys.append(example_keys(batch))
                 sums.append(scores.cpu())
             if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
                 logged = time.monotonic()
-                log.info(f"reference: {counted(sum(map(len, keys)), 'row')} on this rank")
+                log.info(f"reference: {plural(sum(map(len, keys)), 'row')} on this rank")
         free_unsharded(model)
-        everyone: list[Any] = [None] * runtime.world_size
+        everyone: list[Any] = [None] * ranks.world_size
         dist.all_gather_object(everyone, (numpy.concatenate(keys), torch.cat(sums).numpy()))
         all_keys, all_sums = (numpy.concatenate(each) for each in zip(*everyone, strict=True))
         self._keys, first = numpy.unique(all_keys, return_index=True)
@@ -208,7 +209,7 @@ class ReferencePass:
         dataset: the data; every row is scored.
         pack_length: tokens of a packed sequence; None: no packing.
         pad_token_id: fills padded rows.
-        runtime: the ranks; all of them call every method together.
+        ranks: the ranks; all of them call every method together.
     """
 
     def __init__(
@@ -220,14 +221,14 @@ class ReferencePass:
         dataset: TokenizedData,
         pack_length: int | None,
         pad_token_id: int,
-        runtime: Runtime,
+        ranks: Ranks,
     ) -> None:
         reference = getattr(objective, "reference", None)
         self._stored = reference if isinstance(reference, StoredReference) else None
         self._config = config
         self._tokenizer = tokenizer
         self._dataset = dataset
-        self._runtime = runtime
+        self._ranks = ranks
         self._pack_length = pack_length
         self._pad_token_id = pad_token_id
         self._other = config.preference.reference_model
@@ -255,11 +256,11 @@ class ReferencePass:
                 saved = self._stored.load(file, self._fingerprint)
             except ValueError as error:
                 problem = str(error)
-            is_readable = self._runtime.all_gather_floats(not problem)
+            is_readable = self._ranks.all_gather_floats(not problem)
             if is_readable.all():
                 self._is_complete = True
                 self._fingerprint = saved  # also names --reference_model's weights
-                count = counted(len(self._stored), "row")
+                count = plural(len(self._stored), "row")
                 log.info(f"Reference: log-probabilities of {count} from {file}")
                 return
             log.warning(problem or f"{file}: another rank cannot read it.")
@@ -278,16 +279,16 @@ class ReferencePass:
         if self._stored is None or self._other is None or self._is_complete:
             return
         trust = self._config.model.trust_remote_code
-        runtime = self._runtime
-        with runtime.local_main_process_first():
-            folder = models.local_folder(self._other, "--reference_model", runtime.local_rank == 0)
+        ranks = self._ranks
+        with ranks.local_main_process_first():
+            folder = models.local_folder(self._other, "--reference_model", ranks.local_rank == 0)
             model_config = models.load_model_config(folder, trust)
             check_same_tokens(self._other, models.load_tokenizer(folder, trust), self._tokenizer)
         log.info(f"Reference: {self._other}")
         config = reference_config(self._config)
-        built = build_model(config, folder, model_config, None, memory, runtime, is_trained=False)
+        built = build_model(config, folder, model_config, None, memory, ranks, is_trained=False)
         memory.enter("evaluation")
-        self._stored.compute(built[0], self._batches(), runtime)
+        self._stored.compute(built[0], self._batches(), ranks)
         self._is_complete = True
         self._fingerprint["model"] = models.fingerprint(folder)
         del built
@@ -304,26 +305,26 @@ class ReferencePass:
         if self._stored is None:
             return
         if not self._is_complete:
-            self._stored.compute(model, self._batches(), self._runtime)
+            self._stored.compute(model, self._batches(), self._ranks)
             self._is_complete = True
         file = directory / REFERENCE_FILE
-        if self._runtime.is_main:
+        if self._ranks.is_main:
             self._stored.save(file, self._fingerprint)
-        log.info(f"Reference: log-probabilities of {counted(len(self._stored), 'row')}: {file}")
+        log.info(f"Reference: log-probabilities of {plural(len(self._stored), 'row')}: {file}")
 
     def _batches(self) -> Iterator[Batch]:
         """Yield this rank's rows in micro-batches of the size of training. Every rank has the same
         number of them."""
         size = self._config.train.batch_size_training
         pack_length = self._pack_length
-        sizes = self._runtime.world_size, self._runtime.rank, size, 0  # 0: all of them
-        for rows in filter(None, (self._dataset.train, self._dataset.validation)):
-            group = group_size(rows)
-            for indices in evaluation_batches(row_lengths(rows), *sizes, pack_length, group):
+        sizes = self._ranks.world_size, self._ranks.rank, size, 0  # 0: all of them
+        for samples in filter(None, (self._dataset.train, self._dataset.validation)):
+            group = group_size(samples)
+            for indices in evaluation_batches(example_lengths(samples), *sizes, pack_length, group):
                 # one example of each sample at a time: KTO's training holds no more
                 for place in range(group):
                     yield collate(
-                        rows, indices[place::group], self._pad_token_id, pack_length is not None
+                        samples, indices[place::group], self._pad_token_id, pack_length is not None
                     )
 
 
@@ -338,6 +339,6 @@ def check_same_tokens(
         token for token in known.keys() | used.keys() if known.get(token) != used.get(token)
     ):
         raise UserError(
-            f"--reference_model {name}: its tokenizer differs from the run's in {counted(len(others), 'token')} "
+            f"--reference_model {name}: its tokenizer differs from the run's in {plural(len(others), 'token')} "
             f"({listed(others, 3)}).\nUse a reference with the same tokenizer, such as the model that was fine-tuned."
         )

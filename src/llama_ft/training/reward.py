@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.data import Batch, Encoder, two_examples
-from llama_ft.data.formats import Row, RowFormat
+from llama_ft.data.formats import Sample, SampleFormat
 from llama_ft.data.tokenize import Example
 from llama_ft.models import router_loss
-from llama_ft.runtime import Runtime, sent
+from llama_ft.runtime import Ranks, sent
 from llama_ft.training.objective import LossSum, model_inputs, with_router_loss
 
 
@@ -36,18 +36,18 @@ class RewardModeling:
         self._centering = center_rewards_coefficient
 
     @staticmethod
-    def examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
+    def examples(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -> list[Example]:
         """See `Objective`; the chosen response comes first."""
-        return two_examples(row, row_format, encoder)
+        return two_examples(sample, sample_format, encoder)
 
-    def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
+    def loss(self, model: PreTrainedModel, batch: Batch, ranks: Ranks) -> LossSum:
         """See `Objective`; counts pairs. Rows of even number are chosen responses, each followed by
         the rejected."""
-        pairs = len(batch.sources) // 2
-        inputs = model_inputs(model, batch, runtime.device)
+        pairs = len(batch.locations) // 2
+        inputs = model_inputs(model, batch, ranks.device)
         pad = model.config.get_text_config().pad_token_id
         positions = last_positions(batch, -1 if pad is None else pad)  # a plan knows of no padding
-        scores, decoded = model(**inputs, positions=sent(positions, runtime.device))  # [rows]
+        scores, decoded = model(**inputs, positions=sent(positions, ranks.device))  # [rows]
         chosen, rejected = scores[: 2 * pairs].view(-1, 2).unbind(1)  # [pairs]
         loss = (
             self._centering * (chosen + rejected).square() - F.logsigmoid(chosen - rejected)
@@ -68,7 +68,7 @@ def last_positions(batch: Batch, pad_token_id: int) -> torch.Tensor:
     the pad token, int64 [rows]. Transformers does the same: a row's own text may end with pad
     tokens."""
     ids = batch.input_ids.flatten()
-    lengths = torch.tensor(batch.row_lengths)
+    lengths = torch.tensor(batch.example_lengths)
     ends = (
         lengths.cumsum(0)
         if batch.is_packed

@@ -19,7 +19,7 @@ from llama_ft.models import ShardGroup
 from llama_ft.models.lora import clear_frozen_half
 from llama_ft.models.shards import local_shard
 from llama_ft.phases import NULL_MONITOR, PhaseMonitor
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Ranks
 from llama_ft.training.objective import LossSum, Objective, logged_means
 from llama_ft.training.train_state import LossScale
 
@@ -32,7 +32,7 @@ def accumulate_gradients(
     micro_batches: Sequence[Batch],
     count: int,
     reduce_last_only: bool,
-    runtime: Runtime,
+    ranks: Ranks,
     loss_scale: float = 1.0,
     watch: PhaseMonitor = NULL_MONITOR,
 ) -> list[LossSum]:
@@ -48,7 +48,7 @@ def accumulate_gradients(
         reduce_last_only: keep unsharded gradients until the last micro-batch and reduce them once.
             Right for LoRA, whose gradients are small; in full fine-tuning it keeps a whole model's
             gradients on every rank, so there every micro-batch is reduced into the shards.
-        runtime: the ranks.
+        ranks: the ranks.
         loss_scale: gradients come out times this; see training/train_state.py.
         watch: informed when a forward or backward pass begins.
 
@@ -63,7 +63,7 @@ def accumulate_gradients(
         # copies of the model (replicate) need the sum only once
         sharded.set_requires_all_reduce(is_last)
         watch.enter("forward")
-        summed = objective.loss(model, batch, runtime)
+        summed = objective.loss(model, batch, ranks)
         watch.enter("backward")
         (summed.loss / (count / loss_scale)).backward()
         losses.append(replace(summed, loss=summed.loss.detach()))
@@ -116,7 +116,7 @@ def clip_and_reduce_norm(
     count: int,
     settings: TrainConfig,
     loss_scale: float,
-    runtime: Runtime,
+    ranks: Ranks,
 ) -> StepResult:
     """Divide all gradients by `loss_scale`, and clip them by gradient_clipping, as
     torch.nn.utils.clip_grad_norm_ does. The returned norm is the one before clipping. It takes one
@@ -128,9 +128,9 @@ def clip_and_reduce_norm(
         count: losses that are summed in the global batch.
         settings: gradient_clipping and its threshold.
         loss_scale: see training/train_state.py.
-        runtime: the ranks.
+        ranks: the ranks.
     """
-    clear_frozen_half(model, ShardGroup(runtime.mesh))
+    clear_frozen_half(model, ShardGroup(ranks.mesh))
     gradients = [
         local_shard(parameter.grad)
         for parameter in model.parameters()
@@ -140,17 +140,17 @@ def clip_and_reduce_norm(
         torch._foreach_div_(gradients, loss_scale)
     norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
     squares = torch.stack(list(norms)).double().square().sum()
-    copies = runtime.mesh.size() // runtime.mesh["shard"].size()  # each copy adds the whole norm
+    copies = ranks.mesh.size() // ranks.mesh["shard"].size()  # each copy adds the whole norm
     names = sorted({name for summed in losses for name in summed.logged})
     sums = [
         torch.stack([summed.loss for summed in losses]).double().sum(),
-        squares.to(runtime.device) / copies,
+        squares.to(ranks.device) / copies,
     ]
     sums += [
         torch.stack([summed.logged[name] for summed in losses]).double().sum() for name in names
     ]
     numbers = torch.stack(sums)
-    if runtime.world_size > 1:
+    if ranks.world_size > 1:
         dist.all_reduce(numbers)
     numbers[1].sqrt_()
     if settings.gradient_clipping:
@@ -246,9 +246,7 @@ def free_unsharded(model: nn.Module) -> None:
             module.reshard()
 
 
-def read_loss_or_stop(
-    step: Step, last_checkpoint: Callable[[], Path | None], runtime: Runtime
-) -> None:
+def read_loss_or_stop(step: Step, last_checkpoint: Callable[[], Path | None], ranks: Ranks) -> None:
     """Add a step's loss and gradient norm to its metrics. If they are not finite, raise a
     RunFailure on every rank: the weights are then those before the step. `last_checkpoint` may wait
     for a pending save."""
@@ -257,13 +255,13 @@ def read_loss_or_stop(
     if step.is_skipped or (math.isfinite(loss) and math.isfinite(norm)):
         return
     mine = [
-        f"rank {runtime.rank}, micro-batch {number + 1} (loss {summed.loss.item():g}): {', '.join(batch.sources)}"
+        f"rank {ranks.rank}, micro-batch {number + 1} (loss {summed.loss.item():g}): {', '.join(batch.locations)}"
         for number, (summed, batch) in enumerate(zip(step.losses, step.batches, strict=True))
         if not math.isfinite(summed.loss.item()) or math.isfinite(loss)
     ]
-    everyone: list[list[str]] = [[] for _ in range(runtime.world_size)]
+    everyone: list[list[str]] = [[] for _ in range(ranks.world_size)]
     dist.all_gather_object(everyone, mine)
-    rows = "\n".join([line for lines in everyone for line in lines][:MICRO_BATCHES_NAMED])
+    sample_lines = "\n".join([line for lines in everyone for line in lines][:MICRO_BATCHES_NAMED])
     kept = (
         f"The last good checkpoint is {last}."
         if (last := last_checkpoint())
@@ -271,5 +269,6 @@ def read_loss_or_stop(
     )
     raise RunFailure(
         f"step {step.step}: the loss is {loss:g} and the gradient norm {norm:g}; training cannot continue.\n"
-        f"The samples:\n{rows}\n{kept} A lower --lr, --warmup_steps, --gradient_clipping or --precision fp32 can help."
+        f"The samples:\n{sample_lines}\n{kept} A lower --lr, --warmup_steps, "
+        "--gradient_clipping or --precision fp32 can help."
     )

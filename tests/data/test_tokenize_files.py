@@ -21,8 +21,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_ft.config.settings import DataConfig
 from llama_ft.data import Encoder, TokenizedData, collate, one_example, prepare, unpaired_examples
-from llama_ft.data.batches import BatchSampler, evaluation_batches, group_size, row_lengths
-from llama_ft.data.build import CHUNK_ROWS, encode_chunks
+from llama_ft.data.batches import BatchSampler, evaluation_batches, example_lengths, group_size
+from llama_ft.data.tokenize_files import CHUNK_SAMPLES, encode_chunks
 from llama_ft.errors import RunFailure, UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -46,7 +46,7 @@ def built(cache: Path) -> list[Path]:
 @pytest.fixture
 def odd_rows(tmp_path: Path) -> Path:
     """Some are bad, some too long, some have no answer in the context, some are twins."""
-    rows = pairs(11 * CHUNK_ROWS)
+    rows = pairs(11 * CHUNK_SAMPLES)
     for number in range(0, len(rows), 7):
         rows[number] = {"instruction": "Hi", "output": f"no {number}" + " yes" * (number % 90)}
     for number in range(5, len(rows), 500):
@@ -72,7 +72,7 @@ def test_several_processes_write_the_same_files_as_one(
         assert (first / name).read_bytes() == (second / name).read_bytes()
     assert one.summary == three.summary
     train = one.report.train
-    assert one.report.bad_rows == 6 and (train.skipped > 20) == (truncation != "split")
+    assert one.report.bad_samples == 6 and (train.skipped > 20) == (truncation != "split")
     assert (train.truncated > 0) == (truncation == "right")
     assert multiprocessing.active_children() == []
 
@@ -97,7 +97,7 @@ def test_rows_on_disk_are_what_the_encoder_makes_of_each_row(
     assert data.train["target_tokens"][:] == counts
     assert data.report.train.tokens == sum(len(piece.input_ids) for _, piece in expected)
     assert data.report.train.target_tokens == sum(counts)
-    assert data.report.train.rows == len(expected)
+    assert data.report.train.samples == len(expected)
     assert data.report.train.longest == max(whole)
 
 
@@ -119,10 +119,10 @@ def test_the_table_counts_what_became_of_each_row(
     counts = {"right": (11, 1, 1), "left": (12, 2, 0), "drop": (10, 0, 2), "split": (14, 0, 0)}[
         truncation
     ]
-    assert (train.rows, train.truncated, train.skipped) == counts
+    assert (train.samples, train.truncated, train.skipped) == counts
     words = [
         "training",
-        train.rows,
+        train.samples,
         train.tokens,
         train.target_tokens,
         94,
@@ -337,10 +337,10 @@ def test_ranks_with_other_rows_than_rank_0_end_the_run_and_a_damaged_cache_is_re
     assert finished.output.count("rows again True") == 2
 
 
-def right_and_wrong(row: Any, row_format: str, encoder: Encoder) -> list[Any]:
+def right_and_wrong(row: Any, sample_format: str, encoder: Encoder) -> list[Any]:
     """What an objective over pairs makes of a row: its answer, and another one."""
     return [
-        encoder.tokenize({**row, "output": row["output"] + more}, row_format)
+        encoder.tokenize({**row, "output": row["output"] + more}, sample_format)
         for more in ("", " no" * 3)
     ]
 
@@ -365,7 +365,7 @@ def test_examples_of_one_row_stay_together(
         plain is not None and data is not None and (group_size(plain), group_size(data)) == (1, 2)
     )
     assert data["source"][::2] == data["source"][1::2] and len(data) < 2 * len(rows)
-    lengths, seen = row_lengths(data), list[int]()
+    lengths, seen = example_lengths(data), list[int]()
     for rank in range(world_size):
         shape = {"global_batch": 4, "world_size": world_size, "rank": rank, "micro_batch": 1}
         plan = BatchSampler.of(data, pack_length=pack_length, seed=1, **shape)
@@ -378,8 +378,8 @@ def test_examples_of_one_row_stay_together(
                 batch = collate(data, indices, 0, pack_length is not None)
                 if indices:
                     assert (
-                        batch.row_lengths == lengths[indices].tolist()
-                        and batch.sources[::2] == batch.sources[1::2]
+                        batch.example_lengths == lengths[indices].tolist()
+                        and batch.locations[::2] == batch.locations[1::2]
                     )
                     assert pack_length is None or batch.tokens <= 2 * pack_length
                 seen += indices
@@ -445,14 +445,14 @@ def test_a_completion_with_a_label_comes_with_its_prompt_and_another_completion(
             cut = slice(-14, None) if truncation == "left" else slice(14)
             assert (row["input_ids"], row["labels"][1:]) == (expected[0][cut], expected[1][cut][1:])
         at += 2
-    assert at == len(found) and data.report.bad_rows == 1
+    assert at == len(found) and data.report.bad_samples == 1
     plan = BatchSampler.of(
         found, pack_length=14, global_batch=1, world_size=1, rank=0, micro_batch=1, seed=1
     )
     for step in range(plan.steps_per_epoch):
         batch = collate(found, plan.step(0, step).micro_batches[0], 0, True)
-        assert sum(batch.row_lengths[::2]) <= 14 and batch.desirable[1::2] == [None] * (
-            len(batch.sources) // 2
+        assert sum(batch.example_lengths[::2]) <= 14 and batch.desirable[1::2] == [None] * (
+            len(batch.locations) // 2
         )
     flipped = built(
         "other.jsonl",

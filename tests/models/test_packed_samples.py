@@ -14,8 +14,8 @@ from llama_ft.config import TrainConfig
 from llama_ft.data import collate
 from llama_ft.errors import UserError
 from llama_ft.models import checkpoint_activations, compile_layers, use_packed_attention
-from llama_ft.models.packed_rows import missing_kernels, report_missing_kernels, token_mixers
-from llama_ft.runtime import Runtime
+from llama_ft.models.packed_samples import missing_kernels, report_missing_kernels, token_mixers
+from llama_ft.runtime import Ranks
 from llama_ft.training import SupervisedFineTuning
 
 LENGTHS = [5, 19, 1, 11, 28]  # longer and shorter than convolutions (4), chunks and windows (8)
@@ -121,7 +121,7 @@ def loss_and_norm(model: PreTrainedModel, loss: torch.Tensor) -> tuple[float, fl
     [*((name, "off") for name in MODELS), ("Qwen3_5Text", "full"), ("Bamba", "selective")],
 )
 def test_loss_and_gradient_of_packed_rows_are_those_of_each_row_alone(
-    name: str, checkpointing: Any, runtime: Runtime
+    name: str, checkpointing: Any, runtime: Ranks
 ) -> None:
     model, rows = make(name), samples()
     alone = torch.zeros(())
@@ -165,7 +165,9 @@ def test_missing_kernels_are_reported_on_cuda_once_with_what_to_install(
     for name, expected in packages.items():
         model = make(name)
         use_packed_attention(model)
-        assert [missing_kernels(mixer) for mixer in token_mixers(model).by_row] == [expected] * 3
+        assert [missing_kernels(mixer) for mixer in token_mixers(model).per_sample] == [
+            expected
+        ] * 3
         with caplog.at_level("WARNING", logger="llama_ft"):
             report_missing_kernels(model, torch.device("cpu"))
             assert not caplog.records

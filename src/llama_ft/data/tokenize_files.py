@@ -32,15 +32,15 @@ from datasets.arrow_writer import ArrowWriter
 from llama_ft.data.formats import (
     PREFERENCE,
     UNPAIRED,
-    BadRow,
+    BadSample,
     Message,
-    Row,
-    RowFormat,
+    Sample,
+    SampleFormat,
     is_desirable,
 )
 from llama_ft.data.loss_mask import ChatDiffers
 from llama_ft.data.sources import Source
-from llama_ft.data.statistics import ROW, BadKind, SplitStatistics, describe_kind
+from llama_ft.data.statistics import SAMPLE_FIELDS, BadKind, SplitStatistics, describe_kind
 from llama_ft.data.tokenize import (
     Encoded,
     Encoder,
@@ -49,7 +49,7 @@ from llama_ft.data.tokenize import (
     mismatch,
     unpaired_examples,
 )
-from llama_ft.errors import RunFailure, UserError, counted
+from llama_ft.errors import RunFailure, UserError, plural
 from llama_ft.processes import end_with
 
 # Tokenized examples or pieces of them. `group` neighboring rows of the table belong to one sample
@@ -63,16 +63,16 @@ FEATURES = Features(
         "desirable": Value("bool"),
     }
 )
-CHUNK_ROWS = 256
+CHUNK_SAMPLES = 256
 CHUNK_BYTES = 2**20
-BAD_ROWS_SHOWN = 5
+BAD_SAMPLES_SHOWN = 5
 # Of bad_samples.jsonl, at most about 7 MB. Messages may quote a value of the sample.
 BAD_ROWS_LISTED = 10_000
 MESSAGE_LENGTH = 500
 KINDS_COUNTED = 30
 KIND_LENGTH = 120
 OTHER_KINDS = "other faults"
-BAD_ROWS_COUNTED = 1000  # at this number of bad samples the run stops reading
+BAD_SAMPLES_COUNTED = 1000  # at this number of bad samples the run stops reading
 # neighboring samples: place; sample and format, pickled to know the size
 Chunk = list[tuple[str, bytes]]
 
@@ -81,8 +81,10 @@ class EncodedChunk(NamedTuple):
     """The result of tokenizing a chunk."""
 
     table: pyarrow.Table  # the examples, with the columns of FEATURES
-    row_of_piece: numpy.ndarray  # for each row of the table, the index of its sample in the chunk
-    rows: numpy.ndarray  # dtype `ROW`, one entry per sample of the chunk
+    sample_of_piece: (
+        numpy.ndarray
+    )  # for each row of the table, the index of its sample in the chunk
+    samples: numpy.ndarray  # dtype `SAMPLE_FIELDS`, one entry per sample of the chunk
     largest_id: int  # of the table's tokens; -1 if it is empty
     problems: list[str]  # one text per bad sample, with its place
     splits: dict[int, str]  # index of a chat that was split -> its place and the reason
@@ -90,13 +92,13 @@ class EncodedChunk(NamedTuple):
 
 def chunks_of(source: Source, wanted: str) -> Iterator[Chunk]:
     """Group samples by number and size, so that memory stays bounded. For the arguments see
-    `Source.formatted_rows`."""
+    `Source.formatted_samples`."""
     chunk = Chunk()
     size = 0
-    for place, row, row_format in source.formatted_rows(wanted):
-        chunk.append((place, pickle.dumps((row, row_format), pickle.HIGHEST_PROTOCOL)))
+    for place, sample, sample_format in source.formatted_samples(wanted):
+        chunk.append((place, pickle.dumps((sample, sample_format), pickle.HIGHEST_PROTOCOL)))
         size += len(chunk[-1][1])
-        if len(chunk) == CHUNK_ROWS or size >= CHUNK_BYTES:
+        if len(chunk) == CHUNK_SAMPLES or size >= CHUNK_BYTES:
             yield chunk
             chunk = Chunk()
             size = 0
@@ -108,51 +110,53 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
     """Tokenize the samples of a chunk."""
     # Index of the sample, one of its pieces, the size of its group, the index in the group, place.
     pieces = list[tuple[int, Encoded, int, int, str]]()
-    rows = numpy.zeros(len(chunk), ROW)
+    samples = numpy.zeros(len(chunk), SAMPLE_FIELDS)
     problems = list[str]()
     splits = dict[int, str]()
     # the examples of a sample; of each response if it is a chat that must be split
     tokenized = dict[int, list[list[Example]]]()
     labels_of = dict[int, bool]()
     for number, (place, packed) in enumerate(chunk):
-        row, row_format = pickle.loads(packed)
+        sample, sample_format = pickle.loads(packed)
         try:
-            if isinstance(row, BadRow):
-                raise row
+            if isinstance(sample, BadSample):
+                raise sample
             try:
-                tokenized[number] = [examples_of(row, row_format, encoder)]
+                tokenized[number] = [examples_of(sample, sample_format, encoder)]
             except ChatDiffers as chat:
-                tokenized[number] = _of_each_response(chat, row, row_format, encoder, examples_of)
+                tokenized[number] = _of_each_response(
+                    chat, sample, sample_format, encoder, examples_of
+                )
                 splits[number] = f"{place}: {chat.reason}"
-                rows[number]["whole"] = encoder.text_tokens(chat.text)
-        except (BadRow, RecursionError) as problem:
-            rows[number]["bad"] = True
+                samples[number]["whole"] = encoder.text_tokens(chat.text)
+        except (BadSample, RecursionError) as problem:
+            samples[number]["bad"] = True
             problems.append(f"{place}: {problem}")
             continue
-        if row_format == UNPAIRED:
-            labels_of[number] = is_desirable(row)
-        content = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode(
+        if sample_format == UNPAIRED:
+            labels_of[number] = is_desirable(sample)
+        content = json.dumps(sample, sort_keys=True, ensure_ascii=False, default=str).encode(
             "utf-8", "surrogatepass"
         )
         # equal rows share it
-        rows[number]["content"] = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
+        samples[number]["content"] = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
     if examples_of is unpaired_examples:
         mismatch([examples for [examples] in tokenized.values()], encoder.context_length)
-    for number, samples in tokenized.items():
-        row = rows[number]
-        for response, examples in enumerate(samples, 1):
+    for number, responses in tokenized.items():
+        fields = samples[number]
+        for response, examples in enumerate(responses, 1):
             groups = list(zip(*(encoder.fit(*example) for example in examples), strict=False))
             trained = [group for group in groups if all(piece.target_tokens for piece in group)]
             is_truncated = any(piece.truncated for group in groups for piece in group)
             lengths = [len(input_ids) for input_ids, _ in examples]
-            row["longest"] = max(row["longest"], *lengths)
-            row["skipped"] += not trained
-            row["truncated"] += bool(trained) and is_truncated
+            fields["longest"] = max(fields["longest"], *lengths)
+            fields["skipped"] += not trained
+            fields["truncated"] += bool(trained) and is_truncated
             place = chunk[number][0]
             if number in splits:
-                row["responses"] += 1
-                row["tokens"] += sum(lengths)
-                place = f"{place}, response {response} of {len(samples)}"
+                fields["responses"] += 1
+                fields["tokens"] += sum(lengths)
+                place = f"{place}, response {response} of {len(responses)}"
             pieces += [
                 (number, piece, len(group), at, place)
                 for group in trained
@@ -172,29 +176,33 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
         "target_tokens": [piece.target_tokens for _, piece, *_ in pieces],
         "group": [group for _, _, group, *_ in pieces],
         "source": [place for *_, place in pieces],
-        "desirable": [labels_of.get(row) if at == 0 else None for row, _, _, at, _ in pieces],
+        "desirable": [labels_of.get(sample) if at == 0 else None for sample, _, _, at, _ in pieces],
     }
     table = pyarrow.table(columns, schema=FEATURES.arrow_schema)
-    row_of_piece = numpy.array([row for row, *_ in pieces], numpy.int32)
+    sample_of_piece = numpy.array([sample for sample, *_ in pieces], numpy.int32)
     largest_id = int(input_ids.max(initial=-1))
-    return EncodedChunk(table, row_of_piece, rows, largest_id, problems, splits)
+    return EncodedChunk(table, sample_of_piece, samples, largest_id, problems, splits)
 
 
 def _of_each_response(
-    chat: ChatDiffers, row: Row, row_format: RowFormat, encoder: Encoder, examples_of: ExamplesOf
+    chat: ChatDiffers,
+    sample: Sample,
+    sample_format: SampleFormat,
+    encoder: Encoder,
+    examples_of: ExamplesOf,
 ) -> list[list[Example]]:
     """Return the examples of each response of a chat that must be split.
 
     Raises:
-        BadRow: the responses of a pair cannot be split.
+        BadSample: the responses of a pair cannot be split.
     """
-    if row_format in (PREFERENCE, UNPAIRED):
-        raise BadRow(
+    if sample_format in (PREFERENCE, UNPAIRED):
+        raise BadSample(
             f"the chat template writes one of several messages of a response differently from how "
             f"inference does: {chat.reason}. Put all but the last message into the prompt, or use "
             "another --chat_template."
         )
-    parts = encoder.piece_rows(chat, row)
+    parts = encoder.piece_rows(chat, sample)
     return [examples_of(part, "messages", encoder) for part in parts]
 
 
@@ -300,15 +308,15 @@ class SplitWriter:
     def add(self, chunk: Chunk, encoded: EncodedChunk, mine: numpy.ndarray) -> None:
         """Write the results of `chunk` for the samples of this split, which `mine`, bool [samples],
         marks."""
-        self.statistics.count(encoded.rows[mine])
+        self.statistics.count(encoded.samples[mine])
         if not self.statistics.first_split:
             reasons = (reason for number, reason in encoded.splits.items() if mine[number])
             self.statistics.first_split = next(reasons, "")
-        kept = mine[encoded.row_of_piece]
+        kept = mine[encoded.sample_of_piece]
         if not kept.any():
             return
         if not self.first_chat:
-            content = self._encoder.read(*pickle.loads(chunk[encoded.row_of_piece[kept][0]][1]))
+            content = self._encoder.read(*pickle.loads(chunk[encoded.sample_of_piece[kept][0]][1]))
             self.first_chat = content if isinstance(content, list) else []
         table = encoded.table.filter(pyarrow.array(kept))
         input_ids, labels = (table[name].combine_chunks() for name in ("input_ids", "labels"))
@@ -323,7 +331,7 @@ class SplitWriter:
             self._checksums, [*arrays[:2], numpy.append(arrays[2], told)], strict=True
         ):
             checksum.update(numpy.ascontiguousarray(array).data)
-        self.statistics.rows += len(table)
+        self.statistics.samples += len(table)
         self.statistics.tokens += len(arrays[1])
         self.statistics.target_tokens += int(table["target_tokens"].to_numpy().sum())
         self.statistics.largest_id = max(self.statistics.largest_id, encoded.largest_id)
@@ -337,7 +345,7 @@ class SplitWriter:
         return self.statistics
 
 
-class BadRows:
+class BadSamples:
     """Counts bad samples by kind. `refuse` stops a run that does not skip them.
 
     Args:
@@ -357,7 +365,7 @@ class BadRows:
         """Count the bad samples of a chunk.
 
         Raises:
-            UserError: there are BAD_ROWS_COUNTED of them, and skip_bad_rows is off.
+            UserError: there are BAD_SAMPLES_COUNTED of them, and skip_bad_rows is off.
         """
         lines = list[str]()
         for problem in encoded.problems:
@@ -371,11 +379,11 @@ class BadRows:
             self.count += 1
             known = self.kinds.get(kind, BadKind(0, place))
             self.kinds[kind] = known._replace(samples=known.samples + 1)
-        self.first = [*self.first, *encoded.problems][:BAD_ROWS_SHOWN]
+        self.first = [*self.first, *encoded.problems][:BAD_SAMPLES_SHOWN]
         if lines and self._listing is not None:
             with open(self._listing, "a", encoding="ascii") as listing:
                 listing.writelines(lines)
-        if self.count >= BAD_ROWS_COUNTED:
+        if self.count >= BAD_SAMPLES_COUNTED:
             self.refuse()
 
     def refuse(self) -> None:
@@ -384,7 +392,7 @@ class BadRows:
         if self.skip or not self.count:
             return
         kinds = [describe_kind(kind, *self.kinds[kind]) for kind in self.kinds]
-        total = f"{counted(self.count, 'bad sample')}{' or more' if self.count >= BAD_ROWS_COUNTED else ''}:"
+        total = f"{plural(self.count, 'bad sample')}{' or more' if self.count >= BAD_SAMPLES_COUNTED else ''}:"
         way_out = (
             "--skip_bad_rows skips such samples and counts them; --repair_chats repairs chats."
         )

@@ -42,12 +42,12 @@ CACHES = {
 POSITIONS = "past_key_values_length"
 # argument of those among them that look up the position_ids that they get (Marian's, Pegasus')
 LOOKED_UP = "input_ids_shape"
-OF_FLASH_ATTENTION = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+FLASH_ATTENTION_ARGUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 MISSING_KERNEL = re.compile(r"without `([^`]+)`")
 
 
 @dataclass(frozen=True)
-class PackedRows:
+class PackedSamples:
     """The positions of samples in a packed sequence."""
 
     # tokens of each sample, on the host: reading them must not synchronize with the device
@@ -56,12 +56,12 @@ class PackedRows:
     # tokens of the longest sample; for compiled layers: reading `lengths` would add a guard per
     # sample
     longest: int
-    are_alike: bool = False  # all samples have one length, so a plan of cuDNN's kernel pays off
+    equal_length: bool = False  # all samples have one length, so a plan of cuDNN's kernel pays off
     # int32 [1, tokens], on the device: the sample of each token; for kernels
     indices: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, lengths: list[int], device: torch.device) -> "PackedRows":
+    def of(cls, lengths: list[int], device: torch.device) -> "PackedSamples":
         """Create it from the tokens of each sample, for a model that computes on `device`."""
         ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         return cls(tuple(lengths), sent(ends, device), max(lengths))
@@ -72,25 +72,25 @@ class PackedRows:
         starts = torch.repeat_interleave(self.offsets[:-1], self.offsets.diff(), output_size=total)
         return torch.arange(total, device=self.offsets.device) - starts
 
-    def cut(self, size: int) -> "PackedRows":
+    def cut(self, size: int) -> "PackedSamples":
         """Split samples into parts of at most `size` tokens, for chunked attention."""
         if size >= self.longest:
             return self
         parts = [
             min(size, length - start) for length in self.lengths for start in range(0, length, size)
         ]
-        return PackedRows.of(parts, self.offsets.device)
+        return PackedSamples.of(parts, self.offsets.device)
 
 
-_CURRENT: ContextVar[PackedRows | None] = ContextVar("packed rows", default=None)
-current_rows = _CURRENT.get  # samples of the current sequence; None if it is not packed
-set_rows = _CURRENT.set
+_CURRENT: ContextVar[PackedSamples | None] = ContextVar("packed rows", default=None)
+current_samples = _CURRENT.get  # samples of the current sequence; None if it is not packed
+set_samples = _CURRENT.set
 
 
 @contextmanager
-def rows_of(rows: PackedRows | None) -> Iterator[None]:
-    """In the block, token mixers compute the samples `rows`."""
-    token = _CURRENT.set(rows)
+def samples_of(samples: PackedSamples | None) -> Iterator[None]:
+    """In the block, token mixers compute the samples `samples`."""
+    token = _CURRENT.set(samples)
     try:
         yield
     finally:
@@ -112,9 +112,9 @@ class TokenMixers:
     Attributes:
         attention: mixers that call Transformers' attention interface and contain no other mixer.
             None if other mixers call it, too.
-        by_row: mixers that run sample by sample.
+        per_sample: mixers that run sample by sample.
         with_kernels: mixers whose kernels get the offsets of the samples.
-        needs_scope: some mixer gets the samples only from `rows_of`, not as an argument.
+        needs_scope: some mixer gets the samples only from `samples_of`, not as an argument.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -131,7 +131,7 @@ class TokenMixers:
         if any(map(_calls_interface, others)):
             others = found
         self.attention = [it for it in found if it not in others]
-        self.by_row = set[nn.Module]()
+        self.per_sample = set[nn.Module]()
         self.with_kernels = set[nn.Module]()
         self.needs_scope = False
         # Llama 4 counts positions inside the attention, and scales by them.
@@ -139,21 +139,21 @@ class TokenMixers:
             *others,
             *(it for it in self.attention if hasattr(it, "attn_temperature_tuning")),
         ]:
-            self._run_by_row(others)
+            self._run_per_sample(others)
         if torch.cuda.is_initialized():  # False in a plan for GPUs
             takes_more = [it for it in others if "kwargs" in _parameters(type(it).forward)]
             self.with_kernels = {it for it in takes_more if missing_kernels(it) == set()}
-            self.by_row -= self.with_kernels
+            self.per_sample -= self.with_kernels
         self.needs_scope |= not private(model, "_supports_attention_backend")
 
-    def run_more_by_row(self) -> bool:
+    def run_more_per_sample(self) -> bool:
         """Run the next larger part of the model sample by sample: mixers with kernels, position
         embeddings, all mixers, whole layers. Return False if there is none, if layers are compiled,
         or if the part contains FSDP units (ranks with fewer samples would all-gather less
         often)."""
         is_compiled = any(isinstance(layer.forward, partial) for layer in self._layers)
         for more in (list(self.with_kernels), self._positions, self.attention, self._layers):
-            new = [it for it in more if it not in self.by_row]
+            new = [it for it in more if it not in self.per_sample]
             within = [part for it in new for part in _inside(it)]
             if not new or is_compiled or any(isinstance(part, FSDPModule) for part in within):
                 continue
@@ -163,11 +163,11 @@ class TokenMixers:
                 config = self._model.config
                 attends = private(config, "_attn_implementation") or ""
                 config._attn_implementation = attends.removeprefix("packed_")
-            self._run_by_row(new)
+            self._run_per_sample(new)
             return True
         return False
 
-    def keep_rows_for_recomputation(self) -> None:
+    def keep_samples_for_recomputation(self) -> None:
         """Make recomputed layers use the same samples as in the forward pass."""
         for module in self._model.modules():
             function = vars(module).get("_gradient_checkpointing_func")
@@ -176,15 +176,15 @@ class TokenMixers:
 
     def names(self) -> str:
         """Return the names of the classes that run sample by sample, for the log."""
-        return ", ".join(sorted({_own_type(it).__name__ for it in self.by_row}))
+        return ", ".join(sorted({_own_type(it).__name__ for it in self.per_sample}))
 
-    def _run_by_row(self, mixers: list[nn.Module]) -> None:
-        self.by_row |= set(mixers)
+    def _run_per_sample(self, mixers: list[nn.Module]) -> None:
+        self.per_sample |= set(mixers)
         self.needs_scope = True
         for mixer in set(mixers) - self._wrapped:
             self._wrap(mixer)
         self._wrapped |= set(mixers)
-        self.keep_rows_for_recomputation()
+        self.keep_samples_for_recomputation()
 
     def _wrap(self, mixer: nn.Module) -> None:
         plain = mixer.forward
@@ -192,31 +192,31 @@ class TokenMixers:
         @wraps(plain)
         @torch.compiler.disable(reason="a graph would hold for one tuple of lengths")
         def forward(*args: Any, **kwargs: Any) -> Any:
-            rows = current_rows()
-            if rows is None or not (mixer in self.by_row or mixer in self.with_kernels):
+            samples = current_samples()
+            if samples is None or not (mixer in self.per_sample or mixer in self.with_kernels):
                 return plain(*args, **kwargs)
             if mixer in self.with_kernels:
                 return plain(
-                    *args, **kwargs | {"cu_seq_lens_q": rows.offsets, "seq_idx": rows.indices}
+                    *args, **kwargs | {"cu_seq_lens_q": samples.offsets, "seq_idx": samples.indices}
                 )
             if mixer in self._positions and LOOKED_UP in _parameters(type(mixer).forward):
-                return plain(*args, **kwargs | {"position_ids": rows.positions()})
-            dropped = {"position_ids"} if mixer in self._positions else OF_FLASH_ATTENTION
+                return plain(*args, **kwargs | {"position_ids": samples.positions()})
+            dropped = {"position_ids"} if mixer in self._positions else FLASH_ATTENTION_ARGUMENTS
             kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
             outputs = []
             start = 0
-            total = sum(rows.lengths)
-            for number, length in enumerate(rows.lengths):
+            total = sum(samples.lengths)
+            for number, length in enumerate(samples.lengths):
                 part = _Part(number, start, length, total)
                 alone = (
-                    PackedRows.of([length], rows.offsets.device)
+                    PackedSamples.of([length], samples.offsets.device)
                     if mixer in self.attention
                     else None
                 )
-                with rows_of(alone):
+                with samples_of(alone):
                     outputs.append(plain(*part.of(args), **part.of(kwargs)))
                 start += length
-            return _joined(outputs, rows.lengths)
+            return _joined(outputs, samples.lengths)
 
         mixer.forward = forward
 
@@ -231,20 +231,20 @@ def token_mixers(model: nn.Module) -> TokenMixers:
     return cast(TokenMixers, model._token_mixers)
 
 
-def runs_rows_apart(model: nn.Module) -> bool:
+def runs_per_sample(model: nn.Module) -> bool:
     """Return whether a token mixer of a model runs sample by sample, or reads the samples from
-    `rows_of`."""
+    `samples_of`."""
     return has_token_mixers(model) and token_mixers(model).needs_scope
 
 
 def _checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
     if torch.compiler.is_compiling():  # there, samples are an argument
         return checkpoint(function, *args)
-    return checkpoint(partial(_with_rows, current_rows(), function), *args)
+    return checkpoint(partial(_with_samples, current_samples(), function), *args)
 
 
-def _with_rows(rows: PackedRows | None, function: Callable[..., Any], *args: Any) -> Any:
-    with rows_of(rows):
+def _with_samples(samples: PackedSamples | None, function: Callable[..., Any], *args: Any) -> Any:
+    with samples_of(samples):
         return function(*args)
 
 
@@ -260,7 +260,7 @@ class _Part:
     def of(self, value: Any) -> Any:
         """Return this sample's part of a module's argument: tokens of tensors, [.., tokens, tokens]
         of masks."""
-        if isinstance(value, PackedRows):
+        if isinstance(value, PackedSamples):
             return None  # rows_of provides it
         if isinstance(value, _PerSample):
             return value[self.number]

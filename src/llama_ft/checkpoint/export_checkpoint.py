@@ -50,14 +50,14 @@ from llama_ft.models.source import (
 )
 
 # Settings of adapter_config.json that are supported. Any other setting must be at its default.
-UNDERSTOOD = {
+SUPPORTED_ADAPTER_KEYS = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out",
     "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
     "modules_to_save", "peft_type", "peft_version", "r", "rank_pattern", "revision", "runtime_config",
     "target_modules", "target_parameters", "task_type", "trainable_token_indices", "use_dora", "use_rslora",
 }  # fmt: skip
 # values of init_lora_weights
-LEAVES_THE_BASE_ALONE = (True, False, None, "gaussian", "eva", "orthogonal")
+INIT_KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 USE_PEFT = "merge_and_unload of PEFT merges it, with the whole model in memory."
 # rows of the base, index of the first -> merged rows
 Change = Callable[[torch.Tensor, int], torch.Tensor]
@@ -440,8 +440,12 @@ def check_settings(settings: Mapping[str, Any], place: str) -> None:
     others = [
         f"{name} = {value}"
         for name, value in settings.items()
-        if (name not in UNDERSTOOD and value and value != getattr(LoraConfig, name, None))
-        or (name == "init_lora_weights" and value not in LEAVES_THE_BASE_ALONE)
+        if (
+            name not in SUPPORTED_ADAPTER_KEYS
+            and value
+            and value != getattr(LoraConfig, name, None)
+        )
+        or (name == "init_lora_weights" and value not in INIT_KEEPS_BASE)
         or (name == "task_type" and value not in (None, "CAUSAL_LM", "SEQ_CLS"))
         or (name == "peft_type" and value != "LORA")
     ]
