@@ -26,30 +26,33 @@ from transformers.modeling_utils import PreTrainedModel  # noqa: E402
 
 from llama_ft import checkpoint, data, models, runtime, training  # noqa: E402
 from llama_ft.phases import PhaseMonitor  # noqa: E402
-from llama_ft.run import Run, start_run  # noqa: E402
+from llama_ft.run import TrainingRun, open_run, start_run  # noqa: E402
 from llama_ft.runtime import Runtime, log  # noqa: E402
 
 
 @fire.decorators.SetParseFn(str)
 def main(**flags: str) -> None:
     """Run a fine-tuning, from the settings to the final model or adapter on disk."""
-    requested, sources = load_flags(flags, DEMO_CONFIG)
-    with start_run(requested, sources, build_model, PLANNER) as run:
-        if run.is_finished:
+    config, origins = load_flags(flags, DEMO_CONFIG)
+    with start_run(config, origins, build_model, PLANNER) as setup:
+        if setup.is_finished:
             return
-        config, job = run.config, run.job
+        config = setup.config
+        ranks = setup.ranks
+        resumed = setup.resumed
+        memory = setup.memory
         # Cross-entropy of the next token over the tokens in the loss, or another objective by
         # --objective.
         objective = training.build_objective(config)
 
         # Find the model, and tokenize samples. The first rank of each node fills the cache that its
         # other ranks read.
-        with job.local_main_process_first():
-            folder, model_config, tokenizer = find_model(config, ask_hub=job.local_rank == 0)
-        config = run.choose_kernels(model_config)
+        with ranks.local_main_process_first():
+            folder, model_config, tokenizer = find_model(config, ask_hub=ranks.local_rank == 0)
+        config = setup.choose_kernels(config, model_config)
         context_length = models.resolve_context_length(config.data.context_length, model_config)
         stored_vocabulary = models.vocabulary_size(model_config)
-        with job.local_main_process_first():
+        with ranks.local_main_process_first():
             dataset = data.prepare(
                 config.data,
                 tokenizer,
@@ -61,41 +64,42 @@ def main(**flags: str) -> None:
                 examples=objective.examples,
             )
         new_tokens = models.find_new_tokens(tokenizer, folder, model_config, config.model)
-        run.check_inputs(folder, model_config, tokenizer, new_tokens, dataset)
+        inputs = setup.check_inputs(config, folder, model_config, tokenizer, new_tokens, dataset)
 
         # Plan which samples this rank sees at which step. The plan depends on (seed, epoch, step)
         # only.
         vocabulary = new_tokens.rows if new_tokens else stored_vocabulary
         pad = data.pad_token_id(tokenizer, vocabulary)
-        # a score is that of the last token that is not this one
         if config.preference.objective == "reward":
-            model_config.get_text_config().pad_token_id = tokenizer.pad_token_id = pad
+            # a score is that of the last token that is not this one
+            tokenizer.pad_token_id = pad
+            model_config.get_text_config().pad_token_id = pad
         batches = data.plan_training(
-            config, dataset, context_length, run.global_batch, pad, vocabulary, job
+            config, dataset, context_length, setup.global_batch, pad, vocabulary, ranks
         )
-        run.check_batches(batches, tokenizer)
+        setup.check_batches(config, batches, tokenizer)
 
         # With activation_checkpointing=auto, wait for the planner's choice; else it plans while
         # weights are loaded.
-        resolved = run.plan_memory(folder, new_tokens, dataset, batches)
+        config = setup.plan_memory(config, folder, new_tokens, dataset, batches)
         # DPO's reference is the model with its adapter off, or log-probabilities computed once: by
         # --reference_model here, or below by the model itself before step 1.
         reference = training.ReferencePass(
-            objective, resolved, folder, tokenizer, dataset, batches.pack_length, pad, job
+            objective, config, folder, tokenizer, dataset, batches.pack_length, pad, ranks
         )
-        if run.resumed is None:
-            reference.score_with_other_model(build_model, run.memory)
+        if resumed is None:
+            reference.score_with_other_model(build_model, memory)
         model, adapter, stored_dtypes, units = build_model(
-            resolved, folder, model_config, new_tokens, run.memory, job
+            config, folder, model_config, new_tokens, memory, ranks
         )
-        run.memory.leave()  # ends the phase "load"
-        # samples must not see each other: compare a few with samples alone
+        memory.leave()  # ends the phase "load"
         if batches.pack_length is not None:
+            # samples must not see each other: compare a few with samples alone
             dtype = runtime.PRECISIONS[config.train.precision].compute
-            training.check_packing(model, batches.first_rows(), batches.pack_length, dtype, job)
+            training.check_packing(model, batches.first_rows(), batches.pack_length, dtype, ranks)
 
-        with run.open(dataset, batches, units):
-            reference.settle(model, run.directory, run.resumed.folder if run.resumed else None)
+        with open_run(setup, config, inputs, dataset, batches, model, units) as run:
+            reference.settle(model, run.directory, resumed.folder if resumed else None)
             train(run, model, objective, tokenizer, pad)
             if config.checkpoint.save_model:
                 export(run, model, adapter, stored_dtypes, folder, tokenizer)
@@ -202,7 +206,7 @@ def build_model(
 
 
 def train(
-    run: Run,
+    run: TrainingRun,
     model: PreTrainedModel,
     objective: training.Objective,
     tokenizer: PreTrainedTokenizerBase,
@@ -212,57 +216,80 @@ def train(
 
     On a GPU the loss of a step is read and logged after the next step was queued, so that the GPU
     never waits. (In fp16 it is read at once.)
+
+    The loop ends after the last step, early by early stopping or max_train_time, or by Stopped
+    after Ctrl-C or SIGTERM.
     """
-    config, job, state, batches = run.config, run.job, run.state, run.batches
+    config = run.config
     settings = config.train
+    ranks = run.ranks
+    state = run.state
     optimizer = training.build_optimizer(model, settings)  # AdamW, unless --optimizer names another
     # Gradients of LoRA are small: each rank accumulates its own, and only the last micro-batch
     # reduces them.
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
-    torch.manual_seed(settings.seed + job.rank)  # a different dropout on each rank
+    torch.manual_seed(settings.seed + ranks.rank)  # a different dropout on each rank
     run.restore(model, optimizer)  # from the resumed checkpoint, if there is one
 
     with run.training(model, optimizer), data.Prefetcher(run.remaining_steps) as steps:
         if run.resumed is None:
             run.show_answers("before fine-tuning", model, tokenizer, pad)
             if run.dataset.validation is not None:
-                run.evaluate(model, objective, pad)
+                run.log.log_step(0, run.evaluate(model, objective, pad))
         model.train()
         for step in steps:
             run.begin_step(step, steps.waited_seconds, tokenizer)
 
-            # Run forward, objective.loss and backward on this rank's micro-batches. Gradients are
-            # summed over ranks.
+            # Forward, objective.loss and backward on this rank's micro-batches. The loss is the
+            # mean over `count` losses of all ranks: tokens, or samples.
             scale = state.scale.factor  # loss scale in fp16, otherwise 1
-            # number of losses over all ranks
             count = step.target_tokens if objective.counts_tokens else step.samples
             losses = training.accumulate_gradients(
-                model, objective, step.batches, count, reduce_last_only, job, scale, run.memory
+                model, objective, step.batches, count, reduce_last_only, ranks, scale, run.memory
             )
             run.memory.enter("optimizer step")
-            result = training.clip_and_reduce_norm(model, losses, count, settings, scale, job)
-            numbers = run.gather(step)
-            lr = training.learning_rate(settings, step.step - 1, batches.total_steps, step.epoch)
-            # and zero_grad; not after an overflow
-            training.update_weights(optimizer, lr, run.failed(step, result))
+            result = training.clip_and_reduce_norm(model, losses, count, settings, scale, ranks)
+            # Gradients are complete here. Each rank has those of its own rows of each weight, and
+            # replicas (DDP, HYBRID_SHARD) have equal ones. Noise must be equal on replicas, too:
+            # seed its generator with the step and ranks.mesh["shard"].get_local_rank().
+            numbers = run.gather_numbers(step)
+            is_skipped = training.update_loss_scale(state.scale, step.step, result)
+            failed = run.unread.failed_so_far(result, is_skipped)
+            lr = training.learning_rate(
+                settings, step.step - 1, run.batches.total_steps, step.epoch
+            )
+            training.update_weights(optimizer, lr, failed)  # not if failed; then zero_grad
 
-            # eval_steps, save_steps, end of epoch, signals
-            due = run.end_step(step, result, losses, numbers, lr)
-            if due.evaluation:
-                run.evaluate(model, objective, pad)
-            if due.answers:
+            # What is due: eval_steps, save_steps, end of an epoch, signals, max_train_time.
+            record = run.end_step(step, numbers, is_skipped)
+            metrics = run.step_metrics(record, lr)
+            # Add your own here: metrics["my/number"] = ...
+            read = run.read_losses(record, result, losses, metrics)  # ends the run if not finite
+            is_best = False
+            if record.evaluation:
+                metrics |= run.evaluate(model, objective, pad)
+                is_best = state.best.update(metrics["eval/loss"], step.step)
+            run.log_steps(read)
+            if record.answers:
                 run.show_answers(f"after step {step.step}", model, tokenizer, pad)
-            if run.save_due(due):  # also if the validation loss is the best so far
-                run.save(model, optimizer)
-            # early stopping, max_train_time; a requested stop raises Stopped
-            if run.should_stop(due):
+            if run.save_is_due(record, is_best):
+                run.save(record, is_best, model, optimizer)
+
+            if reason := run.reason_to_end_early(record):
+                run.facts.add(stopped_early=reason)
+                run.end(reason)
                 break
+            if record.is_last:
+                run.end("all steps are done")
+                break
+            if record.stop is not None:  # Ctrl-C or SIGTERM
+                raise run.stopped(record)
         run.take_best_weights(model)
         run.show_answers("after fine-tuning", model, tokenizer, pad)
 
 
 def export(
-    run: Run,
+    run: TrainingRun,
     model: PreTrainedModel,
     adapter: models.Adapter | None,
     stored_dtypes: dict[str, torch.dtype],
@@ -282,7 +309,7 @@ def export(
     )
     if adapter is not None:
         checkpoint.export_adapter(
-            model, adapter, result, save_dtype, tokenizer, write_card, run.job
+            model, adapter, result, save_dtype, tokenizer, write_card, run.ranks
         )
     else:
         largest_file = parse_size(config.max_shard_size)
@@ -295,7 +322,7 @@ def export(
             largest_file,
             tokenizer,
             write_card,
-            run.job,
+            run.ranks,
         )
     run.log_result(result)
 

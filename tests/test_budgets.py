@@ -56,8 +56,6 @@ BELOW = {
 
 
 def folder_of(file: Path) -> str:
-    if file == SOURCE / "run.py":  # of the recipe: it may import everything, and nothing imports it
-        return "run"
     return file.relative_to(SOURCE).parts[0] if file.parent != SOURCE else ""
 
 
@@ -118,7 +116,7 @@ def test_imports_point_one_way() -> None:
                 if not name.startswith("llama_ft."):
                     continue
                 target = name.removeprefix("llama_ft.").partition(".")[0]
-                is_folder = target == "run" or (SOURCE / target).is_dir()
+                is_folder = (SOURCE / target).is_dir()
                 if is_folder and target != folder_of(file) and target not in BELOW[folder_of(file)]:
                     wrong.append(f"{file.relative_to(SOURCE)} imports {target}")
     assert not wrong

@@ -19,7 +19,7 @@ from llama_ft.config import Config, ModelConfig, TrainConfig
 from llama_ft.errors import UserError
 from llama_ft.models import choose_liger, fuse_layers
 from llama_ft.models.compiled import AUTO_LIGER
-from llama_ft.run import Run
+from llama_ft.run import Setup
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPE = {
@@ -152,15 +152,13 @@ def test_ligers_own_kernels_compute_what_each_architecture_computes(kinds: list[
 
 
 def test_a_resumed_run_keeps_its_choice_or_stops() -> None:
-    def resume(stored: bool) -> Any:
+    def resume(stored: bool) -> bool | str:
         trainer = {"config": {"model": {"use_liger": stored}}}
-        job = SimpleNamespace(device=CPU, broadcast_from_rank0=lambda function: function())
-        it: Any = SimpleNamespace(
-            config=Config(), resumed=SimpleNamespace(trainer=trainer), job=job, _info={}
-        )
-        assert Run.choose_kernels(it, AutoConfig.for_model("llama", **SHAPE)) is it.config
-        return it.config.model.use_liger, it._info["config"]["model"]["use_liger"]
+        ranks = SimpleNamespace(device=CPU, broadcast_from_rank0=lambda function: function())
+        setup: Any = SimpleNamespace(resumed=SimpleNamespace(trainer=trainer), ranks=ranks)
+        model_config = AutoConfig.for_model("llama", **SHAPE)
+        return Setup.choose_kernels(setup, Config(), model_config).model.use_liger
 
-    assert resume(False) == (False, False)
+    assert resume(False) is False
     with pytest.raises(UserError, match="(?s)need CUDA.*--use_liger false"):
         resume(True)

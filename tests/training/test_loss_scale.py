@@ -106,14 +106,14 @@ def test_the_factor_moves_as_torchs_grad_scaler_moves_it() -> None:
         weight.grad = torch.tensor([norm])
         theirs.step(optimizer)
         theirs.update()
-        assert ours.note(step, 2.0, norm) == (step in (1, 2))
+        assert ours.update(step, 2.0, norm) == (step in (1, 2))
         assert ours.factor == theirs.get_scale(), step
     assert ours.factor == INITIAL_FACTOR / 2, "fell twice, and has grown once"
 
 
 def test_what_no_smaller_scale_helps_ends_the_run_instead_of_skipping() -> None:
     scale = LossScale(INITIAL_FACTOR)
-    assert not scale.note(1, NAN, NAN) and not scale.note(1, INFINITE, INFINITE)
+    assert not scale.update(1, NAN, NAN) and not scale.update(1, INFINITE, INFINITE)
     assert scale.factor == INITIAL_FACTOR and scale.skipped_steps == 0
-    skips = [scale.note(step, 2.0, NAN) for step in range(17)]
+    skips = [scale.update(step, 2.0, NAN) for step in range(17)]
     assert skips == [True] * 15 + [False] * 2 and scale.factor == 2.0

@@ -204,7 +204,10 @@ def test_losses_rewards_and_gradients_are_those_of_the_formulas(
     for (name, mine), parameter in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert (mine.grad is None) == (parameter.grad is None), name
         if mine.grad is not None:
-            torch.testing.assert_close(mine.grad, parameter.grad, rtol=1e-4, atol=2e-5, msg=name)
+            # of the tensor's largest gradient: those of ipo, a square, are large
+            largest = parameter.grad.abs().max().item()
+            atol = 1e-5 * max(2.0, largest)
+            torch.testing.assert_close(mine.grad, parameter.grad, rtol=1e-4, atol=atol, msg=name)
 
 
 @pytest.mark.parametrize("settings", CASES, ids=str)

@@ -18,6 +18,8 @@ FORMATS = {
     "perf/matmul_utilization": "matmul {:.0%}",
     "perf/step_seconds": "{:.3g} s/step",
 }
+# Keys with another beginning were added in the recipe, and are shown as they are.
+NAMESPACES = ("train/", "eval/", "perf/", "memory/")
 FIRST_LINES = 10  # in a log file, each of the first steps has a line
 # Then seconds between lines: 10 during the first 600 seconds, 60 later. A run of 10 hours prints
 # 640 lines.
@@ -75,6 +77,9 @@ class ProgressBar:
         """Show that `step` is done. `metrics` has keys of metrics.jsonl; missing ones are not
         shown. A validation loss gets its own line."""
         numbers = [text.format(metrics[key]) for key, text in FORMATS.items() if key in metrics]
+        for key, value in metrics.items():
+            if "/" in key and not key.startswith(NAMESPACES):
+                numbers.append(f"{key} {value:.4g}")
         place = f"step {step}/{self._total_steps}"
         is_last = step >= self._total_steps
         now = self._console.get_time()

@@ -44,6 +44,9 @@ METRIC_PLOTS = {  # key -> title
     "eval/rewards/accuracies": "Reward accuracy of the validation set",
 }
 
+# Keys without a plot; those of the recipe and of an objective of one's own have one.
+UNPLOTTED = {"step", "epoch", "tokens", "eval/perplexity", "train/skipped_steps"}
+
 
 class Unit(NamedTuple):
     """The unit of a plot's numbers."""
@@ -83,7 +86,8 @@ def report_page(run: Run) -> str:
     """Return the report of a run as HTML."""
     loss = _lines(run, "train/loss", "training") + _lines(run, "eval/loss", "validation", 1)
     plots = [Plot("Loss", loss, fits=True)]
-    for key, title in METRIC_PLOTS.items():
+    titles = METRIC_PLOTS | own_metrics([run])
+    for key, title in titles.items():
         if not key.endswith("/loss"):
             unit = unit_of([run], key)
             plots.append(
@@ -101,13 +105,20 @@ def report_page(run: Run) -> str:
     return _render("run.html", title=run.name, run=run, cards=cards_of(run), plots=shown, **values)
 
 
+def own_metrics(runs: Sequence[Run]) -> dict[str, str]:
+    """Return the metrics that this page has no title for, each with its key as the title."""
+    keys = {key for run in runs for key in run.curves}
+    return {key: key for key in sorted(keys - METRIC_PLOTS.keys() - UNPLOTTED)}
+
+
 def comparison_page(runs: Sequence[Run]) -> str:
     """Return a page that compares several runs: their curves in shared plots, their results, and
     differing settings."""
     if len({run.name for run in runs}) < len(runs):
         runs = [dataclasses.replace(run, name=str(run.folder)) for run in runs]
     plots = []
-    for key, title in METRIC_PLOTS.items():  # one line per run: the smoothed one if there is one
+    titles = METRIC_PLOTS | own_metrics(runs)
+    for key, title in titles.items():  # one line per run: the smoothed one if there is one
         unit = unit_of(runs, key)
         lines = [
             line for n, run in enumerate(runs) for line in _lines(run, key, run.name, n, unit)[-1:]

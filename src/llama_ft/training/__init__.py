@@ -20,7 +20,8 @@ from llama_ft.training.step import (
     clip_and_reduce_norm,
     free_unsharded,
     is_due,
-    stop_if_not_finite,
+    read_loss_or_stop,
+    update_loss_scale,
     update_weights,
 )
 from llama_ft.training.train_state import TrainState

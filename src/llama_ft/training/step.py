@@ -21,6 +21,7 @@ from llama_ft.models.shards import local_shard
 from llama_ft.phases import NULL_MONITOR, PhaseMonitor
 from llama_ft.runtime import Runtime
 from llama_ft.training.objective import LossSum, Objective, logged_means
+from llama_ft.training.train_state import LossScale
 
 MICRO_BATCHES_NAMED = 8
 
@@ -49,7 +50,7 @@ def accumulate_gradients(
             gradients on every rank, so there every micro-batch is reduced into the shards.
         runtime: the ranks.
         loss_scale: gradients come out times this; see training/train_state.py.
-            watch: informed when a forward or backward pass begins.
+        watch: informed when a forward or backward pass begins.
 
     Returns:
         The loss of each micro-batch, detached.
@@ -158,6 +159,15 @@ def clip_and_reduce_norm(
     return StepResult(numbers, count, names)
 
 
+def update_loss_scale(scale: LossScale, step: int, result: StepResult) -> bool:
+    """In fp16, adapt the loss scale to the gradient norm of a step; this waits for the device.
+    Return whether to skip the step because its gradients overflowed."""
+    if not scale.is_used:
+        return False
+    loss, norm = result.read()
+    return scale.update(step, loss, norm)
+
+
 def update_weights(
     optimizer: torch.optim.Optimizer, lr: float, failed: torch.Tensor | None = None
 ) -> None:
@@ -185,8 +195,9 @@ class Step:
     numbers: StepResult
     losses: Sequence[LossSum]  # of this rank's micro-batches
     batches: Sequence[Batch]
-    metrics: dict[str, Any]  # known values; `stop_if_not_finite` adds the loss and the norm
-    skipped: bool = False  # gradients overflowed in fp16, and the weights did not change
+    metrics: dict[str, Any]  # known values; `read_loss_or_stop` adds the loss and the norm
+    is_skipped: bool  # gradients overflowed in fp16, and the weights did not change
+    is_logged: bool
 
 
 class PendingMetrics:
@@ -200,20 +211,25 @@ class PendingMetrics:
         self._lags = device.type in self.LAGGING
         self._failed = torch.zeros((), device=device)
 
-    def failed_with(self, numbers: StepResult) -> torch.Tensor:
-        """Return for update_weights whether this step or an earlier one has failed, as a tensor on
-        the device."""
-        self._failed = torch.maximum(self._failed, numbers.failed)
+    def failed_so_far(self, result: StepResult, is_skipped: bool) -> torch.Tensor:
+        """Return, on the device, not 0 if the weights must not be updated: this step or an earlier
+        one has a loss or a gradient norm that is not finite. A skipped step does not count for
+        later ones."""
+        if is_skipped:
+            return result.failed
+        self._failed = torch.maximum(self._failed, result.failed)
         return self._failed
 
-    def take(self, newest: Step, needed: bool) -> list[Step]:
+    def push(self, newest: Step, needed: bool) -> list[Step]:
         """Add a step. Return the steps to read now: all earlier ones, and this one if it is needed
         or already known."""
         self._steps.append(newest)
-        count = len(self._steps) if needed or not self._lags else len(self._steps) - 1
-        taken = self._steps[:count]
+        count = len(self._steps)
+        if self._lags and not needed:
+            count -= 1
+        ready = self._steps[:count]
         self._steps = self._steps[count:]
-        return taken
+        return ready
 
 
 def is_due(step: int, every: int, otherwise: bool) -> bool:
@@ -230,7 +246,7 @@ def free_unsharded(model: nn.Module) -> None:
             module.reshard()
 
 
-def stop_if_not_finite(
+def read_loss_or_stop(
     step: Step, last_checkpoint: Callable[[], Path | None], runtime: Runtime
 ) -> None:
     """Add a step's loss and gradient norm to its metrics. If they are not finite, raise a
@@ -238,7 +254,7 @@ def stop_if_not_finite(
     for a pending save."""
     loss, norm = step.numbers.read()
     step.metrics |= {"train/loss": loss, "train/grad_norm": norm, **step.numbers.logged()}
-    if step.skipped or (math.isfinite(loss) and math.isfinite(norm)):
+    if step.is_skipped or (math.isfinite(loss) and math.isfinite(norm)):
         return
     mine = [
         f"rank {runtime.rank}, micro-batch {number + 1} (loss {summed.loss.item():g}): {', '.join(batch.sources)}"

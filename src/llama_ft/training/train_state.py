@@ -29,12 +29,12 @@ class LossScale:
     def is_used(self) -> bool:
         return self.factor != 1.0
 
-    def note(self, step: int, loss: float, norm: float) -> bool:
+    def update(self, step: int, loss: float, norm: float) -> bool:
         """Adapt the factor to the loss and gradient norm of a step over all ranks. Return whether
         to skip the step.
 
         The step is skipped if only its gradients overflowed. If the loss itself is not finite, or
-        the factor cannot become smaller, the run ends: see stop_if_not_finite.
+        the factor cannot become smaller, the run ends: see read_loss_or_stop.
         """
         if math.isfinite(norm):
             self.good_steps += 1

@@ -1,0 +1,209 @@
+"""What is known before training: settings, ranks, and the checkpoint to resume from."""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from llama_ft import checkpoint, data, models, observe, runtime, training
+from llama_ft.config import Config, differences, parse_duration
+from llama_ft.errors import UserError
+from llama_ft.plan.oom_report import explain_errors
+from llama_ft.plan.predict import BuildModel
+from llama_ft.plan.preflight import Preflight, settle_checkpointing
+from llama_ft.runtime import Runtime, log
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The start of a run on this rank; see `start_run`.
+
+    The settings change while the run starts: `choose_kernels` and `plan_memory` return them with
+    auto replaced by a choice.
+
+    Attributes:
+        config: the settings of the command line and YAML, with precision and dataset_format.
+        origins: dotted name -> the flag or the YAML line that set it.
+        ranks: all processes of the run.
+        memory: measures each phase.
+        resumed: the checkpoint that the run resumes from; None for a new run.
+        is_finished: the run to resume is already complete, so there is nothing to do.
+        global_batch: packed sequences, or samples, of an optimizer step over all ranks.
+        layout: a line about the ranks and the batch size.
+        preflight: plans the memory in another process.
+        started_at: time.monotonic() at the start.
+    """
+
+    config: Config
+    origins: dict[str, str]
+    ranks: Runtime
+    memory: observe.MemoryMonitor
+    resumed: checkpoint.Checkpoint | None
+    is_finished: bool
+    global_batch: int
+    layout: str
+    preflight: Preflight
+    started_at: float
+
+    def choose_kernels(self, config: Config, model_config: PretrainedConfig) -> Config:
+        """Log the fused kernels, and return the settings with use_liger resolved. A resumed run
+        keeps its choice."""
+        wanted = config.model.use_liger
+        if wanted == "auto" and self.resumed is not None:
+            wanted = self.resumed.trainer["config"]["model"]["use_liger"]
+        compiles = config.model.compile
+        choose = partial(models.choose_liger, wanted, model_config, compiles, self.ranks.device)
+        use_liger, message = self.ranks.broadcast_from_rank0(choose)
+        if message:
+            log.info(message)
+        model = dataclasses.replace(config.model, use_liger=use_liger)
+        return dataclasses.replace(config, model=model)
+
+    def check_inputs(
+        self,
+        config: Config,
+        folder: Path,
+        model_config: PretrainedConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        new_tokens: models.NewTokens | None,
+        dataset: data.TokenizedData,
+    ) -> dict[str, Any]:
+        """Check that the final model can be saved, and that a resumed run has the same model and
+        data. Return the description of the inputs for trainer.json."""
+        log.info("\n".join(dataset.summary))
+        if self.ranks.is_main:
+            checkpoint.check_export(model_config, tokenizer, folder)
+        inputs = {
+            "global_batch": self.global_batch,
+            "contents": {"model_name": models.fingerprint(folder), **dataset.fingerprints()},
+            "chat_template": tokenizer.chat_template,
+            "new_tokens": new_tokens and dataclasses.asdict(new_tokens),
+        }
+        check_same_run(self.resumed, config, inputs, self.origins)
+        return inputs
+
+    def check_batches(
+        self, config: Config, batches: data.TrainingBatches, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """Log the number of steps, advice and samples."""
+        log.info(batches.describe())
+        resumed = self.resumed
+        if resumed is not None and resumed.step > batches.total_steps:
+            raise UserError(
+                f"--resume {resumed.folder}: {resumed.step} steps are done, and the run is to have "
+                f"{batches.total_steps}."
+            )
+        asked = config.train.warmup_steps
+        warmup = training.warmup_steps(config.train, batches.total_steps)
+        if asked > warmup:
+            log.warning(
+                f"warmup_steps is {asked}, and the run has {batches.total_steps} steps: "
+                f"{warmup} are taken."
+            )
+        names_dataset = "data.dataset" in self.origins
+        for advice in training.advice(config, names_dataset, self.global_batch, batches.size):
+            log.warning(advice)
+        if config.data.show_samples:
+            data.show_samples(batches.first_rows(), tokenizer, config.data.show_samples)
+
+    def plan_memory(
+        self,
+        config: Config,
+        folder: Path,
+        new_tokens: models.NewTokens | None,
+        dataset: data.TokenizedData,
+        batches: data.TrainingBatches,
+    ) -> Config:
+        """Start to plan the memory in another process. Wait for it only if it chooses
+        activation_checkpointing. Return the settings with the choice."""
+        return self.preflight.ask(config, folder, new_tokens, dataset, batches, self.ranks)
+
+
+def check_same_run(
+    resumed: checkpoint.Checkpoint | None,
+    config: Config,
+    inputs: Mapping[str, Any],
+    origins: dict[str, str],
+) -> None:
+    """Raise a UserError if the settings or the inputs would make the resumed run another run."""
+    if resumed is not None:
+        now = checkpoint.describe_run(config) | dict(inputs)
+        allowed = config.checkpoint.resume_allow_changes
+        checkpoint.check_same_run(resumed.trainer, now, allowed, origins)
+
+
+@contextmanager
+def start_run(
+    config: Config, origins: dict[str, str], build_model: BuildModel, planner: Path
+) -> Iterator[Setup]:
+    """Start the ranks, and find the checkpoint to resume from.
+
+    Args:
+        config: the settings of the command line and YAML.
+        origins: dotted name -> the flag or the YAML line that set it.
+        build_model: the recipe's function; the planner runs it on fake tensors.
+        planner: path of recipes/plan.py.
+    """
+    fsdp = config.fsdp
+    # it forks, so before any thread starts
+    preflight = Preflight(build_model, off=config.memory.no_plan)
+    timeout = parse_duration(config.train.collective_timeout)
+    fraction = config.train.device_memory_fraction
+    degree = models.shard_degree(fsdp)
+    device = config.train.device
+    with (
+        runtime.start(device, degree, fsdp.fsdp_cpu_offload, fraction, timeout) as ranks,
+        observe.MemoryMonitor(ranks) as memory,
+        explain_errors(config, ranks, memory, planner),
+    ):
+        runtime.set_quiet(config.tracking.quiet)
+        resumed = checkpoint.find_checkpoint(config.checkpoint, ranks)
+        config = checkpoint.resolve_precision(config, origins, ranks, resumed)
+        config = training.settle_format(config)
+        log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))
+        config = settle_checkpointing(config, ranks.device.type)
+        check_same_run(resumed, config, {}, origins)
+        is_finished = end_if_finished(resumed, config, ranks)
+        global_batch = 0
+        layout = ""
+        if not is_finished:
+            global_batch = checkpoint.global_batch(config.train, resumed, ranks.world_size)
+            layout = ranks.describe(
+                config.train.batch_size_training,
+                config.train.gradient_accumulation_steps,
+                global_batch,
+                "pack" if config.data.batching_strategy == "packing" else "row",
+            )
+            log.info(layout)
+            if ranks.is_main:
+                observe.check_trackers(config.tracking, config.checkpoint.output_dir)
+        yield Setup(
+            config=config,
+            origins=origins,
+            ranks=ranks,
+            memory=memory,
+            resumed=resumed,
+            is_finished=is_finished,
+            global_batch=global_batch,
+            layout=layout,
+            preflight=preflight,
+            started_at=time.monotonic(),
+        )
+
+
+def end_if_finished(resumed: checkpoint.Checkpoint | None, config: Config, ranks: Runtime) -> bool:
+    """Return whether the run to resume is complete, and if so, log where its final model is."""
+    if resumed is None:
+        return False
+    result = checkpoint.finished_result(resumed, config.checkpoint)
+    if result is None:
+        return False
+    log.info(f"This run was finished after step {resumed.step}; its final model is {result}")
+    ranks.begin_run(resumed.run, resumed.step)
+    return True

@@ -1,0 +1,415 @@
+"""Directory, logs, checkpoints and evaluation of a run. The recipe computes losses, gradients and
+updates."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft import checkpoint, data, models, observe, report, runtime, training
+from llama_ft.config import Config, parse_duration, to_yaml
+from llama_ft.data.prefetch import StepBatches
+from llama_ft.run.setup import Setup
+from llama_ft.run.step_record import RankNumbers, StepRecord
+from llama_ft.runtime import log
+from llama_ft.training.objective import LossSum, Objective
+from llama_ft.training.step import Step, StepResult
+
+Metrics = dict[str, Any]  # key of metrics.jsonl -> number, or a list with one number per rank
+
+
+class TrainingRun:
+    """A run whose directory is open on this rank, see `open_run`.
+
+    Args:
+        setup: what was known before.
+        config: the settings, with all choices made.
+        inputs: the result of `Setup.check_inputs`.
+        dataset: the tokenized data.
+        batches: the plan of all steps.
+        model: loaded, on this rank's device.
+        directory: of the run, created.
+
+    Attributes:
+        config, ranks, memory, resumed, dataset, batches, directory: as above and in `Setup`.
+        facts: further contents of the report, in facts.json.
+        writer: of checkpoints.
+        log: metrics.jsonl, trackers and progress.
+        throughput: the time of each step.
+        state: the progress, which checkpoints save.
+        unread: steps whose loss was not read yet.
+        metrics: of the newest step.
+        weights_of: the step of the model's weights after training.
+        ended: why training has ended, for the summary.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        config: Config,
+        inputs: Metrics,
+        dataset: data.TokenizedData,
+        batches: data.TrainingBatches,
+        model: PreTrainedModel,
+        directory: Path,
+    ) -> None:
+        self.config = config
+        self.ranks = setup.ranks
+        self.memory = setup.memory
+        self.resumed = setup.resumed
+        self.dataset = dataset
+        self.batches = batches
+        self.directory = directory
+        self.state = training.TrainState(config.train)
+        self.metrics: Metrics = {}
+        trackers: dict[str, Any] = {}
+        if self.resumed is not None:
+            saved = self.resumed.trainer
+            self.state.load_state_dict(saved["progress"])
+            self.metrics = saved["metrics"]
+            trackers = {
+                "resume_step": self.resumed.step,
+                "resumed_dir": self.resumed.run,
+                "tracker_ids": saved["trackers"],
+            }
+        self._description = checkpoint.describe_run(config) | inputs
+        self._started_at = setup.started_at
+        self._first_step_at = math.inf  # of this launch, in seconds
+        last_step = batches.total_steps
+        self._snapshot_step = min(self.state.step + observe.SNAPSHOT_STEPS, last_step)
+        self.unread = training.PendingMetrics(self.ranks.device)
+        self.weights_of = self.state.step
+        self.ended = "no further step"
+        self.facts = observe.RunMetadata(directory, self.ranks.is_main)
+        self.facts.add(
+            environment=observe.environment(self._description["versions"], setup.layout),
+            data=dataset.facts(),
+            total_steps=last_step,
+        )
+        self.writer = checkpoint.CheckpointWriter(
+            directory, config.checkpoint, self._description, self.ranks
+        )
+        dtype = runtime.PRECISIONS[config.train.precision].compute
+        self.throughput = observe.ThroughputMeter(
+            model, config.profile, dtype, directory, self.facts, self.ranks
+        )
+        settings = dataclasses.asdict(config)
+        self.log = observe.RunLog(
+            directory, config.tracking, settings, last_step, self.ranks.rank, **trackers
+        )
+
+    # Training
+
+    def restore(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+        """Load weights, optimizer and random number generators of the checkpoint to resume from, if
+        there is one."""
+        if self.resumed is not None:
+            checkpoint.restore(self.resumed, model, optimizer, self.ranks)
+
+    @contextmanager
+    def training(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """The block of the training loop: steps are logged and measured, and signals wait for the
+        end of a step."""
+        self.memory.begin_training(model, optimizer, self.facts)
+        with (
+            self.log.training(),
+            self.writer,
+            self.ranks.signals.between_steps(self.config.train.stop_after),
+            self.throughput,
+        ):
+            yield
+
+    @property
+    def remaining_steps(self) -> Generator[StepBatches, None, None]:
+        """Return the batches of the remaining steps, on this rank."""
+        last = self.batches.total_steps
+        if self.state.best.should_stop:
+            last = self.state.step
+        return self.batches.steps(self.state.step + 1, last, self.state.position)
+
+    def begin_step(
+        self, step: StepBatches, waited_seconds: float, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """Start to measure a step. `waited_seconds` is how long training waited for its batches."""
+        lengths = [length for batch in step.batches for length in batch.row_lengths]
+        targets = sum(batch.target_tokens for batch in step.batches)
+        self.throughput.begin_step(step.step, lengths, targets, waited_seconds)
+        self._first_step_at = min(self._first_step_at, time.monotonic())
+        if step.step == 1:
+            log.info(data.describe_first_batch(step.batches[0], tokenizer))
+
+    def gather_numbers(self, step: StepBatches) -> RankNumbers:
+        """Return the numbers of all ranks, with one all-gather between hosts."""
+        gathered = self.ranks.all_gather_floats(
+            sum(batch.tokens for batch in step.batches),
+            self.throughput.flops,
+            self.memory.host_peak_bytes,
+            self.memory.device_peak_bytes,
+            self.ranks.signals.asked(),
+            self.writer.has_failed,
+            time.monotonic() - self._first_step_at,
+        )  # [ranks, 7]
+        tokens, flops, _, _, asked, failed, seconds = gathered.unbind(1)
+        peak_bytes = gathered[:, 2:4]
+        return RankNumbers(tokens, flops, peak_bytes, asked, failed, seconds)
+
+    def end_step(self, step: StepBatches, numbers: RankNumbers, is_skipped: bool) -> StepRecord:
+        """Count a step whose weights are updated, and return what is due after it."""
+        settings = self.config.train
+        tokens = numbers.tokens.sum().item()
+        flops = numbers.flops.sum().item()
+        self.memory.end_step()
+        self.throughput.end_step(step.step, tokens, flops)
+        self.state.step = step.step
+        self.state.position = step.position
+        self.state.target_tokens += step.target_tokens
+        if self.config.memory.memory_snapshot and step.step == self._snapshot_step:
+            name = f"step-{step.step}"
+            file = observe.write_snapshot(self.directory, self.ranks.rank, name)
+            log.info(f"Memory snapshot: {file}")
+        time_is_up = False
+        if settings.max_train_time is not None:
+            seconds = numbers.seconds[0].item()  # all ranks use rank 0's clock
+            time_is_up = seconds >= parse_duration(settings.max_train_time)
+        is_last = time_is_up or step.step == self.batches.total_steps
+        stop = self.ranks.signals.agreed(numbers.stop_asked)
+        ends_run = is_last or stop is not None
+        evaluates = training.is_due(step.step, settings.eval_steps, step.ends_epoch or is_last)
+        answers = training.is_due(step.step, settings.sample_steps, False)
+        return StepRecord(
+            batches=step,
+            numbers=numbers,
+            is_skipped=is_skipped,
+            is_last=is_last,
+            time_is_up=time_is_up,
+            stop=stop,
+            save_failed=bool(numbers.save_failed.any()),
+            evaluation=evaluates and self.dataset.validation is not None,
+            answers=answers and not is_last,
+            save=self.writer.is_due(step.step, step.ends_epoch, ends_run),
+        )
+
+    def step_metrics(self, record: StepRecord, lr: float) -> Metrics:
+        """Return the metrics of a step that are known before its loss is read. Entries that the
+        recipe adds, numbers or tensors of one number, are logged like these. Rank 0 logs its own."""
+        self.metrics = {
+            "epoch": record.batches.epochs_seen,
+            "tokens": self.state.target_tokens,
+            "train/lr": lr,
+            **observe.memory_metrics(record.numbers.peak_bytes),
+            **self.state.scale.metrics(),
+        }
+        return self.metrics
+
+    def read_losses(
+        self, record: StepRecord, result: StepResult, losses: Sequence[LossSum], metrics: Metrics
+    ) -> list[Step]:
+        """Return the steps whose loss is known now, with it in their metrics. On a GPU that is the
+        step before, unless this step's loss is needed.
+
+        Raises:
+            RunFailure: a loss or a gradient norm is not finite.
+        """
+        due = record.evaluation or record.is_last
+        newest = Step(
+            step=record.step,
+            numbers=result,
+            losses=losses,
+            batches=record.batches.batches,
+            metrics=metrics,
+            is_skipped=record.is_skipped,
+            is_logged=training.is_due(record.step, self.config.train.log_steps, due),
+        )
+        steps = self.unread.push(newest, record.needs_loss)
+        for step in steps:
+            training.read_loss_or_stop(step, self.writer.finish, self.ranks)
+            step.metrics.update(self.throughput.metrics(step.step))
+            for name, value in step.metrics.items():
+                if isinstance(value, torch.Tensor):  # of the recipe; its step has ended
+                    step.metrics[name] = value.item()
+        self.ranks.note_step(record.step)
+        return steps
+
+    def log_steps(self, steps: Sequence[Step]) -> None:
+        """Log the steps that are due by log_steps, the last step, and those with an evaluation."""
+        for step in steps:
+            if step.is_logged:
+                self.log.log_step(step.step, step.metrics | self.writer.timings())
+
+    def evaluate(self, model: PreTrainedModel, objective: Objective, pad: int) -> Metrics:
+        """Return the validation loss and related metrics. All ranks call it together."""
+        self.memory.enter("evaluation")
+        samples = self.dataset.validation
+        assert samples is not None
+        pack_length = self.batches.pack_length
+        loss, _, others = training.mean_loss(
+            model, objective, samples, self.config.train, pad, pack_length, self.ranks
+        )
+        metrics = {"eval/loss": loss}
+        metrics |= {f"eval/{name}": value for name, value in others.items()}
+        if objective.counts_tokens:
+            metrics["eval/perplexity"] = training.perplexity(loss)
+        self.throughput.pause()
+        return metrics
+
+    def show_answers(
+        self, when: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pad: int
+    ) -> None:
+        """Log the model's answers to the sample prompts and keep them for the report, under the
+        heading `when`."""
+        self.memory.enter("evaluation")
+        chats = training.sample_chats(self.config.train, self.dataset.report.chat_sample)
+        length = self.config.train.sample_tokens
+        shown = training.show_answers(when, model, tokenizer, chats, length, pad, self.ranks)
+        self.facts.add_samples(when, shown)
+        self.throughput.pause()
+
+    def save_is_due(self, record: StepRecord, is_best: bool) -> bool:
+        """Return whether to save after this step: if the settings say so, or after the best
+        validation loss so far. Raises the error of a failed save."""
+        if record.save_failed:
+            self.writer.finish()
+        is_kept_as_best = is_best and self.config.checkpoint.save_model
+        return self._is_save_asked(record) or is_kept_as_best
+
+    def save(
+        self,
+        record: StepRecord,
+        is_best: bool,
+        model: PreTrainedModel,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        """Start to write a checkpoint. Training continues after a copy in host memory is made."""
+        self.memory.enter("save")
+        description = {
+            "progress": self.state.state_dict(),
+            "ends_run": self._ends_run(record),
+            "metrics": self.metrics,
+            "trackers": self.log.tracker_ids,
+        }
+        best_loss = self.state.best.loss if is_best else None
+        is_asked = self._is_save_asked(record)
+        self.writer.save(record.step, model, optimizer, description, is_asked, best_loss)
+        self.throughput.pause()
+
+    def _ends_run(self, record: StepRecord) -> bool:
+        return record.is_last or self.state.best.should_stop
+
+    def _is_save_asked(self, record: StepRecord) -> bool:
+        """Return whether the settings or a request to stop ask for a checkpoint."""
+        ends_epoch = record.batches.ends_epoch
+        by_settings = self.writer.is_due(record.step, ends_epoch, self._ends_run(record))
+        return record.save or by_settings
+
+    def reason_to_end_early(self, record: StepRecord) -> str | None:
+        """Return why training ends before its last step, or None: early stopping, or
+        max_train_time."""
+        best = self.state.best
+        if best.should_stop:
+            return f"the validation loss was best at step {best.step}"
+        if record.time_is_up:
+            return f"max_train_time {self.config.train.max_train_time} is over"
+        return None
+
+    def end(self, reason: str) -> None:
+        """Keep why training has ended, for the summary."""
+        self.ended = f"step {self.state.step} of {self.batches.total_steps}: {reason}"
+
+    def stopped(self, record: StepRecord) -> runtime.Stopped:
+        """Return the exception that ends a run by a signal, after its checkpoint is written."""
+        assert record.stop is not None
+        self.writer.finish()
+        return runtime.Stopped(record.stop, record.step, self.writer.last)
+
+    # After training
+
+    def take_best_weights(self, model: PreTrainedModel) -> None:
+        """With early stopping, load the weights with the best validation loss."""
+        self.writer.finish()
+        self.weights_of = self.state.step
+        step = checkpoint.result_step(self.config, self.state.step, self.state.best.step)
+        if step != self.state.step:
+            kept = checkpoint.open_best(step, self.directory, self.resumed, self.ranks)
+            checkpoint.restore_weights(kept, model)
+            self.weights_of = kept.step
+
+    def trainer_record(self) -> dict[str, Any]:
+        """Return the description of the run for the model card; see checkpoint.write_model_card."""
+        return {**self._outcome(), **self._description}
+
+    def log_result(self, result: Path) -> None:
+        """Upload the final model or adapter with the trackers that want it."""
+        self.facts.add(weights_of=self.weights_of)
+        # the other ranks wait for it
+        seconds = parse_duration(self.config.train.collective_timeout) / 2
+        self.log.log_result(result, self._outcome(), seconds)
+
+    def log_summary(self, recipes: Path) -> None:
+        """Log the results, the files and the next commands. `recipes` is the recipes' directory."""
+        if not self.ranks.is_main:
+            return
+        best = self.state.best
+        summary = observe.summary(
+            self.config,
+            self.directory,
+            recipes,
+            self.ended,
+            time.monotonic() - self._started_at,
+            (best.loss, best.step),
+            self.weights_of,
+            self.dataset.validation is not None,
+        )
+        runtime.console.print(summary)
+
+    def _outcome(self) -> dict[str, Any]:
+        return {
+            "step": self.state.step,
+            "metrics": self.metrics,
+            "weights_of": self.weights_of,
+            "best_step": self.state.best.step,
+        }
+
+
+@contextmanager
+def open_run(
+    setup: Setup,
+    config: Config,
+    inputs: dict[str, Any],
+    dataset: data.TokenizedData,
+    batches: data.TrainingBatches,
+    model: PreTrainedModel,
+    units: Sequence[models.Unit],
+) -> Iterator[TrainingRun]:
+    """Create the run's directory (nothing is written before) and start the trackers.
+
+    Args:
+        setup: what was known before.
+        config: the settings, with all choices made.
+        inputs: the result of `Setup.check_inputs`.
+        dataset: the tokenized data.
+        batches: the plan of all steps.
+        model: loaded, on this rank's device.
+        units: the FSDP units, for the report.
+    """
+    ranks = setup.ranks
+    name = config.model.model_name
+    directory = checkpoint.create_run_directory(config.checkpoint, name, ranks, setup.resumed)
+    log.info(f"Run directory: {directory}")
+    write_report = partial(report.write_or_warn, directory)
+    ranks.begin_run(directory, setup.resumed.step if setup.resumed else 0, at_end=write_report)
+    if ranks.is_main:
+        text = to_yaml(config, f"--config {directory}/config.yaml repeats this run")
+        (directory / "config.yaml").write_text(text)
+    setup.preflight.tell(directory)
+    run = TrainingRun(setup, config, inputs, dataset, batches, model, directory)
+    run.facts.add(units=[dataclasses.asdict(unit) for unit in units])
+    with run.log:
+        yield run
