@@ -18,14 +18,14 @@ import torch.distributed as dist
 import yaml
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
-from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.checkpoint.safetensors_file import Headers, SafetensorsFile
+from llama_ft.config import CheckpointConfig, parse_size
 from llama_ft.config.paths import looks_local
 from llama_ft.data import stop_token_ids
 from llama_ft.errors import RunFailure, UserError, reason
 from llama_ft.masking import mask_secrets
-from llama_ft.models import Adapter, ShardGroup, left_out
+from llama_ft.models import Adapter, BuiltModel, ShardGroup
 from llama_ft.models.conversion import SavedGroup, open_source, saved_layout
 from llama_ft.models.load_weights import account_for
 from llama_ft.models.lora import ADAPTER_WEIGHTS
@@ -171,12 +171,9 @@ class SavedWeights:
 
 
 def export_model(
-    model: PreTrainedModel,
+    built: BuiltModel,
     folder: Path,
-    source: Path,
-    stored_dtypes: dict[str, torch.dtype],
-    save_dtype: torch.dtype | None,
-    max_shard_bytes: int,
+    settings: CheckpointConfig,
     tokenizer: PreTrainedTokenizerBase,
     write_card: Write,
     runtime: Runtime,
@@ -184,23 +181,24 @@ def export_model(
     """Write a fully fine-tuned model. All ranks call it; rank 0 writes.
 
     Args:
-        model: the sharded model.
+        built: the sharded model. Frozen weights, generation config and code come from the directory
+            of its base model.
         folder: target directory, replaced in one step when all files are written.
-        source: directory of the base model, for its frozen weights, generation config and code.
-        stored_dtypes: name -> dtype there, used if save_dtype is None.
-        save_dtype: dtype of all floating tensors; None: as in the base model.
-        max_shard_bytes: maximum size of a file.
+        settings: save_dtype of all floating tensors (auto: as in the base model), and
+            max_shard_size, the maximum size of a file.
         tokenizer: saved with the model, including its chat template.
         write_card: called on rank 0 with the temporary directory, which already holds everything
             else.
         runtime: the ranks.
     """
+    model = built.model
+    source = built.folder
     frozen = None
     base = None
     if runtime.is_main and (
-        left_out(model).tensors or not all(it.requires_grad for it in model.parameters())
+        built.left_out.tensors or not all(it.requires_grad for it in model.parameters())
     ):
-        base = open_source(source, model)  # training may hold frozen weights rounded to 16 bits
+        base = open_source(source, built)  # training may hold frozen weights rounded to 16 bits
         frozen = stored_rows(base, account_for(model, base.tensors, source))
     untouched = runtime.broadcast_from_rank0(lambda: untouched_tensors(base))
     # tied ones once
@@ -208,12 +206,12 @@ def export_model(
     tensors = dict[str, torch.Tensor](model.named_parameters())
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
     rows = _gathered({**tensors, **untouched}, runtime, frozen)
-    weights = SavedWeights(
-        tensors, rows, save_dtype, stored_dtypes, saved_layout(model, tensors), untouched
-    )
+    dtype = save_dtype(settings.save_dtype)
+    layout = saved_layout(built, tensors)
+    weights = SavedWeights(tensors, rows, dtype, built.stored_dtypes, layout, untouched)
 
     def write(aside: Path) -> None:
-        weights.write(aside, max_shard_bytes)
+        weights.write(aside, parse_size(settings.max_shard_size))
         write_model_settings(aside, model.config, weights.main_dtype(), tokenizer, source)
         write_card(aside)
 
@@ -221,24 +219,21 @@ def export_model(
 
 
 def export_adapter(
-    model: PreTrainedModel,
-    adapter: Adapter,
+    built: BuiltModel,
     folder: Path,
-    save_dtype: torch.dtype | None,
+    settings: CheckpointConfig,
     tokenizer: PreTrainedTokenizerBase,
     write_card: Write,
     runtime: Runtime,
 ) -> None:
-    """Write the adapter as a PEFT directory. All ranks call it; rank 0 writes.
-
-    Args:
-        adapter: the result of `inject_lora`; its keys are PEFT's names of the tensors.
-        model, folder, save_dtype, tokenizer, write_card, runtime: as for `export_model`.
-    """
-    tensors = {
-        adapter.keys[name]: p for name, p in model.named_parameters() if name in adapter.keys
-    }
-    weights = SavedWeights(tensors, _gathered(tensors, runtime), save_dtype)
+    """Write the adapter as a PEFT directory. All ranks call it; rank 0 writes. For the arguments
+    see `export_model`."""
+    adapter = built.adapter
+    assert adapter is not None
+    keys = adapter.keys
+    tensors = {keys[name]: p for name, p in built.model.named_parameters() if name in keys}
+    dtype = save_dtype(settings.save_dtype)
+    weights = SavedWeights(tensors, _gathered(tensors, runtime), dtype)
 
     def write(aside: Path) -> None:
         write_adapter(aside, adapter, weights, tokenizer)

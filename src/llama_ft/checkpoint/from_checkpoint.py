@@ -26,7 +26,6 @@ from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from pydantic import ValidationError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
-from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from llama_ft import data, models
@@ -92,10 +91,9 @@ class Exporter:
         base: directory of the base model.
         base_name: the user's name for it.
         tokenizer: the tokenizer to save.
-        model: the model on the meta device; with LoRA it contains the adapter.
+        built: the model on the meta device; with LoRA it contains the adapter.
         trained: the trained weights.
         keys: trained parameter of the model -> its name in `trained`.
-        adapter: set with LoRA.
         new: tokens that the base model lacks.
         config: of the run; the defaults for a saved adapter.
         trainer: the run as described on the model card, or None.
@@ -104,13 +102,17 @@ class Exporter:
     base: Path
     base_name: str
     tokenizer: PreTrainedTokenizerBase
-    model: PreTrainedModel
+    built: models.BuiltModel
     trained: WeightSource
     keys: dict[str, str]
-    adapter: models.Adapter | None
     new: models.NewTokens | None
     config: Config
     trainer: dict[str, Any] | None
+
+    @property
+    def adapter(self) -> models.Adapter | None:
+        """The adapter, with LoRA."""
+        return self.built.adapter
 
     @classmethod
     def prepare(
@@ -148,10 +150,11 @@ class Exporter:
             else models.local_folder(named, place, weights=merge or not config.peft.use_peft)
         )
         new = models.NewTokens(**trainer["new_tokens"]) if trainer.get("new_tokens") else None
-        model = _skeleton(base, trust_remote_code, new, config.preference.objective)
-        adapter = None
+        built = _skeleton(base, trust_remote_code, new, config.preference.objective)
+        model = built.model
         if config.peft.use_peft:
-            adapter = models.inject_lora(model, config.peft, models.portable_name(named, base), new)
+            portable = models.portable_name(named, base)
+            built.adapter = models.inject_lora(built, config.peft, portable, new)
         if config.model.freeze_layers:
             models.freeze_first_layers(model, config.model.num_freeze_layers)
         expected = {
@@ -164,10 +167,10 @@ class Exporter:
         tokenizer.chat_template = trainer["chat_template"]
         if tokenizer.chat_template and config.model.resize_embeddings:
             data.ensure_chat_template(tokenizer, add_tokens=True)
-        _settle_pad_token(model, tokenizer)
+        _settle_pad_token(built, tokenizer)
         trained = checkpoint.weights()
         keys = {name: name for name in trained.tensors}
-        return cls(base, named, tokenizer, model, trained, keys, adapter, new, config, trainer)
+        return cls(base, named, tokenizer, built, trained, keys, new, config, trainer)
 
     @classmethod
     def of_adapter(
@@ -188,18 +191,19 @@ class Exporter:
         file = folder / lora.ADAPTER_WEIGHTS
         new = tokens_added(settings, models.load_model_config(base, trust_remote_code))
         objective = "reward" if settings.task_type == "SEQ_CLS" else "sft"
-        model = _skeleton(base, trust_remote_code, new, objective)
-        adapter = lora.inject_adapter(model, settings)
+        built = _skeleton(base, trust_remote_code, new, objective)
+        adapter = lora.inject_adapter(built.model, settings)
+        built.adapter = adapter
         trained = SafetensorsSource([file])
         tokenizer = models.load_tokenizer(
             folder if any(folder.glob("tokenizer*")) else base, trust_remote_code
         )
-        _settle_pad_token(model, tokenizer)
+        _settle_pad_token(built, tokenizer)
         exporter = cls(
-            base, base_name, tokenizer, model, trained, adapter.keys, adapter, new, Config(), None
+            base, base_name, tokenizer, built, trained, adapter.keys, new, Config(), None
         )
         exporter._changes()  # reports unsupported kinds of layers before their tensors are compared
-        lora.check_saved_adapter(trained.tensors, model, adapter, file, str(base))
+        lora.check_saved_adapter(trained.tensors, built.model, adapter, file, str(base))
         return exporter
 
     def write_model(
@@ -221,7 +225,7 @@ class Exporter:
         weights = self._merged(save_dtype)
         with written_aside(folder) as aside:
             export.write_model_settings(
-                aside, self.model.config, weights.main_dtype(), self.tokenizer, self.base
+                aside, self.built.model.config, weights.main_dtype(), self.tokenizer, self.base
             )
             weights.write(aside, max_shard_bytes)
             self._write_card(aside)
@@ -232,7 +236,9 @@ class Exporter:
         assert self.adapter is not None
         keys = self.adapter.keys
         names = {
-            keys[name]: self.keys[name] for name, _ in self.model.named_parameters() if name in keys
+            keys[name]: self.keys[name]
+            for name, _ in self.built.model.named_parameters()
+            if name in keys
         }
         tensors = {key: self.trained.tensors[name] for key, name in names.items()}
         weights = SavedWeights(tensors, export.stored_rows(self.trained, names), save_dtype)
@@ -241,22 +247,22 @@ class Exporter:
             self._write_card(aside)
 
     def _write_card(self, folder: Path) -> None:
-        auto = models.auto_class(self.model.config, self.config.model.trust_remote_code)
+        auto = models.auto_class(self.built.model.config, self.config.model.trust_remote_code)
         write_model_card(folder, self.base_name, self.trainer, auto.__name__)
 
     def _merged(self, save_dtype: torch.dtype | None) -> SavedWeights:
         """Return the weights of the merged model. Writing them takes the memory of a few blocks of
         rows and the mapped files. If embedding and LM head are no longer tied, the model's config
         is changed."""
-        model = self.model
-        config = self.model.config
+        model = self.built.model
+        config = model.config
         if getattr(config, "quantization_config", None) is not None:
             raise UserError(
                 f"{self.base}: quantized. --base_model names the unquantized model that it was made from."
             )
         if self.adapter is not None:
             check_settings(self.adapter.config.to_dict(), "--merge")
-        base = open_source(self.base, model)
+        base = open_source(self.base, self.built)
         changes = self._changes()
         trained = self._trained_keys()
         keys = account_for(model, base.tensors, self.base)
@@ -300,14 +306,14 @@ class Exporter:
                 start += len(block) if block.dim() else 1
 
         # Only the shapes of these tensors are used.
-        layout, untouched = saved_layout(model, tensors), export.untouched_tensors(base)  # type: ignore[arg-type]
+        layout, untouched = saved_layout(self.built, tensors), export.untouched_tensors(base)  # type: ignore[arg-type]
         written |= {name: (name, None) for name in untouched}
         return SavedWeights(tensors, rows, save_dtype, groups=layout, untouched=untouched)
 
     def _trained_keys(self) -> dict[int, str]:
         return {
             id(it): self.keys[name]
-            for name, it in self.model.named_parameters()
+            for name, it in self.built.model.named_parameters()
             if name in self.keys
         }
 
@@ -317,7 +323,7 @@ class Exporter:
         changes = dict[str, Change]()
         by_key = dict[str, Change]()
         keys = self._trained_keys()
-        for name, module in self.model.named_modules():
+        for name, module in self.built.model.named_modules():
             target = lora.checkpoint_key(f"{name}.base_layer.weight")
             if isinstance(module, ParamWrapper):
                 changes[lora.checkpoint_key(f"{name}.{module.parameter_name}")] = self._stacked(
@@ -395,18 +401,19 @@ def _with_rows(
 
 def _skeleton(
     base: Path, trust_remote_code: bool, new: models.NewTokens | None, objective: str
-) -> PreTrainedModel:
+) -> models.BuiltModel:
     settings = ModelConfig(model_name=str(base), trust_remote_code=trust_remote_code)
     config = models.load_model_config(base, trust_remote_code)
     models.choose_head(config, objective)
-    return models.build_on_meta(config, settings, new)
+    return models.build_on_meta(config, settings, base, new)
 
 
-def _settle_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def _settle_pad_token(built: models.BuiltModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """As training does for a reward model."""
-    if models.has_score(model):
-        pad = data.pad_token_id(tokenizer, model.config.vocab_size)
-        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id = pad
+    if built.has_score:
+        config = built.model.config
+        pad = data.pad_token_id(tokenizer, config.vocab_size)
+        config.get_text_config().pad_token_id = tokenizer.pad_token_id = pad
 
 
 def recorded_config(checkpoint: Checkpoint) -> Config:

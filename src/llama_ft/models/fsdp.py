@@ -3,7 +3,6 @@ units in a table."""
 
 from collections import Counter
 from collections.abc import Set
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -18,45 +17,33 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import FSDPConfig
 from llama_ft.errors import UserError
 from llama_ft.models.build import decoder_layers
+from llama_ft.models.built import BuiltModel, Unit
 from llama_ft.models.lora_linear import cast_where_used
-from llama_ft.models.packed_rows import has_token_mixers, token_mixers
 from llama_ft.models.quantized import weight_counts
 from llama_ft.models.torch_2_11 import allow_integers
 from llama_ft.runtime.devices import Precision
 
 
-@dataclass(frozen=True)
-class Unit:
-    """An FSDP unit: parameters that are all-gathered, used and freed together."""
-
-    name: str  # name of its module; "" is the root, which holds all other parameters
-    kind: str  # class of that module
-    parameters: int  # number; each tied weight once
-    # unsharded: quantized weights as stored, others in the compute dtype; without those used as
-    # stored
-    bytes: int
-
-
 def apply_fsdp(
-    model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, precision: Precision
+    built: BuiltModel, mesh: DeviceMesh, fsdp: FSDPConfig, precision: Precision
 ) -> list[Unit]:
     """Apply fully_shard to the modules of the wrap policy, then to the root. Returns the FSDP
     units, root last. Raises UserError if the policy finds no decoder layer class. Without
     enable_fsdp, units only limit what is cast at once.
 
     Args:
-        model: on the meta device, with adapters.
+        built: the model on the meta device, with adapters and packed attention.
         mesh: with one dimension it shards; with two it replicates over the first and shards over
             the second.
         fsdp: wrap policy, strategy, offloading.
         precision: dtypes of all-gather and reduce-scatter.
     """
-    modules = _modules_to_wrap(model, fsdp)
+    model = built.model
+    modules = _modules_to_wrap(built, fsdp)
     ready = _used_as_stored(model, mesh, fsdp, precision)
     units = _describe_units(model, modules, precision.compute, ready)
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
@@ -116,9 +103,10 @@ def _used_as_stored(
     return ready | adapters
 
 
-def _modules_to_wrap(model: PreTrainedModel, fsdp: FSDPConfig) -> list[nn.Module]:
+def _modules_to_wrap(built: BuiltModel, fsdp: FSDPConfig) -> list[nn.Module]:
     if fsdp.fsdp_wrap_policy == "size":
-        return _modules_by_size(model, fsdp.min_num_params)
+        return _modules_by_size(built, fsdp.min_num_params)
+    model = built.model
     layers = decoder_layers(model)
     if not layers:
         raise UserError("this model has no list of decoder layers. Use --fsdp_wrap_policy size.")
@@ -137,17 +125,18 @@ def _modules_to_wrap(model: PreTrainedModel, fsdp: FSDPConfig) -> list[nn.Module
     ]
 
 
-def _modules_by_size(model: PreTrainedModel, least: int) -> list[nn.Module]:
+def _modules_by_size(built: BuiltModel, least: int) -> list[nn.Module]:
     """Return modules, innermost first, with at least `least` parameters that no unit inside them
     holds. It does not split the LM head, which is called for one chunk of positions at a time
     (chunked_loss); modules that run sample by sample, because ranks have different numbers of
     samples; and modules wrapped by PEFT: DoRA and adapters of experts read parameters of inner
     modules without calling them, so these would not be all-gathered."""
+    model = built.model
     wrapped: list[nn.Module] = []
     held: set[int] = set()
     whole = {model.get_output_embeddings()}
-    if has_token_mixers(model):
-        whole |= token_mixers(model).by_row | token_mixers(model).with_kernels
+    if built.mixers is not None:
+        whole |= built.mixers.by_row | built.mixers.with_kernels
     times = Counter(
         id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
     )
@@ -174,7 +163,7 @@ def _modules_by_size(model: PreTrainedModel, least: int) -> list[nn.Module]:
 
 
 def _describe_units(
-    model: PreTrainedModel,
+    model: nn.Module,
     modules: list[nn.Module],
     compute: torch.dtype,
     ready: Set[nn.Parameter] = frozenset(),

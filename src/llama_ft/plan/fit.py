@@ -22,7 +22,7 @@ from llama_ft.config.settings import SETTINGS, values_of
 from llama_ft.errors import UserError
 from llama_ft.plan.duration import describe_time, step_seconds
 from llama_ft.plan.flags import PlanFlags
-from llama_ft.plan.predict import BuildModel, predict
+from llama_ft.plan.predict import predict
 from llama_ft.plan.preflight import free_text
 from llama_ft.plan.types import Plan, PlanRequest
 
@@ -46,7 +46,7 @@ class Fit(NamedTuple):
 
 def answer_fit(
     request: PlanRequest,
-    build_model: BuildModel,
+    build_model: models.BuildModel,
     planned: Plan,
     options: PlanFlags,
     tell: Callable[[str], Any],
@@ -81,7 +81,7 @@ def answer_fit(
 
 def find_fits(
     request: PlanRequest,
-    build_model: BuildModel,
+    build_model: models.BuildModel,
     room: float,
     planned: Plan,
     quick: bool,
@@ -210,7 +210,7 @@ def ladder(request: PlanRequest, room: float = math.inf) -> tuple[list[Change], 
 
 
 def choose_checkpointing(
-    request: PlanRequest, build_model: BuildModel, free: float
+    request: PlanRequest, build_model: models.BuildModel, free: float
 ) -> tuple[Config, str, Plan]:
     """Choose for `--activation_checkpointing auto`: the first of off, selective and full that fits
     `free` bytes (inf: unknown) by a quick plan, else the one with the least memory. Returns the

@@ -2,7 +2,7 @@
 tensors."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -38,12 +38,8 @@ OFFLOADED: tuple[MemoryCategory, ...] = (
     "gradients",
 )
 
-BuildModel = Callable[
-    ..., tuple[PreTrainedModel, models.Adapter | None, dict[str, torch.dtype], list[models.Unit]]
-]
 
-
-def predict(request: PlanRequest, build_model: BuildModel, quick: bool = False) -> Plan:
+def predict(request: PlanRequest, build_model: models.BuildModel, quick: bool = False) -> Plan:
     """Predict the memory of rank 0.
 
     Args:
@@ -69,7 +65,7 @@ def predict(request: PlanRequest, build_model: BuildModel, quick: bool = False) 
         return _plan_with(request, build_model, None)
 
 
-def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None) -> Plan:
+def _plan_with(request: PlanRequest, build_model: models.BuildModel, layers: int | None) -> Plan:
     config = _plannable(request.config)
     new_tokens = request.new_tokens
     model_config, headers = read_headers(request.folder, config.model, layers)
@@ -87,12 +83,13 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
         else None
     )
     with _fake_world(request) as job, planned_models(headers, request.device), tracker.planning():
-        model, _, stored_dtypes, _ = build_model(
-            config, request.folder, model_config, new_tokens, tracker, job
-        )
-        tracker.watch(model)
+        models.choose_head(model_config, config.preference.objective)
+        asked = models.ModelRequest(config, request.folder, model_config, new_tokens)
+        built = build_model(asked, job, tracker)
+        model = built.model
+        tracker.watch(built)
         step_flops = _step_flops(config, model, batch, request.target_share)
-        optimizer = _two_steps(config, model, batch, validation, tracker, job)
+        optimizer = _two_steps(config, built, batch, validation, tracker, job)
         of_the_device = len(tracker.events)
         tracker.enter("save")
         saved = checkpoint.to_host(checkpoint.own_state(model, optimizer, job))
@@ -105,7 +102,7 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
         world_size=request.world_size,
         # over all ranks
         checkpoint_bytes=sum(tensor.numel() * tensor.element_size() for tensor in staged),
-        result_bytes=_result_bytes(config, model, stored_dtypes),
+        result_bytes=_result_bytes(config, built),
         tokens=batch.tokens,
         is_quick=layers is not None,
         step_flops=step_flops,
@@ -115,7 +112,7 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
 
 def _two_steps(
     config: Config,
-    model: PreTrainedModel,
+    built: models.BuiltModel,
     batch: Batch,
     validation: Batch | None,
     tracker: Tracker,
@@ -124,6 +121,7 @@ def _two_steps(
     """Run two steps and an evaluation like the recipe's training loop, and return the optimizer.
     The first step only creates the optimizer states, so it needs no forward pass."""
     settings = config.train
+    model = built.model
     objective = training.build_objective(config)
     optimizer = training.build_optimizer(model, settings)
     model.train()
@@ -140,17 +138,17 @@ def _two_steps(
     scale = training.TrainState(settings).scale.factor
     batches = [batch] * min(settings.gradient_accumulation_steps, MOST_MICRO_BATCHES)
     losses = training.accumulate_gradients(
-        model, objective, batches, 1, reduce_last_only, job, scale, tracker
+        built, objective, batches, 1, reduce_last_only, job, scale, tracker
     )
     tracker.enter("optimizer step")
-    training.clip_and_reduce_norm(model, losses, 1, settings, scale, job)
+    training.clip_and_reduce_norm(built, losses, 1, settings, scale, job)
     training.update_weights(optimizer, settings.lr)
     tracker.assign(states_of(optimizer), "optimizer state")
     if validation is not None:
         tracker.enter("evaluation")
         model.eval()
         with torch.no_grad():
-            objective.loss(model, validation, job)
+            objective.loss(built, validation, job)
         training.free_unsharded(model)
         model.train()
     return optimizer
@@ -245,22 +243,21 @@ def _plannable(config: Config) -> Config:
     )
 
 
-def _result_bytes(
-    config: Config, model: PreTrainedModel, stored_dtypes: dict[str, torch.dtype]
-) -> int:
+def _result_bytes(config: Config, built: models.BuiltModel) -> int:
     if not config.checkpoint.save_model:
         return 0
     asked = checkpoint.save_dtype(config.checkpoint.save_dtype)
     is_lora = config.peft.use_peft
-    saved = [(name, it) for name, it in model.named_parameters() if it.requires_grad or not is_lora]
+    parameters = built.model.named_parameters()
+    saved = [(name, it) for name, it in parameters if it.requires_grad or not is_lora]
     dtypes = [
-        asked or (torch.float32 if is_lora else stored_dtypes.get(name, it.dtype))
+        asked or (torch.float32 if is_lora else built.stored_dtypes.get(name, it.dtype))
         for name, it in saved
     ]
     copied = (
         0
         if is_lora
-        else sum(models.left_out(model).tensors.values()) * max(dtype.itemsize for dtype in dtypes)
+        else sum(built.left_out.tensors.values()) * max(dtype.itemsize for dtype in dtypes)
     )
     return copied + sum(
         it.numel() * dtype.itemsize for (_, it), dtype in zip(saved, dtypes, strict=True)

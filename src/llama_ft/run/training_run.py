@@ -244,14 +244,14 @@ class TrainingRun:
             if step.is_logged:
                 self.log.log_step(step.step, step.metrics | self.writer.timings())
 
-    def evaluate(self, model: PreTrainedModel, objective: Objective, pad: int) -> Metrics:
+    def evaluate(self, built: models.BuiltModel, objective: Objective, pad: int) -> Metrics:
         """Return the validation loss and related metrics. All ranks call it together."""
         self.memory.enter("evaluation")
         samples = self.dataset.validation
         assert samples is not None
         pack_length = self.batches.pack_length
         loss, _, others = training.mean_loss(
-            model, objective, samples, self.config.train, pad, pack_length, self.ranks
+            built, objective, samples, self.config.train, pad, pack_length, self.ranks
         )
         metrics = {"eval/loss": loss}
         metrics |= {f"eval/{name}": value for name, value in others.items()}
@@ -385,8 +385,7 @@ def open_run(
     inputs: dict[str, Any],
     dataset: data.TokenizedData,
     batches: data.TrainingBatches,
-    model: PreTrainedModel,
-    units: Sequence[models.Unit],
+    built: models.BuiltModel,
 ) -> Iterator[TrainingRun]:
     """Create the run's directory (nothing is written before) and start the trackers.
 
@@ -396,8 +395,7 @@ def open_run(
         inputs: the result of `Setup.check_inputs`.
         dataset: the tokenized data.
         batches: the plan of all steps.
-        model: loaded, on this rank's device.
-        units: the FSDP units, for the report.
+        built: the loaded model; its FSDP units are for the report.
     """
     ranks = setup.ranks
     name = config.model.model_name
@@ -409,7 +407,7 @@ def open_run(
         text = to_yaml(config, f"--config {directory}/config.yaml repeats this run")
         (directory / "config.yaml").write_text(text)
     setup.preflight.tell(directory)
-    run = TrainingRun(setup, config, inputs, dataset, batches, model, directory)
-    run.facts.add(units=[dataclasses.asdict(unit) for unit in units])
+    run = TrainingRun(setup, config, inputs, dataset, batches, built.model, directory)
+    run.facts.add(units=[dataclasses.asdict(unit) for unit in built.units])
     with run.log:
         yield run

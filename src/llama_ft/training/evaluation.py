@@ -13,6 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
 from llama_ft.data import collate, evaluation_batches, group_size, row_lengths, stop_token_ids
+from llama_ft.models import BuiltModel
 from llama_ft.runtime import Runtime, log
 from llama_ft.training.objective import Objective, logged_means
 from llama_ft.training.step import free_unsharded
@@ -27,7 +28,7 @@ def perplexity(loss: float) -> float:
 
 @torch.no_grad()
 def mean_loss(
-    model: PreTrainedModel,
+    built: BuiltModel,
     objective: Objective,
     validation: Dataset,
     settings: TrainConfig,
@@ -39,7 +40,7 @@ def mean_loss(
     pairs, and the means of the objective's other values.
 
     Args:
-        model: in training mode, also afterwards.
+        built: the model in training mode, also afterwards.
         objective: computes the loss of a batch.
         validation: tokenized samples. The ranks share them; each counts once.
         settings: val_batch_size and max_eval_step.
@@ -50,6 +51,7 @@ def mean_loss(
     ranks = (runtime.world_size, runtime.rank)
     sizes = (settings.val_batch_size, settings.max_eval_step)
     group = group_size(validation)
+    model = built.model
     model.eval()
     count = 0
     sums = defaultdict[str, torch.Tensor](
@@ -57,7 +59,7 @@ def mean_loss(
     )
     for indices in evaluation_batches(row_lengths(validation), *ranks, *sizes, pack_length, group):
         batch = collate(validation, indices, pad_token_id, pack_length is not None)
-        summed = objective.loss(model, batch, runtime)
+        summed = objective.loss(built, batch, runtime)
         for name, value in {"loss": summed.loss, **summed.logged}.items():
             sums[name] += value
         count += summed.count

@@ -15,7 +15,7 @@ import gc
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,13 +25,13 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
-from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import models
 from llama_ft.config import Config, PeftConfig
 from llama_ft.config.paths import REFERENCE_FILE
 from llama_ft.data import Batch, TokenizedData, collate, evaluation_batches, group_size, row_lengths
 from llama_ft.errors import RunFailure, UserError, counted, reason
+from llama_ft.models import BuiltModel
 from llama_ft.models.source import listed
 from llama_ft.phases import PhaseMonitor
 from llama_ft.runtime import Runtime, log, sent
@@ -49,32 +49,29 @@ FINGERPRINT = "fingerprint"
 class Reference(Protocol):
     """Interface of the reference's log-probabilities."""
 
-    def log_probabilities(
-        self, model: PreTrainedModel, batch: Batch, runtime: Runtime
-    ) -> torch.Tensor:
+    def log_probabilities(self, built: BuiltModel, batch: Batch, runtime: Runtime) -> torch.Tensor:
         """Return sums over the targets of each row of a micro-batch, float32 [rows] on the device,
-        without gradient. `model` is the policy. All ranks must call it."""
+        without gradient. `built` is the policy. All ranks must call it."""
 
 
 class AdapterOff:
     """The model with its adapter off. It is computed in each step, and needs no additional memory
     for weights."""
 
-    def log_probabilities(
-        self, model: PreTrainedModel, batch: Batch, runtime: Runtime
-    ) -> torch.Tensor:
+    def log_probabilities(self, built: BuiltModel, batch: Batch, runtime: Runtime) -> torch.Tensor:
         """See `Reference`."""
-        with models.adapter_off(model):
-            return score_rows(model, batch, runtime)
+        with models.adapter_off(built.model):
+            return score_rows(built, batch, runtime)
 
 
 @torch.no_grad()
-def score_rows(model: PreTrainedModel, batch: Batch, runtime: Runtime) -> torch.Tensor:
+def score_rows(built: BuiltModel, batch: Batch, runtime: Runtime) -> torch.Tensor:
     """Return the model's log-probability of the targets of each row, float32 [rows], without
     dropout or gradient."""
+    model = built.model
     is_training = model.training
     model.eval()
-    losses, _ = target_losses(model, batch, runtime.device, per_token=True)
+    losses, _ = target_losses(built, batch, runtime.device, per_token=True)
     model.train(is_training)
     return row_log_probabilities(losses, batch)
 
@@ -101,9 +98,7 @@ class StoredReference:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def log_probabilities(
-        self, model: PreTrainedModel, batch: Batch, runtime: Runtime
-    ) -> torch.Tensor:
+    def log_probabilities(self, built: BuiltModel, batch: Batch, runtime: Runtime) -> torch.Tensor:
         """See `Reference`. Raises RunFailure if a row was not scored before."""
         keys = row_keys(batch)
         places = numpy.searchsorted(self._keys[:-1], keys)  # at most the last
@@ -116,21 +111,21 @@ class StoredReference:
         sums = self._sums[places] if batch.sources else numpy.zeros(len(keys), numpy.float32)
         return sent(torch.from_numpy(sums), runtime.device)
 
-    def compute(self, model: PreTrainedModel, batches: Iterable[Batch], runtime: Runtime) -> None:
+    def compute(self, built: BuiltModel, batches: Iterable[Batch], runtime: Runtime) -> None:
         """Score the rows of this rank's micro-batches; every rank has the same number. All ranks
         get all numbers."""
         keys = [numpy.zeros(0, numpy.int64)]
         sums = [torch.zeros(0)]
         logged = time.monotonic()
         for batch in batches:
-            scores = score_rows(model, batch, runtime)
+            scores = score_rows(built, batch, runtime)
             if batch.sources:
                 keys.append(row_keys(batch))
                 sums.append(scores.cpu())
             if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
                 logged = time.monotonic()
                 log.info(f"reference: {counted(sum(map(len, keys)), 'row')} on this rank")
-        free_unsharded(model)
+        free_unsharded(built.model)
         everyone: list[Any] = [None] * runtime.world_size
         dist.all_gather_object(everyone, (numpy.concatenate(keys), torch.cat(sums).numpy()))
         all_keys, all_sums = (numpy.concatenate(each) for each in zip(*everyone, strict=True))
@@ -206,7 +201,7 @@ class ReferencePass:
         if self._stored is not None and self._other is None:
             self._fingerprint["model"] = models.fingerprint(folder)
 
-    def score_with_other_model(self, build_model: Callable[..., Any], memory: PhaseMonitor) -> None:
+    def score_with_other_model(self, build_model: models.BuildModel, memory: PhaseMonitor) -> None:
         """Compute the numbers with --reference_model, and free its weights.
 
         Args:
@@ -227,20 +222,22 @@ class ReferencePass:
         log.info(f"Reference: {self._other}")
         model = dataclasses.replace(self._config.model, model_name=self._other, freeze_layers=False)
         config = dataclasses.replace(self._config, model=model, peft=PeftConfig())
-        built = build_model(config, folder, model_config, None, memory, runtime, is_trained=False)
+        models.choose_head(model_config, config.preference.objective)
+        request = models.ModelRequest(config, folder, model_config, is_trained=False)
+        built = build_model(request, runtime, memory)
         memory.enter("evaluation")
-        self._stored.compute(built[0], self._batches(), runtime)
+        self._stored.compute(built, self._batches(), runtime)
         self._fingerprint["model"] = models.fingerprint(folder)
         del built
         gc.collect()  # FSDP units and modules refer to each other
         torch.cuda.empty_cache()
 
-    def settle(self, model: PreTrainedModel, directory: Path, checkpoint: Path | None) -> None:
+    def settle(self, built: BuiltModel, directory: Path, checkpoint: Path | None) -> None:
         """Read the numbers of a resumed run. For a new run, compute them unless another model did,
         and write them.
 
         Args:
-            model: the model before step 1.
+            built: the model before step 1.
             directory: of the run; if it is resumed, the directory has the file of the checkpoint.
             checkpoint: the directory of the checkpoint that is resumed, if any.
 
@@ -257,7 +254,7 @@ class ReferencePass:
             )
             return
         if self._other is None:
-            self._stored.compute(model, self._batches(), self._runtime)
+            self._stored.compute(built, self._batches(), self._runtime)
         if self._runtime.is_main:
             self._stored.save(file, self._fingerprint)
         log.info(f"Reference: log-probabilities of {counted(len(self._stored), 'row')}: {file}")
