@@ -147,7 +147,7 @@ def build_model(
         config.quantization, request.model_config, config.peft.use_peft or not request.is_trained
     )
     built = models.build_on_meta(
-        request.model_config, config.model, request.folder, request.new_tokens
+        request.model_config, config.model, request.new_tokens, request.folder
     )
     model = built.model
     if others := built.left_out.modules:

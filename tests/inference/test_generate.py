@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import build_model
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import (
     AutoModelForCausalLM,
@@ -23,6 +24,7 @@ from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.generate import Answerer, resolve_sampling
 from llama_ft.inference.load import LoadedModel, open_model
+from llama_ft.models import BuiltModel
 from llama_ft.runtime import Runtime
 
 PROMPTS = [[5, 99, 250, 3, 17], [42], [7, 7, 8, 100, 2, 33, 64, 12, 290], [60, 61]]
@@ -34,7 +36,7 @@ class Model:
     def __init__(self, folder: Path, runtime: Runtime) -> None:
         self.runtime, self.opened = (
             runtime,
-            open_model(str(folder), InferenceFlags(precision="fp32"), runtime),
+            open_model(str(folder), InferenceFlags(precision="fp32"), runtime, build_model()),
         )
         own = self.opened.model.generation_config
         # as a generation_config.json may wish
@@ -139,7 +141,9 @@ def test_what_is_shown_is_the_answer_to_the_character(
     for length in range(3, len(tokens) + 1, 7):
         shown: list[str] = []
         reciter = Answerer(
-            LoadedModel(recites, tokenizer, ""), InferenceFlags(max_new_tokens=length), runtime
+            LoadedModel(BuiltModel(recites), tokenizer, ""),
+            InferenceFlags(max_new_tokens=length),
+            runtime,
         )
         [answer] = reciter.answer([[0]], show=shown.append)
         assert "".join(shown) == answer.text or answer.text.endswith("\ufffd")

@@ -334,11 +334,11 @@ def test_token_rows_compute_and_learn_what_pefts_own_layer_does(kind: str) -> No
 
 def test_what_new_rows_cannot_be_trained_with_is_refused(bases: Path) -> None:
     def refused(base: str, new: NewTokens | None, message: str, **settings: Any) -> None:
-        model = build_on_meta(
+        built = build_on_meta(
             load_model_config(bases / base, False), ModelConfig(model_name=base), new
         )
         with pytest.raises(UserError, match=message):
-            inject_lora(model, PeftConfig(use_peft=True, **settings), "base", new)
+            inject_lora(built, PeftConfig(use_peft=True, **settings), "base", new)
 
     refused("tied", NewTokens(NEW, STORED, GROWN), "are tied", modules_to_save=["lm_head"])
     saved = {"from_peft_checkpoint": str(bases / "untied-adapter")}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_by_hand import logits, stored
-from conftest import run_cases
+from conftest import build_model, run_cases
 from models.test_architectures import SHAPE, VISION
 
 from llama_ft.checkpoint import Exporter, find_valid
@@ -90,7 +90,8 @@ def llava(folder: Path) -> Any:
 
 def opened(place: Path, runtime: Runtime, **flags: Any) -> torch.Tensor:
     """Logits of a text prompt as inference and evaluation of this project load the model."""
-    return logits(open_model(str(place), InferenceFlags(precision="fp32", **flags), runtime).model)
+    options = InferenceFlags(precision="fp32", **flags)
+    return logits(open_model(str(place), options, runtime, build_model()).model)
 
 
 def has_base_towers(folder: Path, base: Path) -> bool:

@@ -405,7 +405,7 @@ def _skeleton(
     settings = ModelConfig(model_name=str(base), trust_remote_code=trust_remote_code)
     config = models.load_model_config(base, trust_remote_code)
     models.choose_head(config, objective)
-    return models.build_on_meta(config, settings, base, new)
+    return models.build_on_meta(config, settings, new, base)
 
 
 def _settle_pad_token(built: models.BuiltModel, tokenizer: PreTrainedTokenizerBase) -> None:

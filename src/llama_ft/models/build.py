@@ -116,7 +116,10 @@ def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig
 
 
 def build_on_meta(
-    config: PretrainedConfig, model: ModelConfig, folder: Path, new: NewTokens | None = None
+    config: PretrainedConfig,
+    model: ModelConfig,
+    new: NewTokens | None = None,
+    folder: Path = Path(),
 ) -> BuiltModel:
     """Build a causal language model on the meta device, with tied weights. Of a model for images or
     sound, build the text part only.
@@ -124,8 +127,8 @@ def build_on_meta(
     Args:
         config: the model's config; it is not changed.
         model: settings: attention implementation, trust_remote_code.
-        folder: the directory of its weights, which are not read here.
         new: tokens for which embedding and LM head get further rows.
+        folder: the directory of its weights, which are not read here.
 
     Raises:
         UserError: Transformers does not have the model, it has no text decoder, or a package for
