@@ -187,7 +187,8 @@ def test_a_model_whose_numbers_are_not_finite_ends_it(model: Model, runtime: Run
     for temperature in (0, 1):
         options = InferenceFlags(temperature=temperature, max_new_tokens=3)
         with pytest.raises(RunFailure, match="not finite"):
-            Answerer(model.opened._replace(model=damaged), options, runtime).answer([[5], [42]])
+            opened = model.opened._replace(built=BuiltModel(damaged))
+            Answerer(opened, options, runtime).answer([[5], [42]])
 
 
 def test_what_is_not_asked_for_is_as_the_model_says() -> None:
