@@ -229,6 +229,7 @@ def run_child(cases: Path, recipe: str, toggle: str) -> None:
     from llama_ft.inference.flags import read_inference_flags
     from llama_ft.inference.generate import Answerer
 
+    sys.path.insert(0, str(RECIPES))  # inference.py imports finetuning.py
     spec = importlib.util.spec_from_file_location(recipe, RECIPES / f"{recipe}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
