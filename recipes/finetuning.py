@@ -86,8 +86,9 @@ def main(**flags: str) -> None:
         reference = training.ReferencePass(
             objective, config, folder, tokenizer, dataset, batches.pack_length, pad, ranks
         )
-        if resumed is None:
-            reference.score_with_other_model(build_model, memory)
+        if resumed is not None:
+            reference.load(resumed.folder, resumed.run)
+        reference.score_with_other_model(build_model, memory)
         request = models.ModelRequest(config, folder, model_config, new_tokens)
         built = build_model(request, ranks, memory)
         memory.leave()  # ends the phase "load"
@@ -97,7 +98,7 @@ def main(**flags: str) -> None:
             training.check_packing(built, batches.first_rows(), batches.pack_length, dtype, ranks)
 
         with open_run(setup, config, inputs, dataset, batches, built) as run:
-            reference.settle(built, run.directory, resumed.folder if resumed else None)
+            reference.settle(built, run.directory)
             train(run, built, objective, tokenizer, pad)
             if config.checkpoint.save_model:
                 export(run, built, tokenizer)
@@ -261,23 +262,24 @@ def train(
             read = run.read_losses(record, result, losses, metrics)  # ends the run if not finite
             is_best = False
             if record.evaluation:
-                metrics |= run.evaluate(built, objective, pad)
-                is_best = state.best.update(metrics["eval/loss"], step.step)
+                metrics |= run.evaluate(built, objective, pad, record)
+                if "eval/loss" in metrics:  # a signal abandons an evaluation
+                    is_best = state.best.update(metrics["eval/loss"], step.step)
             run.log_steps(read)
             if record.answers:
-                run.show_answers(f"after step {step.step}", model, tokenizer, pad)
+                run.show_answers(f"after step {step.step}", model, tokenizer, pad, record)
             if run.save_is_due(record, is_best):
                 run.save(record, is_best, model, optimizer)
 
-            if reason := run.reason_to_end_early(record):
-                run.facts.add(stopped_early=reason)
-                run.end(reason)
+            early = run.reason_to_end_early(record)  # early stopping or max_train_time
+            if early:
+                run.facts.add(stopped_early=early)
+            is_over = record.is_last or early is not None
+            if run.must_stop(is_over):  # by Ctrl-C, SIGTERM or --stop_after
+                raise run.stopped()
+            if is_over:
+                run.end(early or "all steps are done")
                 break
-            if record.is_last:
-                run.end("all steps are done")
-                break
-            if record.stop is not None:  # Ctrl-C or SIGTERM
-                raise run.stopped(record)
         run.take_best_weights(model)
         run.show_answers("after fine-tuning", model, tokenizer, pad)
 

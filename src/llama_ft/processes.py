@@ -5,6 +5,7 @@ failed.
 """
 
 import ctypes
+import fcntl
 import os
 import signal
 from contextlib import suppress
@@ -50,6 +51,19 @@ def end_restarts() -> None:
     """End this node's agent and its ranks, if the agent would restart them."""
     if attempt() < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0):
         os.kill(os.getppid(), signal.SIGTERM)
+
+
+def is_locked(file: Path) -> bool | None:
+    """Return whether a living process holds the lock of a file; None if that cannot be found out,
+    because there is no such file or its file system has no locks."""
+    try:
+        with open(file) as opened:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -1,6 +1,7 @@
 """Runs that are killed and resumed are the runs that were never stopped: benchmarks/crash.py, with
 few kills."""
 
+import json
 import random
 import signal
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import RECIPE, REPOSITORY, load_script, run
 from forked import forked
+
+from llama_ft.report import read_run
 
 SCRIPT = REPOSITORY / "benchmarks" / "crash.py"
 KILLED = Path(__file__).with_name("killed_job.py")
@@ -46,7 +49,10 @@ def test_a_run_killed_in_a_save_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
     assert killed.exit_code == -signal.SIGKILL, killed.output
     assert crash.complete_checkpoints(run_dir) and crash.unsound(run_dir) == []
     assert not (run_dir / "model").exists()
+    assert json.loads((run_dir / "status.json").read_text())["state"] == "running"
+    assert read_run(run_dir).status["state"] == "died"
     resumed = forked(RECIPE, *flags, "--output_dir", run_dir, ranks=2)
     assert resumed.exit_code == 0 and "Resuming from" in resumed.output, resumed.output
+    assert f"The earlier run in {run_dir} ended without a message" in resumed.output
     assert crash.differences(run_dir, whole) == []
     assert crash.flip_bits(run_dir, 12, random.Random(0)) == []

@@ -2,6 +2,7 @@
 others."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RECIPE, Finished, losses, metrics
+from conftest import RECIPE, REPOSITORY, Finished, losses, metrics
 from forked import forked
 from recipes.test_runs import pairs
 
-from llama_ft.checkpoint import checkpoint_errors
+from llama_ft.checkpoint import checkpoint_errors, complete_checkpoints
 
 SINGLE, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+EXPORT = REPOSITORY / "recipes" / "export.py"
 CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
 FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
 HYBRID = ["--enable_fsdp", "--sharding_strategy", "HYBRID_SHARD", "--sharding_group_size"]
@@ -325,20 +327,70 @@ def test_the_references_numbers_do_not_depend_on_ranks_or_layout(
     assert not (two_ranks / "dpo_lora" / "reference.safetensors").exists()
 
 
-def test_a_corrupted_reference_is_named(
-    two_ranks: Path, one_rank: Finished, tmp_path: Path
-) -> None:
-    copied = shutil.copytree(
-        two_ranks / "dpo" / "checkpoints" / "step-000002", tmp_path / "step-000002"
+def flip_a_bit(file: Path) -> None:
+    """In place, as a bad block does: all hard links to the file would change."""
+    with open(file, "r+b") as opened:
+        opened.seek(-3, os.SEEK_END)
+        (byte,) = opened.read(1)
+        opened.seek(-3, os.SEEK_END)
+        opened.write(bytes([byte ^ 1]))
+
+
+@pytest.fixture(scope="module")
+def without_references(two_ranks: Path, one_rank: Finished) -> Finished:
+    """Runs resumed after the file of the run was corrupted, or that of the checkpoint, too."""
+    other = ["--reference_model", "@model"]
+    finished = launch(
+        two_ranks, [flags(two_ranks, "dpo_other", "dropout", *FSDP, *DPO, *SHORT, *other)], 2
     )
-    assert not checkpoint_errors(copied)
-    content = bytearray((file := copied / "reference.safetensors").read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    (error,) = checkpoint_errors(copied)
-    assert error.startswith("reference.safetensors is corrupted")
-    file.unlink()
-    assert "reference.safetensors cannot be read" in str(checkpoint_errors(copied))
+    assert finished.exit_code == 0, finished.output
+    cases = []
+    for name, settings in (("dpo", []), ("dpo", []), ("dpo_other", other)):
+        copied = f"{name}-{len(cases)}"
+        run_dir = shutil.copytree(two_ranks / name, two_ranks / copied)
+        flip_a_bit(run_dir / "reference.safetensors")
+        if cases:
+            flip_a_bit(run_dir / "checkpoints" / "step-000002" / "reference.safetensors")
+        step_2 = checkpoint(two_ranks, copied, 2)
+        cases.append(flags(two_ranks, copied, "dropout", *FSDP, *DPO, *SHORT, *settings, *step_2))
+    return launch(two_ranks, cases, 2)
+
+
+def test_a_corrupted_reference_of_a_run_is_not_that_of_its_checkpoints(
+    two_ranks: Path, without_references: Finished
+) -> None:
+    files = [*(two_ranks / "dpo").rglob("reference.safetensors")]
+    assert len(files) >= 3 and {file.stat().st_nlink for file in files} == {1}
+    assert without_references.exit_code == 0, without_references.output
+    assert facts(two_ranks / "dpo-0") == facts(two_ranks / "dpo")
+
+
+def test_a_reference_without_a_valid_file_is_computed_again(
+    two_ranks: Path, without_references: Finished
+) -> None:
+    assert without_references.exit_code == 0, without_references.output
+    again = "warning: The log-probabilities of the reference are computed again."
+    assert without_references.output.count(again) == 2
+    for whole, resumed in (("dpo", "dpo-1"), ("dpo_other", "dpo_other-2")):
+        assert facts(two_ranks / resumed) == facts(two_ranks / whole)
+        contents = {
+            (two_ranks / run / "reference.safetensors").read_bytes()
+            for run in (whole, resumed, f"{resumed}/checkpoints/step-000004")
+        }
+        assert len(contents) == 1
+
+
+def test_a_checkpoint_with_a_corrupted_reference_can_be_exported(
+    two_ranks: Path, tmp_path: Path
+) -> None:
+    run_dir = shutil.copytree(two_ranks / "dpo", tmp_path / "run")
+    for file in run_dir.rglob("reference.safetensors"):
+        flip_a_bit(file)
+    newest = complete_checkpoints(run_dir)[0]
+    assert checkpoint_errors(newest) == []
+    exported = forked(EXPORT, run_dir, tmp_path / "model")
+    assert exported.exit_code == 0, exported.output
+    assert (tmp_path / "model" / SINGLE).read_bytes() == (run_dir / "model" / SINGLE).read_bytes()
 
 
 def test_a_run_resumed_mid_epoch_sees_the_rows_that_remain_and_no_other(

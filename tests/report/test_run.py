@@ -1,5 +1,6 @@
 """Read runs with existing, missing and corrupted files; and recipes/report.py."""
 
+import fcntl
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ from conftest import REPOSITORY, run
 from forked import Finished
 from report_run import write_run
 
+from llama_ft.config.paths import RUN_MARKER
 from llama_ft.data.statistics import BuildReport, SplitStatistics, warnings_of
 from llama_ft.errors import UserError
 from llama_ft.report import read_run, report_page, write_or_warn
@@ -136,6 +138,19 @@ def test_a_run_that_is_being_written_is_read_up_to_its_last_whole_line(
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 61, "train/lo')
     assert read_run(folder).step == 60
+
+
+def test_a_run_whose_process_has_gone_died_and_one_whose_process_lives_runs(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", state="running")
+    with open(folder / RUN_MARKER, "w") as marker:
+        fcntl.flock(marker, fcntl.LOCK_EX)  # as the process of the run does
+        assert read_run(folder).status["state"] == "running"
+    assert read_run(folder).status["state"] == "died"
+    page = report_page(read_run(folder))
+    assert '<span class="pill bad">died</span>' in page
+    assert f"--output_dir {folder} --resume auto" in page
+    (folder / RUN_MARKER).unlink()
+    assert read_run(folder).status["state"] == "running", "nobody can know"
 
 
 def test_an_old_run_has_a_report_of_what_it_has(run_dir: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A job that fails in the way its first argument says; the second is its run directory."""
 
+import errno
 import os
 import signal
 import sys
@@ -9,13 +10,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from llama_ft import runtime
+from llama_ft.checkpoint import CheckpointWriter
+from llama_ft.config import CheckpointConfig
 from llama_ft.errors import UserError
 
 if __name__ == "__main__":
     way, output_dir = sys.argv[1], Path(sys.argv[2])
-    with runtime.start(
-        "cpu", "world", timeout_seconds=2 if way == "rank 0 goes first" else 60
-    ) as job:
+    timeouts = {"rank 0 goes first": 2, "one rank never opens the run": 8}
+    with runtime.start("cpu", "world", timeout_seconds=timeouts.get(way, 60)) as job:
         job.begin_run(output_dir)
         job.note_step(3)
         print(f"pid {os.getpid()}", flush=True)
@@ -37,4 +39,13 @@ if __name__ == "__main__":
             raise UserError("mine.yaml:3: this is not right.\nThat would be.")
         if way == "one rank is killed" and job.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        if way.endswith("opens the run"):
+            if job.rank == 1:
+                time.sleep(2)  # rank 0 waits in new_group meanwhile
+                if way == "one rank is killed while the other opens the run":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if way == "the disk is full while the other rank opens the run":
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "config.yaml")
+                time.sleep(60)
+            CheckpointWriter(output_dir, CheckpointConfig(), {}, job)
         dist.barrier()

@@ -75,6 +75,36 @@ def test_a_killed_rank_takes_the_job_down_within_30_seconds(tmp_path: Path) -> N
     assert_nothing_is_left(finished)
 
 
+def test_a_rank_that_waits_in_new_group_ends_when_another_is_killed(tmp_path: Path) -> None:
+    way = "one rank is killed while the other opens the run"
+    finished = torchrun(2, JOB, way, str(tmp_path))
+    assert finished.exit_code == 1 and finished.seconds < 30
+    lost = r"^error: lost contact with another rank: rank 1 \(process \d+\) has ended"
+    assert len(re.findall(lost, finished.output, re.MULTILINE)) == 1, finished.output
+    assert "forcefully exiting via 9" not in finished.output
+    assert status_of(tmp_path)["state"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        (
+            "the disk is full while the other rank opens the run",
+            "rank 1 could not write config.yaml: No space left on device",
+        ),
+        ("one rank never opens the run", "rank 1 did not arrive; the others have waited for 8 s"),
+    ],
+)
+def test_a_rank_that_waits_in_new_group_ends_when_another_fails_or_hangs(
+    way: str, message: str, tmp_path: Path
+) -> None:
+    finished = forked(JOB, way, tmp_path, ranks=2)
+    assert finished.exit_code == 1 and finished.seconds < 25, finished.output
+    assert finished.output.count(f"error: {message}") == finished.output.count("error: ") == 1
+    assert message in str(status_of(tmp_path)["message"])
+    assert_nothing_is_left(finished)
+
+
 def test_others_wait_for_the_first_process_of_a_node_longer_than_the_time_out(
     tmp_path: Path,
 ) -> None:

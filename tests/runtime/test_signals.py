@@ -22,6 +22,10 @@ from llama_ft.runtime.exit import Stop
 from llama_ft.runtime.signals import StopSignals
 
 JOB = str(Path(__file__).with_name("stopping_job.py"))
+ACKNOWLEDGED = (
+    "warning: Ctrl-C: the run finishes the current step, saves a checkpoint and exits. "
+    "A second Ctrl-C exits at once without saving.\n"
+)
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
@@ -92,22 +96,27 @@ def test_sigterm_to_torchrun_stops_all_ranks_after_the_same_step(tmp_path: Path)
     }
 
 
-def test_a_second_ctrl_c_at_torchrun_ends_all_ranks_without_waiting_for_the_save(
-    tmp_path: Path,
+@pytest.mark.parametrize(("launcher", "has_checkpoint"), [(TORCHRUN, False), ([], True)])
+def test_a_second_ctrl_c_ends_all_ranks_without_waiting_for_the_save(
+    launcher: list[str], has_checkpoint: bool, tmp_path: Path
 ) -> None:
-    with job(tmp_path, "saves for ever") as running:
-        running.wait_for("training-0", "training-1")
+    ranks = 2 if launcher else 1
+    if has_checkpoint:
+        (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    with job(tmp_path, "saves for ever", launcher=launcher) as running:
+        running.wait_for(*(f"training-{rank}" for rank in range(ranks)))
         os.killpg(running.process.pid, signal.SIGINT)  # what a terminal does
-        running.wait_for("saving-0", "saving-1")
-        assert running.read("saving-0") == running.read("saving-1")
+        running.wait_for(*(f"saving-{rank}" for rank in range(ranks)))
+        assert running.read("saving-0") == running.read(f"saving-{ranks - 1}")
+        assert running.output.count(ACKNOWLEDGED) == 1
         started = time.monotonic()
         os.killpg(running.process.pid, signal.SIGINT)
         running.end()
     assert time.monotonic() - started < 5
     assert not list(tmp_path.glob("saved-*"))
-    hint = f"To resume: --output_dir {tmp_path} --resume auto"
+    hint = f". To resume: --output_dir {tmp_path} --resume auto" if has_checkpoint else ""
     assert re.findall("stopped by .*", running.output) == [
-        f"stopped by a second Ctrl-C, without saving. {hint}"
+        f"stopped by a second Ctrl-C, without saving{hint}"
     ]
     assert running.status["state"] == "stopped" and running.status["exit_code"] == 130
 

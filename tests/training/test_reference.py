@@ -88,10 +88,22 @@ def test_a_file_of_another_run_is_refused(
         StoredReference().load(tmp_path / "file", {**FINGERPRINT, name: "other"})
 
 
-def test_a_file_that_is_missing_or_no_reference_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("{}")
-    for name in ("absent", "text"):
-        with pytest.raises(UserError, match=f"{name}: cannot be read as log-probabilities"):
+def test_a_file_that_is_missing_or_corrupted_anywhere_is_not_read(
+    stored: StoredReference, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    stored.save(file, FINGERPRINT)
+    content = file.read_bytes()
+    damaged = {
+        "absent": None,
+        "text": b"{}",
+        "sums": content[:-1] + bytes([content[-1] ^ 1]),
+        "fingerprint": content.replace(b"abc", b"abd"),
+    }
+    for name, written in damaged.items():
+        if written is not None:
+            (tmp_path / name).write_bytes(written)
+        with pytest.raises(ValueError, match=f"{name}: cannot be read as log-probabilities"):
             StoredReference().load(tmp_path / name, FINGERPRINT)
 
 

@@ -3,6 +3,7 @@ nothing."""
 
 import fcntl
 import itertools
+import json
 import os
 import re
 import shutil
@@ -12,9 +13,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, place
+from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints
 from llama_ft.config import CheckpointConfig, run_entries
-from llama_ft.config.paths import REFERENCE_FILE, RUN_MARKER, foreign_entries
+from llama_ft.config.paths import RUN_MARKER, foreign_entries
 from llama_ft.errors import UserError
 from llama_ft.runtime import Runtime, log
 
@@ -52,14 +53,14 @@ def create_run_directory(
         if not is_own and (foreign := foreign_entries(folder)):
             raise UserError(f"--output_dir {folder}: {foreign}")
         runtime.lock = _lock(folder)
+        if runtime.lock is not None:
+            _report_death(folder)
         if resumed is not None and is_own:
             _set_newer_aside(resumed)
         else:
             _remove_earlier_run(
                 folder, checkpoint, checkpoint.overwrite or folder == runtime.earlier_run
             )
-        if resumed is not None and (reference := resumed.folder / REFERENCE_FILE).exists():
-            place(reference, folder / REFERENCE_FILE)  # its checksum was compared
         return folder
 
     return runtime.broadcast_from_rank0(create)
@@ -88,6 +89,20 @@ def _lock(folder: Path) -> IO[str] | None:
     file.truncate(0)
     print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
     return file
+
+
+def _report_death(folder: Path) -> None:
+    """Log that the earlier run in a directory, which is locked now, could not write how it ended."""
+    try:
+        status = json.loads((folder / "status.json").read_text())
+        has_died = status["state"] == "running"
+    except (OSError, ValueError, LookupError, TypeError):  # none, or damaged
+        return
+    if has_died:
+        log.info(
+            f"The earlier run in {folder} ended without a message after step {status.get('step')}, or later: "
+            "it was killed, or its machine was lost."
+        )
 
 
 def _remove_earlier_run(folder: Path, settings: CheckpointConfig, may_remove: bool) -> None:

@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.futures import Future as TorchFuture
 
 from llama_ft.checkpoint import reader
@@ -71,7 +72,9 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         self._runtime = runtime
         self._folder = output_dir / "checkpoints"
         # Not the process group of training: these ranks wait for the slowest disk, for any time.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
+        # To create it they wait as long as for training.
+        self._group = dist.new_group(backend="gloo", timeout=runtime.timeout)
+        _set_pg_timeout(timedelta(hours=6), self._group)
         self._in_flight: Future[None] | None = None
         self._timings: dict[str, float] = {}
         if runtime.is_main:
@@ -219,7 +222,8 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         _write_synced(aside / reader.TRAINER_FILE, json.dumps(record, indent=1) + "\n")
         small = [reader.TRAINER_FILE]
         if (reference := self.run / REFERENCE_FILE).exists():
-            reader.place(reference, aside / REFERENCE_FILE)
+            # not a hard link: one damaged block would damage the file of all checkpoints
+            shutil.copyfile(reference, aside / REFERENCE_FILE)
             _sync(aside / REFERENCE_FILE)
             small.append(REFERENCE_FILE)
         digests |= {name: reader.file_digest(aside / name) for name in small}

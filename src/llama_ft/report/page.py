@@ -21,7 +21,7 @@ from llama_ft.report.run import Run, differing_settings
 
 HERE = Path(__file__).parent
 BASE = "Python and its libraries"
-ENDINGS = {"finished": "good", "failed": "bad", "stopped": "warn", "running": "info"}
+ENDINGS = {"finished": "good", "failed": "bad", "stopped": "warn", "running": "info", "died": "bad"}
 METRIC_PLOTS = {  # key -> title
     "train/loss": "Loss",
     "eval/loss": "Validation loss",

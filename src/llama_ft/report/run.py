@@ -14,11 +14,17 @@ import yaml
 from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from llama_ft.config.paths import folder_problem
+from llama_ft.config.paths import RUN_MARKER, folder_problem
 from llama_ft.config.run_settings import STRICT
 from llama_ft.config.settings import SETTINGS
 from llama_ft.config.tool_flags import check, read
 from llama_ft.errors import UserError, reason
+from llama_ft.processes import is_locked
+
+DIED = (
+    "The run's process ended without a message: it was killed, or its machine was lost.\n"
+    "If there is a checkpoint, --output_dir {} --resume auto continues from it."
+)
 
 
 @checked_dataclass(config=STRICT, kw_only=True)
@@ -67,7 +73,8 @@ class Run:
 
     Attributes:
         folder, name: its directory, and the name of that directory.
-        status, facts, plan: the JSON files of these names; empty if missing.
+        status, facts, plan: the JSON files of these names; empty if missing. The state of a run
+            that is no longer running, but could not write how it ended, is "died".
         settings: dotted name -> value, from config.yaml; config_text is the text of that file.
         curves: key of metrics.jsonl -> its values; of values per rank, the largest.
     """
@@ -99,6 +106,9 @@ def read_run(folder: Path) -> Run:
     status, facts, plan = (
         _read(folder / f"{name}.json", json.loads) for name in ("status", "facts", "plan")
     )
+    # The process of a run locks this file as long as it lives.
+    if status.get("state") == "running" and is_locked(folder / RUN_MARKER) is False:
+        status |= {"state": "died", "message": DIED.format(folder)}
     config = folder / "config.yaml"
     sections = _read(config, yaml.safe_load)
     settings = {

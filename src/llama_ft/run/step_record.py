@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 
 from llama_ft.data.prefetch import StepBatches
-from llama_ft.runtime.exit import Stop
 
 
 class RankNumbers(NamedTuple):
@@ -30,7 +29,7 @@ class StepRecord:
         is_skipped: gradients overflowed in fp16, and the weights did not change.
         is_last: no step follows: all are done, or max_train_time is over.
         time_is_up: max_train_time is over.
-        stop: the request to stop the run, or None.
+        is_stopping: the run was asked to stop.
         save_failed: a rank could not write the pending checkpoint.
         evaluation: the validation loss is due.
         answers: answers to the sample prompts are due.
@@ -42,7 +41,7 @@ class StepRecord:
     is_skipped: bool
     is_last: bool
     time_is_up: bool
-    stop: Stop | None
+    is_stopping: bool
     save_failed: bool
     evaluation: bool
     answers: bool
@@ -56,4 +55,5 @@ class StepRecord:
     @property
     def needs_loss(self) -> bool:
         """Whether the loss must be read now: it decides whether the weights may be used."""
-        return self.evaluation or self.save or self.is_last or self.stop is not None
+        is_used = self.evaluation or self.answers or self.save
+        return is_used or self.is_last or self.is_stopping

@@ -20,6 +20,7 @@ from llama_ft.data.prefetch import StepBatches
 from llama_ft.run.setup import Setup
 from llama_ft.run.step_record import RankNumbers, StepRecord
 from llama_ft.runtime import log
+from llama_ft.runtime.exit import Stop
 from llama_ft.training.objective import LossSum, Objective
 from llama_ft.training.step import Step, StepResult
 
@@ -45,6 +46,7 @@ class TrainingRun:
         log: metrics.jsonl, trackers and progress.
         throughput: the time of each step.
         state: the progress, which checkpoints save.
+        stop: the request to stop the run, or None.
         unread: steps whose loss was not read yet.
         metrics: of the newest step.
         weights_of: the step of the model's weights after training.
@@ -85,6 +87,7 @@ class TrainingRun:
         self._first_step_at = math.inf  # of this launch, in seconds
         last_step = batches.total_steps
         self._snapshot_step = min(self.state.step + observe.SNAPSHOT_STEPS, last_step)
+        self.stop: Stop | None = None
         self.unread = training.PendingMetrics(self.ranks.device)
         self.weights_of = self.state.step
         self.ended = "no further step"
@@ -119,10 +122,11 @@ class TrainingRun:
         """The block of the training loop: steps are logged and measured, and signals wait for the
         end of a step."""
         self.memory.begin_training(model, optimizer, self.facts)
+        saves = self.writer.is_due(self.state.step, ends_epoch=False, ends_run=True)
         with (
             self.log.training(),
             self.writer,
-            self.ranks.signals.between_steps(self.config.train.stop_after),
+            self.ranks.signals.between_steps(self.config.train.stop_after, saves),
             self.throughput,
         ):
             yield
@@ -180,8 +184,8 @@ class TrainingRun:
             seconds = numbers.seconds[0].item()  # all ranks use rank 0's clock
             time_is_up = seconds >= parse_duration(settings.max_train_time)
         is_last = time_is_up or step.step == self.batches.total_steps
-        stop = self.ranks.signals.agreed(numbers.stop_asked)
-        ends_run = is_last or stop is not None
+        self.stop = self.ranks.signals.agreed(numbers.stop_asked)
+        ends_run = is_last or self.stop is not None
         evaluates = training.is_due(step.step, settings.eval_steps, step.ends_epoch or is_last)
         answers = training.is_due(step.step, settings.sample_steps, False)
         return StepRecord(
@@ -190,7 +194,7 @@ class TrainingRun:
             is_skipped=is_skipped,
             is_last=is_last,
             time_is_up=time_is_up,
-            stop=stop,
+            is_stopping=self.stop is not None,
             save_failed=bool(numbers.save_failed.any()),
             evaluation=evaluates and self.dataset.validation is not None,
             answers=answers and not is_last,
@@ -244,15 +248,39 @@ class TrainingRun:
             if step.is_logged:
                 self.log.log_step(step.step, step.metrics | self.writer.timings())
 
-    def evaluate(self, built: models.BuiltModel, objective: Objective, pad: int) -> Metrics:
-        """Return the validation loss and related metrics. All ranks call it together."""
+    def evaluate(
+        self,
+        built: models.BuiltModel,
+        objective: Objective,
+        pad: int,
+        record: StepRecord | None = None,
+    ) -> Metrics:
+        """Return the validation loss and related metrics. All ranks call it together.
+
+        A signal abandons the evaluation. After a step, the result is then empty and the step's
+        checkpoint can be saved.
+
+        Args:
+            built: the model, in training or evaluation mode.
+            objective: of the run.
+            pad: the pad token's id.
+            record: of the step after which it is due; None before step 1.
+
+        Raises:
+            Stopped: a signal has arrived before step 1.
+        """
         self.memory.enter("evaluation")
         samples = self.dataset.validation
         assert samples is not None
         pack_length = self.batches.pack_length
-        loss, _, others = training.mean_loss(
-            built, objective, samples, self.config.train, pad, pack_length, self.ranks
-        )
+        settings = self.config.train
+        try:
+            loss, _, others = training.mean_loss(
+                built, objective, samples, settings, pad, pack_length, self.ranks
+            )
+        except runtime.Stopped as stopped:
+            self._abandon("The evaluation", stopped, record)
+            return {}
         metrics = {"eval/loss": loss}
         metrics |= {f"eval/{name}": value for name, value in others.items()}
         if objective.counts_tokens:
@@ -261,16 +289,33 @@ class TrainingRun:
         return metrics
 
     def show_answers(
-        self, when: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pad: int
+        self,
+        when: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        pad: int,
+        record: StepRecord | None = None,
     ) -> None:
         """Log the model's answers to the sample prompts and keep them for the report, under the
-        heading `when`."""
+        heading `when`. A signal abandons them, as in `evaluate`."""
         self.memory.enter("evaluation")
         chats = training.sample_chats(self.config.train, self.dataset.report.chat_sample)
         length = self.config.train.sample_tokens
-        shown = training.show_answers(when, model, tokenizer, chats, length, pad, self.ranks)
+        try:
+            shown = training.show_answers(when, model, tokenizer, chats, length, pad, self.ranks)
+        except runtime.Stopped as stopped:
+            self._abandon("The generation of sample answers", stopped, record)
+            return
         self.facts.add_samples(when, shown)
         self.throughput.pause()
+
+    def _abandon(self, what: str, stopped: runtime.Stopped, record: StepRecord | None) -> None:
+        """Log that `what` was abandoned. Before step 1 and after the last step there is nothing to
+        save, so the run ends here."""
+        log.info(f"{what} was abandoned.")
+        self.stop = stopped.stop
+        if record is None:
+            raise self.stopped()
 
     def save_is_due(self, record: StepRecord, is_best: bool) -> bool:
         """Return whether to save after this step: if the settings say so, or after the best
@@ -306,8 +351,8 @@ class TrainingRun:
     def _is_save_asked(self, record: StepRecord) -> bool:
         """Return whether the settings or a request to stop ask for a checkpoint."""
         ends_epoch = record.batches.ends_epoch
-        by_settings = self.writer.is_due(record.step, ends_epoch, self._ends_run(record))
-        return record.save or by_settings
+        ends_run = self._ends_run(record) or self.stop is not None
+        return record.save or self.writer.is_due(record.step, ends_epoch, ends_run)
 
     def reason_to_end_early(self, record: StepRecord) -> str | None:
         """Return why training ends before its last step, or None: early stopping, or
@@ -323,11 +368,19 @@ class TrainingRun:
         """Keep why training has ended, for the summary."""
         self.ended = f"step {self.state.step} of {self.batches.total_steps}: {reason}"
 
-    def stopped(self, record: StepRecord) -> runtime.Stopped:
-        """Return the exception that ends a run by a signal, after its checkpoint is written."""
-        assert record.stop is not None
-        self.writer.finish()
-        return runtime.Stopped(record.stop, record.step, self.writer.last)
+    def must_stop(self, is_over: bool) -> bool:
+        """Return whether a request to stop ends the run now. If training is over, --stop_after
+        leaves time for the export; a signal does not."""
+        if self.stop is None:
+            return False
+        is_signal = self.stop.exit_code != 0
+        return is_signal or not is_over
+
+    def stopped(self) -> runtime.Stopped:
+        """Return the exception that ends a run by a request to stop, after its checkpoint is
+        written."""
+        assert self.stop is not None
+        return runtime.Stopped(self.stop, self.state.step, self.writer.finish())
 
     # After training
 

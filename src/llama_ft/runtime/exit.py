@@ -29,6 +29,7 @@ from llama_ft.runtime.out_of_memory import KILLED, KILLED_BY, shortage
 
 FAILURE_KEY = "llama_ft/failure"
 SECONDS_FOR_THE_CAUSE = 3.0
+SECONDS_FOR_THE_STORE = 5.0  # until a rank leaves without its answer
 SECONDS_TO_SEE_AN_END = 0.3  # torchrun notices the end of a rank within 0.1 s
 # how long the other ranks wait
 SECONDS_TO_BE_ENDED = 20.0
@@ -57,16 +58,19 @@ class Stop(NamedTuple):
 
 class Stopped(SystemExit):
     """Ends a run that was asked to stop. All ranks raise it after the same step, with the
-    checkpoint that was saved. Without a step, a rank raises it for itself."""
+    checkpoint that was saved. Without a step, a rank raises it for itself, or all of them raise it
+    in an evaluation, which is abandoned."""
 
     def __init__(self, stop: Stop, step: int | None = None, checkpoint: Path | None = None) -> None:
         super().__init__(stop.exit_code)
+        self.stop = stop
         self.exit_code = stop.exit_code
         self.agreed = step is not None
-        hint = f"To resume: --resume {checkpoint}" if checkpoint else "Nothing was saved."
-        self.message = f"stopped by {stop.reason}" + (
-            f" after step {step}. {hint}" if self.agreed else ""
-        )
+        self.message = f"stopped by {stop.reason}"
+        if step is not None:
+            moment = f"after step {step}" if step else "before step 1"
+            hint = f"To resume: --resume {checkpoint}" if checkpoint else "Nothing was saved."
+            self.message = f"{self.message} {moment}. {hint}"
 
 
 class RunStatus:
@@ -198,14 +202,24 @@ def _is_broken(error: BaseException) -> bool:
 
 def _first_failure(store: dist.Store, failure: str, seconds: float) -> str:
     """Return the message of the first rank that fails. It is `failure` if no other rank writes
-    within `seconds`."""
+    within `seconds`, or if the store does not answer: printing a message twice is better than not
+    at all."""
+    found = [failure]
     deadline = time.monotonic() + seconds
-    with suppress(RuntimeError, ConnectionError):
-        while not store.check([FAILURE_KEY]) and time.monotonic() < deadline:
-            time.sleep(0.1)  # store.wait would print its own warnings after a timeout
-        return store.compare_set(FAILURE_KEY, "", failure).decode()
-    # the store and its host are gone: printing a message twice is better than not at all
-    return failure
+
+    def ask() -> None:
+        with suppress(RuntimeError, ConnectionError):
+            # A client serves one call at a time. In the original the main thread may be waiting,
+            # such as in new_group.
+            own = store.clone()  # type: ignore[attr-defined]
+            while not own.check([FAILURE_KEY]) and time.monotonic() < deadline:
+                time.sleep(0.1)  # store.wait would print its own warnings after a timeout
+            found[0] = own.compare_set(FAILURE_KEY, "", failure).decode()
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds + SECONDS_FOR_THE_STORE)  # its host may be suspended or lost
+    return found[0]
 
 
 def _messages(
@@ -214,17 +228,19 @@ def _messages(
     """Yield the message about the end of a run and, for an OOM, advice, which can take minutes to
     compute."""
     run = status.path.parent if status is not None else None
+    has_checkpoint = run is not None and any((run / "checkpoints").glob("step-*"))
     if isinstance(error, KeyboardInterrupt | Stopped):
         message = error.message if isinstance(error, Stopped) else "stopped by Ctrl-C"
-        is_whole = status is None or not status.step or "after step" in message
-        yield message if is_whole else f"{message}. To resume: --output_dir {run} --resume auto"
+        is_whole = isinstance(error, Stopped) and error.agreed
+        resume = f". To resume: --output_dir {run} --resume auto"
+        yield message if is_whole or not has_checkpoint else message + resume
         return
     hint = (
         f"\n{_explained(explainer.describe_kill)}"
         if explainer is not None and KILLED in str(error)
         else ""
     )
-    if run is not None and any((run / "checkpoints").glob("step-*")):
+    if has_checkpoint:
         hint += f"\nTo resume from the last complete checkpoint, add --output_dir {run} --resume auto to the command."
     if isinstance(error, UserError):
         yield str(error) + (textwrap.indent(hint, INDENT) if isinstance(error, LostRank) else "")

@@ -31,11 +31,9 @@ from llama_ft.runtime.console import configure_console
 from llama_ft.runtime.devices import pick_device, take_device
 from llama_ft.runtime.exit import Explainer, RunStatus, Stopped, exit_process
 from llama_ft.runtime.signals import StopSignals
-from llama_ft.runtime.watchdog import Watchdog
+from llama_ft.runtime.watchdog import SECONDS_AFTER_WATCHDOG, Watchdog
 
 T = TypeVar("T")
-# NCCL's own timeout ends a process with a dump that does not name the missing rank
-SECONDS_AFTER_WATCHDOG = 60.0
 LEAST_SECONDS_TO_START = 600.0  # importing torch from a cold file system can take minutes
 _STARTS = itertools.count()  # a script can start several runs in one process
 
@@ -59,6 +57,8 @@ class Runtime:
     status: RunStatus | None = None  # set on each rank as soon as the run has a directory
     signals: StopSignals = field(default_factory=StopSignals)  # requests to stop the run
     explainer: Explainer | None = None  # explains errors about memory; the recipe sets it
+    # how long a rank waits for others before torch raises an error; the watchdog is earlier
+    timeout: timedelta = timedelta(minutes=30)
     lock: IO[str] | None = None  # on rank 0 an open file that locks the run's directory
     _turns: int = 0
 
@@ -102,6 +102,17 @@ class Runtime:
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(everyone, mine)
         return torch.stack(everyone)
+
+    def check_stop(self) -> None:
+        """Abandon an evaluation if a signal has asked any rank to stop. --stop_after waits for its
+        end. All ranks must call it together; it does not wait for the device.
+
+        Raises:
+            Stopped: on all ranks.
+        """
+        stop = self.signals.agreed(self.all_gather_floats(self.signals.asked()))
+        if stop is not None and stop.exit_code != 0:
+            raise Stopped(stop)
 
     def mean_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean over ranks, without gradient, on the value's device. All ranks must call
@@ -243,7 +254,9 @@ def start(
                 # init_device_mesh uses torch's default: 10 min with NCCL
                 _set_pg_timeout(timeout, group)
             places = (rank, world_size, local_rank, local_world_size, place, storage)
-            runtime = Runtime(*places, note, mesh, store, job_store, signals=signals)
+            runtime = Runtime(
+                *places, note, mesh, store, job_store, signals=signals, timeout=timeout
+            )
             if world_size > 1:
                 watchdog = Watchdog(store, mesh, timeout_seconds, end)
             with watchdog or nullcontext():

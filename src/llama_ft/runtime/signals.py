@@ -3,7 +3,8 @@ two steps.
 
 Outside the loop a signal ends the process at once. Inside the loop it is only stored: every rank
 gathers `asked()` with its other numbers once per step, and `agreed()` of the gathered column gives
-the same answer on all ranks.
+the same answer on all ranks. An evaluation gathers it between batches, and sample answers between
+tokens (Runtime.check_stop).
 
 A rank that waits for others inside gloo or NCCL does not run Python's signal handlers. So a thread
 reads the signal numbers from a socket that CPython's C handler writes to. The thread ends the
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from llama_ft.config import parse_duration
+from llama_ft.runtime.console import log
 from llama_ft.runtime.exit import Stop, Stopped
 
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP"}
@@ -50,6 +52,7 @@ class StopSignals:
         self._signal_time = math.inf
         self._stop_after = ""
         self._deadline = math.inf
+        self._saves = True
 
     @contextmanager
     def listening(self, end: Callable[[BaseException], NoReturn]) -> Iterator[None]:
@@ -89,9 +92,10 @@ class StopSignals:
             reader.close()
 
     @contextmanager
-    def between_steps(self, stop_after: str | None) -> Iterator[None]:
+    def between_steps(self, stop_after: str | None, saves: bool = True) -> Iterator[None]:
         """Until the block ends, a signal or --stop_after does not interrupt: it waits for the next
-        call of `agreed`."""
+        call of `agreed`. `saves`: then a checkpoint is saved."""
+        self._saves = saves
         if stop_after is not None:
             self._stop_after = stop_after
             self._deadline = time.monotonic() + parse_duration(stop_after) - seconds_running()
@@ -148,6 +152,15 @@ class StopSignals:
                     self._signal_time = time.monotonic()
                     # set last: a thread that waits for it may then read which signal it was
                     self.end_requested.set()
+                    # SIGTERM can also mean that another rank has died: then nothing can be saved.
+                    if self._phase == "between steps" and number == signal.SIGINT:
+                        # in a thread: this one must see a second Ctrl-C, also if the output blocks
+                        saves = "saves a checkpoint" if self._saves else "saves no checkpoint"
+                        text = (
+                            f"Ctrl-C: the run finishes the current step, {saves} and exits. "
+                            "A second Ctrl-C exits at once without saving."
+                        )
+                        threading.Thread(target=log.warning, args=(text,), daemon=True).start()
                 # A healthy rank may get SIGTERM twice. After Ctrl-C it means that torchrun got a
                 # second Ctrl-C.
                 elif signal.SIGINT in (number, self._signal) and waited > SECONDS_OF_ONE_CTRL_C:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn
@@ -30,6 +31,8 @@ from llama_ft.runtime.out_of_memory import KILLED, KILLED_BY, host_memory
 
 SECONDS_BETWEEN_LOOKS = 2.0
 SECONDS_OF_SILENCE = 5.0
+# NCCL's own timeout ends a process with a dump that does not name the missing rank
+SECONDS_AFTER_WATCHDOG = 60.0
 TORCH = str(Path(torch.__file__).parent) + os.sep
 # not the cause
 SKIPPED_FRAMES = (TORCH, str(Path(__file__).parent) + os.sep, contextlib.__file__, "<frozen")
@@ -65,6 +68,8 @@ class Watchdog(threading.Thread):
     ) -> None:
         super().__init__(name="watchdog", daemon=True)
         self._store = store.clone()  # type: ignore[attr-defined]  # the main thread may be waiting on the other one
+        # for the report of a rank that has ended before its first one
+        self._store.set_timeout(timedelta(seconds=seconds + SECONDS_AFTER_WATCHDOG))
         groups = {
             group.group_name: group for group in (dist.group.WORLD, *mesh.get_all_groups()) if group
         }

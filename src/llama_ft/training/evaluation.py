@@ -4,6 +4,8 @@ prompts."""
 import math
 import textwrap
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +26,18 @@ LARGEST_EXPONENT = 700.0  # math.exp overflows above 709
 def perplexity(loss: float) -> float:
     """Return exp(loss), at most exp(700), because floats overflow above exp(709)."""
     return math.exp(min(loss, LARGEST_EXPONENT))
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Switch the model to eval mode for the block, and back to training mode also if the evaluation
+    is abandoned: then a checkpoint is saved."""
+    model.eval()
+    try:
+        yield
+    finally:
+        free_unsharded(model)
+        model.train()
 
 
 @torch.no_grad()
@@ -47,24 +61,26 @@ def mean_loss(
         pad_token_id: fills padded samples.
         pack_length: tokens of a packed sequence; None: no packing.
         runtime: the ranks.
+
+    Raises:
+        Stopped: a signal has asked to stop; the evaluation is abandoned.
     """
     ranks = (runtime.world_size, runtime.rank)
     sizes = (settings.val_batch_size, settings.max_eval_step)
     group = group_size(validation)
-    model = built.model
-    model.eval()
     count = 0
     sums = defaultdict[str, torch.Tensor](
         lambda: torch.zeros((), dtype=torch.float64, device=runtime.device)
     )
-    for indices in evaluation_batches(row_lengths(validation), *ranks, *sizes, pack_length, group):
-        batch = collate(validation, indices, pad_token_id, pack_length is not None)
-        summed = objective.loss(built, batch, runtime)
-        for name, value in {"loss": summed.loss, **summed.logged}.items():
-            sums[name] += value
-        count += summed.count
-    free_unsharded(model)
-    model.train()
+    batches = evaluation_batches(row_lengths(validation), *ranks, *sizes, pack_length, group)
+    with evaluating(built.model):
+        for indices in batches:
+            runtime.check_stop()
+            batch = collate(validation, indices, pad_token_id, pack_length is not None)
+            summed = objective.loss(built, batch, runtime)
+            for name, value in {"loss": summed.loss, **summed.logged}.items():
+                sums[name] += value
+            count += summed.count
     *totals, total = (
         runtime.all_gather_floats(*(it.item() for it in sums.values()), count).sum(dim=0).tolist()
     )
@@ -102,6 +118,9 @@ def show_answers(
         new_tokens: maximum number of tokens in an answer.
         pad_token_id: fills answers that end before the longest one.
         runtime: the ranks.
+
+    Raises:
+        Stopped: a signal has asked to stop; the answers are abandoned.
     """
     if not conversations:
         return []
@@ -115,20 +134,26 @@ def show_answers(
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     # config.json of Llava has none
     ends = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
-    model.eval()
-    # synced_gpus: ranks whose answers have ended must join the all-gathers of weights.
-    tokens = model.generate(  # type: ignore[operator]  # a mixin's method, which nn.Module's annotation hides
-        input_ids=ids.to(model.device),  # FSDP2 moves inputs to the GPU, generate() does not
-        attention_mask=mask.to(model.device),
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        use_cache=True,
-        synced_gpus=runtime.world_size > 1,
-        pad_token_id=pad_token_id,
-        eos_token_id=ends or None,
-    )
-    free_unsharded(model)
-    model.train()
+    # All ranks call the model equally often, also those whose answers have ended. `prepend`: before
+    # FSDP's own hook, which starts to gather weights.
+    check = model.register_forward_pre_hook(lambda *_: runtime.check_stop(), prepend=True)
+    try:
+        with evaluating(model):
+            # synced_gpus: ranks whose answers have ended must join the all-gathers of weights.
+            tokens = model.generate(  # type: ignore[operator]  # a mixin's method, which nn.Module's annotation hides
+                input_ids=ids.to(
+                    model.device
+                ),  # FSDP2 moves inputs to the GPU, generate() does not
+                attention_mask=mask.to(model.device),
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                use_cache=True,
+                synced_gpus=runtime.world_size > 1,
+                pad_token_id=pad_token_id,
+                eos_token_id=ends or None,
+            )
+    finally:
+        check.remove()
     answers = []
     lines = list[str]()
     for messages, question, row in zip(

@@ -23,6 +23,7 @@ import numpy
 import safetensors.torch
 import torch
 import torch.distributed as dist
+import xxhash
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
@@ -44,6 +45,7 @@ KEYS = "reference.keys"
 SUMS = "reference.log_probabilities"
 # in the file's header: JSON with everything that determines the numbers
 FINGERPRINT = "fingerprint"
+CHECKSUM = "checksum"  # also in the header: of the tensors and the fingerprint
 
 
 class Reference(Protocol):
@@ -133,31 +135,54 @@ class StoredReference:
         self._sums = all_sums[first]
 
     def save(self, file: Path, fingerprint: dict[str, Any]) -> None:
-        """Write a safetensors file: int64 hashes in ascending order, float32 sums, the fingerprint
-        in its header."""
+        """Write a safetensors file: int64 hashes in ascending order, float32 sums; in its header
+        the fingerprint and a checksum."""
         tensors = {KEYS: torch.from_numpy(self._keys), SUMS: torch.from_numpy(self._sums)}
-        file.write_bytes(
-            safetensors.torch.save(tensors, {FINGERPRINT: json.dumps(fingerprint, sort_keys=True)})
-        )
+        text = json.dumps(fingerprint, sort_keys=True)
+        header = {FINGERPRINT: text, CHECKSUM: checksum_of(self._keys, self._sums, text)}
+        file.unlink(missing_ok=True)  # version 0.1.0 made hard links to it
+        file.write_bytes(safetensors.torch.save(tensors, header))
 
-    def load(self, file: Path, fingerprint: dict[str, Any]) -> None:
-        """Read what `save` wrote. Raises UserError if it cannot be read, or if the fingerprint
-        differs."""
+    def load(self, file: Path, fingerprint: dict[str, Any]) -> dict[str, Any]:
+        """Read what `save` wrote, and return its whole fingerprint.
+
+        Args:
+            file: the file.
+            fingerprint: entries that must be equal in the file.
+
+        Raises:
+            ValueError: the file is missing or corrupted.
+            UserError: the fingerprint differs.
+        """
         try:
             with safe_open(file, framework="np") as opened:
-                saved = json.loads(opened.metadata()[FINGERPRINT])
-                self._keys = opened.get_tensor(KEYS)
-                self._sums = opened.get_tensor(SUMS)
+                header = opened.metadata()
+                keys = opened.get_tensor(KEYS)
+                sums = opened.get_tensor(SUMS)
+            if header[CHECKSUM] != checksum_of(keys, sums, header[FINGERPRINT]):
+                raise ValueError("its checksum differs")
         except Exception as error:  # safetensors has its own errors
-            raise UserError(
+            raise ValueError(
                 f"{file}: cannot be read as log-probabilities of a reference ({reason(error)})."
             ) from error
+        saved: dict[str, Any] = json.loads(header[FINGERPRINT])
         if others := [name for name, value in fingerprint.items() if saved.get(name) != value]:
             raise UserError(
                 f"{file}: these log-probabilities of the reference were computed with another {', '.join(others)}.\n"
                 "Resume with what the run was begun with. Or begin a new run: recipes/export.py makes a model of the "
                 "checkpoint, and --reference_model takes the model that was fine-tuned."
             )
+        self._keys = keys
+        self._sums = sums
+        return saved
+
+
+def checksum_of(keys: numpy.ndarray, sums: numpy.ndarray, fingerprint: str) -> str:
+    """Return the xxh3_128 hash of everything in the file of a reference, in hex."""
+    digest = xxhash.xxh3_128(keys.tobytes())
+    digest.update(sums.tobytes())
+    digest.update(fingerprint.encode())
+    return digest.hexdigest()
 
 
 class ReferencePass:
@@ -200,6 +225,33 @@ class ReferencePass:
         self._fingerprint["quantization"] = config.quantization.mode
         if self._stored is not None and self._other is None:
             self._fingerprint["model"] = models.fingerprint(folder)
+        self._is_complete = False  # all rows have their numbers
+
+    def load(self, *folders: Path) -> None:
+        """Read the numbers of a resumed run from the first of these directories that has a valid
+        file. If none has, the other methods compute them again.
+
+        Raises:
+            UserError: a file belongs to another run.
+        """
+        if self._stored is None:
+            return
+        for folder in folders:
+            file = folder / REFERENCE_FILE
+            problem = ""
+            try:
+                saved = self._stored.load(file, self._fingerprint)
+            except ValueError as error:
+                problem = str(error)
+            is_readable = self._runtime.all_gather_floats(not problem)
+            if is_readable.all():
+                self._is_complete = True
+                self._fingerprint = saved  # also names --reference_model's weights
+                count = counted(len(self._stored), "row")
+                log.info(f"Reference: log-probabilities of {count} from {file}")
+                return
+            log.warning(problem or f"{file}: another rank cannot read it.")
+        log.warning("The log-probabilities of the reference are computed again.")
 
     def score_with_other_model(self, build_model: models.BuildModel, memory: PhaseMonitor) -> None:
         """Compute the numbers with --reference_model, and free its weights.
@@ -211,7 +263,7 @@ class ReferencePass:
         Raises:
             UserError: the model does not exist, or it has another tokenizer.
         """
-        if self._stored is None or self._other is None:
+        if self._stored is None or self._other is None or self._is_complete:
             return
         trust = self._config.model.trust_remote_code
         runtime = self._runtime
@@ -227,34 +279,25 @@ class ReferencePass:
         built = build_model(request, runtime, memory)
         memory.enter("evaluation")
         self._stored.compute(built, self._batches(), runtime)
+        self._is_complete = True
         self._fingerprint["model"] = models.fingerprint(folder)
         del built
         gc.collect()  # FSDP units and modules refer to each other
         torch.cuda.empty_cache()
 
-    def settle(self, built: BuiltModel, directory: Path, checkpoint: Path | None) -> None:
-        """Read the numbers of a resumed run. For a new run, compute them unless another model did,
-        and write them.
+    def settle(self, built: BuiltModel, directory: Path) -> None:
+        """Compute the numbers unless they are known, and write them into the run's directory.
 
         Args:
-            built: the model before step 1.
-            directory: of the run; if it is resumed, the directory has the file of the checkpoint.
-            checkpoint: the directory of the checkpoint that is resumed, if any.
-
-        Raises:
-            UserError: the file is missing, corrupted or belongs to another run.
+            built: the model before step 1, also if the run is resumed.
+            directory: of the run. It has the file from now on, and each checkpoint gets a copy.
         """
         if self._stored is None:
             return
-        file = (checkpoint or directory) / REFERENCE_FILE
-        if checkpoint is not None:
-            self._stored.load(file, self._fingerprint)
-            log.info(
-                f"Reference: log-probabilities of {counted(len(self._stored), 'row')} from {file}"
-            )
-            return
-        if self._other is None:
+        if not self._is_complete:
             self._stored.compute(built, self._batches(), self._runtime)
+            self._is_complete = True
+        file = directory / REFERENCE_FILE
         if self._runtime.is_main:
             self._stored.save(file, self._fingerprint)
         log.info(f"Reference: log-probabilities of {counted(len(self._stored), 'row')}: {file}")

@@ -1,0 +1,156 @@
+"""A signal stops a run within an evaluation or the generation of sample answers, and no step is
+lost."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ENVIRONMENT, RECIPE, losses, metrics, write_rows
+from forked import forked
+
+from llama_ft.checkpoint import checkpoint_errors
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+TRAINING = (
+    "--precision fp32 --context_length 64 --lr 1e-3 --max_train_step 4 --save_steps 1 --eval_steps 3 "
+    "--gradient_accumulation_steps 1 --no_plan"
+).split()
+# thousands of batches, or hundreds of tokens: seconds that end at once if they are abandoned
+LONG_EVALUATION = ["--val_batch_size", "1"]
+SHORT_EVALUATION = ["--max_eval_step", "1"]
+LONG_ANSWERS = ["--sample_tokens", "2000"]
+DEADLINE_SECONDS = 120.0
+CTRL_C = (
+    "warning: Ctrl-C: the run finishes the current step, saves a checkpoint and exits. "
+    "A second Ctrl-C exits at once without saving.\n"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, save_model: Any) -> Path:
+    """A model of many positions, data, and `whole`, a run that is not stopped."""
+    folder = tmp_path_factory.mktemp("stop")
+    save_model(folder / "model", max_position_embeddings=4096)
+    write_rows(folder / "rows.jsonl", 32)
+    write_rows(folder / "validation.jsonl", 6000)
+    for ranks, name in ((2, "whole"), (0, "single")):
+        finished = forked(RECIPE, *flags(folder, name), *SHORT_EVALUATION, ranks=ranks)
+        assert finished.exit_code == 0, finished.output
+    return folder
+
+
+def flags(folder: Path, name: str) -> list[str]:
+    inputs = {"model_name": "model", "dataset": "rows.jsonl", "validation": "validation.jsonl"}
+    inputs["output_dir"] = name
+    paths = [word for flag, path in inputs.items() for word in (f"--{flag}", f"{folder}/{path}")]
+    return [*paths, "--batch_size_training", "2", *TRAINING]
+
+
+class Run:
+    """The recipe in a process group of its own, as a shell starts it."""
+
+    def __init__(self, folder: Path, name: str, *more: str, launcher: list[str]) -> None:
+        self.directory = folder / name
+        self.log = folder / f"{name}.log"
+        command = [sys.executable, *launcher, str(RECIPE), *flags(folder, name), *more]
+        streams: Any = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdout=output,
+                env={**os.environ, **ENVIRONMENT},
+                start_new_session=True,
+                **streams,
+            )
+
+    @property
+    def status(self) -> dict[str, Any]:
+        return dict(json.loads((self.directory / "status.json").read_text()))
+
+    def wait_for(self, text: str, name: str = "") -> None:
+        """Wait until the output, or the file `name` of the run, has a text."""
+        file = self.directory / name if name else self.log
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not file.exists() or text not in file.read_text():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
+
+    def press_ctrl_c(self) -> str:
+        """Send what a terminal sends. Return the output."""
+        os.killpg(self.process.pid, signal.SIGINT)
+        return self.end()
+
+    def end(self) -> str:
+        self.process.wait(DEADLINE_SECONDS)
+        return self.log.read_text()
+
+
+def after_step_1(folder: Path, run: str) -> list[str]:
+    return ["--resume", str(folder / run / "checkpoints" / "step-000001")]
+
+
+def test_ctrl_c_in_an_evaluation_under_torchrun_abandons_it_and_saves_the_step(
+    folder: Path,
+) -> None:
+    resumed = after_step_1(folder, "whole")
+    run = Run(folder, "evaluating", *resumed, *LONG_EVALUATION, launcher=TORCHRUN)
+    # the evaluation after step 3 has begun, or begins with the signal already there
+    run.wait_for('"step": 2', "metrics.jsonl")
+    time.sleep(1.0)
+    output = run.press_ctrl_c()
+    assert "forcefully exiting via 9" not in output
+    assert output.count(CTRL_C) == 1
+    assert output.index(CTRL_C) < output.index("The evaluation was abandoned.\n")
+    checkpoint = run.directory / "checkpoints" / "step-000003"
+    line = f"stopped by Ctrl-C after step 3. To resume: --resume {checkpoint}"
+    assert re.findall("stopped by .*", output) == [line]
+    assert run.status == {"state": "stopped", "step": 3, "exit_code": 130, "message": line}
+    assert checkpoint_errors(checkpoint) == []
+    assert "eval/loss" not in metrics(run.directory)[-1] and len(losses(run.directory)) == 3
+    resumed = ["--resume", "auto", *SHORT_EVALUATION]
+    finished = forked(RECIPE, *flags(folder, "evaluating"), *resumed, ranks=2)
+    assert finished.exit_code == 0, finished.output
+    assert losses(run.directory) == losses(folder / "whole")
+
+
+def test_sigterm_to_one_process_in_sample_answers_saves_the_step(folder: Path) -> None:
+    more = [*after_step_1(folder, "single"), *LONG_ANSWERS, "--sample_steps", "3"]
+    run = Run(folder, "answering", *more, *SHORT_EVALUATION, launcher=[])
+    run.wait_for('"step": 3', "metrics.jsonl")
+    run.process.send_signal(signal.SIGTERM)
+    output = run.end()
+    assert run.process.returncode == 143
+    assert "The generation of sample answers was abandoned." in output
+    assert run.status["step"] == 3 and "stopped by SIGTERM after step 3. To resume" in output
+    assert checkpoint_errors(run.directory / "checkpoints" / "step-000003") == []
+    assert "after step 3" not in (run.directory / "facts.json").read_text()
+
+
+def test_ctrl_c_in_the_evaluation_before_step_1_has_nothing_to_save(folder: Path) -> None:
+    run = Run(folder, "before", *LONG_EVALUATION, "--sample_tokens", "1", launcher=[])
+    run.wait_for("Before fine-tuning")
+    output = run.press_ctrl_c()
+    assert run.process.returncode == 130
+    assert "stopped by Ctrl-C before step 1. Nothing was saved.\n" in output
+    assert not (run.directory / "checkpoints").exists()
+    assert "To resume" not in output and metrics(run.directory) == []
+
+
+def test_ctrl_c_in_the_answers_after_the_last_step_resumes_with_the_export(folder: Path) -> None:
+    more = [*after_step_1(folder, "single"), *SHORT_EVALUATION]
+    run = Run(folder, "after", *more, *LONG_ANSWERS, launcher=[])
+    run.wait_for('"step": 4', "metrics.jsonl")
+    output = run.press_ctrl_c()
+    assert run.process.returncode == 130
+    assert "The generation of sample answers was abandoned." in output
+    assert "stopped by Ctrl-C after step 4. To resume: --resume " in output
+    assert run.status["state"] == "stopped" and not (run.directory / "model").exists()
+    finished = forked(RECIPE, *flags(folder, "after"), "--resume", "auto", *SHORT_EVALUATION)
+    assert finished.exit_code == 0 and (run.directory / "model").is_dir(), finished.output
