@@ -1,60 +1,38 @@
-"""Models, samples and processes for gpu_check.py: functions that run the recipes."""
+"""Directories, time limits and processes of gpu_check.py."""
 
-import functools
-import importlib.util
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY / "src"), str(Path(__file__).resolve().parent)]
 
 import torch  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from gpu_models import (  # noqa: E402
+    DEVICE,
+    TINY,
+    make_architecture,
+    make_model,
+    make_pairs,
+    make_samples,
+)
 
 RECIPES = REPOSITORY / "recipes"
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-WAITING = {
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "unique",
-    "_unique2",
-    "equal",
-    "is_nonzero",
-}
-# look at tensors of the host, on a GPU too
-ON_HOST = ("batches.py", "objective.py", "packed_attention.py")
-TINY = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-}
-TINY |= {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512}
-EIGHT_B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-}
-EIGHT_B |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "rope_theta": 500000.0}
-THREE_B = EIGHT_B | {
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 24,
-}
-SHALLOW = EIGHT_B | {"num_hidden_layers": 4}  # layers as wide as 8B's, in files of 4 GB
+ON_GPU = DEVICE == "cuda"
 NO_TIME = "left out: too little time"
 LORA = ["--use_peft", "--target_modules", "all-linear", "--lora_dropout", "0"]
+# The first case of a process also imports torch and starts CUDA: 10 to 20 s from a cold disk.
+SECONDS_TO_IMPORT = 60.0
+SECONDS_PER_CASE = 60.0
+SECONDS_BETWEEN_LOOKS = 0.1
+MOST_KEPT = 6000  # characters of each stream of a failed case
 
 
 class Row(NamedTuple):
@@ -64,104 +42,57 @@ class Row(NamedTuple):
     claim: str
     expected: str
     found: str
-    ok: bool
+    ok: bool | None  # None: left out
 
 
-class CountWaits(TorchDispatchMode):
-    """Counts operators that make the host wait for the device; on the CPU they are cheap and show
-    all the same."""
+class Case(NamedTuple):
+    """A finished case of `Bench.run`."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []  # operator and line of the nearest frame outside torch
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        name = function._schema.name.split("::")[1]
-        if name in WAITING:
-            frames = [
-                frame for frame in traceback.extract_stack()[:-1] if "/torch/" not in frame.filename
-            ]
-            self.found.append(
-                f"{name} at line {frames[-1].lineno} of {Path(frames[-1].filename).name}"
-            )
-        return function(*args, **(kwargs or {}))
-
-
-def make_model(folder: Path, shape: dict[str, Any]) -> Path:
-    """Write a Llama with random bf16 weights, one file per layer, and a tokenizer of single
-    characters."""
-    from safetensors.torch import save_file
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    if (folder / "config.json").exists():
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    config = LlamaConfig(
-        **shape, tie_word_embeddings=False, max_position_embeddings=8192, dtype="bfloat16"
-    )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    files: dict[str, list[tuple[str, torch.Size]]] = {}
-    for name, parameter in model.named_parameters():
-        file = f"model-{name.split('.')[2] if '.layers.' in name else 'ends'}.safetensors"
-        files.setdefault(file, []).append((name, parameter.shape))
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        for file, shapes in files.items():  # a layer at a time
-            values = {
-                name: torch.ones(it) if len(it) == 1 else torch.randn(it).mul_(0.02)
-                for name, it in shapes
-            }
-            tensors = {name: value.to(torch.bfloat16).cpu() for name, value in values.items()}
-            save_file(tensors, folder / file, metadata={"format": "pt"})
-    where = {name: file for file, shapes in files.items() for name, _ in shapes}
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": where})
-    )
-    vocabulary = {"<s>": 0, "</s>": 1, "<pad>": 2, **{chr(33 + n): 3 + n for n in range(200)}}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)
-    return folder
-
-
-def make_samples(file: Path, lengths: list[int], vocabulary: int = 200) -> Path:
-    """Write tokenized samples of these lengths."""
-    generator = torch.Generator().manual_seed(len(lengths))
-    with open(file, "w") as lines:
-        for length in lengths:
-            ids = torch.randint(3, vocabulary, (length,), generator=generator).tolist()
-            lines.write(json.dumps({"input_ids": ids, "labels": [-100] * 4 + ids[4:]}) + "\n")
-    return file
+    name: str
+    error: str  # "" if it finished; NO_TIME; or the last line of what it printed
 
 
 class Bench:
-    """Where models, samples and runs are, and the seconds that are left."""
+    """Where files are, and the seconds that are left.
 
-    def __init__(self, output: Path, seconds: float) -> None:
-        self.output, self._until = output, time.monotonic() + seconds
-        # by case: when its steps, or answers, began, and the last one's end
+    Args:
+        output: small files: the table, what failed cases printed, profiles.
+        scratch: models, samples and runs. Another command with the same directory finds the models.
+        seconds: after these no case starts, and the running one is killed.
+    """
+
+    def __init__(self, output: Path, scratch: Path, seconds: float) -> None:
+        self.output = output
+        self.scratch = scratch
+        self._until = time.monotonic() + seconds
+        # by case: when its steps, or answers, began, and the end of the last one
         self.seconds: dict[str, list[float]] = {}
+        # by case: the most pinned host memory that torch's allocator held, in bytes
+        self.pinned_bytes: dict[str, int] = {}
+        self.pinning_seconds: dict[str, float] = {}  # by case: spent in CUDA's calls for it
+        self.printed: dict[str, str] = {}  # by failed case
         output.mkdir(parents=True, exist_ok=True)
+        scratch.mkdir(parents=True, exist_ok=True)
 
     @property
     def seconds_left(self) -> float:
         return self._until - time.monotonic()
 
-    def tiny(self) -> list[str]:
-        """Flags of a tiny model and samples of uneven length."""
-        model = make_model(self.output / "tiny", TINY)
-        samples = make_samples(
-            self.output / "samples.jsonl", [20 + 37 * n % 200 for n in range(64)]
-        )
-        common = "--lr 1e-3 --no_plan --context_length 256 --batch_size_training 2 --save_model false --overwrite"
-        return ["--model_name", str(model), "--dataset", str(samples), *common.split()]
+    def tiny(self, architecture: str = "", pairs: bool = False) -> list[str]:
+        """Return flags of a tiny model and samples of uneven length, or pairs of responses."""
+        if architecture:
+            model = make_architecture(self.scratch / f"tiny-{architecture}", architecture)
+        else:
+            model = make_model(self.scratch / "tiny", TINY)
+        if pairs:
+            samples = make_pairs(self.scratch / "pairs.jsonl", 64)
+        else:
+            lengths = [20 + 37 * number % 200 for number in range(64)]
+            samples = make_samples(self.scratch / "samples.jsonl", lengths)
+        common = "--lr 1e-3 --no_plan --context_length 256 --batch_size_training 2"
+        saving = "--save_model false --overwrite"
+        data = ["--model_name", str(model), "--dataset", str(samples)]
+        return [*data, *common.split(), *saving.split()]
 
     def run(
         self,
@@ -169,140 +100,129 @@ class Bench:
         recipe: str = "finetuning",
         toggle: str = "",
         needs: float = 10.0,
-    ) -> dict[str, str]:
-        """Run a recipe with the flags of each case, as many as possible in one process, while there
-        are as many seconds as one `needs`; return the end of what the failed ones have printed.
-        `toggle`: a key of TOGGLES."""
-        failed: dict[str, str] = {}
-        left, file, done = dict(cases), self.output / "cases.json", self.output / "done.jsonl"
+        limit: float = SECONDS_PER_CASE,
+    ) -> Iterator[Case]:
+        """Run a recipe with the flags of each case, as many as possible in one process, and yield
+        each case as soon as it has ended.
+
+        Args:
+            cases: flags by name.
+            recipe: a file in recipes/.
+            toggle: a key of gpu_child.TOGGLES.
+            needs: no case starts if fewer seconds are left.
+            limit: a case that takes more seconds is killed, and counts as failed.
+        """
+        left = dict(cases)
         while left and self.seconds_left > needs:
-            file.write_text(
-                json.dumps({str(self.output / name): flags for name, flags in left.items()})
-            )
-            done.write_text("")
-            command = [
-                sys.executable,
-                str(RECIPES.parent / "benchmarks" / "gpu_check.py"),
-                "--child",
-                str(file),
-            ]
-            command += ["--recipe", recipe, "--toggle", toggle]
-            torch.cuda.empty_cache()  # of what this process has made on the GPU
-            try:
-                child = subprocess.run(
-                    command, capture_output=True, text=True, timeout=self.seconds_left
-                )
-                said = (
-                    child.stderr.strip() or child.stdout.strip() or f"exit code {child.returncode}"
-                )
-            except subprocess.TimeoutExpired:
-                said = NO_TIME
-            for line in done.read_text().splitlines():
+            yield from self._run_in_one_process(left, recipe, toggle, needs, limit)
+        for name in left:
+            yield Case(name, NO_TIME)
+
+    def _run_in_one_process(
+        self, left: dict[str, list[str]], recipe: str, toggle: str, needs: float, limit: float
+    ) -> Iterator[Case]:
+        """Run cases until one fails or the time is up. Cases that have ended are removed from
+        `left`."""
+        case_file = self.scratch / "cases.json"
+        done_file = self.scratch / "done.jsonl"
+        streams = [self.scratch / "stdout.log", self.scratch / "stderr.log"]
+        folders = {str(self.scratch / name): flags for name, flags in left.items()}
+        case_file.write_text(json.dumps(folders))
+        done_file.write_text("")
+        script = str(REPOSITORY / "benchmarks" / "gpu_check.py")
+        command = [sys.executable, script, "--child", str(case_file)]
+        command += ["--recipe", recipe, "--toggle", toggle]
+        if ON_GPU:
+            torch.cuda.empty_cache()  # what this process has allocated on the GPU
+        with open(streams[0], "wb") as stdout, open(streams[1], "wb") as stderr:
+            child = subprocess.Popen(command, stdout=stdout, stderr=stderr, start_new_session=True)
+        printed = [0, 0]  # bytes of each stream that belong to earlier cases
+        deadline = time.monotonic() + SECONDS_TO_IMPORT + limit
+        done = 0
+        try:
+            while left:
                 name = next(iter(left))
-                self.seconds[name] = json.loads(line)
-                del left[name]
-            if left:
-                name = next(iter(left))
-                failed[name] = said[-3000:]
-                del left[name]
-        return failed | dict.fromkeys(left, NO_TIME)
+                has_ended = child.poll() is not None  # before the file is read
+                lines = done_file.read_text().split("\n")[:-1]  # what follows is being written
+                if len(lines) > done:
+                    record = json.loads(lines[done])
+                    self.seconds[name] = record["seconds"]
+                    self.pinned_bytes[name] = record["pinned_bytes"]
+                    self.pinning_seconds[name] = record["pinning_seconds"]
+                    done += 1
+                    del left[name]
+                    printed = [stream.stat().st_size for stream in streams]
+                    deadline = time.monotonic() + limit
+                    yield Case(name, "")
+                    if self.seconds_left < needs:
+                        return
+                elif self.seconds_left < 0:
+                    del left[name]
+                    yield Case(name, NO_TIME)
+                    return
+                elif has_ended or time.monotonic() > deadline:
+                    problem = f"exit code {child.returncode}" if has_ended else f"over {limit:g} s"
+                    texts = [_read_from(*each) for each in zip(streams, printed, strict=True)]
+                    self.keep(name, problem, *texts)
+                    del left[name]
+                    yield Case(name, f"{problem}: {last_line(texts[1].strip() or texts[0])}")
+                    return
+                else:
+                    time.sleep(SECONDS_BETWEEN_LOOKS)
+        finally:
+            end_processes(child)
+
+    def keep(self, name: str, problem: str, stdout: str, stderr: str = "") -> None:
+        """Append what a failed case has printed to failed.log."""
+        self.printed[name] = f"{stdout}\n{stderr}".strip()
+        parts = [f"=== {name}: {problem}", "--- stdout", stdout[-MOST_KEPT:]]
+        parts += ["--- stderr", stderr[-MOST_KEPT:], ""]
+        with open(self.output / "failed.log", "a") as file:
+            file.write("\n".join(parts))
 
     def steps(self, name: str) -> list[dict[str, Any]]:
-        """Lines of a run's metrics.jsonl that are steps."""
-        lines = [
-            json.loads(line)
-            for line in (self.output / name / "metrics.jsonl").read_text().splitlines()
-        ]
+        """Return the lines of a run's metrics.jsonl that are steps."""
+        text = (self.scratch / name / "metrics.jsonl").read_text()
+        lines = [json.loads(line) for line in text.splitlines()]
         return [line for line in lines if "train/loss" in line]
+
+    def losses(self, name: str) -> list[float]:
+        """Return the loss of each step of a run."""
+        return [line["train/loss"] for line in self.steps(name)]
+
+    def remove_run(self, name: str) -> None:
+        """Delete a run's directory: its checkpoints may take tens of GB."""
+        shutil.rmtree(self.scratch / name, ignore_errors=True)
+
+
+def _read_from(file: Path, start: int) -> str:
+    with open(file, "rb") as opened:
+        opened.seek(start)
+        return opened.read().decode(errors="replace")
+
+
+def end_processes(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and all of its session: it was started with start_new_session."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def left_out(part: str, claim: str) -> Row:
+    """Return the line of a case for which there was no time."""
+    return Row(part, claim, "", NO_TIME, None)
+
+
+def failed_row(part: str, expected: str, case: Case) -> Row:
+    """Return the line of a case that did not finish."""
+    if case.error == NO_TIME:
+        return left_out(part, case.name)
+    return Row(part, case.name, expected, case.error, False)
 
 
 def last_line(text: str) -> str:
-    """Of what a process has printed, for the table."""
-    return text.splitlines()[-1].strip().replace("|", "/")[-200:]
-
-
-def run_child(cases: Path, recipe: str, toggle: str) -> None:
-    """Run a recipe once per list of flags, and note the seconds of its steps, or answers, in
-    done.jsonl."""
-    from llama_ft import training
-    from llama_ft.config.parse import as_keywords
-    from llama_ft.inference.flags import read_inference_flags
-    from llama_ft.inference.generate import Answerer
-
-    sys.path.insert(0, str(RECIPES))  # inference.py imports finetuning.py
-    spec = importlib.util.spec_from_file_location(recipe, RECIPES / f"{recipe}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    seconds: list[float] = []
-
-    def timed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        seconds.append(time.perf_counter())
-        return function(*args, **kwargs)
-
-    if toggle:
-        TOGGLES[toggle](training, seconds)
-    training.accumulate_gradients = functools.partial(timed, training.accumulate_gradients)
-    answer = Answerer.answer
-    Answerer.answer = lambda *args, **kwargs: timed(answer, *args, **kwargs)
-    for folder, flags in json.loads(cases.read_text()).items():
-        seconds.clear()
-        if recipe == "inference":
-            module.main(read_inference_flags(flags, ""))
-        else:
-            module.main(**as_keywords([*flags, "--output_dir", folder]))
-        with open(cases.with_name("done.jsonl"), "a") as done:
-            done.write(json.dumps([*seconds, time.perf_counter()]) + "\n")
-
-
-def _fail_at_waits(training: ModuleType, seconds: list[float]) -> None:
-    """End the process where the host waits for the device in a step after the first."""
-
-    def watched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if len(seconds) < 2:
-            return function(*args, **kwargs)
-        if DEVICE == "cuda":
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return function(*args, **kwargs)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-        with CountWaits() as counter:
-            result = function(*args, **kwargs)
-        if found := {wait for wait in counter.found if not wait.endswith(ON_HOST)}:
-            sys.exit(f"the host waits for the device: {'; '.join(sorted(found))}")
-        return result
-
-    for name in ("accumulate_gradients", "clip_and_reduce_norm", "update_weights"):
-        setattr(training, name, functools.partial(watched, getattr(training, name)))
-
-
-def _wait_per_micro_batch(training: ModuleType, seconds: list[float]) -> None:
-    from transformers import masking_utils
-
-    from llama_ft.models import transformers_private
-
-    masking_utils.find_packed_sequence_indices = transformers_private._find_packed
-    masking_utils._ignore_causal_mask_sdpa = transformers_private._is_causal
-
-
-def _shard_adapters(training: ModuleType, seconds: list[float]) -> None:
-    from llama_ft.models import fsdp
-
-    leave_out = fsdp._used_as_stored
-    fsdp._used_as_stored = lambda *args: {it for it in leave_out(*args) if not it.requires_grad}
-
-
-def _set_cudnn(enabled: bool, training: ModuleType, seconds: list[float]) -> None:
-    """For all of the process, whatever it asks for later."""
-    torch.backends.cuda.enable_cudnn_sdp(enabled)
-    torch.backends.cuda.enable_cudnn_sdp = lambda _: None
-
-
-TOGGLES: dict[str, Callable[[ModuleType, list[float]], None]] = {
-    "fail at waits": _fail_at_waits,
-    "a wait per micro-batch": _wait_per_micro_batch,
-    "adapters in fully_shard": _shard_adapters,
-    "cuDNN on": functools.partial(_set_cudnn, True),
-    "cuDNN off": functools.partial(_set_cudnn, False),
-}
+    """Return the last line of what a process has printed, for the table."""
+    lines = text.strip().splitlines() or ["nothing was printed"]
+    return lines[-1].strip().replace("|", "/")[-200:]

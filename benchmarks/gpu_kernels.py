@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_bench import DEVICE, ON_GPU, Bench, Row
+from gpu_bench import ON_GPU, Bench, Row
+from gpu_models import DEVICE
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel

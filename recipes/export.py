@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from llama_ft.config import parse_size
-from llama_ft.errors import RunFailure, before_imports, exit_on_error, reason
+from llama_ft.errors import RunFailure, UserError, before_imports, exit_on_error, reason
 from llama_ft.export_flags import ExportFlags, read_export_flags
 
 if __name__ == "__main__":
@@ -24,9 +24,32 @@ from huggingface_hub.errors import HTTPError  # noqa: E402
 from llama_ft import checkpoint, models  # noqa: E402
 from llama_ft.runtime import configure_console, log  # noqa: E402
 
+ATTEMPTS = 3  # to read the newest checkpoint of a run that deletes older ones
+
 
 def main(options: ExportFlags) -> None:
     """Export a checkpoint to a directory that Transformers can load, and upload it if asked."""
+    for attempt in range(1, ATTEMPTS + 1):
+        candidates = checkpoint.complete_checkpoints(options.source) or [options.source]
+        try:
+            export(options)
+            break
+        except UserError as error:
+            deleted = [folder for folder in candidates if not folder.exists()]
+            if not deleted:
+                raise
+            what = f"{deleted[0]} was deleted while it was read, by a run with --keep_last."
+            if attempt == ATTEMPTS or options.kind != "run":
+                raise RunFailure(
+                    f"{what}\nExport the run again, or first copy a checkpoint."
+                ) from error
+            log.warning(f"{what} The newest checkpoint is read instead.")
+    if options.push_to_hub:
+        log.info(f"Uploaded to {upload(options.out, options.push_to_hub, options.private)}")
+
+
+def export(options: ExportFlags) -> None:
+    """Write the model or the adapter."""
     folder, place = options.out, options.source
     write = (folder, checkpoint.save_dtype(options.save_dtype), parse_size(options.max_shard_size))
     if options.kind == "adapter" and options.base_model:
@@ -52,8 +75,6 @@ def main(options: ExportFlags) -> None:
     else:
         exporter.write_adapter(*write[:2])
     log.info(f"Written: {folder}")
-    if options.push_to_hub:
-        log.info(f"Uploaded to {upload(folder, options.push_to_hub, options.private)}")
 
 
 def upload(folder: Path, repository: str, private: bool) -> str:

@@ -17,6 +17,7 @@ if __name__ == "__main__":
     check_command_line(str(__doc__), DEMO_CONFIG)  # before the imports below, which take 6 s
 
 import time  # noqa: E402
+from copy import deepcopy  # noqa: E402
 from functools import partial  # noqa: E402
 
 import fire  # noqa: E402
@@ -125,6 +126,8 @@ def find_model(
     )
     model_config = models.load_model_config(folder, wanted.trust_remote_code)
     models.choose_head(model_config, config.preference.objective)
+    # rejects a quantized model that cannot be fine-tuned before samples are tokenized
+    models.choose_quantization(config.quantization, deepcopy(model_config), config.peft.use_peft)
     tokens = folder
     if wanted.tokenizer_name is not None:
         tokens = models.local_folder(

@@ -58,10 +58,11 @@ def main(config: Config, options: PlanFlags) -> int:
             room = options.fit_bytes or free_bytes(
                 torch.device(request.device), request.local_world_size
             )
-            chosen, why, _ = choose_checkpointing(request, build_model, room)
+            chosen, why, planned = choose_checkpointing(request, build_model, room, options.quick)
             tell(f"activation_checkpointing auto: {why}")
             request = dataclasses.replace(request, config=chosen)
-        planned = predict(request, build_model, options.quick)
+        else:
+            planned = predict(request, build_model, options.quick)
     # mostly errors of the model's own code
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise RunFailure(

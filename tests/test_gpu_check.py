@@ -3,23 +3,31 @@ so been run."""
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from forked import REPOSITORY, forked
+from forked import REPOSITORY, Finished, forked
 
 SCRIPT = REPOSITORY / "benchmarks" / "gpu_check.py"
-RUNS_THE_RECIPES = "waits,resume,ends,lora8b,quant8b,full,fixes,profile,inference,cases"
+RUNS_THE_RECIPES = "waits,resume,save,ends,lora8b,quant8b,full,fixes,inference,cases,methods"
 
 
-def check(parts: str, output: Path, timeout: float) -> list[dict[str, str]]:
-    """The table's lines of some parts, all of which hold, as gpu_check.jsonl has them."""
-    flags = ["--only", parts, "--seconds", str(timeout), "--output", str(output)]
-    finished = forked(SCRIPT, *flags, timeout=timeout + 60)
+def run_check(output: Path, seconds: float, *flags: str) -> tuple[Finished, list[dict[str, str]]]:
+    """The finished command, and the lines of gpu_check.jsonl."""
+    directories = ["--output", str(output / "results"), "--scratch", str(output / "scratch")]
+    limits = ["--seconds", str(seconds)]
+    finished = forked(SCRIPT, *flags, *limits, *directories, timeout=seconds + 60)
+    lines = (output / "results" / "gpu_check.jsonl").read_text().splitlines()
+    return finished, [json.loads(line) for line in lines]
+
+
+def check(parts: str, output: Path, seconds: float) -> list[dict[str, str]]:
+    """The table's lines of some parts, all of which hold."""
+    finished, rows = run_check(output, seconds, "--only", parts)
     assert finished.exit_code == 0, finished.output
-    rows = [json.loads(line) for line in (output / "gpu_check.jsonl").read_text().splitlines()]
     assert {row["check"] for row in rows} == set(parts.split(","))
-    assert not [row for row in rows if "left out" in row["found"]]
+    assert [row["claim"] for row in rows if row["ok"] is not True] in ([], ["device"])
     return rows
 
 
@@ -31,29 +39,67 @@ def test_kernels_and_shards_hold_on_the_cpu(tmp_path: Path) -> None:
     } == {"equal"}
 
 
+def test_a_command_ends_in_time_and_says_what_was_left_out(tmp_path: Path) -> None:
+    started = time.monotonic()
+    finished, rows = run_check(tmp_path, 5, "--command", "3")
+    assert time.monotonic() - started < 60
+    assert finished.exit_code == 0, finished.output
+    assert "left out: save all of it, resume all of it, ends all of it" in finished.output
+    assert {row["ok"] for row in rows} == {None}
+
+
+def test_an_unknown_part_is_a_user_error(tmp_path: Path) -> None:
+    finished = forked(SCRIPT, "--only", "waits,speed", "--output", str(tmp_path), timeout=60)
+    assert finished.exit_code == 2
+    assert "--only speed: expected some of start, waits" in finished.output
+
+
 @pytest.mark.slow
 def test_every_part_that_runs_a_recipe_holds_on_the_cpu(tmp_path: Path) -> None:
-    found = {row["claim"]: row["found"] for row in check(RUNS_THE_RECIPES, tmp_path, 1200)}
+    found = {row["claim"]: row["found"] for row in check(RUNS_THE_RECIPES, tmp_path, 1800)}
     assert found.keys() >= {
         "SIGTERM",
         "kill -9",
         "losses after step 3",
         "LoRA, nf4",
+        "MoE, LoRA, nf4",
+        "DPO, LoRA",
         "lora: tokens/s",
+        "perf/save_stall_seconds",
     }
     assert float(found["qlora: tokens/s"].split(",")[0]) > 0
     assert float(found["qlora: planned / anonymous_peak_bytes"].split()[0]) > 0
+    assert "ms per step" in (tmp_path / "results" / "profile-lora.txt").read_text()
 
 
 @pytest.mark.slow
-def test_a_step_that_waits_is_a_line_of_the_table(tmp_path: Path) -> None:
+def test_failed_and_slow_cases_are_lines_and_the_others_still_run(tmp_path: Path) -> None:
     """SGD's update asks on the host whether the step has failed."""
     sys.path.insert(0, str(SCRIPT.parent))
-    from gpu_bench import Bench, last_line  # type: ignore[import-not-found]
+    from gpu_bench import Bench  # type: ignore[import-not-found]
 
-    bench = Bench(tmp_path, 200)
-    case = {
-        "SGD": [*bench.tiny(), "--max_train_step", "3", "--optimizer", "SGD", "--device", "cpu"]
+    bench = Bench(tmp_path / "results", tmp_path / "scratch", 400)
+    flags = [*bench.tiny(), "--max_train_step", "3", "--device", "cpu"]
+    runs = {
+        "SGD": [*flags, "--optimizer", "SGD"],
+        "typo": [*flags, "--lrr", "1"],
+        "AdamW": flags,
     }
-    failed = bench.run(case, toggle="fail at waits")
-    assert "the host waits for the device: _local_scalar_dense" in last_line(failed["SGD"])
+    errors = {case.name: case.error for case in bench.run(runs, toggle="fail at waits", limit=100)}
+    assert "the host waits for the device: _local_scalar_dense" in errors["SGD"]
+    assert errors["typo"].startswith("exit code 2: ")
+    assert errors["AdamW"] == ""
+    kept = (tmp_path / "results" / "failed.log").read_text()
+    assert "=== SGD: exit code 1" in kept
+    assert "Did you mean --lr?" in kept.split("=== typo", 1)[1]
+    made = {file: file.stat().st_mtime_ns for file in (tmp_path / "scratch" / "tiny").iterdir()}
+    assert len(made) > 3
+
+    # the next command finds the models; a case that does not end is killed
+    again = Bench(tmp_path / "results", tmp_path / "scratch", 30)
+    endless = [*again.tiny(), "--num_epochs", "100000", "--device", "cpu"]
+    started = time.monotonic()
+    (case,) = list(again.run({"endless": endless}))
+    assert case.error == "left out: too little time"
+    assert time.monotonic() - started < 40
+    assert {file: file.stat().st_mtime_ns for file in made} == made

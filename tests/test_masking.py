@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from llama_ft.masking import is_url_with_secret, mask_secrets, mask_urls
+from llama_ft.masking import is_url_with_secret, mask_keys, mask_secrets
 
 KEY = "a1B2c3D4e5F6g7H8i9J0"
 
@@ -44,6 +44,13 @@ KEY = "a1B2c3D4e5F6g7H8i9J0"
             "-----BEGIN RSA PRIVATE KEY-----\nProc-Type: 4,ENCRYPTED\nMIIE\n-----END RSA PRIVATE KEY-----",
             "-----BEGIN RSA PRIVATE KEY-----***-----END RSA PRIVATE KEY-----",
         ),
+        (f'api_key: "{KEY}"', 'api_key: "***"'),
+        (f'{{"apiKey": "{KEY}"}}', '{"apiKey": "***"}'),
+        (f"X-Api-Key: {KEY}", "X-Api-Key: ***"),
+        (f"upload --hf-token {KEY} --private", "upload --hf-token *** --private"),
+        (f"sk_live_{KEY}", "sk_live_***"),
+        (f"https://hooks.slack.com/services/T0/B0/{KEY}", "https://hooks.slack.com/services/***"),
+        (f"https://discord.com/api/webhooks/12/{KEY}", "https://discord.com/api/webhooks/***"),
         ("http://host/a,http://me:pass@h/b", "http://host/a,http://***@h/b"),
     ],
 )
@@ -64,6 +71,8 @@ def test_secrets_are_masked(text: str, masked: str) -> None:
         "403,592 tokens",
         "getpass(prompt='Password: ', stream=None)",
         "key=value",
+        "--max_new_tokens 100 --pad_token abc",
+        "api_key: none",
         "token=None",
         "npm_config_registry_of_mine",
         "Basic understanding of authorization: 3 parts",
@@ -117,7 +126,7 @@ def test_what_is_no_secret_stays(text: str) -> None:
 def test_time_is_linear_in_the_length(part: str) -> None:
     text = part * (65_536 // len(part))
     start = time.process_time()
-    for function in (mask_secrets, mask_urls, is_url_with_secret):
+    for function in (mask_secrets, mask_keys, is_url_with_secret):
         function(text)
         function(f"http://{text}")
     assert time.process_time() - start < 2

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from llama_ft.masking import mask_urls, printable
+from llama_ft.masking import mask_keys, printable
 from llama_ft.processes import end_restarts
 
 SECONDS_TO_BE_ENDED = 20
@@ -31,7 +31,7 @@ class UserError(Exception):
 
     def __init__(self, *messages: str) -> None:
         # terminal output is logged and shared
-        self.messages = tuple(mask_urls(message) for message in messages)
+        self.messages = tuple(mask_keys(message) for message in messages)
         super().__init__(*self.messages)
 
     def __str__(self) -> str:

@@ -15,6 +15,15 @@ _NAMES = (
 _IN_QUERY = rf"[?&;#](?=[\w.%-]*{_NAMES}|(?:key|pass|pwd|auth)=)[\w.%-]+="
 # does not match host:8080/a@b
 _USER_AND_PASSWORD = r"[^/\s@:?#'\"]*:(?!:|\d+(?:[/?#]|$))(?:(?!://)[^\s'\"])*@"
+# Keys with a known form: Hugging Face, GitHub, GitLab, OpenAI and similar, AWS, Google, Slack,
+# Stripe, W&B, npm.
+_KEY = (
+    re.compile(
+        r"\b(hf_|api_org_|gh[opsu]_|github_pat_|glpat-|sk-|[sr]k_live_|AKIA|ASIA|AIza|xox[abps]-|wandb_v\d_"
+        r"|npm_(?=[A-Za-z0-9]{30}))[\w-]{12,}"
+    ),
+    rf"\1{HIDDEN}",
+)
 _PATTERNS = [
     (re.compile(rf"(://){_USER_AND_PASSWORD}"), rf"\1{HIDDEN}@"),
     (re.compile(r"(://)[^/\s@'\"]+@"), rf"\1{HIDDEN}@"),
@@ -31,15 +40,27 @@ _PATTERNS = [
         re.compile(r"(\bBearer\s+|Authorization\W{1,5}Basic\s+)[\w+/.~-]{8,}=*", re.IGNORECASE),
         rf"\1{HIDDEN}",
     ),
-    # Keys with a known form: Hugging Face, GitHub, GitLab, OpenAI and similar, AWS, Google, Slack,
-    # W&B, npm.
+    # api_key: "...", X-Api-Key: ...
     (
         re.compile(
-            r"\b(hf_|api_org_|gh[opsu]_|github_pat_|glpat-|sk-|AKIA|ASIA|AIza|xox[abps]-|wandb_v\d_"
-            r"|npm_(?=[A-Za-z0-9]{30}))[\w-]{12,}"
+            r"((?:api|access|account)[_-]?key['\"]?\s{0,3}:\s{0,3}['\"]?)[\w+/.~-]{8,}=*",
+            re.IGNORECASE,
         ),
         rf"\1{HIDDEN}",
     ),
+    # --token ..., --hf-token ...
+    (
+        re.compile(
+            r"(--(?:[a-z]+[_-])*(?:token|api[_-]?key|secret|password)[ \t]+)[\w+/.~-]{8,}=*"
+        ),
+        rf"\1{HIDDEN}",
+    ),
+    # web addresses that are a secret as a whole
+    (
+        re.compile(r"(hooks\.slack\.com/services/|discord(?:app)?\.com/api/webhooks/)[\w/-]+"),
+        rf"\1{HIDDEN}",
+    ),
+    _KEY,
     # JSON web tokens
     (re.compile(r"(?<![\w-])(eyJ)[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*){0,3}"), rf"\1{HIDDEN}"),
     (
@@ -71,10 +92,11 @@ def mask_secrets(text: str) -> str:
     return text
 
 
-def mask_urls(text: str) -> str:
-    """Return `text` with secrets masked in its URLs only, because a message needs its other
-    parts."""
-    return _URL.sub(lambda url: mask_secrets(url[0]), text)
+def mask_keys(text: str) -> str:
+    """Return `text` with secrets masked in its URLs, and keys with a known form anywhere. Messages
+    need their other parts."""
+    pattern, replacement = _KEY
+    return pattern.sub(replacement, _URL.sub(lambda url: mask_secrets(url[0]), text))
 
 
 def is_url_with_secret(text: str) -> bool:

@@ -7,6 +7,7 @@ failed.
 import ctypes
 import fcntl
 import os
+import re
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -66,12 +67,18 @@ def is_locked(file: Path) -> bool | None:
     return False
 
 
+TEMPORARY_FILE = re.compile(r"\.[\w.]+\.\d+\.tmp")  # that a kill has left
+
+
 def replace_text(path: Path, text: str) -> None:
     """Replace a file in one move, so that readers never see a part of it. Several processes may do
     that at once."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        aside.write_text(text, encoding="utf-8")
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # otherwise a power cut may leave an empty file
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)

@@ -171,3 +171,18 @@ def test_plain_pytorch_reads_a_checkpoint_on_one_process(results: Path, tiny_mod
     assert found == {f"model.{name}" for name in parameters} | states | {
         f"rng.{rank}.cpu" for rank in range(3)
     }
+
+
+@pytest.mark.parametrize("value", ["x", {"a": 1}, [2, "x"]])
+def test_a_wrong_end_token_is_told_before_training(
+    tiny_model: Path, tmp_path: Path, value: object
+) -> None:
+    from llama_ft.checkpoint.export import check_export
+    from llama_ft.errors import UserError
+    from llama_ft.models import load_model_config, load_tokenizer
+
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    tokenizer = load_tokenizer(folder, trust_remote_code=False)
+    with pytest.raises(UserError, match="generation_config.json: eos_token_id is"):
+        check_export(load_model_config(folder, False), tokenizer, folder)

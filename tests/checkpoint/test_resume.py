@@ -42,7 +42,11 @@ def test_all_that_makes_another_run_is_told_old_and_new() -> None:
     assert [
         line.strip() for line in lines[1:4]
     ] == told and "data.dataset is demo, and its content" in lines[4]
-    assert lines[-1].strip() == "--resume_allow_changes optimizer,seed,r,dataset"
+    assert "do not fit another optimizer" in lines[5] and "--model_name FOLDER" in lines[6]
+    with pytest.raises(UserError, match="--resume_allow_changes seed,r,dataset$"):
+        check("--seed 7 --use_peft --peft.r 4", before="--use_peft", rows="d2")
+    with pytest.raises(UserError, match="another optimizer"):
+        check("--optimizer SGD", allowed=["optimizer"])
     check("--lr 3e-4 --num_epochs 5", allowed=["lr", "num_epochs"])
     with pytest.raises(UserError, match="--resume_allow_changes lr$"):
         check("--lr 3e-4 --num_epochs 5", allowed=["num_epochs"])

@@ -106,3 +106,29 @@ def test_what_was_set_aside_or_put_into_checkpoints_and_a_result_without_them_st
         )
     assert (tmp_path / "model").is_dir() and runtime.lock is not None
     runtime.lock.close()
+
+
+def test_links_to_other_directories_are_not_followed(tmp_path: Path, runtime: Runtime) -> None:
+    other = tmp_path / "other"
+    (other / "step-000001").mkdir(parents=True)
+    (other / "notes.txt").write_text("mine")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "checkpoints").symlink_to(other)
+    (folder / RUN_MARKER).symlink_to(other / "notes.txt")
+    settings = CheckpointConfig(output_dir=str(folder), overwrite=True)
+    with pytest.raises(UserError, match=f"{RUN_MARKER}: is a link. Remove it"):
+        create_run_directory(settings, "m", runtime)
+    assert (other / "notes.txt").read_text() == "mine"
+    (folder / RUN_MARKER).unlink()
+    (folder / RUN_MARKER).touch()
+    create_run_directory(settings, "m", runtime)
+    assert not (folder / "checkpoints").exists() and (other / "step-000001").is_dir()
+
+
+def test_temporary_files_that_a_kill_has_left_are_deleted(tmp_path: Path, runtime: Runtime) -> None:
+    (tmp_path / RUN_MARKER).touch()
+    (tmp_path / ".facts.json.4711.tmp").write_text("half")
+    (tmp_path / ".mine.tmp").write_text("mine")
+    create_run_directory(CheckpointConfig(output_dir=str(tmp_path)), "m", runtime)
+    assert {path.name for path in tmp_path.iterdir()} == {RUN_MARKER, ".mine.tmp"}

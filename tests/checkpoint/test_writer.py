@@ -70,6 +70,17 @@ def test_only_the_best_and_those_asked_for_are_kept_also_after_a_new_start(
     assert names(tmp_path) == {"step-000003", "step-000004", "step-000005", "best.json"}
 
 
+def test_checkpoints_that_a_kill_kept_from_being_deleted_are_deleted_at_the_next_start(
+    new_writer: Callable[..., CheckpointWriter], tmp_path: Path
+) -> None:
+    model, optimizer = trained()
+    with new_writer(keep_last=0) as writer:
+        for step in range(1, 6):
+            writer.save(step, model, optimizer, STATE)
+    with new_writer(keep_last=2):
+        assert names(tmp_path) == {"step-000004", "step-000005"}
+
+
 def test_a_failed_save_is_told_at_the_next_step_and_the_old_one_stays(
     new_writer: Callable[..., CheckpointWriter], tmp_path: Path
 ) -> None:

@@ -29,6 +29,14 @@ def test_a_wrong_value_is_told_in_plain_words(mistakes, line: str, message: str)
     assert mistakes(*shlex.split(line)) == [message]
 
 
+@pytest.mark.parametrize("flag", ["--lr", "--model_name ./", "--dataset"])
+def test_a_key_in_the_place_of_a_value_is_not_repeated(mistakes, flag: str) -> None:
+    key = "hf_a1B2c3D4e5F6g7H8i9J0"
+    separator = "" if flag.endswith("/") else " "
+    (message,) = mistakes(*f"{flag}{separator}{key}".split(), paths=True)
+    assert key not in message and "hf_***" in message
+
+
 def test_names_values_and_files_of_both_sources_are_told_together(mistakes, recipe) -> None:
     found = mistakes(
         recipe("train:\n  lrr: 1\n  num_epochs: 0\n"),

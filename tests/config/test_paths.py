@@ -1,5 +1,6 @@
 """Files and folders that a configuration names."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +33,27 @@ def test_a_good_model_data_and_adapter_pass(mistakes, files: Files) -> None:
     files("lora/adapter_config.json", "lora/adapter_model.safetensors")
     line = "--model_name m --tokenizer_name ./m --dataset a.jsonl --validation b.parquet --use_peft"
     assert mistakes(*line.split(), "--from_peft_checkpoint", "lora", paths=True) == []
+
+
+def test_pipes_and_devices_are_refused_before_anything_opens_them(
+    mistakes, files: Files, tmp_path: Path
+) -> None:
+    files("model/config.json", "model/model.safetensors", "lora/adapter_config.json", "a.jsonl")
+    os.mkfifo(tmp_path / "model" / "generation_config.json")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
+    (tmp_path / "zero.jinja").symlink_to("/dev/zero")
+    (tmp_path / "lora" / "adapter_model.safetensors").symlink_to("/dev/zero")
+    lines = {
+        "--model_name model": "holds generation_config.json, which is a pipe or a device",
+        "--dataset pipe.jsonl": "is a directory, a pipe or a device; expected a file.",
+        "--dataset a.jsonl --validation zero.jsonl": "is a directory, a pipe or a device",
+        "--chat_template zero.jinja": "is a directory, a pipe or a device",
+        "--use_peft --from_peft_checkpoint lora": "holds no adapter_model.safetensors.",
+    }
+    for line, told in lines.items():
+        (message,) = mistakes(*line.split(), paths=True)
+        assert told in message
 
 
 @pytest.mark.parametrize(
@@ -116,3 +138,12 @@ def test_validation_may_be_a_split_of_data_that_have_splits(mistakes, files: Fil
     for dataset in ("my.jsonl", "[data]"):
         (message,) = mistakes("--dataset", dataset, "--validation", "test", paths=True)
         assert message.startswith("--validation test: ")
+
+
+def test_a_local_directory_comes_before_a_built_in_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert kind_of_data("alpaca") == "ready"
+    (tmp_path / "alpaca").mkdir()
+    assert kind_of_data("alpaca") == "folder"

@@ -1,6 +1,7 @@
 """YAML recipes: what they say, and where their mistakes are."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,20 @@ def test_what_is_no_recipe_is_told_once_and_no_rule_beside_it(mistakes, tmp_path
     for name in ("nope.yaml", ".", "pipe.yaml", "model.bin"):
         (message,) = mistakes("--config", name, "--r", "3")
         assert message.startswith(f"--config {name}: ")
+
+
+def test_thousands_of_mistakes_and_huge_values_are_told_in_seconds(mistakes, recipe) -> None:
+    """difflib alone would take minutes for all names."""
+    start = time.monotonic()
+    keys = "".join(f"  a_key_{number}: 1\n" for number in range(8_000))
+    messages = mistakes(recipe(f"train:\n{keys}"))
+    assert len(messages) == 21 and messages[-1] == "and 7,980 more errors."
+    (message,) = mistakes(recipe(f"train:\n  lr: {'9x' * 50_000}\n"))
+    assert len(message) < 1200 and "(100,000 characters): must be a valid number" in message
+    (message,) = mistakes(recipe(f"train:\n  {'l' * 100_000}: 1\n"))
+    assert len(message) < 1200
+    (message,) = mistakes(recipe("# \n" * 100_000))
+    assert message.startswith("--config mine.yaml: larger than 262,144 bytes")
+    messages = mistakes(*(f"--a_flag_{number}=1" for number in range(5_000)))
+    assert len(messages) == 21
+    assert time.monotonic() - start < 60  # 4 s on an idle machine

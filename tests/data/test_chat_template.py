@@ -16,7 +16,7 @@ from llama_ft.config.paths import BUILT_IN_TEMPLATES
 from llama_ft.data import Encoder, ensure_chat_template
 from llama_ft.data.chat_template import BUILT_IN, render_chat
 from llama_ft.data.formats import BadRow, Message
-from llama_ft.data.loss_mask import ChatRenderer
+from llama_ft.data.loss_mask import ChatDiffers, ChatRenderer, drop_reasoning
 from llama_ft.errors import UserError
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
@@ -135,6 +135,7 @@ LLAMA31 = """
 NO_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
 TOKENS = {
     NO_SYSTEM: [],
+    "{% for m in messages %}{{ m.role }}{% endfor %}": [],
     QWEN3: ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"],
     NO_THINKING: [
         "<|im_start|>",
@@ -180,9 +181,13 @@ TOKENS = {
 }
 
 
+NEXT = " next sample: "
+
+
 @pytest.fixture
 def tokens(make_tokenizer: MakeTokenizer) -> Callable[..., str]:
-    """The tokens of a chat under a template, those trained on in brackets."""
+    """The tokens of a chat under a template, those trained on in brackets, with NEXT between the
+    samples that it becomes."""
 
     def shown(
         template: str, messages: list[Message], labels: str = "auto", tools: list[Any] | None = None
@@ -193,23 +198,27 @@ def tokens(make_tokenizer: MakeTokenizer) -> Callable[..., str]:
             special, template, **{key: it for key, it in named.items() if it in special}
         )
         row = {"messages": messages, "tools": tools}
-        [encoded] = Encoder(tokenizer, 10_000, labels=labels).encode(row, "messages")
-        assert all(
-            label in (-100, token)
-            for token, label in zip(encoded.input_ids, encoded.labels, strict=True)
-        )
-        names = tokenizer.convert_ids_to_tokens(encoded.input_ids)
-        trained = [label != -100 for label in encoded.labels]
-        return " ".join(
-            f"[{name}]" if mine else name for name, mine in zip(names, trained, strict=True)
-        )
+        samples = []
+        for encoded in Encoder(tokenizer, 10_000, labels=labels).encode(row, "messages"):
+            assert all(
+                label in (-100, token)
+                for token, label in zip(encoded.input_ids, encoded.labels, strict=True)
+            )
+            names = tokenizer.convert_ids_to_tokens(encoded.input_ids)
+            trained = [label != -100 for label in encoded.labels]
+            shown = [
+                f"[{name}]" if mine else name for name, mine in zip(names, trained, strict=True)
+            ]
+            samples.append(" ".join(shown))
+        return NEXT.join(samples)
 
     return shown
 
 
 @pytest.fixture
 def text(make_tokenizer: MakeTokenizer) -> Callable[..., str]:
-    """The text of a chat under a template, what is trained on between [[ and ]]."""
+    """The text of a chat under a template, what is trained on between [[ and ]], with NEXT between
+    the samples that it becomes."""
 
     def shown(
         template: str,
@@ -218,7 +227,11 @@ def text(make_tokenizer: MakeTokenizer) -> Callable[..., str]:
         tools: list[Any] | None = None,
     ) -> str:
         tokenizer = make_tokenizer(TOKENS[template], template, bos_token="<s>", eos_token="</s>")
-        rendered, spans = ChatRenderer(tokenizer, labels).render(messages, tools)
+        renderer = ChatRenderer(tokenizer, labels)
+        try:
+            rendered, spans, _ = renderer.render(messages, tools)
+        except ChatDiffers as chat:
+            return NEXT.join(shown(template, piece, labels, tools) for piece in chat.pieces)
         for start, end in reversed(spans):
             rendered = f"{rendered[:start]}[[{rendered[start:end]}]]{rendered[end:]}"
         return rendered
@@ -240,7 +253,9 @@ LLAMA_OPEN = f"{LLAMA_HI} <|start_header_id|> assistant <|end_header_id|> ĊĊ"
         (
             QWEN3,
             WITH_SYSTEM,
-            f"<|im_start|> system Ċ no <|im_end|> Ċ {QWEN_HI} {QWEN_START} [yes] [<|im_end|>] Ċ "
+            f"<|im_start|> system Ċ no <|im_end|> Ċ {QWEN_HI} {QWEN_START} {QWEN_EMPTY} [yes] "
+            f"[<|im_end|>] Ċ{NEXT}"
+            f"<|im_start|> system Ċ no <|im_end|> Ċ {QWEN_HI} {QWEN_START} yes <|im_end|> Ċ "
             f"{QWEN_HI} {QWEN_START} {QWEN_EMPTY} [no] [<|im_end|>] Ċ",
         ),
         (
@@ -258,14 +273,22 @@ LLAMA_OPEN = f"{LLAMA_HI} <|start_header_id|> assistant <|end_header_id|> ĊĊ"
         (
             MISTRAL,
             [system("no"), user("Hi"), assistant("yes"), user("yes"), assistant("no")],
-            "<s> [ I N S T ] Ġ Hi [ / I N S T ] [Ġyes] [</s>] [ I N S T ] Ġno ĊĊ yes [ / I N S T ] [Ġno] [</s>]",
+            f"<s> [ I N S T ] Ġno ĊĊ Hi [ / I N S T ] [Ġyes] [</s>]{NEXT}"
+            "<s> [ I N S T ] Ġ Hi [ / I N S T ] Ġyes </s> [ I N S T ] Ġno ĊĊ yes [ / I N S T ] [Ġno] [</s>]",
         ),
         (
             DEEPSEEK_R1,
             TWO,
-            "<s> <|User|> Hi <|Assistant|> [yes] [</s>] <|User|> Hi <|Assistant|> [no] [</s>]",
+            f"<s> <|User|> Hi <|Assistant|> <think> Ċ [Ċ] [</think>] [ĊĊ] [yes] [</s>]{NEXT}"
+            "<s> <|User|> Hi <|Assistant|> yes </s> <|User|> Hi <|Assistant|> "
+            "<think> Ċ [Ċ] [</think>] [ĊĊ] [no] [</s>]",
         ),
-        (GPT_OSS, TWO, f"{OSS_OPEN} [yes] [<|end|>] {OSS_OPEN} [no] [<|return|>]"),
+        (
+            GPT_OSS,
+            TWO,
+            f"{OSS_OPEN} [yes] [<|return|>]{NEXT}"
+            f"{OSS_OPEN.replace('[', '').replace(']', '')} yes <|end|> {OSS_OPEN} [no] [<|return|>]",
+        ),
         (
             BUILT_IN["llama3"],
             WITH_SYSTEM,
@@ -294,8 +317,10 @@ CALLED = '{"name": "f", "arguments": {"x": 1}}'
         (
             QWEN3,
             None,
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+            f"[[<think>\n\n</think>\n\n<tool_call>\n{CALLED}\n</tool_call><|im_end|>]]\n{NEXT}"
             "<|im_start|>user\nHi<|im_end|>\n"
-            f"<|im_start|>assistant\n[[<tool_call>\n{CALLED}\n</tool_call><|im_end|>]]\n"
+            f"<|im_start|>assistant\n<tool_call>\n{CALLED}\n</tool_call><|im_end|>\n"
             "<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n[[<think>\n\n</think>\n\nyes<|im_end|>]]\n",
         ),
         (
@@ -348,16 +373,22 @@ def test_calls_of_tools_are_answers(
             "the text",
         ),
         (
-            DEEPSEEK_R1,
-            [user("Hi"), assistant("<think>\nWell.\n</think>\n\nyes")],
+            GEMMA4,
+            [user("Hi"), assistant("yes", reasoning_content="Well."), *ONE],
             None,
-            "what the last response has",
+            '"reasoning_content" of messages\\[1\\]',
         ),
         (
             NO_SYSTEM,
             [user("Hi"), assistant("yes", thinking="hm")],
             None,
-            'the last response\'s "thinking"',
+            '"thinking" of messages\\[1\\]',
+        ),
+        (
+            "{% for m in messages %}{{ m.role }}{% endfor %}",
+            ONE,
+            None,
+            "the content of messages\\[1\\]",
         ),
     ],
 )
@@ -376,34 +407,60 @@ def test_thoughts_are_trained_where_the_model_thinks_them(text: Callable[..., st
         assistant("<think>\nb\n</think>\n\nno"),
     ]
     assert text(QWEN3, chat) == (
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[yes<|im_end|>]]\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        f"[[<think>\na\n</think>\n\nyes<|im_end|>]]\n{NEXT}"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[<think>\nb\n</think>\n\nno<|im_end|>]]\n"
+    )
+    assert text(DEEPSEEK_R1, chat) == (
+        f"<s><|User|>Hi<|Assistant|><think>\n[[a\n</think>\n\nyes</s>]]{NEXT}"
+        "<s><|User|>Hi<|Assistant|>\n\nyes</s>"
+        "<|User|>Hi<|Assistant|><think>\n[[b\n</think>\n\nno</s>]]"
     )
 
 
 @pytest.mark.parametrize(
     "answer", [assistant("<think>\nb\n</think>\n\nno"), assistant("no", reasoning_content="b")]
 )
-def test_thoughts_are_in_the_loss_where_the_generation_prompt_holds_an_empty_one(
+def test_reasoning_content_is_rejected_if_the_generation_prompt_closes_it(
     text: Callable[..., str], answer: Message
 ) -> None:
-    earlier = {**answer, "content": answer["content"].replace("no", "yes")}
-    assert text(NO_THINKING, [user("Hi"), earlier, user("Hi"), answer]) == (
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[yes<|im_end|>]]\n"
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n[[b\n</think>\n\nno<|im_end|>]]\n"
+    with pytest.raises(BadRow, match=r'"messages\[3\]".* --reasoning_content drop'):
+        text(NO_THINKING, [*ONE, user("Hi"), answer])
+    hi = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert text(NO_THINKING, [*ONE, user("Hi"), *drop_reasoning([answer])]) == (
+        f"{hi}<think>\n\n</think>\n\n[[yes<|im_end|>]]\n{NEXT}"
+        f"{hi}yes<|im_end|>\n{hi}<think>\n\n</think>\n\n[[no<|im_end|>]]\n"
     )
-    assert text(NO_THINKING, ONE).endswith("<think>\n\n</think>\n\n[[yes<|im_end|>]]\n")
 
 
-@pytest.mark.parametrize("said", ["", "no "])
-def test_what_a_tool_returns_is_not_in_the_loss_where_it_stands_inside_a_turn(
-    text: Callable[..., str], said: str
+@pytest.mark.parametrize("written", ["<think></think>", "</think>", ""])
+def test_training_starts_after_reasoning_content_that_the_generation_prompt_opens(
+    make_tokenizer: MakeTokenizer, written: str
 ) -> None:
-    chat = [user("Hi"), assistant(said, tool_calls=CALL), tool("no"), assistant("yes")]
-    assert text(GEMMA4, chat).replace("[[]]", "") == (
-        f"<s><|turn>user\nHi<turn|>\n<|turn>model\n[[<|tool_call>{CALLED}<tool_call|><|tool_response>]]"
-        f"value:no<tool_response|>[[{said}<turn|>]]\n<|turn>model\n[[yes<turn|>]]\n"
-    )
+    template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
+        "{{ '<think>' + m.thinking + '</think>' if m.thinking else 'WRITTEN' }}{% endif %}"
+        "{{ m.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|><think>' }}{% endif %}"
+    ).replace("WRITTEN", written)
+    tokenizer = make_tokenizer(["</s>", "<think>", "</think>"], template, eos_token="</s>")
+    renderer = ChatRenderer(tokenizer)
+    rendered, [(start, end)], prompts = renderer.render([user("Hi"), assistant("yes")])
+    closing = "</think>" if written else "\n</think>\n\n"
+    assert rendered[:start] == "<|user|>Hi</s><|assistant|><think>"
+    assert rendered[start:end] == f"{closing}yes</s>"
+    assert prompts == [start]
+    rendered, [(start, end)], _ = renderer.render([user("Hi"), assistant("yes", thinking="no")])
+    assert rendered[:start] == "<|user|>Hi</s><|assistant|><think>"
+    assert rendered[start:end] == "no</think>yes</s>"
+
+
+def test_a_response_of_nothing_but_reasoning_content_cannot_lose_it() -> None:
+    with pytest.raises(BadRow, match=r'"messages\[1\]" has nothing but reasoning content'):
+        drop_reasoning([user("Hi"), assistant("<think>\nhm\n</think>")])
+    kept = drop_reasoning([user("<think>a</think>"), assistant("", thinking="a", tool_calls=CALL)])
+    assert kept == [user("<think>a</think>"), assistant("", tool_calls=CALL)]
 
 
 @pytest.mark.parametrize("template", [GEMMA, MISTRAL, PHI3, BUILT_IN["chatml"], BUILT_IN["alpaca"]])
@@ -472,6 +529,33 @@ def test_a_template_file_that_cannot_be_used_is_refused(
     file = tmp_path / "mine.jinja"
     file.write_bytes(content)
     with pytest.raises(UserError, match=message):
+        ensure_chat_template(plain, str(file))
+
+
+LOOP = b"{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+MACRO = b"{% macro deeper() %}{{ deeper() }}{% endmacro %}{{ deeper() }}"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (LOOP, "does not end within 5 s"),
+        (b"{{ 7 ** (10 ** 9) }}", "does not end within 5 s"),
+        (b"{{ 'a' * 10 ** 11 }}", "takes more than 1 GiB"),
+        (b"{{ messages[0].content * 10 ** 9 }}", "takes more than 1 GiB"),
+        (MACRO, "nested too deeply"),
+        (b"{{ " + b"(" * 5000 + b"1" + b")" * 5000 + b" }}", "nested too deeply"),
+        (b"{% if 1 %}" * 3000 + b"{% endif %}" * 3000, "nested too deeply"),
+        ("{{ 'é' }}".encode("latin-1"), "not a template .*codec can't decode"),
+        (b" " * 2**21, "not a template .larger than 1,048,576 bytes"),
+    ],
+)
+def test_a_template_without_bounds_is_refused(
+    plain: PreTrainedTokenizerFast, tmp_path: Path, content: bytes, told: str
+) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=f"(?s)mine.jinja.*{told}"):
         ensure_chat_template(plain, str(file))
 
 

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from llama_ft.data.files import rows_of_file
+from llama_ft.data.files import LONGEST_LINE, rows_of_file
 from llama_ft.data.formats import BadRow
 from llama_ft.errors import UserError
 
@@ -154,6 +154,12 @@ def test_file_that_cannot_be_read_on_is_told(
     with pytest.raises(UserError) as caught:
         list(rows_of_file(path))
     assert caught.value.messages[0].removeprefix(f"{path}: ").startswith(text.format(path=path))
+
+
+def test_a_line_without_end_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "my.jsonl", b'{"a": 1}\n{"a": "' + b"x" * LONGEST_LINE)
+    with pytest.raises(UserError, match="after .*my.jsonl:1: line 2 is longer than 67,108,864 b"):
+        list(rows_of_file(path))
 
 
 @pytest.mark.parametrize(

@@ -88,10 +88,10 @@ def test_offsets_without_white_space_give_the_same_mask(chatml: PreTrainedTokeni
     before = shown(chatml, Encoder(chatml, 100).encode(row, "alpaca"))
     chatml.backend_tokenizer.post_processor = ByteLevel(trim_offsets=True)
     assert shown(chatml, Encoder(chatml, 100).encode(row, "alpaca")) == before
-    assert before.endswith("assistant ĊĊ [Ċ] [yes] [Ġno] [ĊĊ] [<|im_end|>] Ċ")
+    assert before.endswith("assistant Ċ [ĊĊ] [yes] [Ġno] [ĊĊ] [<|im_end|>] Ċ")
 
 
-def test_token_over_the_edge_of_an_answer_is_trained_if_the_answer_has_its_letters(
+def test_no_token_crosses_the_end_of_the_prompt_that_inference_has(
     make_tokenizer: Callable[..., PreTrainedTokenizerFast],
 ) -> None:
     template = (
@@ -101,7 +101,7 @@ def test_token_over_the_edge_of_an_answer_is_trained_if_the_answer_has_its_lette
     tokenizer = make_tokenizer(["</s>"], template, eos_token="</s>")
     assert (
         shown(tokenizer, Encoder(tokenizer, 100).encode(ALPACA, "alpaca"))
-        == "Hi </s> Answer : [Ġyes] [</s>]"
+        == "Hi </s> Answer : Ġ [yes] [</s>]"
     )
 
 
@@ -117,9 +117,7 @@ def test_template_that_rewrites_earlier_turns_is_refused_for_the_row(
         "{{ messages[-1].content | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     tokenizer = make_tokenizer([], template)
-    with pytest.raises(
-        BadRow, match=r'"messages\[1\]": the chat template changes other messages with this one'
-    ):
+    with pytest.raises(BadRow, match=r'"messages\[1\]": .*writes what is before it differently'):
         Encoder(tokenizer, 100).encode(ALPACA, "alpaca")
 
 
@@ -133,13 +131,13 @@ def test_tokenized_row_has_ids_of_the_tokenizer_only(llama3: PreTrainedTokenizer
             encoder.encode(row, "tokenized")
 
 
-def test_line_breaks_that_an_answer_shares_with_the_prompt_are_not_trained(
+def test_line_breaks_of_an_answer_are_no_tokens_of_its_prompt(
     plain: PreTrainedTokenizerFast,
 ) -> None:
     ensure_chat_template(plain)
     row = {"instruction": "Hi", "output": "\nyes"}
     assert shown(plain, Encoder(plain, 100).encode(row, "alpaca")).endswith(
-        "### Ġ Response : ĊĊ [yes] [</s>]"
+        "### Ġ Response : Ċ [Ċ] [yes] [</s>]"
     )
 
 

@@ -31,8 +31,12 @@ SHAPE = {
 }
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
                "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
-LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.1] * 8, "long_factor": [2.0] * 8,
-             "original_max_position_embeddings": 128}  # fmt: skip
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.1] * 8,
+    "long_factor": [2.0] * 8,
+}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 EXPERTS = {"num_experts_per_tok": 2, "router_jitter_noise": 0.0}
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -55,7 +59,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma 3 text": ("gemma3_text", {"sliding_window": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 6,
                                      "sliding_window_pattern": 6, **TIED}),
     "Phi-3": ("phi3", {"sliding_window": 16}),
-    "Phi-4": ("phi3", {"rope_parameters": LONG_ROPE}),
+    "Phi-4": ("phi3", {"original_max_position_embeddings": 18, "rope_parameters": LONG_ROPE}),
     "Phi-3.5 MoE": ("phimoe", {"num_local_experts": 5, **EXPERTS}),
     "OLMo 2": ("olmo2", {}),
     "SmolLM3": ("smollm3", {"no_rope_layers": [1, 0], **TIED}),
@@ -149,6 +153,7 @@ SIZED: dict[tuple[str, str], list[str]] = {
     ("Gemma 2", "full, sized"): [*BY_SIZE, "--min_num_params", "8000"],
     ("Llama 2", "LoRA, sized, DoRA"): [*LORA, *BY_SIZE, "--use_dora"],
     ("Mixtral", "LoRA, sized"): [*LORA, *BY_SIZE],
+    ("Phi-4", "full, padded"): ["--batching_strategy", "padding"],
     # Its experts are not among what peft takes for all-linear.
     ("Granite MoE, balanced", "LoRA, padded"): [*LORA, "--batching_strategy", "padding",
                                                 "--router_aux_loss_coef", "0.25", "--activation_checkpointing", "full"],
@@ -180,7 +185,7 @@ CASES = [
 def is_fast(architecture: str, method: str) -> bool:
     if (
         architecture in ALL_WAYS
-        or method == "LoRA, padded"
+        or method in ("LoRA, padded", "full, padded")
         or (architecture, method) == ("GPT-2", "LoRA")
     ):
         return True

@@ -2,6 +2,7 @@
 common ones through the real command."""
 
 import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
-from llama_ft.models import build_on_meta, load_model_config, load_tokenizer
+from llama_ft.models import build_on_meta, load_model_config, load_tokenizer, local_folder
 from llama_ft.models.source import open_weights
 
 SMALL = {
@@ -95,6 +96,7 @@ def test_a_tokenizer_without_its_files_is_refused_naming_them(
         ('{"weight_map": {"w": "../secret.safetensors"}}', "outside its directory"),
         ('{"weight_map": {"w": "a/../../b.safetensors"}}', "outside its directory"),
         ('{"weight_map": {"w": "/etc/passwd"}}', "outside its directory"),
+        ('{"weight_map": ' + '{"w": ' * 100_000, "not a safetensors index"),
     ],
 )
 def test_an_index_that_is_malformed_or_leaves_its_folder_is_refused(
@@ -103,3 +105,39 @@ def test_an_index_that_is_malformed_or_leaves_its_folder_is_refused(
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(UserError, match=f"index.json: .*{problem}"):
         open_weights(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "part/pipe", "part"])
+def test_weights_that_are_no_file_are_refused_before_they_are_opened(
+    tmp_path: Path, name: str
+) -> None:
+    """Opening a pipe waits until somebody writes into it."""
+    (tmp_path / "part").mkdir()
+    os.mkfifo(tmp_path / "part" / "pipe")
+    os.mkfifo(tmp_path / "model.safetensors")
+    if name != "model.safetensors":
+        index = {"weight_map": {"w": name}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=f"{name}: is a directory, a pipe or a device"):
+        open_weights(tmp_path)
+
+
+def test_a_models_directory_with_a_pipe_or_a_device_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="--model_name .*holds generation_config.json, which is a"):
+        local_folder(str(tmp_path), "--model_name")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"attention_dropout": 5}, "attention_dropout is 5; expected 0 to 1"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10,000,000; expected at most 10,000"),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused(
+    tmp_path: Path, settings: dict[str, object], told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        build(tmp_path, {**SMALL, "model_type": "llama", **settings})

@@ -38,7 +38,7 @@ def llama(tied: bool = False) -> LlamaForCausalLM:
 
 def units_of(model: torch.nn.Module, **fsdp: object) -> list[Unit]:
     settings = FSDPConfig(enable_fsdp=True, **fsdp)
-    return _describe_units(model, _modules_to_wrap(BuiltModel(model), settings), torch.bfloat16)
+    return _describe_units(model, _modules_to_wrap(BuiltModel(model), settings, []), torch.bfloat16)
 
 
 LAYERS = [f"model.layers.{n}" for n in range(4)]

@@ -2,12 +2,14 @@
 
 import functools
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import run_cases
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.errors import UserError
@@ -242,3 +244,21 @@ def test_every_rank_holds_its_rows_of_what_bitsandbytes_makes_of_the_whole_model
             assert whole is not None
             rows = whole if "inv_freq" in key else chunk(whole, world_size, rank)
             assert tensor.dtype == whole.dtype and torch.equal(tensor, rows), (rank, key)
+
+
+def test_rwkv_keeps_its_weights_in_eval_mode(tmp_path: Path) -> None:
+    """Transformers divides them in place there, and an export would write divided ones."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_hidden_layers": 4, "attention_hidden_size": 32}
+    config = AutoConfig.for_model("rwkv", vocab_size=101, rescale_every=1, **shape)
+    plain = AutoModelForCausalLM.from_config(config).eval()
+    plain.save_pretrained(tmp_path)
+    model = build_on_meta(load_model_config(tmp_path, False), ModelConfig(model_name="mine"))
+    model.load_state_dict(deepcopy(plain.state_dict()), assign=True)
+    model.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    ids = torch.arange(10)[None]
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+        torch.testing.assert_close(logits, plain.train()(input_ids=ids).logits)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -150,6 +150,18 @@ def test_what_no_adapter_can_be_made_of_is_named(
         inject_lora(skeleton(tiny_model), PeftConfig(use_peft=True, **settings), "base")
 
 
+def test_a_saved_adapter_with_settings_that_peft_does_not_know_is_refused(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    LoraConfig(target_modules=["q_proj"]).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    stored = json.loads(file.read_text())
+    file.write_text(json.dumps(stored | {"future_feature": True, "off": False}))
+    settings = PeftConfig(use_peft=True, from_peft_checkpoint=str(tmp_path))
+    with pytest.raises(UserError, match="PEFT does not know future_feature[)]"):
+        inject_lora(skeleton(tiny_model), settings, "base")
+
+
 @pytest.mark.parametrize(
     ("method", "settings"),
     [

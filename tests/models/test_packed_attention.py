@@ -20,6 +20,7 @@ from llama_ft.models import (
     use_packed_attention,
 )
 from llama_ft.models.attention_kernels import AMPERE, HOPPER, T4
+from llama_ft.models.rope import use_rope_per_sample
 
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -31,6 +32,15 @@ SHAPE = {
     "num_attention_heads": 4,
 }
 SHAPE |= {"num_key_value_heads": 2, "vocab_size": 101, "max_position_embeddings": 2048}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 5,
+    "short_mscale": 1.0,
+    "long_mscale": 2.0,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Mistral": {"sliding_window": 5},
@@ -39,8 +49,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "GptOss": {"head_dim": 8, "sliding_window": 4, "num_local_experts": 4},  # sinks
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},  # learned positions
     "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32},
-    "Phi3": {"pad_token_id": 0},
-    "Phimoe": {"num_local_experts": 4, "router_jitter_noise": 0.0},
+    "Phi3": {
+        "pad_token_id": 0,
+        "original_max_position_embeddings": 5,
+        "rope_parameters": LONG_ROPE,
+    },
+    "Phimoe": {"num_local_experts": 4, "router_jitter_noise": 0.0, "rope_parameters": LONG_ROPE},
     "Qwen3": {"head_dim": 8},
     "DeepseekV3": {  # values narrower than keys
         **{
@@ -116,6 +130,7 @@ def test_loss_and_gradient_of_each_row_are_those_of_the_row_alone(
     model.zero_grad()
     built = BuiltModel(model)
     built.mixers = use_packed_attention(built)
+    use_rope_per_sample(model)
     together = [
         loss_of(logits, row)
         for logits, row in zip(packed_logits(built, parts).split(LENGTHS), parts, strict=True)
@@ -125,6 +140,20 @@ def test_loss_and_gradient_of_each_row_are_those_of_the_row_alone(
     for key, parameter in model.named_parameters():
         if key in expected:
             torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-4, atol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize("name", ["Phi3", "Phimoe"])
+def test_samples_of_a_padded_batch_have_the_longrope_factors_of_their_own_length(name: str) -> None:
+    model, parts = make(name, "sdpa"), rows()
+    alone = [model(input_ids=row[None]).logits[0] for row in parts]
+    padded = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+    mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    logits = model(input_ids=padded, attention_mask=mask).logits
+    assert (logits[0, :3] - alone[0]).abs().max() > 1e-2, "all have those of the longest sample"
+    use_rope_per_sample(model)
+    logits = model(input_ids=padded, attention_mask=mask).logits
+    for row, expected in zip(logits, alone, strict=True):
+        torch.testing.assert_close(row[: len(expected)], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -317,3 +317,26 @@ def test_what_cannot_be_quantized_is_refused_with_the_way_out(
         quantization = choose_quantization(QuantizationConfig(**settings), config, use_peft)
         assert quantization is not None
         quantize_linears(built, quantization)
+
+
+def test_transformers_conv1d_is_named_as_what_cannot_be_quantized() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("gpt2", n_embd=64, n_head=4, n_layer=1)
+        )
+    with pytest.raises(UserError, match="GPT2LMHeadModel has Transformers' Conv1D"):
+        quantize_linears(BuiltModel(model), Quantization(SCHEMES["8bit"], None, is_stored=False))
+
+
+def test_layers_that_transformers_keeps_in_fp32_are_not_quantized() -> None:
+    """HY 4's indexer casts its input to the dtype of such a weight."""
+    shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 16}
+    more = {"q_lora_rank": 64, "kv_lora_rank": 64, "n_routed_experts": 4, "indexer_types": ["full"]}
+    kinds = {"mlp_layer_types": ["dense"], "layer_types": ["indexed_attention"]}
+    with torch.device("meta"):
+        config = AutoConfig.for_model("hy_v4", **shape, **more, **kinds, pad_token_id=0)
+        model = AutoModelForCausalLM.from_config(config)
+    quantize_linears(BuiltModel(model), Quantization(SCHEMES["8bit"], None, is_stored=False))
+    indexer = model.model.layers[0].self_attn.indexer
+    assert type(indexer.weights_proj) is torch.nn.Linear
+    assert type(indexer.wk) is not torch.nn.Linear

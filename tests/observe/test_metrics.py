@@ -69,7 +69,8 @@ def test_what_a_kill_or_a_power_cut_left_half_written_is_dropped(
     path.write_bytes(b'{"step": 1}\n' + torn)
     # that step's own line was not logged, or is the one that is lost
     write_steps(path, 4, 4, resume_step=3)
-    assert steps(path) == [1, 4]
+    # a readable line after an unreadable one stays
+    assert steps(path) == ([1, 3, 4] if b"3" in torn else [1, 4])
 
 
 def test_a_run_resumed_in_another_directory_takes_the_earlier_lines_over(tmp_path: Path) -> None:

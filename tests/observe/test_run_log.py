@@ -101,6 +101,22 @@ def test_a_run_resumed_in_another_directory_has_its_whole_history_there(
     assert math.isnan(events.Scalars("train/grad_norm")[0].value)
 
 
+@pytest.mark.parametrize("damage", [b'{"step": 2, "tra', b"\xff\xfe\x00", b"[]", b"[" * 100_000])
+def test_corrupted_lines_are_told_and_the_steps_after_them_stay(
+    tmp_path: Path, screen: io.StringIO, damage: bytes
+) -> None:
+    with RunLog(tmp_path, NO_TRACKERS, {}, total_steps=6) as run_log:
+        for step in range(1, 6):
+            run_log.log_step(step, {"train/loss": 8.0})
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    lines[1] = damage + b"\n"
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines) + b'{"step": 6, "train/lo')
+    with RunLog(tmp_path, NO_TRACKERS, {}, total_steps=6, resume_step=5) as run_log:
+        run_log.log_step(6, {"train/loss": 7.0})
+    assert [record["step"] for record in records(tmp_path)] == [1, 3, 4, 5, 6]
+    assert "1 line of earlier steps cannot be read" in screen.getvalue()
+
+
 @pytest.mark.parametrize(
     ("resume_step", "expected"),
     [(3, [(step, 1.0) for step in range(4)]), (None, [(step, 2.0) for step in range(4)])],

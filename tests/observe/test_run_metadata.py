@@ -41,6 +41,31 @@ def test_a_resumed_run_keeps_the_answers_before_fine_tuning(tmp_path: Path) -> N
     assert told == [("before", "half a character \udc80"), ("after", "2"), ("after", "3")]
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b'{"memory": 1', b"[1, 2]", b"5", b'"text"', b"\xff\xfe", b'{"samples": 5}', b'{"samples": [5]}',
+        b'{"samples": [{}]}', b"[" * 100_000,
+    ],
+)  # fmt: skip
+def test_a_corrupted_file_is_told_and_ends_nothing(
+    content: bytes, tmp_path: Path, screen: io.StringIO
+) -> None:
+    (tmp_path / FACTS_FILE).write_bytes(content)
+    kept = RunMetadata(tmp_path)
+    assert "facts.json is corrupted" in screen.getvalue()
+    kept.add(units=[2])
+    kept.add_samples("before", [{"question": "?", "answer": "1"}])
+    assert facts(tmp_path)["units"] == [2] and len(facts(tmp_path)["samples"]) == 1
+
+
+def test_facts_of_another_type_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / FACTS_FILE).write_text('{"memory": [1], "units": {"a": 1}}')
+    kept = RunMetadata(tmp_path)
+    kept.add(memory={"unit": "device"}, units=[2])
+    assert facts(tmp_path) == {"memory": {"unit": "device"}, "units": [2]}
+
+
 def test_a_file_that_cannot_be_written_is_told_and_ends_nothing(
     tmp_path: Path, screen: io.StringIO
 ) -> None:

@@ -1,6 +1,7 @@
 """Settings that fit: what is planned, and that the answers are recipes which do."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -9,7 +10,16 @@ import pytest
 from model_shapes import write_config
 
 from llama_ft.config import Config, load, to_yaml
-from llama_ft.plan.fit import Fit, apply_changes, describe_fits, find_fits, ladder
+from llama_ft.config.messages import size_text
+from llama_ft.plan.fit import (
+    Fit,
+    apply_changes,
+    choose_checkpointing,
+    describe_fits,
+    find_fits,
+    gives_up_more,
+    ladder,
+)
 from llama_ft.plan.flags import device_bytes
 from llama_ft.plan.predict import predict
 from llama_ft.plan.types import PlanRequest
@@ -146,3 +156,59 @@ def test_twice_the_ranks_are_an_answer_where_states_are_too_much(
         and "--enable_fsdp" in fits[0].flags
         and fits[0].plan.world_size == 2
     )
+
+
+def test_cpu_offload_is_an_answer_with_the_host_memory_it_needs(
+    finetuning: ModuleType, shallow_model: Path
+) -> None:
+    line = "--context_length 64 --batch_size_training 1 --activation_checkpointing off"
+    request = request_for(line, 1, folder=shallow_model)
+    offloaded = dataclasses.replace(
+        request,
+        config=request_for(
+            f"{line} --enable_fsdp --fsdp_cpu_offload", 1, folder=shallow_model
+        ).config,
+    )
+    plan = predict(offloaded, finetuning.build_model)
+    assert plan.host_bytes > predict(request, finetuning.build_model).host_bytes
+    fit = Fit(offloaded.config, ["--enable_fsdp", "--fsdp_cpu_offload"], "speed", plan, {})
+    planned = predict(request, finetuning.build_model)
+    text = describe_fits(planned, [fit], 1, [""])
+    host = size_text(max(plan.host_load_bytes, plan.host_save_bytes))
+    assert f"and {host} of host memory per rank" in text
+
+
+def test_no_answer_only_gives_up_more_than_another(
+    finetuning: ModuleType, shallow_model: Path
+) -> None:
+    four_bit = {"use_peft": True, "mode": "4bit"}
+    assert gives_up_more(four_bit | {"context_length": 64}, four_bit)
+    assert gives_up_more(four_bit, {"use_peft": True})
+    assert gives_up_more({"enable_fsdp": True, "--nproc": 4}, {"enable_fsdp": True, "--nproc": 2})
+    assert not gives_up_more(four_bit, four_bit)
+    assert not gives_up_more({"optimizer": "AdamW8bit"}, four_bit)
+    line = "--context_length 256 --batch_size_training 1 --device cpu"
+    request = request_for(line, 1, "cpu", shallow_model)
+    planned = predict(request, finetuning.build_model)
+    fits, _ = search(request, finetuning, planned.device_bytes * 7 // 8)
+    changes = [fit.change for fit in fits]
+    assert len(changes) > 1
+    assert not any(gives_up_more(change, other) for change in changes for other in changes)
+
+
+@pytest.mark.parametrize(("world", "expected"), [(1, [2, 4, 8]), (4, [8]), (8, [16])])
+def test_ranks_are_doubled_up_to_8(world: int, expected: list[int], shallow_model: Path) -> None:
+    _, others = ladder(request_for("--context_length 256", world, folder=shallow_model))
+    assert [change["--nproc"] for change, _ in others if "--nproc" in change] == expected
+
+
+def test_the_choice_of_checkpointing_and_the_plan_have_one_size(
+    finetuning: ModuleType, save_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path / "model", num_hidden_layers=7)
+    request = request_for("--context_length 64 --use_peft", 1, folder=folder)
+    _, why, plan = choose_checkpointing(request, finetuning.build_model, math.inf, quick=False)
+    assert not plan.is_quick
+    assert f"off (planned: off {size_text(plan.device_bytes)};" in why
+    _, _, quick_plan = choose_checkpointing(request, finetuning.build_model, math.inf)
+    assert quick_plan.is_quick

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from llama_ft.errors import UserError
-from llama_ft.plan.flags import read_plan_flags
+from llama_ft.plan.flags import device_bytes, find_gpu, read_plan_flags
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
 
@@ -37,7 +37,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         assert said in str(told.value)
     assert read("--fit RTX4090")[2].fit_bytes == 23.5 * 2**30
     with pytest.raises(
-        UserError, match="--fit h10: expected the memory of a rank, such as 80GiB, or one of .*h100"
+        UserError, match="--fit h10: expected the memory of a rank, .*h200.* Did you mean h100?"
     ):
         read("--fit h10")
 
@@ -46,3 +46,21 @@ def test_a_t4_needs_fp16() -> None:
     with pytest.raises(UserError, match="does not compute bf16"):
         read("--fit t4")
     assert read("--fit T4 --precision fp16")[2].gpu == "t4"
+
+
+@pytest.mark.parametrize(
+    ("text", "gpu", "gib"),
+    [
+        ("a100-80", "a100", 79.1),
+        ("A100-80GB", "a100", 79.1),
+        ("a100-40gb", "a100-40", 39.3),
+        ("RTX 4090", "rtx4090", 23.5),
+        ("NVIDIA GeForce RTX 4090", "rtx4090", 23.5),
+        ("4090", "rtx4090", 23.5),
+        ("24", "", 24.0),
+        ("24GiB", "", 24.0),
+    ],
+)
+def test_gpus_are_found_by_the_names_that_people_write(text: str, gpu: str, gib: float) -> None:
+    assert find_gpu(text) == gpu
+    assert device_bytes(text) == int(gib * 2**30)

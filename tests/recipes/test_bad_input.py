@@ -53,6 +53,10 @@ CASES = {
     "tokenizer of more ids than the model": case(
         f"--model_name @small_vocabulary {ROWS}", "token 300", "280", "--tokenizer_name"
     ),
+    # The row with a bad output is never read.
+    "unsupported quantization": case(
+        "--model_name @gptq --dataset @late.jsonl", "quantized with gptq", "original model"
+    ),
     # The data.
     "missing dataset": case(f"{MODEL} --dataset @row.jsonl", "row.jsonl: no such file"),
     "rows that a template refuses": case(

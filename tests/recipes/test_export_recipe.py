@@ -166,6 +166,45 @@ def test_a_checkpoint_goes_to_the_hub_and_the_token_nowhere_else(
     assert contents(out) == contents(runs / "lora" / "model")
 
 
+LIVE = """
+import runpy
+import sys
+from pathlib import Path
+
+newer = [Path(name) for name in sys.argv.pop(1).split(",")]  # checkpoints, in the order of time
+
+def delete_the_oldest(event, arguments):
+    if event == "os.mkdir" and str(arguments[0]).endswith(".writing-out") and len(newer) > 1:
+        newer[0].rename(newer[1])
+        newer.pop(0)
+
+sys.addaudithook(delete_the_oldest)
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("deletions", [1, 30])
+def test_a_run_that_still_trains_is_exported_or_the_reason_is_told(
+    runs: Path, tmp_path: Path, deletions: int
+) -> None:
+    """The checkpoint disappears as soon as the export begins to write, and a newer one is there."""
+    shutil.copytree(runs / "full", tmp_path / "run")
+    (tmp_path / "live.py").write_text(LIVE)
+    newer = [tmp_path / f"run/checkpoints/step-{step:06d}" for step in range(2, deletions + 3)]
+    names = ",".join(map(str, newer))
+    flags = [tmp_path / "run", tmp_path / "out", "--max_shard_size", "60KB"]
+    finished = forked(tmp_path / "live.py", names, EXPORT, *flags)
+    assert "step-000002 was deleted while it was read" in finished.output
+    assert "Traceback" not in finished.output
+    assert finished.exit_code == (0 if deletions == 1 else 1), finished.output
+    assert (tmp_path / "out").exists() == (deletions == 1)
+    if deletions == 1:
+        assert contents(tmp_path / "out") == contents(runs / "full" / "model")
+    else:
+        assert "first copy a checkpoint" in finished.output
+
+
 def test_a_full_disk_is_named_and_leaves_nothing(runs: Path) -> None:
     folder = runs / "full disk"
     job = runs / "limited.py"

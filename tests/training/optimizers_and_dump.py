@@ -3,7 +3,9 @@ case by case."""
 
 import dataclasses
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,42 @@ SETTINGS |= {"stochastic": PURE, "kahan": {**PURE, "use_kahan_summation": True}}
 CASES = {
     name: TrainConfig(weight_decay=0.1, lr=LR, **settings) for name, settings in SETTINGS.items()
 }
+
+
+class Lion(torch.optim.Optimizer):
+    """A user's optimizer that knows nothing of llama_ft: https://arxiv.org/abs/2302.06675. It
+    counts its steps in an int, as many do."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = 0
+                    state["momentum"] = torch.zeros_like(parameter)
+                state["step"] += 1
+                momentum = state["momentum"]
+                direction = (0.9 * momentum + 0.1 * parameter.grad).sign()
+                rate = group["lr"] / state["step"]  # not of the paper: a wrong count shows
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(rate * direction)
+                momentum.mul_(0.99).add_(parameter.grad, alpha=0.01)
+
+
+# Optimizers that a user may put into the recipe.
+FOREIGN = {
+    "torch_AdamW": torch.optim.AdamW,
+    "torch_SGD": torch.optim.SGD,
+    "RMSprop": partial(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "Lion": Lion,
+}
+CASES |= {name: TrainConfig(weight_decay=0.1, lr=LR) for name in FOREIGN}
 
 
 class Odd(torch.nn.Module):
@@ -52,7 +90,12 @@ def build(case: str, mesh: DeviceMesh | None) -> tuple[torch.nn.Module, torch.op
     model = Odd().bfloat16() if CASES[case].precision == "bf16_pure" else Odd()
     if mesh is not None:
         fully_shard(model, mesh=mesh)
-    return model, training.build_optimizer(model, CASES[case])
+    if case not in FOREIGN:
+        return model, training.build_optimizer(model, CASES[case])
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return model, FOREIGN[case](groups, lr=LR)
 
 
 def gradients(step: int) -> dict[str, torch.Tensor]:

@@ -11,9 +11,14 @@ from transformers import (
     AttentionMaskInterface,
     AutoModelForCausalLM,
     BartConfig,
+    BigBirdPegasusConfig,
+    BlenderbotConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MarianConfig,
     MistralConfig,
+    PegasusConfig,
+    Phi3Config,
     PhimoeConfig,
     PretrainedConfig,
 )
@@ -21,6 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, use_chunked_loss, use_packed_attention
+from llama_ft.models.rope import use_rope_per_sample
 from llama_ft.runtime import Runtime
 from llama_ft.training import check_packing
 
@@ -111,6 +117,61 @@ def test_position_embeddings_that_count_tokens_run_row_by_row(runtime: Runtime) 
     assert built.mixers.names() == "BartLearnedPositionalEmbedding"
 
 
+@pytest.mark.parametrize(
+    "kind", [MarianConfig, PegasusConfig, BlenderbotConfig, BigBirdPegasusConfig]
+)
+def test_position_embeddings_that_look_up_positions_get_those_of_each_sample(
+    kind: type[PretrainedConfig], runtime: Runtime
+) -> None:
+    torch.manual_seed(0)
+    shape = {
+        "d_model": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 64,
+        "init_std": 0.5,
+        "vocab_size": 101,
+        "decoder_vocab_size": 101,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+    }
+    model = AutoModelForCausalLM.from_config(kind(is_encoder_decoder=False, **shape))
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
+    check_packing(built, rows(40, 30, 20, 10), 64, torch.float32, runtime)
+    assert built.mixers.names().endswith("PositionalEmbedding")
+
+
+@pytest.mark.parametrize(("value", "problem"), [(float("nan"), "NaN"), (0.0, "are all equal")])
+def test_broken_weights_are_not_reported_as_trouble_of_packing(
+    value: float, problem: str, runtime: Runtime
+) -> None:
+    built = make("sdpa", torch.float32, runtime)
+    with torch.no_grad():
+        for parameter in built.model.parameters():
+            parameter.fill_(value)
+    with pytest.raises(UserError, match=problem) as error:
+        check_packing(built, rows(40, 30), 64, torch.float32, runtime)
+    assert "padding" not in str(error.value)
+
+
+class Failing(LlamaForCausalLM):
+    """An architecture whose code cannot compute packed samples."""
+
+    def forward(self, *args, position_ids=None, **arguments):  # type: ignore[no-untyped-def,override]
+        if position_ids is not None:
+            raise RuntimeError("The size of tensor a (48) must match the size of tensor b (144)")
+        return super().forward(*args, **arguments)
+
+
+def test_an_exception_of_the_model_for_packed_samples_says_padding(runtime: Runtime) -> None:
+    model = Failing(LlamaConfig(vocab_size=101, **SHAPE))
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
+    with pytest.raises(UserError, match="(?s)tensor a .48.*Use --batching_strategy padding.$"):
+        check_packing(built, rows(40, 30), 64, torch.float32, runtime)
+
+
 class Summing(LlamaForCausalLM):
     """An architecture that looks back behind its layers."""
 
@@ -186,3 +247,28 @@ def test_a_loss_in_pieces_that_is_not_that_of_the_logits_is_given_up(
         check_packing(built, rows(40, 30), 64, torch.float32, runtime)
     assert built.has_chunked_loss == is_kept
     assert ("Chunked cross-entropy is off" in caplog.text) != is_kept
+
+
+@pytest.mark.parametrize("per_sample", [True, False])
+def test_longrope_factors_of_the_longest_sample_for_all_are_an_error(
+    per_sample: bool, runtime: Runtime
+) -> None:
+    torch.manual_seed(0)
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = Phi3Config(
+        vocab_size=101,
+        pad_token_id=0,
+        initializer_range=0.1,
+        original_max_position_embeddings=24,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 1e4} | factors,
+        **SHAPE,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
+    if per_sample:
+        use_rope_per_sample(model)
+        check_packing(built, rows(16, 16), 64, torch.float32, runtime)
+        return
+    with pytest.raises(UserError, match="does not keep packed samples apart"):
+        check_packing(built, rows(16, 16), 64, torch.float32, runtime)

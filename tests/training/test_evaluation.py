@@ -1,6 +1,11 @@
+from pathlib import Path
+
 import pytest
+import torch
 
 from llama_ft.config import TrainConfig
+from llama_ft.runtime import Runtime
+from llama_ft.training import sample_chats, show_answers
 from llama_ft.training.train_state import BestLoss
 
 
@@ -23,3 +28,26 @@ def test_the_run_stops_after_as_many_evaluations_without_improvement_as_patience
             loss < min([*losses[: step - 1], float("inf")]) - min_delta
         )
     assert (found.loss, found.step) == best and found.should_stop == stops
+
+
+def test_without_a_chat_template_sample_prompts_are_texts_to_continue(
+    tiny_model: Path, runtime: Runtime
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    assert tokenizer.chat_template is None
+    prompts = ["What is a shard?", "Who reads"]
+    settings = TrainConfig(sample_tokens=8, sample_prompts=prompts)
+    chats = sample_chats(settings, None)
+    found = show_answers("before", model, tokenizer, chats, 8, 2, runtime)
+    assert [answer["question"] for answer in found] == prompts
+    for answer in found:
+        ids = tokenizer(answer["question"], return_tensors="pt")["input_ids"]
+        expected = model.generate(
+            ids, max_new_tokens=8, do_sample=False, pad_token_id=2, attention_mask=ids > -1
+        )
+        text = tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
+        assert answer["answer"] == text.strip()
+    assert torch.is_grad_enabled()

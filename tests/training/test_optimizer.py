@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 from forked import forked
-from training.optimizers_and_dump import CASES, LR, STEPS, build, go_on, train, whole
+from training.optimizers_and_dump import (
+    CASES,
+    FOREIGN,
+    LR,
+    STEPS,
+    Lion,
+    build,
+    go_on,
+    train,
+    whole,
+)
 
 from llama_ft.config import TrainConfig
 from llama_ft.runtime import Runtime, one_kernel
@@ -145,6 +155,10 @@ def largest_error(
         ("Adafactor", torch.optim.Adafactor, 1e-5, 1e-5),
         ("AdamW8bit", torch.optim.AdamW, 0.03, 0),
         ("anyprecision", torch.optim.AdamW, 0.01, 0.05),
+        ("torch_AdamW", torch.optim.AdamW, 1e-5, 1e-5),
+        ("torch_SGD", torch.optim.SGD, 1e-5, 0),
+        ("RMSprop", FOREIGN["RMSprop"], 1e-5, 1e-5),
+        ("Lion", Lion, 1e-5, 0),
     ],
 )
 def test_on_shards_it_does_what_torchs_own_does_and_goes_on_in_one_process(

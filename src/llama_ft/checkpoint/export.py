@@ -359,8 +359,11 @@ def write_model_settings(
     file = folder / "generation_config.json"
     settings = json.loads((file if file.exists() else folder / "config.json").read_text())
     known = settings.get("eos_token_id")
+    ids = known if isinstance(known, list) else [] if known is None else [known]
+    if not all(isinstance(token, int) for token in ids):
+        raise ValueError(f"{file.name}: eos_token_id is {known}; expected a number or a list")
     stops = stop_token_ids(tokenizer, known)
-    if stops != (known if isinstance(known, list) else [known] if known is not None else []):
+    if stops != ids:
         own = settings if file.exists() else {"bos_token_id": settings.get("bos_token_id")}
         file.write_text(json.dumps(own | {"eos_token_id": stops}, indent=2) + "\n")
 

@@ -34,7 +34,8 @@ class Checkpoint:
         folder: checkpoints/step-000100.
 
     Attributes:
-        run: the directory of the run that wrote it.
+        run: the directory of the run that wrote it; the checkpoint itself if it was moved out of
+            its run.
         trainer: the content of trainer.json.
         step: optimizer steps done.
         tensors: name -> whole shape and dtype.
@@ -45,7 +46,9 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.run = folder.parent.parent
+        # `step-000100` as typed inside checkpoints/, or a link to it, has no such parents itself
+        places = [path for path in (folder, folder.resolve()) if path.parent.name == "checkpoints"]
+        self.run = places[0].parent.parent if places else folder
         try:
             self.trainer: dict[str, Any] = json.loads((folder / TRAINER_FILE).read_text())
             self.step = int(self.trainer["step"])

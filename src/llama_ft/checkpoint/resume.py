@@ -29,17 +29,24 @@ LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safet
 # Settings of where and how fast a run computes, and of its logs. A difference in any other setting
 # would make it a different run.
 SECTIONS_THAT_MAY_DIFFER = {"fsdp", "checkpoint", "tracking", "memory", "profile"}
-MAY_DIFFER = {
-    "model_name", "dataset", "validation",  # compared by their content
+# The content that these name is compared, after the model was found and the data were tokenized.
+COMPARED_BY_CONTENT = {
+    "model_name", "dataset", "validation", "tokenizer_name", "chat_template", "dataset_split", "dataset_format",
+    "skip_bad_rows", "columns", "repair_chats", "max_samples",
+}  # fmt: skip
+MAY_DIFFER = COMPARED_BY_CONTENT | {
     "batch_size_training", "gradient_accumulation_steps",  # see global_batch
-    "tokenizer_name", "trust_remote_code", "chat_template", "dataset_split", "dataset_format", "skip_bad_rows",
-    "columns", "repair_chats", "max_samples",
+    "trust_remote_code",
     "show_samples", "tokenize_processes", "attn_implementation", "use_liger", "compile", "device",
     "device_memory_fraction", "accumulate_unsharded", "activation_checkpointing", "activation_checkpointing_k",
     "activation_offload", "stop_after", "collective_timeout", "run_validation", "val_batch_size", "eval_steps",
     "max_eval_step", "max_train_time", "log_steps", "sample_tokens", "sample_prompts", "sample_steps",
     "early_stopping_patience", "early_stopping_min_delta",
 }  # fmt: skip
+NEW_RUN = (
+    "start a new run from the weights:\n"
+    "recipes/export.py RUN FOLDER writes them, --model_name FOLDER or --from_peft_checkpoint FOLDER reads them."
+)
 
 
 def find_checkpoint(settings: CheckpointConfig, runtime: Runtime) -> Checkpoint | None:
@@ -128,9 +135,7 @@ def check_same_run(
     Raises:
         UserError: names all differing settings with their old and new values.
     """
-    before = {
-        name: value for section in saved["config"].values() for name, value in section.items()
-    }
+    before = settings_by_name(saved["config"])
     then = saved["contents"]
     contents = now.get("contents", {})
     changed = {}
@@ -140,7 +145,8 @@ def check_same_run(
             setting = SETTINGS[name]
             is_other = name in contents and name in then and contents[name] != then[name]
             may_differ = name in MAY_DIFFER or section in SECTIONS_THAT_MAY_DIFFER
-            if name not in allowed and (is_other or (old != value and not may_differ)):
+            is_allowed = name in allowed and name != "optimizer"
+            if not is_allowed and (is_other or (old != value and not may_differ)):
                 was = (
                     f"was {show(old)}"
                     if old != value
@@ -149,14 +155,15 @@ def check_same_run(
                 changed[name] = (
                     f"{subject(name, {name: places.get(setting.dotted, '')})} is {show(value)}, {was}"
                 )
-    if changed:
-        heading = "--resume: these settings differ from those of the saved run:"
-        allow = "If the trained parameters and the optimizer stay the same, allow it with:"
-        raise UserError(
-            "\n".join(
-                [heading, *changed.values(), allow, f"--resume_allow_changes {','.join(changed)}"]
-            )
-        )
+    if not changed:
+        return
+    lines = ["--resume: these settings differ from those of the saved run:", *changed.values()]
+    if "optimizer" in changed:
+        lines.append("The saved states do not fit another optimizer. To use one, " + NEW_RUN)
+    else:
+        lines.append("If the trained parameters and the optimizer stay the same, allow it with:")
+        lines.append(f"--resume_allow_changes {','.join(changed)}")
+    raise UserError("\n".join(lines))
 
 
 def result_step(config: Config, step: int, best_step: int) -> int:
@@ -181,15 +188,27 @@ def open_best(step: int, run: Path, resumed: Checkpoint | None, runtime: Runtime
     return first_valid(candidates, partial(_shared_errors, runtime))
 
 
-def finished_result(resumed: Checkpoint, settings: CheckpointConfig) -> Path | None:
-    """Return the final model of a finished run if --resume would change nothing, or None."""
+def finished_result(resumed: Checkpoint, config: Config) -> Path | None:
+    """Return the final model of a finished run if --resume would change nothing, or None. With
+    another model or other data there is more to compare first, so the result is None."""
+    settings = config.checkpoint
     result = resumed.run / "model"
     output_dir = Path(settings.output_dir or resumed.run).expanduser()
-    is_newest = complete_checkpoints(resumed.run)[0].name == resumed.folder.name
-    ended = (
-        resumed.trainer["ends_run"] and is_newest and output_dir.resolve() == resumed.run.resolve()
+    newest = next(iter(complete_checkpoints(resumed.run)), None)
+    is_newest = newest is not None and newest.name == resumed.folder.name
+    is_own = output_dir.resolve() == resumed.run.resolve()
+    saved = settings_by_name(resumed.trainer["config"])
+    now = settings_by_name(dataclasses.asdict(config))
+    has_same_inputs = all(
+        saved.get(name, SETTINGS[name].default) == now[name] for name in COMPARED_BY_CONTENT
     )
+    ended = resumed.trainer["ends_run"] and is_newest and is_own and has_same_inputs
     return result if ended and result.is_dir() and not settings.resume_allow_changes else None
+
+
+def settings_by_name(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return all settings of a configuration without their sections. Names are unique."""
+    return {name: value for section in config.values() for name, value in section.items()}
 
 
 def describe_run(config: Config) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints
 from llama_ft.config import CheckpointConfig, run_entries
 from llama_ft.config.paths import RUN_MARKER, foreign_entries
 from llama_ft.errors import UserError
+from llama_ft.processes import TEMPORARY_FILE
 from llama_ft.runtime import Runtime, log
 
 SECONDS_FOR_ANOTHER_TO_END = 10.0  # the ranks of a run that has just been stopped
@@ -32,8 +33,9 @@ def create_run_directory(
     ranks, return the directory of the previous attempt.
 
     Args:
-        checkpoint: output_dir; None: output/<model>-<date-time>, or the directory of the resumed
-            run. overwrite deletes files of an earlier run in it, and nothing else.
+        checkpoint: output_dir; None: the directory of the resumed run, or
+            output/<model>-<date-time>, also if the checkpoint was moved out of its run. overwrite
+            deletes files of an earlier run in it, and nothing else.
         model_name: a directory or Hub name, for the default of output_dir.
         runtime: the ranks.
         resumed: the checkpoint to resume from. Newer checkpoints in the same directory are moved to
@@ -45,9 +47,9 @@ def create_run_directory(
 
     def create() -> Path:
         name = re.sub(r"[^\w.-]+", "-", Path(model_name).name or "model")
-        default = (
-            resumed.run if resumed else Path("output") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-        )
+        default = Path("output") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+        if resumed is not None and (resumed.run / RUN_MARKER).is_file():
+            default = resumed.run
         folder = runtime.earlier_run or Path(checkpoint.output_dir or default).expanduser()
         is_own = resumed is not None and folder.resolve() == resumed.run.resolve()
         if not is_own and (foreign := foreign_entries(folder)):
@@ -55,6 +57,9 @@ def create_run_directory(
         runtime.lock = _lock(folder)
         if runtime.lock is not None:
             _report_death(folder)
+        for leftover in folder.glob(".*.tmp"):
+            if TEMPORARY_FILE.fullmatch(leftover.name):
+                leftover.unlink(missing_ok=True)
         if resumed is not None and is_own:
             _set_newer_aside(resumed)
         else:
@@ -70,7 +75,10 @@ def _lock(folder: Path) -> IO[str] | None:
     """Mark a directory as a run's, and lock it while this process lives. (If torchrun is killed
     with -9, its ranks live on and continue to write there.)"""
     folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / RUN_MARKER, "a+")
+    marker = folder / RUN_MARKER
+    if marker.is_symlink():  # it would be emptied
+        raise UserError(f"{marker}: is a link. Remove it, or choose another output_dir.")
+    file = open(marker, "a+")
     deadline = time.monotonic() + SECONDS_FOR_ANOTHER_TO_END
     is_locked = False
     while not is_locked:
@@ -79,7 +87,7 @@ def _lock(folder: Path) -> IO[str] | None:
             is_locked = True
         except BlockingIOError as error:
             if time.monotonic() > deadline:
-                holder = (folder / RUN_MARKER).read_text().strip()
+                holder = marker.read_text().strip()
                 raise UserError(
                     f"{folder}: in use by another process ({holder}). End it."
                 ) from error

@@ -31,15 +31,25 @@ def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runti
 
     If several ranks hold copies of the same rows, each of them writes a part. A rank without rows
     of a tensor skips it.
+
+    Raises:
+        UserError: a state of the optimizer is sharded, but it does not say so.
     """
     create_states(optimizer)  # otherwise torch makes a hidden optimizer step
     mesh = runtime.mesh
     written = Tensors()
     replicas = mesh["replicate"] if "replicate" in (mesh.mesh_dim_names or ()) else None
     copy, loads = (replicas.get_local_rank(), [0] * replicas.size()) if replicas else (0, [0])
-    is_first_shard = ShardGroup(mesh).index == 0
+    shards = ShardGroup(mesh)
+    is_first_shard = shards.index == 0
     for name, tensor in _by_name(model, *get_state_dict(model, optimizer, options=OPTIONS)).items():
         rows = local_shard(tensor)
+        if shards.size > 1 and rows.dim() and not isinstance(tensor, DTensor):
+            # one rank's rows would be saved, and loaded on all ranks
+            raise UserError(
+                f"{type(optimizer).__name__}: its state {name} is not a DTensor, so it cannot be saved.\n"
+                "Create states like the parameter, such as torch.zeros_like(parameter)."
+            )
         is_sharded = isinstance(tensor, DTensor) and any(
             placement.is_shard() for placement in tensor.placements
         )
@@ -55,12 +65,21 @@ def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runti
 
 def _by_name(model: nn.Module, weights: Mapping[str, Any], states: Mapping[str, Any]) -> Tensors:
     """Return the live tensors of a checkpoint by their names in it, from the two state dicts.
+    Numbers become tensors, because some optimizers count their steps in an int.
     Buffers are not saved, because they are the base model's. Settings of the optimizer are not
     saved, because a resumed run has its own."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return {f"model.{name}": weights[name] for name in trained} | {
-        f"optimizer.{name}": state for name, state in states.items() if name.startswith("state.")
+        f"optimizer.{name}": _as_tensor(state)
+        for name, state in states.items()
+        if name.startswith("state.")
     }
+
+
+def _as_tensor(state: torch.Tensor | float) -> torch.Tensor:
+    if isinstance(state, torch.Tensor):
+        return state
+    return torch.tensor(state, dtype=torch.float64 if isinstance(state, float) else None)
 
 
 def restore(
@@ -99,12 +118,16 @@ def restore_weights(
 ) -> None:
     """Load the trained parameters of a checkpoint into the model, each rank its rows, and the
     states into optimizers that already have states. Raises the errors of `restore`."""
+    states: Any
     weights, states = get_state_dict(model, optimizers, options=OPTIONS)
     live = _by_name(model, weights, states)
     check_same_tensors(checkpoint, live, "model.", *(["optimizer."] if optimizers else []))
     stored = dcp.HuggingFaceStorageReader(str(checkpoint.folder))
     planner = dcp.DefaultLoadPlanner(False, False)
     dcp.load(live, storage_reader=stored, planner=planner)  # not flattened: names stay the same
+    for name, state in states.items():
+        if name.startswith("state.") and not isinstance(state, torch.Tensor):
+            states[name] = live[f"optimizer.{name}"].item()
     set_state_dict(
         model, optimizers, model_state_dict=weights, optim_state_dict=states, options=TRAINED_ONLY
     )

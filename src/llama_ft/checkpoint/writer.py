@@ -84,7 +84,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             ):
                 shutil.rmtree(leftover, ignore_errors=True)
             # a kill may have come between the rename of a checkpoint and this call
-            self._tidy(newest=None)
+            self._tidy(next(iter(complete_checkpoints(output_dir)), None))
         complete = runtime.broadcast_from_rank0(lambda: complete_checkpoints(output_dir))
         self.last: Path | None = next(iter(complete), None)
 

@@ -15,6 +15,7 @@ DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 COMPRESSED_SUFFIXES = tuple(
     kind + packed for kind in (".jsonl", ".json", ".csv") for packed in (".gz", ".zst")
 )
+NOT_A_FILE = "is a directory, a pipe or a device; expected a file."
 DATA_FORMS = (
     ".jsonl, .json, .csv (also .gz, .zst) and .parquet, directories and globs of them, Hub names (org/name), and "
     "path/to/file.py:function"
@@ -41,18 +42,19 @@ def data_suffix(name: str) -> str:
 
 
 def kind_of_data(name: str) -> Kind:
-    """Return the kind of dataset that a name means. A name that does not exist is a Hub name if it
-    looks like one."""
+    """Return the kind of dataset that a name means. A directory or file of that name comes before a
+    built-in dataset. A name that does not exist is a Hub name if it looks like one."""
     if name == "demo":
         return "demo"
-    if name.removesuffix("_dataset") in READY_DATASETS:
+    path = Path(name).expanduser()
+    exists = os.path.exists(path)  # Path.exists would raise an error without permission to look
+    if name.removesuffix("_dataset") in READY_DATASETS and not exists:
         return "ready"
     if name.rpartition(":")[0].endswith(".py") or name.endswith(".py"):
         return "function"
     if is_url(name):
         return "url"
-    path = Path(name).expanduser()
-    if os.path.exists(path):  # Path.exists would raise an error without permission to look
+    if exists:
         return "folder" if os.path.isdir(path) else "file"
     if glob.has_magic(name):
         return "glob"
@@ -118,6 +120,8 @@ def data_problem(name: str) -> str | None:
             if files and all(map(data_suffix, files))
             else f"matches no file, or not only {DATA_FORMS}."
         )
+    if kind == "file" and path.exists() and not path.is_file():
+        return NOT_A_FILE
     if kind != "file" or (path.exists() and data_suffix(name)):
         return None
     if path.exists():

@@ -98,8 +98,8 @@ def differences(config: Config) -> list[str]:
 def to_yaml(config: Config, header: str = "") -> str:
     """Write the resolved configuration as YAML that `--config` can read.
 
-    The YAML holds no secrets, because keys and tokens are not settings. It leaves out the settings
-    in ONE_RUN_ONLY, so that a run with this config repeats the run in a new directory.
+    Values are written as they were given; keys and tokens are not settings. The YAML leaves out the
+    settings in ONE_RUN_ONLY, so that a run with this config repeats the run in a new directory.
 
     Args:
         config: the configuration.

@@ -10,13 +10,13 @@ from pydantic import ValidationError
 
 from llama_ft import __version__
 from llama_ft.config.dump import exit_with_help, help_text
-from llama_ft.config.messages import nearest, show, subject
+from llama_ft.config.messages import MOST_ERRORS, nearest, show, subject
 from llama_ft.config.parse import Parsed, as_keywords, read_flags, read_yaml
 from llama_ft.config.paths import check_paths
 from llama_ft.config.rules import broken_rules, drop_overridden
 from llama_ft.config.run_settings import DatasetPart
 from llama_ft.config.settings import SETTINGS, Config, Setting, settings_of, values_of
-from llama_ft.errors import UserError, before_imports, exit_on_error, rank
+from llama_ft.errors import UserError, before_imports, counted, exit_on_error, rank
 
 PLAIN = {
     "Input should": "must",
@@ -98,6 +98,8 @@ def load(
             for error in check_paths(values_of(config), places, {*wrong})
             if error not in errors
         ]
+    if others := errors[MOST_ERRORS:]:
+        raise UserError(*errors[:MOST_ERRORS], f"and {counted(len(others), 'more error')}.")
     if errors:
         raise UserError(*errors)
     return config, {SETTINGS[name].dotted: place for name, place in places.items()}

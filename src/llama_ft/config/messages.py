@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting
+from llama_ft.masking import mask_keys
 
 TRANSLATIONS = "docs/migrate translates other trainers' names."
 
@@ -82,14 +83,15 @@ def subject(name: str, places: Mapping[str, str]) -> str:
 
 
 def show(value: Any) -> str:
-    """Return a value as a user would type it."""
+    """Return a value as a user would type it, or the beginning of a long one."""
+    text = str(value)
     if isinstance(value, list):
-        return (
-            json.dumps(value)
-            if value and isinstance(value[0], dict)
-            else f"[{','.join(map(str, value))}]"
-        )
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+        has_parts = bool(value) and isinstance(value[0], dict)
+        text = json.dumps(value) if has_parts else f"[{','.join(map(str, value))}]"
+    elif value is None or isinstance(value, bool):
+        text = text.lower()
+    shown = mask_keys(text[:MOST_SHOWN])
+    return shown if len(text) <= MOST_SHOWN else f"{shown}... ({len(text):,} characters)"
 
 
 def size_text(size_bytes: float) -> str:
@@ -101,12 +103,17 @@ def size_text(size_bytes: float) -> str:
     )
 
 
+MOST_ERRORS = 20  # messages of one command
+MOST_SHOWN = 1000  # characters of a value
+LONGEST_NAME = 100  # names of settings are shorter, and difflib takes quadratic time
 LIKE_A_SLIP = 0.75  # at a lower similarity, unrelated names with a few common letters match too
 
 
 def nearest(word: str, candidates: Iterable[str], least: float = 0.6) -> str | None:
     """Return the candidate most similar to `word`, or None if none has a similarity (0 to 1) of at
     least `least`."""
+    if len(word) > LONGEST_NAME:
+        return None
     names = {candidate.lower(): candidate for candidate in candidates}
     match = difflib.get_close_matches(word.lower(), names, n=1, cutoff=least)
     return names[match[0]] if match else None

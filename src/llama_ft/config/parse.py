@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from llama_ft.config.messages import explain_unknown, known
+from llama_ft.config.messages import MOST_ERRORS, MOST_SHOWN, explain_unknown, known
 from llama_ft.config.paths import file_problem
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting
 from llama_ft.errors import rank, reason
@@ -24,6 +24,7 @@ from llama_ft.errors import rank, reason
 MODES = {"true": "8bit", "false": "none"}  # bare --quantization means 8bit, as in llama-recipes
 PLAIN_NAME = re.compile(r"[\w.\-]+")
 NEGATIVE_NUMBER = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
+LARGEST_CONFIG = 2**18  # bytes; PyYAML reads about 100,000 per second
 NULL = "tag:yaml.org,2002:null"
 
 Find = Callable[[str], Setting | None]
@@ -43,6 +44,12 @@ class Parsed:
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
+
+    def add_unknown(self, shown: str, name: str, explain: Callable[[str], str]) -> None:
+        """Add the message about an unknown name. Finding a similar name takes milliseconds, so
+        after many errors the message has no explanation."""
+        has_room = len(self.errors) < MOST_ERRORS
+        self.errors.append(shown[:MOST_SHOWN] + (explain(name) if has_room else ""))
 
 
 def from_text(setting: Setting, text: str) -> Any:
@@ -154,7 +161,7 @@ def read_flags(
             taken = "A flag takes one value; write lists as a,b,c, and a config as --config FILE."
             parsed.errors.append(f'"{word.value}" belongs to no flag. {taken}')
         elif setting is None:
-            parsed.errors.append(word.flag + explain(word.name))
+            parsed.add_unknown(word.flag, word.name, explain)
         elif error:
             parsed.errors.append(f"{word.flag}{error}")
         else:
@@ -209,6 +216,8 @@ def read_yaml(path: Path) -> Parsed:
     shown = str(path) if relative.startswith("..") else relative
     try:
         wrong = file_problem(str(path))
+        if not wrong and path.stat().st_size > LARGEST_CONFIG:
+            wrong = f"larger than {LARGEST_CONFIG:,} bytes; a config has a few thousand."
         root = (
             None
             if wrong
@@ -227,19 +236,24 @@ def read_yaml(path: Path) -> Parsed:
     return parsed
 
 
+def explain_key(name: str) -> str:
+    """Return the text that follows an unknown name in a YAML file."""
+    return explain_unknown(name, as_key=True)
+
+
 def _read_section(section: str, place: str, node: yaml.Node, shown: str, parsed: Parsed) -> None:
     if section == "quantization" and isinstance(node, yaml.ScalarNode) and node.tag != NULL:
         parsed.values["mode"] = from_text(SETTINGS["mode"], node.value)
         parsed.places["mode"] = place
     elif section not in SECTIONS:
-        parsed.errors.append(f"{place}: {section}{explain_unknown(section, as_key=True)}")
+        parsed.add_unknown(f"{place}: {section}", section, explain_key)
     elif isinstance(node, yaml.MappingNode):
         for key_node, value_node in node.value:
             key = str(key_node.value)
             place = f"{shown}:{key_node.start_mark.line + 1}"
             setting = SETTINGS.get(key)
             if setting is None or setting.section != section:
-                parsed.errors.append(f"{place}: {section}.{key}{explain_unknown(key, as_key=True)}")
+                parsed.add_unknown(f"{place}: {section}.{key}", key, explain_key)
             elif key in parsed.places:
                 parsed.errors.append(
                     f"{place}: {section}.{key} is set twice, first in {parsed.places[key]}."

@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from llama_ft.config.data_names import data_problem, is_split_of
+from llama_ft.config.data_names import NOT_A_FILE, data_problem, is_split_of
 from llama_ft.config.messages import subject
 from llama_ft.config.rules import SECRET, as_fraction
 from llama_ft.errors import UserError, rank, reason
@@ -117,7 +117,7 @@ def file_problem(name: str) -> str | None:
     file = Path(name).expanduser()
     if not file.exists():
         return "no such file."
-    return None if file.is_file() else "is a directory or a pipe; expected a file."
+    return None if file.is_file() else NOT_A_FILE
 
 
 def folder_problem(folder: Path, expected: str) -> str | None:
@@ -155,7 +155,17 @@ def _folder(name: str, *files: str) -> str | None:
     folder = Path(name).expanduser()
     if problem := folder_problem(folder, f"a directory with {' and '.join(files) or 'files'}"):
         return problem
-    return next((f"holds no {file}." for file in files if not (folder / file).is_file()), None)
+    missing = next((f"holds no {file}." for file in files if not (folder / file).is_file()), None)
+    return missing or special_file(folder)
+
+
+def special_file(folder: Path) -> str | None:
+    """Return that a directory holds a pipe, a device or a socket, or None. A library that opens a
+    pipe waits for ever, and /dev/zero has no end."""
+    for path in sorted(folder.iterdir()):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            return f"holds {path.name}, which is a pipe or a device, not a file."
+    return None
 
 
 def base_model_of(adapter: str) -> str:
@@ -170,7 +180,7 @@ def base_model_of(adapter: str) -> str:
         settings = json.loads(file.read_text())
         name = settings["base_model_name_or_path"]
         revision = settings.get("revision") or "main"
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"{file}: cannot be read as an adapter's settings ({error}).") from error
     if not name or (revision != "main" and not looks_local(name)):
         raise UserError(
@@ -192,11 +202,11 @@ def run_entries(directory: Path) -> list[Path]:
     if not (directory / RUN_MARKER).is_file():
         return []
     own = [directory / entry for entry in RUN_ENTRIES if entry != "checkpoints"]
-    own += [
-        path
-        for path in (directory / "checkpoints").glob("*")
-        if CHECKPOINT_ENTRIES.fullmatch(path.name)
-    ]
+    checkpoints = directory / "checkpoints"
+    if checkpoints.is_symlink():  # what it leads to may belong to somebody else
+        own.append(checkpoints)
+    else:
+        own += [it for it in checkpoints.glob("*") if CHECKPOINT_ENTRIES.fullmatch(it.name)]
     return [path for path in own if path.exists()]
 
 

@@ -153,6 +153,10 @@ class DataConfig:
     token. auto: assistant for chats, completion for prompts, all for text; a message with weight 0
     is not in the loss."""
 
+    reasoning_content: Literal["keep", "drop"] = "keep"
+    """Reasoning content of chats: in reasoning_content (also reasoning, thinking) or <think> tags.
+    keep: it is in the loss where the model writes it; drop: removed from all messages."""
+
     show_samples: CountOrZero = 0
     """Print N training samples token by token before training, colored by what is in the loss."""
 

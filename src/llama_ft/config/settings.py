@@ -37,14 +37,14 @@ from llama_ft.config.run_settings import (
 )
 
 Rate = Annotated[float, Field(gt=0)]
-# --optimizer -> its module in llama_ft.training and its class. A new optimizer is a file there and
-# a line here.
+# --optimizer -> its module and class. A new optimizer is a line here, such as
+# "RMSprop": "torch.optim.RMSprop".
 OPTIMIZERS = {
-    "AdamW": "optimizer.AdamW",
-    "anyprecision": "anyprecision.AnyPrecisionAdamW",
-    "AdamW8bit": "adamw_8bit.AdamW8bit",
-    "SGD": "optimizer.SGD",
-    "Adafactor": "adafactor.Adafactor",
+    "AdamW": "llama_ft.training.optimizer.AdamW",
+    "anyprecision": "llama_ft.training.anyprecision.AnyPrecisionAdamW",
+    "AdamW8bit": "llama_ft.training.adamw_8bit.AdamW8bit",
+    "SGD": "llama_ft.training.optimizer.SGD",
+    "Adafactor": "llama_ft.training.adafactor.Adafactor",
 }
 if TYPE_CHECKING:
     Optimizer = str

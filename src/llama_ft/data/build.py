@@ -29,9 +29,18 @@ import xxhash
 from datasets import Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 
-from llama_ft.data.formats import UNPAIRED, BadRow, Message, is_desirable
+from llama_ft.data.formats import (
+    PREFERENCE,
+    UNPAIRED,
+    BadRow,
+    Message,
+    Row,
+    RowFormat,
+    is_desirable,
+)
+from llama_ft.data.loss_mask import ChatDiffers
 from llama_ft.data.sources import Source
-from llama_ft.data.statistics import BAD, ROW, SKIPPED, TRUNCATED, WHOLE, SplitStatistics
+from llama_ft.data.statistics import ROW, SplitStatistics
 from llama_ft.data.tokenize import (
     Encoded,
     Encoder,
@@ -70,6 +79,7 @@ class EncodedChunk(NamedTuple):
     rows: numpy.ndarray  # dtype `ROW`, one entry per sample of the chunk
     largest_id: int  # of the table's tokens; -1 if it is empty
     problems: list[str]  # one text per bad sample, with its place
+    splits: dict[int, str]  # index of a chat that was split -> its place and the reason
 
 
 def chunks_of(source: Source, wanted: str) -> Iterator[Chunk]:
@@ -90,20 +100,27 @@ def chunks_of(source: Source, wanted: str) -> Iterator[Chunk]:
 
 def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> EncodedChunk:
     """Tokenize the samples of a chunk."""
-    # Index of the sample, one of its pieces, the size of its group, the index in the group.
-    pieces = list[tuple[int, Encoded, int, int]]()
+    # Index of the sample, one of its pieces, the size of its group, the index in the group, place.
+    pieces = list[tuple[int, Encoded, int, int, str]]()
     rows = numpy.zeros(len(chunk), ROW)
     problems = list[str]()
-    tokenized = dict[int, list[Example]]()
+    splits = dict[int, str]()
+    # the examples of a sample; of each response if it is a chat that must be split
+    tokenized = dict[int, list[list[Example]]]()
     labels_of = dict[int, bool]()
     for number, (place, packed) in enumerate(chunk):
         row, row_format = pickle.loads(packed)
         try:
             if isinstance(row, BadRow):
                 raise row
-            tokenized[number] = examples_of(row, row_format, encoder)
+            try:
+                tokenized[number] = [examples_of(row, row_format, encoder)]
+            except ChatDiffers as chat:
+                tokenized[number] = _of_each_response(chat, row, row_format, encoder, examples_of)
+                splits[number] = f"{place}: {chat.reason}"
+                rows[number]["whole"] = encoder.text_tokens(chat.text)
         except (BadRow, RecursionError) as problem:
-            rows[number]["fate"] = BAD
+            rows[number]["bad"] = True
             problems.append(f"{place}: {problem}")
             continue
         if row_format == UNPAIRED:
@@ -114,17 +131,27 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
         # equal rows share it
         rows[number]["content"] = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
     if examples_of is unpaired_examples:
-        mismatch(list(tokenized.values()), encoder.context_length)
-    for number, examples in tokenized.items():
-        groups = list(zip(*(encoder.fit(*example) for example in examples), strict=False))
-        trained = [group for group in groups if all(piece.target_tokens for piece in group)]
-        is_truncated = any(piece.truncated for group in groups for piece in group)
-        fate = (TRUNCATED if is_truncated else WHOLE) if trained else SKIPPED
-        rows[number]["tokens"] = max(len(input_ids) for input_ids, _ in examples)
-        rows[number]["fate"] = fate
-        pieces += [
-            (number, piece, len(group), at) for group in trained for at, piece in enumerate(group)
-        ]
+        mismatch([examples for [examples] in tokenized.values()], encoder.context_length)
+    for number, samples in tokenized.items():
+        row = rows[number]
+        for response, examples in enumerate(samples, 1):
+            groups = list(zip(*(encoder.fit(*example) for example in examples), strict=False))
+            trained = [group for group in groups if all(piece.target_tokens for piece in group)]
+            is_truncated = any(piece.truncated for group in groups for piece in group)
+            lengths = [len(input_ids) for input_ids, _ in examples]
+            row["longest"] = max(row["longest"], *lengths)
+            row["skipped"] += not trained
+            row["truncated"] += bool(trained) and is_truncated
+            place = chunk[number][0]
+            if number in splits:
+                row["responses"] += 1
+                row["tokens"] += sum(lengths)
+                place = f"{place}, response {response} of {len(samples)}"
+            pieces += [
+                (number, piece, len(group), at, place)
+                for group in trained
+                for at, piece in enumerate(group)
+            ]
     ends = numpy.cumsum([0, *(len(piece.input_ids) for _, piece, *_ in pieces)]).astype(numpy.int32)
     input_ids, labels = (
         numpy.fromiter(itertools.chain.from_iterable(column), numpy.int32)
@@ -137,13 +164,32 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
         "input_ids": pyarrow.ListArray.from_arrays(ends, input_ids),
         "labels": pyarrow.ListArray.from_arrays(ends, labels),
         "target_tokens": [piece.target_tokens for _, piece, *_ in pieces],
-        "group": [group for _, _, group, _ in pieces],
-        "source": [chunk[row][0] for row, *_ in pieces],
-        "desirable": [labels_of.get(row) if at == 0 else None for row, _, _, at in pieces],
+        "group": [group for _, _, group, *_ in pieces],
+        "source": [place for *_, place in pieces],
+        "desirable": [labels_of.get(row) if at == 0 else None for row, _, _, at, _ in pieces],
     }
     table = pyarrow.table(columns, schema=FEATURES.arrow_schema)
     row_of_piece = numpy.array([row for row, *_ in pieces], numpy.int32)
-    return EncodedChunk(table, row_of_piece, rows, int(input_ids.max(initial=-1)), problems)
+    largest_id = int(input_ids.max(initial=-1))
+    return EncodedChunk(table, row_of_piece, rows, largest_id, problems, splits)
+
+
+def _of_each_response(
+    chat: ChatDiffers, row: Row, row_format: RowFormat, encoder: Encoder, examples_of: ExamplesOf
+) -> list[list[Example]]:
+    """Return the examples of each response of a chat that must be split.
+
+    Raises:
+        BadRow: the responses of a pair cannot be split.
+    """
+    if row_format in (PREFERENCE, UNPAIRED):
+        raise BadRow(
+            f"the chat template writes one of several messages of a response differently from how "
+            f"inference does: {chat.reason}. Put all but the last message into the prompt, or use "
+            "another --chat_template."
+        )
+    parts = encoder.piece_rows(chat, row)
+    return [examples_of(part, "messages", encoder) for part in parts]
 
 
 def encode_chunks(
@@ -249,6 +295,9 @@ class SplitWriter:
         """Write the results of `chunk` for the samples of this split, which `mine`, bool [samples],
         marks."""
         self.statistics.count(encoded.rows[mine])
+        if not self.statistics.first_split:
+            reasons = (reason for number, reason in encoded.splits.items() if mine[number])
+            self.statistics.first_split = next(reasons, "")
         kept = mine[encoded.row_of_piece]
         if not kept.any():
             return

@@ -1,5 +1,7 @@
 """Chat templates: select the template of a run, check it, and render chats as text."""
 
+import functools
+import json
 import re
 from datetime import datetime
 from pathlib import Path
@@ -11,7 +13,8 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 
 from llama_ft.commands import RECIPES
 from llama_ft.data.formats import BadRow, Message
-from llama_ft.errors import UserError
+from llama_ft.data.template_limits import exceeded_limit
+from llama_ft.errors import UserError, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,6 +35,11 @@ PROBE = "\ue5a1\ue5a2"  # private-use characters, which can be found again in a 
 # is its fallback date.
 DATE = "26 Jul 2024"
 DAY = datetime(2024, 7, 26)  # the same date for templates that call strftime_now, such as gpt-oss's
+TWO_MESSAGES: list[Message] = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": PROBE},
+]
+LARGEST_FILE = 2**20  # bytes of a template
 # Text that looks like a special token: <|im_end|>, <｜User｜>, <end_of_turn>; after a response also
 # </s>, <eos>.
 MARKER = re.compile(r"<[|｜][^<>\s]+[|｜]>|<[a-z]+(?:_[a-z]+)+>")
@@ -67,9 +75,7 @@ def ensure_chat_template(
         subject = f"--chat_template {wanted}"
         # chatml is Qwen's template. Qwen has no BOS token, but a Llama needs it.
         bos = "{{ bos_token }}" if wanted == "chatml" and added_bos(tokenizer) else ""
-        tokenizer.chat_template = bos + (
-            BUILT_IN.get(wanted) or Path(wanted).expanduser().read_text(encoding="utf-8")
-        )
+        tokenizer.chat_template = bos + (BUILT_IN.get(wanted) or _read_template(wanted))
         notes.append(f"chat template: {wanted}, saved with the final model")
     elif not tokenizer.chat_template:
         tokenizer.chat_template = ALPACA
@@ -101,6 +107,16 @@ def ensure_chat_template(
     return "; ".join(notes)
 
 
+def _read_template(name: str) -> str:
+    file = Path(name).expanduser()
+    try:
+        if file.stat().st_size > LARGEST_FILE:
+            raise ValueError(f"larger than {LARGEST_FILE:,} bytes")
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"--chat_template {name}: not a template ({reason(error)}).") from error
+
+
 def added_bos(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """Return the BOS token that the tokenizer puts before every text, as a list of one id; [] if it
     adds none."""
@@ -114,16 +130,25 @@ def _around_a_response(
     """Return what the template writes before and after a response; empty texts if it rejects a chat
     of two messages."""
     template = tokenizer.get_chat_template()
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PROBE}]
+    special_tokens = tokenizer.special_tokens_map
+    if problem := _exceeded_limit(template, json.dumps(special_tokens, default=str)):
+        raise UserError(f"{subject} cannot be used: for a chat of two messages, {problem}")
     try:
         _compile_jinja_template(template)
-        text, _ = render_chat(template, tokenizer.special_tokens_map, chat)
+        text, _ = render_chat(template, special_tokens, TWO_MESSAGES)
     except TemplateSyntaxError as error:
         raise UserError(f"{subject}, line {error.lineno}: {error.message}") from None
     except BadRow:
         return "", ""
     before, _, after = text.partition(PROBE)
     return before, after
+
+
+@functools.cache
+def _exceeded_limit(template: str, special_tokens: str) -> str | None:
+    """Return the limit that a template exceeds, or None. `special_tokens` is JSON."""
+    tokens = json.loads(special_tokens)
+    return exceeded_limit(lambda: _rendered(template, tokens, TWO_MESSAGES))
 
 
 def stop_token_ids(
@@ -170,17 +195,7 @@ def render_chat(
         BadRow: the template rejects the chat.
     """
     try:
-        # compiled once and then cached
-        _compile_jinja_template(template).globals["strftime_now"] = DAY.strftime
-        rendered = render_jinja_template(
-            [messages],
-            tools,
-            chat_template=template,
-            return_assistant_tokens_mask=blocks,
-            add_generation_prompt=open_answer,
-            date_string=DATE,
-            **special_tokens,
-        )
+        texts, spans = _rendered(template, special_tokens, messages, tools, blocks, open_answer)
     except (
         TemplateError,
         TypeError,
@@ -188,8 +203,31 @@ def render_chat(
         LookupError,
         AttributeError,
         ArithmeticError,
+        RecursionError,
+        MemoryError,
     ) as error:
         raise BadRow(f"the chat template rejects this chat: {error}") from None
-    # Transformers annotates it as str
-    texts, spans = cast(tuple[list[str], list[list[Span]]], rendered)
     return texts[0], spans[0] if spans else []
+
+
+def _rendered(
+    template: str,
+    special_tokens: dict[str, Any],
+    messages: list[Message],
+    tools: Tools | None = None,
+    blocks: bool = False,
+    open_answer: bool = False,
+) -> tuple[list[str], list[list[Span]]]:
+    # compiled once and then cached
+    _compile_jinja_template(template).globals["strftime_now"] = DAY.strftime
+    rendered = render_jinja_template(
+        [messages],
+        tools,
+        chat_template=template,
+        return_assistant_tokens_mask=blocks,
+        add_generation_prompt=open_answer,
+        date_string=DATE,
+        **special_tokens,
+    )
+    # Transformers annotates it as str
+    return cast(tuple[list[str], list[list[Span]]], rendered)

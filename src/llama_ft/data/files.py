@@ -12,6 +12,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from llama_ft.errors import UserError, reason
 
 Rows = Iterator[tuple[str, Row | BadRow]]  # (place, sample)
 LONGEST_FIELD = 2**27  # bytes in a CSV file; Python's default, 131,072, is too short for many chats
+LONGEST_LINE = 2**26  # bytes of a sample in JSON, decompressed
 LONGEST_HEADER = 4096  # bytes of a .csv file that are read to find its delimiter
 ROWS_AT_ONCE = 64  # rows of a columnar file converted to Python objects at once
 
@@ -99,7 +101,10 @@ def _json_rows(name: str) -> Rows:
                 for number, row in enumerate(json.loads(file.read()), start=1)
             )
             return
-        for number, line in enumerate(file, start=1):
+        lines = iter(partial(file.readline, LONGEST_LINE + 1), b"")
+        for number, line in enumerate(lines, start=1):
+            if len(line) > LONGEST_LINE:
+                raise ValueError(f"line {number} is longer than {LONGEST_LINE:,} bytes")
             if text := line.strip():
                 yield f"{name}:{number}", _row_of_line(text)
 

@@ -1,10 +1,11 @@
-"""Find the characters of a rendered chat that are in the loss: exactly those of the assistant
-responses."""
+"""Find the characters of a rendered chat that are in the loss: exactly those that the model must
+write at inference, after exactly the prompt that it gets there."""
 
+import json
 import re
 from collections.abc import Iterator
 from os.path import commonprefix
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from llama_ft.data.chat_template import PROBE, Span, Tools, render_chat
 from llama_ft.data.formats import BadRow, Message
@@ -16,23 +17,65 @@ GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Templates with this test (DeepSeek's) write a tool call only if the content of its message is
 # none.
 NO_CONTENT = re.compile(r"content\W{0,2}\s+is\s+(?:not\s+)?none")
+# Reasoning content that a generation prompt opens, such as <think> and a line break. Group 1: it
+# is also closed, so the model answers without reasoning.
+OPENED_REASONING = re.compile(r"<think>\s*(</think>\s*)?\Z")
+OPENED_IN_TEXT = re.compile(r"\s*<think>")
+CLOSED_IN_TEXT = re.compile(r"\s*</think>")
+EMPTY_REASONING = re.compile(r"\s*<think>\s*</think>\s*")
+# What closes reasoning content, as DeepSeek R1 and Qwen3 write it, before two line breaks.
+END_OF_REASONING = "\n</think>"
+EXCERPT = 40  # characters of a text in a message
 
 # keys in which servers return reasoning content
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
+class RenderedChat(NamedTuple):
+    """A chat as text."""
+
+    text: str
+    spans: list[Span]  # characters in the loss
+    prompts: list[int]  # for each response in the loss, where the prompt ends that inference has
+
+
+class _Piece(NamedTuple):
+    """A response with its prompt as at inference."""
+
+    text: str
+    spans: list[Span]  # characters in the loss
+    start: int  # end of the prompt
+    end: int  # end of the response
+
+
+class ChatDiffers(Exception):
+    """A template writes a response of this chat differently from how it does so at inference.
+
+    Attributes:
+        pieces: one chat per response in the loss. It ends with that response, and the others have
+            weight 0.
+        text: the whole chat.
+        reason: the first difference.
+    """
+
+    def __init__(self, pieces: list[list[Message]], text: str, reason: str) -> None:
+        super().__init__(reason)
+        self.pieces = pieces
+        self.text = text
+        self.reason = reason
+
+
 class ChatRenderer:
     """Renders messages with the tokenizer's template and finds the characters in the loss.
 
-    If the template has `{% generation %}` blocks, they mark the responses. The original templates
-    of Llama 3, Qwen and Gemma have none. Then a response is the difference between two texts: the
-    chat, and its prompt, which is the same chat up to the message before, rendered with
-    `add_generation_prompt=True`. The response ends with its end-of-turn token, without the line
-    break that may follow.
+    At inference the model gets a prompt: the messages before the response, rendered with
+    `add_generation_prompt=True`. It must write what the template adds for the response as the last
+    message, up to its end-of-turn token, without the line break that may follow. If the template
+    has `{% generation %}` blocks, they choose among these characters.
 
-    Some templates render a message differently if others follow: Qwen3 drops reasoning content,
-    Mistral moves the system prompt, Phi-3 and gpt-oss end the last message differently. Then a
-    probe replaces the response, and shows its position in the text.
+    Some templates render a message differently if others follow: Qwen3 drops its reasoning
+    content, Mistral moves the system prompt, gpt-oss ends it with another token. If a chat is no
+    continuation of the prompt and text of each response in the loss, `ChatDiffers` is raised.
 
     Args:
         tokenizer: with a chat template.
@@ -51,12 +94,13 @@ class ChatRenderer:
             "|".join(map(re.escape, sorted(self._tokens, key=len, reverse=True))) or "(?!)"
         )
 
-    def render(self, messages: list[Message], tools: Tools | None = None) -> tuple[str, list[Span]]:
-        """Return the text of a chat and its spans [start, end) in the loss.
+    def render(self, messages: list[Message], tools: Tools | None = None) -> RenderedChat:
+        """Return a chat as text, with what is in the loss.
 
         Raises:
             BadRow: the template rejects these messages or drops a part, or a response cannot be
                 found in the text.
+            ChatDiffers: the chat must be split into one sample per response.
         """
         if NO_CONTENT.search(self.template):
             messages = [
@@ -69,156 +113,197 @@ class ChatRenderer:
             self.template, self._special_tokens, messages, tools, self.has_generation_block
         )
         for what in self._left_out(messages, tools, text):
-            raise BadRow(
-                f"the chat template drops {what}; use one that keeps it (--chat_template)."
-            )
+            raise _dropped(what)
+        if self.labels == "all":
+            for index, message in enumerate(messages):
+                if message["role"] == "assistant":
+                    _refuse_dropped(index, message, text)
+            return RenderedChat(text, self._all_but(messages, tools, text), [])
+        wanted = self._wanted(messages)
+        last = len(messages) - 1
+        pieces = [
+            self._piece(messages[: index + 1], tools, (text, blocks) if index == last else None)
+            for index in wanted
+        ]
+        for index, piece in zip(wanted, pieces, strict=True):
+            at_inference = piece.text[: piece.end]
+            if text.startswith(at_inference):
+                continue
+            if wanted == [last]:
+                return RenderedChat(piece.text, piece.spans, [piece.start])
+            reason = _difference(index, at_inference, text)
+            raise ChatDiffers(self.pieces(messages), text, reason)
+        spans = [span for piece in pieces for span in piece.spans]
+        if self.has_generation_block:
+            # a block may hold more after the end of a chat than inside of it (Phi-3)
+            spans = []
+            for index, piece in zip(wanted, pieces, strict=True):
+                end = len(text) if index == last else piece.end
+                spans += _clipped(blocks, piece.start, end)
+        return RenderedChat(text, spans, [piece.start for piece in pieces])
+
+    def pieces(self, messages: list[Message]) -> list[list[Message]]:
+        """Return a chat per response in the loss. It ends with that response, and the responses
+        before it have weight 0."""
+        pieces = []
+        for index in self._wanted(messages):
+            earlier = [
+                {**message, "weight": 0} if message["role"] == "assistant" else message
+                for message in messages[:index]
+            ]
+            pieces.append([*earlier, messages[index]])
+        return pieces
+
+    def _wanted(self, messages: list[Message]) -> list[int]:
+        """Return the indices of the responses in the loss."""
         responses = [
             index for index, message in enumerate(messages) if message["role"] == "assistant"
         ]
-        wanted = responses[-1:] if self.labels == "completion" else responses
-        wanted = [
-            index
-            for index in wanted
-            if (messages[index].get("weight") == 0) == (self.labels == "all")
-        ]
-        if not self.has_generation_block or not wanted:
-            spans = [
-                span for index in wanted for span in self._response(messages, tools, index, text)
-            ]
-        elif len(blocks) == len(responses):
-            spans = [
-                block for index, block in zip(responses, blocks, strict=True) if index in wanted
-            ]
-        elif blocks and wanted == responses:
-            spans = blocks
-        else:
-            raise BadRow(
-                f"the chat template has {len(blocks)} {{% generation %}} blocks for {len(responses)} responses; "
-                "expected one block per response."
-            )
-        if self.labels != "all":
-            return text, spans
-        bounds = [0, *(edge for span in spans for edge in span), len(text)]
-        return text, [
-            (start, end)
-            for start, end in zip(bounds[::2], bounds[1::2], strict=True)
-            if start < end
-        ]
+        if self.labels == "completion":
+            responses = responses[-1:]
+        return [index for index in responses if messages[index].get("weight") != 0]
 
     def _left_out(self, messages: list[Message], tools: Tools | None, text: str) -> Iterator[str]:
         """Yield the parts of a chat that this template drops, among those that some templates are
-        known to drop."""
-        last = messages[-1]
+        known to drop. For reasoning content see `_dropped_of_response`."""
         calling = [message for message in messages if message.get("tool_calls")]
-        reasoning, ended, _ = (last["content"] or "").partition("</think>")
-        expected = [
-            (
-                "the system message",
-                messages[0]["content"] if messages[0]["role"] == "system" else "",
-            ),
-            (
-                "what the last response has before </think>",
-                reasoning.rpartition("<think>")[2] if ended else "",
-            ),
-            *(
-                (f'the last response\'s "{key}"', last[key])
-                for key in REASONING
-                if isinstance(last.get(key), str)
-            ),
-            *(
-                ('the text next to "tool_calls"', _reasoning_and_text(message)[1])
-                for message in calling
-            ),
-        ]
         used = [name for name, is_used in (("tools", tools), ("tool_calls", calling)) if is_used]
         yield from (name for name in used if not re.search(rf"\b{name}\b", self.template))
-        yield from (what for what, content in expected if content.strip() not in text)
+        if messages[0]["role"] == "system" and messages[0]["content"].strip() not in text:
+            yield "the system message"
 
     def _text(self, messages: list[Message], tools: Tools | None, open_answer: bool = False) -> str:
         return render_chat(
             self.template, self._special_tokens, messages, tools, open_answer=open_answer
         )[0]
 
-    def _response(
-        self, messages: list[Message], tools: Tools | None, index: int, text: str
-    ) -> list[Span]:
-        start = self._response_start(messages, tools, index, text)
-        if start is not None:
-            so_far = messages[: index + 1]
-            alone = text if len(so_far) == len(messages) else self._text(so_far, tools)
-            if text.startswith(alone):
-                return [(start, self._message_end(alone, start, so_far, tools))]
-        message_start, content_start, end = self._content(messages, tools, index, text)
-        start = message_start if start is None else start
-        rest = text[end:]
-        probed = [*messages[:index], _with_probe(messages[index])]
-        for open_answer in (False, True):
-            ending = _after_probe(self._text(probed, tools, open_answer), messages[index])
-            common = commonprefix([ending, rest])
-            tokens = [match.end() for match in self._token.finditer(common)]
-            if common == ending or tokens:
-                # open_answer adds the heading of the next response, so only the first token belongs
-                # to this message.
-                end += tokens[0 if open_answer else -1] if tokens else len(common)
-                break
-        if messages[index + 1 :] and messages[index + 1]["role"] == "tool":
-            # Gemma 4's template writes the tool results between the tool calls and the text of the
-            # same message.
-            calls = self._text([*messages[:index], {**messages[index], "content": ""}], tools)
-            common = commonprefix([calls, text])
-            called = max(
-                (match.end() for match in self._token.finditer(common, start)), default=len(common)
-            )
-            if start < called < content_start:
-                return [(start, called), (content_start, end)]
-        return [(start, end)]
+    def _piece(
+        self,
+        messages: list[Message],
+        tools: Tools | None,
+        rendered: tuple[str, list[Span]] | None = None,
+    ) -> _Piece:
+        """Return the prompt of the last message, which is a response, and the text that the
+        template writes for it.
 
-    def _response_start(
-        self, messages: list[Message], tools: Tools | None, index: int, text: str
-    ) -> int | None:
-        """Return the end of a response's prompt; None if the text does not begin with that
-        prompt."""
-        prompt = self._text(messages[:index], tools, open_answer=True)
-        if not text.startswith(prompt):
-            return None
-        if self._opens_responses:
-            return len(prompt)
-        # The generation prompt lacks the heading that the template writes before a response. A
-        # probe finds its end.
-        probed = [*messages[:index], {"role": "assistant", "content": PROBE}]
+        Args:
+            messages: up to the response.
+            tools: JSON schemas of functions.
+            rendered: the text of these messages and its blocks, if they are known.
+        """
+        message = messages[-1]
+        prompt = self._text(messages[:-1], tools, open_answer=True)
+        text, blocks = rendered or render_chat(
+            self.template, self._special_tokens, messages, tools, self.has_generation_block
+        )
+        closing = ""
+        if text.startswith(prompt):
+            written_from = len(prompt)
+        else:
+            written_from, closing = self._written(prompt, messages, tools, text)
+        start = len(prompt)
+        # where a character of `text` stands behind the prompt
+        moved = start + len(closing) - written_from
+        end = self._message_end(text, written_from, messages, tools) + moved
+        if self.has_generation_block:
+            shifted = [(first + moved, last + moved) for first, last in blocks]
+            spans = _clipped(shifted, start, len(prompt) + len(closing) + len(text))
+            if not spans:
+                raise BadRow(
+                    f'"messages[{len(messages) - 1}]": the chat template has no '
+                    "{% generation %} block for this response."
+                )
+            if closing:
+                spans[0] = (start, spans[0][1])
+        elif self._opens_responses or closing:
+            spans = [(start, end)]
+        else:
+            spans = [(self._heading_end(messages, tools, text, start), end)]
+        text = prompt + closing + text[written_from:]
+        _refuse_dropped(len(messages) - 1, message, text[len(prompt) :])
+        return _Piece(text, spans, start, end)
+
+    def _heading_end(
+        self, messages: list[Message], tools: Tools | None, text: str, prompt_end: int
+    ) -> int:
+        """Return where a response begins under a template without a generation prompt, which
+        writes a heading, such as a space, before responses only."""
+        probed = [*messages[:-1], {"role": "assistant", "content": PROBE}]
         heading, found, _ = self._text(probed, tools).partition(PROBE)
-        if found and text.startswith(heading):
-            return len(heading)
-        return len(prompt) if messages[index].get("tool_calls") else None
+        return len(heading) if found and text.startswith(heading) else prompt_end
 
-    def _content(
-        self, messages: list[Message], tools: Tools | None, index: int, text: str
-    ) -> tuple[int, int, int]:
-        """Find the characters that a message changes.
+    def _written(
+        self, prompt: str, messages: list[Message], tools: Tools | None, text: str
+    ) -> tuple[int, str]:
+        """Find what the template writes for the last message, in a text that does not begin with
+        its prompt: the prompt opens reasoning content that the text lacks (DeepSeek R1, Nemotron),
+        or other messages are written differently in it (LFM2.5).
 
         Returns:
-            Start of the message's reasoning content, or of its content if it has none; start of its
-            content; end of it.
-
-        Raises:
-            BadRow: the message changes the text of other messages, too.
+            Where the text continues after the prompt; and the reasoning content with its end, if the
+            prompt opens it and the template does not write it.
         """
-        probed = _with_probe(messages[index])
-        probed_text = self._text([*messages[:index], probed, *messages[index + 1 :]], tools)
-        before, found, _ = probed_text.partition(PROBE)
-        after = _after_probe(probed_text, messages[index])
-        end = len(text) - len(after)
-        if not (found and text.startswith(before) and text.endswith(after) and len(before) <= end):
+        place = f'"messages[{len(messages) - 1}]"'
+        heading = prompt[len(commonprefix([self._text(messages[:-1], tools), prompt])) :]
+        opened = OPENED_REASONING.search(heading)
+        bare = heading[: opened.start()] if opened else heading
+        probed = [*messages[:-1], {"role": "assistant", "content": PROBE}]
+        before, found, _ = self._text(probed, tools).partition(PROBE)
+        at = before.rfind(bare) if bare else -1
+        start = at + len(bare)
+        if not found or at < 0 or not text.startswith(before[:start]):
             raise BadRow(
-                f'"messages[{index}]": the chat template changes other messages with this one; '
-                "use a template with a {% generation %} block around responses."
+                f"{place}: with this response, the chat template writes what is before it differently "
+                "from the prompt that inference has; use another one (--chat_template)."
             )
-        bare = {key: value for key, value in probed.items() if key not in REASONING} | {
-            "content": PROBE
-        }
-        if bare != probed:
-            probed_text = self._text([*messages[:index], bare, *messages[index + 1 :]], tools)
-        return len(commonprefix([probed_text, text])), len(before), end
+        if opened is None:
+            return start, ""
+        reasoning = _reasoning(messages[-1])
+        if opened[1] and reasoning:
+            raise BadRow(
+                f"{place}: the generation prompt of the chat template ends with empty reasoning "
+                "content, so the model never writes this response's own. Use --reasoning_content "
+                "drop, or a template whose generation prompt leaves it open (--chat_template)."
+            )
+        tag = OPENED_IN_TEXT.match(text, start)
+        if opened[1]:
+            empty = EMPTY_REASONING.match(text, start)
+            return (empty.end() if empty else start), ""
+        if tag is None and CLOSED_IN_TEXT.match(text, start):
+            return start, ""
+        if tag is None:
+            has_break = text.startswith("\n", start)
+            return start, reasoning + END_OF_REASONING + ("" if has_break else "\n\n")
+        opening = opened[0].removeprefix("<think>")
+        return tag.end() + len(commonprefix([opening, text[tag.end() :]])), ""
+
+    def _all_but(self, messages: list[Message], tools: Tools | None, text: str) -> list[Span]:
+        """Return the characters of a text that do not belong to responses of weight 0."""
+        bounds = [0]
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant" or message.get("weight") != 0:
+                continue
+            piece = self._piece(messages[: index + 1], tools)
+            start = piece.spans[0][0]
+            end = piece.spans[-1][1]
+            if not text.startswith(piece.text[:end]):
+                # Written differently inside of the chat: search for it, without its reasoning
+                # content and its last token.
+                said = piece.text[start:end].rpartition("</think>")[2].lstrip()
+                said = said[: max((m.start() for m in self._token.finditer(said)), default=None)]
+                start = text.find(said, bounds[-1])
+                end = start + len(said)
+                ending = self._token.match(text, end)
+                end = ending.end() if ending else end
+            if start < 0:
+                raise BadRow(
+                    f'"messages[{index}]" has weight 0 and cannot be found in the rendered chat; '
+                    "use another --chat_template, or --labels assistant."
+                )
+            bounds += [start, end]
+        bounds.append(len(text))
+        pairs = zip(bounds[::2], bounds[1::2], strict=True)
+        return [(start, end) for start, end in pairs if start < end]
 
     def _message_end(
         self, text: str, start: int, messages: list[Message], tools: Tools | None
@@ -240,19 +325,78 @@ class ChatRenderer:
         return ends[-1] if ends else len(trimmed)
 
 
-def _reasoning_and_text(message: Message) -> tuple[str, str]:
-    """Split the content of a message: reasoning up to and including </think>, if any, and the text
-    after it."""
-    reasoning, ended, said = (message["content"] or "").rpartition("</think>")
-    return reasoning + ended, said
+def _clipped(blocks: list[Span], start: int, end: int) -> list[Span]:
+    """Return the blocks of the response at [start, end), without what its prompt has of them."""
+    return [(max(first, start), last) for first, last in blocks if last > start and first < end]
 
 
-def _with_probe(message: Message) -> Message:
-    return {**message, "content": _reasoning_and_text(message)[0] + PROBE}
+def drop_reasoning(messages: list[Message]) -> list[Message]:
+    """Return a chat without the reasoning content of its responses: neither in a field nor in
+    <think> tags.
+
+    Raises:
+        BadRow: nothing is left of a response.
+    """
+    kept = []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            message = {key: value for key, value in message.items() if key not in REASONING}
+            content = message["content"] or ""
+            if "</think>" in content:
+                message["content"] = content.rpartition("</think>")[2].lstrip()
+            if not (message["content"] or message.get("tool_calls")):
+                raise BadRow(
+                    f'"messages[{index}]" has nothing but reasoning content, and '
+                    "--reasoning_content is drop."
+                )
+        kept.append(message)
+    return kept
 
 
-def _after_probe(text: str, message: Message) -> str:
-    """Return the text after the probe. If the content is empty, the line break before tool calls is
-    missing there."""
-    after = text.partition(PROBE)[2]
-    return after if _reasoning_and_text(message)[1].strip() else after.lstrip()
+def _reasoning(message: Message) -> str:
+    """Return the reasoning content of a response: that of a field, else that before </think>."""
+    for key in REASONING:
+        if isinstance(message.get(key), str) and message[key].strip():
+            return str(message[key]).strip()
+    before, ended, _ = (message["content"] or "").partition("</think>")
+    return before.rpartition("<think>")[2].strip() if ended else ""
+
+
+def _dropped_of_response(message: Message, written: str) -> Iterator[str]:
+    """Yield the parts of a response that are not in the text that a template writes for it."""
+    before, ended, said = (message["content"] or "").rpartition("</think>")
+    reasoning = {f'"{key}"': message[key] for key in REASONING if isinstance(message.get(key), str)}
+    if ended:
+        reasoning["what is before </think>"] = before.rpartition("<think>")[2]
+    for what, content in reasoning.items():
+        if content.strip() not in written:
+            yield what
+    if message.get("tool_calls") and said.strip() not in written:
+        yield 'the text next to "tool_calls"'
+    # Idefics 3's template writes lists of parts only. The first word suffices: templates may change
+    # white space.
+    if not all(word in written for word in said.split()[:1]):
+        yield "the content"
+
+
+def _refuse_dropped(index: int, message: Message, written: str) -> None:
+    """Raise BadRow if a part of a response is not in the text that a template writes for it."""
+    for what in _dropped_of_response(message, written):
+        is_reasoning = "tool_calls" not in what and what != "the content"
+        also = ", or remove it with --reasoning_content drop" if is_reasoning else ""
+        raise _dropped(f"{what} of messages[{index}]", also)
+
+
+def _dropped(what: str, also: str = "") -> BadRow:
+    """Return the error for a part of a chat that the template does not write."""
+    return BadRow(f"the chat template drops {what}; use one that keeps it (--chat_template){also}.")
+
+
+def _difference(index: int, at_inference: str, text: str) -> str:
+    """Describe the first difference between a response at inference and in the whole chat."""
+    at = len(commonprefix([at_inference, text]))
+    excerpts = [
+        json.dumps(whole[max(0, at - EXCERPT // 2) : at + EXCERPT // 2], ensure_ascii=False)
+        for whole in (at_inference, text)
+    ]
+    return f"messages[{index}] is {excerpts[0]} at inference, and {excerpts[1]} inside the chat"

@@ -29,7 +29,7 @@ from llama_ft.processes import cores
 from llama_ft.runtime.console import log
 
 # increase it if streamed samples get other tokens; without streaming, the cache hashes the code
-CODE_VERSION = 6
+CODE_VERSION = 7
 CODE = ("build", "chat_template", "formats", "loss_mask", "reshape", "statistics", "tokenize")
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -137,7 +137,9 @@ def prepare(
     if config.chat_template or list in kinds or not kinds:
         note = ensure_chat_template(tokenizer, config.chat_template, add_tokens)
         summary = [note, *summary] if note else summary
-    encoder = Encoder(tokenizer, context_length, config.truncation, config.labels)
+    encoder = Encoder(
+        tokenizer, context_length, config.truncation, config.labels, config.reasoning_content
+    )
     report, folder = _tokenized(_Job(source, held_out, fraction, config, encoder, examples), cache)
     if not want_validation:
         report = replace(report, validation=None)
@@ -213,6 +215,7 @@ def _key(job: _Job, code: str) -> str:
         ),
         *(job.config.dataset_format, str(job.config.skip_bad_rows)),
         *(job.encoder.truncation, job.encoder.labels, str(job.encoder.context_length)),
+        job.encoder.reasoning_content,
         tokenizer.backend_tokenizer.to_str(),
         json.dumps(tokenizer.special_tokens_map, default=str, sort_keys=True),
         json.dumps(tokenizer.chat_template, sort_keys=True),

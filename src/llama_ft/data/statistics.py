@@ -13,13 +13,15 @@ COLUMNS = {
     "rows": "samples", "tokens": "tokens", "target_tokens": "in the loss", "longest": "longest",
     "truncated": "truncated", "skipped": "skipped",
 }  # fmt: skip
-# Per sample: a hash of its content; its tokens before truncation; fate: bad, whole, truncated or
-# skipped.
-ROW = numpy.dtype([("content", "u8"), ("tokens", "i4"), ("fate", "i1")])
-BAD = -1
-WHOLE = 0
-TRUNCATED = 1
-SKIPPED = 2
+# Per sample: a hash of its content; whether it is bad; its longest example before truncation; how
+# many of its parts were truncated and skipped. Of a chat that was split also the number of
+# responses, their tokens, and the tokens of the whole chat.
+ROW = numpy.dtype(
+    [
+        ("content", "u8"), ("bad", "?"), ("longest", "i4"), ("truncated", "i4"), ("skipped", "i4"),
+        ("responses", "i4"), ("tokens", "i8"), ("whole", "i8"),
+    ]
+)  # fmt: skip
 
 
 @dataclass
@@ -33,6 +35,9 @@ class SplitStatistics:
         truncated, skipped: samples that lost tokens; samples that are too long or have no token in
         the loss.
         longest: tokens of the longest sample before truncation.
+        split_chats, split_samples: chats that became one sample per response; these samples.
+        whole_tokens, split_tokens: tokens of these chats, and of these samples before truncation.
+        first_split: place of the first of these chats, and the reason; empty without one.
         largest_id: the largest token id.
         fingerprint: a checksum of all tokens and labels, in order.
     """
@@ -45,15 +50,23 @@ class SplitStatistics:
     truncated: int = 0
     skipped: int = 0
     longest: int = 0
+    split_chats: int = 0
+    split_samples: int = 0
+    whole_tokens: int = 0
+    split_tokens: int = 0
+    first_split: str = ""
     largest_id: int = -1
     fingerprint: str = ""
 
     def count(self, rows: numpy.ndarray) -> None:
         """Add samples to the counts. `rows` is an array of dtype `ROW`."""
-        self.truncated += int((rows["fate"] == TRUNCATED).sum())
-        self.skipped += int((rows["fate"] == SKIPPED).sum())
-        lengths = rows["tokens"][(rows["fate"] != BAD) & (rows["tokens"] > 0)]
-        self.longest = int(max(self.longest, lengths.max(initial=0)))
+        self.truncated += int(rows["truncated"].sum())
+        self.skipped += int(rows["skipped"].sum())
+        self.longest = int(max(self.longest, rows["longest"].max(initial=0)))
+        self.split_chats += int((rows["responses"] > 0).sum())
+        self.split_samples += int(rows["responses"].sum())
+        self.split_tokens += int(rows["tokens"].sum())
+        self.whole_tokens += int(rows["whole"].sum())
 
 
 @dataclass
@@ -103,7 +116,22 @@ def describe(report: BuildReport) -> list[str]:
     if report.train.desirable:
         labels = f"{report.train.desirable:,} desirable, {report.train.undesirable:,} undesirable"
         lines.append(f"labels of the training data: {labels}")
+    for name, split in splits.items():
+        if split is not None and split.split_chats:
+            lines += _split_lines(name, split)
     return [*([header, *lines] if lines else []), *warnings_of(report)]
+
+
+def _split_lines(name: str, split: SplitStatistics) -> list[str]:
+    """Return how many samples the chats became that had to be split, and why."""
+    growth = split.split_tokens / split.whole_tokens
+    chats = counted(split.split_chats, "chat")
+    tokens = f"{split.whole_tokens:,} -> {split.split_tokens:,} tokens, {growth:.2f}x"
+    return [
+        f"{name}: {chats} became {counted(split.split_samples, 'sample')}, one per response ({tokens}): "
+        "inside a chat, the chat template writes responses differently from how it does at inference",
+        f"  {split.first_split}",
+    ]
 
 
 def warnings_of(report: BuildReport) -> list[str]:

@@ -81,6 +81,7 @@ class StreamedBatches:
         self._vocabulary_size = vocabulary_size
         self._runtime = runtime
         self._is_wanted = True
+        self._has_reported_split = False
         # A separate process group: a thread runs these collectives, in no fixed order relative to
         # those of training.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
@@ -155,6 +156,7 @@ class StreamedBatches:
                 if encoded is not None:
                     bad.note(encoded)
                     bad.refuse()
+                    self._report_split(encoded)
                     check_ids(
                         encoded.largest_id,
                         self._source.name,
@@ -187,6 +189,16 @@ class StreamedBatches:
                 tables = []
                 number = 0
                 first_chunk = 0
+
+    def _report_split(self, encoded: EncodedChunk) -> None:
+        """Log the first chat that had to be split. How many there are is not known in advance."""
+        if self._has_reported_split or not encoded.splits:
+            return
+        self._has_reported_split = True
+        log.info(
+            "chats become one sample per response: inside a chat, the chat template writes "
+            f"responses differently from how it does at inference\n  {next(iter(encoded.splits.values()))}"
+        )
 
     def _exchanged(self, first_chunk: int) -> Generator[EncodedChunk | None, None, None]:
         """Yield the tokenized chunks of the source in order, epoch after epoch. None marks the end

@@ -1,9 +1,10 @@
 """Tokenize samples and build their labels, which say which tokens are in the loss."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -11,14 +12,21 @@ from transformers import PreTrainedTokenizerBase
 from llama_ft.data import formats
 from llama_ft.data.chat_template import ALPACA, INPUT_HEADING, Span, added_bos
 from llama_ft.data.formats import FORMATS, BadRow, Content, Row, RowFormat, TokenRow
-from llama_ft.data.loss_mask import ChatRenderer
+from llama_ft.data.loss_mask import (
+    ChatDiffers,
+    ChatRenderer,
+    RenderedChat,
+    drop_reasoning,
+)
 from llama_ft.errors import UserError
 
 # characters; a tokenizer takes up to 200 bytes per character, and 20 s for all of them
 LONGEST_TEXT = 10_000_000
+SPACE = "\u2581"  # as SentencePiece writes it
 IGNORED = -100  # cross_entropy of PyTorch ignores this label by default
 Truncation = Literal["right", "left", "drop", "split"]
 Labels = Literal["auto", "assistant", "completion", "all"]
+Reasoning = Literal["keep", "drop"]
 Example = tuple[list[int], list[int]]  # input ids and labels of any length, from `Encoder.tokenize`
 
 
@@ -53,6 +61,7 @@ class Encoder:
         truncation: what happens to longer examples, see `Encoder.fit`.
         labels: tokens in the loss; auto: responses of chats, completions of prompts, all of plain
             text.
+        reasoning_content: drop removes that of all responses of a chat.
     """
 
     def __init__(
@@ -61,11 +70,13 @@ class Encoder:
         context_length: int,
         truncation: Truncation = "right",
         labels: Labels = "auto",
+        reasoning_content: Reasoning = "keep",
     ) -> None:
         self.tokenizer = tokenizer
         self.context_length = context_length
         self.truncation = truncation
         self.labels = labels
+        self.reasoning_content = reasoning_content
         self._vocabulary_size = len(tokenizer)
         if not tokenizer.is_fast:
             raise UserError(
@@ -88,32 +99,52 @@ class Encoder:
         for column in row.keys() & formats.MEDIA:
             formats.expect(not row[column], column, row[column], "nothing: only text is trained on")
         if row_format == "alpaca" and self.tokenizer.chat_template == ALPACA:
-            return formats.alpaca_messages(row, input_heading=INPUT_HEADING)
+            return self._without_dropped(formats.alpaca_messages(row, input_heading=INPUT_HEADING))
         try:
-            return FORMATS[row_format].read(row)
+            return self._without_dropped(FORMATS[row_format].read(row))
         # raised by a user's own format
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise BadRow(f"format {row_format}: {type(error).__name__}: {error}") from error
 
+    def _without_dropped(self, content: Content) -> Content:
+        if isinstance(content, list) and self.reasoning_content == "drop":
+            return drop_reasoning(content)
+        return content
+
     def encode(self, row: Row, row_format: RowFormat) -> list[Encoded]:
         """Tokenize a sample and bring it to pieces of at most context_length tokens. See `tokenize`
-        and `fit`."""
-        return self.fit(*self.tokenize(row, row_format))
+        and `fit`. A chat that must be split becomes a piece per response."""
+        try:
+            return self.fit(*self.tokenize(row, row_format))
+        except ChatDiffers as chat:
+            parts = self.piece_rows(chat, row)
+            return [piece for part in parts for piece in self.encode(part, "messages")]
+
+    def piece_rows(self, chat: ChatDiffers, row: Row) -> list[Row]:
+        """Return the samples, in the format messages, that a chat must be split into."""
+        tools = formats.tools_of(row)
+        return [{"messages": messages, "tools": tools} for messages in chat.pieces]
+
+    def text_tokens(self, text: str) -> int:
+        """Return the number of tokens of a text that a template has written."""
+        return len(self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
 
     def tokenize(self, row: Row, row_format: RowFormat) -> Example:
         """Return tokens and labels of a sample of any length.
 
         Raises:
             BadRow: the sample does not follow its format, or the chat template rejects it.
+            ChatDiffers: it is a chat that must be split, see `piece_rows`.
             UserError: samples of this format do not have the requested kind of labels.
         """
         return self.tokenize_content(self.read(row, row_format), row, row_format)
 
     def tokenize_content(self, content: Content, row: Row, row_format: RowFormat) -> Example:
         """Do what `tokenize` does, for content that was already read from the sample."""
+        content = self._without_dropped(content)
         if isinstance(content, list):
-            # The template writes all special tokens, including BOS.
-            return self._tokenize(*self._renderer.render(content, formats.tools_of(row)))
+            chat = self._renderer.render(content, formats.tools_of(row))
+            return self._tokenize_chat(chat)
         fitting = ("auto",) if isinstance(content, TokenRow) else ("auto", "all")
         if (isinstance(content, TokenRow) or not content[0]) and self.labels not in fitting:
             raise UserError(
@@ -176,7 +207,51 @@ class Encoder:
             pieces.append(Encoded(input_ids[start : start + length], own, truncated=False))
         return pieces
 
+    def _tokenize_chat(self, chat: RenderedChat) -> Example:
+        """Tokenize a chat, in which the template has written all special tokens, including BOS.
+
+        At inference the prompt is tokenized without the response. So no token may cross its end,
+        such as two line breaks of which the prompt has the first. If one does, the text is
+        tokenized in two parts.
+        """
+        text, spans, prompts = chat
+        self._check_text(text)
+        backend = self.tokenizer.backend_tokenizer
+        whole = backend.encode(text, add_special_tokens=False)
+        ends = []
+        for end in _crossed(whole.offsets, prompts):
+            prompt = backend.encode(text[:end], add_special_tokens=False)
+            if prompt.ids != whole.ids[: len(prompt.ids)]:
+                ends.append(end)
+        input_ids = list[int]()
+        offsets = list[Span]()
+        for start, end in pairwise([0, *ends, len(text)]) if ends else ():
+            part = backend.encode(text[start:end], add_special_tokens=False)
+            if part.tokens[0].startswith(SPACE) and not text[start].isspace():
+                # this tokenizer puts a space before every text, so it cannot tokenize a part
+                ends = []
+            input_ids += part.ids
+            offsets += [(first + start, last + start) for first, last in part.offsets]
+        if not ends:
+            return self._labelled(text, whole.ids, whole.offsets, spans)
+        return self._labelled(text, input_ids, offsets, spans)
+
     def _tokenize(self, text: str, spans: list[Span]) -> Example:
+        self._check_text(text)
+        # Calling the backend takes a tenth of the time: tokenizer(text) sets truncation and padding
+        # again in each call.
+        encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        return self._labelled(text, encoding.ids, encoding.offsets, spans)
+
+    def _labelled(
+        self, text: str, input_ids: list[int], offsets: list[Span], spans: list[Span]
+    ) -> Example:
+        labels = [IGNORED] * len(input_ids)
+        for first, last in tokens_of_spans(text, offsets, spans):
+            labels[first:last] = input_ids[first:last]
+        return input_ids, labels
+
+    def _check_text(self, text: str) -> None:
         if len(text) > LONGEST_TEXT:
             raise BadRow(
                 f"its text has {len(text):,} characters; expected at most {LONGEST_TEXT:,}."
@@ -188,14 +263,6 @@ class Encoder:
             raise BadRow(
                 f"\\u{ord(text[error.start]):04x} is half of a character (a lone surrogate); expected Unicode text."
             ) from None
-        # Calling the backend takes a tenth of the time: tokenizer(text) sets truncation and padding
-        # again in each call.
-        encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-        input_ids: list[int] = encoding.ids
-        labels = [IGNORED] * len(input_ids)
-        for first, last in tokens_of_spans(text, encoding.offsets, spans):
-            labels[first:last] = input_ids[first:last]
-        return input_ids, labels
 
 
 # Sample, its format, encoder -> the examples that the objective needs. Their number is the same for
@@ -286,3 +353,17 @@ def tokens_of_spans(
             last -= 1
         ranges.append((first, last))
     return ranges
+
+
+def _crossed(offsets: Sequence[Span], edges: Sequence[int]) -> list[int]:
+    """Return the edges, places in a text, that may lie inside of a token.
+
+    As in `tokens_of_spans`, white space before a token may not be in its offsets.
+    """
+    inside = []
+    for edge in edges:
+        token = bisect_right(offsets, edge, key=itemgetter(1))
+        before = offsets[token - 1][1] if token else 0
+        if token < len(offsets) and min(offsets[token][0], before) < edge:
+            inside.append(edge)
+    return inside

@@ -33,7 +33,7 @@ OF_DATASET = (
     "max_samples",
     "validation",
 )
-SAMPLES = ("dataset", *OF_DATASET, "labels", "truncation", "context_length")
+SAMPLES = ("dataset", *OF_DATASET, "labels", "reasoning_content", "truncation", "context_length")
 Split = Literal["train", "validation"]
 READ = {"dataset", "validation", "chat_template"}
 OF_TRAINING = {"streaming", "shuffle_buffer", "show_samples"}

@@ -30,6 +30,7 @@ from llama_ft.data.formats import (
     prompt_completion,
     tools_of,
 )
+from llama_ft.data.loss_mask import ChatDiffers
 from llama_ft.data.reshape import reshaped
 from llama_ft.data.sources import Source
 from llama_ft.errors import RunFailure, UserError
@@ -200,7 +201,13 @@ def score_prompts(
                 if "chosen" in row
                 else find_format(f"prompt {number}", row.keys(), "auto")
             )
-            examples = (two_examples if kind == PREFERENCE else one_example)(row, kind, encoder)
+            try:
+                examples = (two_examples if kind == PREFERENCE else one_example)(row, kind, encoder)
+            except ChatDiffers as chat:
+                if kind == PREFERENCE:
+                    raise BadRow(chat.reason) from None
+                # the last response, after the prompt as the model gets it
+                examples = one_example(encoder.piece_rows(chat, row)[-1], "messages", encoder)
             if (longest := max(len(ids) for ids, _ in examples)) > context:
                 raise BadRow(f"it has {longest} tokens, and the model {context} positions.")
         except BadRow as error:

@@ -17,7 +17,6 @@ from llama_ft.models.build import (
     local_folder,
     portable_name,
     resolve_context_length,
-    set_storage_dtypes,
     vocabulary_size,
 )
 from llama_ft.models.built import Adapter, BuildModel, BuiltModel, ModelRequest, Unit
@@ -27,6 +26,7 @@ from llama_ft.models.chunked_loss import (
     use_chunked_loss,
 )
 from llama_ft.models.compiled import choose_liger, compile_layers, fuse_layers, without_graphs
+from llama_ft.models.dtypes import set_storage_dtypes
 from llama_ft.models.embedding_noise import add_embedding_noise
 from llama_ft.models.fsdp import apply_fsdp, shard_degree, unit_table
 from llama_ft.models.load_weights import LoadSettings, load_weights

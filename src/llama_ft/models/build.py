@@ -4,7 +4,7 @@ without storage."""
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -19,11 +19,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ModelConfig
-from llama_ft.config.paths import TO_SAFETENSORS, folder_problem, looks_local
+from llama_ft.config.paths import TO_SAFETENSORS, folder_problem, looks_local, special_file
 from llama_ft.errors import UserError, counted, reason
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.new_tokens import NewTokens, find_growth
-from llama_ft.models.quantized import QuantizedStacks
+from llama_ft.models.rope import use_rope_per_sample
 from llama_ft.models.score_head import add_score
 from llama_ft.models.source import listed
 from llama_ft.models.text_part import (
@@ -35,8 +35,8 @@ from llama_ft.models.text_part import (
 )
 from llama_ft.models.transformers_private import private
 from llama_ft.runtime.console import log
-from llama_ft.runtime.devices import Precision
 
+MOST_LAYERS = 10_000  # the meta device takes about a millisecond per layer
 NEEDED_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 # Mistral and Meta store the same weights there a second time
 DUPLICATES = ["consolidated*", "original/*"]
@@ -55,6 +55,8 @@ def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = Tru
         weights: the weights (safetensors) are needed, too.
     """
     if (folder := Path(name).expanduser()).is_dir():
+        if problem := special_file(folder):
+            raise UserError(f"{flag} {name}: {problem}")
         return folder
     if looks_local(name):
         raise UserError(f"{flag} {name}: {folder_problem(folder, 'a directory')}")
@@ -111,8 +113,24 @@ def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig
         )
     except Exception as error:  # as above
         raise UserError(f"{folder}: its config.json cannot be used ({reason(error)}).") from error
+    _check_numbers(config, folder)
     auto_class(config, trust_remote_code)
     return config
+
+
+def _check_numbers(config: PretrainedConfig, folder: Path) -> None:
+    """Raise a UserError for numbers that would fail only at the first step, or never end."""
+    settings = config.get_text_config().to_dict()
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    wrong = [
+        f"{name} is {value}; expected 0 to 1"
+        for name, value in settings.items()
+        if "dropout" in name and isinstance(value, int | float) and not 0 <= value <= 1
+    ]
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        wrong.append(f"num_hidden_layers is {layers:,}; expected at most {MOST_LAYERS:,}")
+    if wrong:
+        raise UserError(f"{folder}: its config.json cannot be used ({'; '.join(wrong)}).")
 
 
 def build_on_meta(
@@ -193,8 +211,19 @@ def build_on_meta(
         raise UserError(
             f"--model_name {model.model_name}: {type(skeleton).__name__} is an encoder here, not a decoder."
         )
+    use_rope_per_sample(skeleton)
+    for module in skeleton.modules():
+        if hasattr(module, "_rescale_layers"):
+            # In eval mode RWKV divides weights in place, and hidden states by as much: against
+            # overflows of fp16. Quantized weights cannot be divided, and an export would have
+            # divided ones.
+            module._rescale_layers = _keep_layers  # type: ignore[assignment]
     grown = find_growth(skeleton, new)
     return BuiltModel(skeleton, folder, conversions, left_out, grown, has_score)
+
+
+def _keep_layers() -> None:
+    """Take the place of RWKV's own method and leave the weights as they are."""
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -234,17 +263,21 @@ def read_linears(model: nn.Module) -> set[nn.Module]:
     """Return linear layers whose weight is read by the module around them instead of being called:
     Mamba's kernels read out_proj's weight, LongCat's router its classifier's. An adapter of such a
     layer would have no effect."""
-    found = set[nn.Module]()
-    for module in model.modules():
-        for name, child in module.named_children():
-            if isinstance(child, nn.Linear):
-                reads = re.compile(rf"self\.{name}\.weight\b(?!\.(dtype|device|shape)|\[|, torch)")
-                classes: list[Any] = [
-                    kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)
-                ]
-                sources = (_source_of(kind) for kind in classes)
-                found |= {child} if any(reads.search(source) for source in sources) else set()
-    return found
+    return {
+        child
+        for module in model.modules()
+        for name, child in module.named_children()
+        if isinstance(child, nn.Linear) and reads(module, name, ["weight"])
+    }
+
+
+def reads(module: nn.Module, child: str, parameters: Iterable[str]) -> bool:
+    """Return whether a module's code reads one of the parameters of its child, other than its dtype,
+    device or shape."""
+    names = "|".join(parameters)
+    read = re.compile(rf"self\.{child}\.({names})\b(?!\.(dtype|device|shape)|\[|, torch)")
+    kinds: list[Any] = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
+    return any(read.search(_source_of(kind)) for kind in kinds)
 
 
 @cache
@@ -272,19 +305,6 @@ def freeze_first_layers(model: PreTrainedModel, count: int) -> None:
         )
     for layer in layers[:count]:
         layer.requires_grad_(False)
-
-
-def set_storage_dtypes(model: nn.Module, precision: Precision) -> None:
-    """Set the storage dtype of each parameter on the meta device; it may differ between trained and
-    frozen ones. Quantized stacks are dequantized to the compute dtype."""
-    for module in model.modules():
-        if isinstance(module, QuantizedStacks):
-            module.dtype = precision.compute
-    for parameter in model.parameters():
-        if parameter.is_floating_point():  # quantized weights are integers
-            parameter.data = parameter.data.to(
-                precision.trained if parameter.requires_grad else precision.frozen
-            )
 
 
 def vocabulary_size(config: PretrainedConfig) -> int | None:

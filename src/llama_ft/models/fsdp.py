@@ -2,7 +2,7 @@
 units in a table."""
 
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from functools import partial
 from typing import Literal
 
@@ -22,6 +22,7 @@ from llama_ft.config import FSDPConfig
 from llama_ft.errors import UserError
 from llama_ft.models.build import decoder_layers
 from llama_ft.models.built import BuiltModel, Unit
+from llama_ft.models.dtypes import fp32_modules
 from llama_ft.models.lora_linear import cast_where_used
 from llama_ft.models.quantized import weight_counts
 from llama_ft.models.torch_2_11 import allow_integers
@@ -43,10 +44,14 @@ def apply_fsdp(
         precision: dtypes of all-gather and reduce-scatter.
     """
     model = built.model
-    modules = _modules_to_wrap(built, fsdp)
-    ready = _used_as_stored(model, mesh, fsdp, precision)
-    units = _describe_units(model, modules, precision.compute, ready)
+    kept = fp32_modules(model, precision.compute)
+    ready = _used_as_stored(model, mesh, fsdp, precision, kept)
+    # Without parameters that are sharded or cast they need no unit.
+    kept = [module for module in kept if not ready.issuperset(module.parameters())]
+    modules = kept + _modules_to_wrap(built, fsdp, kept)
+    units = _describe_units(model, modules, precision.compute, ready, kept)
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
+    in_fp32 = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
     # Pinned memory, so that copies to and from the GPU overlap with computation.
     offload = (
         CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
@@ -54,17 +59,17 @@ def apply_fsdp(
         else OffloadPolicy()
     )
     allow_integers()
-    shard_one = partial(
-        fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ready
-    )
+    shard_one = partial(fully_shard, mesh=mesh, offload_policy=offload, ignored_params=ready)
     for module in modules:
         # The LM head's backward follows its forward at once, so freeing its weight would all-gather
         # it twice.
         is_head = module is model.get_output_embeddings()
         shard_one(
-            module, reshard_after_forward=fsdp.sharding_strategy != "SHARD_GRAD_OP" and not is_head
+            module,
+            mp_policy=in_fp32 if module in kept else policy,
+            reshard_after_forward=fsdp.sharding_strategy != "SHARD_GRAD_OP" and not is_head,
         )
-    shard_one(model, reshard_after_forward=False)
+    shard_one(model, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the global number of loss tokens, so gradients are
@@ -76,7 +81,11 @@ def apply_fsdp(
 
 
 def _used_as_stored(
-    model: nn.Module, mesh: DeviceMesh, fsdp: FSDPConfig, precision: Precision
+    model: nn.Module,
+    mesh: DeviceMesh,
+    fsdp: FSDPConfig,
+    precision: Precision,
+    kept: list[nn.Module],
 ) -> set[nn.Parameter]:
     """Return parameters that are whole on this rank, are used in their stored dtype (or cast where
     they are used), and get gradients from no other rank.
@@ -100,12 +109,19 @@ def _used_as_stored(
         if mesh.size() == 1 and precision.reduce == precision.trained
         else set()
     )
-    return ready | adapters
+    in_fp32 = {
+        parameter
+        for module in kept
+        for parameter in module.parameters()
+        if mesh.size() == 1 or not parameter.requires_grad
+    }
+    return ready | adapters | in_fp32
 
 
-def _modules_to_wrap(built: BuiltModel, fsdp: FSDPConfig) -> list[nn.Module]:
+def _modules_to_wrap(built: BuiltModel, fsdp: FSDPConfig, kept: list[nn.Module]) -> list[nn.Module]:
+    """Return the modules of the wrap policy, innermost first. `kept` are units already."""
     if fsdp.fsdp_wrap_policy == "size":
-        return _modules_by_size(built, fsdp.min_num_params)
+        return _modules_by_size(built, fsdp.min_num_params, kept)
     model = built.model
     layers = decoder_layers(model)
     if not layers:
@@ -125,7 +141,7 @@ def _modules_to_wrap(built: BuiltModel, fsdp: FSDPConfig) -> list[nn.Module]:
     ]
 
 
-def _modules_by_size(built: BuiltModel, least: int) -> list[nn.Module]:
+def _modules_by_size(built: BuiltModel, least: int, kept: list[nn.Module]) -> list[nn.Module]:
     """Return modules, innermost first, with at least `least` parameters that no unit inside them
     holds. It does not split the LM head, which is called for one chunk of positions at a time
     (chunked_loss); modules that run sample by sample, because ranks have different numbers of
@@ -133,7 +149,7 @@ def _modules_by_size(built: BuiltModel, least: int) -> list[nn.Module]:
     modules without calling them, so these would not be all-gathered."""
     model = built.model
     wrapped: list[nn.Module] = []
-    held: set[int] = set()
+    held = {id(parameter) for module in kept for parameter in module.parameters()}
     whole = {model.get_output_embeddings()}
     if built.mixers is not None:
         whole |= built.mixers.by_row | built.mixers.with_kernels
@@ -167,6 +183,7 @@ def _describe_units(
     modules: list[nn.Module],
     compute: torch.dtype,
     ready: Set[nn.Parameter] = frozenset(),
+    kept: Sequence[nn.Module] = (),
 ) -> list[Unit]:
     names = {module: name for name, module in model.named_modules()}
     quantized = weight_counts(model)
@@ -177,7 +194,8 @@ def _describe_units(
         held.update(own)
         count = sum(quantized.get(key, p.numel()) for key, p in own.items())
         gathered = sum(
-            p.numel() * (compute if p.is_floating_point() else p.dtype).itemsize
+            p.numel()
+            * (compute if p.is_floating_point() and module not in kept else p.dtype).itemsize
             for p in own.values()
             if p not in ready
         )

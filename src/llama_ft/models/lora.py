@@ -221,13 +221,18 @@ def saved_config(folder: Path) -> Any:
     """Return the settings of the adapter saved in `folder`. Raises UserError if they cannot be
     read, or the method is not one of peft_method."""
     try:
-        kind = json.loads((folder / ADAPTER_CONFIG).read_text()).get("peft_type")
+        stored = json.loads((folder / ADAPTER_CONFIG).read_text())
+        kind = stored.get("peft_type")
         if kind not in METHODS:
             raise UserError(
                 f"{folder}: {kind} adapters are not supported; only {' and '.join(METHODS)}."
             )
         settings: Any = PEFT_TYPE_TO_CONFIG_MAPPING[kind].from_pretrained(str(folder))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        # PEFT ignores what it does not know, and with it perhaps how the adapter computes
+        unknown = [name for name in stored if stored[name] and not hasattr(settings, name)]
+        if unknown:
+            raise ValueError(f"this version of PEFT does not know {listed(unknown)}")
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{folder / ADAPTER_CONFIG}: cannot be used ({error}).") from error
     settings.inference_mode = False
     # LoRA's: they are read from the file, whatever they first were

@@ -12,7 +12,7 @@ for generation. On CUDA its kernels get the offsets of the samples, if they are 
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -40,6 +40,8 @@ CACHES = {
 }
 # argument of position embeddings that count tokens themselves (Bart's, RoBERTa's)
 POSITIONS = "past_key_values_length"
+# argument of those among them that look up the position_ids that they get (Marian's, Pegasus')
+LOOKED_UP = "input_ids_shape"
 OF_FLASH_ATTENTION = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 MISSING_KERNEL = re.compile(r"without `([^`]+)`")
 
@@ -63,6 +65,12 @@ class PackedRows:
         """Create it from the tokens of each sample, for a model that computes on `device`."""
         ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         return cls(tuple(lengths), sent(ends, device), max(lengths))
+
+    def positions(self) -> torch.Tensor:
+        """Return the position of each token in its sample, int64 [tokens], on the device."""
+        total = sum(self.lengths)
+        starts = torch.repeat_interleave(self.offsets[:-1], self.offsets.diff(), output_size=total)
+        return torch.arange(total, device=self.offsets.device) - starts
 
     def cut(self, size: int) -> "PackedRows":
         """Split samples into parts of at most `size` tokens, for chunked attention."""
@@ -191,6 +199,8 @@ class TokenMixers:
                 return plain(
                     *args, **kwargs | {"cu_seq_lens_q": rows.offsets, "seq_idx": rows.indices}
                 )
+            if mixer in self._positions and LOOKED_UP in _parameters(type(mixer).forward):
+                return plain(*args, **kwargs | {"position_ids": rows.positions()})
             dropped = {"position_ids"} if mixer in self._positions else OF_FLASH_ATTENTION
             kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
             outputs = []
@@ -206,7 +216,7 @@ class TokenMixers:
                 with rows_of(alone):
                     outputs.append(plain(*part.of(args), **part.of(kwargs)))
                 start += length
-            return _joined(outputs)
+            return _joined(outputs, rows.lengths)
 
         mixer.forward = forward
 
@@ -253,13 +263,22 @@ class _Part:
         return value
 
 
-def _joined(outputs: list[Any]) -> Any:
-    """Join the outputs of all samples: the first tensors [.., tokens, width] are concatenated."""
+def _joined(outputs: list[Any], lengths: tuple[int, ...]) -> Any:
+    """Join the outputs of all samples: the first tensors are concatenated along their tokens."""
     if isinstance(outputs[0], torch.Tensor):
-        return torch.cat(outputs, dim=-2)
+        return torch.cat(outputs, dim=_tokens_dim(outputs, lengths))
     first, *others = zip(*outputs, strict=True)
-    return torch.cat(first, dim=-2), *(
+    return torch.cat(first, dim=_tokens_dim(first, lengths)), *(
         it[0] if all(one is it[0] for one in it) else _PerSample(it) for it in others
+    )
+
+
+def _tokens_dim(outputs: Sequence[torch.Tensor], lengths: tuple[int, ...]) -> int:
+    """Return the dimension of the tokens: the last but one, or an earlier one if layers have several
+    streams (HY 4's hyper-connections: [1, tokens, streams, width])."""
+    dims = [dim for dim in (-2, 1, 0) if -outputs[0].ndim <= dim < outputs[0].ndim]
+    return next(
+        (dim for dim in dims if tuple(output.shape[dim] for output in outputs) == lengths), -2
     )
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -97,6 +98,9 @@ def quantize_linears(built: BuiltModel, quantization: Quantization) -> str:
     model = built.model
     scheme, named, is_stored, _ = quantization
     own = [] if is_stored and named is not None else get_keys_to_not_convert(model)
+    if not is_stored:
+        # HY 4's indexer casts its input to the dtype of this weight, which would be that of bytes.
+        own = [*own, *(private(model, "_keep_in_fp32_modules_strict") or ())]
     skip = [
         *(named or ()),
         *(private(model, "_keep_in_fp32_modules") or ()),
@@ -129,6 +133,11 @@ def quantize_linears(built: BuiltModel, quantization: Quantization) -> str:
         for name, linear in chosen.items()
         if linear.in_features % scheme.block_size == 0
     }
+    if not whole and any(isinstance(module, Conv1D) for module in model.modules()):
+        raise UserError(
+            f"--quantization: {type(model).__name__} has Transformers' Conv1D in the place of linear layers, and "
+            f"Conv1D cannot be quantized. Leave --quantization out."
+        )
     if not whole or (is_stored and len(whole) < len(chosen)):
         raise UserError(
             f"--quantization: {scheme.name} does not support this model: of {len(linears)} linear layers "

@@ -11,7 +11,7 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import _TYPES
 
-from llama_ft.config.paths import TO_SAFETENSORS
+from llama_ft.config.paths import TO_SAFETENSORS, file_problem
 from llama_ft.errors import UserError, reason
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -153,12 +153,20 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     single = folder / SINGLE_FILE
     if not index.exists():
-        return [single] if single.exists() else []
+        return [_regular(single)] if single.exists() else []
     try:
         names = {Path(name) for name in json.loads(index.read_text())["weight_map"].values()}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(f"{index}: not a safetensors index ({error}).") from error
     for name in names:
         if name.is_absolute() or ".." in name.parts:
             raise UserError(f"{index}: names {name}, which is outside its directory.")
-    return sorted(folder / name for name in names)
+    return sorted(_regular(folder / name) for name in names)
+
+
+def _regular(file: Path) -> Path:
+    """Return a file that is missing or can be opened without waiting."""
+    problem = file_problem(str(file)) if file.exists() else None
+    if problem:
+        raise UserError(f"{file}: {problem}")
+    return file

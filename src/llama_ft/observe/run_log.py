@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from llama_ft.config.settings import TrackingConfig
-from llama_ft.errors import reason
+from llama_ft.errors import counted, reason
 from llama_ft.masking import mask_secrets
 from llama_ft.observe.progress import ProgressBar
 from llama_ft.observe.trackers import Tracker, start_trackers
+from llama_ft.processes import replace_text
 from llama_ft.runtime.console import log
 
 METRICS_FILE = "metrics.jsonl"
@@ -163,10 +164,14 @@ class MetricsLog:
     ) -> None:
         if source is not None and source.exists():
             shutil.copyfile(source, path)
+        last_step = -1 if resume_step is None else resume_step
+        kept, corrupted = _lines_up_to(path, last_step) if path.exists() else ([], 0)
+        if corrupted:
+            what = f"{path}: {counted(corrupted, 'line')} of earlier steps cannot be read"
+            log.warning(f"{what}, so the plots lack these steps.")
+            replace_text(path, b"".join(kept).decode())
         self._file = path.open("ab")
-        self._file.truncate(
-            sum(map(len, _lines_up_to(path, -1 if resume_step is None else resume_step)))
-        )
+        self._file.truncate(sum(map(len, kept)))
 
     def write(self, record: Metrics) -> None:
         """Append `record` as one line and flush it. Infinities and NaN become null, because JSON
@@ -180,17 +185,24 @@ class MetricsLog:
         self._file.close()
 
 
-def _lines_up_to(path: Path, last_step: int) -> Iterator[bytes]:
-    """Yield the lines before the first one that is of a later step or was left unreadable by a kill
-    or a power cut."""
-    with path.open("rb") as lines:
-        for line in lines:
-            try:
-                if not line.endswith(b"\n") or json.loads(line)["step"] > last_step:
-                    return
-            except (ValueError, TypeError, KeyError):
-                return
-            yield line
+def _lines_up_to(path: Path, last_step: int) -> tuple[list[bytes], int]:
+    """Return the lines up to a step, and the number of unreadable lines between them. Unreadable
+    lines at the end were left by a kill."""
+    kept = list[bytes]()
+    corrupted = 0
+    unreadable = 0  # since the last line that was kept
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            step = json.loads(line.decode("ascii"))["step"]
+            is_kept = line.endswith(b"\n") and step <= last_step
+        except (ValueError, TypeError, LookupError, RecursionError):
+            unreadable += 1
+            continue
+        if is_kept:
+            kept.append(line)
+            corrupted += unreadable
+            unreadable = 0
+    return kept, corrupted
 
 
 def one_series_per_rank(metrics: Metrics) -> dict[str, float]:

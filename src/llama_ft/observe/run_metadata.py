@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from llama_ft.errors import reason
 from llama_ft.masking import mask_secrets
 from llama_ft.processes import replace_text
 from llama_ft.runtime.console import log
@@ -31,9 +32,7 @@ class RunMetadata:
     def __init__(self, output_dir: Path, enabled: bool = True) -> None:
         self.path = output_dir / FACTS_FILE
         self._enabled = enabled
-        self._facts: dict[str, Any] = (
-            json.loads(self.path.read_text()) if enabled and self.path.exists() else {}
-        )
+        self._facts = read_facts(self.path) if enabled and self.path.exists() else {}
 
     def add(self, **facts: Any) -> None:
         """Merge `facts`, plain values, into the file: dicts key by key; any other value replaces
@@ -44,9 +43,9 @@ class RunMetadata:
         if not self._enabled:
             return
         for key, value in masked(facts).items():
-            self._facts[key] = (
-                self._facts.get(key, {}) | value if isinstance(value, dict) else value
-            )
+            old = self._facts.get(key)
+            is_merged = isinstance(value, dict) and isinstance(old, dict)
+            self._facts[key] = old | value if is_merged else value
         try:
             # ASCII: a response may hold half a surrogate pair.
             replace_text(self.path, json.dumps(self._facts, default=str) + "\n")
@@ -59,8 +58,23 @@ class RunMetadata:
         """Add responses: question, answer and, if known, reference. They replace earlier ones of
         the same moment."""
         if samples:
-            others = [old for old in self._facts.get("samples", []) if old.get("when") != when]
+            earlier = self._facts.get("samples", [])
+            others = [old for old in earlier if old.get("when") != when]
             self.add(samples=[*others, *({"when": when, **sample} for sample in samples)])
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """Return the content of facts.json. A corrupted file is no reason to end a run: it is logged,
+    and the run starts a new one."""
+    try:
+        facts = json.loads(path.read_text())
+        samples = facts.get("samples", [])
+        if not all(isinstance(sample.get("when"), str) for sample in samples):
+            raise ValueError("samples without a moment")
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        log.warning(f"{path} is corrupted ({reason(error)}), so a new one is written.")
+        return {}
+    return dict(facts)
 
 
 def masked(value: Any) -> Any:

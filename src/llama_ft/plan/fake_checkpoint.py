@@ -94,7 +94,8 @@ def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[No
         # Kernels of layers with a recurrent state need CUDA. With this, Transformers uses torch
         # operations instead.
         patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
-        # Planned as a forward pass in each step: the pass before training holds no more.
+        # Planned as a forward pass in each step: a pass of the same model holds no more. Another
+        # model's is planned by itself.
         patch.object(StoredReference, "log_probabilities", AdapterOff.log_probabilities),
     ]
     if device == "cuda":  # the device of fake tensors is the CPU

@@ -2,9 +2,9 @@
 planned like any run.
 
 Changes that cost only speed come first and are combined: sharding, activation checkpointing,
-micro-batches of one sample. Each of the others is added to them: twice the ranks, optimizer states
-of fewer bits, LoRA, QLoRA, QLoRA with half the sample length, CPU offload. On small GPUs QLoRA is
-the first of them.
+micro-batches of one sample. Each of the others is added to them: more ranks, optimizer states of
+fewer bits, LoRA, QLoRA, QLoRA with half the sample length, CPU offload. On small GPUs QLoRA is the
+first of them. A change that only gives up more than another one that fits is not an answer.
 """
 
 import dataclasses
@@ -29,6 +29,7 @@ from llama_ft.plan.types import Plan, PlanRequest
 USABLE = 0.97  # plans are right within 3% (measured with benchmarks/plan.py)
 MOST_ANSWERS = 3
 SMALL_GPU = 24 * 2**30  # bytes
+MOST_RANKS = 8  # ranks are doubled up to here, the GPUs of most nodes
 SHARDED: dict[str, Any] = {"enable_fsdp": True, "sharding_strategy": "FULL_SHARD"}
 RANKS = "--nproc"  # a flag of recipes/plan.py; the only change that is not a setting
 
@@ -42,6 +43,7 @@ class Fit(NamedTuple):
     flags: list[str]  # the changes as on a command line
     gives_up: str
     plan: Plan
+    change: dict[str, Any]  # the last one, by field name
 
 
 def answer_fit(
@@ -67,6 +69,7 @@ def answer_fit(
             "flags": it.flags,
             "gives_up": it.gives_up,
             "peak_bytes": it.plan.device_bytes,
+            "host_bytes": it.plan.host_bytes,
             "step_seconds": s,
         }
         for it, s in zip(fits, seconds, strict=False)
@@ -104,6 +107,9 @@ def find_fits(
     fits = list[Fit]()
     cheap, others = ladder(request, room)
     for change in [*cheap, *others] if not has_room(planned, room) else []:
+        settings, _ = change
+        if any(gives_up_more(settings, fit.change) for fit in fits):
+            continue
         config, ranks, flags = apply_changes(request, [*kept, change])
         if config is None or not flags:  # the run would reject these settings
             continue
@@ -116,9 +122,9 @@ def find_fits(
             continue
         tell(f"Planned {' '.join(flags)}: {size_text(plan.device_bytes)} per rank")
         if has_room(plan, room):
-            fits.append(
-                Fit(config, flags, "; ".join(gives_up for _, gives_up in [*kept, change]), plan)
-            )
+            gives_up = "; ".join(reason for _, reason in [*kept, change])
+            fits = [fit for fit in fits if not gives_up_more(fit.change, settings)]
+            fits.append(Fit(config, flags, gives_up, plan, settings))
             if change in cheap or len(fits) == MOST_ANSWERS:
                 break
         # Gradients of more micro-batches may take the memory that smaller ones save.
@@ -126,6 +132,17 @@ def find_fits(
             kept = [*kept, change]
             last = plan
     return fits
+
+
+def gives_up_more(change: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether a change does all that the other one does, and more of it: further settings,
+    or more ranks."""
+    if change == other or not change.keys() >= other.keys():
+        return False
+    return all(
+        change[name] >= value if name == RANKS else change[name] == value
+        for name, value in other.items()
+    )
 
 
 def has_room(plan: Plan, room: float) -> bool:
@@ -138,24 +155,23 @@ def describe_fits(planned: Plan, fits: list[Fit], room: int, times: Sequence[str
     fit."""
     if has_room(planned, room):
         return f"It fits {size_text(room)} as it is: {size_text(planned.device_bytes)} per rank.\n{times[0]}".rstrip()
-    return "\n".join(
-        [
-            f"It does not fit {size_text(room)} as it is: {size_text(planned.device_bytes)} per rank.",
-            "What fits:" if fits else "None of the changes that were planned makes it fit.",
-            *(
-                f"{n}. {' '.join(it.flags)}\n   {size_text(it.plan.device_bytes)} per rank\n   gives up: {it.gives_up}"
-                f"\n   {time}".rstrip()
-                for n, (it, time) in enumerate(zip(fits, times, strict=False), 1)
-            ),
-        ]
-    )
+    lines = [
+        f"It does not fit {size_text(room)} as it is: {size_text(planned.device_bytes)} per rank.",
+        "What fits:" if fits else "None of the changes that were planned makes it fit.",
+    ]
+    for number, (fit, time) in enumerate(zip(fits, times, strict=False), 1):
+        size = f"{size_text(fit.plan.device_bytes)} per rank"
+        if fit.plan.device == "cuda":
+            size += f", and {size_text(fit.plan.host_bytes)} of host memory per rank"
+        lines += [f"{number}. {' '.join(fit.flags)}", f"   {size}", f"   gives up: {fit.gives_up}"]
+        lines += [f"   {time}"] if time else []
+    return "\n".join(lines)
 
 
 def ladder(request: PlanRequest, room: float = math.inf) -> tuple[list[Change], list[Change]]:
     """Return the changes that do not change the training, and the others, cheapest first; below 24
     GiB QLoRA first."""
     config = request.config
-    ranks = 2 * request.world_size
     device = request.device
     train = config.train
     is_lora = config.peft.use_peft
@@ -179,8 +195,19 @@ def ladder(request: PlanRequest, room: float = math.inf) -> tuple[list[Change], 
         (train.activation_checkpointing != "full", recomputed, "decoder layers are computed twice"),
         (train.batch_size_training > 1, one, f"a step is {steps} micro-batches"),
     ]
+    # at least twice as many
+    factors = [2]
+    while factors[-1] * 2 * request.world_size <= MOST_RANKS:
+        factors.append(factors[-1] * 2)
     others: list[tuple[bool, dict[str, Any], str]] = [
-        (True, SHARDED | {RANKS: ranks}, f"{ranks} ranks, and twice the samples per step"),
+        *(
+            (
+                True,
+                SHARDED | {RANKS: factor * request.world_size},
+                f"{factor * request.world_size} ranks, and {factor} times the samples per step",
+            )
+            for factor in factors
+        ),
         (can_round, {"optimizer": "AdamW8bit"}, "AdamW's states are rounded to 8 bits"),
         (
             can_round and train.precision == "bf16_mixed",
@@ -210,19 +237,25 @@ def ladder(request: PlanRequest, room: float = math.inf) -> tuple[list[Change], 
 
 
 def choose_checkpointing(
-    request: PlanRequest, build_model: models.BuildModel, free: float
+    request: PlanRequest, build_model: models.BuildModel, free: float, quick: bool = True
 ) -> tuple[Config, str, Plan]:
     """Choose for `--activation_checkpointing auto`: the first of off, selective and full that fits
-    `free` bytes (inf: unknown) by a quick plan, else the one with the least memory. Returns the
-    settings with it, a text with the choice and the reason, and the plan. Raises UserError like the
-    run. This process must not have a process group."""
+    `free` bytes (inf: unknown), else the one with the least memory. What fits by a quick plan is
+    also planned in full unless `quick`. Returns the settings with it, a text with the choice and
+    the reason, and the plan. Raises UserError like the run. This process must not have a process
+    group."""
     planned = list[str]()
     for how in ("off", "selective", "full"):
         config = changed(request.config, {"activation_checkpointing": how}, request.device)
         if config is None:
             continue  # selective needs layers that are FSDP units
         try:
-            plan = predict(dataclasses.replace(request, config=config), build_model, quick=True)
+            asked = dataclasses.replace(request, config=config)
+            plan = predict(asked, build_model, quick=True)
+            # the last choice is planned in full whether it fits or not
+            is_chosen = has_room(plan, free) or how == "full"
+            if is_chosen and plan.is_quick and not quick:
+                plan = predict(asked, build_model)
         except UserError:
             if how == "off":
                 raise

@@ -1,5 +1,7 @@
 """The command line of recipes/plan.py: the training recipe's, and a few flags of its own."""
 
+import difflib
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -35,6 +37,12 @@ GPUS: dict[str, float] = {
     "mi300x": 191.5,
 }
 WITHOUT_BF16 = ("t4",)
+# Other ways to write these names, in lower case and without what is neither letter nor digit.
+OTHER_NAMES = {"a10080": "a100", "h10080": "h100"}
+OTHER_NAMES |= {re.sub("[^a-z0-9]", "", name): name for name in GPUS}
+OTHER_NAMES |= {name.removeprefix("rtx"): name for name in GPUS if name.startswith("rtx")}
+VENDORS = re.compile("^(nvidia|geforce|tesla|amd|instinct)+")
+MOST_GIB = 1000  # a number without a unit is GiB up to here
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -49,7 +57,7 @@ class PlanFlags:
     a node."""
 
     fit: str | None = None
-    """A device's memory, as 80GiB, or its name, as h100: plan one change after another, and print
+    """A device's memory, as 80GiB or 80, or its name, as h100: plan one change after another, and print
     what fits."""
 
     price: Annotated[float, Field(gt=0)] | None = None
@@ -68,7 +76,7 @@ class PlanFlags:
     @property
     def gpu(self) -> str:
         """Name of the GPU in --fit; "" if it is a size."""
-        return name if (name := (self.fit or "").lower()) in GPUS else ""
+        return find_gpu(self.fit or "")
 
 
 def read_plan_flags(
@@ -101,13 +109,22 @@ def read_plan_flags(
     return config, places, options
 
 
+def find_gpu(text: str) -> str:
+    """Return the name in GPUS that is meant by `RTX 4090`, `a100-80GB` or `h100`; "" if none is."""
+    plain = re.sub("[^a-z0-9]", "", text.lower())
+    return OTHER_NAMES.get(VENDORS.sub("", plain).removesuffix("gb"), "")
+
+
 def device_bytes(text: str) -> int:
-    """Return the bytes of a --fit value: `h100`, `80GiB`, `24000MB`. Raises UserError for anything
-    else."""
-    if gigabytes := GPUS.get(text.lower()):
-        return int(gigabytes * 2**30)
+    """Return the bytes of a --fit value: `h100`, `80GiB`, `24000MB`, `24` (GiB). Raises UserError
+    for anything else."""
+    if name := find_gpu(text):
+        return int(GPUS[name] * 2**30)
     try:
-        return parse_size(text)
+        is_gib = text.isdecimal() and 0 < int(text) <= MOST_GIB
+        return int(text) * 2**30 if is_gib else parse_size(text)
     except ValueError:
         known = f"the memory of a rank, such as 80GiB, or one of {', '.join(GPUS)}"
-        raise UserError(f"--fit {text}: expected {known}.") from None
+        similar = difflib.get_close_matches(text.lower(), GPUS, n=1)
+        hint = f" Did you mean {similar[0]}?" if similar else ""
+        raise UserError(f"--fit {text}: expected {known}.{hint}") from None

@@ -2,18 +2,20 @@
 tensors."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import checkpoint, models, training
-from llama_ft.config import Config
+from llama_ft.config import Config, ModelConfig
 from llama_ft.data import IGNORED, Batch
 from llama_ft.observe.flops import flop_formula
 from llama_ft.phases import MemoryCategory
@@ -24,6 +26,7 @@ from llama_ft.plan.tracker import Tracker, states_of
 from llama_ft.plan.types import Peak, Plan, PlanRequest
 from llama_ft.runtime import Runtime, log
 from llama_ft.runtime.process_group import mesh_over, resolve_degree
+from llama_ft.training.reference import StoredReference, reference_config, score_rows
 
 QUICK_LAYERS = (3, 5)
 # Reserved over allocated memory, if the CUDA allocator is not simulated. Simulated plans gave 1.01
@@ -54,15 +57,84 @@ def predict(request: PlanRequest, build_model: models.BuildModel, quick: bool = 
         model_config = models.load_model_config(
             request.folder, request.config.model.trust_remote_code
         )
-        layers = getattr(model_config.get_text_config(), "num_hidden_layers", 0)
-        if (
-            quick
-            and layers > QUICK_LAYERS[1]
-            and layers_are_alike(model_config, request.config.model)
-        ):
-            few, more = (_plan_with(request, build_model, count) for count in QUICK_LAYERS)
-            return _extrapolate(few, more, layers)
-        return _plan_with(request, build_model, None)
+        plan_with = partial(_plan_with, request, build_model)
+        plan = _plan_quickly(plan_with, model_config, request.config.model, quick)
+        if isinstance(reference_of(request.config), StoredReference):
+            plan = _with_reference(plan, request, build_model, quick)
+        return plan
+
+
+def reference_of(config: Config) -> object:
+    """Return the reference of the run's objective if another model computes it, else None."""
+    if config.preference.reference_model is None:
+        return None
+    return getattr(training.build_objective(config), "reference", None)
+
+
+def _plan_quickly(
+    plan_with: Callable[[int | None], Plan],
+    model_config: PretrainedConfig,
+    model: ModelConfig,
+    quick: bool,
+) -> Plan:
+    """Plan all layers; if `quick` and all are alike, extrapolate from a few. `plan_with`: plans
+    that many layers, None: all."""
+    layers = getattr(model_config.get_text_config(), "num_hidden_layers", 0)
+    if quick and layers > QUICK_LAYERS[1] and layers_are_alike(model_config, model):
+        few, more = (plan_with(count) for count in QUICK_LAYERS)
+        return _extrapolate(few, more, layers)
+    return plan_with(None)
+
+
+def _with_reference(
+    plan: Plan, request: PlanRequest, build_model: models.BuildModel, quick: bool
+) -> Plan:
+    """Return the plan with the peaks of --reference_model where they are higher: it is loaded and
+    scores all samples before the policy is built."""
+    config = reference_config(request.config)
+    folder = models.local_folder(config.model.model_name, "--reference_model", weights=False)
+    model_config = models.load_model_config(folder, config.model.trust_remote_code)
+    asked = dataclasses.replace(request, config=config, folder=folder, new_tokens=None)
+    plan_with = partial(_reference_plan, asked, build_model, plan)
+    reference = _plan_quickly(plan_with, model_config, config.model, quick)
+    peaks = {peak.phase: peak for peak in plan.peaks}
+    for peak in reference.peaks:
+        before = peaks.get(peak.phase)
+        if before is None or peak.bytes > before.bytes:
+            peaks[peak.phase] = peak
+    return dataclasses.replace(
+        plan,
+        peaks=list(peaks.values()),
+        reserved_bytes=max(plan.reserved_bytes, reference.reserved_bytes),
+        host_load_bytes=max(plan.host_load_bytes, reference.host_load_bytes),
+    )
+
+
+def _reference_plan(
+    request: PlanRequest, build_model: models.BuildModel, policy: Plan, layers: int | None
+) -> Plan:
+    """Plan the pass of a reference over the samples: frozen, without gradients."""
+    config = _plannable(request.config)
+    model_config, headers = read_headers(request.folder, config.model, layers)
+    context_length = models.resolve_context_length(config.data.context_length, model_config)
+    batch = _full_batch(request, config.train.batch_size_training, context_length)
+    tracker = Tracker(request.device)
+    with _fake_world(request) as job, planned_models(headers, request.device), tracker.planning():
+        models.choose_head(model_config, config.preference.objective)
+        asked = models.ModelRequest(config, request.folder, model_config, is_trained=False)
+        built = build_model(asked, job, tracker)
+        tracker.watch(built)
+        tracker.enter("evaluation")
+        score_rows(built, batch, job)
+    peaks = [tracker.peaks["load"], tracker.peaks["evaluation"]]
+    largest = max(peak.bytes for peak in peaks)
+    is_cuda = request.device == "cuda"
+    return dataclasses.replace(
+        policy,
+        peaks=peaks,
+        reserved_bytes=round(SLACK * largest) if is_cuda else largest,
+        host_load_bytes=peaks[0].holders["temporaries"] if is_cuda else peaks[0].bytes,
+    )
 
 
 def _plan_with(request: PlanRequest, build_model: models.BuildModel, layers: int | None) -> Plan:

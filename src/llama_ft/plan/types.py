@@ -67,6 +67,11 @@ class Plan:
         return max(self.peaks, key=lambda peak: peak.bytes)
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for this rank's tensors. On the CPU they are the device's."""
+        return max(self.host_load_bytes, self.host_save_bytes)
+
+    @property
     def device_bytes(self) -> int:
         """Bytes that the device must have."""
         return self.reserved_bytes + self.outside_bytes

@@ -200,7 +200,7 @@ def end_if_finished(resumed: checkpoint.Checkpoint | None, config: Config, ranks
     """Return whether the run to resume is complete, and if so, log where its final model is."""
     if resumed is None:
         return False
-    result = checkpoint.finished_result(resumed, config.checkpoint)
+    result = checkpoint.finished_result(resumed, config)
     if result is None:
         return False
     log.info(f"This run was finished after step {resumed.step}; its final model is {result}")

@@ -243,9 +243,10 @@ def start(
             degree = resolve_degree(shard_degree, world_size, local_world_size)
             note = take_device(place, memory_fraction)
             timeout = timedelta(seconds=timeout_seconds + SECONDS_AFTER_WATCHDOG)
-            backend, device_id = (
-                ("cpu:gloo,cuda:nccl", place) if place.type == "cuda" else ("gloo", None)
-            )
+            backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+            # With a device_id torch starts NCCL at once, and barriers use it. One process needs
+            # neither: without it barriers use gloo, so a machine where NCCL fails can train.
+            device_id = place if place.type == "cuda" and world_size > 1 else None
             dist.init_process_group(
                 backend, None, timeout, world_size, rank, store, device_id=device_id
             )

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.data import collate
-from llama_ft.errors import UserError
+from llama_ft.errors import UserError, reason
 from llama_ft.models import BuiltModel, packed_arguments, without_graphs
 from llama_ft.models.quantized import QuantizedLinear
+from llama_ft.models.rope import longrope_lengths
 from llama_ft.runtime import Runtime, log
 from llama_ft.training.step import free_unsharded
 
@@ -47,7 +48,7 @@ def check_packing(
 
     Raises:
         UserError: logits differ by more than rounding, even if each layer computes sample by
-            sample.
+            sample; packed samples cannot be computed; or logits are not finite, or all equal.
     """
     device = runtime.device
     model = built.model
@@ -66,9 +67,18 @@ def check_packing(
     model.config._attn_implementation = (attention or "").removeprefix("packed_") or None
     alone = [_logits(built, [part], None, device) for part in parts]
     model.config._attn_implementation = attention
+    _check_values(built, alone)
     while True:
         layout = packed_arguments(built, [len(part) for part in parts], device)
-        packed = _logits(built, parts, layout, device)
+        try:
+            packed = _logits(built, parts, layout, device)
+        except (torch.OutOfMemoryError, torch.distributed.DistError):
+            raise
+        except Exception as error:  # of the model's own code, which computes each sample alone
+            raise UserError(
+                f"--batching_strategy packing: {type(model).__name__} cannot compute packed samples "
+                f"({reason(error)}).\nUse --batching_strategy padding."
+            ) from error
         together = zip(alone, packed.split([len(it) for it in alone]), strict=True)
         difference = max(((ours - row).abs().mean() / row.std()).item() for row, ours in together)
         if difference <= (TOLERANCE_FP32 if is_exact else TOLERANCE_ROUNDED):
@@ -100,15 +110,29 @@ def check_packing(
     model.train()
 
 
+def _check_values(built: BuiltModel, alone: list[torch.Tensor]) -> None:
+    """Raise UserError if the logits of samples alone are not finite, or all the same: this is no
+    fault of packing, and nothing could be compared."""
+    origin = f"--model_name: on the first samples, the logits of {type(built.model).__name__}"
+    advice = "Check the weights (and the adapter, if there is one) and config.json."
+    if not all(bool(logits.isfinite().all()) for logits in alone):
+        raise UserError(f"{origin} are NaN or infinite.\n{advice}")
+    are_equal = any(bool((logits == logits[0, 0]).all()) for logits in alone)
+    if are_equal and not built.has_score:
+        raise UserError(f"{origin} are all equal: its weights are zero.\n{advice}")
+
+
 def _rows_to_compare(model: PreTrainedModel, rows: Dataset, longest: int) -> list[torch.Tensor]:
     """Return the first tokens of a few samples. The first sample is repeated until it exceeds a
-    layer's window."""
+    layer's window, or the original length of longrope."""
     taken = collate(rows, range(min(ROWS, len(rows))), 0)
     whole = [ids[:length] for ids, length in zip(taken.input_ids, taken.row_lengths, strict=True)]
     parts = [ids[:TOKENS] for ids in whole]
     spans = [
         value for name, value in vars(model.config.get_text_config()).items() if SPAN.search(name)
     ]
+    # A longer sample must not change the factors of the others.
+    spans += longrope_lengths(model)
     # Phi-MoE has its window only in the mask, which packed sequences do not use.
     if shorter := [span for span in spans if isinstance(span, int) and 0 < span < longest]:
         ids = torch.cat(whole)

@@ -113,7 +113,8 @@ def show_answers(
     Args:
         when: heading, such as "before fine-tuning".
         model: in training mode, also afterwards.
-        tokenizer: with its chat template.
+        tokenizer: with its chat template. Without one, the last message of a question is a text
+            to continue.
         conversations: messages of each, up to the question or to the reference response.
         new_tokens: maximum number of tokens in an answer.
         pad_token_id: fills answers that end before the longest one.
@@ -125,9 +126,13 @@ def show_answers(
     if not conversations:
         return []
     questions = [it[:-1] if it[-1]["role"] == "assistant" else it for it in conversations]
-    prompts: Any = tokenizer.apply_chat_template(
-        questions, add_generation_prompt=True, return_dict=False
-    )
+    prompts: Any
+    if tokenizer.chat_template:
+        prompts = tokenizer.apply_chat_template(
+            questions, add_generation_prompt=True, return_dict=False
+        )
+    else:  # trained on text or on tokens
+        prompts = tokenizer([question[-1]["content"] for question in questions])["input_ids"]
     width = max(map(len, prompts))
     # Padding is on the left and masked, so any token can be used.
     ids = torch.tensor([prompt[:1] * (width - len(prompt)) + prompt for prompt in prompts])

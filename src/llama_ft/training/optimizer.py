@@ -65,8 +65,8 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
     groups: list[dict[str, Any]] = [
         {"params": those, "weight_decay": decay} for those, decay in pairs if those
     ]
-    module, _, name = OPTIMIZERS[train.optimizer].partition(".")
-    kind: Any = getattr(import_module(f"llama_ft.training.{module}"), name)
+    module, _, name = OPTIMIZERS[train.optimizer].rpartition(".")
+    kind: Any = getattr(import_module(module), name)
     if train.loraplus_lr_ratio != 1:
         b_matrices = {id(parameter) for name, parameter in trained if ".lora_B." in name}
         of_b = [
@@ -94,14 +94,43 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
 
 
 def create_states(optimizer: torch.optim.Optimizer) -> None:
-    """Create the initial states of parameters that have had no step yet. Otherwise torch's
-    state-dict utilities would make a step to create them, unless the optimizer's `state` has an
-    entry, even an empty one."""
+    """Create the initial states of trained parameters that have had no step yet.
+
+    Optimizers of this package have the method `first_state`. Other optimizers create their states
+    in a step with gradients of 0 and a learning rate of 0, which does not change the weights.
+
+    Every parameter gets an entry in the optimizer's `state`, even an empty one. Otherwise torch's
+    state-dict utilities would make such a step for an optimizer without states.
+    """
+    first_state = getattr(optimizer, "first_state", None)
+    if first_state is None:
+        _step_without_gradients(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
-            if not state:
-                state.update(optimizer.first_state(parameter, group))  # type: ignore[attr-defined]
+            if first_state is not None and not state and parameter.requires_grad:
+                state.update(first_state(parameter, group))
+
+
+def _step_without_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Make a step of the parameters that have no states. The others do not take part."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    without_states = [p for p in parameters if p.requires_grad and not optimizer.state.get(p)]
+    if not without_states:
+        return
+    gradients = [parameter.grad for parameter in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = None
+    for parameter in without_states:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
 
 
 def warmup_steps(train: TrainConfig, total_steps: int) -> int:

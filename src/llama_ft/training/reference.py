@@ -185,6 +185,13 @@ def checksum_of(keys: numpy.ndarray, sums: numpy.ndarray, fingerprint: str) -> s
     return digest.hexdigest()
 
 
+def reference_config(config: Config) -> Config:
+    """Return the settings with which --reference_model is built: the run's, without an adapter."""
+    name = config.preference.reference_model or config.model.model_name
+    model = dataclasses.replace(config.model, model_name=name, freeze_layers=False)
+    return dataclasses.replace(config, model=model, peft=PeftConfig())
+
+
 class ReferencePass:
     """Fills the `StoredReference` of an objective. If it has none, the methods do nothing.
 
@@ -272,8 +279,7 @@ class ReferencePass:
             model_config = models.load_model_config(folder, trust)
             check_same_tokens(self._other, models.load_tokenizer(folder, trust), self._tokenizer)
         log.info(f"Reference: {self._other}")
-        model = dataclasses.replace(self._config.model, model_name=self._other, freeze_layers=False)
-        config = dataclasses.replace(self._config, model=model, peft=PeftConfig())
+        config = reference_config(self._config)
         models.choose_head(model_config, config.preference.objective)
         request = models.ModelRequest(config, folder, model_config, is_trained=False)
         built = build_model(request, runtime, memory)

@@ -1,0 +1,153 @@
+"""The process that gpu_check.py starts for its runs: one recipe, once per list of flags."""
+
+import functools
+import importlib.util
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from gpu_bench import DEVICE, ON_GPU, RECIPES
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WAITING = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "_unique2",
+    "equal",
+    "is_nonzero",
+}
+# look at tensors of the host, on a GPU too
+ON_HOST = ("batches.py", "objective.py", "packed_attention.py")
+
+
+class CountWaits(TorchDispatchMode):
+    """Counts operators that make the host wait for the device; on the CPU they are cheap and show
+    all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []  # operator and line of the nearest frame outside torch
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = function._schema.name.split("::")[1]
+        if name in WAITING:
+            frames = [
+                frame for frame in traceback.extract_stack()[:-1] if "/torch/" not in frame.filename
+            ]
+            self.found.append(
+                f"{name} at line {frames[-1].lineno} of {Path(frames[-1].filename).name}"
+            )
+        return function(*args, **(kwargs or {}))
+
+
+def run_child(cases: Path, recipe: str, toggle: str) -> None:
+    """Run a recipe once per list of flags, and write the seconds of its steps, or answers, and the
+    pinned host memory to done.jsonl as soon as it has ended."""
+    from llama_ft import training
+    from llama_ft.config.load import load
+    from llama_ft.config.parse import as_keywords
+    from llama_ft.errors import exit_on_error
+    from llama_ft.inference.flags import read_inference_flags
+    from llama_ft.inference.generate import Answerer
+    from llama_ft.processes import end_with
+
+    end_with(os.getppid())
+    sys.path.insert(0, str(RECIPES))  # inference.py imports finetuning.py
+    spec = importlib.util.spec_from_file_location(recipe, RECIPES / f"{recipe}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    seconds: list[float] = []
+
+    def timed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        seconds.append(time.perf_counter())
+        return function(*args, **kwargs)
+
+    if toggle:
+        TOGGLES[toggle](training, seconds)
+    training.accumulate_gradients = functools.partial(timed, training.accumulate_gradients)
+    answer = Answerer.answer
+    Answerer.answer = lambda *args, **kwargs: timed(answer, *args, **kwargs)
+    for folder, flags in json.loads(cases.read_text()).items():
+        seconds.clear()
+        if recipe == "inference":
+            module.main(read_inference_flags(flags, ""))
+        else:
+            with exit_on_error():
+                load([*flags, "--output_dir", folder])  # as_keywords leaves out unknown flags
+            module.main(**as_keywords([*flags, "--output_dir", folder]))
+        ended = [*seconds, time.perf_counter()]
+        pinned = torch.cuda.host_memory_stats() if ON_GPU else {}
+        record = {
+            "seconds": ended,
+            "pinned_bytes": pinned.get("allocated_bytes.peak", 0),
+            "pinning_seconds": pinned.get("host_alloc_time.total", 0) / 1e6,
+        }
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with open(cases.with_name("done.jsonl"), "a") as done:
+            done.write(json.dumps(record) + "\n")
+
+
+def _fail_at_waits(training: ModuleType, seconds: list[float]) -> None:
+    """End the process where the host waits for the device in a step after the first."""
+
+    def watched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if len(seconds) < 2:
+            return function(*args, **kwargs)
+        if DEVICE == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return function(*args, **kwargs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        with CountWaits() as counter:
+            result = function(*args, **kwargs)
+        if found := {wait for wait in counter.found if not wait.endswith(ON_HOST)}:
+            sys.exit(f"the host waits for the device: {'; '.join(sorted(found))}")
+        return result
+
+    for name in ("accumulate_gradients", "clip_and_reduce_norm", "update_weights"):
+        setattr(training, name, functools.partial(watched, getattr(training, name)))
+
+
+def _wait_per_micro_batch(training: ModuleType, seconds: list[float]) -> None:
+    from transformers import masking_utils
+
+    from llama_ft.models import transformers_private
+
+    masking_utils.find_packed_sequence_indices = transformers_private._find_packed
+    masking_utils._ignore_causal_mask_sdpa = transformers_private._is_causal
+
+
+def _shard_adapters(training: ModuleType, seconds: list[float]) -> None:
+    from llama_ft.models import fsdp
+
+    leave_out = fsdp._used_as_stored
+    fsdp._used_as_stored = lambda *args: {it for it in leave_out(*args) if not it.requires_grad}
+
+
+def _set_cudnn(enabled: bool, training: ModuleType, seconds: list[float]) -> None:
+    """For all of the process, whatever it asks for later."""
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
+    torch.backends.cuda.enable_cudnn_sdp = lambda _: None
+
+
+TOGGLES: dict[str, Callable[[ModuleType, list[float]], None]] = {
+    "fail at waits": _fail_at_waits,
+    "a wait per micro-batch": _wait_per_micro_batch,
+    "adapters in fully_shard": _shard_adapters,
+    "cuDNN on": functools.partial(_set_cudnn, True),
+    "cuDNN off": functools.partial(_set_cudnn, False),
+}

@@ -1,0 +1,110 @@
+"""Rotary embeddings whose factors depend on the length of the sample: longrope (Phi-3, Phi-4).
+
+Transformers chooses the short or the long factors once for all samples of a call, by the longest.
+Here each sample gets the factors that it has alone:
+
+    samples  a a a b b b b b b    original_max_position_embeddings 4
+    factors  short long
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from llama_ft.models.packed_rows import PackedRows, current_rows
+
+Rotary = Callable[..., tuple[torch.Tensor, ...]]
+
+
+class _SampleLengths:
+    """The lengths of the samples in the current call of a model."""
+
+    def __init__(self) -> None:
+        self._mask: torch.Tensor | None = None
+
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the mask of a padded batch, [samples, tokens]. A hook before the forward pass."""
+        mask = kwargs.get("attention_mask")
+        is_padding_mask = isinstance(mask, torch.Tensor) and mask.ndim == 2
+        self._mask = mask if is_padding_mask else None
+
+    def end(self, *_: Any) -> None:
+        """Forget the mask. A hook after the forward pass."""
+        self._mask = None
+
+    def per_token(self, tokens: int) -> torch.Tensor | None:
+        """Return the length of each token's sample, on the device: [1, tokens] of a packed
+        sequence, [samples, 1] of a padded batch. None for other calls."""
+        rows: PackedRows | None = current_rows()
+        if rows is not None:
+            lengths = rows.offsets.diff()
+            return torch.repeat_interleave(lengths, lengths, output_size=tokens).unsqueeze(0)
+        return None if self._mask is None else self._mask.sum(dim=1, keepdim=True)
+
+
+def use_rope_per_sample(model: nn.Module) -> None:
+    """Make each sample of a packed sequence or a padded batch have the longrope factors of its own
+    length. Models without longrope are not changed."""
+    lengths = _SampleLengths()
+    rotaries = [module for module in model.modules() if has_longrope(module)]
+    for rotary in rotaries:
+        rotary.forward = partial(_rotary_per_sample, rotary, rotary.forward, lengths)
+    if rotaries:
+        model.register_forward_pre_hook(lengths.begin, with_kwargs=True)
+        model.register_forward_hook(lengths.end, always_call=True)
+
+
+def has_longrope(module: nn.Module) -> bool:
+    """Return whether a module is a rotary embedding with longrope."""
+    kinds = getattr(module, "rope_type", None)
+    return "longrope" in (kinds.values() if isinstance(kinds, dict) else [kinds])
+
+
+def longrope_lengths(model: nn.Module) -> list[int]:
+    """Return the numbers of tokens up to which the rotary embeddings have their short factors; none
+    without longrope."""
+    lengths = set[int]()
+    for rotary in model.modules():
+        if has_longrope(rotary):
+            kinds = rotary.rope_type
+            layer_types = list(kinds) if isinstance(kinds, dict) else [None]
+            found = [_original_positions(rotary, layer_type) for layer_type in layer_types]
+            lengths |= {length for length in found if length is not None}
+    return sorted(lengths)
+
+
+def _original_positions(rotary: nn.Module, layer_type: str | None) -> int | None:
+    """Return the number of tokens up to which a rotary embedding has its short factors; None if
+    this type of layer has no longrope."""
+    kinds: Any = rotary.rope_type
+    parameters: Any = cast(Any, rotary.config).rope_parameters
+    if layer_type is not None:
+        kinds = kinds[layer_type]
+        parameters = parameters[layer_type]
+    return parameters["original_max_position_embeddings"] if kinds == "longrope" else None
+
+
+def _rotary_per_sample(
+    rotary: nn.Module,
+    plain: Rotary,
+    lengths: _SampleLengths,
+    x: torch.Tensor,
+    position_ids: torch.Tensor,
+    layer_type: str | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Return cosine and sine, [samples, tokens, head_dim]. `plain` is Transformers' own forward,
+    which chooses the factors by the largest of the position_ids."""
+    named = {} if layer_type is None else {"layer_type": layer_type}
+    original = _original_positions(rotary, layer_type)
+    of_samples = lengths.per_token(position_ids.shape[-1])
+    if original is None or of_samples is None:
+        return plain(x, position_ids, **named)
+    short = plain(x, position_ids.clamp(max=original - 1), **named)
+    # The long factors if any sample is long. Then only long samples use them.
+    long = plain(x, position_ids, **named)
+    is_long = (of_samples > original).unsqueeze(-1)
+    pairs = zip(long, short, strict=True)
+    return tuple(torch.where(is_long, of_long, of_short) for of_long, of_short in pairs)

@@ -1,0 +1,272 @@
+"""For every token in the loss: its prefix is the prompt that inference renders, and the text is
+what the template writes for the response as the last message. The reference is
+`apply_chat_template` of Transformers."""
+
+import re
+from collections.abc import Callable
+from datetime import datetime
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from llama_ft.data import Encoder
+from llama_ft.data.chat_template import BUILT_IN
+from llama_ft.data.formats import BadRow, Message
+from llama_ft.data.tokenize import Encoded
+
+MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
+STOCK = {
+    file.stem: file.read_text()
+    for file in sorted(Path(__file__).with_name("chat_templates").glob("*.jinja"))
+}
+TEMPLATES = STOCK | {f"built-in {name}": template for name, template in BUILT_IN.items()}
+# Text in templates that a real tokenizer has as one token.
+SPECIAL = re.compile(
+    r"<[|｜][^<>\s'\"]+[|｜]>|<[a-z]+(?:_[a-z]+)+>|</?think>|</?tool_call>|<\|?\w+\|?>(?<=\|>)|<\|\w+>"
+)
+OPENED = "<think>\n"
+
+
+def said(role: str, content: str, **more: Any) -> Message:
+    return {"role": role, "content": content, **more}
+
+
+system, user, assistant, tool = (
+    partial(said, role) for role in ("system", "user", "assistant", "tool")
+)
+CALL = [{"type": "function", "function": {"name": "add", "arguments": {"x": 11}}}]
+NUMBER = {"type": "integer", "description": "a number"}
+ADD = {
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": {"x": NUMBER}},
+}
+TOOLS = [{"type": "function", "function": ADD}]
+
+
+class Chat(NamedTuple):
+    messages: list[Message]
+    tools: list[Any] | None = None
+
+
+PLAIN = Chat([user("Q1"), assistant("first"), user("Q2"), assistant("second")])
+CALLED = [user("Q1"), assistant("", tool_calls=CALL), tool("eleven"), assistant("first")]
+CHATS = {
+    "one response": Chat(PLAIN.messages[:2]),
+    "plain": PLAIN,
+    "system": Chat([system("Sys"), *PLAIN.messages, user("Q3"), assistant("third")]),
+    "tags": Chat(
+        [
+            user("Q1"),
+            assistant("<think>\nwhy one\n</think>\n\nfirst"),
+            user("Q2"),
+            assistant("<think>\nwhy two\n</think>\n\nsecond"),
+        ]
+    ),
+    "field": Chat(
+        [
+            user("Q1"),
+            assistant("first", reasoning_content="why one"),
+            user("Q2"),
+            assistant("second", reasoning_content="why two"),
+        ]
+    ),
+    "some reasoning": Chat(
+        [
+            user("Q1"),
+            assistant("first", reasoning_content="why one"),
+            user("Q2"),
+            assistant("second"),
+        ]
+    ),
+    "tools": Chat([*CALLED, user("Q2"), assistant("second")], TOOLS),
+    "tools and reasoning": Chat(
+        [
+            user("Q1"),
+            assistant("", reasoning_content="why call", tool_calls=CALL),
+            tool("eleven"),
+            assistant("first", reasoning_content="why one"),
+            user("Q2"),
+            assistant("second", reasoning_content="why two"),
+        ],
+        TOOLS,
+    ),
+    "two calls in turn": Chat(
+        [
+            user("Q1"),
+            assistant("Let us see.", tool_calls=CALL),
+            tool("eleven"),
+            assistant("", tool_calls=CALL),
+            tool("twelve"),
+            assistant("first"),
+        ],
+        TOOLS,
+    ),
+}
+
+
+class Reference:
+    """What Transformers renders."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, chat: Chat) -> None:
+        self.tokenizer = tokenizer
+        self.chat = chat
+        template = _compile_jinja_template(str(tokenizer.chat_template))
+        template.globals["strftime_now"] = datetime(2024, 7, 26).strftime
+
+    def text(self, messages: list[Message], is_open: bool = False) -> str:
+        rendered = self.tokenizer.apply_chat_template(
+            messages,
+            tools=self.chat.tools,
+            add_generation_prompt=is_open,
+            tokenize=False,
+            date_string="26 Jul 2024",
+        )
+        return str(rendered)
+
+    def prompt(self, index: int) -> str:
+        return self.text(self.chat.messages[:index], is_open=True)
+
+    def response(self, index: int) -> str:
+        """The text after the prompt, perhaps with white space or EOS behind its end."""
+        message = self.chat.messages[index]
+        prompt = self.prompt(index)
+        text = self.text(self.chat.messages[: index + 1])
+        if text.startswith(prompt):
+            return text[len(prompt) :]
+        # The template writes messages before this one differently, or the prompt opens reasoning
+        # content, which the template does not write for this message.
+        earlier = self.chat.messages[:index]
+        heading = prompt.removeprefix(self.text(earlier)).removesuffix(OPENED)
+        after = text[text.rindex(earlier[-1]["content"]) :]
+        written = after.partition(heading)[2]
+        if not prompt.endswith(OPENED):
+            return written
+        if written.startswith("<think>"):
+            return written.removeprefix("<think>")
+        tagged = re.match(r"<think>\n(.*?)\n</think>", str(message["content"]))
+        reasoning = message.get("reasoning_content") or (tagged[1] if tagged else "")
+        return f"{reasoning}\n</think>\n\n{written.lstrip()}"
+
+
+def runs(encoded: Encoded) -> list[tuple[int, int]]:
+    """Return the ranges of neighboring tokens in the loss."""
+    found = []
+    positions = range(len(encoded.labels))
+    for is_trained, run in groupby(positions, lambda at: encoded.labels[at] != -100):
+        places = list(run)
+        if is_trained:
+            found.append((places[0], places[-1] + 1))
+    return found
+
+
+def violations(reference: Reference, samples: list[Encoded]) -> list[str]:
+    """Check the samples of a chat; return what is wrong."""
+    tokenizer = reference.tokenizer
+    messages = reference.chat.messages
+    wrong = []
+    wanted = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    trained = [(sample, first, last) for sample in samples for first, last in runs(sample)]
+    if len(trained) != len(wanted):
+        return [f"{len(trained)} responses in the loss of {len(wanted)}"]
+    is_whole = True
+    whole = reference.text(messages)
+    for index, (sample, first, last) in zip(wanted, trained, strict=True):
+        prompt = reference.prompt(index)
+        before = sample.input_ids[:first]
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        # A chat that stays one sample may have other tokens where an earlier prompt ends.
+        heading = prompt.rpartition(messages[index - 1]["content"])[2]
+        ending = tokenizer(heading, add_special_tokens=False)["input_ids"]
+        is_same_text = tokenizer.decode(before) == tokenizer.decode(ids)
+        if not is_same_text or before[-len(ending) :] != ids[-len(ending) :]:
+            wrong.append(f"{index}: prefix {tokenizer.decode(sample.input_ids[:first])!r}")
+        text = str(tokenizer.decode(sample.input_ids[first:last]))
+        expected = reference.response(index)
+        rest = expected.removeprefix(text).strip()
+        if not expected.startswith(text) or rest not in ("", tokenizer.eos_token):
+            wrong.append(f"{index}: text {text!r}, expected {expected!r}")
+        parts = [messages[index].get("reasoning_content", ""), messages[index]["content"]]
+        if messages[index].get("tool_calls"):
+            parts += ["add", "11"]
+        for part in parts:
+            visible = part.replace("<think>\n", "").strip()
+            if not all(line in text for line in visible.splitlines()):
+                wrong.append(f"{index}: {part!r} is not in the loss")
+        is_whole = is_whole and whole.startswith(prompt + text)
+    if len(samples) != (1 if is_whole else len(wanted)):
+        wrong.append(f"{len(samples)} samples, is_whole {is_whole}")
+    return wrong
+
+
+@pytest.fixture
+def tokenizer_of(make_tokenizer: MakeTokenizer) -> Callable[[str], PreTrainedTokenizerFast]:
+    def make(template: str) -> PreTrainedTokenizerFast:
+        special = {"<s>", "</s>", *SPECIAL.findall(template)}
+        return make_tokenizer(sorted(special), template, bos_token="<s>", eos_token="</s>")
+
+    return make
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_each_loss_token_has_the_prefix_and_the_text_of_inference(
+    tokenizer_of: Callable[[str], PreTrainedTokenizerFast], name: str
+) -> None:
+    tokenizer = tokenizer_of(TEMPLATES[name])
+    encoder = Encoder(tokenizer, 100_000)
+    accepted = []
+    for title, chat in CHATS.items():
+        row = {"messages": chat.messages, "tools": chat.tools}
+        try:
+            samples = encoder.encode(row, "messages")
+        except BadRow as error:
+            # nothing is dropped in silence
+            assert re.search("drops|rejects this chat|differently|ends with empty", str(error)), (
+                title
+            )
+            continue
+        accepted.append(title)
+        assert not violations(Reference(tokenizer, chat), samples), title
+    assert {"one response", "plain"} <= set(accepted)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_without_reasoning_content_each_loss_token_is_that_of_inference(
+    tokenizer_of: Callable[[str], PreTrainedTokenizerFast], name: str
+) -> None:
+    tokenizer = tokenizer_of(TEMPLATES[name])
+    encoder = Encoder(tokenizer, 100_000, reasoning_content="drop")
+    for title in ("tags", "field", "some reasoning"):
+        samples = encoder.encode({"messages": CHATS[title].messages}, "messages")
+        assert not violations(Reference(tokenizer, PLAIN), samples), title
+
+
+def test_reasoning_templates_accept_chats_with_tools_and_reasoning(
+    tokenizer_of: Callable[[str], PreTrainedTokenizerFast],
+) -> None:
+    chat = CHATS["tools and reasoning"]
+    row = {"messages": chat.messages, "tools": chat.tools}
+    counts = {}
+    for name in ("qwen3", "qwen3_5_think", "nemotron_3_nano", "glm4moe", "gptoss", "gemma4_v5"):
+        samples = Encoder(tokenizer_of(STOCK[name]), 100_000).encode(row, "messages")
+        counts[name] = len(samples)
+    assert counts == dict.fromkeys(counts, 3)
+
+
+def test_the_last_response_alone_is_in_the_loss_with_labels_completion(
+    tokenizer_of: Callable[[str], PreTrainedTokenizerFast],
+) -> None:
+    for name, template in STOCK.items():
+        tokenizer = tokenizer_of(template)
+        encoder = Encoder(tokenizer, 100_000, labels="completion")
+        [sample] = encoder.encode({"messages": PLAIN.messages}, "messages")
+        [(first, last)] = runs(sample)
+        reference = Reference(tokenizer, PLAIN)
+        ids = tokenizer(reference.prompt(3), add_special_tokens=False)["input_ids"]
+        assert sample.input_ids[:first] == ids, name
+        assert reference.response(3).startswith(str(tokenizer.decode(sample.input_ids[first:last])))

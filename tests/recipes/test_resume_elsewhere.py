@@ -1,0 +1,83 @@
+"""Checkpoints that were moved out of their run, and a finished run that is asked for another one."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import RECIPE, Finished, metrics, run_cases
+from forked import forked
+
+
+@pytest.fixture(scope="module")
+def folder(
+    tiny_model: Path,
+    save_model: Callable[..., Path],
+    rows16: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A finished run of 2 steps, copies of its checkpoints in other places, and runs from them."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    shutil.copytree(tiny_model, folder / "model")
+    save_model(folder / "other_model", seed=1)
+    shutil.copy(rows16, folder / "rows.jsonl")
+    run_cases(folder, [flags(folder, "run")])
+    checkpoints = folder / "run" / "checkpoints"
+    shutil.copytree(checkpoints / "step-000001", folder / "copy")
+    shutil.copytree(checkpoints / "step-000001", folder / "copied" / "step-000001")
+    shutil.copytree(checkpoints / "step-000002", folder / "last")
+    (folder / "link").symlink_to(checkpoints / "step-000001")
+    run_cases(
+        folder,
+        [
+            flags(folder, f"from-{name}", "--resume", f"{folder}/{name}")
+            for name in ("copy", "copied/step-000001", "last", "link")
+        ],
+    )
+    return folder
+
+
+def flags(folder: Path, output: str, *more: str, model: str = "model") -> list[str]:
+    words = (
+        f"--model_name @{model} --dataset @rows.jsonl --max_train_step 2 --save_steps 1 --lr 1e-2"
+    )
+    words += f" --precision fp32 --context_length 64 --output_dir @{output}"
+    return [*words.replace("@", f"{folder}/").split(), *more]
+
+
+@pytest.mark.parametrize("name", ["copy", "copied/step-000001", "link"])
+def test_a_run_resumes_from_a_checkpoint_in_another_place(folder: Path, name: str) -> None:
+    whole = metrics(folder / "run")
+    resumed = metrics(folder / f"from-{name}")
+    assert resumed[-1]["train/loss"] == whole[-1]["train/loss"] and resumed[-1]["step"] == 2
+    # a link leads to its run, and with it to the steps before
+    assert len(resumed) == (2 if name == "link" else 1)
+
+
+def test_the_last_checkpoint_of_a_run_gives_its_model(folder: Path) -> None:
+    file = "model/model.safetensors"
+    assert (folder / "from-last" / file).read_bytes() == (folder / "run" / file).read_bytes()
+
+
+def resume(folder: Path, *more: str, model: str = "model") -> Finished:
+    return forked(
+        RECIPE, *flags(folder, "run", "--no_plan", "--resume", "auto", *more, model=model)
+    )
+
+
+def test_a_finished_run_notices_another_model(folder: Path) -> None:
+    refused = resume(folder, model="other_model")
+    assert refused.exit_code == 2, refused.output
+    assert "other_model, was " in refused.output and "Traceback" not in refused.output
+    finished = resume(folder)
+    assert finished.exit_code == 0 and "This run was finished after step 2" in finished.output
+
+
+def test_another_optimizer_is_refused_with_a_way_that_works(folder: Path) -> None:
+    (folder / "run" / "model").rename(folder / "run" / "aside")  # an unfinished run
+    change = ("--optimizer", "Adafactor", "--resume_allow_changes", "optimizer")
+    refused = resume(folder, *change)
+    (folder / "run" / "aside").rename(folder / "run" / "model")
+    assert refused.exit_code == 2, refused.output
+    assert "--optimizer is Adafactor, was AdamW" in refused.output
+    assert "do not fit another optimizer" in refused.output
