@@ -149,6 +149,7 @@ def build(work: Path, model_type: str) -> dict[str, Any]:
             weight = module.q_norm.weight.data
             weight.fill_(len(weight) ** -0.5)
     model.save_pretrained(work / "model", max_shard_size="200KB")
+    add_ignored_tensors(work / "model", model)
     model = plain(work / "model").train()
     rows = [torch.tensor([row]) for row in samples()]
     loss, _ = loss_and_norm(model)
@@ -169,6 +170,58 @@ def build(work: Path, model_type: str) -> dict[str, Any]:
         "parameters": model.num_parameters(),
         "padded": abs(padded / loss - 1),
     }
+
+
+def add_ignored_tensors(folder: Path, model: Any) -> list[str]:
+    """Add tensors that Transformers ignores at loading to a saved model, as published checkpoints
+    have them: a layer for multi-token prediction, with the tensors of a decoder layer, or a single
+    tensor. Returns their names."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    index = folder / "model.safetensors.index.json"
+    stored = {}
+    files = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():
+                stored[name] = opened.get_tensor(name)
+                files[name] = file.name
+    numbered = [re.match(r"(.*\blayers\.)(\d+)\.", name) for name in stored]
+    layers = [it[0] for it in numbered if it and not re.search("vision|visual|audio", it[0])]
+    layer = layers[-1] if layers else "-"
+    parts = {
+        name.removeprefix(layer): tensor
+        for name, tensor in stored.items()
+        if name.startswith(layer)
+    }
+    added = {}
+    for pattern in sorted(model._keys_to_ignore_on_load_unexpected or ()):
+        prefix = example_of(pattern)
+        name = prefix if pattern.endswith(("$", "weight")) else f"{prefix}.weight"
+        if prefix.endswith("inv_freq") or name in stored:
+            continue  # computed by the model, or its own
+        assert re.search(pattern, name), pattern
+        if re.search(r"mtp|layers\.\d+$", prefix):
+            added |= {f"{prefix}.{part}": tensor.clone() for part, tensor in parts.items()}
+            added[f"{prefix}.eh_proj.weight"] = torch.randn(8, 16)
+            added[f"{prefix}.enorm.weight"] = torch.randn(8).to(torch.bfloat16)
+        else:
+            added[name] = torch.randn(4, 4).to(torch.float16)
+    if added:
+        save_file(added, folder / "model-ignored.safetensors", {"format": "pt"})
+        files |= dict.fromkeys(added, "model-ignored.safetensors")
+        index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return list(added)
+
+
+def example_of(pattern: str) -> str:
+    """The beginning of a name that a pattern of `_keys_to_ignore_on_load_unexpected` matches."""
+    text = re.sub(r"\([^()]*\)\?|\(\^\|\\\.\)|\^|\.\*", "", pattern)
+    text = re.sub(r"\((?:\?:)?([^()|]*)[^()]*\)", r"\1", text)
+    text = text.replace(r"\d+", "0").replace("[qkv]", "q").replace("\\", "")
+    text = text.removesuffix("$").rstrip(".")
+    return f"model{text}" if text.startswith(".") else text
 
 
 def samples() -> list[list[int]]:

@@ -195,7 +195,7 @@ def build_model(
         quantized_from=request.quantized_from or precision.frozen,
         scatter=config.fsdp.low_cpu_fsdp,
     )
-    built.stored_dtypes = models.load_weights(built, ranks, how, request.trained)
+    built.stored = models.load_weights(built, ranks, how, request.trained)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     counts = f"{trained:,} of {models.total_weights(model):,} parameters are trainable"
     log.info(f"Weights loaded in {time.perf_counter() - started:.1f} s; {counts}")

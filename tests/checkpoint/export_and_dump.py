@@ -45,7 +45,7 @@ if __name__ == "__main__":
                 built, job.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision
             )
             how = models.LoadSettings(peft, 0, precision.frozen, scatter=True)
-            built.stored_dtypes = models.load_weights(built, job, how)
+            built.stored = models.load_weights(built, job, how)
             optimizer = training.build_optimizer(model, TrainConfig(lr=1e-2))
             model.train()
             for _ in range(3):

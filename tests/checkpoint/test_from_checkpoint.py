@@ -23,6 +23,7 @@ from llama_ft.config import (
     PeftConfig,
     TrainConfig,
 )
+from llama_ft.config.paths import model_dir_problem
 from llama_ft.errors import RunFailure, UserError
 
 LORA = {
@@ -101,6 +102,9 @@ def test_what_stands_beside_the_weights_is_carried_over(bases: Path, tmp_path: P
     base = tmp_path / "base"
     shutil.copytree(bases / "llama", base)
     (base / "modeling_mine.py").write_text("# mine\n")
+    config = json.loads((base / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "modeling_mine.Mine"}
+    (base / "config.json").write_text(json.dumps(config))
     template = "{% for turn in messages %}{{ turn.content }}</s>{% endfor %}"
     checkpoint = save_checkpoint(
         tmp_path, tuned(load(base)), settings_of(base), chat_template=template
@@ -123,6 +127,48 @@ def test_what_stands_beside_the_weights_is_carried_over(bases: Path, tmp_path: P
         "the base's own, and the end of a turn"
     )
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_small_files_of_the_base_are_copied_and_the_model_may_be_replaced(
+    bases: Path, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(bases / "llama", base)
+    copied = {
+        "LICENSE": "Do what you want.\n",
+        "NOTICE.txt": "By somebody.\n",
+        "chat_template.json": '{"chat_template": "{{ messages }}"}',
+        "preprocessor_config.json": "{}",
+        "video_preprocessor_config.json": "{}",
+        "mm_settings.json": "{}",
+    }
+    others = {
+        "README.md": "# The base\n",
+        "train.py": "import torch\n",
+        "large.json": " " * 2**21,
+        "samples.jsonl": "{}\n",
+        "model.fp8.safetensors.index.json": "{}",
+        "adapter_notes.json": "{}",
+        "trainer_state.json": "{}",
+        "all_results.json": "{}",
+        "credentials.json": "{}",
+        "wandb.json": '{"api": "hf_' + "a" * 34 + '"}',
+        ".env": "HF_TOKEN=x",
+        "optimizer.pt": "x",
+        "merges.txt": "a b\n",
+    }
+    for name, text in (copied | others).items():
+        (base / name).write_text(text)
+    checkpoint = save_checkpoint(tmp_path, tuned(load(base)), settings_of(base))
+    out = tmp_path / "out"
+    prepare(checkpoint).write_model(out, None, 10**9)
+    assert {name: (out / name).read_text() for name in copied} == copied
+    held = {file.name for file in out.iterdir()}
+    assert not (held & others.keys()) - {"README.md"}
+    assert "# The base" not in (out / "README.md").read_text()
+    assert model_dir_problem(str(out), True, {}) is None
+    (out / "train.txt").write_text("mine")
+    assert "holds more than a model (train.txt)" in str(model_dir_problem(str(out), True, {}))
 
 
 EXPERTS = {
@@ -232,6 +278,19 @@ def test_the_card_tells_base_data_settings_and_loss_but_no_folders_and_secrets(
         assert "hunter2" not in card("/models/base") and "http://***@host/a.jsonl" in card(
             "/models/base"
         )
+
+
+def test_the_card_names_the_adapters_method(tmp_path: Path) -> None:
+    config = dataclasses.asdict(
+        settings_of(
+            tmp_path, {"use_peft": True, "peft_method": "loha", "target_modules": ["q_proj"]}
+        )
+    )
+    (tmp_path / "adapter_config.json").touch()
+    write_model_card(tmp_path, "me/base", {"step": 1, "metrics": METRICS, "config": config})
+    card = (tmp_path / "README.md").read_text()
+    assert "A LoHa adapter for me/base" in card and "\n- loha\n" in card
+    assert "LoRA" not in card and "\n- lora\n" not in card
 
 
 class Hub:

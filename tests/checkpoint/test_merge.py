@@ -3,6 +3,7 @@ merged."""
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 
 from llama_ft.checkpoint import Exporter
 from llama_ft.errors import UserError
+from llama_ft.models.source import SafetensorsSource
 
 ATTENTION = ["q_proj", "v_proj"]
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -93,6 +95,26 @@ def test_the_merged_model_is_the_adapted_one(case: str, bases: Path, tmp_path: P
         for name, tensor in reference.items():
             torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
         assert not case.startswith("experts") or stored(merged).keys() == stored(base).keys()
+
+
+@pytest.mark.parametrize("case", ["dora", "experts"])
+def test_each_tensor_of_an_adapter_is_read_once(
+    case: str, bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, settings = CASES[case]
+    adapter = save_adapter(bases / kind, tmp_path / "adapter", **settings)
+    read = SafetensorsSource.read_rows
+    names = list[str]()
+
+    def counted(source: SafetensorsSource, name: str, start: int, stop: int) -> torch.Tensor:
+        names.append(name)
+        return read(source, name, start, stop)
+
+    monkeypatch.setattr(SafetensorsSource, "read_rows", counted)
+    merge(adapter, bases / kind, tmp_path / "merged")
+    reads = Counter(name for name in names if "lora_" in name)
+    assert reads.keys() == stored(adapter).keys()
+    assert set(reads.values()) == {1}
 
 
 def test_what_the_adapter_does_not_change_stays_bit_by_bit(bases: Path, tmp_path: Path) -> None:

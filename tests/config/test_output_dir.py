@@ -100,6 +100,12 @@ def test_only_what_an_export_wrote_may_be_replaced(tmp_path: Path) -> None:
             model_dir_problem(str(tmp_path), True, {})
         )
         (tmp_path / name).unlink()
+    header = "tags:\n- llama_ft\ncopied_from_base_model:\n- LICENSE\n- chat_template.json\n"
+    (tmp_path / "README.md").write_text(f"---\n{header}---\n")
+    (tmp_path / "LICENSE").touch()
+    assert model_dir_problem(str(tmp_path), True, {}) is None
+    (tmp_path / "NOTICE").touch()
+    assert "holds more than a model (NOTICE)" in str(model_dir_problem(str(tmp_path), True, {}))
 
 
 def test_a_file_in_the_way_is_named(mistakes, tmp_path: Path) -> None:

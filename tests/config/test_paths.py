@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from llama_ft.config.data_names import kind_of_data
+
 Files = Callable[..., None]
 
 

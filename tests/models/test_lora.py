@@ -1,10 +1,13 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoHaConfig, LoraConfig, get_peft_model
+from conftest import REPOSITORY, load_script
+from peft import IA3Config, LoHaConfig, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llama_ft.config import ModelConfig, PeftConfig
@@ -32,6 +35,54 @@ def test_only_adapters_are_trained_and_nothing_has_storage(tiny_model: Path) -> 
     assert trained == set(adapter.keys) and len(trained) == 2 * 2 * 7
     assert all(parameter.is_meta for parameter in model.parameters())
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in adapter.keys.values()
+
+
+@pytest.fixture
+def save_small(tmp_path: Path) -> Callable[[str], Path]:
+    """Write a small model as benchmarks/models.py builds it."""
+    import transformers
+
+    bench = load_script(REPOSITORY / "benchmarks" / "models.py")
+
+    def save(model_type: str) -> Path:
+        torch.manual_seed(0)
+        config = bench.shrunk(transformers.CONFIG_MAPPING[model_type]())
+        name = bench.MULTIMODAL.get(model_type) or bench.DECODERS[model_type]
+        getattr(transformers, name)(config).save_pretrained(tmp_path / "base")
+        return tmp_path / "base"
+
+    return save
+
+
+@pytest.mark.parametrize("model_type", ["laguna", "mistral_large4"])
+def test_peft_loads_every_tensor_though_transformers_renames_some(
+    model_type: str, save_small: Callable[[str], Path], tmp_path: Path
+) -> None:
+    import transformers
+
+    base = save_small(model_type)
+    peft = PeftConfig(use_peft=True, target_modules="all-linear", r=4, lora_dropout=0.0)
+    model = skeleton(base)
+    adapter = inject_lora(model, peft, str(base))
+    written = {
+        adapter.keys[name]: torch.randn(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if name in adapter.keys
+    }
+    adapter.config.save_pretrained(tmp_path / "adapter")
+    save_file(written, tmp_path / "adapter" / "adapter_model.safetensors", {"format": "pt"})
+    kind = json.loads((base / "config.json").read_text())["architectures"][0]
+    plain = getattr(transformers, kind).from_pretrained(base)
+    loaded = dict(PeftModel.from_pretrained(plain, tmp_path / "adapter").named_parameters())
+    for name, key in adapter.keys.items():
+        assert torch.equal(loaded[PEFT_PREFIX + name], written[key]), name
+
+
+def test_an_adapter_that_peft_cannot_load_is_refused(save_small: Callable[[str], Path]) -> None:
+    base = save_small("inkling2_text")
+    with pytest.raises(UserError, match=r"PEFT would not load .*sconv\.weight_proj\.lora_A"):
+        inject_lora(skeleton(base), PeftConfig(use_peft=True, target_modules="all-linear"), "base")
+    inject_lora(skeleton(base), PeftConfig(use_peft=True, target_modules=["q_proj"]), "base")
 
 
 DEEPSEEK = {"num_attention_heads": 4, "head_dim": 16, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2,

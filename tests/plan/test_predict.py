@@ -9,6 +9,7 @@ import pytest
 import torch
 from model_shapes import write_llama
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -103,6 +104,24 @@ def test_towers_for_images_are_planned_as_a_part_of_the_file_only(
         alone, of_whole = (plan(tmp_path / name, 2, *FLAGS, *flags) for name in ("text", "llava"))
         assert [peak.holders for peak in of_whole.peaks] == [peak.holders for peak in alone.peaks]
         assert (of_whole.result_bytes > alone.result_bytes + 100_000) == (flags == [])
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_tensors_that_an_export_copies_are_part_of_the_final_model(
+    plan: Plan, tmp_path: Path, quick: bool
+) -> None:
+    shape = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "vocab_size": 301, "first_k_dense_replace": 6, "q_lora_rank": 16,
+        "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **shape))
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    extra = {"model.layers.61.eh_proj.weight": torch.ones(32, 64, dtype=torch.bfloat16)}
+    save_file(stored | extra, tmp_path / "model.safetensors", {"format": "pt"})
+    size = sum(tensor.nbytes for tensor in (stored | extra).values())
+    assert plan(tmp_path, 1, *FLAGS, quick=quick).result_bytes == size
 
 
 def test_adapters_of_experts_and_the_loss_of_routers_are_planned(

@@ -5,11 +5,13 @@ import copy
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,16 +23,23 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from llama_ft.checkpoint.safetensors_file import Headers, SafetensorsFile
 from llama_ft.config import CheckpointConfig, parse_size
-from llama_ft.config.paths import looks_local
+from llama_ft.config.paths import COPIED_FILES, MODEL_PATTERNS, RUN_ENTRIES, looks_local
 from llama_ft.data import stop_token_ids
-from llama_ft.errors import RunFailure, UserError, reason
+from llama_ft.errors import RunFailure, UserError, counted, reason
 from llama_ft.masking import mask_secrets
 from llama_ft.models import Adapter, BuiltModel, ShardGroup
 from llama_ft.models.conversion import SavedGroup, open_source, saved_layout
 from llama_ft.models.load_weights import account_for
 from llama_ft.models.lora import ADAPTER_WEIGHTS
-from llama_ft.models.source import INDEX_FILE, SINGLE_FILE, StoredTensor, WeightSource, blocks
-from llama_ft.runtime import Runtime
+from llama_ft.models.source import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    StoredTensor,
+    WeightSource,
+    blocks,
+    listed,
+)
+from llama_ft.runtime import Runtime, log
 
 # Settings that the model card shows.
 SHOWN = ("num_epochs", "lr", "optimizer", "precision", "context_length", "seed")
@@ -45,7 +54,17 @@ SHOWN_WITH_LORA = (
 )
 # Copied from the base model's directory. The processor reads images for the parts that are not
 # fine-tuned.
-COPIED = ("generation_config.json", "*processor_config.json", "*.py")
+LEGACY_TEMPLATE = "chat_template.json"
+COPIED = ("generation_config.json", "*processor_config.json", LEGACY_TEMPLATE)
+# Copied, too, if they are small, an export does not write them itself, and they hold no secret.
+COPIED_IF_SMALL = ("*.json", "*.jinja", "*.txt", "*.yaml", "LICEN[CS]E*", "NOTICE*", "*POLICY*")
+COPIED_BYTES = 2**20
+# Of weights, adapters and training. Files of secrets are recognized by their content, too.
+NEVER_COPIED = re.compile(
+    r"\.|.*(index|results)\.json$|(adapter_|train|eval_|all_)|.*(secret|credential|passw|api_?key|auth|token\b)",
+    re.IGNORECASE,
+)
+METHOD_NAMES = {"lora": "LoRA", "loha": "LoHa"}  # of peft_method, for the model card
 PLACE = '"path/to/this/folder"'
 # blocks of rows of a tensor, in order, on the host
 Rows = Callable[[str, torch.dtype], Iterator[torch.Tensor]]
@@ -89,6 +108,7 @@ class SavedWeights:
         self.groups = groups or [
             SavedGroup([name], {name: tuple(it.shape)}) for name, it in tensors.items()
         ]
+        self.ignored = [name for name, header in untouched.items() if header.is_ignored]
         self.dtypes |= {name: it.dtype for name, it in untouched.items()}
         self.groups += [SavedGroup([name], {name: it.shape}) for name, it in untouched.items()]
         self.headers = [
@@ -107,6 +127,11 @@ class SavedWeights:
     def write(self, folder: Path, max_shard_bytes: int) -> None:
         """Write model*.safetensors, and the index if there are several files. No file is larger
         than max_shard_bytes, unless a single group is."""
+        if self.ignored:
+            log.info(
+                f"Copied unchanged: {counted(len(self.ignored), 'tensor')} that Transformers ignores "
+                f"at loading ({listed(self.ignored, 1)})"
+            )
         files = [list[int]()]
         filled = 0
         total = 0
@@ -181,8 +206,8 @@ def export_model(
     """Write a fully fine-tuned model. All ranks call it; rank 0 writes.
 
     Args:
-        built: the sharded model. Frozen weights, generation config and code come from the directory
-            of its base model.
+        built: the sharded model. Frozen weights, buffers and other files come from the directory of
+            its base model.
         folder: target directory, replaced in one step when all files are written.
         settings: save_dtype of all floating tensors (auto: as in the base model), and
             max_shard_size, the maximum size of a file.
@@ -193,22 +218,26 @@ def export_model(
     """
     model = built.model
     source = built.folder
-    frozen = None
-    base = None
-    if runtime.is_main and (
-        built.left_out.tensors or not all(it.requires_grad for it in model.parameters())
-    ):
-        base = open_source(source, built)  # training may hold frozen weights rounded to 16 bits
-        frozen = stored_rows(base, account_for(model, base.tensors, source))
-    untouched = runtime.broadcast_from_rank0(lambda: untouched_tensors(base))
+    stored = built.stored
     # tied ones once
     kept = model.state_dict().keys()
     tensors = dict[str, torch.Tensor](model.named_parameters())
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    rows = _gathered({**tensors, **untouched}, runtime, frozen)
-    dtype = save_dtype(settings.save_dtype)
+    # Training may hold frozen weights and buffers rounded to 16 bits.
+    from_base = {
+        name
+        for name, tensor in tensors.items()
+        if not tensor.requires_grad and name in stored.dtypes
+    }
+    from_base |= stored.untouched.keys()
+    base_rows = None
+    if runtime.is_main and from_base:
+        base = open_source(source, built)
+        base_rows = stored_rows(base, account_for(model, base.tensors, source))
+    rows = _gathered(tensors, runtime, from_base, base_rows)
     layout = saved_layout(built, tensors)
-    weights = SavedWeights(tensors, rows, dtype, built.stored_dtypes, layout, untouched)
+    dtype = save_dtype(settings.save_dtype)
+    weights = SavedWeights(tensors, rows, dtype, stored.dtypes, layout, stored.untouched)
 
     def write(aside: Path) -> None:
         weights.write(aside, parse_size(settings.max_shard_size))
@@ -233,7 +262,7 @@ def export_adapter(
     keys = adapter.keys
     tensors = {keys[name]: p for name, p in built.model.named_parameters() if name in keys}
     dtype = save_dtype(settings.save_dtype)
-    weights = SavedWeights(tensors, _gathered(tensors, runtime), dtype)
+    weights = SavedWeights(tensors, _gathered(tensors, runtime, set()), dtype)
 
     def write(aside: Path) -> None:
         write_adapter(aside, adapter, weights, tokenizer)
@@ -248,18 +277,15 @@ def stored_rows(source: WeightSource, keys: Mapping[str, str]) -> Rows:
     return lambda name, dtype: (block.to(dtype) for block in blocks(source, keys.get(name, name)))
 
 
-def untouched_tensors(base: WeightSource | None) -> dict[str, StoredTensor]:
-    """Return the tensors of a base model that its text part lacks, by their names in its files."""
-    return (
-        {name: it for name, it in base.tensors.items() if it.is_left_out}
-        if base is not None
-        else {}
-    )
-
-
-def _gathered(tensors: Headers, runtime: Runtime, frozen: Rows | None = None) -> Rows:
+def _gathered(
+    tensors: Mapping[str, torch.Tensor],
+    runtime: Runtime,
+    from_base: set[str],
+    base_rows: Rows | None = None,
+) -> Rows:
     """Return rows of sharded parameters, which the ranks send to rank 0. Rank 0 holds at most two
-    shards of a parameter. Frozen parameters come from `frozen`, which only rank 0 needs.
+    shards of a parameter. Tensors named in `from_base` come from `base_rows`, which only rank 0
+    has.
 
     All ranks meet after each tensor. Otherwise ranks of other copies of the model, which send
     nothing, would wait for the whole export in one collective, and their watchdogs would report
@@ -268,13 +294,14 @@ def _gathered(tensors: Headers, runtime: Runtime, frozen: Rows | None = None) ->
     ranks = ShardGroup(runtime.mesh)
 
     def rows(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        tensor = tensors[name]
-        if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+        tensor = tensors.get(name)
+        if name in from_base or tensor is None:
+            if base_rows is not None:
+                yield from base_rows(name, dtype)
+        elif isinstance(tensor, nn.Parameter):
             yield from ranks.gather_rows(tensor, dtype)
-        elif isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter):
+        else:  # a buffer that the checkpoint lacks
             yield tensor.to(dtype).cpu()
-        elif frozen is not None:
-            yield from frozen(name, dtype)
         dist.barrier()
 
     return rows
@@ -344,7 +371,7 @@ def write_model_settings(
         model_config: the model's config; it is not changed.
         dtype: of the weights, for config.json.
         tokenizer: with the chat template of the run.
-        source: directory of the base model, from which COPIED is copied.
+        source: directory of the base model, from which small files are copied.
     """
     config = copy.deepcopy(model_config)
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
@@ -352,8 +379,10 @@ def write_model_settings(
             part.dtype = dtype  # the dtype of the model on the meta device has no meaning
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    for file in (it for name in COPIED for it in source.glob(name)):
-        shutil.copy(file, folder / file.name)
+    for file in _files_to_copy(source):
+        # Transformers rejects a legacy template together with several new ones.
+        if not (file.name == LEGACY_TEMPLATE and (folder / "additional_chat_templates").exists()):
+            shutil.copy(file, folder / file.name)
     # `generate` must stop at the token that ends a message in the chat template. It may differ from
     # the token at which the base model stops.
     file = folder / "generation_config.json"
@@ -366,6 +395,29 @@ def write_model_settings(
     if stops != ids:
         own = settings if file.exists() else {"bos_token_id": settings.get("bos_token_id")}
         file.write_text(json.dumps(own | {"eos_token_id": stops}, indent=2) + "\n")
+
+
+def _files_to_copy(source: Path) -> list[Path]:
+    """Return the files of a base model's directory that an export copies: COPIED, small files of
+    text like a license, and Python files if a config names classes of them."""
+    files = []
+    has_code = any("auto_map" in file.read_text() for file in source.glob("*config.json"))
+    for file in sorted(source.iterdir()):
+        name = file.name
+        if not file.is_file():
+            continue
+        if any(fnmatch(name, pattern) for pattern in COPIED) or (file.suffix == ".py" and has_code):
+            files.append(file)
+        elif (
+            any(fnmatch(name, pattern) for pattern in COPIED_IF_SMALL)
+            and not any(fnmatch(name, pattern) for pattern in (*MODEL_PATTERNS, *RUN_ENTRIES))
+            and not NEVER_COPIED.match(name)
+            and file.stat().st_size <= COPIED_BYTES
+        ):
+            text = file.read_text(errors="replace")
+            if mask_secrets(text) == text:
+                files.append(file)
+    return files
 
 
 def write_adapter(
@@ -415,18 +467,25 @@ def write_model_card(
     }
     is_adapter = (folder / "adapter_config.json").exists()
     is_lora = settings.get("use_peft", True)
+    method = METHOD_NAMES[settings.get("peft_method", "lora")]
     is_scored = auto_class == "AutoModelForSequenceClassification"
     is_on_hub = base_model != "demo" and not looks_local(base_model)
     front = {
         **({"base_model": base_model} if is_on_hub else {}),
         "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "text-classification" if is_scored else "text-generation",
-        "tags": ["llama_ft", *(["lora"] if is_lora else [])],
+        "tags": ["llama_ft", *([method.lower()] if is_lora else [])],
     }
-    what = f"{base} with a LoRA adapter merged into it" if is_lora else f"{base}, full fine-tuning"
+    names = sorted(file.name for file in folder.iterdir() if file.suffix != ".py")
+    copied = [name for name in names if not any(fnmatch(name, own) for own in MODEL_PATTERNS)]
+    if copied := [name for name in copied if (folder / name).is_file()]:
+        front[COPIED_FILES] = copied  # so that --overwrite may delete them
+    what = (
+        f"{base} with a {method} adapter merged into it" if is_lora else f"{base}, full fine-tuning"
+    )
     load = f"model = {auto_class}.from_pretrained({PLACE})"
     if is_adapter:
-        what = f"A LoRA adapter for {base}"
+        what = f"A {method} adapter for {base}"
         from_base = base if is_on_hub else f"path/to/{base}"
         # their embeddings are missing in the base
         new = run.get("new_tokens") or {"rows": 0, "stored_rows": 0}

@@ -16,7 +16,7 @@ PEFT's merge_and_unload can merge other adapters, with the whole model in memory
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ LEAVES_THE_BASE_ALONE = (True, False, None, "gaussian", "eva", "orthogonal")
 USE_PEFT = "merge_and_unload of PEFT merges it, with the whole model in memory."
 # rows of the base, index of the first -> merged rows
 Change = Callable[[torch.Tensor, int], torch.Tensor]
+ReadPart = Callable[[str], torch.Tensor]  # lora_A or another part of a layer -> its tensor in fp32
 
 
 def find_valid(place: Path) -> Checkpoint:
@@ -306,7 +307,8 @@ class Exporter:
                 start += len(block) if block.dim() else 1
 
         # Only the shapes of these tensors are used.
-        layout, untouched = saved_layout(self.built, tensors), export.untouched_tensors(base)  # type: ignore[arg-type]
+        layout = saved_layout(self.built, tensors)  # type: ignore[arg-type]
+        untouched = {name: header for name, header in base.tensors.items() if header.is_untouched}
         written |= {name: (name, None) for name in untouched}
         return SavedWeights(tensors, rows, save_dtype, groups=layout, untouched=untouched)
 
@@ -323,14 +325,16 @@ class Exporter:
         changes = dict[str, Change]()
         by_key = dict[str, Change]()
         keys = self._trained_keys()
+        # Blocks of rows are changed one by one: keep A, B and magnitude of the current layer only.
+        read = lru_cache(maxsize=3)(self._read)
         for name, module in self.built.model.named_modules():
             target = lora.checkpoint_key(f"{name}.base_layer.weight")
             if isinstance(module, ParamWrapper):
                 changes[lora.checkpoint_key(f"{name}.{module.parameter_name}")] = self._stacked(
-                    name, module
+                    partial(read, name), module
                 )
             elif isinstance(module, LoraLayer):
-                changes[target] = self._low_rank(name, module)
+                changes[target] = self._low_rank(partial(read, name), name, module)
             elif isinstance(module, TokenRows):
                 key = keys[id(module.trainable_tokens_delta["default"])]
                 put_rows = partial(_with_rows, self.trained, key, module.token_indices["default"])
@@ -340,7 +344,7 @@ class Exporter:
     def _read(self, name: str, part: str) -> torch.Tensor:
         return self.trained.read(self.keys[f"{name}.{part}.default.weight"]).float()
 
-    def _stacked(self, name: str, layer: ParamWrapper) -> Change:
+    def _stacked(self, read: ReadPart, layer: ParamWrapper) -> Change:
         """Add each expert's B A, in fp32. A is stacked as [experts * r, in] and B as [out, r *
         experts]: in B, the columns of an expert are `experts` apart. A parameter with two
         dimensions is a single expert."""
@@ -351,8 +355,8 @@ class Exporter:
         is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)
 
         def change(block: torch.Tensor, start: int) -> torch.Tensor:
-            left = self._read(name, "lora_B")
-            right = self._read(name, "lora_A")
+            left = read("lora_B")
+            right = read("lora_A")
             rows = slice(start, start + len(block))
             if is_matrix:
                 return torch.addmm(block.float(), left[rows] * scaling, right)
@@ -364,7 +368,7 @@ class Exporter:
 
         return change
 
-    def _low_rank(self, name: str, layer: LoraLayer) -> Change:
+    def _low_rank(self, read: ReadPart, name: str, layer: LoraLayer) -> Change:
         """Add B A in fp32. With DoRA, also scale the rows."""
         base = layer.get_base_layer()
         scaling = layer.scaling["default"]
@@ -372,7 +376,6 @@ class Exporter:
             raise UserError(
                 f"{name} is a {type(base).__name__}; merging it is not supported.\n{USE_PEFT}"
             )
-        read = partial(self._read, name)
 
         def change(block: torch.Tensor, start: int) -> torch.Tensor:
             rows = slice(start, start + len(block))

@@ -13,6 +13,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from llama_ft.config.data_names import NOT_A_FILE, data_problem, is_split_of
 from llama_ft.config.messages import subject
 from llama_ft.config.rules import SECRET, as_fraction
@@ -40,8 +42,9 @@ RUN_ENTRIES = (
 # The entries of checkpoints/ that --overwrite may delete. set-aside-* and files of other programs
 # stay.
 CHECKPOINT_ENTRIES = re.compile(r"(\.writing-|\.removing-)?step-\d{6,}|\.?best\.json")
-# Everything that the directory of an exported model or adapter can hold. --overwrite deletes
-# nothing else. The base model's Python files are missing here: they look like the user's own files.
+# What an export writes itself. --overwrite deletes nothing else in the directory of a model or
+# adapter, but for the files that its model card lists as copied from the base model. Python files
+# are in neither: they look like the user's own files.
 MODEL_PATTERNS = (
     "config.json", "generation_config.json", "model.safetensors", "model-[0-9]*-of-[0-9]*.safetensors",
     "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer.json",
@@ -49,6 +52,7 @@ MODEL_PATTERNS = (
     "additional_chat_templates/*.jinja", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
     "sentencepiece.bpe.model", "*.tiktoken",
 )  # fmt: skip
+COPIED_FILES = "copied_from_base_model"  # in the header of a model card: names of files
 CARD_TAG = "\n- llama_ft\n"  # in the header of every model card that checkpoint/export.py writes
 
 
@@ -261,16 +265,26 @@ def model_dir_problem(
     if obstacle or not path.exists() or not any(path.iterdir()):
         return obstacle
     files = [str(file.relative_to(path)) for file in sorted(path.rglob("*")) if not file.is_dir()]
-    if others := [
-        name for name in files if not any(fnmatch(name, known) for known in MODEL_PATTERNS)
-    ]:
-        return f"holds more than a model ({', '.join(others[:5])}). Choose another output_dir."
     card = path / "README.md"
+    copied = _copied_files(card)
+    others = [name for name in files if not any(fnmatch(name, own) for own in MODEL_PATTERNS)]
+    if others := [name for name in others if name not in copied]:
+        return f"holds more than a model ({', '.join(others[:5])}). Choose another output_dir."
     if not (card.is_file() and CARD_TAG in card.read_text(errors="replace")):
         return "holds a model that llama_ft did not write (no README.md tagged llama_ft). Choose another output_dir."
     if not overwrite:
         return "already holds a model. Choose another output_dir, or replace that model with --overwrite."
     return deleted_input([path], inputs)
+
+
+def _copied_files(card: Path) -> set[str]:
+    """Return the names of the files that a model card lists as copied from the base model."""
+    header = card.read_text(errors="replace").split("---\n")[1:2] if card.is_file() else []
+    try:
+        settings = yaml.safe_load(header[0]) if header else {}
+        return {str(name) for name in settings[COPIED_FILES]}
+    except (yaml.YAMLError, LookupError, TypeError):  # not a card of llama_ft, or it lists none
+        return set()
 
 
 def deleted_input(entries: list[Path], inputs: Mapping[str, str | None]) -> str | None:

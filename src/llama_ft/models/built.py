@@ -16,7 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.config import Config
 from llama_ft.models.new_tokens import GrownRows, NewTokens
 from llama_ft.models.packed_rows import TokenMixers
-from llama_ft.models.source import WeightSource
+from llama_ft.models.source import StoredTensor, WeightSource
 from llama_ft.models.text_part import LeftOut
 from llama_ft.phases import PhaseMonitor
 from llama_ft.runtime.devices import PRECISIONS, Precision
@@ -56,6 +56,15 @@ class Adapter:
 
 
 @dataclass(frozen=True)
+class StoredModel:
+    """What an export must know of the checkpoint that a model was loaded from."""
+
+    dtypes: dict[str, torch.dtype]  # of the model's parameters and stored buffers, by their names
+    # tensors that are not part of the model, by their names in the checkpoint; copied unchanged
+    untouched: dict[str, StoredTensor]
+
+
+@dataclass(frozen=True)
 class Unit:
     """An FSDP unit: parameters that are all-gathered, used and freed together."""
 
@@ -92,8 +101,7 @@ class BuiltModel:
     adapter: Adapter | None = None  # inject_lora
     has_chunked_loss: bool = False  # use_chunked_loss; check_packing may turn it off
     units: list[Unit] = field(default_factory=list)  # apply_fsdp
-    # load_weights: parameter name -> dtype in the checkpoint
-    stored_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    stored: StoredModel = StoredModel({}, {})  # load_weights
 
 
 class BuildModel(Protocol):

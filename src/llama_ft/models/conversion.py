@@ -9,6 +9,7 @@ rows only:
     model    experts.gate_up_proj [experts, 2 I, H]                           rows 2 and 3 need only experts 2 and 3
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from copy import deepcopy
@@ -45,6 +46,10 @@ from llama_ft.models.quantization import is_part
 from llama_ft.models.quantized import quantized_weights
 from llama_ft.models.score_head import ScoredSource
 from llama_ft.models.source import StoredTensor, WeightSource, open_weights
+from llama_ft.models.transformers_private import private
+
+# Rotary frequencies. Llama 2's checkpoints have them per layer; models compute them.
+RECOMPUTED = re.compile(r"inv_freq$")
 
 
 def open_source(folder: Path, built: BuiltModel, seed: int = 0) -> WeightSource:
@@ -77,6 +82,7 @@ class ConvertedSource(WeightSource):
         # the model's name -> the stored name, if nothing else changes
         self.renamed: dict[str, str] = {}
         self._left_out: list[str] = []  # stored names of tensors that the model's text part lacks
+        self._ignored: list[str] = []  # stored names of tensors that Transformers skips
         self._groups: dict[str, _Group] = {}
         # the last group that was converted as a whole
         self._whole: tuple[str, dict[str, torch.Tensor]] | None = None
@@ -98,8 +104,12 @@ class ConvertedSource(WeightSource):
         self.tensors |= {
             name: replace(source.tensors[name], is_left_out=True) for name in self._left_out
         }
+        self.tensors |= {
+            name: replace(source.tensors[name], is_ignored=True) for name in self._ignored
+        }
         same_names = all(name == stored for name, stored in self.renamed.items())
-        self.changes_nothing = same_names and not self._groups and not self._left_out
+        untouched = self._left_out or self._ignored
+        self.changes_nothing = same_names and not self._groups and not untouched
 
     def _collect(
         self, built: BuiltModel
@@ -127,7 +137,12 @@ class ConvertedSource(WeightSource):
                 name, pattern = rename_source_key(stored, [], [], model.base_model_prefix, known)
             if name in beside or is_part(name, beside):
                 self._left_out.append(stored)
-            elif pattern is not None and name in known:
+            elif name not in known:
+                if is_ignored(model, name):
+                    self._ignored.append(stored)
+                else:  # account_for reports it. Experts of an unknown layer share one `name`.
+                    self.renamed[name if pattern is None else stored] = stored
+            elif pattern is not None:
                 taken[name][pattern].append(stored)
             elif name in self.renamed:
                 raise UserError(
@@ -156,6 +171,13 @@ class ConvertedSource(WeightSource):
             self._whole = None  # free it before the next group
             self._whole = (group.target, group.convert(self._source.read))
         return self._whole[1][name][start:stop]
+
+
+def is_ignored(model: PreTrainedModel, name: str) -> bool:
+    """Return whether Transformers skips a tensor of a checkpoint that the model lacks. An export
+    copies it."""
+    patterns = private(model, "_keys_to_ignore_on_load_unexpected") or ()
+    return not RECOMPUTED.search(name) and any(re.search(pattern, name) for pattern in patterns)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Load the weights of a sharded model: each rank's rows are streamed from the checkpoint. Neither
 way of loading (see loader.py) holds a whole model in memory, or a whole tensor of another rank."""
 
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import PeftConfig
 from llama_ft.errors import UserError
-from llama_ft.models.built import Adapter, BuiltModel
+from llama_ft.models.built import Adapter, BuiltModel, StoredModel
+from llama_ft.models.conversion import RECOMPUTED
 from llama_ft.models.loader import Loader, ShardLoad, open_loader
 from llama_ft.models.lora import (
     ADAPTER_WEIGHTS,
@@ -56,7 +56,7 @@ def load_weights(
     ranks: Runtime,
     settings: LoadSettings,
     trained: WeightSource | None = None,
-) -> dict[str, torch.dtype]:
+) -> StoredModel:
     """Allocate this rank's shards on its device and load them.
 
     Args:
@@ -68,7 +68,7 @@ def load_weights(
             the base model's of the same names; not with settings.scatter.
 
     Returns:
-        Parameter name -> dtype in the checkpoint, for the model's own parameters.
+        The dtypes in the checkpoint, and its tensors that are not loaded.
 
     Raises:
         UserError: tensors are missing, unexpected or of another shape, or a file cannot be read.
@@ -128,7 +128,12 @@ def load_weights(
     if quantized and device.type == "cuda":
         # raises earlier errors here; bitsandbytes' next call would exit
         torch.cuda.synchronize(device)
-    return {name: loader.headers[key].dtype for name, key in keys.items()}
+    for name, _ in model.named_buffers():
+        if (key := checkpoint_key(name)) in loader.headers:
+            keys[name] = key
+    dtypes = {name: loader.headers[key].dtype for name, key in keys.items()}
+    untouched = {name: header for name, header in loader.headers.items() if header.is_untouched}
+    return StoredModel(dtypes, untouched)
 
 
 def _as_stored(
@@ -258,19 +263,13 @@ def account_for(
             )
     known = {name for names in aliases.values() for name in names}
     known |= {checkpoint_key(name) for name, _ in model.named_buffers()}
-    # Llama 2's checkpoints have rotary frequencies per layer, which are computed here. Transformers
-    # skips them, too.
-    ignored = [
-        *(private(model, "_keys_to_ignore_on_load_unexpected") or ()),
-        r"rotary_emb\.inv_freq",
-    ]
     held = set(keys.values())
-    others = [
+    extra = [
         key
-        for key, it in headers.items()
-        if not (key in known or it.is_left_out or is_part(key, held))
+        for key, header in headers.items()
+        if not (key in known or header.is_untouched or is_part(key, held))
+        and not RECOMPUTED.search(key)
     ]
-    extra = [key for key in others if not any(re.search(pattern, key) for pattern in ignored)]
     wrong = {"missing": missing, "not part of the model": extra, "not as in config.json": unlike}
     if lines := [f"{title}: {listed(names)}" for title, names in wrong.items() if names]:
         raise UserError("\n".join([f"{folder}: its weights do not match its config.json.", *lines]))

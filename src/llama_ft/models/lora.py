@@ -23,7 +23,12 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPIN
 from peft.tuners import tuners_utils
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from peft.utils.transformers_weight_conversion import (
+    convert_peft_adapter_state_dict_for_transformers as convert_adapter,
+)
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -161,9 +166,46 @@ def inject_adapter(model: PreTrainedModel, settings: Any) -> Adapter:
         id(parameter): name.removeprefix(PEFT_PREFIX)
         for name, parameter in adapted.named_parameters()
     }
-    return Adapter(
-        settings, {names[id(parameter)]: key for key, parameter in stored.items()}, layers
-    )
+    written = _names_that_load(adapted, settings, stored)
+    keys = {names[id(parameter)]: written[key] for key, parameter in stored.items()}
+    return Adapter(settings, keys, layers)
+
+
+def _names_that_load(
+    adapted: Any, settings: Any, stored: dict[str, torch.Tensor]
+) -> dict[str, str]:
+    """Return PEFT's name of each tensor -> the name under which PEFT loads it. They differ if a
+    renaming of Transformers, made for checkpoints, also matches PEFT's name: of Mistral Large 4,
+    `experts` becomes `mlp.experts`, also within `mlp.experts`. Then the name in the checkpoint's
+    layout loads.
+
+    Raises:
+        UserError: PEFT loads a tensor under none of these names.
+    """
+    written = {key: key for key in stored}
+
+    def lost(names: dict[str, str]) -> list[str]:
+        tensors = {name: stored[key] for key, name in names.items()}
+        loaded = convert_adapter(adapted, settings, tensors)
+        return [key for key in names if loaded.get(key) is not stored[key]]
+
+    if not (open_keys := lost(written)):
+        return written
+    transforms = get_model_conversion_mapping(adapted.get_base_model())
+    renamings = [it.reverse_transform() for it in transforms if isinstance(it, WeightRenaming)]
+    for renaming in renamings:
+        names = {}
+        for key in open_keys:
+            renamed, _ = renaming.rename_source_key(key.removeprefix(PEFT_PREFIX))
+            names[key] = PEFT_PREFIX + renamed
+        open_keys = lost(names)
+        written |= {key: name for key, name in names.items() if key not in open_keys}
+    if open_keys := lost(written):
+        raise UserError(
+            f"--use_peft: PEFT would not load these tensors of the adapter again: {listed(open_keys)}.\n"
+            "Name other layers: --target_modules q_proj,v_proj."
+        )
+    return written
 
 
 def _check_for_pissa(model: nn.Module, peft: PeftConfig) -> None:

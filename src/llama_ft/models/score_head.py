@@ -100,9 +100,17 @@ class ScoredSource(WeightSource):
         if WEIGHT in source.tensors:
             return
         decoder = f"{model.base_model_prefix}."
-        self.tensors = {name: it for name, it in source.tensors.items() if name.startswith(decoder)}
+        self.tensors = {
+            name: it
+            for name, it in source.tensors.items()
+            if name.startswith(decoder) or it.is_untouched
+        }
         largest = max(
-            (it for it in self.tensors.values() if it.dtype.is_floating_point),
+            (
+                it
+                for it in self.tensors.values()
+                if it.dtype.is_floating_point and not it.is_untouched
+            ),
             key=lambda it: it.nbytes,
         )
         config = model.config.get_text_config()

@@ -32,7 +32,13 @@ class StoredTensor:
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
-    is_left_out: bool = False  # not in the model's text part (see text_part.py); copied unchanged
+    # Not part of the loaded model, and copied unchanged by an export:
+    is_left_out: bool = False  # of a tower, not in the model's text part (see text_part.py)
+    is_ignored: bool = False  # Transformers skips it, e.g. layers for multi-token prediction
+
+    @property
+    def is_untouched(self) -> bool:
+        return self.is_left_out or self.is_ignored
 
     @property
     def nbytes(self) -> int:

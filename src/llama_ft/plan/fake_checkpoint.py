@@ -150,12 +150,15 @@ def read_headers(
             if isinstance(value, list) and len(value) == text.num_hidden_layers:
                 setattr(text, name, value[:layers])
         text.num_hidden_layers = layers
+        reduced = build_on_meta(deepcopy(config), model)
         # the first number in a name is the layer's
         numbers = {name: re.search(r"\b\d+\b", name) for name in headers}
         headers = {
             name: it
             for name, it in headers.items()
-            if not (at := numbers[name]) or int(at[0]) < layers
+            if not (at := numbers[name])
+            or int(at[0]) < layers
+            or conversion.is_ignored(reduced, name)
         }
     return config, headers
 

@@ -323,14 +323,16 @@ def _result_bytes(config: Config, built: models.BuiltModel) -> int:
     parameters = built.model.named_parameters()
     saved = [(name, it) for name, it in parameters if it.requires_grad or not is_lora]
     dtypes = [
-        asked or (torch.float32 if is_lora else built.stored_dtypes.get(name, it.dtype))
+        asked or (torch.float32 if is_lora else built.stored.dtypes.get(name, it.dtype))
         for name, it in saved
     ]
-    copied = (
-        0
-        if is_lora
-        else sum(built.left_out.tensors.values()) * max(dtype.itemsize for dtype in dtypes)
-    )
+    copied = 0
+    if not is_lora:
+        # By the model: a quick plan drops layers of towers from the headers.
+        towers = sum(built.left_out.tensors.values())
+        ignored = [header for header in built.stored.untouched.values() if header.is_ignored]
+        copied = towers * max(dtype.itemsize for dtype in dtypes)
+        copied += sum(header.nbytes for header in ignored)
     return copied + sum(
         it.numel() * dtype.itemsize for (_, it), dtype in zip(saved, dtypes, strict=True)
     )

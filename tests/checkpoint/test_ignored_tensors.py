@@ -1,0 +1,189 @@
+"""Tensors of a checkpoint that Transformers ignores at loading, such as layers for multi-token
+prediction: an export has the names, dtypes and bytes of the base for everything that is not
+trained."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from checkpoint_by_hand import stored
+from conftest import REPOSITORY, load_script, run_cases
+
+from llama_ft.checkpoint import Exporter, export_model, find_valid
+from llama_ft.config import ModelConfig, PeftConfig
+from llama_ft.models import ShardGroup, build_on_meta, load_model_config, load_tokenizer
+from llama_ft.models.load_weights import load_weights
+from llama_ft.runtime import Runtime
+
+SaveBase = Callable[[Path, str], tuple[Path, list[str]]]
+# model_type -> the beginning of the names of such tensors
+FAST = {
+    "deepseek_v3": "model.layers.61.",
+    "deepseek_v4": "mtp.",
+    "gemma3n_text": "layers.3.self_attn.k_proj.",
+    "glm_ocr": "model.language_model.layers.16.",
+    "gpt_neox": "attention.masked_bias.",
+    "qwen3_5": "mtp.",
+    "qwen3_next": "mtp.",
+}
+SLOW = {
+    "axk1": "mlp.post_mlp_layernorm.",
+    "bailing_hybrid": "model.layers.42.",
+    "bart": "decoder.version.",
+    "cosmos3_edge": "layers.0.mlp_moe_gen.",
+    "cosmos3_omni": "time_embedder.",
+    "deepseek_v32": "model.layers.61.",
+    "dots3_note_text": "model.layers.46.",
+    "ernie4_5_moe": "mtp.",
+    "exaone4_5": "mtp.",
+    "exaone_moe": "mtp.",
+    "glm4_moe": "model.layers.46.",
+    "glm4_moe_lite": "model.layers.47.",
+    "glm4v_moe": "model.layers.92.",
+    "glm5_next": "layers.45.",
+    "glm_moe_dsa": "model.layers.78.",
+    "granite_docling": "mtp.",
+    "hy_v3": "model.layers.80.",
+    "hy_v4": "model.mtp_layers.",
+    "inkling_mm_model": "model.mtp.",
+    "inkling_text": "model.mtp.",
+    "kimi_k25": "model.layers.61.",
+    "longcat_flash": "model.mtp.",
+    "mellum": "mtp.",
+    "mimo_v2_flash": "model.mtp.",
+    "minicpm_ocr": "mtp.",
+    "minimax_m3_vl": "mtp.",
+    "minimax_m3_vl_text": "mtp.",
+    "mistral_large4": "mtp_dspark.",
+    "nemotron_h": "mtp.",
+    "olmo_hybrid": "mtp.",
+    "paddleocr_vl": "packing_position_embedding.",
+    "qwen2_5_omni_thinker": "talker.",
+    "qwen3_5_moe": "mtp.",
+    "qwen3_5_moe_text": "mtp.",
+    "qwen3_5_text": "model.visual.",
+    "qwen4_exp": "mtp.",
+    "qwen4_exp_text": "mtp.",
+}
+PREFIXES = FAST | SLOW
+TYPES = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    return load_script(REPOSITORY / "benchmarks" / "models.py")
+
+
+@pytest.fixture(scope="module")
+def save_base(bench: ModuleType, save_tokenizer: Callable[..., Path]) -> SaveBase:
+    """Write a tiny model in bf16 with such tensors. Returns its directory and their names."""
+    import transformers
+
+    def save(folder: Path, model_type: str) -> tuple[Path, list[str]]:
+        torch.manual_seed(0)
+        config = bench.shrunk(transformers.CONFIG_MAPPING[model_type]())
+        name = bench.MULTIMODAL.get(model_type) or bench.DECODERS[model_type]
+        model = getattr(transformers, name)(config)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name in model.state_dict() and buffer.is_floating_point():
+                buffer.uniform_(-0.5, 0.5)
+        model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="200KB")
+        names = bench.add_ignored_tensors(folder, model)
+        save_tokenizer(folder)
+        return folder, names
+
+    return save
+
+
+def train_and_export(base: Path, folder: Path, runtime: Runtime) -> None:
+    """Load the base as a run does, change every weight, and export."""
+    model = build_on_meta(load_model_config(base, False), ModelConfig(model_name=str(base)))
+    group = ShardGroup(runtime.mesh)
+    cpu = runtime.device
+    loaded = load_weights(model, base, group, cpu, cpu, False, None, PeftConfig(), 0, torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    tokenizer = load_tokenizer(base, False)
+    export_model(
+        model, folder, base, loaded, None, 300_000, tokenizer, lambda folder: None, runtime
+    )
+
+
+def dtypes_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in tensors.items()}
+
+
+def changed_names(was: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> set[str]:
+    """Names of the tensors whose bytes differ."""
+    return {
+        name
+        for name in was
+        if not torch.equal(was[name].view(torch.uint8), now[name].view(torch.uint8))
+    }
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_an_export_has_every_tensor_of_its_base(
+    model_type: str, save_base: SaveBase, tmp_path: Path, runtime: Runtime
+) -> None:
+    base, ignored = save_base(tmp_path / "base", model_type)
+    assert any(name.startswith(PREFIXES[model_type]) for name in ignored)
+    train_and_export(base, tmp_path / "out", runtime)
+    was = stored(base)
+    now = stored(tmp_path / "out")
+    assert dtypes_of(was) == dtypes_of(now)
+    changed = changed_names(was, now)
+    buffers = {name for name in was if name.endswith("e_score_correction_bias")}
+    assert not changed.intersection(ignored) and not changed.intersection(buffers)
+    assert len(changed) > 5
+
+
+@pytest.fixture(scope="module")
+def runs(
+    save_base: SaveBase, rows16: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
+    """Runs of 2 ranks with DeepSeek V3: all weights, and LoRA. Returns their directory and what
+    they printed."""
+    folder = tmp_path_factory.mktemp("runs")
+    base, _ = save_base(folder / "base", "deepseek_v3")
+    flags = ["--model_name", str(base), "--dataset", str(rows16), "--device", "cpu"]
+    flags += ["--lr", "1e-2", "--max_train_step", "1", "--min_num_params", "1000"]
+    lora = ["--use_peft", "--lora_dropout", "0", "--target_modules", "all-linear"]
+    cases = [
+        [*flags, "--enable_fsdp", "--output_dir", f"{folder}/full"],
+        [*flags, "--enable_fsdp", *lora, "--output_dir", f"{folder}/lora"],
+    ]
+    return folder, run_cases(folder, cases, ranks=2).output
+
+
+def test_a_run_copies_them_and_says_so_once(runs: tuple[Path, str]) -> None:
+    folder, output = runs
+    was = stored(folder / "base")
+    now = stored(folder / "full" / "model")
+    assert dtypes_of(was) == dtypes_of(now)
+    ignored = {name for name in was if name.startswith("model.layers.61.")}
+    assert len(ignored) > 20 and not ignored.intersection(changed_names(was, now))
+    line = f"Copied unchanged: {len(ignored)} tensors that Transformers ignores at loading"
+    assert output.count(line) == 1, output
+
+
+def test_a_merged_adapter_and_a_checkpoint_have_them(
+    runs: tuple[Path, str], tmp_path: Path
+) -> None:
+    folder, _ = runs
+    base = folder / "base"
+    was = stored(base)
+    Exporter.of_adapter(folder / "lora" / "model", base, str(base), False).write_model(
+        tmp_path / "merged", None, 100_000
+    )
+    Exporter.prepare(find_valid(folder / "full"), None, None, False, merge=False).write_model(
+        tmp_path / "full", None, 100_000
+    )
+    for result in ("merged", "full"):
+        now = stored(tmp_path / result)
+        assert dtypes_of(was) == dtypes_of(now)
+        changed = changed_names(was, now)
+        assert changed and not [name for name in changed if name.startswith("model.layers.61.")]
