@@ -137,30 +137,35 @@ def find_model(
 
 
 def build_model(
-    request: models.ModelRequest, ranks: Runtime, memory: PhaseMonitor
+    request: models.ModelRequest, ranks: Runtime | None, memory: PhaseMonitor
 ) -> models.BuiltModel:
     """Build the model on the meta device, add adapters, shard it, and then load weights, each rank
     its own rows.
 
-    It builds every model: to train, as DPO's reference, for a plan, to answer and to evaluate.
-    `built` collects what later steps need of earlier ones.
+    It builds every model: to train, as DPO's reference, for a plan, to answer and to evaluate; for
+    an export, without ranks, only on the meta device. `built` collects what later steps need of
+    earlier ones.
     """
     config = request.config
     precision = request.precision
+    device = torch.device("cpu") if ranks is None else ranks.device
+    report = log.debug if request.purpose == "read" else log.info
     quantization = models.choose_quantization(
-        config.quantization, request.model_config, config.peft.use_peft or not request.is_trained
+        config.quantization,
+        request.model_config,
+        use_peft=config.peft.use_peft or request.purpose != "train",
     )
     built = models.build_on_meta(
         request.model_config, config.model, request.new_tokens, request.folder
     )
     model = built.model
     if others := built.left_out.modules:
-        log.info(
+        report(
             f"Only the text part is loaded and fine-tuned. Copied unchanged: {', '.join(others)}"
         )
     if quantization is not None:
         log.info(models.quantize_linears(built, quantization))
-    models.fuse_layers(model, config.model, config.train, ranks.device)
+    models.fuse_layers(model, config.model, config.train, device)
     if config.data.batching_strategy == "packing":
         built.mixers = models.use_packed_attention(built)
     built.router_coefficient = models.use_router_loss(model, config.train.router_aux_loss_coef)
@@ -169,23 +174,26 @@ def build_model(
         base_name = models.portable_name(config.model.model_name, request.folder)
         built.adapter = models.inject_lora(built, config.peft, base_name, request.new_tokens)
         if experts := models.describe_experts(model):
-            log.info(experts)
-    if not request.is_trained:  # frozen weights take half the memory
+            report(experts)
+    if request.purpose == "reference":  # frozen weights take half the memory
         model.requires_grad_(False)
     if config.model.freeze_layers:
         models.freeze_first_layers(model, config.model.num_freeze_layers)
     built.has_chunked_loss = models.use_chunked_loss(built)
     if not (built.has_chunked_loss or built.has_score):
-        log.info("Chunked cross-entropy is off: this model is not a decoder and an LM head.")
+        report("Chunked cross-entropy is off: this model is not a decoder and an LM head.")
     if config.train.neftune_noise_alpha:
         models.add_embedding_noise(model, config.train.neftune_noise_alpha)
     if config.model.compile:
         models.compile_layers(built)
+    if ranks is None:
+        return built
+
     models.set_storage_dtypes(model, precision)
     if request.is_sharded:
         built.units = models.apply_fsdp(built, ranks.mesh, config.fsdp, precision)
         if ranks.world_size > 1:  # a single process does not shard
-            log.info(models.unit_table(built.units))
+            report(models.unit_table(built.units))
 
     memory.enter("load")
     started = time.perf_counter()
@@ -198,7 +206,7 @@ def build_model(
     built.stored = models.load_weights(built, ranks, how, request.trained)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     counts = f"{trained:,} of {models.total_weights(model):,} parameters are trainable"
-    log.info(f"Weights loaded in {time.perf_counter() - started:.1f} s; {counts}")
+    report(f"Weights loaded in {time.perf_counter() - started:.1f} s; {counts}")
     return built
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Finished, run, run_cases
+from conftest import REPOSITORY, Finished, build_model, run, run_cases
 from forked import forked
 
 EXPORT = REPOSITORY / "recipes" / "export.py"
@@ -113,7 +113,7 @@ def test_the_last_checkpoint_gives_what_the_run_left_byte_for_byte(
     from llama_ft.checkpoint import Exporter, find_valid
 
     exporter = Exporter.prepare(
-        find_valid(runs / name), None, None, trust_remote_code=False, merge=False
+        find_valid(runs / name), build_model(), None, None, trust_remote_code=False, merge=False
     )
     if name == "full":
         exporter.write_model(tmp_path / "out", None, 60_000)
@@ -259,10 +259,14 @@ else:
     def export(way, name):
         out = folder / f"{name}-{way}-out"
         if way == "adapter":
-            Exporter.of_adapter(folder / f"{name}-adapter", folder / name, name, False).write_model(out, None, 10**10)
+            adapter = folder / f"{name}-adapter"
+            build = build_model()
+            exporter = Exporter.of_adapter(adapter, build, folder / name, name, False)
+            exporter.write_model(out, None, 10**10)
         else:
             checkpoint = find_valid(folder / f"{name}-full")
-            Exporter.prepare(checkpoint, None, None, False, merge=True).write_model(out, torch.bfloat16, 10**10)
+            exporter = Exporter.prepare(checkpoint, build_model(), None, None, False, merge=True)
+            exporter.write_model(out, torch.bfloat16, 10**10)
 
     threading.Thread(target=watch, daemon=True).start()
     for way in ("adapter", "full"):

@@ -15,7 +15,7 @@ PEFT's merge_and_unload can merge other adapters, with the whole model in memory
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from llama_ft.checkpoint.export import SavedWeights, write_model_card, written_a
 from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, step_folder
 from llama_ft.checkpoint.resume import first_valid, result_step
 from llama_ft.checkpoint.state import check_same_tensors
-from llama_ft.config import Config, ModelConfig
+from llama_ft.config import Config, ModelConfig, PeftConfig, PreferenceConfig
 from llama_ft.errors import UserError
 from llama_ft.models import lora
 from llama_ft.models.conversion import open_source, saved_layout
@@ -47,6 +47,7 @@ from llama_ft.models.source import (
     WeightSource,
     blocks,
 )
+from llama_ft.phases import NULL_MONITOR
 
 # Settings of adapter_config.json that are supported. Any other setting must be at its default.
 UNDERSTOOD = {
@@ -119,6 +120,7 @@ class Exporter:
     def prepare(
         cls,
         checkpoint: Checkpoint,
+        build_model: models.BuildModel,
         base_model: str | None,
         tokenizer_name: str | None,
         trust_remote_code: bool,
@@ -128,6 +130,7 @@ class Exporter:
 
         Args:
             checkpoint: a valid checkpoint.
+            build_model: the recipe's function.
             base_model: current place of the base model; None: where the run found it.
             tokenizer_name: the same for the tokenizer.
             trust_remote_code: must be given for this export, even if the run had it.
@@ -151,16 +154,11 @@ class Exporter:
             else models.local_folder(named, place, weights=merge or not config.peft.use_peft)
         )
         new = models.NewTokens(**trainer["new_tokens"]) if trainer.get("new_tokens") else None
-        built = _skeleton(base, trust_remote_code, new, config.preference.objective)
-        model = built.model
-        if config.peft.use_peft:
-            portable = models.portable_name(named, base)
-            built.adapter = models.inject_lora(built, config.peft, portable, new)
-        if config.model.freeze_layers:
-            models.freeze_first_layers(model, config.model.num_freeze_layers)
-        expected = {
-            f"model.{name}": it for name, it in model.named_parameters() if it.requires_grad
-        }
+        settings = models.settings_to_read(config, trust_remote_code)
+        settings = replace(settings, model=replace(settings.model, model_name=named))
+        built = _skeleton(build_model, settings, base, new)
+        parameters = built.model.named_parameters()
+        expected = {f"model.{name}": it for name, it in parameters if it.requires_grad}
         check_same_tensors(checkpoint, expected, "model.")
         other = tokenizer_name or config.model.tokenizer_name
         folder = models.local_folder(other, "--tokenizer_name", weights=False) if other else base
@@ -175,12 +173,18 @@ class Exporter:
 
     @classmethod
     def of_adapter(
-        cls, folder: Path, base: Path, base_name: str, trust_remote_code: bool
+        cls,
+        folder: Path,
+        build_model: models.BuildModel,
+        base: Path,
+        base_name: str,
+        trust_remote_code: bool,
     ) -> "Exporter":
         """Open a saved adapter to merge it.
 
         Args:
             folder: a directory saved by PEFT.
+            build_model: the recipe's function.
             base: directory of the model before quantization.
             base_name: its name on the model card.
             trust_remote_code: the base model may bring its own code.
@@ -191,10 +195,19 @@ class Exporter:
         settings = understood_adapter(folder)
         file = folder / lora.ADAPTER_WEIGHTS
         new = tokens_added(settings, models.load_model_config(base, trust_remote_code))
-        objective = "reward" if settings.task_type == "SEQ_CLS" else "sft"
-        built = _skeleton(base, trust_remote_code, new, objective)
-        adapter = lora.inject_adapter(built.model, settings)
-        built.adapter = adapter
+        config = models.settings_to_read(
+            Config(
+                model=ModelConfig(model_name=str(base)),
+                peft=PeftConfig(use_peft=True, from_peft_checkpoint=str(folder)),
+                preference=PreferenceConfig(
+                    objective="reward" if settings.task_type == "SEQ_CLS" else "sft"
+                ),
+            ),
+            trust_remote_code,
+        )
+        built = _skeleton(build_model, config, base, new)
+        adapter = built.adapter
+        assert adapter is not None
         trained = SafetensorsSource([file])
         tokenizer = models.load_tokenizer(
             folder if any(folder.glob("tokenizer*")) else base, trust_remote_code
@@ -403,12 +416,12 @@ def _with_rows(
 
 
 def _skeleton(
-    base: Path, trust_remote_code: bool, new: models.NewTokens | None, objective: str
+    build_model: models.BuildModel, settings: Config, base: Path, new: models.NewTokens | None
 ) -> models.BuiltModel:
-    settings = ModelConfig(model_name=str(base), trust_remote_code=trust_remote_code)
-    config = models.load_model_config(base, trust_remote_code)
-    models.choose_head(config, objective)
-    return models.build_on_meta(config, settings, new, base)
+    config = models.load_model_config(base, settings.model.trust_remote_code)
+    models.choose_head(config, settings.preference.objective)
+    request = models.ModelRequest(settings, base, config, new, purpose="read")
+    return build_model(request, None, NULL_MONITOR)
 
 
 def _settle_pad_token(built: models.BuiltModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -86,7 +86,7 @@ def open_model(
         held = result[1]
         place = str(job.broadcast_from_rank0(lambda: checkpoint.find_valid(held).folder))
     with job.local_main_process_first():
-        found = _find(place, flags, job, base_of, tokenizer)
+        found = _find(place, flags, job, build_model, base_of, tokenizer)
     request = _request(found, flags, PRECISIONS[chosen].compute)
     built = build_model(request, job, NULL_MONITOR)
     model = built.model
@@ -115,6 +115,7 @@ def _find(
     place: str,
     flags: ModelFlags,
     job: Runtime,
+    build_model: models.BuildModel,
     base_of: Config | None,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> _Found:
@@ -130,7 +131,7 @@ def _find(
     if kind == "checkpoint":  # handled and compared with its base model as in an export
         valid = checkpoint.Checkpoint(held)
         export = checkpoint.Exporter.prepare(
-            valid, flags.base_model, flags.tokenizer_name, trust, merge=True
+            valid, build_model, flags.base_model, flags.tokenizer_name, trust, merge=True
         )
         peft = export.config.peft if export.adapter is not None else None
         objective = export.config.preference.objective
@@ -198,7 +199,7 @@ def _request(found: _Found, flags: ModelFlags, dtype: torch.dtype) -> models.Mod
         found.base,
         model_config,
         found.new,
-        is_trained=found.trained is not None and found.peft is not None,  # for restore_weights
+        purpose="read",
         is_sharded=flags.enable_fsdp,
         trained=found.trained.weights() if found.trained is not None else None,
         storage=Precision(dtype, dtype, dtype, dtype),

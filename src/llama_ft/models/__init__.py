@@ -19,7 +19,15 @@ from llama_ft.models.build import (
     resolve_context_length,
     vocabulary_size,
 )
-from llama_ft.models.built import Adapter, BuildModel, BuiltModel, ModelRequest, StoredModel, Unit
+from llama_ft.models.built import (
+    Adapter,
+    BuildModel,
+    BuiltModel,
+    ModelRequest,
+    StoredModel,
+    Unit,
+    settings_to_read,
+)
 from llama_ft.models.chunked_loss import (
     LossFunction,
     cross_entropy,

@@ -3,9 +3,9 @@
 The recipe's `build_model` fills it from top to bottom. Nothing of it is stored on the model itself.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from transformers.core_model_loading import WeightTransform
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.config import Config
+from llama_ft.config import Config, QuantizationConfig
 from llama_ft.models.new_tokens import GrownRows, NewTokens
 from llama_ft.models.packed_rows import TokenMixers
 from llama_ft.models.source import StoredTensor, WeightSource
@@ -25,13 +25,14 @@ from llama_ft.runtime.process_group import Runtime
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """What the recipe's `build_model` builds: for training, as a plan, as a reference, to answer."""
+    """What the recipe's `build_model` builds."""
 
     config: Config
     folder: Path  # directory of the base model
     model_config: PretrainedConfig
     new_tokens: NewTokens | None = None
-    is_trained: bool = True  # False: all weights are frozen
+    # train: the run's model; reference: frozen; read: to answer, evaluate or export
+    purpose: Literal["train", "reference", "read"] = "train"
     is_sharded: bool = True  # False: without FSDP, each rank holds the whole model
     # weights of a checkpoint to continue or to read, see load_weights
     trained: WeightSource | None = None
@@ -41,6 +42,27 @@ class ModelRequest:
     @property
     def precision(self) -> Precision:
         return self.storage or PRECISIONS[self.config.train.precision]
+
+
+def settings_to_read(config: Config, trust_remote_code: bool) -> Config:
+    """Return a run's settings for its model when it is only read: without quantization, packing and
+    whatever else changes only how training computes."""
+    model = replace(
+        config.model, trust_remote_code=trust_remote_code, compile=False, use_liger=False
+    )
+    train = replace(
+        config.train,
+        activation_checkpointing="off",
+        router_aux_loss_coef=0.0,
+        neftune_noise_alpha=0.0,
+    )
+    return replace(
+        config,
+        model=model,
+        train=train,
+        data=replace(config.data, batching_strategy="padding"),
+        quantization=QuantizationConfig(),
+    )
 
 
 @dataclass(frozen=True)
@@ -105,14 +127,16 @@ class BuiltModel:
 
 
 class BuildModel(Protocol):
-    """The recipe's `build_model`: the only list of building steps. Plans, references, answers and
-    evaluations get it as an argument."""
+    """The recipe's `build_model`: the only list of building steps. Plans, references, answers,
+    evaluations and exports get it as an argument."""
 
-    def __call__(self, request: ModelRequest, ranks: Runtime, memory: PhaseMonitor) -> BuiltModel:
+    def __call__(
+        self, request: ModelRequest, ranks: Runtime | None, memory: PhaseMonitor
+    ) -> BuiltModel:
         """Build, shard and load a model. All ranks call it together.
 
         Args:
             request: the model, and what it is for.
-            ranks: the ranks that share its weights.
+            ranks: the ranks that share its weights; None: it stays on the meta device.
             memory: informed when loading begins.
         """

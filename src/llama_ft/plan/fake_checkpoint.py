@@ -150,7 +150,7 @@ def read_headers(
             if isinstance(value, list) and len(value) == text.num_hidden_layers:
                 setattr(text, name, value[:layers])
         text.num_hidden_layers = layers
-        reduced = build_on_meta(deepcopy(config), model)
+        reduced = build_on_meta(deepcopy(config), model).model
         # the first number in a name is the layer's
         numbers = {name: re.search(r"\b\d+\b", name) for name in headers}
         headers = {

@@ -121,7 +121,7 @@ def _reference_plan(
     tracker = Tracker(request.device)
     with _fake_world(request) as job, planned_models(headers, request.device), tracker.planning():
         models.choose_head(model_config, config.preference.objective)
-        asked = models.ModelRequest(config, request.folder, model_config, is_trained=False)
+        asked = models.ModelRequest(config, request.folder, model_config, purpose="reference")
         built = build_model(asked, job, tracker)
         tracker.watch(built)
         tracker.enter("evaluation")

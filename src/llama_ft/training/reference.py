@@ -281,7 +281,7 @@ class ReferencePass:
         log.info(f"Reference: {self._other}")
         config = reference_config(self._config)
         models.choose_head(model_config, config.preference.objective)
-        request = models.ModelRequest(config, folder, model_config, is_trained=False)
+        request = models.ModelRequest(config, folder, model_config, purpose="reference")
         built = build_model(request, runtime, memory)
         memory.enter("evaluation")
         self._stored.compute(built, self._batches(), runtime)
