@@ -1,5 +1,5 @@
-"""Measure the cost of data: tokenization, the fill of packed sequences, packing against padding,
-waiting for batches.
+"""Measure the cost of data: tokenization, the cache's checksums, the fill of packed sequences,
+packing against padding, waiting for batches.
 
     python benchmarks/data.py
     python benchmarks/data.py --rows 1000000     # also that many short samples from another file
@@ -36,6 +36,7 @@ from transformers.modeling_utils import PreTrainedModel  # noqa: E402
 from llama_ft import data, models, runtime, training  # noqa: E402
 from llama_ft.config import DataConfig, FSDPConfig, ModelConfig, PeftConfig  # noqa: E402
 from llama_ft.data.batches import Batch, BatchSampler, pack_rows  # noqa: E402
+from llama_ft.data.cache import checksum  # noqa: E402
 from llama_ft.data.prefetch import PreparedBatches, StepBatches  # noqa: E402
 from llama_ft.processes import cores  # noqa: E402
 from llama_ft.runtime import Runtime  # noqa: E402
@@ -103,6 +104,26 @@ def tokenize(
             end="",
         )
         return rows, seconds
+
+
+def checksums_table() -> None:
+    """Time the checksum of a file, as at the start of every run with cached data."""
+    size = 2 * GIB
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "tokens"
+        block = random.Random(0).randbytes(2**24)
+        with open(file, "wb") as opened:
+            for _ in range(size // len(block)):
+                opened.write(block)
+            opened.flush()
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        print("\n| checksum of 2 GiB read from | seconds | GB/s |\n|---|---|---|")
+        for place in ("disk", "memory"):
+            started = time.perf_counter()
+            checksum(file)
+            seconds = time.perf_counter() - started
+            print(f"| {place} | {seconds:.2f} | {size / seconds / 1e9:.1f} |")
 
 
 def packs_table(lengths: numpy.ndarray) -> None:
@@ -242,6 +263,7 @@ def main() -> None:
                 packs, _ = pack_rows(lengths, MICRO_BATCH_TOKENS)
                 seconds = time.perf_counter() - started
             print(f" {peak.bytes / GIB:.2f} GiB, packed into {len(packs):,} in {seconds:.1f} s |")
+    checksums_table()
     packs_table(data.row_lengths(rows.train))
     with runtime.start(asked.device, 1, False, None, 1800) as job:
         speed(rows, demo.model_dir, job, asked.turns)

@@ -62,6 +62,7 @@ def main(**flags: str) -> None:
                 vocabulary_size=None if config.model.resize_embeddings else stored_vocabulary,
                 add_tokens=config.model.resize_embeddings,
                 examples=objective.examples,
+                verify_cache=ranks.local_rank == 0,
             )
         new_tokens = models.find_new_tokens(tokenizer, folder, model_config, config.model)
         inputs = setup.check_inputs(config, folder, model_config, tokenizer, new_tokens, dataset)

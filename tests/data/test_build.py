@@ -310,16 +310,20 @@ with runtime.start("cpu", 1, False, None, 60) as job:
             print(job.rank, error, flush=True)
     if job.is_main:
         for file in (folder / "tokenized").glob("*/train.arrow"):
-            file.unlink()
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 1
+            file.write_bytes(content)
     config = DataConfig(dataset=str(folder / "same.jsonl"))
     with job.local_main_process_first():
-        rows = data.prepare(config, tokenizer, context_length=40, cache=folder, want_validation=False)
+        rows = data.prepare(
+            config, tokenizer, context_length=40, cache=folder, want_validation=False, verify_cache=job.local_rank == 0
+        )
     places = [f"{folder}/same.jsonl:{line}" for line in (1, 2, 3, 4)]
     print(job.rank, "rows again", rows.train["source"][:] == places, rows.train["input_ids"][:][0][:2], flush=True)
 """
 
 
-def test_ranks_with_other_rows_than_rank_0_end_the_run_and_a_cache_that_lacks_a_file_is_rebuilt(
+def test_ranks_with_other_rows_than_rank_0_end_the_run_and_a_damaged_cache_is_rebuilt(
     save_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     save_model(tmp_path / "model")
@@ -329,6 +333,7 @@ def test_ranks_with_other_rows_than_rank_0_end_the_run_and_a_cache_that_lacks_a_
     finished = forked(tmp_path / "job.py", tmp_path, ranks=2, timeout=60)
     assert finished.output.count("planned") == 2
     assert finished.output.count("error: --dataset: rank 1 has other samples than rank 0.") == 2
+    assert finished.output.count("train.arrow is damaged or missing") == 1
     assert finished.output.count("rows again True") == 2
 
 

@@ -1,11 +1,12 @@
 """The cache folder, and folders that appear whole or not at all."""
 
+import logging
 from pathlib import Path
 
 import pytest
 
 from llama_ft.data import cache_dir
-from llama_ft.data.cache import build_once
+from llama_ft.data.cache import SIZES, build_once
 from llama_ft.errors import RunFailure
 
 
@@ -38,25 +39,59 @@ def test_folder_of_a_faster_process_is_taken(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-@pytest.mark.parametrize("left", ["", "content of a"])
-def test_folder_that_lacks_a_file_is_built_again(tmp_path: Path, left: str) -> None:
+JUNK = ["", "[]", "null", "{}", '{"a.txt": 3}', '{"a.txt": [0]}', "[" * 100_000, "\0"]
+
+
+def damage(file: Path, how: str) -> None:
+    """Delete a file, cut or grow it by a byte, make it no UTF-8, flip a bit or write junk."""
+    content = bytearray(file.read_bytes())
+    if how == "missing":
+        file.unlink()
+    elif how == "cut":
+        file.write_bytes(content[:-1])
+    elif how == "grown":
+        file.write_bytes(content + b"0")
+    elif how == "not UTF-8":
+        file.write_bytes(b"\xff" + content[1:])
+    elif how.startswith("bit "):
+        bit = int(how.removeprefix("bit "))
+        content[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(content)
+    else:
+        file.write_text(how)
+
+
+@pytest.mark.parametrize("how", ["missing", "cut", "grown", "not UTF-8", "bit 3", "bit 17", *JUNK])
+@pytest.mark.parametrize("name", ["a.txt", "inner/b.txt", SIZES])
+def test_damaged_folder_is_named_and_built_again(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    how: str,
+) -> None:
     def build(folder: Path) -> None:
         (folder / "inner").mkdir()
         for path in ("a.txt", "inner/b.txt"):
             (folder / path).write_text("content of " + path)
 
+    monkeypatch.setattr(logging.getLogger("llama_ft"), "propagate", True)  # to caplog
     target = build_once(tmp_path / "a", build)
+    whole = {file: file.read_bytes() for file in target.rglob("*.*")}
+    damage(target / name, how)
     (target / "another").write_text("")
-    assert build_once(target, build) == target and (target / "another").exists(), (
-        "complete, so not built again"
-    )
-    (target / "inner/b.txt").unlink()
-    (target / "a.txt").write_text(left)
+    if how.startswith("bit ") and name != SIZES:
+        # the ranks that only compare sizes
+        build_once(target, build, verify=False)
+        assert (target / "another").exists()
     build_once(target, build)
-    assert (target / "inner/b.txt").read_text() == "content of inner/b.txt" and not (
-        target / "another"
-    ).exists()
-    assert (target / "a.txt").read_text() == "content of a.txt"
+    assert {file: file.read_bytes() for file in target.rglob("*.*")} == whole
+    assert not (target / "another").exists()
+    assert caplog.text.count(f"{target}: {name} is damaged or missing.") == 1
+    (target / "another").write_text("")
+    build_once(target, build)
+    assert (target / "another").exists(), "whole, so it is not built again"
+    assert len(caplog.records) == 1
 
 
 def test_full_disk_is_told_and_nothing_is_left(tmp_path: Path) -> None:

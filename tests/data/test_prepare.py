@@ -1,5 +1,7 @@
 """From --dataset to tokenized rows: what is kept, what is said, and when the cache is used."""
 
+import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,42 @@ def test_first_bad_rows_are_reported_together(
     assert second.startswith(f'{path}:2: "messages[1].role" is "asistant"; expected assistant')
     assert fourth.startswith(f"{path}:4: malformed JSON") and "--skip_bad_rows" in last
     assert cached(tmp_path / "cache") == set()
+
+
+def test_all_skipped_samples_can_be_found_also_with_a_cache_hit(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    empty = {"instruction": "Hi", "output": ""}
+    lines = [*pairs(2), *[empty] * 6, '{"instruction": ', *pairs(1), {"instruction": "x" * 9000}]
+    path = write_jsonl(tmp_path / "my.jsonl", lines)
+    cache = tmp_path / "cache"
+    for _ in range(2):
+        data = prepared(path, llama3, cache, skip_bad_rows=True)
+        assert data.bad_samples is not None
+        found = [json.loads(line) for line in data.bad_samples.read_text().splitlines()]
+        assert [each["sample"] for each in found] == [
+            f"{path}:{line}" for line in (*range(3, 10), 11)
+        ]
+        assert all(set(each) == {"sample", "kind", "message"} for each in found)
+        assert found[6]["message"].startswith("malformed JSON: ")
+        assert max(len(each["message"]) for each in found) < 600
+        printed = "\n".join(data.summary)
+        assert "skipped 8 bad samples, listed in bad_samples.jsonl:" in printed
+        assert f"(first: {path}:3)" in printed and f"(first: {path}:9)" in printed
+        assert "  6 x " in printed
+    assert len(cached(cache)) == 1
+    assert prepared(write_jsonl(path, pairs(3)), llama3, cache).bad_samples is None
+
+
+def test_list_of_skipped_samples_is_bounded(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    lines = [*pairs(2), *[{"instruction": "Hi", "output": ""}] * 10_100]
+    path = write_jsonl(tmp_path / "my.jsonl", lines)
+    data = prepared(path, llama3, tmp_path / "cache", skip_bad_rows=True)
+    assert data.bad_samples is not None
+    assert len(data.bad_samples.read_text().splitlines()) == 10_000
+    assert "10,100 x " in "\n".join(data.summary)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +218,38 @@ def test_cache_is_used_until_something_changes(
     write_jsonl(path, pairs(31))
     assert len(prepared(path, llama3, cache).train) == 31
     assert len(cached(cache)) == len(variants) + 3
+
+
+@pytest.mark.parametrize("name", ["train.arrow", "validation.arrow", "meta.json", "sizes.json"])
+def test_bit_flips_in_the_cache_do_not_change_the_samples(
+    llama3: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    path = write_jsonl(tmp_path / "my.jsonl", pairs(40))
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(logging.getLogger("llama_ft"), "propagate", True)  # to caplog
+
+    def samples() -> list[Any]:
+        data = prepared(path, llama3, cache, validation="0.2", tokenize_processes=1)
+        assert data.validation is not None
+        return [data.train.to_list(), data.validation.to_list(), data.report]
+
+    right = samples()
+    (key,) = cached(cache)
+    folder = cache / "tokenized" / key
+    for flip in range(14):
+        content = bytearray((folder / name).read_bytes())
+        content[(len(content) - 1) * flip // 13] ^= 1 << flip % 8
+        (folder / name).write_bytes(content)
+        assert samples() == right
+    printed = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+    # a flip in sizes.json may change nothing but a space
+    assert 10 <= len(printed) <= 14 if name == "sizes.json" else len(printed) == 14
+    assert all(line.startswith(f"{folder}: ") for line in printed)
+    assert cached(cache) == {key}
 
 
 def test_ids_beyond_the_models_vocabulary_are_refused_whether_cached_or_not(

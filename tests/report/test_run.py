@@ -13,7 +13,7 @@ from forked import Finished
 from report_run import write_run
 
 from llama_ft.config.paths import RUN_MARKER
-from llama_ft.data.statistics import BuildReport, SplitStatistics, warnings_of
+from llama_ft.data.statistics import BadKind, BuildReport, SplitStatistics, warnings_of
 from llama_ft.errors import UserError
 from llama_ft.report import read_run, report_page, write_or_warn
 from llama_ft.report.run import differing_settings
@@ -62,12 +62,14 @@ def test_bad_rows_that_were_skipped_stand_above_the_data_table(
     run_dir: Path, tmp_path: Path
 ) -> None:
     folder = copied(run_dir, tmp_path / "bad")
-    counted = BuildReport(SplitStatistics(), bad_rows=8, first_bad_rows=["a:1"])
+    counted = BuildReport(SplitStatistics(), bad_rows=8, bad_kinds={"no text": BadKind(8, "a:1")})
     facts = json.loads((folder / "facts.json").read_text())
     facts["data"]["warnings"] = warnings_of(counted)
     (folder / "facts.json").write_text(json.dumps(facts))
     data = report_page(read_run(folder)).partition("<h2>Data</h2>")[2].partition("<table>")[0]
-    assert data.count('class="warn"') == 1 and "skipped 8 bad samples: a:1; ..." in data
+    assert data.count('class="warn"') == 2
+    assert "skipped 8 bad samples, listed in bad_samples.jsonl:" in data
+    assert "8 x no text (first: a:1)" in data
 
 
 def test_each_measure_of_memory_has_a_name_of_its_own(run_dir: Path, tmp_path: Path) -> None:

@@ -133,6 +133,36 @@ def test_smoothed_labels_and_noisy_embeddings_are_of_training_only(model: LlamaF
         torch.testing.assert_close(smoothed.loss(built, one, runtime).loss, expected)
 
 
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_embedding_noise_of_a_token_has_the_size_of_its_own_sample(
+    model: LlamaForCausalLM, is_packed: bool
+) -> None:
+    lengths = [50, 10, 4]
+    noisy = copy.deepcopy(model)
+    if is_packed:
+        use_packed_attention(noisy)
+        ids = torch.arange(sum(lengths)).unsqueeze(0) % 50
+        mixed = Batch(ids, ids.clone(), lengths, True, ["x"] * 3)
+    else:
+        samples = [list(range(length)) for length in lengths]
+        mixed = batch(samples, samples, 50)
+    add_embedding_noise(noisy, 5.0)
+    use_chunked_loss(noisy)
+    seen = list[torch.Tensor]()
+    embedding = noisy.get_input_embeddings()
+    embedding.register_forward_hook(lambda _, inputs, output: seen.append(output))
+    target_losses(noisy.train(), mixed, CPU)
+    noise = (seen[0] - embedding.weight[mixed.input_ids]).abs()
+    if is_packed:
+        parts = noise[0].split(lengths)
+    else:
+        parts = tuple(noise[at, :length] for at, length in enumerate(lengths))
+    for part, length in zip(parts, lengths, strict=True):
+        # the largest of 128 or more uniform numbers
+        bound = 5.0 / (length * 32) ** 0.5
+        assert 0.9 * bound < part.max() <= bound * 1.0001
+
+
 def test_a_batch_without_targets_has_a_loss_and_gradients_of_zero(model: LlamaForCausalLM) -> None:
     loss = token_loss_sum(BuiltModel(model), batch([[1, 2, 3]], [[-100] * 3], 3), CPU)
     assert loss.item() == 0

@@ -34,10 +34,13 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 RUN_MARKER = ".llama_ft-run"
 # of a run and of each of its checkpoints; see training/reference.py
 REFERENCE_FILE = "reference.safetensors"
+# the samples that --skip_bad_rows has skipped; see data/build.py
+BAD_SAMPLES_FILE = "bad_samples.jsonl"
 # Everything that a run writes into its directory. --overwrite deletes nothing else.
 RUN_ENTRIES = (
     "status.json", "config.yaml", "metrics.jsonl", "checkpoints", "model", "facts.json", "plan.json", "report.html",
     "profile", "tensorboard", "wandb", REFERENCE_FILE,
+    BAD_SAMPLES_FILE,
 )  # fmt: skip
 # The entries of checkpoints/ that --overwrite may delete. set-aside-* and files of other programs
 # stay.

@@ -186,7 +186,7 @@ class TrainConfig:
 
     neftune_noise_alpha: Annotated[float, Field(ge=0)] = 0.0
     """NEFTune: uniform noise on the input embeddings in training. Its size is this, divided by the
-    square root of tokens times hidden size; its authors use 5."""
+    square root of (tokens of the sample x hidden size); its authors use 5."""
 
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """The optimizer's weight decay; never applied to norms and biases."""

@@ -15,8 +15,8 @@ import os
 import pickle
 import re
 import signal
+import textwrap
 import traceback
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
@@ -40,7 +40,7 @@ from llama_ft.data.formats import (
 )
 from llama_ft.data.loss_mask import ChatDiffers
 from llama_ft.data.sources import Source
-from llama_ft.data.statistics import ROW, SplitStatistics
+from llama_ft.data.statistics import ROW, BadKind, SplitStatistics, describe_kind
 from llama_ft.data.tokenize import (
     Encoded,
     Encoder,
@@ -66,6 +66,12 @@ FEATURES = Features(
 CHUNK_ROWS = 256
 CHUNK_BYTES = 2**20
 BAD_ROWS_SHOWN = 5
+# Of bad_samples.jsonl, at most about 7 MB. Messages may quote a value of the sample.
+BAD_ROWS_LISTED = 10_000
+MESSAGE_LENGTH = 500
+KINDS_COUNTED = 30
+KIND_LENGTH = 120
+OTHER_KINDS = "other faults"
 BAD_ROWS_COUNTED = 1000  # at this number of bad samples the run stops reading
 # neighboring samples: place; sample and format, pickled to know the size
 Chunk = list[tuple[str, bytes]]
@@ -332,13 +338,20 @@ class SplitWriter:
 
 
 class BadRows:
-    """Counts bad samples and their causes. `refuse` stops a run that does not skip them."""
+    """Counts bad samples by kind. `refuse` stops a run that does not skip them.
 
-    def __init__(self, skip: bool) -> None:
+    Args:
+        skip: `--skip_bad_rows`.
+        listing: file that gets a line of JSON per bad sample, BAD_ROWS_LISTED at most; None: no
+            file. It is created with the first bad sample.
+    """
+
+    def __init__(self, skip: bool, listing: Path | None = None) -> None:
         self.skip = skip
         self.count = 0
         self.first = list[str]()
-        self.causes = Counter[str]()
+        self.kinds = dict[str, BadKind]()
+        self._listing = listing
 
     def note(self, encoded: EncodedChunk) -> None:
         """Count the bad samples of a chunk.
@@ -346,28 +359,41 @@ class BadRows:
         Raises:
             UserError: there are BAD_ROWS_COUNTED of them, and skip_bad_rows is off.
         """
-        self.count += len(encoded.problems)
+        lines = list[str]()
+        for problem in encoded.problems:
+            place, _, message = problem.partition(": ")
+            kind = _kind(message)
+            if kind not in self.kinds and len(self.kinds) == KINDS_COUNTED:
+                kind = OTHER_KINDS
+            if self.count < BAD_ROWS_LISTED:
+                shown = textwrap.shorten(message, MESSAGE_LENGTH, placeholder=" ...")
+                lines.append(json.dumps({"sample": place, "kind": kind, "message": shown}) + "\n")
+            self.count += 1
+            known = self.kinds.get(kind, BadKind(0, place))
+            self.kinds[kind] = known._replace(samples=known.samples + 1)
         self.first = [*self.first, *encoded.problems][:BAD_ROWS_SHOWN]
-        self.causes.update(_cause(problem) for problem in encoded.problems)
+        if lines and self._listing is not None:
+            with open(self._listing, "a", encoding="ascii") as listing:
+                listing.writelines(lines)
         if self.count >= BAD_ROWS_COUNTED:
             self.refuse()
 
     def refuse(self) -> None:
-        """Raise a UserError with the bad samples and their causes, if there are any and
+        """Raise a UserError with the bad samples and their kinds, if there are any and
         skip_bad_rows is off."""
         if self.skip or not self.count:
             return
-        more = [f"{count:,} x {cause}" for cause, count in self.causes.most_common(BAD_ROWS_SHOWN)]
+        kinds = [describe_kind(kind, *self.kinds[kind]) for kind in self.kinds]
         total = f"{counted(self.count, 'bad sample')}{' or more' if self.count >= BAD_ROWS_COUNTED else ''}:"
         way_out = (
             "--skip_bad_rows skips such samples and counts them; --repair_chats repairs chats."
         )
         raise UserError(
-            *self.first[:-1], "\n  ".join([self.first[-1], total, *more]) + f"\n{way_out}"
+            *self.first[:-1], "\n  ".join([self.first[-1], total, *kinds]) + f"\n{way_out}"
         )
 
 
-def _cause(problem: str) -> str:
-    """Return the text of a problem without its place and numbers, so that equal causes can be
-    counted."""
-    return re.sub(r"\d+", "N", problem.partition(": ")[2])[:80]
+def _kind(message: str) -> str:
+    """Return the message of a bad sample without its numbers, shortened, so that equal faults can
+    be counted."""
+    return textwrap.shorten(re.sub(r"(?<!UTF-)\d+", "N", message), KIND_LENGTH, placeholder=" ...")

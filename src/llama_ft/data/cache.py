@@ -1,5 +1,6 @@
 """The cache directory. A directory in it appears complete or not at all."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -9,10 +10,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import xxhash
+
 from llama_ft.errors import RunFailure, reason
+from llama_ft.runtime.console import log
 
 BUILDING = ".building-"
-SIZES = "sizes.json"  # in each complete directory: the files that belong to it -> bytes
+SIZES = "sizes.json"  # in each complete directory: the files that belong to it -> [bytes, xxh3]
 SECONDS_TO_GIVE_UP = 86_400.0
 
 
@@ -25,8 +29,8 @@ def cache_dir() -> Path:
     return Path(os.environ.get("LLAMA_FT_CACHE") or ours)
 
 
-def build_once(target: Path, build: Callable[[Path], object]) -> Path:
-    """Return the directory `target`. If it does not exist or lacks a file,
+def build_once(target: Path, build: Callable[[Path], object], verify: bool = True) -> Path:
+    """Return the directory `target`. If it does not exist or is damaged,
     `build(temporary_directory)` makes it.
 
     The temporary directory is next to `target` and is renamed when it is complete, so no process
@@ -36,13 +40,18 @@ def build_once(target: Path, build: Callable[[Path], object]) -> Path:
     Args:
         target: the directory to return.
         build: fills an empty directory.
+        verify: compare the files of an existing directory with their checksums, which reads all of
+            them. Otherwise only their sizes are compared.
 
     Raises:
         RunFailure: the cache cannot be written, or its disk is full.
     """
-    exists = target.exists()  # before the next line: another process may finish in between
-    if exists and _is_complete(target):
-        return target
+    exists = target.exists()  # before the next lines: another process may finish in between
+    if exists:
+        damaged = _damaged_file(target, verify)
+        if damaged is None:
+            return target
+        log.warning(f"{target}: {damaged} is damaged or missing. The directory is built again.")
     temporary = target.with_name(f"{BUILDING}{target.name}-{uuid.uuid4().hex[:8]}")
     try:
         if exists:
@@ -51,16 +60,21 @@ def build_once(target: Path, build: Callable[[Path], object]) -> Path:
         temporary.mkdir(parents=True)
         _remove_leftovers(target.parent)
         build(temporary)
-        (temporary / SIZES).write_text(json.dumps(_sizes(temporary)))
+        files = sorted(path for path in temporary.rglob("*") if path.is_file())
+        sizes = {
+            str(file.relative_to(temporary)): [file.stat().st_size, checksum(file)]
+            for file in files
+        }
+        (temporary / SIZES).write_text(json.dumps(sizes, indent=2))
         # the files must reach the disk before the directory's new name
-        for name in (*_sizes(temporary), SIZES):
-            with open(temporary / name, "rb") as opened:
+        for file in (*files, temporary / SIZES):
+            with open(file, "rb") as opened:
                 os.fsync(opened.fileno())
         try:
             temporary.rename(target)
         except OSError:
             # otherwise another process was faster, and its directory is used
-            if not _is_complete(target):
+            if _damaged_file(target, verify=False):
                 raise
     except OSError as error:
         raise RunFailure(
@@ -84,14 +98,34 @@ def _remove_leftovers(folder: Path) -> None:
                 shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _sizes(folder: Path) -> dict[str, int]:
-    """Return the files in a directory and its subdirectories -> bytes."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != SIZES]
-    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+def checksum(file: Path) -> str:
+    """Return a checksum of a file's content, xxh3 of 128 bits: it finds damage, not forgery."""
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
 
 
-def _is_complete(folder: Path) -> bool:
-    """Return whether a directory still has all its files: on some clusters, old files are deleted
-    one by one."""
-    listed = folder / SIZES
-    return listed.exists() and json.loads(listed.read_bytes()).items() <= _sizes(folder).items()
+def _damaged_file(folder: Path, verify: bool) -> str | None:
+    """Return the name of a file that is missing or has changed since the directory was built, or
+    None. For `verify` see `build_once`.
+
+    Disks flip bits, and some clusters delete old files one by one. Files that were added are
+    ignored.
+    """
+    try:
+        recorded = json.loads((folder / SIZES).read_bytes())
+        expected = {
+            str(name): (int(size), str(digest)) for name, (size, digest) in recorded.items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return SIZES
+    for name, (size, digest) in expected.items():
+        file = folder / name
+        try:
+            is_whole = file.stat().st_size == size
+            if is_whole and verify:
+                is_whole = checksum(file) == digest
+        except (OSError, ValueError):  # ValueError: a damaged name with a null byte
+            is_whole = False
+        if not is_whole:
+            return name
+    return None if expected else SIZES

@@ -16,6 +16,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from llama_ft.config import DataConfig, as_fraction
+from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.build import BadRows, SplitWriter, chunks_of, encode_chunks
 from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template
@@ -47,6 +48,7 @@ class TokenizedData:
     summary: list[str]  # lines for the log
     report: BuildReport  # all counts
     stream: tuple[Source, Encoder, ExamplesOf] | None = None
+    bad_samples: Path | None = None  # a line of JSON per skipped bad sample
 
     def fingerprints(self) -> dict[str, str]:
         """Return dataset, and validation if it exists -> a checksum of its tokens and labels.
@@ -100,6 +102,7 @@ def prepare(
     add_tokens: bool = False,
     use: Split = "train",
     examples: ExamplesOf = one_example,
+    verify_cache: bool = True,
 ) -> TokenizedData:
     """Tokenize the data that `config` names, or take them from the cache.
 
@@ -121,6 +124,8 @@ def prepare(
         use: purpose of config.dataset, which is returned as `train`: validation selects its
             validation split.
         examples: makes the examples of a sample, `Objective.examples`.
+        verify_cache: compare tokenized samples in the cache with their checksums, which reads all
+            of them. One rank per node does it, before the others.
 
     Raises:
         UserError: the data cannot be used; several bad samples are reported together.
@@ -140,7 +145,8 @@ def prepare(
     encoder = Encoder(
         tokenizer, context_length, config.truncation, config.labels, config.reasoning_content
     )
-    report, folder = _tokenized(_Job(source, held_out, fraction, config, encoder, examples), cache)
+    job = _Job(source, held_out, fraction, config, encoder, examples)
+    report, folder = _tokenized(job, cache, verify_cache)
     if not want_validation:
         report = replace(report, validation=None)
     for split in filter(None, (report.train, report.validation)):
@@ -156,6 +162,7 @@ def prepare(
         summary=summary,
         report=report,
         stream=(source, encoder, examples) if config.streaming else None,
+        bad_samples=folder / BAD_SAMPLES_FILE if report.bad_rows else None,
     )
 
 
@@ -181,7 +188,7 @@ def _look_at_formats(
     return kinds, lines
 
 
-def _tokenized(job: _Job, cache: Path) -> tuple[BuildReport, Path]:
+def _tokenized(job: _Job, cache: Path, verify: bool) -> tuple[BuildReport, Path]:
     """Return the counts and the directory of the tokenized samples, from the cache or newly made.
 
     With streaming these are the validation samples, if there are any.
@@ -193,7 +200,7 @@ def _tokenized(job: _Job, cache: Path) -> tuple[BuildReport, Path]:
     folder = cache / "tokenized" / _key(job, f"{code.hexdigest()} {job.config.streaming}")
     report = BuildReport(SplitStatistics())
     if job.validation or not job.config.streaming:
-        build_once(folder, lambda temporary: _build(temporary, job))
+        build_once(folder, lambda temporary: _build(temporary, job), verify)
         report = BuildReport.load(folder / "meta.json")
     if job.config.streaming:
         config = replace(job.config, skip_bad_rows=False)
@@ -227,7 +234,7 @@ def _build(folder: Path, job: _Job) -> None:
     """Write train.arrow (except with streaming), validation.arrow (if there is validation data) and
     meta.json."""
     config = job.config
-    bad = BadRows(job.config.skip_bad_rows)
+    bad = BadRows(job.config.skip_bad_rows, folder / BAD_SAMPLES_FILE)
     rows = 0
     wanted = {"train": not config.streaming, "validation": job.fraction or job.validation}
     splits = {
@@ -271,7 +278,7 @@ def _build(folder: Path, job: _Job) -> None:
             f"{names['train']}: all {counted(train.rows // 2, 'completion')} have the label {bool(train.desirable)}.\n"
             "KTO needs both. Check the column label, or use --objective sft --dataset_format prompt_completion."
         )
-    BuildReport(train, written.get("validation"), bad.count, bad.first, sample).save(
+    BuildReport(train, written.get("validation"), bad.count, bad.kinds, sample).save(
         folder / "meta.json"
     )
     log.info(f"tokenized {counted(rows, 'sample')} in {time.monotonic() - started:.1f} s")

@@ -3,9 +3,11 @@
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy
 
+from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.formats import Message
 from llama_ft.errors import counted
 
@@ -69,14 +71,21 @@ class SplitStatistics:
         self.whole_tokens += int(rows["whole"].sum())
 
 
+class BadKind(NamedTuple):
+    """How many bad samples have the same fault, and the place of the first one."""
+
+    samples: int
+    first: str
+
+
 @dataclass
 class BuildReport:
     """The content of meta.json.
 
     Attributes:
         train, validation: the statistics of each split; None if the split does not exist.
-        bad_rows, first_bad_rows: number of samples skipped by skip_bad_rows; place and reason of
-        the first ones.
+        bad_rows: number of samples skipped by skip_bad_rows.
+        bad_kinds: kind of fault -> number and first place of these samples.
         chat_sample: a chat of the validation split, else of the training split. Its last message is
             the reference response.
     """
@@ -84,7 +93,7 @@ class BuildReport:
     train: SplitStatistics
     validation: SplitStatistics | None = None
     bad_rows: int = 0
-    first_bad_rows: list[str] = field(default_factory=list)
+    bad_kinds: dict[str, BadKind] = field(default_factory=dict)
     chat_sample: list[Message] | None = None
 
     def save(self, path: Path) -> None:
@@ -100,7 +109,8 @@ class BuildReport:
             name: values[name] and SplitStatistics(**values[name])
             for name in ("train", "validation")
         }
-        return cls(**values | splits)
+        kinds = {kind: BadKind(*counts) for kind, counts in values["bad_kinds"].items()}
+        return cls(**values | splits | {"bad_kinds": kinds})
 
 
 def describe(report: BuildReport) -> list[str]:
@@ -135,11 +145,16 @@ def _split_lines(name: str, split: SplitStatistics) -> list[str]:
 
 
 def warnings_of(report: BuildReport) -> list[str]:
-    """Return a line about skipped bad samples, or no line."""
-    first = "; ".join(text.splitlines()[0] for text in report.first_bad_rows)
-    more = "; ..." if report.bad_rows > len(report.first_bad_rows) else ""
-    return (
-        [f"skipped {counted(report.bad_rows, 'bad sample')}: {first}{more}"]
-        if report.bad_rows
-        else []
-    )
+    """Return a line per kind of skipped bad samples, or no line."""
+    if not report.bad_rows:
+        return []
+    kinds = [f"  {describe_kind(kind, *counts)}" for kind, counts in report.bad_kinds.items()]
+    return [
+        f"skipped {counted(report.bad_rows, 'bad sample')}, listed in {BAD_SAMPLES_FILE}:",
+        *kinds,
+    ]
+
+
+def describe_kind(kind: str, count: int, first: str) -> str:
+    """Return a line about the bad samples with the same fault."""
+    return f"{count:,} x {kind} (first: {first})"

@@ -59,6 +59,7 @@ def measure_loss(
             add_tokens=has_new_tokens,
             use=split or "train",
             examples=training.SupervisedFineTuning.examples,
+            verify_cache=job.local_rank == 0,
         )
     log.info("\n".join(tokenized.summary))
     samples = tokenized.train if split else tokenized.validation

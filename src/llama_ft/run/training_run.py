@@ -3,6 +3,7 @@ updates."""
 
 import dataclasses
 import math
+import shutil
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import checkpoint, data, models, observe, report, runtime, training
 from llama_ft.config import Config, parse_duration, to_yaml
+from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.prefetch import StepBatches
 from llama_ft.run.setup import Setup
 from llama_ft.run.step_record import RankNumbers, StepRecord
@@ -459,6 +461,8 @@ def open_run(
     if ranks.is_main:
         text = to_yaml(config, f"--config {directory}/config.yaml repeats this run")
         (directory / "config.yaml").write_text(text)
+        if dataset.bad_samples is not None:
+            shutil.copyfile(dataset.bad_samples, directory / BAD_SAMPLES_FILE)
     setup.preflight.tell(directory)
     run = TrainingRun(setup, config, inputs, dataset, batches, built.model, directory)
     run.facts.add(units=[dataclasses.asdict(unit) for unit in built.units])
