@@ -211,6 +211,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(runs: Path) -> None:
     job.write_text(
         "import resource, runpy, sys\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100 * 2**10,) * 2)\n"  # no file above 100 KiB
+        f"sys.path.insert(0, {str(EXPORT.parent)!r})\n"  # it imports finetuning.py
         f"runpy.run_path({str(EXPORT)!r}, run_name='__main__')\n"
     )
     finished = forked(job, runs / "4bit" / "model", folder)
@@ -227,10 +228,14 @@ import sys, threading, time
 from pathlib import Path
 import torch
 from checkpoint_by_hand import save_checkpoint
+from forked import REPOSITORY
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from llama_ft.checkpoint import Exporter, find_valid
 from llama_ft.config import Config, ModelConfig
+
+sys.path.insert(0, str(REPOSITORY / "recipes"))
+from finetuning import build_model
 
 folder, tokenizer = Path(sys.argv[1]), sys.argv[2:]
 if tokenizer:
@@ -260,12 +265,11 @@ else:
         out = folder / f"{name}-{way}-out"
         if way == "adapter":
             adapter = folder / f"{name}-adapter"
-            build = build_model()
-            exporter = Exporter.of_adapter(adapter, build, folder / name, name, False)
+            exporter = Exporter.of_adapter(adapter, build_model, folder / name, name, False)
             exporter.write_model(out, None, 10**10)
         else:
             checkpoint = find_valid(folder / f"{name}-full")
-            exporter = Exporter.prepare(checkpoint, build_model(), None, None, False, merge=True)
+            exporter = Exporter.prepare(checkpoint, build_model, None, None, False, merge=True)
             exporter.write_model(out, torch.bfloat16, 10**10)
 
     threading.Thread(target=watch, daemon=True).start()
