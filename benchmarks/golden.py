@@ -84,7 +84,7 @@ CASES = {
         "--optimizer SGD --momentum 0.9 --activation_checkpointing full", then=("planned",)
     ),
     "Adafactor, 2 ranks": Case(f"{FSDP} --optimizer Adafactor --weight_decay 0.1", 2),
-    "LoRA": Case(LORA, then=("resumed", "exported", "merged", "answers", "planned")),
+    "LoRA": Case(LORA, then=("resumed", "exported", "merged", "answers", "checkpoint", "planned")),
     "LoRA, 2 ranks, padding": Case(f"{SCATTERED} {LORA} {PADDED} --validation 0.1", 2),
     "8 bit, 2 ranks": Case(f"{SCATTERED} {LORA} --quantization 8bit", 2, ("planned",)),
     "4 bit": Case(f"{LORA} --quantization 4bit", then=("merged", "answers", "planned")),
@@ -100,7 +100,8 @@ CASES = {
         f"{EXPERTS} {FSDP} {LORA} --lora_dropout 0 --quantization 4bit", 2
     ),
     "images": Case(
-        f"--model_name images {FEW_STEPS} --validation 0.1", then=("exported", "evaluated")
+        f"--model_name images {FEW_STEPS} --validation 0.1",
+        then=("exported", "checkpoint", "evaluated"),
     ),
     "images, 4 bit, 2 ranks": Case(
         f"--model_name images {FEW_STEPS} {SCATTERED} {LORA} --quantization 4bit",
@@ -155,6 +156,7 @@ AFTERWARDS = {
         "inference.py",
         "RUN --device cpu --prompts pairs.jsonl --batch_size 16 --output_file OUT",
     ),
+    "checkpoint": ("inference.py", f"RUN/checkpoints/STEP {ANSWERS} --output_file OUT"),
     "evaluated": ("evaluate.py", "RUN --device cpu --output_file OUT"),
     "planned": ("plan.py", f"{COMMON} FLAGS --nproc RANKS --json"),
 }

@@ -180,6 +180,7 @@ def delete_the_oldest(event, arguments):
 
 sys.addaudithook(delete_the_oldest)
 sys.argv.pop(0)
+sys.path.insert(0, str(Path(sys.argv[0]).parent))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
