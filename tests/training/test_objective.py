@@ -178,7 +178,7 @@ def test_forward_and_backward_make_the_host_wait_for_nothing(
     """Operators that would wait for a GPU are counted. Without the notes, Transformers' masks run
     one to four."""
     sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-    gpu_bench = importlib.import_module("gpu_bench")
+    gpu_child = importlib.import_module("gpu_child")
     ours = BuiltModel(LlamaForCausalLM(model.config))
     if is_packed:
         ours.mixers = use_packed_attention(ours)
@@ -186,9 +186,9 @@ def test_forward_and_backward_make_the_host_wait_for_nothing(
     pack = Batch(
         torch.tensor([sum(rows, [])]), torch.tensor([sum(rows, [])]), lengths, True, ["x"] * 2
     )
-    with gpu_bench.CountWaits() as counter:
+    with gpu_child.CountWaits() as counter:
         token_loss_sum(ours, pack if is_packed else batch(rows, rows, 4), CPU).backward()
-    assert [wait for wait in counter.found if not wait.endswith(gpu_bench.ON_HOST)] == []
+    assert [wait for wait in counter.found if not wait.endswith(gpu_child.ON_HOST)] == []
 
 
 def with_routers(name: str) -> PreTrainedModel:

@@ -15,6 +15,7 @@ PEFT's merge_and_unload can merge other adapters, with the whole model in memory
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -449,8 +450,11 @@ def recorded_config(checkpoint: Checkpoint) -> Config:
 
 def understood_adapter(adapter: Path) -> LoraConfig:
     """Return the settings of a saved adapter. Raises the errors of check_settings."""
+    # an unreadable file is an error of saved_config
+    with suppress(OSError, ValueError, AttributeError):
+        stored = json.loads((adapter / lora.ADAPTER_CONFIG).read_text())
+        check_settings(stored, str(adapter))
     config: LoraConfig = lora.saved_config(adapter)
-    check_settings(json.loads((adapter / lora.ADAPTER_CONFIG).read_text()), str(adapter))
     return config
 
 
