@@ -253,7 +253,7 @@ def test_rwkv_keeps_its_weights_in_eval_mode(tmp_path: Path) -> None:
     config = AutoConfig.for_model("rwkv", vocab_size=101, rescale_every=1, **shape)
     plain = AutoModelForCausalLM.from_config(config).eval()
     plain.save_pretrained(tmp_path)
-    model = build_on_meta(load_model_config(tmp_path, False), ModelConfig(model_name="mine"))
+    model = build_on_meta(load_model_config(tmp_path, False), ModelConfig(model_name="mine")).model
     model.load_state_dict(deepcopy(plain.state_dict()), assign=True)
     model.eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}

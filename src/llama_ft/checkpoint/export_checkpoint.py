@@ -421,8 +421,13 @@ def _skeleton(
 ) -> models.BuiltModel:
     config = models.load_model_config(base, settings.model.trust_remote_code)
     models.choose_head(config, settings.preference.objective)
+    # An export copies what is stored, and a merge rejects a quantized base.
+    quantization = vars(config).pop("quantization_config", None)
     request = models.ModelRequest(settings, base, config, new, purpose="read")
-    return build_model(request, None, NULL_MONITOR)
+    built = build_model(request, None, NULL_MONITOR)
+    if quantization is not None:
+        built.model.config.quantization_config = quantization
+    return built
 
 
 def _settle_pad_token(built: models.BuiltModel, tokenizer: PreTrainedTokenizerBase) -> None:
