@@ -139,19 +139,21 @@ def test_embedding_noise_of_a_token_has_the_size_of_its_own_sample(
 ) -> None:
     lengths = [50, 10, 4]
     noisy = copy.deepcopy(model)
+    built = BuiltModel(noisy)
     if is_packed:
-        use_packed_attention(noisy)
+        built.mixers = use_packed_attention(built)
         ids = torch.arange(sum(lengths)).unsqueeze(0) % 50
         mixed = Batch(ids, ids.clone(), lengths, True, ["x"] * 3)
     else:
         samples = [list(range(length)) for length in lengths]
         mixed = batch(samples, samples, 50)
     add_embedding_noise(noisy, 5.0)
-    use_chunked_loss(noisy)
+    built.has_chunked_loss = use_chunked_loss(built)
     seen = list[torch.Tensor]()
     embedding = noisy.get_input_embeddings()
     embedding.register_forward_hook(lambda _, inputs, output: seen.append(output))
-    target_losses(noisy.train(), mixed, CPU)
+    noisy.train()
+    target_losses(built, mixed, CPU)
     noise = (seen[0] - embedding.weight[mixed.input_ids]).abs()
     if is_packed:
         parts = noise[0].split(lengths)
