@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_budgets
 from conftest import REPOSITORY
 from pages import Page
 
@@ -443,7 +444,7 @@ for wanted in ("auto", "question_answers"):
 
 @pytest.mark.slow
 def test_a_format_of_the_page_is_one_change_of_one_file(
-    save_model: Callable[..., Path], tmp_path: Path
+    save_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = Page("docs/development/add-a-format.md")
     shutil.copytree(
@@ -462,3 +463,11 @@ def test_a_format_of_the_page_is_one_change_of_one_file(
         command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
     )
     assert done.stdout.splitlines() == ["['4</s>']"] * 2, done.stderr
+    # the copy passes lint and budgets
+    shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
+    for check in (["check"], ["format", "--check"]):
+        lint = [sys.executable, "-m", "ruff", *check, "src"]
+        linted = subprocess.run(lint, cwd=tmp_path, capture_output=True, text=True)
+        assert linted.returncode == 0, linted.stdout
+    monkeypatch.setattr(test_budgets, "SOURCE", tmp_path / "src" / "llama_ft")
+    test_budgets.test_no_folder_and_no_file_exceeds_its_budget()
