@@ -79,7 +79,9 @@ class Setup:
         log.info("\n".join(dataset.summary))
         if self.ranks.is_main:
             checkpoint.check_export(model_config, tokenizer, folder)
+        is_packed = config.data.batching_strategy == "packing"
         inputs = {
+            "packing": data.PACKING_VERSION if is_packed else None,
             "global_batch": self.global_batch,
             "contents": {"model_name": models.fingerprint(folder), **dataset.fingerprints()},
             "chat_template": tokenizer.chat_template,
