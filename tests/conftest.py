@@ -105,6 +105,11 @@ def load_script(file: Path) -> ModuleType:
     return module
 
 
+def build_model() -> Any:
+    """The recipe's function, as its tools get it."""
+    return load_script(RECIPE).build_model
+
+
 @pytest.fixture(scope="session")
 def finetuning() -> ModuleType:
     """The recipe."""

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from checkpoint_by_hand import stored
-from conftest import REPOSITORY, load_script, run_cases
+from conftest import REPOSITORY, build_model, load_script, run_cases
 
 from llama_ft.checkpoint import Exporter, export_model, find_valid
 from llama_ft.config import ModelConfig, PeftConfig
@@ -176,12 +176,12 @@ def test_a_merged_adapter_and_a_checkpoint_have_them(
     folder, _ = runs
     base = folder / "base"
     was = stored(base)
-    Exporter.of_adapter(folder / "lora" / "model", base, str(base), False).write_model(
-        tmp_path / "merged", None, 100_000
-    )
-    Exporter.prepare(find_valid(folder / "full"), None, None, False, merge=False).write_model(
-        tmp_path / "full", None, 100_000
-    )
+    Exporter.of_adapter(
+        folder / "lora" / "model", build_model(), base, str(base), False
+    ).write_model(tmp_path / "merged", None, 100_000)
+    Exporter.prepare(
+        find_valid(folder / "full"), build_model(), None, None, False, merge=False
+    ).write_model(tmp_path / "full", None, 100_000)
     for result in ("merged", "full"):
         now = stored(tmp_path / result)
         assert dtypes_of(was) == dtypes_of(now)
