@@ -100,6 +100,20 @@ def test_rows_that_are_no_prompts_are_told_by_their_lines(row: Any, tmp_path: Pa
         read_prompts(str(write(tmp_path / "rows.jsonl", {"prompt": "good"}, row)))
 
 
+def test_all_bad_samples_are_named_at_once_and_can_be_skipped(tmp_path: Path) -> None:
+    lines = [{"prompt": "good"}, "{", {"prompt": " "}, {"prompt": "better"}, {"prompt": 3}]
+    file = str(write(tmp_path / "rows.jsonl", *lines))
+    with pytest.raises(UserError) as refused:
+        read_prompts(file)
+    places = [message.split(": ")[0] for message in refused.value.messages]
+    assert places == [f"{file}:2", f"{file}:3", f"{file}:5", "--prompts"]
+    assert "3 bad samples. --skip_bad_rows" in refused.value.messages[-1]
+    read = read_prompts(file, skip_bad_rows=True)
+    assert [asked for _, asked in read] == ["good", "better"]
+    with pytest.raises(UserError, match="holds no prompts"):
+        read_prompts(str(write(tmp_path / "bad.jsonl", "{")), skip_bad_rows=True)
+
+
 def test_a_prompt_is_written_by_the_chat_template_or_taken_as_it_is(
     tiny_model: Path, tmp_path: Path, runtime: Ranks
 ) -> None:

@@ -287,6 +287,9 @@ CONDITIONS: tuple[tuple[list[str], str, Callable[[Any], Any]], ...] = (
     ([name for name in SETTINGS if name.startswith("mlflow_")], "use_mlflow", bool),
 )
 
+# What to do about a setting without effect, by the setting that makes it so.
+WAYS_OUT = {"sample_tokens": " Set the longest answer too, such as sample_tokens 64."}
+
 
 def broken_values(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[str]:
     """Return a message for each value that is wrong by itself. Arguments: see `broken_rules`."""
@@ -323,6 +326,7 @@ def broken_rules(values: Mapping[str, Any], origins: Mapping[str, str] = {}) -> 
         for name in fields if not fits(values[on]) else ():
             if _asks_for_something(name, values[name], origins):
                 text = f"has no effect with {SETTINGS[on].flag.removeprefix('--')} {format_value(values[on])}."
+                text += WAYS_OUT.get(on, "")
                 messages.setdefault((name, ""), f"{describe_setting(name, origins)} {text}")
     return list(messages.values())
 
