@@ -111,7 +111,7 @@ def test_all_bad_samples_are_named_at_once_and_can_be_skipped(tmp_path: Path) ->
     read = read_prompts(file, skip_bad_rows=True)
     assert [asked for _, asked in read] == ["good", "better"]
     with pytest.raises(UserError, match="holds no prompts"):
-        read_prompts(str(write(tmp_path / "bad.jsonl", "{")), skip_bad_rows=True)
+        read_prompts(str(write(tmp_path / "bad.jsonl", {"prompt": " "})), skip_bad_rows=True)
 
 
 def test_a_prompt_is_written_by_the_chat_template_or_taken_as_it_is(
@@ -152,10 +152,18 @@ def test_a_prompt_is_written_by_the_chat_template_or_taken_as_it_is(
     assert [row["id"] for row in answers] == [0, 1, 2, 3, 4] and answers[0]["answer"] == answers[2][
         "answer"
     ]
-    with pytest.raises(UserError, match="prompt 2: the prompt has"):
+    with pytest.raises(UserError, match="prompt 2: the prompt has(.|\n)*prompt 4: the prompt has"):
+        long = ({}, "word " * 300)
         answer_prompts(
-            [rows[0], ({}, "word " * 300)], Answerer(opened, options, runtime), options, runtime
+            [rows[0], long, rows[1], long], Answerer(opened, options, runtime), options, runtime
         )
+    skipping = InferenceFlags(
+        output_file=f"{tmp_path}/short.jsonl", max_new_tokens=3, skip_bad_rows=True
+    )
+    usable = [({}, "word " * 300), rows[1], ({}, "word " * 301), rows[2]]
+    answer_prompts(usable, Answerer(opened, skipping, runtime), skipping, runtime)
+    answered = (tmp_path / "short.jsonl").read_text().splitlines()
+    assert [json.loads(line)["id"] for line in answered] == [1, 2]
     with pytest.raises(FileExistsError):
         answer_prompts(rows, Answerer(opened, options, runtime), options, runtime)
 
