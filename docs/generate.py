@@ -36,7 +36,7 @@ RECIPES = {
 METRICS = {
     "step": ("optimizer steps", "Steps so far."),
     "epoch": ("epochs", "Passes over the training data so far, a fraction."),
-    "tokens": ("tokens", "Loss tokens so far, over all ranks."),
+    "tokens": ("tokens", "Loss tokens so far, over all ranks. `perf/tokens_per_second` counts input tokens."),
     "train/loss": ("nats per token", "Mean over the loss tokens of the global batch."),
     "train/lr": ("", "Learning rate of the step."),
     "train/grad_norm": ("", "Norm of all gradients, before clipping."),

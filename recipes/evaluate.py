@@ -98,7 +98,11 @@ def evaluate(
             f"{name}: a reward model has no LM head. recipes/inference.py --prompts prints its scores."
         )
     held_out = (
-        measure_loss(opened.built, opened.tokenizer, asked, what, ranks) if what.samples else None
+        measure_loss(
+            opened.built, opened.tokenizer, asked, what, ranks, is_base=tokenizer is not None
+        )
+        if what.samples
+        else None
     )
     # frees cached blocks, whose sizes fit only the measurement of the loss
     torch.cuda.empty_cache()

@@ -53,7 +53,11 @@ def main(options: InferenceFlags) -> None:
         is_chat = ranks.broadcast_from_rank0(
             lambda: options.chat or (not has_prompt and sys.stdin.isatty())
         )
-        prompts = read_prompts(options.prompts, options.columns) if options.prompts else []
+        prompts = (
+            read_prompts(options.prompts, options.columns, options.skip_bad_rows)
+            if options.prompts
+            else []
+        )
         prompt = (
             "" if prompts or is_chat else ranks.broadcast_from_rank0(lambda: one_prompt(options))
         )

@@ -75,3 +75,27 @@ def test_what_may_differ_are_settings_and_what_changes_losses_is_not_among_them(
     assert {
         setting.section for setting in SETTINGS.values()
     } == changes_losses | SECTIONS_THAT_MAY_DIFFER
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_other"),
+    [(1, 2, True), (None, 2, True), (2, 2, False), (2, None, False)],
+    ids=["older", "not recorded", "the same", "not known yet"],
+)
+def test_a_version_that_packs_other_samples_together_does_not_resume(
+    before: int | None, now: int | None, is_other: bool
+) -> None:
+    saved, _ = run()
+    resumed, places = run()
+    saved |= {"packing": before} if before else {}
+    resumed |= {"packing": now} if now else {}
+    if is_other:
+        with pytest.raises(UserError, match=r"other batches.*\n.*\n +--resume_allow_changes batch"):
+            check_same_run(saved, resumed, [], places)
+    check_same_run(saved, resumed, [] if not is_other else ["batching_strategy"], places)
+
+
+def test_padded_batches_do_not_depend_on_packing() -> None:
+    saved, _ = run("--batching_strategy padding")
+    resumed, places = run("--batching_strategy padding")
+    check_same_run(saved, resumed | {"packing": None}, [], places)

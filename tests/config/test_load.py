@@ -23,6 +23,10 @@ from llama_ft.config.dump import to_yaml
             "--optimizer adamw: expected one of AdamW, anyprecision, AdamW8bit, SGD, Adafactor. "
             "Did you mean AdamW?",
         ),
+        (
+            "--objective grpo",
+            "--objective grpo: GRPO and PPO are not supported. Use TRL, axolotl or LLaMA-Factory for them.",
+        ),
     ],
 )
 def test_a_wrong_value_is_told_in_plain_words(mistakes, line: str, message: str) -> None:
@@ -60,6 +64,18 @@ def test_names_values_and_files_of_both_sources_are_told_together(mistakes, reci
         "--compile", "--use_liger", "--dataset", "nope.jsonl", paths=True
     )  # rules, once all of it is valid
     assert [message.partition(" ")[0] for message in found] == ["--compile", "--dataset"]
+
+
+def test_all_values_that_are_wrong_by_themselves_are_reported_together(mistakes) -> None:
+    wrong = "--lr -1 --peft.r 0 --validation -0.1 --block_size 96 --resume_allow_changes lrr"
+    found = mistakes(*shlex.split(wrong))
+    assert [message.split()[0] for message in found] == [
+        "--lr",
+        "--peft.r",
+        "--validation",
+        "--resume_allow_changes",
+        "--block_size",
+    ]
 
 
 @pytest.mark.parametrize(

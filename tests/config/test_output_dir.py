@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ft.config.paths import RUN_MARKER, model_dir_problem
+from llama_ft.config.paths import RUN_MARKER, model_dir_problem, unusual_output_dir
 
 
 def make_run(folder: Path) -> Path:
@@ -125,3 +125,23 @@ def test_the_other_ranks_do_not_trip_over_the_run_that_rank_0_has_begun(
     make_run(tmp_path / "run")
     monkeypatch.setenv("RANK", "1")
     assert mistakes("--output_dir", "run", paths=True) == []
+
+
+def test_a_run_among_other_files_or_in_the_models_directory_is_warned_of(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").touch()
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    for name in ("a.md", "b.md", "c.md", "d.md"):
+        (docs / name).touch()
+    warning = unusual_output_dir(str(docs), str(model))
+    assert warning is not None and "docs has other files (a.md, b.md, c.md, ...)" in warning
+    for inside in (model, model / "tuned"):
+        warning = unusual_output_dir(str(inside), f"{model}/")
+        assert warning is not None and "is in the directory of the model" in warning
+    (tmp_path / "empty").mkdir()
+    make_run(tmp_path / "run")
+    for usual in ("new", "empty", "run"):
+        assert unusual_output_dir(str(tmp_path / usual), str(model)) is None
+    assert unusual_output_dir(str(tmp_path / "new"), "org/name") is None

@@ -66,6 +66,14 @@ def test_quantization_has_a_short_form(recipe, text: str) -> None:
         ("lr: 1", "mine.yaml:1: lr is not a setting. Did you mean train.lr?"),
         ("trian:\n  lr: 1", "mine.yaml:1: trian is not a setting. Did you mean train?"),
         ("epochs: 3", "mine.yaml:1: epochs is not a setting. Did you mean train.num_epochs?"),
+        (
+            "peft:\n  lora_r: 16",
+            "mine.yaml:2: peft.lora_r is not a setting. Did you mean peft.r?",
+        ),
+        (
+            "log:\n  use_wandb: true",
+            "mine.yaml:1: log is not a section. Its settings belong to tracking.",
+        ),
         ("train: 5", "mine.yaml:1: train is a section;"),
         ("train:\n  lr: 1\n  lr: 2", "mine.yaml:3: train.lr is set twice, first in mine.yaml:2."),
         ("train:\n  lr:", "mine.yaml:2: train.lr none: must be a valid number."),

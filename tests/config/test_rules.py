@@ -156,6 +156,13 @@ def test_a_flag_without_effect_is_refused(mistakes, line: str) -> None:
     assert message.split()[0] in line
 
 
+def test_prompts_without_a_length_of_answers_are_told_what_to_add(mistakes) -> None:
+    (message,) = mistakes("--sample_prompts", "Hi")
+    assert message.endswith(
+        "with sample_tokens 0. Set the longest answer too, such as sample_tokens 64."
+    )
+
+
 def test_a_recipe_may_hold_defaults_that_have_no_effect_and_no_other_values(
     mistakes, recipe
 ) -> None:

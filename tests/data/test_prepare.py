@@ -115,9 +115,52 @@ def test_list_of_skipped_samples_is_bounded(
 
 
 @pytest.mark.parametrize(
+    ("dataset", "validation", "settings"),
+    [
+        ("a.jsonl", "a.jsonl", {}),
+        ("a.jsonl", "copy.jsonl", {}),
+        ("a.jsonl", "a.jsonl", {"max_samples": 2}),
+        ("a.jsonl", "as_chats.jsonl", {}),
+        ([{"path": "a.jsonl"}, {"path": "other.jsonl"}], "a.jsonl", {}),
+        ("a.jsonl", "a.jsonl", {"streaming": True}),
+    ],
+)
+def test_training_samples_as_validation_set_are_warned_of(
+    llama3: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dataset: Any,
+    validation: str,
+    settings: Any,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "copy.jsonl"):
+        write_jsonl(Path(name), pairs(4))
+    write_jsonl(Path("other.jsonl"), pairs(5))
+    asked = [{"role": "user", "content": "Hi 0"}, {"role": "assistant", "content": "yes"}]
+    chats = [[{**asked[0], "content": f"Hi {number}"}, asked[1]] for number in range(4)]
+    write_jsonl(Path("as_chats.jsonl"), [{"messages": chat} for chat in chats])
+
+    def warnings(validation: str | None) -> tuple[str, ...]:
+        config = DataConfig(dataset=dataset, validation=validation, **settings)
+        data = prepare(config, llama3, context_length=64, cache=tmp_path, want_validation=True)
+        assert set(data.warnings) <= set(data.facts()["warnings"])
+        return data.warnings
+
+    (warning,) = warnings(validation)
+    assert "the validation set has the training samples" in warning
+    assert warnings("other.jsonl" if dataset == "a.jsonl" else "as_chats.jsonl") == ()
+    if not settings.get("streaming"):
+        assert warnings("0.5") == warnings(None) == ()
+
+
+@pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"validation": "1.5"}, "my.jsonl: no sample is left for train"),
+        (
+            {"validation": "0.9999"},
+            "my.jsonl: no sample is left for train: --validation 0.9999 put 3 samples into the other split, 0 are",
+        ),
         ({"validation": "0.0001"}, "my.jsonl: no sample is left for validation"),
         (
             {"context_length": 8},

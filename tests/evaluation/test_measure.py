@@ -126,7 +126,7 @@ def test_models_stand_side_by_side_with_their_differences() -> None:
     assert [line.split() for line in lines] == [
         ["metric", "base:", "m", "run", "difference"],
         ["loss", "3.0000", "2.5000", "-0.5000"],
-        ["target_tokens", "1,234", "1,234", "+0.0000"],
+        ["target_tokens", "1,234", "1,234", "+0"],
         ["sums", "acc", "0.5000", "±", "0.0500", "0.7500", "±", "0.0500", "+0.2500"],
         ["sums", "seconds", "3.0000", "3.0000", "+0.0000"],
     ]

@@ -100,6 +100,20 @@ def test_rows_that_are_no_prompts_are_told_by_their_lines(row: Any, tmp_path: Pa
         read_prompts(str(write(tmp_path / "rows.jsonl", {"prompt": "good"}, row)))
 
 
+def test_all_bad_samples_are_named_at_once_and_can_be_skipped(tmp_path: Path) -> None:
+    lines = [{"prompt": "good"}, "{", {"prompt": " "}, {"prompt": "better"}, {"prompt": 3}]
+    file = str(write(tmp_path / "rows.jsonl", *lines))
+    with pytest.raises(UserError) as refused:
+        read_prompts(file)
+    places = [message.split(": ")[0] for message in refused.value.messages]
+    assert places == [f"{file}:2", f"{file}:3", f"{file}:5", "--prompts"]
+    assert "3 bad samples. --skip_bad_rows" in refused.value.messages[-1]
+    read = read_prompts(file, skip_bad_rows=True)
+    assert [asked for _, asked in read] == ["good", "better"]
+    with pytest.raises(UserError, match="holds no prompts"):
+        read_prompts(str(write(tmp_path / "bad.jsonl", {"prompt": " "})), skip_bad_rows=True)
+
+
 def test_a_prompt_is_written_by_the_chat_template_or_taken_as_it_is(
     tiny_model: Path, tmp_path: Path, runtime: Ranks
 ) -> None:
@@ -138,10 +152,18 @@ def test_a_prompt_is_written_by_the_chat_template_or_taken_as_it_is(
     assert [row["id"] for row in answers] == [0, 1, 2, 3, 4] and answers[0]["answer"] == answers[2][
         "answer"
     ]
-    with pytest.raises(UserError, match="prompt 2: the prompt has"):
+    with pytest.raises(UserError, match="prompt 2: the prompt has(.|\n)*prompt 4: the prompt has"):
+        long = ({}, "word " * 300)
         answer_prompts(
-            [rows[0], ({}, "word " * 300)], Answerer(opened, options, runtime), options, runtime
+            [rows[0], long, rows[1], long], Answerer(opened, options, runtime), options, runtime
         )
+    skipping = InferenceFlags(
+        output_file=f"{tmp_path}/short.jsonl", max_new_tokens=3, skip_bad_rows=True
+    )
+    usable = [({}, "word " * 300), rows[1], ({}, "word " * 301), rows[2]]
+    answer_prompts(usable, Answerer(opened, skipping, runtime), skipping, runtime)
+    answered = (tmp_path / "short.jsonl").read_text().splitlines()
+    assert [json.loads(line)["id"] for line in answered] == [1, 2]
     with pytest.raises(FileExistsError):
         answer_prompts(rows, Answerer(opened, options, runtime), options, runtime)
 

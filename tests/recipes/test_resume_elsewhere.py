@@ -1,10 +1,12 @@
 """Checkpoints that were moved out of their run, and a finished run that is asked for another one."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import xxhash
 from conftest import RECIPE, Finished, metrics, run_cases
 from forked import forked
 
@@ -81,3 +83,19 @@ def test_another_optimizer_is_refused_with_a_way_that_works(folder: Path) -> Non
     assert refused.exit_code == 2, refused.output
     assert "--optimizer is Adafactor, was AdamW" in refused.output
     assert "do not fit another optimizer" in refused.output
+
+
+def test_a_run_of_a_version_that_packed_otherwise_is_refused(folder: Path) -> None:
+    checkpoint = folder / "run" / "checkpoints" / "step-000001"
+    older = shutil.copytree(checkpoint, folder / "older")
+    record = json.loads((older / "trainer.json").read_text())
+    assert record.pop("packing") == 2
+    (older / "trainer.json").write_text(json.dumps(record))
+    checksum = xxhash.xxh3_128_hexdigest((older / "trainer.json").read_bytes())
+    listed = (older / "checksums.txt").read_text().splitlines()
+    others = [line for line in listed if not line.endswith("trainer.json")]
+    (older / "checksums.txt").write_text("\n".join([*others, f"{checksum}  trainer.json", ""]))
+    refused = forked(RECIPE, *flags(folder, "repacked", "--resume", str(older)))
+    assert refused.exit_code == 2, refused.output
+    assert refused.output.count("error: ") == 1 and "see other batches" in refused.output
+    assert not (folder / "repacked").exists()

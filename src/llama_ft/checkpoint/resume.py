@@ -47,6 +47,12 @@ NEW_RUN = (
     "start a new run from the weights:\n"
     "recipes/export.py RUN FOLDER writes them, --model_name FOLDER or --from_peft_checkpoint FOLDER reads them."
 )
+PACKS_OTHERWISE = (
+    "--resume: the checkpoint is from a version of llama_ft that packs other samples together, so "
+    "the remaining steps would see other batches.\n"
+    "Finish the run with that version. If other batches are acceptable, allow them with:\n"
+    "--resume_allow_changes batching_strategy"
+)
 
 
 def find_checkpoint(settings: CheckpointConfig, ranks: Ranks) -> Checkpoint | None:
@@ -125,8 +131,9 @@ def check_same_run(
 
     Args:
         saved: the run in trainer.json: `config`, the resolved configuration as dicts by section,
-            and `contents`: model_name, dataset, validation -> a checksum of their content.
-        now: the same for the resuming run; `contents` may still be missing.
+            `contents`: model_name, dataset, validation -> a checksum of their content, and
+            `packing`: data.PACKING_VERSION, None without packing.
+        now: the same for the resuming run; `contents` and `packing` may still be missing.
         allowed: names of settings that may differ.
         origins: dotted name -> where it was set.
 
@@ -153,6 +160,10 @@ def check_same_run(
                 changed[name] = (
                     f"{describe_setting(name, {name: origins.get(setting.dotted, '')})} is {format_value(value)}, {was}"
                 )
+    was_packed = before.get("batching_strategy") == "packing"
+    is_repacked = was_packed and now.get("packing") not in (None, saved.get("packing", 1))
+    if not changed and is_repacked and "batching_strategy" not in allowed:
+        raise UserError(PACKS_OTHERWISE)
     if not changed:
         return
     lines = ["--resume: these settings differ from those of the saved run:", *changed.values()]

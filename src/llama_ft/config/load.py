@@ -10,10 +10,16 @@ from pydantic import ValidationError
 
 from llama_ft import __version__
 from llama_ft.config.dump import exit_with_help, help_text
-from llama_ft.config.messages import MOST_ERRORS, describe_setting, format_value, nearest
+from llama_ft.config.messages import (
+    MOST_ERRORS,
+    UNSUPPORTED_VALUES,
+    describe_setting,
+    format_value,
+    nearest,
+)
 from llama_ft.config.parse import Parsed, as_keywords, read_flags, read_yaml
 from llama_ft.config.paths import check_paths
-from llama_ft.config.rules import broken_rules, drop_overridden
+from llama_ft.config.rules import broken_rules, broken_values, drop_overridden
 from llama_ft.config.run_settings import DatasetPart
 from llama_ft.config.settings import SETTINGS, Config, Setting, settings_of, values_of
 from llama_ft.errors import UserError, before_imports, exit_on_error, plural, rank
@@ -88,6 +94,7 @@ def load(
     }
     config, wrong = convert(values, origins)
     errors = [*file.errors, *flags.errors, *wrong.values()]
+    errors += broken_values(values_of(config), origins)
     if not errors:  # after an error the rules would see default values and mislead
         valid = drop_overridden(values_of(config), origins)
         config, _ = convert(valid, origins)
@@ -144,6 +151,9 @@ def _explain(head: str, setting: Setting, value: Any, error: Any) -> str:
         candidates = tuple(DatasetPart.__annotations__)
     head += f"[{'].'.join(map(str, inside))}" if inside else f" {format_value(value)}"
     match = nearest(str(value), candidates)
+    unsupported = UNSUPPORTED_VALUES.get((setting.name, str(value).lower()))
+    if unsupported:
+        return f"{head}: {unsupported}"
     wanted = error["msg"].partition(", unable")[0].removeprefix("Value error, ")
     for theirs, ours in PLAIN.items():
         wanted = wanted.replace(f"{theirs} to", ours).replace(theirs, ours)

@@ -64,7 +64,24 @@ ALIASES: dict[str, str] = {
     "max_seq_length": "context_length",
     "load_in_8bit": "quantization 8bit",
     "load_in_4bit": "quantization 4bit",
+    "bf16": "precision bf16_mixed",
+    "fp16": "precision fp16",
+    "lora_r": "r",
+    "lora_rank": "r",
 }
+
+# Names that are flags of another program.
+OTHER_PROGRAMS: dict[str, str] = dict.fromkeys(
+    ("nproc", "nproc_per_node", "num_processes", "num_gpus"),
+    " is not a setting. torchrun starts several ranks:\n"
+    "torchrun --nproc_per_node 2 recipes/finetuning.py ... --enable_fsdp",
+)
+
+# Values that are spelled like another value, and what to say instead of "Did you mean".
+UNSUPPORTED_VALUES: dict[tuple[str, str], str] = dict.fromkeys(
+    (("objective", "grpo"), ("objective", "ppo")),
+    "GRPO and PPO are not supported. Use TRL, axolotl or LLaMA-Factory for them.",
+)
 
 
 def describe_setting(name: str, origins: Mapping[str, str]) -> str:
@@ -146,6 +163,8 @@ def explain_unknown(name: str, as_key: bool = False) -> str:
         return (
             ", known from llama-recipes, is not used here: docs/migrate/llama-recipes.md says why."
         )
+    if field in OTHER_PROGRAMS:
+        return OTHER_PROGRAMS[field]
     what = "a setting" if as_key else "a flag"
     page = f" {TRANSLATIONS}" if field in ALIASES else ""
     names = [name for name in SETTINGS if name != "mode"]  # --quantization
@@ -168,3 +187,11 @@ def explain_unknown(name: str, as_key: bool = False) -> str:
         else setting.dotted
     )
     return f" is not {what}. Did you mean {f'{shown} {value}'.rstrip()}?{page}"
+
+
+def explain_section(name: str, keys: Iterable[str]) -> str:
+    """Return the text that follows an unknown section of a YAML file, which holds `keys`."""
+    belong = {SETTINGS[key].section: None for key in keys if key in SETTINGS}  # in order
+    if not belong or nearest(name, SECTIONS, TYPO_SIMILARITY):
+        return explain_unknown(name, as_key=True)
+    return f" is not a section. Its settings belong to {' and '.join(belong)}."

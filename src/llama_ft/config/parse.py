@@ -16,7 +16,13 @@ from typing import Any
 
 import yaml
 
-from llama_ft.config.messages import MOST_ERRORS, MOST_SHOWN, explain_unknown, known
+from llama_ft.config.messages import (
+    MOST_ERRORS,
+    MOST_SHOWN,
+    explain_section,
+    explain_unknown,
+    known,
+)
 from llama_ft.config.paths import file_problem
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting
 from llama_ft.errors import rank, reason
@@ -246,7 +252,11 @@ def _read_section(section: str, origin: str, node: yaml.Node, shown: str, parsed
         parsed.values["mode"] = from_text(SETTINGS["mode"], node.value)
         parsed.origins["mode"] = origin
     elif section not in SECTIONS:
-        parsed.add_unknown(f"{origin}: {section}", section, explain_key)
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        keys = [str(key_node.value) for key_node, _ in pairs]
+        parsed.add_unknown(
+            f"{origin}: {section}", section, lambda name: explain_section(name, keys)
+        )
     elif isinstance(node, yaml.MappingNode):
         for key_node, value_node in node.value:
             key = str(key_node.value)

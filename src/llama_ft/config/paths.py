@@ -36,6 +36,7 @@ RUN_MARKER = ".llama_ft-run"
 REFERENCE_FILE = "reference.safetensors"
 # the samples that --skip_bad_rows has skipped; see data/build.py
 BAD_SAMPLES_FILE = "bad_samples.jsonl"
+SHOWN_ENTRIES = 3  # names of other files in a warning
 # Everything that a run writes into its directory. --overwrite deletes nothing else.
 RUN_ENTRIES = (
     "status.json", "config.yaml", "metrics.jsonl", "checkpoints", "model", "facts.json", "plan.json", "report.html",
@@ -224,6 +225,31 @@ def foreign_entries(directory: Path) -> str | None:
     if not held or (directory / RUN_MARKER).is_file():
         return None
     return f"holds {', '.join(held)} but no {RUN_MARKER}, which marks a run's directory. Choose another output_dir."
+
+
+def unusual_output_dir(directory: str, model_name: str) -> str | None:
+    """Return a warning if a new run would write among other files, or None.
+
+    Args:
+        directory: output_dir, not yet written to.
+        model_name: of the run; a Hub name is never among files.
+    """
+    path = Path(directory).expanduser().resolve()
+    model = Path(model_name).expanduser().resolve()
+    if (path / RUN_MARKER).is_file():
+        return None
+    if path.is_relative_to(model) and (model / "config.json").is_file():
+        return (
+            f"--output_dir {directory} is in the directory of the model, {model_name}: "
+            "the run's files will be among the model's."
+        )
+    held = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    if not held:
+        return None
+    shown = ", ".join(held[:SHOWN_ENTRIES]) + (", ..." if len(held) > SHOWN_ENTRIES else "")
+    return (
+        f"--output_dir {directory} has other files ({shown}): the run's files will be among them."
+    )
 
 
 def output_dir_problem(

@@ -56,12 +56,27 @@ def stores_reference(s: Any) -> bool:
 
 # The field that the message is about, what is wrong, and the message, where {} stands for the
 # field's value.
-RULES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
+Rule = tuple[str, Callable[[Any], Any], str]
+
+# Rules that look at their own field only.
+VALUE_RULES: tuple[Rule, ...] = (
     (
         "validation",
         lambda s: not 0 < (0.5 if (share := as_fraction(s.validation)) is None else share) < 1,
         "is {}; expected a fraction between 0 and 1, such as 0.05.",
     ),
+    (
+        "resume_allow_changes",
+        lambda s: not {*(s.resume_allow_changes or ())} <= SETTINGS.keys(),
+        "is {}; expected names of settings, such as lr,num_epochs.",
+    ),
+    (
+        "block_size",
+        lambda s: s.block_size.bit_count() != 1,
+        "is {}; bitsandbytes supports 32, 64, 128, ... 4096.",
+    ),
+)
+RULES: tuple[Rule, ...] = (
     (
         "early_stopping_patience",
         lambda s: s.early_stopping_patience and s.run_validation and not brings_validation(s),
@@ -71,11 +86,6 @@ RULES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
         "eval_steps",
         lambda s: s.eval_steps and s.run_validation and not brings_validation(s),
         "has no effect without validation data. Add validation 0.05, or a file.",
-    ),
-    (
-        "resume_allow_changes",
-        lambda s: not {*(s.resume_allow_changes or ())} <= SETTINGS.keys(),
-        "is {}; expected names of settings, such as lr,num_epochs.",
     ),
     ("min_lr", lambda s: s.min_lr > s.lr, "is {}, above lr {lr}. Lower it."),
     (
@@ -100,11 +110,6 @@ RULES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
         "mode",
         lambda s: s.mode != "none" and not s.use_peft,
         "is {}, and quantized weights cannot be trained. Add use_peft, which trains adapters.",
-    ),
-    (
-        "block_size",
-        lambda s: s.block_size.bit_count() != 1,
-        "is {}; bitsandbytes supports 32, 64, 128, ... 4096.",
     ),
     (
         "init_lora_weights",
@@ -282,6 +287,29 @@ CONDITIONS: tuple[tuple[list[str], str, Callable[[Any], Any]], ...] = (
     ([name for name in SETTINGS if name.startswith("mlflow_")], "use_mlflow", bool),
 )
 
+# What to do about a setting without effect, by the setting that makes it so.
+WAYS_OUT = {"sample_tokens": " Set the longest answer too, such as sample_tokens 64."}
+
+
+def broken_values(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[str]:
+    """Return a message for each value that is wrong by itself. Arguments: see `broken_rules`."""
+    return list(_broken(VALUE_RULES, values, origins).values())
+
+
+def _broken(
+    rules: tuple[Rule, ...], values: Mapping[str, Any], origins: Mapping[str, str]
+) -> dict[tuple[str, str], str]:
+    """Return the field and text of each rule that does not hold -> its message."""
+    messages = {}
+    settings = SimpleNamespace(**values)
+    for name, is_broken, text in rules:
+        if is_broken(settings):
+            shown = format_value(values[name]).strip("[]")
+            messages[name, text] = (
+                f"{describe_setting(name, origins)} {text.format(shown, **values)}"
+            )
+    return messages
+
 
 def broken_rules(values: Mapping[str, Any], origins: Mapping[str, str] = {}) -> list[str]:
     """Return a message for each rule that does not hold.
@@ -290,14 +318,7 @@ def broken_rules(values: Mapping[str, Any], origins: Mapping[str, str] = {}) -> 
         values: all settings by field name, each valid in itself.
         origins: field name -> where it was set.
     """
-    messages: dict[tuple[str, str], str] = {}
-    settings = SimpleNamespace(**values)
-    for name, is_broken, text in RULES:
-        if is_broken(settings):
-            shown = format_value(values[name]).strip("[]")
-            messages[name, text] = (
-                f"{describe_setting(name, origins)} {text.format(shown, **values)}"
-            )
+    messages = _broken(RULES, values, origins)
     for name, value in values.items():
         if is_url_with_secret(str(value)):
             messages[name, ""] = f"{describe_setting(name, origins)} {SECRET}"
@@ -305,6 +326,7 @@ def broken_rules(values: Mapping[str, Any], origins: Mapping[str, str] = {}) -> 
         for name in fields if not fits(values[on]) else ():
             if _asks_for_something(name, values[name], origins):
                 text = f"has no effect with {SETTINGS[on].flag.removeprefix('--')} {format_value(values[on])}."
+                text += WAYS_OUT.get(on, "")
                 messages.setdefault((name, ""), f"{describe_setting(name, origins)} {text}")
     return list(messages.values())
 

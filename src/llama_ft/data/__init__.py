@@ -2,6 +2,7 @@
 datasets."""
 
 from llama_ft.data.batches import (
+    PACKING_VERSION,
     Batch,
     collate,
     evaluation_batches,

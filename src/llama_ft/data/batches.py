@@ -27,6 +27,9 @@ from llama_ft.data.tokenize import IGNORED
 from llama_ft.errors import plural
 
 FILLER_TOKENS = 8
+# Increase it with any change of `pack_samples` that puts other samples into a sequence: a resumed
+# run must see the batches that it would have seen. 1 was best-fit for all lengths.
+PACKING_VERSION = 2
 # The search for samples that fill a sequence takes longer with its length. Above, best-fit is used.
 LONGEST_EXACT_PACK = 8192
 # The search begins when at most so many of the longest samples fit in the room.

@@ -41,6 +41,10 @@ CODE = (
     "tokenize_files",
 )
 SECONDS_BETWEEN_LINES = 10.0
+TRAINED_ON = (
+    "the validation set has the training samples: its loss says nothing about other data. "
+    "--validation 0.05 keeps samples out of training."
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class TokenizedData:
     report: BuildReport  # all counts
     stream: tuple[Source, Encoder, ExamplesOf] | None = None
     bad_samples: Path | None = None  # a line of JSON per skipped bad sample
+    warnings: tuple[str, ...] = ()  # about the data, for the log and the report
 
     def fingerprints(self) -> dict[str, str]:
         """Return dataset, and validation if it exists -> a checksum of its tokens and labels.
@@ -84,7 +89,8 @@ class TokenizedData:
         """Return the counts as plain values, for the run's report."""
         counts = asdict(self.report)
         splits = {"train": counts["train"], "validation": counts["validation"]}
-        return {"summary": self.summary, "warnings": warnings_of(self.report), **splits}
+        warnings = [*warnings_of(self.report), *self.warnings]
+        return {"summary": self.summary, "warnings": warnings, **splits}
 
 
 @dataclass(frozen=True)
@@ -139,13 +145,18 @@ def prepare(
         UserError: the data cannot be used; several bad samples are reported together.
     """
     opened = partial(open_source, config=config, tokenizer=tokenizer, cache=cache)
-    source = reshaped(opened(config.dataset, use), config, config.max_samples)
+    original = opened(config.dataset, use)
+    source = reshaped(original, config, config.max_samples)
     fraction = as_fraction(config.validation)
     held_out: Source | None = None
+    is_trained_on = False
     if want_validation and fraction is None:
         brings_one = not config.validation and brings_validation(config.dataset, config.streaming)
         if name := config.dataset if brings_one else config.validation:
-            held_out = reshaped(opened(name, "validation"), config)
+            validation = opened(name, "validation")
+            held_out = reshaped(validation, config)
+            trained_on = {part.identity for part in original.parts or (original,)}
+            is_trained_on = validation.identity in trained_on
     kinds, summary = _look_at_formats(source, held_out, config.dataset_format)
     if config.chat_template or list in kinds or not kinds:
         note = ensure_chat_template(tokenizer, config.chat_template, add_tokens)
@@ -157,6 +168,8 @@ def prepare(
     report, folder = _tokenized(tokenization, cache, verify_cache)
     if not want_validation:
         report = replace(report, validation=None)
+    if report.validation is not None:
+        is_trained_on |= report.validation.fingerprint == report.train.fingerprint
     for split in filter(None, (report.train, report.validation)):
         check_ids(split.largest_id, source.name, tokenizer, vocabulary_size)
     summary += describe(report)
@@ -171,6 +184,7 @@ def prepare(
         report=report,
         stream=(source, encoder, examples) if config.streaming else None,
         bad_samples=folder / BAD_SAMPLES_FILE if report.bad_samples else None,
+        warnings=(TRAINED_ON,) if is_trained_on else (),
     )
 
 
@@ -304,8 +318,14 @@ def _build(folder: Path, tokenization: _Tokenization) -> None:
     written = {name: split.close() for name, split in splits.items()}
     for name, statistics in written.items():
         if not statistics.samples:
+            taken = ""
+            if tokenization.fraction is not None:
+                others = sum(split.samples for split in written.values())
+                share = f"--validation {tokenization.fraction:g}"
+                taken = f"{share} put {plural(others, 'sample')} into the other split, "
             raise UserError(
-                f"{names[name]}: no sample is left for {name}: {statistics.skipped:,} are longer than "
+                f"{names[name]}: no sample is left for {name}: {taken}"
+                f"{statistics.skipped:,} are longer than "
                 f"--context_length {tokenization.encoder.context_length} (see --truncation) or "
                 f"have no tokens in the loss, "
                 f"{bad.count:,} are bad.\nUse other data, another fraction, or --run_validation False."

@@ -28,6 +28,7 @@ def measure_loss(
     asked: ModelToEvaluate,
     what: Evaluation,
     ranks: Ranks,
+    is_base: bool = False,
 ) -> dict[str, float]:
     """Tokenize the samples, or take them from the cache, and compute the loss. All ranks must call
     it.
@@ -38,6 +39,7 @@ def measure_loss(
         asked: the origin of the model, or of the model that was fine-tuned from it.
         what: the settings and the split of the samples.
         ranks: the ranks.
+        is_base: the base model of a model that got the same samples: they are not reported again.
 
     Returns:
         loss (mean per token), perplexity, and target_tokens, the number of tokens in the loss.
@@ -61,7 +63,8 @@ def measure_loss(
             examples=training.SupervisedFineTuning.examples,
             verify_cache=ranks.local_rank == 0,
         )
-    log.info("\n".join(tokenized.summary))
+    if not is_base:
+        log.info("\n".join(tokenized.summary))
     samples = tokenized.train if split else tokenized.validation
     if samples is None:
         raise UserError(

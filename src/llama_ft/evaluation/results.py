@@ -48,7 +48,11 @@ def describe(models: list[Evaluated], samples: str, limit: float | None) -> str:
             value, error = model.numbers()[key]
             shown = f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"
             cells.append(shown if error is None else f"{shown} ± {error:.4f}")
-            cells += [f"{value - model.base.numbers()[key][0]:+.4f}"] if model.base else []
+            if model.base:
+                difference = value - model.base.numbers()[key][0]
+                cells.append(
+                    f"{difference:+,}" if isinstance(difference, int) else f"{difference:+,.4f}"
+                )
         table.add_row(*key, *cells)
     Console(file=text, width=10_000, markup=False, emoji=False, highlight=False).print(table)
     titles = [f"Loss on {samples}"] if samples else []

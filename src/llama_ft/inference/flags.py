@@ -80,6 +80,9 @@ class InferenceFlags(ModelFlags):
     columns: list[str] = Field(default_factory=list)
     """With --prompts: columns that have other names than in the format, as question=Question."""
 
+    skip_bad_rows: bool = False
+    """With --prompts: skip samples that cannot be used, instead of stopping."""
+
     output_file: str | None = None
     """With --prompts: a new file for the answers, as JSON lines; stdout if not given."""
 

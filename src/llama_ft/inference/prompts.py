@@ -33,7 +33,7 @@ from llama_ft.data.formats import (
 from llama_ft.data.loss_mask import ChatDiffers
 from llama_ft.data.reshape import reshaped
 from llama_ft.data.sources import Source
-from llama_ft.errors import RunFailure, UserError
+from llama_ft.errors import RunFailure, UserError, plural
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.generate import Answer, Answerer, Messages
 from llama_ft.inference.load import LoadedModel
@@ -45,6 +45,7 @@ with suppress(ImportError):  # some builds of Python lack it; input() then has n
     import readline  # noqa: F401
 
 PROMPT_FORMS = 'expected a column "prompt", "instruction", "messages" or "conversations"; or a .txt file of prompts.'
+SHOWN_BAD_SAMPLES = 20
 HELP = "/reset starts again, /exit or Ctrl-D ends, Ctrl-C stops an answer; a space before a slash makes it a message."
 
 
@@ -62,14 +63,26 @@ def _text_of(name: str) -> str:
     return Path(name).expanduser().read_text(encoding="utf-8-sig", errors="replace")
 
 
+def refuse_or_skip(errors: list[str], skip: bool) -> None:
+    """Raise a UserError with all bad samples, or with --skip_bad_rows log them."""
+    if not errors:
+        return
+    shown = errors[:SHOWN_BAD_SAMPLES]
+    count = plural(len(errors), "bad sample")
+    if not skip:
+        raise UserError(*shown, f"--prompts: {count}. --skip_bad_rows skips such samples.")
+    log.warning("\n  ".join([f"skipped {count}:", *shown, *["..."] * (len(errors) > len(shown))]))
+
+
 def read_prompts(
-    name: str, columns: Sequence[str] = ()
+    name: str, columns: Sequence[str] = (), skip_bad_rows: bool = False
 ) -> list[tuple[dict[str, Any], Messages | str]]:
     """Read the prompts of a file: .txt with one per line, or samples as for training.
 
     Args:
         name: the file; .jsonl, .json, .csv, .parquet or .txt.
         columns: as in --columns.
+        skip_bad_rows: as in --skip_bad_rows.
 
     Returns:
         Each sample, to which the answer will be added, and its prompt: text, or a chat without its
@@ -89,13 +102,15 @@ def read_prompts(
         config = DataConfig(dataset=name, columns=list(columns))
         source = Source(name, "", lambda: samples_of_file(Path(name).expanduser()))
         prompts = []
+        bad = list[str]()
         for place, sample in reshaped(source, config).read():
             try:
                 if isinstance(sample, BadSample):
                     raise sample
                 prompts.append((dict(sample), _asked(sample)))
             except BadSample as error:
-                raise UserError(f"{place}: {error}") from error
+                bad.append(f"{place}: {error}")
+        refuse_or_skip(bad, skip_bad_rows)
     if not prompts:
         raise UserError(f"--prompts {name}: holds no prompts.")
     return prompts
@@ -123,6 +138,11 @@ def _asked(sample: Sample) -> Messages | str:
     return chat_messages({**sample, column: chat}, column)[:-1]
 
 
+def _name(number: int, options: InferenceFlags) -> str:
+    """Return the name of a prompt in messages. `read_prompts` may have skipped others."""
+    return f"prompt {number}{' of those not skipped' if options.skip_bad_rows else ''}"
+
+
 def answer_prompts(
     prompts: list[tuple[dict[str, Any], Messages | str]],
     answerer: Answerer,
@@ -143,12 +163,18 @@ def answer_prompts(
     """
     tokens = []
     limits = []
+    usable = []
+    bad = list[str]()
     for number, (sample, asked) in enumerate(prompts, start=1):
         try:
-            tokens.append(answerer.tokens(asked, tools_of(sample)))
-            limits.append(answerer.longest_answer(len(tokens[-1])))
+            prompt = answerer.tokens(asked, tools_of(sample))
+            limits.append(answerer.longest_answer(len(prompt)))
+            tokens.append(prompt)
+            usable.append((sample, asked))
         except UserError as error:
-            raise UserError(f"--prompts: prompt {number}: {error.messages[0]}") from error
+            bad.append(f"--prompts: {_name(number, options)}: {error.messages[0]}")
+    refuse_or_skip(bad, options.skip_bad_rows)
+    prompts = usable
     truncated = 0
     batch = options.batch_size * ranks.world_size
     with output_of(options, ranks) as out:
@@ -194,6 +220,8 @@ def score_prompts(
     context = getattr(config, "max_position_embeddings", None) or sys.maxsize
     encoder = Encoder(opened.tokenizer, context)
     tokens = list[torch.Tensor]()
+    usable = list[Sample]()
+    bad = list[str]()
     for number, sample in enumerate(samples, 1):
         try:
             kind = (
@@ -213,8 +241,11 @@ def score_prompts(
             if (longest := max(len(ids) for ids, _ in examples)) > context:
                 raise BadSample(f"it has {longest} tokens, and the model {context} positions.")
         except BadSample as error:
-            raise UserError(f"--prompts: prompt {number}: {error}") from error
+            bad.append(f"--prompts: {_name(number, options)}: {error}")
+            continue
+        usable.append(sample)
         tokens += [torch.tensor(ids) for ids, _ in examples]
+    refuse_or_skip(bad, options.skip_bad_rows)
     scores = list[float]()
     for start in range(0, len(tokens), options.batch_size):
         part = tokens[start : start + options.batch_size]
@@ -228,7 +259,7 @@ def score_prompts(
     free_unsharded(model)
     left = iter(scores)
     with output_of(options, ranks) as out:
-        for sample in samples if ranks.is_main else ():
+        for sample in usable if ranks.is_main else ():
             names = ("score_chosen", "score_rejected") if "chosen" in sample else ("score",)
             _write({**sample, **{name: next(left) for name in names}}, out)
 

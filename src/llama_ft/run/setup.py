@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from llama_ft import checkpoint, data, models, observe, runtime, training
 from llama_ft.config import Config, differences, parse_duration
+from llama_ft.config.paths import unusual_output_dir
 from llama_ft.errors import UserError
 from llama_ft.plan.oom_report import explain_errors
 from llama_ft.plan.preflight import Preflight, resolve_checkpointing
@@ -76,9 +77,13 @@ class Setup:
         """Check that the final model can be saved, and that a resumed run has the same model and
         data. Return the description of the inputs for trainer.json."""
         log.info("\n".join(dataset.summary))
+        for warning in dataset.warnings:
+            log.warning(warning)
         if self.ranks.is_main:
             checkpoint.check_export(model_config, tokenizer, folder)
+        is_packed = config.data.batching_strategy == "packing"
         inputs = {
+            "packing": data.PACKING_VERSION if is_packed else None,
             "global_batch": self.global_batch,
             "contents": {"model_name": models.fingerprint(folder), **dataset.fingerprints()},
             "chat_template": tokenizer.chat_template,
@@ -108,6 +113,11 @@ class Setup:
         names_dataset = "data.dataset" in self.origins
         for advice in training.advice(config, names_dataset, self.global_batch, batches.size):
             log.warning(advice)
+        output_dir = config.checkpoint.output_dir
+        if self.ranks.is_main and output_dir is not None:
+            unusual = unusual_output_dir(output_dir, config.model.model_name)
+            if unusual:
+                log.warning(unusual)
         if config.data.show_samples:
             data.show_samples(batches.first_samples(), tokenizer, config.data.show_samples)
 
