@@ -114,8 +114,11 @@ def main() -> int:
         end = threading.Timer(seconds + SECONDS_TO_END, end_all, [log])
         end.daemon = True
         end.start()
+        # if a library does not let go of Python's lock; gpu_child.py's processes end with this one
+        faulthandler.dump_traceback_later(seconds + 1.5 * SECONDS_TO_END, exit=True, file=log)
         rows = list(run_parts(bench, names.split(",")))
         end.cancel()
+        faulthandler.cancel_dump_traceback_later()
     wrong = [row for row in rows if row.ok is False]
     skipped = [row for row in rows if row.ok is None]
     print(f"{len(rows) - len(wrong) - len(skipped)} of {len(rows) - len(skipped)} checks hold")
@@ -128,6 +131,7 @@ def main() -> int:
 
 def end_all(log: TextIO) -> None:
     """End this process, which hangs, and all that it has started."""
+    print("ended: a part has not come to an end", flush=True)
     faulthandler.dump_traceback(log)
     end_descendants(os.getpid())
     os._exit(1)

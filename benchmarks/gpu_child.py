@@ -67,6 +67,8 @@ def run_child(case_file: Path, recipe: str, toggle: str) -> None:
     for record in records:
         sys.stdout.flush()
         sys.stderr.flush()
+        # bytes so far: what follows is the next case's
+        record["printed"] = [os.fstat(stream).st_size for stream in (1, 2)]
         with open(case_file.with_name("done.jsonl"), "a") as done:
             done.write(json.dumps(record) + "\n")
 
