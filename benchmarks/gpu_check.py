@@ -27,7 +27,7 @@ from typing import TextIO
 
 import gpu_kernels
 from gpu_bench import REPOSITORY, Bench, Row, end_descendants, failed_row, left_out
-from gpu_cases import cases, ends, methods, oom, resume, save, waits
+from gpu_cases import cases, compiled, ends, methods, oom, resume, save, waits
 from gpu_speed import fixes, full, inference, lora8b, lora8b_more, plan, quant8b
 
 SECONDS_FOR_A_PART = 10.0  # no part starts with less
@@ -51,7 +51,7 @@ def computed(part: str, bench: Bench) -> Iterator[Row]:
 
 RUNS = (
     *(waits, lora8b, cases),
-    *(methods, full, quant8b),
+    *(methods, full, quant8b, compiled),
     *(resume, ends, oom, save),
     *(inference, fixes, lora8b_more, plan),  # in no command
 )
@@ -62,7 +62,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
 # parts, and seconds after which nothing starts and the running case is killed
 COMMANDS: dict[int, tuple[str, float]] = {
     1: ("start,waits,attention,one_pass,lora8b,cases", 440.0),
-    2: ("methods,quantized,sharded,full,quant8b", 440.0),
+    2: ("methods,quantized,sharded,full,quant8b,compiled", 440.0),
     3: ("resume,ends,oom,save", 260.0),
 }
 
