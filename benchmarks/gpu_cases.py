@@ -408,7 +408,10 @@ def _signal_after_a_step(
     if is_term:
         process.send_signal(number)
     else:
-        (rank,) = psutil.Process(process.pid).children()
+        children = psutil.Process(process.pid).children()
+        rank = next(
+            child for child in children if str(RECIPES / "finetuning.py") in child.cmdline()
+        )
         rank.send_signal(number)
     begun = time.monotonic()
     try:
