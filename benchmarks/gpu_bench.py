@@ -7,14 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY / "src"), str(Path(__file__).resolve().parent)]
 
-import torch  # noqa: E402
+import psutil  # noqa: E402
 from gpu_models import (  # noqa: E402
     DEVICE,
     TINY,
@@ -32,6 +34,7 @@ LORA = ["--use_peft", "--target_modules", "all-linear", "--lora_dropout", "0"]
 SECONDS_TO_IMPORT = 60.0
 SECONDS_PER_CASE = 60.0
 POLL_SECONDS = 0.1
+SECONDS_TO_DIE = 5.0  # after SIGKILL; a process may wait for the GPU's driver for longer
 MOST_KEPT = 6000  # characters of each stream of a failed case
 
 
@@ -65,11 +68,7 @@ class Bench:
         self.output = output
         self.scratch = scratch
         self._until = time.monotonic() + seconds
-        # by case: when its steps, or answers, began, and the end of the last one
-        self.seconds: dict[str, list[float]] = {}
-        # by case: the most pinned host memory that torch's allocator held, in bytes
-        self.pinned_bytes: dict[str, int] = {}
-        self.pinning_seconds: dict[str, float] = {}  # by case: spent in CUDA's calls for it
+        self.records: dict[str, dict[str, Any]] = {}  # by finished case; see gpu_child.py
         self.printed: dict[str, str] = {}  # by failed case
         output.mkdir(parents=True, exist_ok=True)
         scratch.mkdir(parents=True, exist_ok=True)
@@ -103,11 +102,12 @@ class Bench:
         limit: float = SECONDS_PER_CASE,
     ) -> Iterator[Case]:
         """Run a recipe with the flags of each case, as many as possible in one process, and yield
-        each case as soon as it has ended.
+        each case as soon as it has ended. After a case that fails, the others run in a new process:
+        a CUDA error makes all later calls of its process fail.
 
         Args:
             cases: flags by name.
-            recipe: a file in recipes/.
+            recipe: a file in recipes/, or a part of gpu_kernels.PARTS, whose cases have no flags.
             toggle: a key of gpu_child.TOGGLES.
             needs: no case starts if fewer seconds are left.
             limit: a case that takes more seconds is killed, and counts as failed.
@@ -126,14 +126,11 @@ class Bench:
         case_file = self.scratch / "cases.json"
         done_file = self.scratch / "done.jsonl"
         streams = [self.scratch / "stdout.log", self.scratch / "stderr.log"]
-        folders = {str(self.scratch / name): flags for name, flags in left.items()}
-        case_file.write_text(json.dumps(folders))
+        case_file.write_text(json.dumps(left))
         done_file.write_text("")
         script = str(REPOSITORY / "benchmarks" / "gpu_check.py")
         command = [sys.executable, script, "--child", str(case_file)]
         command += ["--recipe", recipe, "--toggle", toggle]
-        if ON_GPU:
-            torch.cuda.empty_cache()  # what this process has allocated on the GPU
         with open(streams[0], "wb") as stdout, open(streams[1], "wb") as stderr:
             child = subprocess.Popen(command, stdout=stdout, stderr=stderr, start_new_session=True)
         printed = [0, 0]  # bytes of each stream that belong to earlier cases
@@ -146,17 +143,17 @@ class Bench:
                 lines = done_file.read_text().split("\n")[:-1]  # what follows is being written
                 if len(lines) > done:
                     record = json.loads(lines[done])
-                    self.seconds[name] = record["seconds"]
-                    self.pinned_bytes[name] = record["pinned_bytes"]
-                    self.pinning_seconds[name] = record["pinning_seconds"]
+                    self.records[name] = record
+                    printed = record["printed"]
                     done += 1
                     del left[name]
-                    printed = [stream.stat().st_size for stream in streams]
                     deadline = time.monotonic() + limit
                     yield Case(name, "")
                     if self.seconds_left < needs:
                         return
                 elif self.seconds_left < 0:
+                    texts = [_read_from(*each) for each in zip(streams, printed, strict=True)]
+                    self.keep(name, NO_TIME, *texts)
                     del left[name]
                     yield Case(name, NO_TIME)
                     return
@@ -172,6 +169,27 @@ class Bench:
         finally:
             end_processes(child)
 
+    def run_command(self, name: str, command: list[str], limit: float) -> tuple[int | None, str]:
+        """Run a command, with all that it starts.
+
+        Returns:
+            Its exit code, or None if it was killed after `limit` seconds or when the time was up;
+            and what it printed.
+        """
+        log = self.scratch / f"{name}.log"
+        with open(log, "wb") as file:
+            process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        exit_code = None
+        try:
+            exit_code = process.wait(timeout=max(1.0, min(limit, self.seconds_left)))
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            end_processes(process)
+        return exit_code, log.read_text(errors="replace")
+
     def keep(self, name: str, problem: str, stdout: str, stderr: str = "") -> None:
         """Append what a failed case has printed to failed.log."""
         self.printed[name] = f"{stdout}\n{stderr}".strip()
@@ -179,6 +197,14 @@ class Bench:
         parts += ["--- stderr", stderr[-MOST_KEPT:], ""]
         with open(self.output / "failed.log", "a") as file:
             file.write("\n".join(parts))
+
+    def guarded(self, part: str, claim: str, rows: Iterator[Row]) -> Iterator[Row]:
+        """Yield lines. An exception is one of them: what follows runs all the same."""
+        try:
+            yield from rows
+        except Exception as error:
+            self.keep(f"{part} {claim}", "exception in gpu_check.py", "", traceback.format_exc())
+            yield Row(part, claim, "no exception", last_line(repr(error)), False)
 
     def steps(self, name: str) -> list[dict[str, Any]]:
         """Return the lines of a run's metrics.jsonl that are steps."""
@@ -202,12 +228,23 @@ def _read_from(file: Path, start: int) -> str:
 
 
 def end_processes(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all of its session: it was started with start_new_session."""
-    try:
+    """Kill a process that was started with start_new_session, its session, and what it has started
+    in other sessions: torchrun starts each rank in one."""
+    end_descendants(process.pid)
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(SECONDS_TO_DIE)
+
+
+def end_descendants(process_id: int) -> None:
+    """Kill all processes that a process has started, directly or not."""
+    descendants: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        descendants = psutil.Process(process_id).children(recursive=True)
+    for descendant in descendants:
+        with suppress(psutil.Error):
+            descendant.kill()
 
 
 def left_out(part: str, claim: str) -> Row:

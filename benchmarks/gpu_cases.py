@@ -3,7 +3,6 @@ CPU, saving, resuming, and the ways in which a run ends."""
 
 import json
 import math
-import os
 import shutil
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import torch
 from gpu_bench import (
     LORA,
@@ -100,6 +100,9 @@ MOST_GRADIENT_ERROR = 5e-2  # of the gradient's norm; 2e-2 was seen between bf16
 OTHER_NUMBERS = ("LoRA, dropout",)  # random numbers of a GPU are not those of the CPU
 SECONDS_TO_COMPILE = 150.0
 SECONDS_TO_SAVE = 130.0
+# of a checkpoint, per weight: the weight and AdamW's two states
+MIXED_BYTES = 12
+PURE_BYTES = 6
 
 
 def cases(bench: Bench) -> Iterator[Row]:
@@ -113,24 +116,28 @@ def cases(bench: Bench) -> Iterator[Row]:
 
 
 def methods(bench: Bench) -> Iterator[Row]:
-    """Run three steps of mixtures of experts, DPO, sliding windows, eager attention, DoRA and
-    torch.compile, and compare with fp32 on the CPU."""
+    """Run three steps of mixtures of experts, DPO, sliding windows, eager attention and DoRA, and
+    compare with fp32 on the CPU."""
     flags = {name: _method_flags(bench, method) for name, method in METHODS.items()}
     bases = {name: name for name in METHODS}
     limits = {name: method.limit for name, method in METHODS.items()}
     yield from _beside_the_cpu(bench, "methods", flags, bases, limits)
+
+
+def compiled(bench: Bench) -> Iterator[Row]:
+    """Run three steps with torch.compile, and compare with fp32 on the CPU."""
     if not ON_GPU:
         return
-    compiled: dict[str, list[str]] = {}
-    references: dict[str, str] = {}
+    flags: dict[str, list[str]] = {}
+    bases: dict[str, str] = {}
+    base_flags: dict[str, list[str]] = {}
     for name, (base, more) in COMPILED.items():
-        plain = flags[base] if base in flags else [*bench.tiny(), *CASES[base]]
-        compiled[name] = [*plain, *more]
-        references[name] = base
-        flags[base] = plain
-    yield from _beside_the_cpu(
-        bench, "methods", compiled, references, {}, flags, SECONDS_TO_COMPILE
-    )
+        is_method = base in METHODS
+        plain = _method_flags(bench, METHODS[base]) if is_method else [*bench.tiny(), *CASES[base]]
+        flags[name] = [*plain, *more]
+        bases[name] = base
+        base_flags[base] = plain
+    yield from _beside_the_cpu(bench, "compiled", flags, bases, {}, base_flags, SECONDS_TO_COMPILE)
 
 
 def _method_flags(bench: Bench, method: Method) -> list[str]:
@@ -182,10 +189,13 @@ def _beside_the_cpu(
             yield failed_row(part, expected, reference_case)
         else:
             limit = limits.get(case.name, LIMITS.get(case.name, 5e-3))
-            yield _compare_losses(bench, part, case.name, reference_case.name, limit)
+            row = _compare_losses(bench, part, case.name, reference_case.name, limit)
+            yield from bench.guarded(part, case.name, row)
 
 
-def _compare_losses(bench: Bench, part: str, name: str, reference: str, limit: float) -> Row:
+def _compare_losses(
+    bench: Bench, part: str, name: str, reference: str, limit: float
+) -> Iterator[Row]:
     """Compare the losses of a run with those of its reference.
 
     In fp16 the first steps may be skipped, because the loss scale is still too high. The reference
@@ -209,7 +219,7 @@ def _compare_losses(bench: Bench, part: str, name: str, reference: str, limit: f
     note = f", {skipped[-1]:.0f} steps skipped" if skipped[-1] else ""
     found = f"losses {error:.1e}, norms {gradient_error:.1e}{note}"
     claim = f"the CPU's in fp32: losses within {limit:g}, gradient norms {MOST_GRADIENT_ERROR:g}"
-    return Row(part, name, claim, found, is_right and is_finite)
+    yield Row(part, name, claim, found, is_right and is_finite)
 
 
 def waits(bench: Bench) -> Iterator[Row]:
@@ -240,24 +250,25 @@ def save(bench: Bench) -> Iterator[Row]:
     model = make_model(bench.scratch / name, shape)
     length = 1024 if ON_GPU else 128
     samples = make_samples(bench.scratch / "save-samples.jsonl", [length] * 24)
-    bench.remove_run("save")  # of an earlier command
-    free = shutil.disk_usage(bench.scratch).free
-    if ON_GPU and free < 2 * 3.3e9 * 6:
-        yield left_out("save", "3B")._replace(found=f"left out: only {free / 1e9:.0f} GB of disk")
+    for run in ("save", "save resumed"):  # of an earlier command
+        bench.remove_run(run)
+    weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) // 2
+    fitting = shutil.disk_usage(bench.scratch).free / (1.05 * weights)  # bytes per weight
+    if fitting < PURE_BYTES:
+        too_little = f"left out: only {fitting:.0f} bytes of disk per weight"
+        yield left_out("save", "3B")._replace(found=too_little)
         return
-    # 12 bytes per weight with fp32 weights and states, 6 with bf16. The second checkpoint of a run
-    # shows what saving costs when memory is pinned already.
-    is_mixed = free > 3.3e9 * 12 or not ON_GPU
-    has_two = free > 2 * 3.3e9 * 12 or not ON_GPU
+    precision = "bf16_mixed" if fitting > MIXED_BYTES else "bf16_pure"
+    # The second checkpoint of a run shows what saving costs when memory is pinned already.
+    has_two = fitting > 2 * MIXED_BYTES
     flags = ["--model_name", str(model), "--dataset", str(samples), "--lr", "1e-5", "--overwrite"]
     flags += ["--context_length", str(length), "--batch_size_training", "1", "--device", DEVICE]
-    flags += ["--precision", "bf16_mixed" if is_mixed else "bf16_pure", "--save_model", "false"]
-    flags += ["--max_train_step", "4" if has_two else "3", "--save_every_epoch", "false"]
-    flags += ["--keep_last", "2"]
+    flags += ["--precision", precision, "--save_model", "false", "--save_every_epoch", "false"]
+    flags += ["--max_train_step", "4" if has_two else "3", "--keep_last", "2"]
     yield from _whole_run(bench, "save", "save", [*flags, "--save_steps", "2"], SECONDS_TO_SAVE)
-    if "save" in bench.seconds:
-        yield from _save_costs(bench, "save")
-        shutil.rmtree(bench.scratch / "save" / "checkpoints" / "step-000004", ignore_errors=True)
+    # of a run that failed, too
+    yield from bench.guarded("save", "costs", _save_costs(bench, "save"))
+    shutil.rmtree(bench.scratch / "save" / "checkpoints" / "step-000004", ignore_errors=True)
     yield from _resumed_run(bench, "save", "save", flags, 2, SECONDS_TO_SAVE)
     for run in ("save", "save resumed"):
         bench.remove_run(run)
@@ -275,7 +286,7 @@ def _resumed_run(
     bench: Bench, part: str, whole: str, flags: list[str], step: int, limit: float = 60.0
 ) -> Iterator[Row]:
     """Resume from the checkpoint after `step` of a whole run, and compare the losses after it."""
-    if whole not in bench.seconds:
+    if whole not in bench.records:
         return
     checkpoint = bench.scratch / whole / "checkpoints" / f"step-{step:06d}"
     name = f"{whole} resumed"
@@ -292,32 +303,34 @@ def _resumed_run(
 
 
 def _save_costs(bench: Bench, name: str) -> Iterator[Row]:
-    """Yield lines about the first checkpoint of a run, which also pins the memory."""
-    lines = (bench.scratch / name / "metrics.jsonl").read_text().splitlines()
-    values = [json.loads(line) for line in lines]
-    for key in ("perf/save_stall_seconds", "perf/save_seconds"):
-        found = [f"{line[key]:.2f} s" for line in values if key in line]
-        yield Row("save", key, "a time per checkpoint", ", ".join(found), bool(found))
-    plan_file = bench.scratch / name / "plan.json"
-    if not plan_file.exists():
-        yield Row("save", "plan", "plan.json", "missing", False)
+    """Yield lines about the checkpoints of a run. The first one also pins the memory."""
+    metrics = bench.scratch / name / "metrics.jsonl"
+    if not metrics.exists():
         return
-    plan = json.loads(plan_file.read_text())
-    planned = plan["host_save_bytes"]
-    yield Row(
-        "save", "size on disk", "a number", f"{plan['checkpoint_bytes'] / 2**30:.2f} GiB", True
-    )
-    pinned = bench.pinned_bytes[name]
-    spent = bench.pinning_seconds[name]
-    found = f"{pinned / 2**30:.2f} GiB, planned {planned / 2**30:.2f}, pinned in {spent:.1f} s"
-    yield Row(
-        "save", "pinned host memory", "at most 1.1 of the plan", found, pinned <= 1.1 * planned
-    )
+    values = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for key in ("perf/save_stall_seconds", "perf/save_seconds"):
+        times = ", ".join(f"{line[key]:.2f} s" for line in values if key in line)
+        yield Row("save", key, "a time per checkpoint", times, bool(times))
     peaks = [
         max(line["memory/host_peak_bytes"]) for line in values if "memory/host_peak_bytes" in line
     ]
     if peaks:
         yield Row("save", "host peak", "a number", f"{max(peaks) / 2**30:.2f} GiB", True)
+    plan_file = bench.scratch / name / "plan.json"
+    if not plan_file.exists():
+        yield Row("save", "plan", "plan.json", "missing", False)
+        return
+    plan = json.loads(plan_file.read_text())
+    size = f"{plan['checkpoint_bytes'] / 2**30:.2f} GiB"
+    yield Row("save", "size on disk, planned", "a number", size, True)
+    if name not in bench.records:
+        return
+    pinned = bench.records[name]["pinned_bytes"]
+    spent = bench.records[name]["pinning_seconds"]
+    planned = plan["host_save_bytes"]
+    found = f"{pinned / 2**30:.2f} GiB, planned {planned / 2**30:.2f}, pinned in {spent:.1f} s"
+    claim = "pinned host memory"
+    yield Row("save", claim, "at most 1.1 of the plan", found, pinned <= 1.1 * planned)
 
 
 def ends(bench: Bench) -> Iterator[Row]:
@@ -341,34 +354,30 @@ def ends(bench: Bench) -> Iterator[Row]:
         if bench.seconds_left < 30:
             yield left_out("ends", name)
         else:
-            yield _ends_by_signal(bench, name, [*command, *endless], number)
+            row = _ends_by_signal(bench, name, [*command, *endless], number)
+            yield from bench.guarded("ends", name, row)
 
 
 def _ends_by_itself(bench: Bench, name: str, command: list[str], expected: int) -> Row:
     run = ["--output_dir", str(bench.scratch / f"ends {name}")]
-    process = subprocess.Popen(
-        [*command, *run], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=max(10.0, min(120.0, bench.seconds_left)))
-    except subprocess.TimeoutExpired:
-        return Row("ends", name, f"exit code {expected}", "did not end", False)
-    finally:
-        end_processes(process)
-    is_right = process.returncode == expected
+    exit_code, printed = bench.run_command(f"ends {name}", [*command, *run], limit=90.0)
+    is_right = exit_code == expected
+    found = "did not end" if exit_code is None else str(exit_code)
     if not is_right:
-        text = output.decode(errors="replace")
-        bench.keep(f"ends {name}", f"exit code {process.returncode}", text)
-    return Row("ends", name, f"exit code {expected}", str(process.returncode), is_right)
+        bench.keep(f"ends {name}", f"exit code {found}", printed)
+    return Row("ends", name, f"exit code {expected}", found, is_right)
 
 
-def _ends_by_signal(bench: Bench, name: str, command: list[str], number: signal.Signals) -> Row:
+def _ends_by_signal(
+    bench: Bench, name: str, command: list[str], number: signal.Signals
+) -> Iterator[Row]:
     """SIGTERM goes to torchrun; kill -9 goes to the rank."""
     is_term = number == signal.SIGTERM
     state = "stopped" if is_term else "running"
     expected = f"{state}, {'a' if is_term else 'no'} checkpoint"
     run = bench.scratch / f"ends {name}"
-    log = bench.scratch / "ends.log"
+    shutil.rmtree(run, ignore_errors=True)  # of an earlier command
+    log = bench.scratch / f"ends {name}.log"
     with open(log, "wb") as file:
         process = subprocess.Popen(
             [*command, "--output_dir", str(run)],
@@ -377,28 +386,45 @@ def _ends_by_signal(bench: Bench, name: str, command: list[str], number: signal.
             start_new_session=True,
         )
     try:
-        until = time.monotonic() + min(60.0, bench.seconds_left - 20)
-        while not (run / "metrics.jsonl").exists():
-            if time.monotonic() > until or process.poll() is not None:
-                bench.keep(f"ends {name}", "no step", log.read_text(errors="replace"))
-                return Row("ends", name, expected, "no step was made", False)
-            time.sleep(0.2)
-        time.sleep(2)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(process.pid if is_term else int(children[0]), number)
-        begun = time.monotonic()
-        process.wait(timeout=max(10.0, min(90.0, bench.seconds_left)))
-        seconds = time.monotonic() - begun
-    except subprocess.TimeoutExpired:
-        bench.keep(f"ends {name}", "did not end", log.read_text(errors="replace"))
-        return Row("ends", name, expected, "did not end", False)
+        found, is_right = _signal_after_a_step(bench, process, run, number)
     finally:
         end_processes(process)
-    found_state = json.loads((run / "status.json").read_text())["state"]
+    if not is_right:
+        bench.keep(f"ends {name}", found, log.read_text(errors="replace"))
+    yield Row("ends", name, expected, found, is_right)
+
+
+def _signal_after_a_step(
+    bench: Bench, process: subprocess.Popen[bytes], run: Path, number: signal.Signals
+) -> tuple[str, bool]:
+    """Send the signal, and return what the run's directory says, and whether that is right."""
+    until = time.monotonic() + min(60.0, bench.seconds_left - 20)
+    while not (run / "metrics.jsonl").exists():
+        if time.monotonic() > until or process.poll() is not None:
+            return "no step was made", False
+        time.sleep(0.2)
+    time.sleep(2)
+    is_term = number == signal.SIGTERM
+    if is_term:
+        process.send_signal(number)
+    else:
+        children = psutil.Process(process.pid).children()
+        rank = next(
+            child for child in children if str(RECIPES / "finetuning.py") in child.cmdline()
+        )
+        rank.send_signal(number)
+    begun = time.monotonic()
+    try:
+        process.wait(timeout=max(10.0, min(90.0, bench.seconds_left)))
+    except subprocess.TimeoutExpired:
+        return "did not end", False
+    seconds = time.monotonic() - begun
+    state = json.loads((run / "status.json").read_text())["state"]
     has_checkpoint = any((run / "checkpoints").glob("step-*"))
-    found = f"{found_state} after {seconds:.1f} s, {'a' if has_checkpoint else 'no'} checkpoint"
-    is_right = found_state == state and has_checkpoint == is_term and process.returncode != 0
-    return Row("ends", name, expected, found, is_right)
+    found = f"{state} after {seconds:.1f} s, {'a' if has_checkpoint else 'no'} checkpoint"
+    expected_state = "stopped" if is_term else "running"
+    is_right = state == expected_state and has_checkpoint == is_term and process.returncode != 0
+    return found, is_right
 
 
 def oom(bench: Bench) -> Iterator[Row]:

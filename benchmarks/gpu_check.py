@@ -14,95 +14,56 @@ it on a machine without a network.
 
 import argparse
 import faulthandler
-import importlib
 import json
 import os
-import subprocess
+import signal
 import sys
+import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
+from typing import TextIO
 
-import torch
-from gpu_bench import ON_GPU, REPOSITORY, Bench, Row, last_line, left_out
-from gpu_cases import cases, ends, methods, oom, resume, save, waits
-from gpu_kernels import attention, kernels, one_pass, quantized, sharded
-from gpu_models import DEVICE
+import gpu_kernels
+from gpu_bench import REPOSITORY, Bench, Row, end_descendants, failed_row, left_out
+from gpu_cases import cases, compiled, ends, methods, oom, resume, save, waits
 from gpu_speed import fixes, full, inference, lora8b, lora8b_more, plan, quant8b
 
 SECONDS_FOR_A_PART = 10.0  # no part starts with less
-SECONDS_FOR_A_GROUP = 60.0
-SECONDS_TO_END = 15.0  # after the time limit: then this process ends even if a part hangs
-GROUP_OF_ONE = """
-import sys, torch, torch.distributed as dist
-backend, device = sys.argv[1:]
-dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-dist.all_reduce(torch.ones(1, device=device))
-dist.destroy_process_group()
-"""
+SECONDS_TO_END = 15.0  # after the time limit: then all processes end, whatever hangs
+# A case is killed after its own limit; CUDA compiles some kernels.
+SECONDS_PER_COMPUTATION = 90.0
 
 
-def start(bench: Bench) -> Iterator[Row]:
-    """Versions, libraries, and how long one process takes to join a group of its own."""
-    import peft
-    import transformers
-
-    name = torch.cuda.get_device_name() if ON_GPU else "CPU"
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, peft {peft.__version__}"
-    yield Row("start", "device", "a GPU", name, True if ON_GPU else None)
-    yield Row("start", "versions", "imported", versions, True)
-    for library, is_needed in (("bitsandbytes", True), ("liger_kernel", False)):
-        try:
-            importlib.import_module(library)
-            yield Row("start", library, "imported", version(library), True)
-        except Exception as error:
-            yield Row(
-                "start",
-                library,
-                "imported" if is_needed else "optional",
-                repr(error)[:80],
-                not is_needed,
-            )
-    if ON_GPU:
-        major, minor = torch.cuda.get_device_capability()
-        found = (
-            f"{major}.{minor}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-        )
-        yield Row("start", "compute capability", ">= 8.0", found, major >= 8)
-    yield _group_of_one()
+def computed(part: str, bench: Bench) -> Iterator[Row]:
+    """Compute a part of gpu_kernels in another process."""
+    checks = gpu_kernels.PARTS[part]()
+    no_flags: dict[str, list[str]] = {claim: [] for claim in checks}
+    for case in bench.run(no_flags, recipe=part, limit=SECONDS_PER_COMPUTATION):
+        expected = checks[case.name].expected
+        if case.error:
+            yield failed_row(part, expected, case)
+        else:
+            record = bench.records[case.name]
+            yield Row(part, case.name, expected, record["found"], record["ok"])
 
 
-def _group_of_one() -> Row:
-    """Make, use and end a process group in another process: if NCCL hangs, this one does not."""
-    claim = "a group of one rank, made, used and ended"
-    begun = time.monotonic()
-    command = [sys.executable, "-c", GROUP_OF_ONE, "nccl" if ON_GPU else "gloo", DEVICE]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_FOR_A_GROUP)
-    except subprocess.TimeoutExpired:
-        return Row("start", claim, f"< {SECONDS_FOR_A_GROUP:g} s", "hangs", False)
-    found = f"{time.monotonic() - begun:.1f} s with importing torch"
-    if done.returncode != 0:
-        found = last_line(done.stderr)
-    return Row("start", claim, f"< {SECONDS_FOR_A_GROUP:g} s", found, done.returncode == 0)
-
-
+RUNS = (
+    *(waits, lora8b, cases),
+    *(methods, full, quant8b, compiled),
+    *(resume, ends, oom, save),
+    *(inference, fixes, lora8b_more, plan),  # in no command
+)
 PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
-    part.__name__: part
-    for part in (
-        *(start, waits, attention, kernels, one_pass, lora8b, cases),
-        *(methods, quantized, sharded, full, quant8b),
-        *(save, resume, ends, oom),
-        *(inference, fixes, lora8b_more, plan),  # in no command
-    )
+    **{part: partial(computed, part) for part in gpu_kernels.PARTS},
+    **{part.__name__: part for part in RUNS},
 }
 # parts, and seconds after which nothing starts and the running case is killed
 COMMANDS: dict[int, tuple[str, float]] = {
-    1: ("start,waits,attention,kernels,one_pass,lora8b,cases", 450.0),
-    2: ("methods,quantized,sharded,full,quant8b", 450.0),
-    3: ("save,resume,ends,oom", 280.0),
+    1: ("start,waits,attention,one_pass,lora8b,cases", 440.0),
+    2: ("methods,quantized,sharded,full,quant8b,compiled", 440.0),
+    3: ("resume,ends,oom,save", 260.0),
 }
 
 
@@ -148,9 +109,15 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     seconds = given.seconds if given.seconds is not None else seconds
     bench = Bench(given.output.resolve(), given.scratch.resolve(), seconds)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the processes, too
     with open(bench.output / "failed.log", "a") as log:
-        faulthandler.dump_traceback_later(seconds + SECONDS_TO_END, exit=True, file=log)
+        end = threading.Timer(seconds + SECONDS_TO_END, end_all, [log])
+        end.daemon = True
+        end.start()
+        # if a library does not let go of Python's lock; gpu_child.py's processes end with this one
+        faulthandler.dump_traceback_later(seconds + 1.5 * SECONDS_TO_END, exit=True, file=log)
         rows = list(run_parts(bench, names.split(",")))
+        end.cancel()
         faulthandler.cancel_dump_traceback_later()
     wrong = [row for row in rows if row.ok is False]
     skipped = [row for row in rows if row.ok is None]
@@ -160,6 +127,14 @@ def main() -> int:
     if wrong:
         print(f"failed: {', '.join(f'{row.check} {row.claim}' for row in wrong)}")
     return 1 if wrong else 0
+
+
+def end_all(log: TextIO) -> None:
+    """End this process, which hangs, and all that it has started."""
+    print("ended: a part has not come to an end", flush=True)
+    faulthandler.dump_traceback(log)
+    end_descendants(os.getpid())
+    os._exit(1)
 
 
 def run_parts(bench: Bench, names: list[str]) -> Iterator[Row]:
@@ -175,15 +150,11 @@ def run_parts(bench: Bench, names: list[str]) -> Iterator[Row]:
 
 
 def run_part(bench: Bench, name: str) -> Iterator[Row]:
-    """Run one part. An exception is a failed line, and the next part runs all the same."""
+    """Run one part, unless the time is up."""
     if bench.seconds_left < SECONDS_FOR_A_PART:
         yield left_out(name, "all of it")
-        return
-    try:
-        yield from PARTS[name](bench)
-    except Exception as error:
-        bench.keep(name, "exception in gpu_check.py", "", traceback.format_exc())
-        yield Row(name, "runs", "no exception", repr(error)[:200], False)
+    else:
+        yield from bench.guarded(name, "runs", PARTS[name](bench))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The process that gpu_check.py starts for its runs: one recipe, once per list of flags."""
+"""The process that gpu_check.py starts for its cases: a recipe, once per list of flags, or checks
+of gpu_kernels."""
 
 import functools
 import importlib.util
@@ -7,13 +8,14 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import gpu_kernels
 import torch
-from gpu_bench import DEVICE, ON_GPU, RECIPES
+from gpu_bench import ON_GPU, RECIPES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 WAITING = {
@@ -51,18 +53,52 @@ class CountWaits(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def run_child(cases: Path, recipe: str, toggle: str) -> None:
-    """Run a recipe once per list of flags, and write the seconds of its steps, or answers, and the
-    pinned host memory to done.jsonl as soon as it has ended."""
+def run_child(case_file: Path, recipe: str, toggle: str) -> None:
+    """Run all cases of a file, each by name with its flags, and write a line about each to
+    done.jsonl as soon as it has ended. A case that fails ends the process."""
+    from llama_ft.processes import end_with
+
+    end_with(os.getppid())
+    cases = json.loads(case_file.read_text())
+    if recipe in gpu_kernels.PARTS:
+        records = _compute(recipe, cases)
+    else:
+        records = _run_recipe(recipe, toggle, cases, case_file.parent)
+    for record in records:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # bytes so far: what follows is the next case's
+        record["printed"] = [os.fstat(stream).st_size for stream in (1, 2)]
+        with open(case_file.with_name("done.jsonl"), "a") as done:
+            done.write(json.dumps(record) + "\n")
+
+
+def _compute(part: str, cases: dict[str, list[str]]) -> Iterator[dict[str, Any]]:
+    """Yield what each case of a part of gpu_kernels has found."""
+    checks = gpu_kernels.PARTS[part]()
+    for claim in cases:
+        found, is_right = checks[claim].measure()
+        if ON_GPU:
+            torch.cuda.synchronize()  # an error of this case is not the next one's
+        yield {"found": found, "ok": is_right}
+
+
+def _run_recipe(
+    recipe: str, toggle: str, cases: dict[str, list[str]], scratch: Path
+) -> Iterator[dict[str, Any]]:
+    """Run a recipe once per case.
+
+    Yields:
+        `seconds`: when its steps, or answers, began, and the end of the last one; `pinned_bytes`:
+        the most pinned host memory of torch's allocator; `pinning_seconds`: in CUDA's calls for it.
+    """
     from llama_ft import training
     from llama_ft.config.load import load
     from llama_ft.config.parse import as_keywords
     from llama_ft.errors import exit_on_error
     from llama_ft.inference.flags import read_inference_flags
     from llama_ft.inference.generate import Answerer
-    from llama_ft.processes import end_with
 
-    end_with(os.getppid())
     sys.path.insert(0, str(RECIPES))  # inference.py imports finetuning.py
     spec = importlib.util.spec_from_file_location(recipe, RECIPES / f"{recipe}.py")
     assert spec is not None and spec.loader is not None
@@ -79,25 +115,22 @@ def run_child(cases: Path, recipe: str, toggle: str) -> None:
     training.accumulate_gradients = functools.partial(timed, training.accumulate_gradients)
     answer = Answerer.answer
     Answerer.answer = lambda *args, **kwargs: timed(answer, *args, **kwargs)
-    for folder, flags in json.loads(cases.read_text()).items():
+    for name, case_flags in cases.items():
         seconds.clear()
         if recipe == "inference":
-            module.main(read_inference_flags(flags, ""))
+            module.main(read_inference_flags(case_flags, ""))
         else:
+            flags = [*case_flags, "--output_dir", str(scratch / name)]
             with exit_on_error():
-                load([*flags, "--output_dir", folder])  # as_keywords leaves out unknown flags
-            module.main(**as_keywords([*flags, "--output_dir", folder]))
-        ended = [*seconds, time.perf_counter()]
+                load(flags)  # as_keywords leaves out unknown flags
+            module.main(**as_keywords(flags))
+        ended = time.perf_counter()
         pinned = torch.cuda.host_memory_stats() if ON_GPU else {}
-        record = {
-            "seconds": ended,
+        yield {
+            "seconds": [*seconds, ended],
             "pinned_bytes": pinned.get("allocated_bytes.peak", 0),
             "pinning_seconds": pinned.get("host_alloc_time.total", 0) / 1e6,
         }
-        sys.stdout.flush()
-        sys.stderr.flush()
-        with open(cases.with_name("done.jsonl"), "a") as done:
-            done.write(json.dumps(record) + "\n")
 
 
 def _fail_at_waits(training: ModuleType, seconds: list[float]) -> None:
@@ -106,7 +139,7 @@ def _fail_at_waits(training: ModuleType, seconds: list[float]) -> None:
     def watched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if len(seconds) < 2:
             return function(*args, **kwargs)
-        if DEVICE == "cuda":
+        if ON_GPU:
             torch.cuda.set_sync_debug_mode("error")
             try:
                 return function(*args, **kwargs)
@@ -135,7 +168,11 @@ def _shard_adapters(training: ModuleType, seconds: list[float]) -> None:
     from llama_ft.models import fsdp
 
     leave_out = fsdp._used_as_stored
-    fsdp._used_as_stored = lambda *args: {it for it in leave_out(*args) if not it.requires_grad}
+
+    def leave_out_frozen(*args: Any) -> set[Any]:
+        return {parameter for parameter in leave_out(*args) if not parameter.requires_grad}
+
+    fsdp._used_as_stored = leave_out_frozen
 
 
 def _set_cudnn(enabled: bool, training: ModuleType, seconds: list[float]) -> None:

@@ -72,6 +72,8 @@ def make_model(folder: Path, shape: dict[str, Any]) -> Path:
             value = torch.ones(size) if is_norm else torch.randn(size, device=DEVICE).mul_(0.02)
             tensors[name] = value.to(torch.bfloat16).cpu()
         save_file(tensors, folder / file, metadata={"format": "pt"})
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()  # the runs are in other processes
     weight_map = {name: file for file, shapes in files.items() for name, _ in shapes}
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

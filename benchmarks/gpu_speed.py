@@ -4,7 +4,6 @@ without expectations."""
 import gzip
 import json
 import statistics
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -71,10 +70,11 @@ def _runs(bench: Bench, part: str, runs: dict[str, Speed]) -> Iterator[Row]:
             if case.error:
                 yield failed_row(part, f"{steps} steps", case)
                 continue
-            yield from _speed(bench, part, name, speed)
-            yield from _memory(bench, part, name)
+            yield from bench.guarded(part, f"{name}: speed", _speed(bench, part, name, speed))
+            yield from bench.guarded(part, f"{name}: memory", _memory(bench, part, name))
             if speed.is_profiled:
-                yield from _profile(bench, part, name, speed)
+                profile = _profile(bench, part, name, speed)
+                yield from bench.guarded(part, f"{name}: profile", profile)
 
 
 def _speed(bench: Bench, part: str, name: str, speed: Speed) -> Iterator[Row]:
@@ -84,7 +84,7 @@ def _speed(bench: Bench, part: str, name: str, speed: Speed) -> Iterator[Row]:
     mfu = statistics.median(line.get("perf/mfu", 0.0) for line in steps)
     found = f"{tokens:,.0f}, MFU {mfu:.1%}"
     yield Row(part, f"{name}: tokens/s", f">= {least:,.0f}", found, tokens >= least)
-    begun = bench.seconds[name]
+    begun = bench.records[name]["seconds"]
     wall = (begun[-2] - begun[speed.skipped]) / (len(begun) - 2 - speed.skipped)
     measured = statistics.mean(line["perf/step_seconds"] for line in steps[:-1])
     limit = 0.05 if ON_GPU else 1.0
@@ -261,7 +261,7 @@ def inference(bench: Bench) -> Iterator[Row]:
             if case.error:
                 yield failed_row("inference", "two answers", case)
                 continue
-            begun = bench.seconds[name]
+            begun = bench.records[name]["seconds"]
             first = tokens / (begun[1] - begun[0])
             second = tokens / (begun[2] - begun[1])
             is_fast = not ON_GPU or bool(toggle) or first >= 10
@@ -275,10 +275,11 @@ def plan(bench: Bench) -> Iterator[Row]:
     if not ON_GPU:
         return
     command = [sys.executable, str(Path(__file__).with_name("plan.py"))]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=bench.seconds_left)
-    except subprocess.TimeoutExpired:
+    exit_code, printed = bench.run_command("plan", command, limit=bench.seconds_left)
+    if exit_code is None:
         yield left_out("plan", "16 runs")
         return
-    said = last_line(done.stdout.strip() or done.stderr)
-    yield Row("plan", "16 runs", "within 5% of max_memory_allocated", said, done.returncode == 0)
+    if exit_code != 0:
+        bench.keep("plan", f"exit code {exit_code}", printed)
+    expected = "within 5% of max_memory_allocated"
+    yield Row("plan", "16 runs", expected, last_line(printed), exit_code == 0)

@@ -2,12 +2,15 @@
 so been run."""
 
 import json
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
-from forked import REPOSITORY, Finished, forked
+from forked import ENVIRONMENT, REPOSITORY, Finished, forked
 
 SCRIPT = REPOSITORY / "benchmarks" / "gpu_check.py"
 RUNS_THE_RECIPES = "waits,resume,save,ends,lora8b,quant8b,full,fixes,inference,cases,methods"
@@ -44,14 +47,46 @@ def test_a_command_ends_in_time_and_says_what_was_left_out(tmp_path: Path) -> No
     finished, rows = run_check(tmp_path, 5, "--command", "3")
     assert time.monotonic() - started < 60
     assert finished.exit_code == 0, finished.output
-    assert "left out: save all of it, resume all of it, ends all of it" in finished.output
+    assert "left out: resume all of it, ends all of it, oom all of it" in finished.output
     assert {row["ok"] for row in rows} == {None}
 
 
 def test_an_unknown_part_is_a_user_error(tmp_path: Path) -> None:
     finished = forked(SCRIPT, "--only", "waits,speed", "--output", str(tmp_path), timeout=60)
     assert finished.exit_code == 2
-    assert "--only speed: expected some of start, waits" in finished.output
+    assert "--only speed: expected some of start, attention" in finished.output
+
+
+def test_a_computation_that_fails_is_a_line_and_the_others_still_run(tmp_path: Path) -> None:
+    sys.path.insert(0, str(SCRIPT.parent))
+    from gpu_bench import Bench  # type: ignore[import-not-found]
+
+    bench = Bench(tmp_path / "results", tmp_path / "scratch", 200)
+    checks: dict[str, list[str]] = {"torch": [], "no such library": [], "fire": []}
+    errors = {case.name: case.error for case in bench.run(checks, recipe="start")}
+    assert errors == {
+        "torch": "",
+        "no such library": "exit code 1: KeyError: 'no such library'",
+        "fire": "",
+    }
+    assert "Traceback" in (tmp_path / "results" / "failed.log").read_text()
+
+
+def test_a_command_that_is_ended_ends_the_processes_that_it_has_started(tmp_path: Path) -> None:
+    directories = ["--output", str(tmp_path / "results"), "--scratch", str(tmp_path / "scratch")]
+    command = [sys.executable, str(SCRIPT), "--only", "ends", "--seconds", "200", *directories]
+    environment = {**os.environ, **ENVIRONMENT}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    started: list[psutil.Process] = []
+    until = time.monotonic() + 100
+    while len(started) < 2 and time.monotonic() < until:  # torchrun and its rank
+        time.sleep(0.1)
+        started = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    assert process.wait(30) == 143
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert len(started) >= 2
+    assert not alive
 
 
 @pytest.mark.slow
@@ -95,9 +130,15 @@ def test_failed_and_slow_cases_are_lines_and_the_others_still_run(tmp_path: Path
     made = {file: file.stat().st_mtime_ns for file in (tmp_path / "scratch" / "tiny").iterdir()}
     assert len(made) > 3
 
-    # the next command finds the models; a case that does not end is killed
+    # a case that does not end is killed, and the next one runs
+    endless = [*bench.tiny(), "--num_epochs", "100000", "--device", "cpu"]
+    slow = {"before": flags, "endless": endless, "after": flags}
+    errors = {case.name: case.error for case in bench.run(slow, limit=20)}
+    assert errors["before"] == errors["after"] == ""
+    assert errors["endless"].startswith("over 20 s: ")
+
+    # the next command finds the models; a case that does not end before the limit is killed
     again = Bench(tmp_path / "results", tmp_path / "scratch", 30)
-    endless = [*again.tiny(), "--num_epochs", "100000", "--device", "cpu"]
     started = time.monotonic()
     (case,) = list(again.run({"endless": endless}))
     assert case.error == "left out: too little time"
