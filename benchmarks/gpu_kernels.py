@@ -181,6 +181,7 @@ def _model() -> Any:
     """Return a model without storage that is prepared for packed samples."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from llama_ft.models import BuiltModel
     from llama_ft.models.packed_attention import use_packed_attention
 
     config = LlamaConfig(
@@ -189,8 +190,9 @@ def _model() -> Any:
     config._attn_implementation = "sdpa"
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    use_packed_attention(model)
-    return model
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
+    return built
 
 
 def _packed_attention(
