@@ -505,7 +505,7 @@ MIXED = {
 
 
 class _Mixed(nn.Module):
-    """A matmul with a weight that is trained, beside frozen integers."""
+    """A matmul with a weight that is trained, and frozen integers."""
 
     def __init__(self, shape: tuple[int, int]) -> None:
         super().__init__()
