@@ -1,9 +1,11 @@
 """A run's directory, written by what runs write it with."""
 
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from llama_ft.config import load, to_yaml
+from llama_ft.data.statistics import SplitStatistics
 from llama_ft.observe.run_log import MetricsLog
 from llama_ft.observe.run_metadata import RunMetadata
 from llama_ft.plan.types import Peak, Plan
@@ -78,10 +80,14 @@ def write_run(
 
 def write_facts(folder: Path) -> None:
     facts = RunMetadata(folder)
-    split = {"rows": 60, "tokens": 6000, "target_tokens": 3000, "longest": 200}
-    split |= {"truncated": 0, "skipped": 0}
+    training = SplitStatistics(samples=60, tokens=6000, target_tokens=3000, longest=200)
+    validation = replace(training, samples=7)
     facts.add(
-        data={"summary": [f"training {MARKUP}"], "train": split, "validation": {**split, "rows": 7}}
+        data={
+            "summary": [f"training {MARKUP}"],
+            "train": asdict(training),
+            "validation": asdict(validation),
+        }
     )
     facts.add(
         environment={

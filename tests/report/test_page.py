@@ -143,6 +143,13 @@ def test_no_secret_is_in_facts_or_pages(run_dir: Path, report: Path) -> None:
     assert "HF_TOKEN=***" in report.read_text()
 
 
+def test_each_split_has_a_row_with_its_samples_and_tokens(report: Path) -> None:
+    page = Parsed(report.read_text())
+    counts = ["6,000", "3,000", "200", "0", "0"]
+    assert ["training", "60", *counts] in page.rows
+    assert ["validation", "7", *counts] in page.rows
+
+
 def test_each_rank_has_a_row_and_the_page_is_small(report: Path) -> None:
     ranks = report.read_text().partition(">Each rank ")[2].partition("</section>")[0]
     assert ranks.count("<tr>") == 3 and ranks.count(">80.0 MiB<") == 1

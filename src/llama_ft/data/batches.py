@@ -63,9 +63,9 @@ class BatchSampler:
         micro_batch: maximum packed sequences (or samples) of a micro-batch of one rank.
         world_size, rank: number of ranks, and the rank of this plan.
         seed: seed of the shuffle.
-        group: number of neighboring rows that are the examples of one sample. They stay in one
-            micro-batch. All counts above are then counts of groups, and a packed sequence has room
-            for `group` times its length.
+        group: number of neighboring table rows that are the examples of one sample. They stay in
+            one micro-batch. All counts above are then counts of groups, and a packed sequence has
+            room for `group` times its length.
     """
 
     def __init__(
@@ -81,9 +81,8 @@ class BatchSampler:
         seed: int,
         group: int = 1,
     ) -> None:
-        self._lengths, self._target_tokens = (
-            _of_groups(each, group) for each in (lengths, target_tokens)
-        )
+        self._lengths = _sum_groups(lengths, group)
+        self._target_tokens = _sum_groups(target_tokens, group)
         self._packs = None
         self._sizes = self._lengths
         if pack_length is not None:
@@ -101,7 +100,9 @@ class BatchSampler:
     @classmethod
     def of(cls, samples: Dataset, **layout: Any) -> "BatchSampler":
         """Plan tokenized samples. `samples` has the columns `tokenize_files.FEATURES`."""
-        target_tokens = samples.with_format("arrow")[:]["target_tokens"].to_numpy()
+        # The Arrow format reads one column from the memory map without making Python objects.
+        table = samples.with_format("arrow")[:]
+        target_tokens = table["target_tokens"].to_numpy()
         return cls(example_lengths(samples), target_tokens, group=group_size(samples), **layout)
 
     def __len__(self) -> int:
@@ -136,19 +137,27 @@ class BatchSampler:
         samples, order = self._epoch(epoch)
         first = step_in_epoch * self.global_batch
         batch = order[first : first + self.global_batch]
-        batch = batch[numpy.argsort(-self._sizes[batch], kind="stable")]
-        members = [
-            [int(item)] if self._packs is None else samples[self._packs[item]].tolist()
-            for item in batch
-        ]
+        # A stable sort keeps the random order among equal lengths, so it is the same on all ranks.
+        longest_first = numpy.argsort(-self._sizes[batch], kind="stable")
+        members = self._members(batch[longest_first], samples)
+        shares = _shares_of_rank(members, self._world_size, self._rank, self._micro_batch)
+        groups = _table_rows(members)
         return StepPlan(
-            [
-                _rows_of(share, self._group)
-                for share in _part(members, self._world_size, self._rank, self._micro_batch)
-            ],
-            target_tokens=int(self._target_tokens[_rows_of(members)].sum()),
-            samples=len(_rows_of(members)),
+            micro_batches=[_table_rows(share, self._group) for share in shares],
+            target_tokens=int(self._target_tokens[groups].sum()),
+            samples=len(groups),
         )
+
+    def _members(self, items: numpy.ndarray, samples: numpy.ndarray) -> list[list[int]]:
+        """Return the samples of each item: of a packed sequence several, with padding one.
+
+        Args:
+            items: the items, int64 [items].
+            samples: the samples of the epoch by descending length; a pack holds slots of them.
+        """
+        if self._packs is None:
+            return [[int(item)] for item in items]
+        return [samples[self._packs[item]].tolist() for item in items]
 
     def _epoch(self, epoch: int) -> tuple[numpy.ndarray, numpy.ndarray]:
         """Return the order of an epoch: samples by descending length, and a permutation of the
@@ -173,13 +182,17 @@ class BatchSampler:
         if self._packs is not None:
             return torch.randperm(len(self), generator=generator).numpy()
         full = len(shuffled) // self.global_batch * self.global_batch
+        bucket_size = BATCHES_PER_BUCKET * self.global_batch
         batches = []
-        for first in range(0, full, BATCHES_PER_BUCKET * self.global_batch):
-            bucket = shuffled[first : min(first + BATCHES_PER_BUCKET * self.global_batch, full)]
-            bucket = bucket[numpy.argsort(-self._lengths[bucket], kind="stable")]
+        for first in range(0, full, bucket_size):
+            bucket = shuffled[first : min(first + bucket_size, full)]
+            longest_first = numpy.argsort(-self._lengths[bucket], kind="stable")
+            bucket = bucket[longest_first]
             batches += numpy.split(bucket, len(bucket) // self.global_batch)
         order = torch.randperm(len(batches), generator=generator).tolist()
-        return numpy.concatenate([*(batches[number] for number in order), shuffled[full:]])
+        reordered = [batches[number] for number in order]
+        incomplete = shuffled[full:]
+        return numpy.concatenate([*reordered, incomplete])
 
 
 def evaluation_batches(
@@ -205,16 +218,18 @@ def evaluation_batches(
     Returns:
         The indices of samples, one list per batch.
     """
-    lengths = _of_groups(lengths, group)
+    lengths = _sum_groups(lengths, group)
     members = [[sample] for sample in range(len(lengths))]
     if pack_length is not None:
         packs, _ = pack_samples(lengths, pack_length * group)
         samples = numpy.argsort(-lengths, kind="stable")
         members = [samples[slots].tolist() for slots in packs]
         # The first packed sequences hold the longest samples. With max_batches, samples of all
-        # lengths should be used.
-        members = [members[pack] for pack in numpy.random.default_rng(0).permutation(len(members))]
-    batches = [_rows_of(share, group) for share in _part(members, world_size, rank, batch_size)]
+        # lengths should be used. The seed is fixed: every evaluation uses the same samples.
+        order = numpy.random.default_rng(0).permutation(len(members))
+        members = [members[pack] for pack in order]
+    shares = _shares_of_rank(members, world_size, rank, batch_size)
+    batches = [_table_rows(share, group) for share in shares]
     return batches[:max_batches] if max_batches else batches
 
 
@@ -247,8 +262,10 @@ def pack_samples(
     else:
         pack_of_slot = _best_fit(longest_first, pack_length)
     tokens = numpy.bincount(pack_of_slot, weights=longest_first).astype(numpy.int64)
+    # All slots, those of sequence 0 first, are split where the next sequence begins.
+    slots = numpy.argsort(pack_of_slot, kind="stable")
     ends = numpy.bincount(pack_of_slot).cumsum()
-    return numpy.split(numpy.argsort(pack_of_slot, kind="stable"), ends[:-1]), tokens
+    return numpy.split(slots, ends[:-1]), tokens
 
 
 def _fill_exactly(longest_first: numpy.ndarray, pack_length: int) -> numpy.ndarray:
@@ -262,7 +279,8 @@ def _fill_exactly(longest_first: numpy.ndarray, pack_length: int) -> numpy.ndarr
     bin-packing problem, 1999 (minimum bin slack).
     """
     left = numpy.bincount(longest_first, minlength=pack_length + 1).tolist()
-    # the first slot of each length that is not in a sequence yet
+    # The first slot of each length that is not in a sequence yet. Both arguments are negated because
+    # searchsorted needs ascending numbers.
     next_slot = numpy.searchsorted(-longest_first, -numpy.arange(pack_length + 1)).tolist()
     lengths = [length for length, count in enumerate(left) if count]  # ascending
     pack_of_slot = numpy.empty(len(longest_first), dtype=numpy.int64)
@@ -358,33 +376,46 @@ def _best_fit(longest_first: numpy.ndarray, pack_length: int) -> numpy.ndarray:
     return pack_of_slot
 
 
-def _part(
+def _shares_of_rank(
     items: list[list[int]], world_size: int, rank: int, batch_size: int
 ) -> list[list[list[int]]]:
-    """Return this rank's part of each round of world_size x batch_size items."""
-    share = world_size * batch_size
-    return [items[first : first + share][rank::world_size] for first in range(0, len(items), share)]
+    """Return this rank's share of each round of world_size x batch_size items.
+
+    In the last round there may be no item for this rank. Its share is then empty, so that all ranks
+    have as many.
+    """
+    round_size = world_size * batch_size
+    shares = []
+    for first in range(0, len(items), round_size):
+        one_round = items[first : first + round_size]
+        shares.append(one_round[rank::world_size])
+    return shares
 
 
-def _of_groups(numbers: Sequence[int] | numpy.ndarray, group: int) -> numpy.ndarray:
+def _sum_groups(numbers: Sequence[int] | numpy.ndarray, group: int) -> numpy.ndarray:
     """Return the sum over each group of `group` neighboring numbers."""
     return numpy.asarray(numbers).reshape(-1, group).sum(1)
 
 
-def _rows_of(members: list[list[int]], group: int = 1) -> list[int]:
+def _table_rows(members: list[list[int]], group: int = 1) -> list[int]:
     """Return the table rows of all groups of all packed sequences."""
-    return [
-        first * group + sample for groups in members for first in groups for sample in range(group)
-    ]
+    rows = list[int]()
+    for groups in members:
+        for number in groups:
+            first = number * group
+            rows += range(first, first + group)
+    return rows
 
 
 def combine_seeds(*numbers: int) -> int:
-    """Return a seed made of several numbers. (Seed + epoch would repeat epoch 0 of seed 43 as epoch
-    1 of seed 42.)"""
-    return (
-        int.from_bytes(hashlib.sha256(" ".join(map(str, numbers)).encode()).digest()[:8], "big")
-        >> 1
-    )
+    """Return a seed made of several numbers.
+
+    Seed + epoch would repeat epoch 0 of seed 43 as epoch 1 of seed 42.
+    """
+    text = " ".join(str(number) for number in numbers)
+    digest = hashlib.sha256(text.encode()).digest()
+    # 63 bits, so that the seed also fits into a signed int64.
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 @dataclass(frozen=True)
@@ -404,8 +435,8 @@ class Batch:
     example_lengths: list[int]  # tokens of each sample
     is_packed: bool
     locations: list[str]  # place of each sample, for messages
-    # The label of each row that is a completion with one, None for others; empty for a rank without
-    # samples.
+    # The label of each example that is a completion with one, None for others; empty for a rank
+    # without samples.
     desirable: Sequence[bool | None] = ()
 
     @property
@@ -419,13 +450,12 @@ class Batch:
         return int((self.labels[:, 1:] != IGNORED).sum())
 
     def examples(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Tokens and labels of each row without padding, int64 [length], in this batch's own
-        memory."""
+        """Return tokens and labels of each example without padding, int64 [length], in this
+        batch's own memory."""
         if self.is_packed:
-            ids, labels = (
-                it[0].split(self.example_lengths) for it in (self.input_ids, self.labels)
-            )
-            return list(zip(ids, labels, strict=True))
+            packed_ids = self.input_ids[0].split(self.example_lengths)
+            packed_labels = self.labels[0].split(self.example_lengths)
+            return list(zip(packed_ids, packed_labels, strict=True))
         samples = zip(self.input_ids, self.labels, self.example_lengths, strict=True)
         return [(ids[:length], labels[:length]) for ids, labels, length in samples]
 
@@ -446,10 +476,8 @@ def collate(
     adds nothing to loss and gradients.
     """
     table = dataset.with_format("arrow")[list(indices) or [0]]
-    input_ids, labels = (
-        torch.from_numpy(table[name].combine_chunks().flatten().to_numpy().astype(numpy.int64))
-        for name in ("input_ids", "labels")
-    )  # the tokens of all samples, concatenated
+    input_ids = _concatenated(table["input_ids"])
+    labels = _concatenated(table["labels"])
     lengths = table["input_ids"].combine_chunks().value_lengths().to_pylist()
     locations = table["source"].to_pylist()
     desirable = table["desirable"].to_pylist()
@@ -460,13 +488,22 @@ def collate(
         lengths = [len(input_ids)]
         labels = torch.full((len(input_ids),), IGNORED)
     if is_packed:
-        labels[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = IGNORED
-        return Batch(
-            input_ids.unsqueeze(0), labels.unsqueeze(0), lengths, is_packed, locations, desirable
-        )
+        first_tokens = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+        labels[first_tokens] = IGNORED
+        input_ids = input_ids.unsqueeze(0)  # [1, tokens]
+        labels = labels.unsqueeze(0)
+        return Batch(input_ids, labels, lengths, is_packed, locations, desirable)
     input_ids = pad_sequence(input_ids.split(lengths), batch_first=True, padding_value=pad_token_id)
     labels = pad_sequence(labels.split(lengths), batch_first=True, padding_value=IGNORED)
     return Batch(input_ids, labels, lengths, is_packed, locations, desirable)
+
+
+def _concatenated(column: pyarrow.ChunkedArray) -> torch.Tensor:
+    """Return the numbers of all lists of a column, int64 [numbers]."""
+    numbers = column.combine_chunks().flatten().to_numpy()
+    # A copy, because the table is memory-mapped and read-only. The embedding and cross_entropy of
+    # PyTorch expect int64; the file has int32.
+    return torch.from_numpy(numbers.astype(numpy.int64))
 
 
 def collate_step(
@@ -486,36 +523,36 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase, vocabulary_size: int | None
     The choice does not change the training: padding is masked by position. So a pad token that is
     also the EOS is still learned as the end of a message.
     """
-    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    return next(
-        (
-            id_
-            for id_ in ids
-            if id_ is not None and (vocabulary_size is None or id_ < vocabulary_size)
-        ),
-        0,
-    )
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is None:
+            continue
+        if vocabulary_size is None or token_id < vocabulary_size:
+            return token_id
+    return 0
 
 
 def example_lengths(dataset: Dataset) -> numpy.ndarray:
-    """Return the tokens of each sample, from the offsets of the Arrow lists, without reading any
-    token. An example with another completion counts at least as much as the sample's own: of a full
-    packed sequence at most half is then trained on, as planned.
+    """Return the tokens of each example, from the offsets of the Arrow lists, without reading any
+    token.
+
+    An example with another completion counts at least as much as the sample's own: of a full packed
+    sequence at most half is then trained on, as planned.
     """
     table = dataset.with_format("arrow")[:]
     lengths = pyarrow.compute.list_value_length(table["input_ids"]).to_numpy()
-    is_own = table["desirable"].is_valid().to_numpy()
-    return (
-        numpy.where(is_own, lengths, numpy.maximum(lengths, numpy.roll(lengths, 1)))
-        if is_own.any()
-        else lengths
-    )
+    has_label = table["desirable"].is_valid().to_numpy()
+    if not has_label.any():
+        return lengths
+    # Only the sample's own example has the label. The one with another completion follows it.
+    lengths_before = numpy.roll(lengths, 1)
+    return numpy.where(has_label, lengths, numpy.maximum(lengths, lengths_before))
 
 
 def group_size(dataset: Dataset) -> int:
     """Return how many neighboring rows belong to one sample: the number of examples that the
     objective makes of it."""
-    sizes: list[int] = dataset.with_format("arrow")[:]["group"].unique().to_pylist()
+    table = dataset.with_format("arrow")[:]
+    sizes: list[int] = table["group"].unique().to_pylist()
     if len(sizes) > 1:
         raise ValueError(
             f"the objective made {sizes} examples of a sample; expected one number for all"

@@ -25,8 +25,9 @@ def cache_dir() -> Path:
 
     It is LLAMA_FT_CACHE, else XDG_CACHE_HOME/llama_ft, else ~/.cache/llama_ft.
     """
-    ours = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llama_ft"
-    return Path(os.environ.get("LLAMA_FT_CACHE") or ours)
+    # An empty variable counts as not set, as the XDG Base Directory Specification says.
+    parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("LLAMA_FT_CACHE") or parent / "llama_ft")
 
 
 def build_once(target: Path, build: Callable[[Path], object], verify: bool = True) -> Path:
@@ -71,6 +72,7 @@ def build_once(target: Path, build: Callable[[Path], object], verify: bool = Tru
             with open(file, "rb") as opened:
                 os.fsync(opened.fileno())
         try:
+            # Atomic within a file system. It fails if `target` is there and not empty.
             temporary.rename(target)
         except OSError:
             # otherwise another process was faster, and its directory is used
@@ -91,10 +93,10 @@ def _remove_leftovers(folder: Path) -> None:
     gone."""
     for leftover in folder.glob(f"{BUILDING}*"):
         with suppress(OSError):  # it was just renamed, or belongs to another user
-            if (
-                time.time() - max(path.stat().st_mtime for path in (leftover, *leftover.iterdir()))
-                > SECONDS_TO_GIVE_UP
-            ):
+            # The time of a directory does not change when a file in it grows.
+            paths = [leftover, *leftover.iterdir()]
+            last_change = max(path.stat().st_mtime for path in paths)
+            if time.time() - last_change > SECONDS_TO_GIVE_UP:
                 shutil.rmtree(leftover, ignore_errors=True)
 
 
@@ -113,9 +115,9 @@ def _damaged_file(folder: Path, verify: bool) -> str | None:
     """
     try:
         recorded = json.loads((folder / SIZES).read_bytes())
-        expected = {
-            str(name): (int(size), str(digest)) for name, (size, digest) in recorded.items()
-        }
+        expected = dict[str, tuple[int, str]]()
+        for name, (size, digest) in recorded.items():
+            expected[str(name)] = (int(size), str(digest))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return SIZES
     for name, (size, digest) in expected.items():

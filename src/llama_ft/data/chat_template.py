@@ -83,13 +83,14 @@ def ensure_chat_template(
             "the tokenizer has no chat template: prompts are written with ### Instruction: and ### Response:"
         )
     before, after = _around_a_response(tokenizer, subject)
-    known = tokenizer.get_added_vocab().keys() | tokenizer.all_special_tokens
-    if ends := [marker for marker in END_MARKER.findall(after) if marker not in known]:
-        missing = list(
-            dict.fromkeys(
-                marker for marker in [*MARKER.findall(before), *ends] if marker not in known
-            )
-        )
+    special_tokens = tokenizer.get_added_vocab().keys() | tokenizer.all_special_tokens
+    end_markers = END_MARKER.findall(after)
+    missing_ends = [marker for marker in end_markers if marker not in special_tokens]
+    if missing_ends:
+        markers = [*MARKER.findall(before), *missing_ends]
+        # a dict keeps the order, which decides the ids of new tokens and the EOS token
+        unique = dict.fromkeys(markers)
+        missing = [marker for marker in unique if marker not in special_tokens]
         if not add_tokens:
             raise UserError(
                 f"{subject} writes {', '.join(missing)}: not in the tokenizer's vocabulary, so the model could not end "
@@ -120,6 +121,8 @@ def _read_template(name: str) -> str:
 def added_bos(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """Return the BOS token that the tokenizer puts before every text, as a list of one id; [] if it
     adds none."""
+    # Tokenizers say in several ways that they add it (add_bos_token, a post-processor); trying
+    # covers all of them.
     ids: Any = tokenizer("")["input_ids"]
     return [token for token in ids[:1] if token == tokenizer.bos_token_id]
 
@@ -161,13 +164,20 @@ def stop_token_ids(
         tokenizer: with the chat template of the fine-tuning, if any.
         known: the model's eos_token_id.
     """
-    stops = known if isinstance(known, list) else [known] if known is not None else []
+    stops = []
+    if isinstance(known, list):
+        stops = known
+    elif known is not None:
+        stops = [known]
     if not tokenizer.chat_template:
         return stops
     _, after = _around_a_response(tokenizer)
-    ids = {token: id_ for token, id_ in tokenizer.get_added_vocab().items() if token in after}
-    first = min(ids, key=after.index, default=None)
-    return stops if first is None or ids[first] in stops else [*stops, ids[first]]
+    ids = tokenizer.get_added_vocab()
+    written = [token for token in ids if token in after]
+    end_of_turn = min(written, key=after.index, default=None)
+    if end_of_turn is None or ids[end_of_turn] in stops:
+        return stops
+    return [*stops, ids[end_of_turn]]
 
 
 def render_chat(
@@ -218,7 +228,8 @@ def _rendered(
     blocks: bool = False,
     open_answer: bool = False,
 ) -> tuple[list[str], list[list[Span]]]:
-    # compiled once and then cached
+    # Transformers compiles a template once and caches it, with its global variables. Its own
+    # strftime_now returns today's date.
     _compile_jinja_template(template).globals["strftime_now"] = DAY.strftime
     rendered = render_jinja_template(
         [messages],

@@ -13,6 +13,7 @@ import sysconfig
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,11 +87,10 @@ def build_demo(cache: Path) -> Demo:
 
 
 def _build(folder: Path) -> None:
-    for (
-        split,
-        lines,
-    ) in _demo_samples().items():  # errors: a docstring may hold half a surrogate pair
-        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8", errors="replace")
+    for split, lines in _demo_samples().items():
+        text = "".join(lines)
+        # errors: a docstring may hold half a surrogate pair, which UTF-8 cannot encode
+        (folder / f"{split}.jsonl").write_text(text, encoding="utf-8", errors="replace")
     tokenizer = _train_tokenizer(folder / "train.jsonl")
     _save_model(folder / "model", tokenizer)
     tokenizer.save_pretrained(folder / "model")
@@ -100,7 +100,8 @@ def _demo_samples() -> dict[str, list[str]]:
     """Return the lines of train.jsonl and validation.jsonl."""
     samples: dict[str, list[str]] = {"train": [], "validation": []}
     seen = set[str]()
-    documented = sorted(_documented(Path(sysconfig.get_path("stdlib"))), key=lambda it: it[0])
+    library = Path(sysconfig.get_path("stdlib"))
+    documented = sorted(_documented(library), key=itemgetter(0))  # by name
     for name, kind, signature, docstring in documented:
         # posixpath and ntpath share many docstrings. The same response must not be in both splits:
         # keep the first.
@@ -108,14 +109,13 @@ def _demo_samples() -> dict[str, list[str]]:
         if len(docstring) < SHORTEST_RESPONSE or response in seen:
             continue
         seen.add(response)
-        instruction = PROMPTS[_stable_hash("question " + name) % len(PROMPTS)].format(
-            kind=kind, name=name
-        )
+        prompt = PROMPTS[_stable_hash("question " + name) % len(PROMPTS)]
+        instruction = prompt.format(kind=kind, name=name)
         sample = {"instruction": instruction, "input": signature, "output": docstring}
+        # A hash divided by its range is a number from 0 to 1 that depends on the name only.
         is_held_out = _stable_hash("split " + name) / 2**64 < VALIDATION_SHARE
-        samples["validation" if is_held_out else "train"].append(
-            json.dumps(sample, ensure_ascii=False) + "\n"
-        )
+        split = "validation" if is_held_out else "train"
+        samples[split].append(json.dumps(sample, ensure_ascii=False) + "\n")
     return samples
 
 
@@ -132,9 +132,9 @@ def _documented(library: Path) -> Iterator[Documented]:
                 module = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError, OSError):
             continue
-        yield from _walk(
-            module, ".".join(parts[:-1] if parts[-1] == "__init__" else parts), "module", ""
-        )
+        if parts[-1] == "__init__":
+            parts = parts[:-1]
+        yield from _walk(module, ".".join(parts), "module", "")
 
 
 def _walk(
@@ -143,16 +143,21 @@ def _walk(
     """Yield the node itself and, for modules and classes, the definitions directly inside."""
     if docstring := ast.get_docstring(node):  # cleaned up like inspect.cleandoc
         yield name, kind, signature, docstring
-    for child in node.body if isinstance(node, ast.Module | ast.ClassDef) else ():
+    if not isinstance(node, ast.Module | ast.ClassDef):
+        return
+    for child in node.body:
         if not isinstance(child, ast.ClassDef | Function) or _is_private(child.name):
             continue
-        child_kind = "method" if isinstance(node, ast.ClassDef) else "function"
+        # A copy without body and decorators unparses to the first line of the definition.
+        head: ast.ClassDef | Function
         if isinstance(child, ast.ClassDef):
             child_kind = "class"
-            head = ast.unparse(ast.ClassDef(child.name, child.bases, [], [], []))
+            head = ast.ClassDef(child.name, child.bases, [], [], [])
         else:
-            head = ast.unparse(type(child)(child.name, child.args, [], [], child.returns, lineno=0))
-        yield from _walk(child, f"{name}.{child.name}", child_kind, head.removesuffix(":"))
+            child_kind = "method" if isinstance(node, ast.ClassDef) else "function"
+            head = type(child)(child.name, child.args, [], [], child.returns, lineno=0)
+        child_signature = ast.unparse(head).removesuffix(":")
+        yield from _walk(child, f"{name}.{child.name}", child_kind, child_signature)
 
 
 def _is_private(name: str) -> bool:
@@ -161,7 +166,8 @@ def _is_private(name: str) -> bool:
 
 def _stable_hash(text: str) -> int:
     """Return a 64-bit hash that, unlike hash(), is the same in every process."""
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "replace")).digest()[:8], "big")
+    digest = hashlib.sha256(text.encode("utf-8", "replace")).digest()
+    return int.from_bytes(digest[:8], "big")
 
 
 def _train_tokenizer(train_file: Path) -> "PreTrainedTokenizerFast":
@@ -181,9 +187,9 @@ def _train_tokenizer(train_file: Path) -> "PreTrainedTokenizerFast":
         show_progress=False,
     )
     with open(train_file, encoding="utf-8") as lines:
-        tokenizer.train_from_iterator(
-            ("\n".join(json.loads(line).values()) for line in lines), trainer
-        )
+        samples = (json.loads(line) for line in lines)
+        texts = ("\n".join(sample.values()) for sample in samples)
+        tokenizer.train_from_iterator(texts, trainer)
     bos, end, pad, *others = SPECIAL_TOKENS
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -203,7 +209,9 @@ def _save_model(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> None:
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     ids: dict[str, Any] = {
-        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
     }
     config = LlamaConfig(
         vocab_size=8192,
@@ -219,6 +227,7 @@ def _save_model(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> None:
         dtype="float32",
         **ids,
     )
+    # The seed must not change the random numbers of the run that builds the demo.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)

@@ -25,6 +25,7 @@ from llama_ft.data.formats import BadSample, Sample
 from llama_ft.errors import UserError, reason
 
 Samples = Iterator[tuple[str, Sample | BadSample]]  # (place, sample)
+ReadSamples = Callable[[str], Iterator[tuple[str, Any]]]  # of a file, before their type is checked
 LONGEST_FIELD = 2**27  # bytes in a CSV file; Python's default, 131,072, is too short for many chats
 LONGEST_LINE = 2**26  # bytes of a sample in JSON, decompressed
 LONGEST_HEADER = 4096  # bytes of a .csv file that are read to find its delimiter
@@ -44,20 +45,16 @@ def samples_of_file(path: Path | str) -> Samples:
     name = str(path)
     place = ""
     try:
-        for place, sample in READERS[data_suffix(name)](name):
-            yield (
-                place,
-                sample
-                if isinstance(sample, dict | BadSample)
-                else BadSample(f"{str(sample)[:40]} is not a JSON object."),
-            )
+        read = READERS[data_suffix(name)]
+        for place, sample in read(name):
+            if not isinstance(sample, dict | BadSample):
+                sample = BadSample(f"{str(sample)[:40]} is not a JSON object.")
+            yield place, sample
     except Exception as error:  # of the disk, a decoder, pyarrow or a network library
         after = f" after {place}" if place else ""
-        way_out = (
-            "\nConvert it to UTF-8: iconv -f cp1252 -t utf-8."
-            if isinstance(error, UnicodeError)
-            else ""
-        )
+        way_out = ""
+        if isinstance(error, UnicodeError):
+            way_out = "\nConvert it to UTF-8: iconv -f cp1252 -t utf-8."
         raise UserError(f"{name}: cannot be read{after}: {reason(error)}.{way_out}") from error
 
 
@@ -71,6 +68,8 @@ def numbered(name: str, samples: Iterable[Sample]) -> Samples:
 
 
 def _pruned(value: Any) -> Any:
+    """Return a value without the nulls of nested objects. Texts and lists of numbers stay as they
+    are."""
     if isinstance(value, dict):
         return {key: _pruned(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list) and value and isinstance(value[0], dict | list):
@@ -83,29 +82,39 @@ def _opened(name: str) -> Iterator[io.BufferedReader]:
     """Open a file for reading: decompressed, and UTF-16 (found by its first two bytes) converted to
     UTF-8."""
     codec = {".gz": "gzip", ".zst": "zstd"}.get(Path(name).suffix)
-    with fsspec.open(name, "rb").open() if is_url(name) else open(name, "rb") as raw:
+    with _opened_bytes(name) as raw:
         stream = pyarrow.CompressedInputStream(raw, codec) if codec else raw
+        # The readers need peek and readline, which only a BufferedReader has.
         file = stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(stream)
         if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            file = io.BufferedReader(io.BytesIO(file.read().decode("utf-16").encode()))
+            text = file.read().decode("utf-16")
+            file = io.BufferedReader(io.BytesIO(text.encode()))
         yield file
+
+
+def _opened_bytes(name: str) -> Any:
+    """Open a file or URL as it is."""
+    return fsspec.open(name, "rb").open() if is_url(name) else open(name, "rb")
 
 
 def _json_samples(name: str) -> Samples:
     """Yield the samples of a JSON array if the file begins with [, otherwise of one object per
     line, for any suffix."""
     with _opened(name) as file:
-        if file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-            yield from (
-                (f"{name} row {number}", sample)
-                for number, sample in enumerate(json.loads(file.read()), start=1)
-            )
+        beginning = file.peek(64).removeprefix(codecs.BOM_UTF8)
+        if beginning.lstrip().startswith(b"["):
+            samples = json.loads(file.read())
+            for number, sample in enumerate(samples, start=1):
+                yield f"{name} row {number}", sample
             return
-        lines = iter(partial(file.readline, LONGEST_LINE + 1), b"")
-        for number, line in enumerate(lines, start=1):
+        # A limit, since a file without line breaks would be read as one line. One byte more than
+        # the limit shows that the line is longer. readline returns b"" at the end of the file.
+        read_line = partial(file.readline, LONGEST_LINE + 1)
+        for number, line in enumerate(iter(read_line, b""), start=1):
             if len(line) > LONGEST_LINE:
                 raise ValueError(f"line {number} is longer than {LONGEST_LINE:,} bytes")
-            if text := line.strip():
+            text = line.strip()
+            if text:
                 yield f"{name}:{number}", _sample_of_line(text)
 
 
@@ -124,23 +133,23 @@ def _csv_samples(name: str) -> Samples:
         text = io.TextIOWrapper(file, "utf-8-sig", newline="")
         reader = csv.DictReader(text, strict=True, delimiter=delimiter)
         for number, sample in enumerate(reader, start=1):
-            is_row = None not in sample and None not in sample.values()
-            yield (
-                f"{name} row {number}",
-                sample if is_row else BadSample("its fields do not match the header."),
-            )
+            # DictReader puts fields that are too many under the key None, and fills missing ones
+            # with the value None.
+            if None in sample or None in sample.values():
+                yield f"{name} row {number}", BadSample("its fields do not match the header.")
+            else:
+                yield f"{name} row {number}", sample
 
 
 def _parquet_samples(name: str) -> Samples:
     local_or_open = fsspec.open(name, "rb").open() if is_url(name) else name
     with pyarrow.parquet.ParquetFile(local_or_open, memory_map=True) as file:
         batches = file.iter_batches(batch_size=ROWS_AT_ONCE)
-        yield from numbered(
-            name, itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-        )
+        samples = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        yield from numbered(name, samples)
 
 
-READERS: dict[str, Callable[[str], Iterator[tuple[str, Any]]]] = {
+READERS: dict[str, ReadSamples] = {
     ".jsonl": _json_samples,
     ".json": _json_samples,
     ".csv": _csv_samples,

@@ -5,7 +5,7 @@ docs/development/add-a-format.md."""
 import json
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from itertools import compress, cycle, takewhile
+from itertools import compress
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
@@ -27,6 +27,8 @@ class TokenizedSample(NamedTuple):
 # Messages of a chat; or a prompt and its completion (for plain text the prompt is empty); or
 # tokens.
 Content = list[Message] | tuple[str, str] | TokenizedSample
+# A message as the sample has it, after its place for error messages, such as `messages[2]`.
+PlacedMessage = tuple[str, Any]
 
 
 class Format(NamedTuple):
@@ -52,10 +54,15 @@ ROLES = {
     "function": "tool", "observation": "tool", "function_response": "tool", "developer": "system",
     "system": "system", "user": "user", "assistant": "assistant", "tool": "tool",
 }  # fmt: skip
+# role of a message, None before the first one -> roles that may follow
 ROLES_AFTER = {
-    None: ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user", "tool"),
+    None: ("system", "user"),
+    "system": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
     "tool": ("assistant", "tool"),
-}  # fmt: skip
+}
+SHOWN_CHARACTERS = 60  # of a field's value in a message
 
 
 class BadSample(Exception):
@@ -72,12 +79,16 @@ def expect(is_valid: object, place: str, value: Any, expected: str) -> None:
         value: of the field, None if it is missing.
         expected: what the field should be, for the message.
     """
-    if not is_valid:
-        text = json.dumps(value, ensure_ascii=False, default=str)
-        shown = "empty" if value in ("", [], {}) else text[:60] + "..." * (len(text) > 60)
-        raise BadSample(
-            f'"{place}" is {"missing" if value is None else shown}; expected {expected}.'
-        )
+    if is_valid:
+        return
+    shown = json.dumps(value, ensure_ascii=False, default=str)
+    if len(shown) > SHOWN_CHARACTERS:
+        shown = shown[:SHOWN_CHARACTERS] + "..."
+    if value is None:
+        shown = "missing"
+    elif value in ("", [], {}):
+        shown = "empty"
+    raise BadSample(f'"{place}" is {shown}; expected {expected}.')
 
 
 def find_format(dataset: str, columns: Collection[str], wanted: str) -> SampleFormat:
@@ -94,7 +105,8 @@ def find_format(dataset: str, columns: Collection[str], wanted: str) -> SampleFo
     Raises:
         UserError: the columns fit no format, several, or not the one asked for.
     """
-    fitting = [name for name, known in FORMATS.items() if set(known.required) <= set(columns)]
+    found = set(columns)
+    fitting = [name for name, one in FORMATS.items() if found.issuperset(one.required)]
     if wanted in fitting:
         return wanted
     plainly = [name for name in fitting if name not in ("text", PREFERENCE)] or fitting
@@ -111,11 +123,12 @@ def find_format(dataset: str, columns: Collection[str], wanted: str) -> SampleFo
         )
     if wanted == "auto" and len(plainly) == 1:
         return plainly[0]
-    known = ", ".join(f"{name} ({' and '.join(one.required)})" for name, one in FORMATS.items())
+    formats = [f"{name} ({' and '.join(one.required)})" for name, one in FORMATS.items()]
+    fit = " and ".join(plainly) or "no format"
     raise UserError(
-        f"{dataset}: its columns are {', '.join(sorted(columns))}, which fit {' and '.join(plainly) or 'no format'}; "
+        f"{dataset}: its columns are {', '.join(sorted(columns))}, which fit {fit}; "
         f"--dataset_format is {wanted}.\n"
-        f"Expected columns of one of these formats, or --dataset_format with its name: {known}."
+        f"Expected columns of one of these formats, or --dataset_format with its name: {', '.join(formats)}."
     )
 
 
@@ -135,20 +148,22 @@ def alpaca_messages(sample: Sample, *, input_heading: str = "") -> list[Message]
     output = _text(sample, "output")
     if not _is_blank(sample.get("input")):
         instruction += f"\n\n{input_heading}{_text(sample, 'input')}"
-    history = _parsed_if_text(sample, "history") or []
-    is_valid = isinstance(history, list) and all(
-        isinstance(pair, list) and len(pair) == 2 for pair in history
-    )
-    expect(is_valid, "history", history, "a list of pairs of prompt and response")
-    said = [
-        (f"history[{number}][{side}]", pair[side])
-        for number, pair in enumerate(history)
-        for side in (0, 1)
-    ]
-    said += [("instruction", instruction), ("output", output)]
-    roles = cycle(("user", "assistant"))
-    messages = [(place, {"role": next(roles), "content": text}) for place, text in said]
+    messages: list[PlacedMessage] = []
+    for number, (prompt, response) in enumerate(_history(sample)):
+        messages.append((f"history[{number}][0]", {"role": "user", "content": prompt}))
+        messages.append((f"history[{number}][1]", {"role": "assistant", "content": response}))
+    messages.append(("instruction", {"role": "user", "content": instruction}))
+    messages.append(("output", {"role": "assistant", "content": output}))
     return _checked_chat(_with_system(sample, messages))
+
+
+def _history(sample: Sample) -> list[list[Any]]:
+    """Return the earlier pairs of prompt and response of an alpaca sample."""
+    history = _parsed_if_text(sample, "history") or []
+    is_list = isinstance(history, list)
+    are_pairs = is_list and all(isinstance(pair, list) and len(pair) == 2 for pair in history)
+    expect(are_pairs, "history", history, "a list of pairs of prompt and response")
+    return list(history)
 
 
 def chat_messages(sample: Sample, column: str = "messages") -> list[Message]:
@@ -183,13 +198,12 @@ def prompt_completion(
         return system + _text(sample, "prompt"), _text(sample, completion)
     prompt = _with_system(sample, _messages(sample, "prompt"))
     messages = _checked_chat([*prompt, *_messages(sample, completion)])
-    first = messages[len(prompt)]["role"]
-    expect(first == "assistant", f"{completion}[0].role", first, "assistant")
-    unweighted = [
-        {**said, "weight": 0} if said["role"] == "assistant" else said
-        for said in messages[: len(prompt)]
-    ]
-    return [*unweighted, *messages[len(prompt) :]]
+    first_role = messages[len(prompt)]["role"]
+    expect(first_role == "assistant", f"{completion}[0].role", first_role, "assistant")
+    for message in messages[: len(prompt)]:
+        if message["role"] == "assistant":
+            message["weight"] = 0
+    return messages
 
 
 def preferred(sample: Sample) -> list[Message] | tuple[str, str]:
@@ -225,13 +239,11 @@ def unpaired(sample: Sample) -> list[Sample]:
     if "label" in sample or not sample.keys() >= {"chosen", "rejected"}:
         return [sample]
     prompt, chosen, rejected = _pair(sample)
-    more = {
-        column: value for column, value in sample.items() if column not in ("chosen", "rejected")
-    }
-    answers = ((chosen, True), (rejected, False))
+    shared = {column: sample[column] for column in sample if column not in ("chosen", "rejected")}
+    shared["prompt"] = prompt
     return [
-        {**more, "prompt": prompt, "completion": answer, "label": label}
-        for answer, label in answers
+        {**shared, "completion": chosen, "label": True},
+        {**shared, "completion": rejected, "label": False},
     ]
 
 
@@ -248,81 +260,66 @@ def is_desirable(sample: Sample) -> bool:
     Raises:
         BadSample: it is something else.
     """
-    text = str(sample.get("label")).strip().lower().removesuffix(".0")
-    expect(
-        text in ("true", "1", "false", "0"), "label", sample.get("label"), "true or false, 1 or 0"
-    )
+    label = sample.get("label")
+    # pandas writes a column of integers as 1.0 and 0.0 if a value is missing
+    text = str(label).strip().lower().removesuffix(".0")
+    expect(text in ("true", "1", "false", "0"), "label", label, "true or false, 1 or 0")
     return text in ("true", "1")
 
 
 def _pair(sample: Sample) -> tuple[Any, Any, Any]:
-    """The prompt and both responses of a pair, of texts or of lists of messages."""
+    """Return the prompt and both responses of a pair, of texts or of lists of messages."""
     chosen = sample.get("chosen")
     rejected = sample.get("rejected")
-    expect(
-        chosen != rejected or _is_blank(chosen),
-        "rejected",
-        rejected,
-        "another response than the chosen one",
-    )
-    return (
-        _chat_pair(sample)
-        if isinstance(chosen, list) or isinstance(rejected, list)
-        else _text_pair(sample)
-    )
+    # If both are missing, the checks of the columns say so.
+    differ = chosen != rejected or _is_blank(chosen)
+    expect(differ, "rejected", rejected, "another response than the chosen one")
+    if isinstance(chosen, list) or isinstance(rejected, list):
+        return _chat_pair(sample)
+    return _text_pair(sample)
 
 
 def _text_pair(sample: Sample) -> tuple[str, str, str]:
-    """The prompt and both responses of a pair of texts."""
+    """Return the prompt and both responses of a pair of texts."""
     chosen = _text(sample, "chosen")
     rejected = _text(sample, "rejected")
     if sample.get("prompt") is not None:
         return _text(sample, "prompt"), chosen, rejected
     prompt = commonprefix([chosen, rejected])
-    expect(
-        prompt.strip(),
-        "rejected",
-        rejected,
-        "the prompt that chosen begins with, or a column prompt",
-    )
+    expected_prompt = "the prompt that chosen begins with, or a column prompt"
+    expect(prompt.strip(), "rejected", rejected, expected_prompt)
     chosen = chosen[len(prompt) :]
     rejected = rejected[len(prompt) :]
-    expect(
-        chosen.strip() and rejected.strip(),
-        "rejected",
-        sample["rejected"],
-        "another response than chosen",
-    )
+    are_responses = chosen.strip() and rejected.strip()
+    expect(are_responses, "rejected", sample["rejected"], "another response than chosen")
     return prompt, chosen, rejected
 
 
 def _chat_pair(sample: Sample) -> tuple[list[Any], list[Any], list[Any]]:
-    """The messages of the prompt and of both responses."""
-    chosen, rejected = (
-        [said for _, said in _messages(sample, column)] for column in ("chosen", "rejected")
-    )
-    prompt = (
-        [said for _, said in _messages(sample, "prompt")]
-        if isinstance(sample.get("prompt"), list)
-        else []
-    )
+    """Return the messages of the prompt and of both responses."""
+    chosen = [message for _, message in _messages(sample, "chosen")]
+    rejected = [message for _, message in _messages(sample, "rejected")]
+    prompt = []
+    if isinstance(sample.get("prompt"), list):
+        prompt = [message for _, message in _messages(sample, "prompt")]
     if _role(chosen[0]) == _role(rejected[0]) == "assistant":
-        return prompt or [{"role": "user", "content": _text(sample, "prompt")}], chosen, rejected
+        prompt = prompt or [{"role": "user", "content": _text(sample, "prompt")}]
+        return prompt, chosen, rejected
+    # Both are whole chats. What they begin with is the prompt.
     for column in ("chosen", "rejected"):
         _checked_chat(_messages(sample, column))
-    shared = [
-        one
-        for one, _ in takewhile(
-            lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)
-        )
-    ]
-    is_shared = shared[: len(prompt)] == prompt
+    shared = []
+    for message, other in zip(chosen, rejected, strict=False):
+        if message != other:
+            break
+        shared.append(message)
+    at = len(shared)
+    has_prompt = bool(shared) and shared[: len(prompt)] == prompt
     for column, chat in {"chosen": chosen, "rejected": rejected}.items():
-        place = f"{column}[{len(shared)}]"
-        said = chat[len(shared)] if len(shared) < len(chat) else None
-        is_response = is_shared and shared and _role(said) == "assistant"
-        expect(is_response, place, said, "a response to a prompt that both share")
-    return shared, chosen[len(shared) :], rejected[len(shared) :]
+        response = chat[at] if at < len(chat) else None
+        is_response = has_prompt and _role(response) == "assistant"
+        expect(is_response, f"{column}[{at}]", response, "a response to a prompt that both share")
+    return shared, chosen[at:], rejected[at:]
 
 
 def plain_text(sample: Sample) -> tuple[str, str]:
@@ -341,21 +338,20 @@ def tokenized_sample(sample: Sample) -> TokenizedSample:
     Raises:
         BadSample: naming the columns.
     """
-    named = [
-        "input_ids",
-        *(name for name in ("labels", "attention_mask") if sample.get(name) is not None),
-    ]
-    columns = {name: _integers(sample, name) for name in named}
+    columns = {"input_ids": _integers(sample, "input_ids")}
+    for name in ("labels", "attention_mask"):
+        if sample.get(name) is not None:
+            columns[name] = _integers(sample, name)
     input_ids = columns["input_ids"]
-    if not input_ids or any(len(values) != len(input_ids) for values in columns.values()):
-        lengths = ", ".join(f'"{name}" has {len(values)}' for name, values in columns.items())
+    lengths = {len(values) for values in columns.values()}
+    if not input_ids or len(lengths) > 1:
+        counts = ", ".join(f'"{name}" has {len(values)}' for name, values in columns.items())
         raise BadSample(
-            f"{lengths} entries; expected at least one token, and one entry of each column per token."
+            f"{counts} entries; expected at least one token, and one entry of each column per token."
         )
+    labels = columns.get("labels", input_ids)
     mask = columns.get("attention_mask", [1] * len(input_ids))
-    return TokenizedSample(
-        list(compress(input_ids, mask)), list(compress(columns.get("labels", input_ids), mask))
-    )
+    return TokenizedSample(list(compress(input_ids, mask)), list(compress(labels, mask)))
 
 
 def tools_of(sample: Sample) -> list[dict[str, Any]] | None:
@@ -370,16 +366,18 @@ def content_text(content: Any, place: str) -> str:
     Raises:
         BadSample: it is something else.
     """
-    if isinstance(content, list) and all(
-        isinstance(it, dict) and isinstance(it.get("text"), str) for it in content
-    ):
+    if isinstance(content, list) and all(map(_is_text_part, content)):
         return "".join(part["text"] for part in content)
     expect(isinstance(content, str), place, content, "text or text parts: only text is trained on")
     return str(content)
 
 
-def _messages(sample: Sample, column: str) -> list[tuple[str, Any]]:
-    """The messages of a column, each with its place."""
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
+def _messages(sample: Sample, column: str) -> list[PlacedMessage]:
+    """Return the messages of a column, each with its place."""
     messages: Any = sample.get(column)
     if isinstance(messages, str) and messages.lstrip().startswith("["):
         messages = _parsed_if_text(sample, column)
@@ -387,62 +385,72 @@ def _messages(sample: Sample, column: str) -> list[tuple[str, Any]]:
     return [(f"{column}[{index}]", message) for index, message in enumerate(messages)]
 
 
-def _with_system(sample: Sample, messages: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+def _with_system(sample: Sample, messages: list[PlacedMessage]) -> list[PlacedMessage]:
     """Put the column `system` before the messages of a chat that has no system message of its
     own."""
     system = sample.get("system")
-    first = messages[0][1]
-    if _is_blank(system) or (
-        isinstance(first, dict) and first.get("role") in ("system", "developer")
-    ):
+    if _is_blank(system):
+        return messages
+    _, first = messages[0]
+    if isinstance(first, dict) and first.get("role") in ("system", "developer"):
         return messages
     return [("system", {"role": "system", "content": system}), *messages]
 
 
-def _checked_chat(chat: list[tuple[str, Any]]) -> list[Message]:
-    """Check (place, message) one after another."""
+def _checked_chat(chat: list[PlacedMessage]) -> list[Message]:
+    """Check messages one after another, and return them without their places."""
     messages = list[Message]()
-    for place, given in chat:
-        expect(isinstance(given, dict), place, given, "an object of role and content")
-        keys = ("from", "value") if "from" in given else ("role", "content")
-        role = ROLES.get(str(given.get(keys[0])))
-        content = given.get(keys[1])
-        calls = given.get("tool_calls")
-        allowed = ROLES_AFTER[messages[-1]["role"] if messages else None]
-        expect(
-            role in allowed,
-            f"{place}.{keys[0]}",
-            given.get(keys[0]),
-            f"{' or '.join(allowed)} here",
-        )
-        text = content_text("" if content is None and calls else content, f"{place}.{keys[1]}")
-        expect(
-            text.strip() or calls or role in ("system", "tool"),
-            f"{place}.{keys[1]}",
-            "",
-            f"what the {role} says",
-        )
-        more = {key: value for key, value in given.items() if key not in keys and value is not None}
-        if calls:
-            each = enumerate(_objects(calls, f"{place}.tool_calls"))
-            more["tool_calls"] = [
-                _call(call, f"{place}.tool_calls[{number}]") for number, call in each
-            ]
-        expect(
-            more.get("weight", 1) in (0, 1),
-            f"{place}.weight",
-            more.get("weight"),
-            "0 (not in the loss) or 1",
-        )
-        messages.append({"role": role, "content": text, **more})
-    expect(role == "assistant", chat[-1][0], role, "an assistant's message as the last")
+    previous_role = None
+    for place, message in chat:
+        checked = _checked_message(message, place, previous_role)
+        previous_role = checked["role"]
+        messages.append(checked)
+    last_place, _ = chat[-1]
+    is_response = previous_role == "assistant"
+    expect(is_response, last_place, previous_role, "an assistant's message as the last")
     return messages
 
 
+def _checked_message(message: Any, place: str, previous_role: str | None) -> Message:
+    """Check a message that follows one of `previous_role`; None: it is the first."""
+    expect(isinstance(message, dict), place, message, "an object of role and content")
+    # ShareGPT's keys
+    keys = ("from", "value") if "from" in message else ("role", "content")
+    role_key, content_key = keys
+    role = ROLES.get(str(message.get(role_key)))
+    roles = ROLES_AFTER[previous_role]
+    expected_role = f"{' or '.join(roles)} here"
+    expect(role in roles, f"{place}.{role_key}", message.get(role_key), expected_role)
+    content = message.get(content_key)
+    calls = message.get("tool_calls")
+    if content is None and calls:
+        content = ""
+    text = content_text(content, f"{place}.{content_key}")
+    may_be_empty = calls or role in ("system", "tool")
+    expect(text.strip() or may_be_empty, f"{place}.{content_key}", "", f"what the {role} says")
+    others = {}
+    for key, value in message.items():
+        if key not in keys and value is not None:
+            others[key] = value
+    if calls:
+        objects = _objects(calls, f"{place}.tool_calls")
+        others["tool_calls"] = [
+            _call(call, f"{place}.tool_calls[{number}]") for number, call in enumerate(objects)
+        ]
+    weight = others.get("weight")
+    is_weight = "weight" not in others or weight in (0, 1)
+    expect(is_weight, f"{place}.weight", weight, "0 (not in the loss) or 1")
+    return {"role": role, "content": text, **others}
+
+
 def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
-    """OpenAI's arguments are JSON text; templates write objects as JSON, and would quote text a
-    second time."""
-    if isinstance(function := call.get("function"), dict):
+    """Return a tool call whose arguments are an object.
+
+    OpenAI's arguments are JSON text. Templates write objects as JSON, and would quote text a second
+    time.
+    """
+    function = call.get("function")
+    if isinstance(function, dict):
         return {**call, "function": _call(function, f"{place}.function")}
     if "arguments" not in call:
         return call
@@ -450,20 +458,21 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _parsed_if_text(sample: Sample, column: str, place: str = "") -> Any:
-    """A column as it is, or what its JSON text says: a .csv has nothing but text."""
+    """Return a column as it is, or the value of its JSON text: a .csv has nothing but text."""
     value = sample.get(column)
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(value.strip() or "null") if isinstance(value, str) else value
+        return json.loads(value.strip() or "null")
     except (ValueError, RecursionError):
         expect(False, place + column, value, "JSON")
 
 
 def _role(message: Any) -> str | None:
-    return (
-        ROLES.get(str(message.get("role", message.get("from"))))
-        if isinstance(message, dict)
-        else None
-    )
+    if not isinstance(message, dict):
+        return None
+    name = message.get("role", message.get("from"))
+    return ROLES.get(str(name))
 
 
 def _is_blank(value: Any) -> bool:
@@ -478,7 +487,7 @@ def _objects(values: Any, place: str) -> list[dict[str, Any]]:
 
 def _integers(sample: Sample, column: str) -> list[int]:
     values = sample.get(column)
-    # not isinstance: True is an int
+    # The types are compared because isinstance(True, int) is true.
     is_valid = isinstance(values, list) and set(map(type, values)) <= {int}
     expect(is_valid, column, values, "a list of integers")
     return list(values or [])
@@ -487,8 +496,9 @@ def _integers(sample: Sample, column: str) -> list[int]:
 def _text(sample: Sample, column: str) -> str:
     value = sample.get(column)
     is_response = column in ("output", "completion", "chosen", "rejected")
-    is_number = is_response and isinstance(value, int | float)  # a class, such as 0
-    expect(is_number or (isinstance(value, str) and value.strip()), column, value, "text")
+    is_class = is_response and isinstance(value, int | float)  # such as 0
+    is_text = isinstance(value, str) and value.strip()
+    expect(is_class or is_text, column, value, "text")
     return str(value)
 
 

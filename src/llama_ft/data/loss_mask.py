@@ -90,9 +90,11 @@ class ChatRenderer:
         self._opens_responses = "add_generation_prompt" in self.template
         self._special_tokens = tokenizer.special_tokens_map
         self._tokens = tuple(tokenizer.get_added_vocab())
-        self._token = re.compile(
-            "|".join(map(re.escape, sorted(self._tokens, key=len, reverse=True))) or "(?!)"
-        )
+        # Of several alternatives re takes the first one that fits, so the longest come first.
+        longest_first = sorted(self._tokens, key=len, reverse=True)
+        any_token = "|".join(re.escape(token) for token in longest_first)
+        matches_nothing = "(?!)"  # an empty pattern would match everywhere
+        self._token = re.compile(any_token or matches_nothing)
 
     def render(self, messages: list[Message], tools: Tools | None = None) -> RenderedChat:
         """Return a chat as text, with what is in the loss.
@@ -103,12 +105,7 @@ class ChatRenderer:
             ChatDiffers: the chat must be split into one sample per response.
         """
         if NO_CONTENT.search(self.template):
-            messages = [
-                {**message, "content": message["content"] or None}
-                if message.get("tool_calls")
-                else message
-                for message in messages
-            ]
+            messages = [_with_content_none(message) for message in messages]
         text, blocks = render_chat(
             self.template, self._special_tokens, messages, tools, self.has_generation_block
         )
@@ -121,10 +118,11 @@ class ChatRenderer:
             return RenderedChat(text, self._all_but(messages, tools, text), [])
         wanted = self._wanted(messages)
         last = len(messages) - 1
-        pieces = [
-            self._piece(messages[: index + 1], tools, (text, blocks) if index == last else None)
-            for index in wanted
-        ]
+        pieces = []
+        for index in wanted:
+            # The last response ends the chat, which is rendered already.
+            rendered = (text, blocks) if index == last else None
+            pieces.append(self._piece(messages[: index + 1], tools, rendered))
         for index, piece in zip(wanted, pieces, strict=True):
             at_inference = piece.text[: piece.end]
             if text.startswith(at_inference):
@@ -145,20 +143,17 @@ class ChatRenderer:
     def pieces(self, messages: list[Message]) -> list[list[Message]]:
         """Return a chat per response in the loss. It ends with that response, and the responses
         before it have weight 0."""
-        pieces = []
-        for index in self._wanted(messages):
-            earlier = [
-                {**message, "weight": 0} if message["role"] == "assistant" else message
-                for message in messages[:index]
-            ]
-            pieces.append([*earlier, messages[index]])
-        return pieces
+        unweighted = []
+        for message in messages:
+            if message["role"] == "assistant":
+                message = {**message, "weight": 0}
+            unweighted.append(message)
+        return [[*unweighted[:index], messages[index]] for index in self._wanted(messages)]
 
     def _wanted(self, messages: list[Message]) -> list[int]:
         """Return the indices of the responses in the loss."""
-        responses = [
-            index for index, message in enumerate(messages) if message["role"] == "assistant"
-        ]
+        roles = [message["role"] for message in messages]
+        responses = [index for index, role in enumerate(roles) if role == "assistant"]
         if self.labels == "completion":
             responses = responses[-1:]
         return [index for index in responses if messages[index].get("weight") != 0]
@@ -166,16 +161,20 @@ class ChatRenderer:
     def _left_out(self, messages: list[Message], tools: Tools | None, text: str) -> Iterator[str]:
         """Yield the parts of a chat that this template drops, among those that some templates are
         known to drop. For reasoning content see `_dropped_of_response`."""
-        calling = [message for message in messages if message.get("tool_calls")]
-        used = [name for name, is_used in (("tools", tools), ("tool_calls", calling)) if is_used]
-        yield from (name for name in used if not re.search(rf"\b{name}\b", self.template))
-        if messages[0]["role"] == "system" and messages[0]["content"].strip() not in text:
+        has_calls = any(message.get("tool_calls") for message in messages)
+        for name, is_used in {"tools": bool(tools), "tool_calls": has_calls}.items():
+            # A template that writes them must name the variable.
+            if is_used and not re.search(rf"\b{name}\b", self.template):
+                yield name
+        first = messages[0]
+        if first["role"] == "system" and first["content"].strip() not in text:
             yield "the system message"
 
     def _text(self, messages: list[Message], tools: Tools | None, open_answer: bool = False) -> str:
-        return render_chat(
+        text, _ = render_chat(
             self.template, self._special_tokens, messages, tools, open_answer=open_answer
-        )[0]
+        )
+        return text
 
     def _piece(
         self,
@@ -207,7 +206,7 @@ class ChatRenderer:
         end = self._message_end(text, written_from, messages, tools) + moved
         if self.has_generation_block:
             shifted = [(first + moved, last + moved) for first, last in blocks]
-            spans = _clipped(shifted, start, len(prompt) + len(closing) + len(text))
+            spans = _clipped(shifted, start, start + len(closing) + len(text))
             if not spans:
                 raise BadSample(
                     f'"messages[{len(messages) - 1}]": the chat template has no '
@@ -218,10 +217,11 @@ class ChatRenderer:
         elif self._opens_responses or closing:
             spans = [(start, end)]
         else:
-            spans = [(self._heading_end(messages, tools, text, start), end)]
-        text = prompt + closing + text[written_from:]
-        _refuse_dropped(len(messages) - 1, message, text[len(prompt) :])
-        return _Piece(text, spans, start, end)
+            response_start = self._heading_end(messages, tools, text, start)
+            spans = [(response_start, end)]
+        written = closing + text[written_from:]
+        _refuse_dropped(len(messages) - 1, message, written)
+        return _Piece(prompt + written, spans, start, end)
 
     def _heading_end(
         self, messages: list[Message], tools: Tools | None, text: str, prompt_end: int
@@ -244,7 +244,8 @@ class ChatRenderer:
             prompt opens it and the template does not write it.
         """
         place = f'"messages[{len(messages) - 1}]"'
-        heading = prompt[len(commonprefix([self._text(messages[:-1], tools), prompt])) :]
+        before_heading = commonprefix([self._text(messages[:-1], tools), prompt])
+        heading = prompt[len(before_heading) :]
         opened = OPENED_REASONING.search(heading)
         bare = heading[: opened.start()] if opened else heading
         probed = [*messages[:-1], {"role": "assistant", "content": PROBE}]
@@ -272,10 +273,14 @@ class ChatRenderer:
         if tag is None and CLOSED_IN_TEXT.match(text, start):
             return start, ""
         if tag is None:
-            has_break = text.startswith("\n", start)
-            return start, reasoning + END_OF_REASONING + ("" if has_break else "\n\n")
+            closing = reasoning + END_OF_REASONING
+            if not text.startswith("\n", start):
+                closing += "\n\n"
+            return start, closing
+        # The white space that the prompt has after <think> is part of the prompt in the text, too.
         opening = opened[0].removeprefix("<think>")
-        return tag.end() + len(commonprefix([opening, text[tag.end() :]])), ""
+        shared = commonprefix([opening, text[tag.end() :]])
+        return tag.end() + len(shared), ""
 
     def _all_but(self, messages: list[Message], tools: Tools | None, text: str) -> list[Span]:
         """Return the characters of a text that do not belong to responses of weight 0."""
@@ -289,10 +294,12 @@ class ChatRenderer:
             if not text.startswith(piece.text[:end]):
                 # Written differently inside of the chat: search for it, without its reasoning
                 # content and its last token.
-                said = piece.text[start:end].rpartition("</think>")[2].lstrip()
-                said = said[: max((m.start() for m in self._token.finditer(said)), default=None)]
-                start = text.find(said, bounds[-1])
-                end = start + len(said)
+                content = piece.text[start:end].rpartition("</think>")[2].lstrip()
+                tokens_at = [match.start() for match in self._token.finditer(content)]
+                if tokens_at:
+                    content = content[: tokens_at[-1]]
+                start = text.find(content, bounds[-1])
+                end = start + len(content)
                 ending = self._token.match(text, end)
                 end = ending.end() if ending else end
             if start < 0:
@@ -325,9 +332,21 @@ class ChatRenderer:
         return ends[-1] if ends else len(trimmed)
 
 
+def _with_content_none(message: Message) -> Message:
+    """Return a message with a tool call whose content is None instead of empty; others as they
+    are."""
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "content": message["content"] or None}
+
+
 def _clipped(blocks: list[Span], start: int, end: int) -> list[Span]:
     """Return the blocks of the response at [start, end), without what its prompt has of them."""
-    return [(max(first, start), last) for first, last in blocks if last > start and first < end]
+    clipped = []
+    for first, last in blocks:
+        if last > start and first < end:
+            clipped.append((max(first, start), last))
+    return clipped
 
 
 def drop_reasoning(messages: list[Message]) -> list[Message]:
@@ -364,18 +383,22 @@ def _reasoning(message: Message) -> str:
 
 def _dropped_of_response(message: Message, written: str) -> Iterator[str]:
     """Yield the parts of a response that are not in the text that a template writes for it."""
-    before, ended, said = (message["content"] or "").rpartition("</think>")
-    reasoning = {f'"{key}"': message[key] for key in REASONING if isinstance(message.get(key), str)}
+    before, ended, answer = (message["content"] or "").rpartition("</think>")
+    reasoning = {}
+    for key in REASONING:
+        if isinstance(message.get(key), str):
+            reasoning[f'"{key}"'] = message[key]
     if ended:
         reasoning["what is before </think>"] = before.rpartition("<think>")[2]
     for what, content in reasoning.items():
         if content.strip() not in written:
             yield what
-    if message.get("tool_calls") and said.strip() not in written:
+    if message.get("tool_calls") and answer.strip() not in written:
         yield 'the text next to "tool_calls"'
     # Idefics 3's template writes lists of parts only. The first word suffices: templates may change
     # white space.
-    if not all(word in written for word in said.split()[:1]):
+    words = answer.split()
+    if words and words[0] not in written:
         yield "the content"
 
 
@@ -397,8 +420,7 @@ def _dropped(what: str, also: str = "") -> BadSample:
 def _difference(index: int, at_inference: str, text: str) -> str:
     """Describe the first difference between a response at inference and in the whole chat."""
     at = len(commonprefix([at_inference, text]))
-    excerpts = [
-        json.dumps(whole[max(0, at - EXCERPT // 2) : at + EXCERPT // 2], ensure_ascii=False)
-        for whole in (at_inference, text)
-    ]
-    return f"messages[{index}] is {excerpts[0]} at inference, and {excerpts[1]} inside the chat"
+    around = slice(max(0, at - EXCERPT // 2), at + EXCERPT // 2)
+    expected = json.dumps(at_inference[around], ensure_ascii=False)
+    found = json.dumps(text[around], ensure_ascii=False)
+    return f"messages[{index}] is {expected} at inference, and {found} inside the chat"

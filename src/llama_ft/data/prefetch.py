@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
 
@@ -55,8 +55,8 @@ class PreparedBatches:
         self._samples = samples
         self._plan = plan
         self._pad_token_id = pad_token_id
-        # packed sequences, or samples, per epoch
         self.pack_length = plan.pack_length
+        # packed sequences, or samples, per epoch
         self.size = len(plan)
         all_steps = plan.steps_per_epoch * num_epochs
         self.total_steps = min(all_steps, max_train_step or all_steps)
@@ -67,23 +67,27 @@ class PreparedBatches:
 
     def describe(self) -> str:
         """Return a log line about the batches and the number of steps."""
-        batch = plural(
-            self._plan.global_batch, "sample" if self.pack_length is None else "packed sequence"
-        )
+        item = "sample" if self.pack_length is None else "packed sequence"
+        batch = plural(self._plan.global_batch, item)
         steps = f"{plural(self.total_steps, 'optimizer step')} of {batch}, {self._plan.steps_per_epoch:,} per epoch"
         return f"{self._plan.describe()}\n{steps}"
 
     def steps(self, first: int, last: int, _: dict[str, int]) -> Generator[StepBatches, None, None]:
         """Yield the steps `first` to `last`, counted from 1, both included."""
         plan = self._plan
-        per_epoch = self._plan.steps_per_epoch
+        per_epoch = plan.steps_per_epoch
         for step in range(first, last + 1):
             epoch, step_in_epoch = divmod(step - 1, per_epoch)
             share = plan.step(epoch, step_in_epoch)
-            is_end = step_in_epoch == per_epoch - 1
             batches = collate_step(self._samples, share, self._pad_token_id, self.pack_length)
             yield StepBatches(
-                step, epoch, step / per_epoch, is_end, share.target_tokens, share.samples, batches
+                step=step,
+                epoch=epoch,
+                epochs_seen=step / per_epoch,
+                ends_epoch=step_in_epoch == per_epoch - 1,
+                target_tokens=share.target_tokens,
+                samples=share.samples,
+                batches=batches,
             )
 
 
@@ -105,10 +109,12 @@ class Prefetcher(Generic[T]):
         self._count = count
 
     def __enter__(self) -> Self:
+        # One thread, because a generator cannot run in two at once. So the items stay in order.
         self._pool = ThreadPoolExecutor(1, "prefetch")
-        self._ready = deque(
-            self._pool.submit(next, self._items, END) for _ in range(self._count + 1)
-        )
+        self._ready = deque[Future[T]]()
+        # one more than are made in advance: the one that the consumer takes next
+        for _ in range(self._count + 1):
+            self._make_next()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -127,5 +133,9 @@ class Prefetcher(Generic[T]):
             self.waited_seconds = time.perf_counter() - started
             if item is END:
                 return
-            self._ready.append(self._pool.submit(next, self._items, END))
+            self._make_next()
             yield item
+
+    def _make_next(self) -> None:
+        """Let the thread make an item after those that it already has to make."""
+        self._ready.append(self._pool.submit(next, self._items, END))

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ft.config import DataConfig, as_fraction
 from llama_ft.config.paths import BAD_SAMPLES_FILE
+from llama_ft.config.settings import DatasetPart
 from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template
 from llama_ft.data.formats import FORMATS, BadSample
@@ -79,11 +80,8 @@ class TokenizedData:
     @property
     def target_share(self) -> float:
         """Share of the training tokens that is in the loss, 0 to 1; 1 with streaming."""
-        return (
-            self.report.train.target_tokens / self.report.train.tokens
-            if self.report.train.tokens
-            else 1.0
-        )
+        train = self.report.train
+        return train.target_tokens / train.tokens if train.tokens else 1.0
 
     def facts(self) -> dict[str, Any]:
         """Return the counts as plain values, for the run's report."""
@@ -151,14 +149,18 @@ def prepare(
     held_out: Source | None = None
     is_trained_on = False
     if want_validation and fraction is None:
-        brings_one = not config.validation and brings_validation(config.dataset, config.streaming)
-        if name := config.dataset if brings_one else config.validation:
+        name: str | list[DatasetPart] | None = config.validation
+        if not name and brings_validation(config.dataset, config.streaming):
+            name = config.dataset
+        if name:
             validation = opened(name, "validation")
             held_out = reshaped(validation, config)
             trained_on = {part.identity for part in original.parts or (original,)}
             is_trained_on = validation.identity in trained_on
     kinds, summary = _look_at_formats(source, held_out, config.dataset_format)
-    if config.chat_template or list in kinds or not kinds:
+    # Without a valid sample, there may be chats after the first samples.
+    has_chats = list in kinds or not kinds
+    if config.chat_template or has_chats:
         note = ensure_chat_template(tokenizer, config.chat_template, add_tokens)
         summary = [note, *summary] if note else summary
     encoder = Encoder(
@@ -175,11 +177,16 @@ def prepare(
     summary += describe(report)
     if want_validation and report.validation is None:
         summary.append("no validation data: --validation FILE or --validation 0.05")
+    training_samples: Dataset | None = None
+    validation_samples: Dataset | None = None
+    # from_file maps the files into memory, so that all ranks of a node share one copy
+    if not config.streaming:
+        training_samples = Dataset.from_file(str(folder / "train.arrow"))
+    if report.validation:
+        validation_samples = Dataset.from_file(str(folder / "validation.arrow"))
     return TokenizedData(
-        train=None if config.streaming else Dataset.from_file(str(folder / "train.arrow")),
-        validation=Dataset.from_file(str(folder / "validation.arrow"))
-        if report.validation
-        else None,
+        train=training_samples,
+        validation=validation_samples,
         summary=summary,
         report=report,
         stream=(source, encoder, examples) if config.streaming else None,
@@ -195,19 +202,36 @@ def _look_at_formats(
     columns per part."""
     kinds = set[type]()
     lines = list[str]()
-    for part in [*(source.parts or (source,)), *([validation] if validation else [])]:
+    parts = list(source.parts or (source,))
+    if validation is not None:
+        parts.append(validation)
+    for part in parts:
         sample_format = part.sample_format(wanted)
-        columns = part.columns
+        read = FORMATS[sample_format].read
         for sample in part.first_samples:
+            # Bad samples are reported later, when all samples are read.
             with suppress(BadSample, LookupError, TypeError, AttributeError, ValueError):
-                kinds.add(type(FORMATS[sample_format].read(sample)))
-        known = [*FORMATS[sample_format].required, *FORMATS[sample_format].optional]
-        theirs = {ours: f"{ours} ({name})" for name, ours in part.renamed.items()}
-        used = [theirs.get(it, it) for it in known if it in columns]
-        ignored = sorted(columns.difference(known))
-        more = f"; ignored: {', '.join(ignored)}" if ignored else ""
-        lines.append(f"{part.name}: format {sample_format}, columns {', '.join(used)}{more}")
+                kinds.add(type(read(sample)))
+        lines.append(f"{part.name}: {_describe_columns(part, sample_format)}")
     return kinds, lines
+
+
+def _describe_columns(part: Source, sample_format: str) -> str:
+    """Return the format of a dataset with the columns that it reads and those that it ignores."""
+    columns = part.columns
+    original_names = {ours: theirs for theirs, ours in part.renamed.items()}
+    supported = [*FORMATS[sample_format].required, *FORMATS[sample_format].optional]
+    used = []
+    for column in supported:
+        if column in columns and column in original_names:
+            used.append(f"{column} ({original_names[column]})")
+        elif column in columns:
+            used.append(column)
+    text = f"format {sample_format}, columns {', '.join(used)}"
+    ignored = sorted(columns.difference(supported))
+    if ignored:
+        text += f"; ignored: {', '.join(ignored)}"
+    return text
 
 
 def _tokenized(tokenization: _Tokenization, cache: Path, verify: bool) -> tuple[BuildReport, Path]:
@@ -219,50 +243,56 @@ def _tokenized(tokenization: _Tokenization, cache: Path, verify: bool) -> tuple[
     code = hashlib.sha256(inspect.getsource(tokenization.examples).encode())
     for name in CODE:
         code.update(Path(__file__).with_name(f"{name}.py").read_bytes())
-    folder = (
-        cache
-        / "tokenized"
-        / _key(tokenization, f"{code.hexdigest()} {tokenization.config.streaming}")
-    )
+    is_streaming = tokenization.config.streaming
+    key = _key(tokenization, f"{code.hexdigest()} {is_streaming}")
+    folder = cache / "tokenized" / key
     report = BuildReport(SplitStatistics())
-    if tokenization.validation or not tokenization.config.streaming:
+    if tokenization.validation or not is_streaming:
         build_once(folder, lambda temporary: _build(temporary, tokenization), verify)
         report = BuildReport.load(folder / "meta.json")
-    if tokenization.config.streaming:
-        config = replace(tokenization.config, skip_bad_rows=False)
-        nameless = replace(
-            tokenization,
-            source=replace(tokenization.source, name=""),
-            validation=None,
-            config=config,
-        )
-        report.train.fingerprint = _key(
-            nameless, f"{CODE_VERSION} {tokenization.examples.__qualname__}"
-        )
+    if is_streaming:
+        report.train.fingerprint = _streamed_fingerprint(tokenization)
     return report, folder
 
 
+def _streamed_fingerprint(tokenization: _Tokenization) -> str:
+    """Return a checksum of what determines the streamed training samples.
+
+    A run may resume with its data in another directory, with another validation file and with
+    another --skip_bad_rows, so these are not part of it.
+    """
+    training_only = replace(
+        tokenization,
+        source=replace(tokenization.source, name=""),
+        validation=None,
+        config=replace(tokenization.config, skip_bad_rows=False),
+    )
+    return _key(training_only, f"{CODE_VERSION} {tokenization.examples.__qualname__}")
+
+
 def _key(tokenization: _Tokenization, code: str) -> str:
-    tokenizer = tokenization.encoder.tokenizer
+    """Return a checksum of `code` and of everything that determines the tokenized samples.
+
+    The order of the parts must not change: a checkpoint of a streaming run stores this checksum.
+    """
+    source = tokenization.source
+    encoder = tokenization.encoder
+    tokenizer = encoder.tokenizer
     tokenizer("")  # to_str() includes the last truncation and padding; a plain call resets them
+    validation = [str(tokenization.fraction)]
+    if tokenization.validation:
+        validation = [tokenization.validation.name, tokenization.validation.identity]
     parts = [
         code,
-        *(
-            tokenization.source.name,
-            tokenization.source.identity,
-        ),  # the places of samples contain the name
-        *(
-            (tokenization.validation.name, tokenization.validation.identity)
-            if tokenization.validation
-            else (str(tokenization.fraction),)
-        ),
-        *(tokenization.config.dataset_format, str(tokenization.config.skip_bad_rows)),
-        *(
-            tokenization.encoder.truncation,
-            tokenization.encoder.labels,
-            str(tokenization.encoder.context_length),
-        ),
-        tokenization.encoder.reasoning_content,
+        source.name,  # the places of samples contain it
+        source.identity,
+        *validation,
+        tokenization.config.dataset_format,
+        str(tokenization.config.skip_bad_rows),
+        encoder.truncation,
+        encoder.labels,
+        str(encoder.context_length),
+        encoder.reasoning_content,
         tokenizer.backend_tokenizer.to_str(),
         json.dumps(tokenizer.special_tokens_map, default=str, sort_keys=True),
         json.dumps(tokenizer.chat_template, sort_keys=True),
@@ -273,35 +303,62 @@ def _key(tokenization: _Tokenization, code: str) -> str:
 def _build(folder: Path, tokenization: _Tokenization) -> None:
     """Write train.arrow (except with streaming), validation.arrow (if there is validation data) and
     meta.json."""
-    config = tokenization.config
+    started = time.monotonic()
     bad = BadSamples(tokenization.config.skip_bad_rows, folder / BAD_SAMPLES_FILE)
+    splits: dict[Split, SplitWriter] = {}
+    if not tokenization.config.streaming:
+        splits["train"] = SplitWriter(folder / "train.arrow", tokenization.encoder)
+    if tokenization.fraction or tokenization.validation:
+        splits["validation"] = SplitWriter(folder / "validation.arrow", tokenization.encoder)
+    samples = _write_splits(tokenization, splits, bad)
+    bad.refuse()
+    # the validation split comes last, if there is one
+    *_, last_split = splits.values()
+    written = {name: split.close() for name, split in splits.items()}
+    for name, statistics in written.items():
+        if not statistics.samples:
+            others = sum(split.samples for split in written.values())
+            raise _nothing_left(tokenization, name, statistics, others, bad)
+    train = written.get("train", SplitStatistics())
+    validation = written.get("validation")
+    has_both_labels = train.desirable and train.undesirable
+    if tokenization.examples is unpaired_examples and "train" in written and not has_both_labels:
+        # unpaired_examples makes two examples per sample
+        completions = plural(train.samples // 2, "completion")
+        raise UserError(
+            f"{tokenization.source.name}: all {completions} have the label {bool(train.desirable)}.\n"
+            "KTO needs both. Check the column label, or use --objective sft --dataset_format prompt_completion."
+        )
+    report = BuildReport(train, validation, bad.count, bad.kinds, last_split.first_chat or None)
+    report.save(folder / "meta.json")
+    log.info(f"tokenized {plural(samples, 'sample')} in {time.monotonic() - started:.1f} s")
+
+
+def _write_splits(
+    tokenization: _Tokenization, splits: dict[Split, SplitWriter], bad: BadSamples
+) -> int:
+    """Tokenize all samples, write them to their splits and count the bad ones. Return the number of
+    samples read."""
+    config = tokenization.config
+    sources = list[Source]()
+    if not config.streaming:
+        sources.append(tokenization.source)
+    if tokenization.validation:
+        sources.append(tokenization.validation)
+    processes = config.tokenize_processes or cores()
     samples = 0
-    wanted = {
-        "train": not config.streaming,
-        "validation": tokenization.fraction or tokenization.validation,
-    }
-    splits = {
-        name: SplitWriter(folder / f"{name}.arrow", tokenization.encoder)
-        for name in wanted
-        if wanted[name]
-    }
-    started = logged = time.monotonic()
-    for source in filter(
-        None, (None if config.streaming else tokenization.source, tokenization.validation)
-    ):
+    started = time.monotonic()
+    logged = started
+    for source in sources:
         chunks = chunks_of(source, config.dataset_format)
-        with closing(
-            encode_chunks(
-                chunks,
-                tokenization.encoder,
-                tokenization.examples,
-                config.tokenize_processes or cores(),
-            )
-        ) as pairs:
-            for chunk, encoded in pairs:
+        results = encode_chunks(chunks, tokenization.encoder, tokenization.examples, processes)
+        with closing(results):  # ends its processes if an error stops this loop
+            for chunk, encoded in results:
                 bad.note(encoded)
                 held_out = numpy.full(len(chunk), source is tokenization.validation)
                 if tokenization.fraction is not None:
+                    # The hash of the content is a random number from 0 to 1. So the split does not
+                    # depend on the order of the samples, and equal samples are in the same split.
                     held_out = encoded.samples["content"] / 2**64 < tokenization.fraction
                 for name, split in splits.items():
                     split.add(chunk, encoded, held_out if name == "validation" else ~held_out)
@@ -309,42 +366,31 @@ def _build(folder: Path, tokenization: _Tokenization) -> None:
                 if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
                     logged = time.monotonic()
                     log.info(f"tokenizing: {plural(samples, 'sample')} in {logged - started:.0f} s")
-    bad.refuse()
-    sample = [split.first_chat for split in splits.values()][-1] or None
-    names = {
-        "train": tokenization.source.name,
-        "validation": (tokenization.validation or tokenization.source).name,
-    }
-    written = {name: split.close() for name, split in splits.items()}
-    for name, statistics in written.items():
-        if not statistics.samples:
-            taken = ""
-            if tokenization.fraction is not None:
-                others = sum(split.samples for split in written.values())
-                share = f"--validation {tokenization.fraction:g}"
-                taken = f"{share} put {plural(others, 'sample')} into the other split, "
-            raise UserError(
-                f"{names[name]}: no sample is left for {name}: {taken}"
-                f"{statistics.skipped:,} are longer than "
-                f"--context_length {tokenization.encoder.context_length} (see --truncation) or "
-                f"have no tokens in the loss, "
-                f"{bad.count:,} are bad.\nUse other data, another fraction, or --run_validation False."
-            )
-    train = written.get("train", SplitStatistics())
-    if (
-        tokenization.examples is unpaired_examples
-        and written.get("train")
-        and not (train.desirable and train.undesirable)
-    ):
-        raise UserError(
-            f"{names['train']}: all {plural(train.samples // 2, 'completion')} have "
-            f"the label {bool(train.desirable)}.\n"
-            "KTO needs both. Check the column label, or use --objective sft --dataset_format prompt_completion."
-        )
-    BuildReport(train, written.get("validation"), bad.count, bad.kinds, sample).save(
-        folder / "meta.json"
+    return samples
+
+
+def _nothing_left(
+    tokenization: _Tokenization,
+    name: Split,
+    statistics: SplitStatistics,
+    others: int,
+    bad: BadSamples,
+) -> UserError:
+    """Return the error for a split without samples. `others`: samples of the other split."""
+    source = tokenization.source
+    if name == "validation" and tokenization.validation:
+        source = tokenization.validation
+    taken = ""
+    if tokenization.fraction is not None:
+        share = f"--validation {tokenization.fraction:g}"
+        taken = f"{share} put {plural(others, 'sample')} into the other split, "
+    return UserError(
+        f"{source.name}: no sample is left for {name}: {taken}"
+        f"{statistics.skipped:,} are longer than "
+        f"--context_length {tokenization.encoder.context_length} (see --truncation) or "
+        f"have no tokens in the loss, "
+        f"{bad.count:,} are bad.\nUse other data, another fraction, or --run_validation False."
     )
-    log.info(f"tokenized {plural(samples, 'sample')} in {time.monotonic() - started:.1f} s")
 
 
 def check_ids(

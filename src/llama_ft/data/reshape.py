@@ -21,8 +21,9 @@ CHATS = ("messages", "conversations")
 
 
 def reshaped(source: Source, config: DataConfig, most: int = 0) -> Source:
-    """Return the source with `--columns` and `--repair_chats` applied to its samples. KTO makes two
-    of a pair.
+    """Return the source with `--columns` and `--repair_chats` applied to its samples.
+
+    KTO makes two samples of a pair.
 
     Args:
         source: the original samples.
@@ -31,24 +32,25 @@ def reshaped(source: Source, config: DataConfig, most: int = 0) -> Source:
     """
     if source.parts:
         parts = tuple(reshaped(part, config, most) for part in source.parts)
-        return dataclasses.replace(
-            source, parts=parts, identity=" ".join(part.identity for part in parts)
-        )
+        identity = " ".join(part.identity for part in parts)
+        return dataclasses.replace(source, parts=parts, identity=identity)
     names = _names(source, config)
-    if not names and not most and not config.repair_chats and config.dataset_format != UNPAIRED:
+    splits_pairs = config.dataset_format == UNPAIRED
+    if not names and not most and not config.repair_chats and not splits_pairs:
         return source
 
     def read() -> Samples:
         for place, sample in itertools.islice(source.read(), most or None):
+            if isinstance(sample, BadSample):
+                yield place, sample
+                continue
             try:
-                samples: list[Sample | BadSample] = (
-                    [sample]
-                    if isinstance(sample, BadSample)
-                    else [*_samples(sample, names, config)]
-                )
+                changed = _samples(sample, names, config)
             except BadSample as problem:
-                samples = [problem]
-            yield from ((place, it) for it in samples)
+                yield place, problem
+                continue
+            for one in changed:
+                yield place, one
 
     options = json.dumps([names, most, config.repair_chats])
     return dataclasses.replace(
@@ -63,30 +65,52 @@ def repaired(messages: Any) -> Any:
     removed. Neighboring messages of one role are merged. LLaMA-Factory's function_call becomes a
     tool call of the assistant. Any value that is not a list of messages is returned unchanged.
     """
-    if not isinstance(messages, list) or not all(isinstance(it, dict) for it in messages):
+    if not isinstance(messages, list):
+        return messages
+    if not all(isinstance(message, dict) for message in messages):
         return messages
     chat = list[dict[str, Any]]()
-    for given in messages:
-        role, text = ("from", "value") if "from" in given else ("role", "content")
-        said = {
-            **{key: value for key, value in given.items() if key not in (role, text)},
-            "content": given.get(text),
-        }
-        said["role"] = ROLES.get(str(given.get(role)), given.get(role))
-        if said["role"] == "function_call":
-            said |= {"role": "assistant", "content": "", "tool_calls": _calls(said["content"])}
-        if said["role"] == "assistant" and not any(it["role"] == "user" for it in chat):
+    has_user = False
+    for original in messages:
+        message = _with_role(original)
+        role = message["role"]
+        if role == "assistant" and not has_user:
             continue
-        are_texts = chat and all(
-            isinstance(it["content"], str) and not it.get("tool_calls") for it in (chat[-1], said)
-        )
-        if are_texts and said["role"] == chat[-1]["role"] != "tool":
-            chat[-1]["content"] += "\n\n" + said["content"]
+        if role == "user":
+            has_user = True
+        # A tool message is the result of one call, so it stays alone.
+        can_merge = bool(chat) and chat[-1]["role"] == role and role != "tool"
+        if can_merge and _is_text(chat[-1]) and _is_text(message):
+            chat[-1]["content"] += "\n\n" + message["content"]
         else:
-            chat.append(said)
-    while chat and (chat[-1]["role"] != "assistant" or chat[-1].get("tool_calls")):
+            chat.append(message)
+    while chat and not _is_final_response(chat[-1]):
         chat.pop()
     return chat
+
+
+def _with_role(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with the keys role and content instead of ShareGPT's from and value, and a
+    function_call as a tool call."""
+    keys = ("from", "value") if "from" in message else ("role", "content")
+    role_key, content_key = keys
+    changed = {key: value for key, value in message.items() if key not in keys}
+    changed["content"] = message.get(content_key)
+    role = message.get(role_key)
+    changed["role"] = ROLES.get(str(role), role)
+    if changed["role"] == "function_call":
+        changed["role"] = "assistant"
+        changed["tool_calls"] = _calls(changed["content"])
+        changed["content"] = ""
+    return changed
+
+
+def _is_text(message: dict[str, Any]) -> bool:
+    return isinstance(message["content"], str) and not message.get("tool_calls")
+
+
+def _is_final_response(message: dict[str, Any]) -> bool:
+    return message["role"] == "assistant" and not message.get("tool_calls")
 
 
 def _calls(text: Any) -> Any:
@@ -96,16 +120,17 @@ def _calls(text: Any) -> Any:
         calls = json.loads(text)
     except (TypeError, ValueError):
         return text
-    return [
-        {"type": "function", "function": call}
-        for call in (calls if isinstance(calls, list) else [calls])
-    ]
+    if not isinstance(calls, list):
+        calls = [calls]
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def _samples(sample: Sample, names: Mapping[str, str], config: DataConfig) -> list[Sample]:
     renamed = {names.get(column, column): value for column, value in sample.items()}
     if config.repair_chats:
-        renamed |= {column: repaired(renamed[column]) for column in CHATS if column in renamed}
+        for column in CHATS:
+            if column in renamed:
+                renamed[column] = repaired(renamed[column])
     return unpaired(renamed) if config.dataset_format == UNPAIRED else [renamed]
 
 
@@ -125,22 +150,30 @@ def _names(source: Source, config: DataConfig) -> dict[str, str]:
         ours = COMMON.get(column.lower())
         if ours and ours not in names.values():
             names[column] = ours
-    return names if _fit({names.get(column, column) for column in columns}) else {}
+    renamed = {names.get(column, column) for column in columns}
+    return names if _fit(renamed) else {}
 
 
 def _pairs(columns: Collection[str]) -> Iterator[tuple[str, str]]:
-    known = {name for each in FORMATS.values() for name in (*each.required, *each.optional)}
+    """Yield column in the data, column of a format, of each part of `--columns`."""
+    supported = set[str]()
+    for one in FORMATS.values():
+        supported.update(one.required, one.optional)
     for pair in columns:
-        ours, equals, theirs = (part.strip() for part in pair.partition("="))
-        ours = ours if ours in known else COMMON.get(ours, "")
+        left, equals, right = pair.partition("=")
+        ours = left.strip()
+        theirs = right.strip()
+        if ours not in supported:
+            ours = COMMON.get(ours, "")
         if not equals or not ours or not theirs:
-            expected = f"such as question=Question,answer=Answer; left of = is one of {', '.join(sorted(known))}"
+            expected = f"such as question=Question,answer=Answer; left of = is one of {', '.join(sorted(supported))}"
             raise UserError(f"--columns {pair}: expected our name = yours, {expected}.")
         yield theirs, ours
 
 
 def _fit(columns: Collection[str]) -> bool:
     """Return whether one of the formats that are recognized by their columns fits."""
-    return any(
-        set(known.required) <= set(columns) for name, known in FORMATS.items() if name != PREFERENCE
-    )
+    found = set(columns)
+    fitting = [name for name, one in FORMATS.items() if found.issuperset(one.required)]
+    # Pairs are not recognized: objective and format must ask for them.
+    return any(name != PREFERENCE for name in fitting)

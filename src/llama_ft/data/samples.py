@@ -23,18 +23,19 @@ def show_samples(samples: "Dataset", tokenizer: "PreTrainedTokenizerBase", count
     """Log the first `count` samples of `samples`, a table with the columns input_ids, labels and
     source."""
     for sample in itertools.islice(samples, count):
-        title = f"{sample['source']}: {len(sample['labels']):,} tokens, those in the loss between [[ and ]]"
-        log.info(
-            f"\n{title}\n{marked_text(sample['input_ids'], sample['labels'], tokenizer, SAMPLE_TOKENS)}"
-        )
+        labels = sample["labels"]
+        title = f"{sample['source']}: {len(labels):,} tokens, those in the loss between [[ and ]]"
+        text = marked_text(sample["input_ids"], labels, tokenizer, SAMPLE_TOKENS)
+        log.info(f"\n{title}\n{text}")
 
 
 def describe_first_batch(batch: "Batch", tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return two lines: a heading, and the text of the batch's first sample."""
     heading = f"First batch: {plural(len(batch.example_lengths), 'sample')}; tokens in the loss are between [[ and ]]:"
     ids, labels = batch.examples()[0]
-    text = marked_text(ids.tolist(), labels.tolist(), tokenizer, BATCH_TOKENS).replace("\n", "\\n")
-    return f"{heading}\n  {len(ids):,} tokens: {text}"
+    text = marked_text(ids.tolist(), labels.tolist(), tokenizer, BATCH_TOKENS)
+    in_one_line = text.replace("\n", "\\n")
+    return f"{heading}\n  {len(ids):,} tokens: {in_one_line}"
 
 
 def marked_text(
@@ -45,13 +46,18 @@ def marked_text(
     text = ""
     before = ""
     shown = list(input_ids[:most])
-    # The first token is never in the loss: no position predicts it.
-    for is_trained, run in itertools.groupby(
-        range(len(shown)), lambda n: n > 0 and labels[n] != IGNORED
-    ):
+
+    def is_in_loss(position: int) -> bool:
+        # The first token is never in the loss: no position predicts it.
+        return position > 0 and labels[position] != IGNORED
+
+    for in_loss, run in itertools.groupby(range(len(shown)), is_in_loss):
         # Decode the text from its beginning: a SentencePiece token that is decoded alone loses its
         # leading space.
         whole = str(tokenizer.decode(shown[: max(run) + 1]))
-        text += f"[[{whole[len(before) :]}]]" if is_trained else whole[len(before) :]
+        added = whole[len(before) :]
+        text += f"[[{added}]]" if in_loss else added
         before = whole
-    return text + (f" ... {len(input_ids) - most:,} more tokens" if len(input_ids) > most else "")
+    if len(input_ids) > most:
+        text += f" ... {len(input_ids) - most:,} more tokens"
+    return text

@@ -69,11 +69,13 @@ def _build(target: Path) -> None:
     # Without this the dequantized weights would be saved with a config that says they are
     # quantized.
     del model.config.quantization_config
-    for name, plain in {"hf_quantizer": None, "is_quantized": False}.items():
-        setattr(model, name, plain)
+    # setattr, because a module's attributes are typed as tensors and modules
+    for name, value in {"hf_quantizer": None, "is_quantized": False}.items():
+        setattr(model, name, value)
     model.config._name_or_path = HUB_NAME
     model.save_pretrained(folder)
     tokenizer.model_max_length = model.config.max_position_embeddings
     tokenizer.save_pretrained(folder)
-    [license_file] = [file for file in package.files or () if file.name == LICENSE]
+    files = package.files or ()
+    [license_file] = [file for file in files if file.name == LICENSE]
     shutil.copyfile(str(package.locate_file(license_file)), folder / LICENSE)

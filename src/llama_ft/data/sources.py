@@ -114,25 +114,37 @@ class Source:
     ) -> Iterator[tuple[str, Sample | BadSample, SampleFormat]]:
         """Yield (place, sample, format). Samples are repeated by their weight, and parts of a
         mixture alternate."""
-        reading = [part._weighted(part.sample_format(wanted)) for part in self.parts or (self,)]
-        for together in itertools.zip_longest(*reading, fillvalue=()):
-            yield from itertools.chain.from_iterable(together)
+        parts = self.parts or (self,)
+        reading = [part._weighted(part.sample_format(wanted)) for part in parts]
+        # the first sample of each part, then the second of each; parts that have ended add nothing
+        for of_each_part in itertools.zip_longest(*reading, fillvalue=()):
+            yield from itertools.chain.from_iterable(of_each_part)
 
     def _weighted(
         self, sample_format: SampleFormat
     ) -> Iterator[list[tuple[str, Sample | BadSample, SampleFormat]]]:
+        """Yield each sample as often as its weight says, perhaps never, as one list."""
+        whole = int(self.weight)
+        fraction = self.weight - whole
         for place, sample in self.read():
-            times = 1 if isinstance(sample, BadSample) else int(self.weight)
-            if self.weight % 1 and not isinstance(sample, BadSample):
-                # Validation samples are chosen by another hash. With the same hash, a weight of
-                # 0.05 would choose exactly them.
-                content = json.dumps(sample, sort_keys=True, ensure_ascii=False, default=str)
-                share = (
-                    xxhash.xxh3_64_intdigest(content.encode("utf-8", "surrogatepass"), seed=1)
-                    / 2**64
-                )
-                times += share < self.weight - int(self.weight)
+            if isinstance(sample, BadSample):
+                times = 1  # a bad sample is always reported
+            elif fraction:
+                times = whole + (_random_share(sample) < fraction)
+            else:
+                times = whole
             yield [(place, sample, sample_format)] * times
+
+
+def _random_share(sample: Sample) -> float:
+    """Return a random number from 0 to 1 that depends on the sample's content only.
+
+    Validation samples are chosen by another hash. With the same hash, a weight of 0.05 would choose
+    exactly them.
+    """
+    content = json.dumps(sample, sort_keys=True, ensure_ascii=False, default=str)
+    # surrogatepass: JSON allows half a surrogate pair, which UTF-8 cannot encode
+    return xxhash.xxh3_64_intdigest(content.encode("utf-8", "surrogatepass"), seed=1) / 2**64
 
 
 def open_source(
@@ -164,18 +176,20 @@ def open_source(
         kind = kind_of_data(name)
         if kind == "demo":
             demo = build_demo(cache)
-            return _files_source(
-                name, [str(demo.train_file if split == "train" else demo.validation_file)]
-            )
+            file = demo.train_file if split == "train" else demo.validation_file
+            return _files_source(name, [str(file)])
         if kind == "function":
             return _dataset_source(name, call_user_function(name, config, tokenizer, split))
         if kind == "ready":
-            own = name.removesuffix("_dataset")
-            hub_name, train, validation = READY[own]
-            own_split = train if split == "train" else validation
-            raw = _split_source(hub_name, own_split if wanted in (None, "train") else wanted)
-            read = (lambda: _alpaca_samples(raw.read(), *TASKS[own])) if own in TASKS else raw.read
-            return dataclasses.replace(raw, read=read)
+            short_name = name.removesuffix("_dataset")
+            hub_name, train, validation = READY[short_name]
+            if wanted in (None, "train"):
+                wanted = train if split == "train" else validation
+            raw = _split_source(hub_name, wanted)
+            task = TASKS.get(short_name)
+            if task is None:
+                return raw
+            return dataclasses.replace(raw, read=lambda: _alpaca_samples(raw.read(), *task))
         try:
             return _split_source(name, wanted, config.streaming)
         except UserError:
@@ -185,21 +199,18 @@ def open_source(
 
     default = config.dataset_split if split == "train" else None
     if isinstance(dataset, str):
-        is_split = split == "validation" and is_split_of(dataset, config.dataset)
-        return opened(str(config.dataset), dataset) if is_split else opened(dataset, default)
-    parts = tuple(
-        dataclasses.replace(
-            opened(part["path"], part.get("split") or default), weight=part.get("weight", 1.0)
-        )
-        for part in dataset
-    )
-    identity = " ".join(f"{part.identity} x {part.weight}" for part in parts)
-    name = " + ".join(part.name for part in parts)
+        if split == "validation" and is_split_of(dataset, config.dataset):
+            return opened(str(config.dataset), dataset)
+        return opened(dataset, default)
+    parts = []
+    for part in dataset:
+        source = opened(part["path"], part.get("split") or default)
+        parts.append(dataclasses.replace(source, weight=part.get("weight", 1.0)))
     return Source(
-        name,
-        identity,
-        lambda: itertools.chain.from_iterable(part.read() for part in parts),
-        parts=parts,
+        name=" + ".join(source.name for source in parts),
+        identity=" ".join(f"{source.identity} x {source.weight}" for source in parts),
+        read=lambda: itertools.chain.from_iterable(source.read() for source in parts),
+        parts=tuple(parts),
     )
 
 
@@ -221,34 +232,30 @@ def _alpaca_samples(
     for place, sample in samples:
         task = {"instruction": instruction, "input": sample[given]}
         outputs = sample[wanted]
-        outputs = (
-            [outputs] if isinstance(outputs, str) else [text for text in outputs if text.strip()]
-        )
-        yield from ((place, {**task, "output": text}) for text in outputs)
+        if isinstance(outputs, str):
+            outputs = [outputs]
+        else:
+            outputs = [text for text in outputs if text.strip()]
+        for text in outputs:
+            yield place, {**task, "output": text}
 
 
 def _split_source(name: str, wanted: str | None, streaming: bool = False) -> Source:
     """Open a dataset that may have splits: from the Hub, files, or a directory."""
     splits = splits_of(name, streaming)
     is_hub = kind_of_data(name) == "hub"
-    held_out = [split for split in ("validation", "test") if split in splits]
-    split = wanted or next(
-        iter(held_out or splits if held_out or len(splits) == 1 else []), "validation"
-    )
+    split = wanted or _split_for_validation(splits)
     # `datasets` slices Hub datasets itself
     split, part = (split, slice(None)) if is_hub else _sliced(split)
     if split == "train" and set(splits) == {""}:
         split = ""
     # a Hub split may be a slice such as train[:5%]
     if split not in splits and not (is_hub and wanted):
-        way_out = (
-            " A slice of files counts samples: train[10:100]."
-            if "[" in split and not is_hub
-            else ""
-        )
-        raise UserError(
-            f"{name}: has no split {split}. It has {', '.join(filter(None, splits)) or 'none'}.{way_out}"
-        )
+        way_out = ""
+        if "[" in split and not is_hub:
+            way_out = " A slice of files counts samples: train[10:100]."
+        names = ", ".join(filter(None, splits)) or "none"
+        raise UserError(f"{name}: has no split {split}. It has {names}.{way_out}")
     title = f"{name} {split}".strip()
     # also downloads the validation samples: one split alone cannot be downloaded
     if is_hub and streaming:
@@ -256,19 +263,28 @@ def _split_source(name: str, wanted: str | None, streaming: bool = False) -> Sou
         revision = huggingface_hub.dataset_info(name.partition(":")[0]).sha
         return Source(title, f"{title} {revision}", lambda: numbered(title, streamed))
     samples = splits[split] if split in splits else load_from_hub(name, split)
-    source = (
-        _files_source(title, samples)
-        if isinstance(samples, list)
-        else _dataset_source(title, samples)
-    )
+    if isinstance(samples, list):
+        source = _files_source(title, samples)
+    else:
+        source = _dataset_source(title, samples)
     if part == slice(None):
         return source
-    identity = f"{source.identity} {part}"
     return dataclasses.replace(
         source,
-        identity=identity,
+        identity=f"{source.identity} {part}",
         read=lambda: itertools.islice(source.read(), part.start, part.stop),
     )
+
+
+def _split_for_validation(splits: dict[str, Any]) -> str:
+    """Return the split that fits validation best: validation, else test, else the only one."""
+    for name in ("validation", "test"):
+        if name in splits:
+            return name
+    if len(splits) == 1:
+        [only] = splits
+        return only
+    return "validation"
 
 
 def _sliced(split: str) -> tuple[str, slice]:
@@ -277,8 +293,10 @@ def _sliced(split: str) -> tuple[str, slice]:
     match = re.fullmatch(r"(\w+)\[(\d*):(\d*)\]", split)
     if match is None:
         return split, slice(None)
-    start, stop = (int(number) if number else None for number in match.groups()[1:])
-    return match[1], slice(start, stop)
+    name, first, end = match.groups()
+    start = int(first) if first else None
+    stop = int(end) if end else None
+    return name, slice(start, stop)
 
 
 def splits_of(name: str, streaming: bool = False) -> dict[str, Any]:
@@ -290,9 +308,8 @@ def splits_of(name: str, streaming: bool = False) -> dict[str, Any]:
     if kind == "folder" and any((path / sign).is_file() for sign in DATASETS_MARKER_FILES):
         saved = datasets.load_from_disk(str(path))
         return dict(saved) if isinstance(saved, datasets.DatasetDict) else {"": saved}
-    if kind == "file" or (
-        kind == "url" and data_suffix(name) and not any(mark in name for mark in "*[")
-    ):
+    is_pattern = "*" in name or "[" in name
+    if kind == "file" or (kind == "url" and data_suffix(name) and not is_pattern):
         return {"": [os.path.expanduser(name)]}
     if kind == "glob":
         return {"": globbed(name)}
@@ -301,13 +318,22 @@ def splits_of(name: str, streaming: bool = False) -> dict[str, Any]:
     else:  # a URL that is a pattern or a directory
         system, remote = fsspec.core.url_to_fs(name)
         found = system.find(remote) if name.endswith("/") else system.glob(remote)
-        files = [str(system.unstrip_protocol(file)) for file in sorted(found) if data_suffix(file)]
+        remote_files = [file for file in sorted(found) if data_suffix(file)]
+        # fsspec returns paths without the protocol, such as s3://
+        files = [str(system.unstrip_protocol(file)) for file in remote_files]
     splits: dict[str, list[str]] = {}
     for file in files:
-        inside = (file.removeprefix(str(path)) if kind == "folder" else Path(file).name).lower()
-        named = (split for split, words in SPLIT_WORDS.items() if re.search(words, inside))
-        splits.setdefault(next(named, "train"), []).append(file)
+        inside = file.removeprefix(str(path)) if kind == "folder" else Path(file).name
+        splits.setdefault(_split_in_name(inside.lower()), []).append(file)
     return {"": splits["train"]} if set(splits) == {"train"} else splits
+
+
+def _split_in_name(name: str) -> str:
+    """Return the split that a file's path names, train if none."""
+    for split, words in SPLIT_WORDS.items():
+        if words.search(name):
+            return split
+    return "train"
 
 
 @functools.cache
@@ -328,13 +354,12 @@ def load_from_hub(name: str, split: str | None, streaming: bool = False) -> Any:
         return datasets.load_dataset(path, configuration or None, split=split, streaming=streaming)
     # datasets, huggingface_hub, httpx or pyarrow: all about this one dataset
     except Exception as error:
-        cause = (
-            error.__cause__
-            if isinstance(error, datasets.exceptions.DatasetGenerationError)
-            else None
-        )
+        cause: BaseException = error
+        # its own text is only "An error occurred while generating the dataset"
+        if isinstance(error, datasets.exceptions.DatasetGenerationError):
+            cause = error.__cause__ or error
         raise UserError(
-            f"{name}: not on this machine, and `datasets` cannot load it: {reason(cause or error)}"
+            f"{name}: not on this machine, and `datasets` cannot load it: {reason(cause)}"
         ) from error
 
 
@@ -348,16 +373,16 @@ def _files_source(name: str, files: Sequence[str]) -> Source:
     for file in files:
         if is_url(file):
             system, path = fsspec.core.url_to_fs(file)
-            identity.update(str(sorted(system.info(path).items(), key=str)).encode())
+            # sorted, because the order may differ between ranks
+            about_remote = sorted(system.info(path).items(), key=str)
+            identity.update(str(about_remote).encode())
             continue
         with open(file, "rb") as opened:
             about = os.fstat(opened.fileno())
-            is_big = about.st_size > HASHED_WHOLE_BYTES
-            content = (
-                str(about.st_mtime_ns)
-                if is_big
-                else hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
-            )
+            if about.st_size > HASHED_WHOLE_BYTES:
+                content = str(about.st_mtime_ns)
+            else:
+                content = hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
         identity.update(f"{about.st_size} {content}\n".encode())
     shown = files[0] if len(files) == 1 else name
     return Source(
@@ -374,14 +399,15 @@ def _dataset_source(name: str, dataset: datasets.Dataset) -> Source:
     def read() -> Samples:
         # a user's set_format("torch") would return tensors instead of lists
         batches = dataset.with_format(None).iter(batch_size=ROWS_AT_ONCE)
-        samples = (
-            dict(zip(batch, sample, strict=True))
-            for batch in batches
-            for sample in zip(*batch.values(), strict=True)
-        )
-        return numbered(name, samples)
+        return numbered(name, itertools.chain.from_iterable(map(_samples_of_batch, batches)))
 
     return Source(name, dataset._fingerprint, read)
+
+
+def _samples_of_batch(batch: dict[str, list[Any]]) -> Iterator[Sample]:
+    """Yield the samples of a batch, which is column -> its values."""
+    for values in zip(*batch.values(), strict=True):
+        yield dict(zip(batch, values, strict=True))
 
 
 def call_user_function(name: str, *arguments: Any) -> datasets.Dataset:
@@ -394,18 +420,17 @@ def call_user_function(name: str, *arguments: Any) -> datasets.Dataset:
     file, _, function = name.rpartition(":")
     path = str(Path(file).expanduser())
     try:
-        if (made := runpy.run_path(path)).get(function) is None:
+        names = runpy.run_path(path)
+        if names.get(function) is None:
             raise LookupError("no such function")
-        samples = made[function](*arguments)
+        samples = names[function](*arguments)
     except (Exception, SystemExit) as error:
-        lines = [
-            f":{frame.lineno}"
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == path
-        ]
-        raise UserError(
-            f"{path}{''.join(lines[-1:])}: {function}: {type(error).__name__}: {error}"
-        ) from error
+        place = path
+        # the last line of the user's file, which may have called a library
+        for frame in traceback.extract_tb(error.__traceback__):
+            if frame.filename == path:
+                place = f"{path}:{frame.lineno}"
+        raise UserError(f"{place}: {function}: {type(error).__name__}: {error}") from error
     if not isinstance(samples, datasets.Dataset):
         raise UserError(
             f"{name} returned a {type(samples).__name__}; expected a datasets.Dataset, see Dataset.from_list."

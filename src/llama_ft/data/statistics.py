@@ -11,19 +11,30 @@ from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.formats import Message
 from llama_ft.errors import plural
 
+# of the table: field of SplitStatistics -> title
 COLUMNS = {
-    "samples": "samples", "tokens": "tokens", "target_tokens": "in the loss", "longest": "longest",
-    "truncated": "truncated", "skipped": "skipped",
-}  # fmt: skip
+    "samples": "samples",
+    "tokens": "tokens",
+    "target_tokens": "in the loss",
+    "longest": "longest",
+    "truncated": "truncated",
+    "skipped": "skipped",
+}
 # Per sample: a hash of its content; whether it is bad; its longest example before truncation; how
 # many of its parts were truncated and skipped. Of a chat that was split also the number of
 # responses, their tokens, and the tokens of the whole chat.
 SAMPLE_FIELDS = numpy.dtype(
     [
-        ("content", "u8"), ("bad", "?"), ("longest", "i4"), ("truncated", "i4"), ("skipped", "i4"),
-        ("responses", "i4"), ("tokens", "i8"), ("whole", "i8"),
+        ("content", "u8"),
+        ("bad", "?"),
+        ("longest", "i4"),
+        ("truncated", "i4"),
+        ("skipped", "i4"),
+        ("responses", "i4"),
+        ("tokens", "i8"),
+        ("whole", "i8"),
     ]
-)  # fmt: skip
+)
 
 
 @dataclass
@@ -64,7 +75,8 @@ class SplitStatistics:
         """Add samples to the counts. `samples` is an array of dtype `SAMPLE_FIELDS`."""
         self.truncated += int(samples["truncated"].sum())
         self.skipped += int(samples["skipped"].sum())
-        self.longest = int(max(self.longest, samples["longest"].max(initial=0)))
+        longest = int(samples["longest"].max(initial=0))
+        self.longest = max(self.longest, longest)
         self.split_chats += int((samples["responses"] > 0).sum())
         self.split_samples += int(samples["responses"].sum())
         self.split_tokens += int(samples["tokens"].sum())
@@ -105,31 +117,34 @@ class BuildReport:
     def load(cls, path: Path) -> "BuildReport":
         """Read what `save` wrote."""
         values = json.loads(path.read_text(encoding="ascii"))
-        splits = {
-            name: values[name] and SplitStatistics(**values[name])
-            for name in ("train", "validation")
-        }
+        values["train"] = SplitStatistics(**values["train"])
+        if values["validation"] is not None:
+            values["validation"] = SplitStatistics(**values["validation"])
+        # JSON has a named tuple as a list
         kinds = {kind: BadKind(*counts) for kind, counts in values["bad_kinds"].items()}
-        return cls(**values | splits | {"bad_kinds": kinds})
+        values["bad_kinds"] = kinds
+        return cls(**values)
 
 
 def describe(report: BuildReport) -> list[str]:
     """Return the lines of a table of both splits, followed by the warnings."""
     splits = {"training": report.train, "validation": report.validation}
     header = " " * 10 + "".join(f"{title:>13}" for title in COLUMNS.values())
-    lines = [
-        f"{name:10}" + "".join(f"{getattr(split, column):13,}" for column in COLUMNS)
-        for name, split in splits.items()
+    lines = []
+    for name, split in splits.items():
         # the statistics of streamed samples are not known in advance
-        if split is not None and split.samples
-    ]
+        if split is not None and split.samples:
+            counts = [f"{getattr(split, column):13,}" for column in COLUMNS]
+            lines.append(f"{name:10}" + "".join(counts))
     if report.train.desirable:
         labels = f"{report.train.desirable:,} desirable, {report.train.undesirable:,} undesirable"
         lines.append(f"labels of the training data: {labels}")
     for name, split in splits.items():
         if split is not None and split.split_chats:
             lines += _split_lines(name, split)
-    return [*([header, *lines] if lines else []), *warnings_of(report)]
+    if lines:
+        lines = [header, *lines]
+    return [*lines, *warnings_of(report)]
 
 
 def _split_lines(name: str, split: SplitStatistics) -> list[str]:

@@ -279,7 +279,8 @@ def plan_training(
     """
     prints: list[dict[str, str]] = [{}] * ranks.world_size
     dist.all_gather_object(prints, data.fingerprints())
-    if other := [str(rank) for rank, own in enumerate(prints) if own != prints[0]]:
+    other = [str(rank) for rank in range(ranks.world_size) if prints[rank] != prints[0]]
+    if other:
         raise UserError(
             f"--dataset: rank {', '.join(other)} has other samples than rank 0.\nExpected the same files on every "
             "node. A dataset function must return the same samples in the same order: set a seed for its shuffle."

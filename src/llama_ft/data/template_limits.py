@@ -31,17 +31,22 @@ def exceeded_limit(render: Callable[[], object]) -> str | None:
         return "it is nested too deeply, or calls itself without end."
     if code in (-signal.SIGXCPU, -signal.SIGKILL):
         return f"it does not end within {CPU_SECONDS} s."
-    return f"it ends the process ({signal.Signals(-code).name})." if code < 0 else None
+    if code < 0:  # minus the number of the signal that has ended it
+        return f"it ends the process ({signal.Signals(-code).name})."
+    return None
 
 
 def _render_and_exit(render: Callable[[], object]) -> None:
     """Never returns: the fork must not run any of its parent's other code."""
     code = 0
     try:
+        # The first number is the size of the address space. RLIMIT_AS limits all of it, not only
+        # what the template adds.
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most_bytes = pages * resource.getpagesize() + BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
+        # no core dump, which would have the size of the parent's memory
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         render()
     except MemoryError:

@@ -3,7 +3,7 @@
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import chain, pairwise
 from operator import itemgetter
 from typing import Literal, NamedTuple
 
@@ -45,7 +45,8 @@ class Encoded(NamedTuple):
     def target_tokens(self) -> int:
         """Number of labels in the loss. Position 0 does not count, because no position predicts
         it."""
-        return len(self.labels) - 1 - self.labels[1:].count(IGNORED) if self.labels else 0
+        predicted = self.labels[1:]
+        return len(predicted) - predicted.count(IGNORED)
 
 
 class Encoder:
@@ -97,13 +98,11 @@ class Encoder:
             BadSample: the sample does not follow its format, or holds images, video or audio.
         """
         for column in sample.keys() & formats.MEDIA:
-            formats.expect(
-                not sample[column], column, sample[column], "nothing: only text is trained on"
-            )
+            value = sample[column]
+            formats.expect(not value, column, value, "nothing: only text is trained on")
         if sample_format == "alpaca" and self.tokenizer.chat_template == ALPACA:
-            return self._without_dropped(
-                formats.alpaca_messages(sample, input_heading=INPUT_HEADING)
-            )
+            messages = formats.alpaca_messages(sample, input_heading=INPUT_HEADING)
+            return self._without_dropped(messages)
         try:
             return self._without_dropped(FORMATS[sample_format].read(sample))
         # raised by a user's own format
@@ -119,10 +118,13 @@ class Encoder:
         """Tokenize a sample and bring it to pieces of at most context_length tokens. See `tokenize`
         and `fit`. A chat that must be split becomes a piece per response."""
         try:
-            return self.fit(*self.tokenize(sample, sample_format))
+            input_ids, labels = self.tokenize(sample, sample_format)
         except ChatDiffers as chat:
-            parts = self.piece_rows(chat, sample)
-            return [piece for part in parts for piece in self.encode(part, "messages")]
+            pieces = list[Encoded]()
+            for part in self.piece_rows(chat, sample):
+                pieces += self.encode(part, "messages")
+            return pieces
+        return self.fit(input_ids, labels)
 
     def piece_rows(self, chat: ChatDiffers, sample: Sample) -> list[Sample]:
         """Return the samples, in the format messages, that a chat must be split into."""
@@ -151,19 +153,29 @@ class Encoder:
         if isinstance(content, list):
             chat = self._renderer.render(content, formats.tools_of(sample))
             return self._tokenize_chat(chat)
-        fitting = ("auto",) if isinstance(content, TokenizedSample) else ("auto", "all")
-        if (isinstance(content, TokenizedSample) or not content[0]) and self.labels not in fitting:
-            raise UserError(
-                f"--labels {self.labels}: expected {' or '.join(fitting)} for the format {sample_format}."
-            )
         if isinstance(content, TokenizedSample):
-            tokens = (*content.input_ids, *(label for label in content.labels if label != IGNORED))
-            if bad := [token for token in tokens if not 0 <= token < self._vocabulary_size]:
-                raise BadSample(
-                    f"it holds the token {bad[0]}; expected 0 to {self._vocabulary_size - 1}."
-                )
+            self._check_labels(sample_format, "auto")
+            self._check_tokens(content)
             return content
-        return self._tokenize_text(*content)
+        prompt, completion = content
+        if not prompt:
+            self._check_labels(sample_format, "auto", "all")
+        return self._tokenize_text(prompt, completion)
+
+    def _check_labels(self, sample_format: SampleFormat, *supported: Labels) -> None:
+        if self.labels not in supported:
+            raise UserError(
+                f"--labels {self.labels}: expected {' or '.join(supported)} for the format {sample_format}."
+            )
+
+    def _check_tokens(self, content: TokenizedSample) -> None:
+        """Raise BadSample if a token or label is not in the vocabulary."""
+        in_loss = (label for label in content.labels if label != IGNORED)
+        for token in chain(content.input_ids, in_loss):
+            if not 0 <= token < self._vocabulary_size:
+                raise BadSample(
+                    f"it holds the token {token}; expected 0 to {self._vocabulary_size - 1}."
+                )
 
     def _tokenize_text(self, prompt: str, completion: str) -> Example:
         """Tokenize text without a chat: BOS (if the tokenizer adds one), prompt, completion, EOS.
@@ -204,13 +216,19 @@ class Encoder:
         if self.truncation == "right":
             return [Encoded(input_ids[:length], labels[:length], truncated=True)]
         if self.truncation == "left":
-            return [Encoded(input_ids[-length:], [IGNORED, *labels[1 - length :]], truncated=True)]
+            # No position predicts the first token that is left.
+            kept_labels = [IGNORED, *labels[1 - length :]]
+            return [Encoded(input_ids[-length:], kept_labels, truncated=True)]
         if self.truncation == "drop":
             return []
         pieces = []
+        # length - 1, because neighboring pieces share a token
         for start in range(0, whole - 1, length - 1):
-            own = [labels[0] if start == 0 else IGNORED, *labels[start + 1 : start + length]]
-            pieces.append(Encoded(input_ids[start : start + length], own, truncated=False))
+            piece_ids = input_ids[start : start + length]
+            piece_labels = labels[start : start + length]
+            if start > 0:
+                piece_labels[0] = IGNORED
+            pieces.append(Encoded(piece_ids, piece_labels, truncated=False))
         return pieces
 
     def _tokenize_chat(self, chat: RenderedChat) -> Example:
@@ -231,7 +249,8 @@ class Encoder:
                 ends.append(end)
         input_ids = list[int]()
         offsets = list[Span]()
-        for start, end in pairwise([0, *ends, len(text)]) if ends else ():
+        bounds = [0, *ends, len(text)] if ends else []
+        for start, end in pairwise(bounds):
             part = backend.encode(text[start:end], add_special_tokens=False)
             if part.tokens[0].startswith(SPACE) and not text[start].isspace():
                 # this tokenizer puts a space before every text, so it cannot tokenize a part
@@ -309,20 +328,32 @@ def mismatch(samples: Sequence[list[Example]], context_length: int) -> None:
         samples: of each what `unpaired_examples` returns.
         context_length: of the encoder.
     """
-    own = [examples[0] for examples in samples]
-    starts = [
-        next((at for at, label in enumerate(labels) if label != IGNORED), len(labels))
-        for _, labels in own
-    ]
-    answered = [number for number, (_, labels) in enumerate(own) if starts[number] < len(labels)]
-    for place, number in enumerate(answered):
-        other = answered[(place + len(answered) // 2) % len(answered)]
-        longest = max(context_length, len(own[number][0]))
-        ids, labels = (
-            [*ours[: starts[number]], *theirs[starts[other] :]][:longest]
-            for ours, theirs in zip(own[number], own[other], strict=True)
-        )
-        samples[number][1] = ids, labels
+    originals = [examples[0] for examples in samples]
+    starts = [_completion_start(labels) for _, labels in originals]
+    # numbers of the samples with a token in the loss
+    answered = []
+    for number, (_, labels) in enumerate(originals):
+        if starts[number] < len(labels):
+            answered.append(number)
+    for position, number in enumerate(answered):
+        other = answered[(position + len(answered) // 2) % len(answered)]
+        input_ids, labels = originals[number]
+        other_ids, other_labels = originals[other]
+        prompt = slice(starts[number])
+        completion = slice(starts[other], None)
+        longest = max(context_length, len(input_ids))
+        mismatched_ids = [*input_ids[prompt], *other_ids[completion]]
+        mismatched_labels = [*labels[prompt], *other_labels[completion]]
+        samples[number][1] = mismatched_ids[:longest], mismatched_labels[:longest]
+
+
+def _completion_start(labels: list[int]) -> int:
+    """Return the first position whose token is in the loss; the number of labels if there is
+    none."""
+    for position, label in enumerate(labels):
+        if label != IGNORED:
+            return position
+    return len(labels)
 
 
 def tokens_of_spans(
@@ -346,19 +377,33 @@ def tokens_of_spans(
     # Byte-level tokenizers can exclude white space from the offsets (trim_offsets), so a token
     # begins where the previous one ended. All bytes of one character have the same offsets, so the
     # minimum is needed.
-    ends = list(accumulate((end for _, end in offsets), max))
-    starts = [min(start, covered) for (start, _), covered in zip(offsets, [0, *ends], strict=False)]
+    starts = []
+    ends = []
+    covered = 0
+    for start, end in offsets:
+        starts.append(min(start, covered))
+        covered = max(covered, end)
+        ends.append(covered)
 
     def belongs(token: int, span: Span) -> bool:
-        return bool(text[max(starts[token], span[0]) : min(ends[token], span[1])].strip())
+        start = max(starts[token], span[0])
+        end = min(ends[token], span[1])
+        return bool(text[start:end].strip())
 
     ranges = []
     for span in spans:
-        first = bisect_left(starts, span[0])
-        last = bisect_left(starts, span[1])
-        while first > 0 and ends[first - 1] > span[0] and belongs(first - 1, span):
+        span_start, span_end = span
+        first = bisect_left(starts, span_start)
+        last = bisect_left(starts, span_end)
+        # tokens across the beginning of the span
+        while first > 0 and ends[first - 1] > span_start:
+            if not belongs(first - 1, span):
+                break
             first -= 1
-        while last > first and ends[last - 1] > span[1] and not belongs(last - 1, span):
+        # tokens across its end
+        while last > first and ends[last - 1] > span_end:
+            if belongs(last - 1, span):
+                break
             last -= 1
         ranges.append((first, last))
     return ranges

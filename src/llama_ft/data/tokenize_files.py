@@ -57,8 +57,10 @@ from llama_ft.processes import end_with
 # that has one, and null for all others.
 FEATURES = Features(
     {
-        **{name: List(Value("int32")) for name in ("input_ids", "labels")},
-        **{name: Value("int32") for name in ("target_tokens", "group")},
+        "input_ids": List(Value("int32")),
+        "labels": List(Value("int32")),
+        "target_tokens": Value("int32"),
+        "group": Value("int32"),
         "source": Value("string"),
         "desirable": Value("bool"),
     }
@@ -77,13 +79,22 @@ BAD_SAMPLES_COUNTED = 1000  # at this number of bad samples the run stops readin
 Chunk = list[tuple[str, bytes]]
 
 
+class Piece(NamedTuple):
+    """A row of the table of tokenized examples, before it is written as Arrow."""
+
+    sample: int  # index of its sample in the chunk
+    encoded: Encoded
+    group: int  # number of pieces that stay together
+    position: int  # among them, counted from 0
+    place: str  # of the sample, for messages
+
+
 class EncodedChunk(NamedTuple):
     """The result of tokenizing a chunk."""
 
     table: pyarrow.Table  # the examples, with the columns of FEATURES
-    sample_of_piece: (
-        numpy.ndarray
-    )  # for each row of the table, the index of its sample in the chunk
+    # for each row of the table, the index of its sample in the chunk
+    sample_of_piece: numpy.ndarray
     samples: numpy.ndarray  # dtype `SAMPLE_FIELDS`, one entry per sample of the chunk
     largest_id: int  # of the table's tokens; -1 if it is empty
     problems: list[str]  # one text per bad sample, with its place
@@ -96,8 +107,9 @@ def chunks_of(source: Source, wanted: str) -> Iterator[Chunk]:
     chunk = Chunk()
     size = 0
     for place, sample, sample_format in source.formatted_samples(wanted):
-        chunk.append((place, pickle.dumps((sample, sample_format), pickle.HIGHEST_PROTOCOL)))
-        size += len(chunk[-1][1])
+        packed = pickle.dumps((sample, sample_format), pickle.HIGHEST_PROTOCOL)
+        chunk.append((place, packed))
+        size += len(packed)
         if len(chunk) == CHUNK_SAMPLES or size >= CHUNK_BYTES:
             yield chunk
             chunk = Chunk()
@@ -108,14 +120,12 @@ def chunks_of(source: Source, wanted: str) -> Iterator[Chunk]:
 
 def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> EncodedChunk:
     """Tokenize the samples of a chunk."""
-    # Index of the sample, one of its pieces, the size of its group, the index in the group, place.
-    pieces = list[tuple[int, Encoded, int, int, str]]()
     samples = numpy.zeros(len(chunk), SAMPLE_FIELDS)
     problems = list[str]()
     splits = dict[int, str]()
     # the examples of a sample; of each response if it is a chat that must be split
     tokenized = dict[int, list[list[Example]]]()
-    labels_of = dict[int, bool]()
+    desirable = dict[int, bool]()
     for number, (place, packed) in enumerate(chunk):
         sample, sample_format = pickle.loads(packed)
         try:
@@ -134,54 +144,95 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
             problems.append(f"{place}: {problem}")
             continue
         if sample_format == UNPAIRED:
-            labels_of[number] = is_desirable(sample)
-        content = json.dumps(sample, sort_keys=True, ensure_ascii=False, default=str).encode(
-            "utf-8", "surrogatepass"
-        )
-        # equal rows share it
-        samples[number]["content"] = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
+            desirable[number] = is_desirable(sample)
+        samples[number]["content"] = _content_hash(sample)
     if examples_of is unpaired_examples:
+        # A completion is not split, so each sample has one list of examples.
         mismatch([examples for [examples] in tokenized.values()], encoder.context_length)
+    pieces = list[Piece]()
     for number, responses in tokenized.items():
-        fields = samples[number]
-        for response, examples in enumerate(responses, 1):
-            groups = list(zip(*(encoder.fit(*example) for example in examples), strict=False))
-            trained = [group for group in groups if all(piece.target_tokens for piece in group)]
-            is_truncated = any(piece.truncated for group in groups for piece in group)
-            lengths = [len(input_ids) for input_ids, _ in examples]
-            fields["longest"] = max(fields["longest"], *lengths)
-            fields["skipped"] += not trained
-            fields["truncated"] += bool(trained) and is_truncated
-            place = chunk[number][0]
+        counts = samples[number]
+        for response, examples in enumerate(responses, start=1):
+            place, _ = chunk[number]
             if number in splits:
-                fields["responses"] += 1
-                fields["tokens"] += sum(lengths)
+                counts["responses"] += 1
+                counts["tokens"] += sum(len(input_ids) for input_ids, _ in examples)
                 place = f"{place}, response {response} of {len(responses)}"
-            pieces += [
-                (number, piece, len(group), at, place)
-                for group in trained
-                for at, piece in enumerate(group)
-            ]
-    ends = numpy.cumsum([0, *(len(piece.input_ids) for _, piece, *_ in pieces)]).astype(numpy.int32)
-    input_ids, labels = (
-        numpy.fromiter(itertools.chain.from_iterable(column), numpy.int32)
-        for column in (
-            (piece.input_ids for _, piece, *_ in pieces),
-            (piece.labels for _, piece, *_ in pieces),
-        )
-    )
-    columns = {
-        "input_ids": pyarrow.ListArray.from_arrays(ends, input_ids),
-        "labels": pyarrow.ListArray.from_arrays(ends, labels),
-        "target_tokens": [piece.target_tokens for _, piece, *_ in pieces],
-        "group": [group for _, _, group, *_ in pieces],
-        "source": [place for *_, place in pieces],
-        "desirable": [labels_of.get(sample) if at == 0 else None for sample, _, _, at, _ in pieces],
-    }
-    table = pyarrow.table(columns, schema=FEATURES.arrow_schema)
-    sample_of_piece = numpy.array([sample for sample, *_ in pieces], numpy.int32)
+            groups = _fitting_groups(examples, encoder, counts)
+            for group in groups:
+                for position, encoded in enumerate(group):
+                    pieces.append(Piece(number, encoded, len(group), position, place))
+    table = _table(pieces, desirable)
+    sample_of_piece = numpy.array([piece.sample for piece in pieces], numpy.int32)
+    input_ids = table["input_ids"].combine_chunks().flatten().to_numpy()
     largest_id = int(input_ids.max(initial=-1))
     return EncodedChunk(table, sample_of_piece, samples, largest_id, problems, splits)
+
+
+def _content_hash(sample: Sample) -> int:
+    """Return a 64-bit hash of a sample's content. Equal samples share it, so that they are all in
+    the same split."""
+    text = json.dumps(sample, sort_keys=True, ensure_ascii=False, default=str)
+    # surrogatepass: JSON allows half a surrogate pair, which UTF-8 cannot encode
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def _fitting_groups(
+    examples: list[Example], encoder: Encoder, counts: numpy.void
+) -> list[tuple[Encoded, ...]]:
+    """Return the pieces of examples that stay together, without groups in which an example has no
+    token in the loss.
+
+    Args:
+        examples: the examples of a sample, or of a response.
+        encoder: brings them to its context_length.
+        counts: the entry of dtype `SAMPLE_FIELDS` of their sample, to which this adds.
+    """
+    fitted = [encoder.fit(input_ids, labels) for input_ids, labels in examples]
+    # With truncation=split, examples may have different numbers of pieces. Pieces without a partner
+    # are left out.
+    groups = list(zip(*fitted, strict=False))
+    trained = []
+    is_truncated = False
+    for group in groups:
+        if all(piece.target_tokens for piece in group):
+            trained.append(group)
+        if any(piece.truncated for piece in group):
+            is_truncated = True
+    lengths = [len(input_ids) for input_ids, _ in examples]
+    counts["longest"] = max(counts["longest"], *lengths)
+    counts["skipped"] += not trained
+    counts["truncated"] += bool(trained) and is_truncated
+    return trained
+
+
+def _table(pieces: list[Piece], desirable: dict[int, bool]) -> pyarrow.Table:
+    """Make the table of tokenized examples.
+
+    Args:
+        pieces: the rows.
+        desirable: index of a sample -> its label, for completions with one. Only the first piece of
+            the sample gets it: the second one has another completion.
+    """
+    encoded = [piece.encoded for piece in pieces]
+    lengths = [len(piece.input_ids) for piece in encoded]
+    # Arrow stores a column of lists as all numbers, and where each list begins and ends.
+    offsets = numpy.cumsum([0, *lengths]).astype(numpy.int32)
+    # fromiter fills an array of int32 without a Python list of all tokens
+    ids = itertools.chain.from_iterable(piece.input_ids for piece in encoded)
+    labels = itertools.chain.from_iterable(piece.labels for piece in encoded)
+    columns = {
+        "input_ids": pyarrow.ListArray.from_arrays(offsets, numpy.fromiter(ids, numpy.int32)),
+        "labels": pyarrow.ListArray.from_arrays(offsets, numpy.fromiter(labels, numpy.int32)),
+        "target_tokens": [piece.target_tokens for piece in encoded],
+        "group": [piece.group for piece in pieces],
+        "source": [piece.place for piece in pieces],
+        "desirable": [
+            desirable.get(piece.sample) if piece.position == 0 else None for piece in pieces
+        ],
+    }
+    return pyarrow.table(columns, schema=FEATURES.arrow_schema)
 
 
 def _of_each_response(
@@ -230,9 +281,11 @@ def encode_chunks(
     with ExitStack() as stack:
         workers = [stack.enter_context(_worker(encoder, examples_of)) for _ in first]
         tasks = dict.fromkeys(workers, Chunk())
-        for chunk, worker in zip(
-            itertools.chain(chunks, [Chunk()] * len(first)), itertools.cycle(workers), strict=False
-        ):
+        # The chunks go to the processes in turn, so the results come back in order. An empty chunk
+        # per process at the end fetches the last results.
+        no_chunks = [Chunk()] * len(first)
+        all_chunks = itertools.chain(chunks, no_chunks)
+        for chunk, worker in zip(all_chunks, itertools.cycle(workers), strict=False):
             done = tasks[worker]
             tasks[worker] = chunk
             # each process has at most one chunk: if both sides wrote at once, neither would read
@@ -310,29 +363,31 @@ class SplitWriter:
         marks."""
         self.statistics.count(encoded.samples[mine])
         if not self.statistics.first_split:
-            reasons = (reason for number, reason in encoded.splits.items() if mine[number])
-            self.statistics.first_split = next(reasons, "")
+            for number, reason in encoded.splits.items():
+                if mine[number]:
+                    self.statistics.first_split = reason
+                    break
         kept = mine[encoded.sample_of_piece]
         if not kept.any():
             return
         if not self.first_chat:
-            content = self._encoder.read(*pickle.loads(chunk[encoded.sample_of_piece[kept][0]][1]))
+            first_kept = encoded.sample_of_piece[kept][0]
+            _, packed = chunk[first_kept]
+            sample, sample_format = pickle.loads(packed)
+            content = self._encoder.read(sample, sample_format)
             self.first_chat = content if isinstance(content, list) else []
         table = encoded.table.filter(pyarrow.array(kept))
-        input_ids, labels = (table[name].combine_chunks() for name in ("input_ids", "labels"))
-        arrays = [
-            each.to_numpy()
-            for each in (input_ids.value_lengths(), input_ids.flatten(), labels.flatten())
-        ]
-        told = table["desirable"].drop_null().to_numpy()
-        self.statistics.desirable += int(told.sum())
-        self.statistics.undesirable += int(len(told) - told.sum())
-        for checksum, array in zip(
-            self._checksums, [*arrays[:2], numpy.append(arrays[2], told)], strict=True
-        ):
+        lengths = table["input_ids"].combine_chunks().value_lengths().to_numpy()
+        input_ids = table["input_ids"].combine_chunks().flatten().to_numpy()
+        labels = table["labels"].combine_chunks().flatten().to_numpy()
+        desirable = table["desirable"].drop_null().to_numpy()
+        self.statistics.desirable += int(desirable.sum())
+        self.statistics.undesirable += int(len(desirable) - desirable.sum())
+        checked = (lengths, input_ids, numpy.append(labels, desirable))
+        for checksum, array in zip(self._checksums, checked, strict=True):
             checksum.update(numpy.ascontiguousarray(array).data)
         self.statistics.samples += len(table)
-        self.statistics.tokens += len(arrays[1])
+        self.statistics.tokens += len(input_ids)
         self.statistics.target_tokens += int(table["target_tokens"].to_numpy().sum())
         self.statistics.largest_id = max(self.statistics.largest_id, encoded.largest_id)
         self._writer.write_table(table)
@@ -375,10 +430,11 @@ class BadSamples:
                 kind = OTHER_KINDS
             if self.count < BAD_ROWS_LISTED:
                 shown = textwrap.shorten(message, MESSAGE_LENGTH, placeholder=" ...")
-                lines.append(json.dumps({"sample": place, "kind": kind, "message": shown}) + "\n")
+                line = {"sample": place, "kind": kind, "message": shown}
+                lines.append(json.dumps(line) + "\n")
             self.count += 1
-            known = self.kinds.get(kind, BadKind(0, place))
-            self.kinds[kind] = known._replace(samples=known.samples + 1)
+            counted = self.kinds.get(kind, BadKind(0, place))
+            self.kinds[kind] = counted._replace(samples=counted.samples + 1)
         self.first = [*self.first, *encoded.problems][:BAD_SAMPLES_SHOWN]
         if lines and self._listing is not None:
             with open(self._listing, "a", encoding="ascii") as listing:
@@ -391,17 +447,20 @@ class BadSamples:
         skip_bad_rows is off."""
         if self.skip or not self.count:
             return
-        kinds = [describe_kind(kind, *self.kinds[kind]) for kind in self.kinds]
-        total = f"{plural(self.count, 'bad sample')}{' or more' if self.count >= BAD_SAMPLES_COUNTED else ''}:"
+        kinds = [describe_kind(kind, *counts) for kind, counts in self.kinds.items()]
+        or_more = " or more" if self.count >= BAD_SAMPLES_COUNTED else ""
+        total = f"{plural(self.count, 'bad sample')}{or_more}:"
         way_out = (
             "--skip_bad_rows skips such samples and counts them; --repair_chats repairs chats."
         )
-        raise UserError(
-            *self.first[:-1], "\n  ".join([self.first[-1], total, *kinds]) + f"\n{way_out}"
-        )
+        # Each argument is an error of its own. The counts follow the last one.
+        *first, last = self.first
+        counts_of_kinds = "\n  ".join([last, total, *kinds])
+        raise UserError(*first, f"{counts_of_kinds}\n{way_out}")
 
 
 def _kind(message: str) -> str:
     """Return the message of a bad sample without its numbers, shortened, so that equal faults can
     be counted."""
-    return textwrap.shorten(re.sub(r"(?<!UTF-)\d+", "N", message), KIND_LENGTH, placeholder=" ...")
+    without_numbers = re.sub(r"(?<!UTF-)\d+", "N", message)
+    return textwrap.shorten(without_numbers, KIND_LENGTH, placeholder=" ...")

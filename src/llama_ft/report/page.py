@@ -90,11 +90,8 @@ def report_page(run: Run) -> str:
     for key, title in titles.items():
         if not key.endswith("/loss"):
             unit = unit_of([run], key)
-            plots.append(
-                Plot(
-                    ", ".join(filter(None, [title, unit.sign])), _lines(run, key, "mean", unit=unit)
-                )
-            )
+            lines = _lines(run, key, "mean", unit=unit)
+            plots.append(Plot(_title(title, unit), lines))
     shown = [plot.svg() for plot in plots]
     values = {
         "memory": memory_of(run),
@@ -120,28 +117,28 @@ def comparison_page(runs: Sequence[Run]) -> str:
     titles = METRIC_PLOTS | own_metrics(runs)
     for key, title in titles.items():  # one line per run: the smoothed one if there is one
         unit = unit_of(runs, key)
-        lines = [
-            line for n, run in enumerate(runs) for line in _lines(run, key, run.name, n, unit)[-1:]
-        ]
-        plots.append(
-            Plot(
-                ", ".join(filter(None, [title, unit.sign])),
-                lines,
-                fits=key.endswith("/loss"),
-                named=True,
-            ).svg()
-        )
-    columns = [{card.name: card for card in cards_of(run)} for run in runs]
-    rows = {
-        name: [cards.get(name) for cards in columns]
-        for name in dict.fromkeys(n for c in columns for n in c)
-    }
+        lines = list[Series]()
+        for number_of_run, run in enumerate(runs):
+            lines += _lines(run, key, run.name, number_of_run, unit)[-1:]
+        fits = key.endswith("/loss")
+        plots.append(Plot(_title(title, unit), lines, fits=fits, named=True).svg())
+    # name of a card -> that card of each run, None for runs without it
+    rows = dict[str, list[Card | None]]()
+    for number_of_run, run in enumerate(runs):
+        for card in cards_of(run):
+            rows.setdefault(card.name, [None] * len(runs))[number_of_run] = card
     values = {"plots": plots, "differing": differing_settings(list(runs))}
     return _render("compare.html", title=f"{len(runs)} runs", runs=runs, rows=rows, **values)
 
 
+def _title(title: str, unit: Unit) -> str:
+    return f"{title}, {unit.sign}" if unit.sign else title
+
+
 def _render(template: str, **values: Any) -> str:
     script = (HERE / "script.js").read_text()
+    # The page's Content-Security-Policy allows only the script with this digest, so that no text of
+    # a run can become a script.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     page = TEMPLATES.get_template(template).render(
         endings=ENDINGS,
@@ -161,31 +158,47 @@ def memory_of(run: Run) -> Memory:
     kind = "device_peak_bytes" if is_gpu else "anonymous_peak_bytes"
     measured = run.facts.get("memory", {})
     peaks = run.plan.get("peaks", [])
-    ranks = {
-        phase: [rank.get(kind) for rank in sizes]
-        for phase, sizes in measured.get("phases", {}).items()
-    }
-    most = {phase: max(filter(None, sizes), default=0.0) for phase, sizes in ranks.items()}
-    holders: list[dict[str, float]] = measured.get("holders", [])
-    names: list[str] = [name for name in MEMORY_CATEGORIES if any(name in rank for rank in holders)]
-    held = {name: max(rank.get(name, 0.0) for rank in holders) for name in names}
-    planned: dict[str, float] = next(
-        (peak["holders"] for peak in peaks if peak["phase"] == "optimizer step"), {}
-    )
+    ranks: dict[str, list[float | None]] = {}
+    most: dict[str, float] = {}  # of the rank with the highest memory
+    for phase, peaks_of_ranks in measured.get("phases", {}).items():
+        sizes = [rank.get(kind) for rank in peaks_of_ranks]
+        ranks[phase] = sizes
+        most[phase] = max(filter(None, sizes), default=0.0)
+    held: dict[str, float] = {}
+    for name in MEMORY_CATEGORIES:
+        held_by_ranks = [rank.get(name) for rank in measured.get("holders", [])]
+        present = [size for size in held_by_ranks if size is not None]
+        if present:
+            held[name] = max(present)
+            ranks[f"holds: {name}"] = held_by_ranks
+    planned: dict[str, float] = {}
+    for peak in peaks:
+        if peak["phase"] == "optimizer step":
+            planned = peak["holders"]
+            break
+    predicted_peaks = {peak["phase"]: peak["bytes"] for peak in peaks}
+    predicted_held = {name: planned[name] for name in held if planned.get(name)}
     base = {BASE: measured["base_bytes"]} if "base_bytes" in measured else {}
     return Memory(
-        ({peak["phase"]: peak["bytes"] for peak in peaks}, most if is_gpu else {}),
-        ({name: planned[name] for name in names if planned.get(name)}, held),
-        {} if is_gpu or not most else base | most,
-        ranks | {f"holds: {name}": [rank.get(name) for rank in holders] for name in names},
+        phases=(predicted_peaks, most if is_gpu else {}),
+        held=(predicted_held, held),
+        process={} if is_gpu or not most else base | most,
+        ranks=ranks,
     )
 
 
 def unit_of(runs: Sequence[Run], key: str) -> Unit:
     """Return the largest unit in which the metric's largest value is at least 1."""
-    largest = max((run.curves[key].values.max() for run in runs if key in run.curves), default=0.0)
-    units = next((units for end, units in UNITS.items() if key.endswith(end)), (PLAIN,))
-    return next((unit for unit in units if unit.size <= largest), units[-1])
+    curves = [run.curves[key] for run in runs if key in run.curves]
+    largest = max((curve.values.max() for curve in curves), default=0.0)
+    units: tuple[Unit, ...] = (PLAIN,)
+    for end, units_of_end in UNITS.items():
+        if key.endswith(end):
+            units = units_of_end
+    for unit in units:
+        if unit.size <= largest:
+            return unit
+    return units[-1]
 
 
 def cards_of(run: Run) -> list[Card]:
@@ -231,10 +244,13 @@ def cards_of(run: Run) -> list[Card]:
 
 def _lines(run: Run, key: str, name: str, colour: int = 0, unit: Unit = PLAIN) -> list[Series]:
     """Return a curve in its unit. If it is noisy, its smoothed line follows."""
-    if (curve := run.curves.get(key)) is None:
+    curve = run.curves.get(key)
+    if curve is None:
         return []
     values = curve.values / unit.size
-    values = values if unit.decimals is None else values.round(unit.decimals)
-    series = Series(name, curve.steps, values, "dots" if key == "eval/loss" else "line", colour)
+    if unit.decimals is not None:
+        values = values.round(unit.decimals)
+    style = "dots" if key == "eval/loss" else "line"
+    series = Series(name, curve.steps, values, style, colour)
     is_noisy = key in ("train/loss", "train/grad_norm") or key.startswith("perf/")
     return smoothed(series) if is_noisy else [series]

@@ -54,25 +54,23 @@ class Plot:
         self.series = [thin(one) for one in self.series]
         if not self.series:
             return Markup("")
-        xs, ys = (numpy.concatenate([getattr(one, axis) for one in self.series]) for axis in "xy")
+        xs = numpy.concatenate([one.x for one in self.series])
+        ys = numpy.concatenate([one.y for one in self.series])
         low = float(ys.min())
         high = float(ys.max())
         self._x_range = _widened(float(xs.min()), float(xs.max()))
         self._y_range = _widened(low if self.fits else min(low, 0.0), high)
-        self.y_ticks = [(self.y(mark), number(mark)) for mark in ticks(*self._y_range, 5)]
-        self.x_ticks = [
-            (self.x(step), number(step)) for step in ticks(*self._x_range, 6) if step == int(step)
-        ]
+        y_marks = ticks(*self._y_range, 5)
+        x_marks = ticks(*self._x_range, 6)
+        whole_steps = [mark for mark in x_marks if mark == int(mark)]
+        self.y_ticks = [(self.y(mark), number(mark)) for mark in y_marks]
+        self.x_ticks = [(self.x(step), number(step)) for step in whole_steps]
         # the values of faint lines come last
         shown = sorted(self.series, key=lambda one: one.style == "faint")
-        points = [
-            {
-                "name": mask_secrets(one.name),
-                "x": one.x.tolist(),
-                "text": [number(y) for y in one.y.tolist()],
-            }
-            for one in shown
-        ]
+        points = []
+        for one in shown:
+            texts = [number(y) for y in one.y.tolist()]
+            points.append({"name": mask_secrets(one.name), "x": one.x.tolist(), "text": texts})
         data = {
             "box": [self.left, self.right, self.top, self.bottom],
             "x": self._x_range,
@@ -84,16 +82,21 @@ class Plot:
     def x(self, value: float) -> float:
         """Return the horizontal position of a value in the drawing."""
         low, high = self._x_range
-        return round(self.left + (value - low) / (high - low) * (self.right - self.left), 1)
+        width = self.right - self.left
+        share = (value - low) / (high - low)
+        return round(self.left + share * width, 1)
 
     def y(self, value: float) -> float:
         """Return the vertical position of a value in the drawing."""
         low, high = self._y_range
-        return round(self.bottom - (value - low) / (high - low) * (self.bottom - self.top), 1)
+        height = self.bottom - self.top
+        share = (value - low) / (high - low)
+        return round(self.bottom - share * height, 1)  # y grows downwards in SVG
 
     def points(self, series: Series) -> list[tuple[float, float]]:
         """Return the positions of a line's points."""
-        return [(self.x(x), self.y(y)) for x, y in zip(series.x, series.y, strict=True)]
+        points = zip(series.x, series.y, strict=True)
+        return [(self.x(x), self.y(y)) for x, y in points]
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
@@ -110,10 +113,12 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     """Return about `most` round numbers from `low` to `high`."""
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999) * power
-    return [
-        n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
-    ]
+    # 0.999 and 1e-9 allow for rounding: 3 * 0.1 is more than 0.3.
+    factors = [factor for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999]
+    step = factors[0] * power
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [count * step for count in range(first, last + 1)]
 
 
 def thin(series: Series) -> Series:
@@ -123,22 +128,27 @@ def thin(series: Series) -> Series:
     if count <= 2 * BINS:
         return series
     bins = numpy.array_split(numpy.arange(count), BINS)
-    kept = {0, count - 1} | {
-        int(part[find(series.y[part])]) for part in bins for find in (numpy.argmin, numpy.argmax)
-    }
-    return replace(series, x=series.x[sorted(kept)], y=series.y[sorted(kept)])
+    kept = {0, count - 1}
+    for part in bins:
+        values = series.y[part]
+        kept.add(int(part[values.argmin()]))
+        kept.add(int(part[values.argmax()]))
+    in_order = sorted(kept)
+    return replace(series, x=series.x[in_order], y=series.y[in_order])
 
 
 def smoothed(series: Series) -> list[Series]:
     """Return the line, or if it has many points, a faint line of them and a line of their moving
     average."""
-    if (count := len(series.y)) < SMOOTH_FROM:
+    count = len(series.y)
+    if count < SMOOTH_FROM:
         return [series]
     half = max(2, count // SMOOTH_SHARE // 2)
     window = numpy.ones(2 * half + 1)
-    mean = (numpy.convolve(series.y, window) / numpy.convolve(numpy.ones(count), window))[
-        half:-half
-    ]
+    # At both ends the window holds fewer points, so each sum is divided by its own number of them.
+    sums = numpy.convolve(series.y, window)
+    counts = numpy.convolve(numpy.ones(count), window)
+    mean = (sums / counts)[half:-half]
     return [replace(series, name="each step", style="faint"), replace(series, y=mean)]
 
 

@@ -103,19 +103,18 @@ def read_run(folder: Path) -> Run:
     Raises:
         UserError: a file cannot be read; the message names it.
     """
-    status, facts, plan = (
-        _read(folder / f"{name}.json", json.loads) for name in ("status", "facts", "plan")
-    )
+    status = _read(folder / "status.json", json.loads)
+    facts = _read(folder / "facts.json", json.loads)
+    plan = _read(folder / "plan.json", json.loads)
     # The process of a run locks this file as long as it lives.
     if status.get("state") == "running" and is_locked(folder / RUN_MARKER) is False:
         status |= {"state": "died", "message": DIED.format(folder)}
     config = folder / "config.yaml"
     sections = _read(config, yaml.safe_load)
-    settings = {
-        f"{section}.{name}": value
-        for section, own in sections.items()
-        for name, value in dict(own).items()
-    }
+    settings = {}
+    for section, section_settings in sections.items():
+        for name, value in dict(section_settings).items():
+            settings[f"{section}.{name}"] = value
     text = config.read_text(encoding="utf-8") if config.exists() else ""
     curves = _read(folder / "metrics.jsonl", _curves)
     return Run(folder, folder.resolve().name, status, facts, plan, settings, text, curves)
@@ -128,8 +127,15 @@ def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
     defaults = {setting.dotted: setting.default for setting in SETTINGS.values()}
     values = {name: [run.settings.get(name) for run in runs] for name in names}
     if len(runs) == 1:
-        values = {name: [*own, defaults[name]] for name, own in values.items() if name in defaults}
-    return {name: row for name, row in values.items() if any(value != row[0] for value in row)}
+        # Compare the run with the defaults, as if these were a second run.
+        [run] = runs
+        names = [name for name in names if name in defaults]
+        values = {name: [run.settings.get(name), defaults[name]] for name in names}
+    differing = {}
+    for name, row in values.items():
+        if any(value != row[0] for value in row):
+            differing[name] = row
+    return differing
 
 
 def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
@@ -150,4 +156,8 @@ def _curves(text: str) -> dict[str, Curve]:
             value = max(value) if isinstance(value, list) else value
             if value is not None and math.isfinite(value):
                 found[key].append((record["step"], value))
-    return {key: Curve(*numpy.array(points, dtype=float).T) for key, points in found.items()}
+    curves = {}
+    for key, points in found.items():
+        steps, values = numpy.array(points, dtype=float).T
+        curves[key] = Curve(steps, values)
+    return curves
