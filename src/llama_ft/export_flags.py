@@ -10,8 +10,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llama_ft.config.paths import base_model_of, folder_problem, model_dir_problem, model_problem
-from llama_ft.config.run_settings import STRICT, Size
 from llama_ft.config.tool_flags import check, read
+from llama_ft.config.value_types import STRICT, Size
 from llama_ft.errors import UserError
 
 

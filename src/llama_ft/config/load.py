@@ -9,12 +9,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from llama_ft import __version__
+from llama_ft.config.data_settings import DatasetPart
 from llama_ft.config.dump import exit_with_help, help_text
 from llama_ft.config.messages import MOST_ERRORS, describe_setting, format_value, nearest
 from llama_ft.config.parse import Parsed, as_keywords, read_flags, read_yaml
 from llama_ft.config.paths import check_paths
 from llama_ft.config.rules import broken_rules, drop_overridden
-from llama_ft.config.run_settings import DatasetPart
 from llama_ft.config.settings import SETTINGS, Config, Setting, settings_of, values_of
 from llama_ft.errors import UserError, before_imports, exit_on_error, plural, rank
 

@@ -1,4 +1,5 @@
-"""Every setting of a run: one dataclass per section, one docstring per field.
+"""All settings of a run: one dataclass per section, one docstring per field. Here are the sections
+model, train, fsdp, peft and quantization; data_settings.py and output_settings.py have the others.
 
 Flags, `--help`, the YAML keys, `configs/schema.json` and the error messages are made from these
 declarations. A field is a flag by its own name (`--lr`) and by its dotted name (`--train.lr`), so
@@ -21,20 +22,14 @@ from typing import (
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llama_ft.config.run_settings import (
-    STRICT,
+from llama_ft.config.data_settings import DataConfig, DatasetPart, PreferenceConfig
+from llama_ft.config.output_settings import (
     CheckpointConfig,
-    Count,
-    CountOrZero,
-    DataConfig,
-    DatasetPart,
-    Duration,
     MemoryConfig,
-    PreferenceConfig,
     ProfileConfig,
-    QuantizationConfig,
     TrackingConfig,
 )
+from llama_ft.config.value_types import STRICT, Count, CountOrZero, Duration
 
 Rate = Annotated[float, Field(gt=0)]
 # --optimizer -> its module and class. A new optimizer is a line here, such as
@@ -335,6 +330,32 @@ class PeftConfig:
     """default: A Kaiming uniform, B zero. gaussian: A normal with deviation 1/r, B zero. pissa: the
     r largest singular values of the weight, exact or by 16 subspace iterations; the adapter is
     saved as plain LoRA of rank 2r."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class QuantizationConfig:
+    """Frozen weights in fewer bits."""
+
+    mode: Literal["none", "8bit", "4bit"] = "none"
+    """8bit or 4bit, through bitsandbytes, with use_peft: LoRA on an 8-bit base, or QLoRA.
+    `--quantization` and `quantization:` are short for this field; the bare flag means 8bit."""
+
+    quant_type: Literal["nf4", "fp4"] = "nf4"
+    """4bit: the data type, sixteen values that a weight can have."""
+
+    block_size: Annotated[int, Field(ge=32, le=4096)] = 64
+    """4bit: neighboring weights of a matrix row that share a scale; a power of two."""
+
+    compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """4bit: precision of the quantized layers' matmuls; auto: as precision says."""
+
+    int8_threshold: Annotated[float, Field(ge=0)] = 6.0
+    """8bit on CUDA: 0 also rounds the inputs to int8 and multiplies in int8. Otherwise, and on the
+    CPU, weights are dequantized and inputs keep their precision."""
+
+    skip_modules: list[str] | None = None
+    """Linear layers that are not quantized, in addition to the LM head: names, ends of names or
+    patterns."""
 
 
 @dataclass(config=STRICT, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llama_ft.config.settings import TrackingConfig
+from llama_ft.config.output_settings import TrackingConfig
 from llama_ft.errors import plural, reason
 from llama_ft.masking import mask_secrets
 from llama_ft.observe.progress import ProgressBar
