@@ -410,7 +410,8 @@ class Setting:
     def flag(self) -> str:
         """As commands are printed. torchrun's parser looks at the script's flags too, and stops at
         an ambiguous beginning of its own: --r could be --role or --rdzv-id."""
-        return {"mode": "--quantization", "r": "--peft.r"}.get(self.name, f"--{self.name}")
+        other_names = {"mode": "--quantization", "r": "--peft.r"}
+        return other_names.get(self.name, f"--{self.name}")
 
 
 def settings_of(section_class: Any, section: str = "") -> dict[str, Setting]:
@@ -418,32 +419,53 @@ def settings_of(section_class: Any, section: str = "") -> dict[str, Setting]:
     annotations = get_type_hints(section_class)
     settings = {}
     for name, field in section_class.__pydantic_fields__.items():
-        members = {member for member in _members(annotations[name]) if member is not types.NoneType}
-        choices = next(
-            (get_args(member) for member in members if get_origin(member) is Literal), ()
+        members = set(_members(annotations[name]))
+        optional = types.NoneType in members
+        members.discard(types.NoneType)
+        choices = _choices(members)
+        settings[name] = Setting(
+            section=section,
+            name=name,
+            kind=_kind(members, choices),
+            choices=choices,
+            optional=optional,
+            default=field.get_default(call_default_factory=True),
+            meaning=_meaning(section_class, name),
         )
-        choices += ("true", "false") if choices and bool in members else ()
-        kind: Kind = (
-            "switch" if bool in members else "choice" if choices else KINDS[frozenset(members)]
-        )
-        default = field.get_default(call_default_factory=True)
-        optional = types.NoneType in _members(annotations[name])
-        declared = [
-            getattr(base, "__pydantic_fields__", {}).get(name) for base in section_class.__mro__
-        ]
-        meaning = " ".join(
-            next((it.description for it in declared if it and it.description), "").split()
-        )
-        settings[name] = Setting(section, name, kind, choices, optional, default, meaning)
     return settings
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    return (
-        get_args(annotation)
-        if get_origin(annotation) in (Union, types.UnionType)
-        else (annotation,)
-    )
+    """Return the types of a union; of any other annotation, itself."""
+    is_union = get_origin(annotation) in (Union, types.UnionType)
+    return get_args(annotation) if is_union else (annotation,)
+
+
+def _choices(members: set[Any]) -> tuple[str, ...]:
+    """Return the values of a Literal, and true and false if the setting is also a switch."""
+    for member in members:
+        if get_origin(member) is Literal:
+            values = get_args(member)
+            return (*values, "true", "false") if bool in members else values
+    return ()
+
+
+def _kind(members: set[Any], choices: tuple[str, ...]) -> Kind:
+    if bool in members:
+        return "switch"
+    if choices:
+        return "choice"
+    return KINDS[frozenset(members)]
+
+
+def _meaning(section_class: Any, name: str) -> str:
+    """Return the docstring of a field, on one line. A field that a subclass declares again, with
+    another default, keeps the docstring of its base."""
+    for base in section_class.__mro__:
+        fields = getattr(base, "__pydantic_fields__", {})
+        if name in fields and fields[name].description:
+            return " ".join(fields[name].description.split())
+    return ""
 
 
 KINDS: dict[frozenset[Any], Kind] = {
@@ -464,6 +486,8 @@ SETTINGS: dict[str, Setting] = {
 
 def values_of(config: Config) -> dict[str, Any]:
     """Return the values of all settings by field name, whatever the section."""
-    return {
-        name: getattr(getattr(config, setting.section), name) for name, setting in SETTINGS.items()
-    }
+    values = {}
+    for name, setting in SETTINGS.items():
+        section = getattr(config, setting.section)
+        values[name] = getattr(section, name)
+    return values

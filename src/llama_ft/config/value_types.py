@@ -16,8 +16,17 @@ STRICT = ConfigDict(
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B", re.IGNORECASE)
-SIZE_BYTES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-SIZE_BYTES |= {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+SIZE_BYTES = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
+}
 DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.IGNORECASE)
 
 
@@ -28,8 +37,12 @@ def parse_size(text: str) -> int:
     Raises:
         ValueError: the text is no such size, or is zero.
     """
+    size_bytes = 0
     match = SIZE.fullmatch(text.strip())
-    size_bytes = int(float(match[1]) * SIZE_BYTES[(match[2] or "").upper()]) if match else 0
+    if match:
+        number = float(match[1])
+        unit = match[2] or ""
+        size_bytes = int(number * SIZE_BYTES[unit.upper()])
     if size_bytes == 0:
         raise ValueError("expected a size such as 5GB or 200MB")
     return size_bytes
@@ -41,15 +54,26 @@ def parse_duration(text: str) -> int:
     Raises:
         ValueError: the text is no such time, is zero, or longer than a year.
     """
+    total = 0
     match = DURATION.fullmatch(text.replace(" ", ""))
-    days, hours, minutes, seconds = (
-        (int(number or 0) for number in match.groups()) if match else (0, 0, 0, 0)
-    )
-    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if match:
+        days, hours, minutes, seconds = (int(number or 0) for number in match.groups())
+        total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if not 0 < total <= 366 * 24 * 3600:  # libraries overflow at some length
         raise ValueError("expected a time of up to a year, such as 3h50m, 45m or 90s")
     return total
 
 
-Size = Annotated[str, AfterValidator(lambda text: text if parse_size(text) else "")]
-Duration = Annotated[str, AfterValidator(lambda text: text if parse_duration(text) else "")]
+def _check_size(text: str) -> str:
+    parse_size(text)
+    return text
+
+
+def _check_duration(text: str) -> str:
+    parse_duration(text)
+    return text
+
+
+# Both stay texts, so that config.yaml shows them as the user wrote them.
+Size = Annotated[str, AfterValidator(_check_size)]
+Duration = Annotated[str, AfterValidator(_check_duration)]
