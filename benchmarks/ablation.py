@@ -81,7 +81,7 @@ def switched_off(off: set[str]) -> Iterator[None]:
     """The recipe's functions with some of its parts replaced by plain ones."""
     with contextlib.ExitStack() as stack:
         if "loss" in off:
-            stack.enter_context(patch.object(models, "use_chunked_loss", lambda model: True))
+            stack.enter_context(patch.object(models, "use_chunked_loss", lambda built: True))
             stack.enter_context(
                 patch.object(training.SupervisedFineTuning, "loss", loss_of_all_logits)
             )
@@ -93,7 +93,7 @@ def switched_off(off: set[str]) -> Iterator[None]:
 
 
 def loss_of_all_logits(
-    _: Any, model: Any, batch: data.Batch, job: runtime.Ranks
+    _: Any, built: models.BuiltModel, batch: data.Batch, job: runtime.Ranks
 ) -> training.LossSum:
     """SupervisedFineTuning.loss, as it is usually written."""
     device = job.device
@@ -101,8 +101,9 @@ def loss_of_all_logits(
         {"attention_mask": batch.attention_mask.to(device)} if not batch.is_packed else {}
     )
     if batch.is_packed:
-        layout = models.packed_arguments(model, batch.example_lengths, device)
-    logits = model(input_ids=batch.input_ids.to(device), use_cache=False, **layout).logits.float()
+        layout = models.packed_arguments(built, batch.example_lengths, device)
+    input_ids = batch.input_ids.to(device)
+    logits = built.model(input_ids=input_ids, use_cache=False, **layout).logits.float()
     targets = batch.labels[:, 1:].flatten().to(device)
     flat = logits[:, :-1].flatten(0, 1)
     loss = nn.functional.cross_entropy(flat, targets, ignore_index=data.IGNORED, reduction="sum")
@@ -215,9 +216,9 @@ class Recipe(Row):
         self.config, self.job = config, job
         model_config = models.load_model_config(folder, False)
         with switched_off(off):
-            self.model, *_ = finetuning.build_model(
-                config, folder, model_config, None, NULL_MONITOR, job
-            )
+            request = models.ModelRequest(config, folder, model_config)
+            self.built = finetuning.build_model(request, job, NULL_MONITOR)
+        self.model = self.built.model
         self.optimizer = training.build_optimizer(self.model, config.train)
         self.model.train()
 
@@ -227,10 +228,10 @@ class Recipe(Row):
             batches, targets = self.next_batches()
             objective = training.SupervisedFineTuning()
             losses = training.accumulate_gradients(
-                self.model, objective, batches, targets, self.config.peft.use_peft, self.job
+                self.built, objective, batches, targets, self.config.peft.use_peft, self.job
             )
             numbers = training.clip_and_reduce_norm(
-                self.model, losses, targets, self.config.train, 1.0, self.job
+                self.built, losses, targets, self.config.train, 1.0, self.job
             )
             training.update_weights(self.optimizer, LR, numbers.failed)
             unread.append(numbers)

@@ -41,7 +41,6 @@ sys.path.insert(0, str(REPOSITORY / "src"))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
-from transformers.modeling_utils import PreTrainedModel  # noqa: E402
 
 from llama_ft import models, runtime  # noqa: E402
 from llama_ft.checkpoint import Checkpoint, CheckpointWriter, restore  # noqa: E402
@@ -64,25 +63,15 @@ class Trainee:
     def __init__(self, folder: Path, kind: str, tokens: int, job: Ranks) -> None:
         precision, peft = runtime.PRECISIONS["fp32"], KINDS[kind]
         self.job = job
-        self.model: PreTrainedModel = models.build_on_meta(
-            models.load_model_config(folder, False), ModelConfig(model_name=str(folder))
-        )
-        adapter = models.inject_lora(self.model, peft, str(folder)) if peft.use_peft else None
+        model_config = models.load_model_config(folder, False)
+        settings = ModelConfig(model_name=str(folder))
+        built = models.build_on_meta(model_config, settings, folder=folder)
+        self.model = built.model
+        if peft.use_peft:
+            built.adapter = models.inject_lora(built, peft, str(folder))
         models.set_storage_dtypes(self.model, precision)
-        models.apply_fsdp(self.model, job.mesh, FSDPConfig(enable_fsdp=True), precision)
-        group = models.ShardGroup(job.mesh)
-        models.load_weights(
-            self.model,
-            folder,
-            group,
-            job.device,
-            job.device,
-            False,
-            adapter,
-            peft,
-            0,
-            precision.frozen,
-        )
+        models.apply_fsdp(built, job.mesh, FSDPConfig(enable_fsdp=True), precision)
+        models.load_weights(built, job, models.LoadSettings(peft, 0, precision.frozen))
         self.optimizer = build_optimizer(self.model, SETTINGS)
         self.batch = torch.randint(0, self.model.config.vocab_size, (1, tokens), device=job.device)
         self.step()

@@ -34,7 +34,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase  # noqa: E402
 from transformers.modeling_utils import PreTrainedModel  # noqa: E402
 
 from llama_ft import data, models, runtime, training  # noqa: E402
-from llama_ft.config import DataConfig, FSDPConfig, ModelConfig  # noqa: E402
+from llama_ft.config import DataConfig, FSDPConfig, ModelConfig, PeftConfig  # noqa: E402
 from llama_ft.data.batches import Batch, BatchSampler, pack_samples  # noqa: E402
 from llama_ft.data.cache import checksum  # noqa: E402
 from llama_ft.data.prefetch import PreparedBatches, StepBatches  # noqa: E402
@@ -143,21 +143,17 @@ def packs_table(lengths: numpy.ndarray) -> None:
         )
 
 
-def build(folder: Path, job: Ranks, packed: bool) -> PreTrainedModel:
+def build(folder: Path, job: Ranks, packed: bool) -> models.BuiltModel:
     """The demo's model on a mesh of one, as recipes/finetuning.py makes it."""
     precision = runtime.PRECISIONS["fp32"]
-    model = models.build_on_meta(
-        models.load_model_config(folder, False), ModelConfig(model_name=str(folder))
-    )
+    model_config = models.load_model_config(folder, False)
+    built = models.build_on_meta(model_config, ModelConfig(model_name=str(folder)), folder=folder)
     if packed:
-        models.use_packed_attention(model)
-    models.set_storage_dtypes(model, precision)
-    models.apply_fsdp(model, job.mesh, FSDPConfig(), precision)
-    group = models.ShardGroup(job.mesh)
-    models.load_weights(
-        model, folder, group, job.device, job.storage_device, False, None, None, 0, precision.frozen
-    )
-    return model
+        built.mixers = models.use_packed_attention(built)
+    models.set_storage_dtypes(built.model, precision)
+    models.apply_fsdp(built, job.mesh, FSDPConfig(), precision)
+    models.load_weights(built, job, models.LoadSettings(PeftConfig(), 0, precision.frozen))
+    return built
 
 
 def dense(model: PreTrainedModel, batch: Batch, device: torch.device) -> torch.Tensor:
@@ -194,17 +190,17 @@ def speed(rows: data.TokenizedData, folder: Path, job: Ranks, turns: int) -> Non
             ahead[way] = stack.enter_context(data.Prefetcher(prepared.steps(1, turns + 1, {})))
             feeds[way] = iter(ahead[way])
         for turn in range(turns + 1):
-            for way, model in built.items():
+            for way, one in built.items():
                 todo = next(feeds[way])
                 started = time.perf_counter() - ahead[way].waited_seconds
                 if way == "dense mask":
-                    (dense(model, todo.batches[0], job.device) / todo.target_tokens).backward()
+                    (dense(one.model, todo.batches[0], job.device) / todo.target_tokens).backward()
                 else:
                     objective = training.SupervisedFineTuning()
                     training.accumulate_gradients(
-                        model, objective, todo.batches, todo.target_tokens, False, job
+                        one, objective, todo.batches, todo.target_tokens, False, job
                     )
-                model.zero_grad()
+                one.model.zero_grad()
                 if job.device.type == "cuda":
                     torch.cuda.synchronize()
                 if turn == 0:  # warm-up

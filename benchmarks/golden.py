@@ -1,271 +1,441 @@
-"""Compare two checkouts bit for bit: losses and gradient norms of every step, and the hash of every
-final model.
+"""Compare two checkouts bit for bit: what they train, export, answer, evaluate and plan.
 
     python benchmarks/golden.py ../before .              # exit code 1 if a number differs
     python benchmarks/golden.py ../before . --turns 5    # step time and peak memory, in alternating runs
 
-Both checkouts run recipes/finetuning.py with the same flags on the same small models and data, on
-this machine. Numbers of other machines or of other versions of torch are never compared. The
-validation loss is compared, too.
+    python benchmarks/golden.py ../before --save before.json   # run one checkout once,
+    python benchmarks/golden.py before.json .                  # and compare others with it
+
+Both checkouts run the recipes with the same flags on the same small models and data, on this
+machine. Numbers of other machines or of other versions of torch are never compared. Equal must be
+the losses and gradient norms of all steps, the validation loss, the files of final models, merged
+models and adapters, answers, evaluated losses, and planned bytes.
 """
 
 import argparse
 import hashlib
 import json
+import multiprocessing
 import os
-import random
+import runpy
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-COMMON = (
-    "--no_plan --device cpu --lr 1e-2 --num_epochs 2 --max_train_step 12 --context_length 128 "
-    "--save_steps 6"
-).split()
-FSDP, SCATTERED = ["--enable_fsdp"], ["--enable_fsdp", "--low_cpu_fsdp"]
-LORA = "--use_peft --target_modules all-linear --lora_dropout 0.1 --peft.r 4".split()
-CASES: dict[str, tuple[int, list[str]]] = {  # name -> ranks (0: no torchrun), flags
-    "full": (0, ["--optimizer", "AdamW", "--validation", "0.1"]),
-    "full, fp32, clipped": (
-        0,
-        "--precision fp32 --gradient_clipping --gradient_clipping_threshold 0.1".split(),
-    ),
-    "full, 2 ranks, padding": (
-        2,
-        [*SCATTERED, "--batching_strategy", "padding", "--gradient_accumulation_steps", "2"],
-    ),
-    "anyprecision, bf16_pure, 2 ranks": (
-        2,
-        [*FSDP, *"--precision bf16_pure --optimizer anyprecision".split()],
-    ),
-    "AdamW8bit, 2 ranks": (2, [*SCATTERED, "--optimizer", "AdamW8bit"]),
-    "SGD, checkpointing": (
-        0,
-        "--optimizer SGD --momentum 0.9 --activation_checkpointing full".split(),
-    ),
-    "Adafactor, 2 ranks": (2, [*FSDP, "--optimizer", "Adafactor", "--weight_decay", "0.1"]),
-    "LoRA": (0, LORA),
-    "LoRA, 2 ranks, padding": (
-        2,
-        [*SCATTERED, *LORA, "--batching_strategy", "padding", "--validation", "0.1"],
-    ),
-    "8 bit, 2 ranks": (2, [*SCATTERED, *LORA, "--quantization", "8bit"]),
-    "4 bit": (0, [*LORA, "--quantization", "4bit"]),
-    "4 bit, 2 ranks": (
-        2,
-        [*FSDP, *LORA, "--quantization", "4bit", "--gradient_accumulation_steps", "2"],
-    ),
-    "chats": (
-        0,
-        [
-            "--dataset",
-            "chats.jsonl",
-            "--chat_template",
-            "chatml",
-            "--resize_embeddings",
-            "--warmup_steps",
-            "3",
-        ],
-    ),
-}
-# once more, from the checkpoint after step 6
-RESUMED = ("full, 2 ranks, padding", "LoRA", "4 bit, 2 ranks")
+from golden_inputs import write_inputs
+
+# Processes are forks of one that has imported these; importing them takes each 5 to 8 s of a core.
+IMPORTED = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "datasets",
+    "bitsandbytes",
+    "peft",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+]
 COMPARED = ("train/loss", "train/grad_norm", "train/lr", "eval/loss", "tokens")
+Outcome = dict[str, Any]  # name of a number -> its value
 
 
-def write_inputs(folder: Path) -> None:
-    """Write a small Llama with a tokenizer of single bytes, tokenized samples of uneven length, and
-    chats."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+@dataclass(frozen=True)
+class Case:
+    """A run of recipes/finetuning.py, and what is done with its result."""
 
-    torch.manual_seed(0)
-    shape = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-    }
-    LlamaForCausalLM(LlamaConfig(**shape, vocab_size=260)).save_pretrained(folder / "model")
-    vocabulary = {
-        token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    }
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "model")
-    generator = random.Random(0)
-    with open(folder / "samples.jsonl", "w") as file:
-        for number in range(150):
-            ids = [generator.randrange(256) for _ in range(8 + number % 90)]
-            labels = [-100] * (number % 5) + ids[number % 5 :]
-            file.write(json.dumps({"input_ids": ids, "labels": labels}) + "\n")
-    with open(folder / "chats.jsonl", "w") as file:
-        for number in range(120):
-            turns = [
-                ("user", f"What is {number} + {n}?", f"{number + n}, I think.")
-                for n in range(1 + number % 3)
-            ]
-            messages = [
-                m for role, q, a in turns for m in ({"role": role, "content": q}, _assistant(a))
-            ]
-            file.write(json.dumps({"messages": messages}) + "\n")
+    flags: str
+    ranks: int = 0  # 0: one process without torchrun's variables
+    then: tuple[str, ...] = ()  # names of AFTERWARDS
 
 
-def _assistant(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
+COMMON = (
+    "--model_name model --dataset samples.jsonl --no_plan --device cpu --lr 1e-2 --num_epochs 2 "
+    "--max_train_step 12 --context_length 128 --save_steps 6"
+)
+FEW_STEPS = "--max_train_step 4 --save_steps 2"
+FSDP = "--enable_fsdp"
+SCATTERED = "--enable_fsdp --low_cpu_fsdp"
+PADDED = "--batching_strategy padding"
+LORA = "--use_peft --target_modules all-linear --lora_dropout 0.1 --peft.r 4"
+CHATS = "--dataset chats.jsonl --chat_template chatml --resize_embeddings"
+PAIRS = f"--dataset pairs.jsonl {FEW_STEPS}"
+EXPERTS = f"--model_name mixture --router_aux_loss_coef 0.02 {FEW_STEPS}"
+CASES = {
+    "full": Case("--optimizer AdamW --validation 0.1", then=("evaluated", "planned")),
+    "full, fp32, clipped": Case(
+        "--precision fp32 --gradient_clipping --gradient_clipping_threshold 0.1"
+    ),
+    "full, 2 ranks, padding": Case(
+        f"{SCATTERED} {PADDED} --gradient_accumulation_steps 2", 2, ("resumed",)
+    ),
+    "anyprecision, bf16_pure, 2 ranks": Case(
+        f"{FSDP} --precision bf16_pure --optimizer anyprecision", 2
+    ),
+    "AdamW8bit, 2 ranks": Case(f"{SCATTERED} --optimizer AdamW8bit", 2),
+    "SGD, checkpointing": Case(
+        "--optimizer SGD --momentum 0.9 --activation_checkpointing full", then=("planned",)
+    ),
+    "Adafactor, 2 ranks": Case(f"{FSDP} --optimizer Adafactor --weight_decay 0.1", 2),
+    "LoRA": Case(LORA, then=("resumed", "exported", "merged", "answers", "checkpoint", "planned")),
+    "LoRA, 2 ranks, padding": Case(f"{SCATTERED} {LORA} {PADDED} --validation 0.1", 2),
+    "8 bit, 2 ranks": Case(f"{SCATTERED} {LORA} --quantization 8bit", 2, ("planned",)),
+    "4 bit": Case(f"{LORA} --quantization 4bit", then=("merged", "answers", "planned")),
+    "4 bit, 2 ranks": Case(
+        f"{FSDP} {LORA} --quantization 4bit --gradient_accumulation_steps 2", 2, ("resumed",)
+    ),
+    "chats": Case(f"{CHATS} --warmup_steps 3 --validation 0.1", then=("answers", "evaluated")),
+    # of architectures
+    "experts": Case(EXPERTS, then=("exported", "planned")),
+    "experts, 2 ranks": Case(f"{EXPERTS} {SCATTERED} {PADDED} --validation 0.1", 2, ("answers",)),
+    "experts, LoRA": Case(f"{EXPERTS} {LORA} --lora_dropout 0 --validation 0.1", then=("merged",)),
+    "experts, 4 bit, 2 ranks": Case(
+        f"{EXPERTS} {FSDP} {LORA} --lora_dropout 0 --quantization 4bit", 2
+    ),
+    "images": Case(
+        f"--model_name images {FEW_STEPS} --validation 0.1",
+        then=("exported", "checkpoint", "evaluated"),
+    ),
+    "images, 4 bit, 2 ranks": Case(
+        f"--model_name images {FEW_STEPS} {SCATTERED} {LORA} --quantization 4bit",
+        2,
+        ("merged", "answers", "planned"),
+    ),
+    "hybrid": Case(
+        f"--model_name hybrid {FEW_STEPS} --activation_checkpointing full", then=("planned",)
+    ),
+    "hybrid, by size, 2 ranks": Case(
+        f"--model_name hybrid {FEW_STEPS} {FSDP} --fsdp_wrap_policy size --min_num_params 20000", 2
+    ),
+    "tied": Case(f"--model_name tied {FEW_STEPS} {PADDED}", then=("exported",)),
+    # of adapters
+    "new tokens, LoRA": Case(
+        f"{CHATS} {LORA} {FEW_STEPS} --validation 0.1",
+        then=("merged", "answers", "evaluated", "planned"),
+    ),
+    "new tokens, LoRA, tied, 2 ranks": Case(
+        f"--model_name tied {CHATS} {LORA} {FEW_STEPS} {SCATTERED}", 2, ("merged",)
+    ),
+    "PiSSA, 2 ranks": Case(
+        f"{LORA} {FEW_STEPS} {FSDP} --init_lora_weights pissa --lora_dropout 0", 2, ("merged",)
+    ),
+    "DoRA": Case(f"{LORA} {FEW_STEPS} --use_dora", then=("answers",)),
+    "noise, frozen layers": Case(
+        f"{FEW_STEPS} --neftune_noise_alpha 5 --freeze_layers --num_freeze_layers 1"
+    ),
+    # of objectives
+    "reward": Case(f"{PAIRS} --objective reward", then=("resumed", "scores", "planned")),
+    "reward, LoRA, 2 ranks": Case(
+        f"{PAIRS} --objective reward {LORA} {SCATTERED}", 2, ("scores", "merged")
+    ),
+    "DPO, 2 ranks": Case(f"{PAIRS} --objective dpo {FSDP}", 2, ("resumed",)),
+    "DPO, LoRA": Case(f"{PAIRS} --objective dpo {LORA} --validation 0.1", then=("planned",)),
+    "DPO, reference model": Case(f"{PAIRS} --objective dpo --reference_model tied"),
+    "ORPO, experts": Case(f"{PAIRS} --objective orpo --model_name mixture"),
+    "label smoothing": Case(f"{EXPERTS} --label_smoothing_factor 0.1"),
+}
+ANSWERS = "--device cpu --prompts prompts.jsonl --max_new_tokens 8"
+# What is done with a run: recipe, flags. RUN is its directory, OUT a new file or directory, FLAGS
+# its flags.
+AFTERWARDS = {
+    "resumed": (
+        "finetuning.py",
+        f"{COMMON} FLAGS --resume RUN/checkpoints/STEP --output_dir OUT",
+    ),
+    "exported": ("export.py", "RUN/checkpoints/STEP OUT"),
+    "merged": ("export.py", "RUN OUT --merge"),
+    "answers": ("inference.py", f"RUN {ANSWERS} --output_file OUT"),
+    "scores": (
+        "inference.py",
+        "RUN --device cpu --prompts pairs.jsonl --batch_size 16 --output_file OUT",
+    ),
+    "checkpoint": ("inference.py", f"RUN/checkpoints/STEP {ANSWERS} --output_file OUT"),
+    "evaluated": ("evaluate.py", "RUN --device cpu --output_file OUT"),
+    "planned": ("plan.py", f"{COMMON} FLAGS --nproc RANKS --json"),
+}
 
 
-def train(checkout: Path, inputs: Path, run: Path, ranks: int, flags: list[str]) -> None:
-    """Run the recipe of a checkout."""
-    command = [sys.executable]
+@dataclass
+class Job:
+    """The processes of a recipe, and the file that has their output."""
+
+    processes: list[ForkServerProcess]
+    output: Path
+    command: str
+
+    def finish(self) -> str:
+        """Wait for them, and return the output. Ends golden.py if one has failed."""
+        for process in self.processes:
+            process.join()
+        text = self.output.read_text(errors="replace")
+        if any(process.exitcode for process in self.processes):
+            sys.exit(f"{self.command}\n{text[-6000:]}")
+        return text
+
+
+def start(checkout: Path, inputs: Path, output: Path, recipe: str, flags: str, ranks: int) -> Job:
+    """Start a recipe of a checkout, on so many ranks as torchrun starts them."""
+    script = checkout / "recipes" / recipe
+    variables = {"LLAMA_FT_CACHE": str(output.parent / "cache")}
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
     if ranks:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    words = ["--model_name", "model", "--dataset", "samples.jsonl", *COMMON]
-    common = [word for flag, value in _pairs(words) if flag not in flags for word in (flag, *value)]
-    command += [str(checkout / "recipes" / "finetuning.py"), "--output_dir", str(run), *common]
-    known = {
-        "PYTHONPATH": str(checkout / "src"),
-        "OMP_NUM_THREADS": "1",
-        "LLAMA_FT_CACHE": str(run.parent / "cache"),
-    }
-    done = subprocess.run(
-        [*command, *flags],
-        cwd=inputs,
-        env={**os.environ, **known},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        sys.exit(f"{checkout}: {' '.join(flags)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+        variables |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "TORCHELASTIC_RUN_ID": "golden",
+        }
+    context = multiprocessing.get_context("forkserver")
+    output.write_text("")
+    processes = []
+    for rank in range(max(1, ranks)):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}
+        arguments = (checkout, script, flags.split(), inputs, variables | place, output)
+        process = context.Process(target=_run_script, args=arguments)
+        process.start()
+        processes.append(process)
+    return Job(processes, output, f"{script} {flags}")
 
 
-def _pairs(words: list[str]) -> list[tuple[str, list[str]]]:
-    """Each flag with the words that follow it."""
-    starts = [number for number, word in enumerate(words) if word.startswith("--")]
-    return [
-        (words[start], words[start + 1 : stop])
-        for start, stop in zip(starts, [*starts[1:], None], strict=True)
-    ]
+def _run_script(
+    checkout: Path,
+    script: Path,
+    flags: list[str],
+    inputs: Path,
+    variables: dict[str, str],
+    output: Path,
+) -> None:
+    """What a forked process does: run the script as the interpreter would."""
+    source = str(checkout / "src")
+    os.environ.update(variables)
+    os.environ["PYTHONPATH"] = source
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.chdir(inputs)
+    sys.argv = [str(script), *flags]
+    sys.path[0] = str(script.parent)
+    sys.path.insert(1, source)
+    runpy.run_path(str(script), run_name="__main__")
 
 
-def outcome(run: Path) -> dict[str, Any]:
-    """Return what has to be equal: the numbers of each step, and a hash of the tensors in
-    model/."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    numbers = {
-        f"{name} of step {line['step']}": line[name]
-        for line in lines
-        for name in COMPARED
-        if name in line
-    }
-    files = sorted((run / "model").glob("*.safetensors"))
-    return {
-        **numbers,
-        **{file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files},
-    }
+def words_for(after: str, case: Case, run: Path, out: Path) -> str:
+    """Return the flags of something done with a run."""
+    _, flags = AFTERWARDS[after]
+    step = "step-000002" if FEW_STEPS in case.flags else "step-000006"
+    named = {"RUN": run, "OUT": out, "FLAGS": case.flags, "RANKS": max(1, case.ranks), "STEP": step}
+    for name, value in named.items():
+        flags = flags.replace(name, str(value))
+    return without_overridden(flags)
 
 
-def compare(name: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
+def without_overridden(flags: str) -> str:
+    """Keep the last of each flag that is given more than once."""
+    groups: list[list[str]] = []
+    for word in flags.split():
+        if word.startswith("--") or not groups:
+            groups.append([])
+        groups[-1].append(word)
+    last = {group[0]: group for group in groups}
+    return " ".join(word for group in groups if last[group[0]] is group for word in group)
+
+
+def run_case(
+    checkouts: list[Path], inputs: Path, folder: Path, case: Case
+) -> list[dict[str, Outcome]]:
+    """Run a case in all checkouts at the same time. Return what came out: "" is the run itself."""
+    sides = [folder / str(number) for number in range(len(checkouts))]
+    found: list[dict[str, Outcome]] = [{} for _ in checkouts]
+    for side in sides:
+        side.mkdir(parents=True)
+    for after in ("", *case.then):
+        jobs = []
+        for checkout, side in zip(checkouts, sides, strict=True):
+            run = side / "run"
+            out = side / after
+            if after:
+                recipe = AFTERWARDS[after][0]
+                flags = words_for(after, case, run, out)
+            else:
+                recipe = "finetuning.py"
+                flags = without_overridden(f"{COMMON} {case.flags} --output_dir {run}")
+            ranks = case.ranks if recipe == "finetuning.py" else 0
+            output = side / f"output-{after or 'run'}.txt"
+            jobs.append(start(checkout, inputs, output, recipe, flags, ranks))
+        for job, side, outcomes in zip(jobs, sides, found, strict=True):
+            outcomes[after] = read_outcome(side / (after or "run"), job.finish())
+    return found
+
+
+def read_outcome(place: Path, output: str) -> Outcome:
+    """Return what has to be equal in a file or directory that a recipe wrote, or in its output."""
+    if place.is_dir():
+        return numbers_of_steps(place) | hashes(place)
+    if place.is_file():
+        text = place.read_text()
+    else:
+        text = output.strip().rpartition("\n")[2]  # a plan, after the lines on stderr
+    try:
+        values = [json.loads(text)]
+    except json.JSONDecodeError:
+        values = [json.loads(line) for line in text.splitlines()]
+    numbers = dict(leaves(values))
+    assert numbers, f"{place}: nothing to compare"
+    return numbers
+
+
+def numbers_of_steps(run: Path) -> Outcome:
+    """Return the numbers of each step of a run."""
+    file = run / "metrics.jsonl"
+    numbers = {}
+    for text in file.read_text().splitlines() if file.exists() else []:
+        line = json.loads(text)
+        for name in COMPARED:
+            if name in line:
+                numbers[f"{name} of step {line['step']}"] = line[name]
+    return numbers
+
+
+def hashes(folder: Path) -> Outcome:
+    """Return the hashes of a model's files, in the directory or its model/."""
+    files = [*folder.glob("*.safetensors"), *folder.glob("model/*.safetensors")]
+    assert files, f"{folder}: no safetensors"
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested JSON by their path, without texts that name directories."""
+    if isinstance(value, dict | list):
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, part in parts:
+            yield from leaves(part, f"{name}/{key}")
+    elif not (isinstance(value, str) and "golden-" in value):
+        yield name, value
+
+
+def compare(name: str, old: Outcome, new: Outcome) -> bool:
     """Print a line of the table; return whether both are equal."""
     different = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    verdict = "equal" if not different else f"{len(different)} differ: {different[0]}: "
+    verdict = "equal"
     if different:
-        verdict += f"{old.get(different[0])} before, {new.get(different[0])} after"
-    print(f"{name:36} {len(old):4} numbers  {verdict}", flush=True)
+        first = different[0]
+        verdict = (
+            f"{len(different)} differ: {first}: {old.get(first)} before, {new.get(first)} after"
+        )
+    print(f"{name:40} {len(old):4} numbers  {verdict}", flush=True)
     return not different
 
 
-def cases(only: str | None) -> Iterator[tuple[str, int, list[str]]]:
-    """Yield name, ranks and flags of the cases asked for."""
-    for name, (ranks, flags) in CASES.items():
-        if only is None or any(part in name for part in only.split(";")):
-            yield name, ranks, flags
+def cases(only: str | None) -> dict[str, Case]:
+    """Return the cases asked for."""
+    parts = only.split(";") if only is not None else [""]
+    return {name: case for name, case in CASES.items() if any(part in name for part in parts)}
 
 
-def equal_everywhere(checkouts: list[Path], inputs: Path, folder: Path, only: str | None) -> bool:
-    """Run every case in both checkouts and compare."""
+def equal_everywhere(old: Path, new: Path, inputs: Path, folder: Path, only: str | None) -> bool:
+    """Run every case in both checkouts (or in the second one, if the first is a file) and
+    compare."""
     equal = True
-    for number, (name, ranks, flags) in enumerate(cases(only)):
-        runs = [folder / side / f"run-{number}" for side in ("old", "new")]
-        for checkout, run in zip(checkouts, runs, strict=True):
-            train(checkout, inputs, run, ranks, flags)
-        equal &= compare(name, *map(outcome, runs))
-        if name in RESUMED:
-            for checkout, run in zip(checkouts, runs, strict=True):
-                train(
-                    checkout,
-                    inputs,
-                    run.with_name(f"{run.name}-on"),
-                    ranks,
-                    [*flags, "--resume", str(run / "checkpoints" / "step-000006")],
-                )
-            equal &= compare(
-                f"{name}, resumed", *(outcome(run.with_name(f"{run.name}-on")) for run in runs)
-            )
+    saved = json.loads(old.read_text()) if old.is_file() else None
+    checkouts = [new] if saved is not None else [old, new]
+    for number, (name, case) in enumerate(cases(only).items()):
+        found = run_case(checkouts, inputs, folder / f"case-{number}", case)
+        before = found[0] if saved is None else saved[name]
+        for after, outcome in found[-1].items():
+            equal &= compare(f"{name}, {after}".removesuffix(", "), before[after], outcome)
     return equal
 
 
+def save(checkout: Path, inputs: Path, folder: Path, only: str | None, file: Path) -> None:
+    """Run every case in one checkout and write what came out."""
+    saved = {}
+    for number, (name, case) in enumerate(cases(only).items()):
+        [saved[name]] = run_case([checkout], inputs, folder / f"case-{number}", case)
+        print(name, flush=True)
+    file.write_text(json.dumps(saved))
+
+
 def cost(checkouts: list[Path], inputs: Path, folder: Path, turns: int) -> None:
-    """Print medians of step time, run time and peak memory of alternating runs."""
-    flags = "--dataset demo --context_length 512 --batch_size_training 2 --max_train_step 20 --save_steps 0".split()
-    for name, ranks, method in (
-        ("full", 0, []),
-        ("full, 2 ranks", 2, SCATTERED),
-        ("LoRA, 2 ranks", 2, [*FSDP, *LORA]),
-    ):
-        seen: dict[str, list[tuple[float, float]]] = {"old": [], "new": []}
+    """Print medians of step time and peak memory of alternating runs, by new processes: a forked
+    one begins with the memory of its parent."""
+    common = "--dataset demo --context_length 512 --batch_size_training 2 --max_train_step 20"
+    methods = {"full": (0, ""), "full, 2 ranks": (2, SCATTERED), "LoRA, 2 ranks": (2, LORA)}
+    for number, (name, (ranks, method)) in enumerate(methods.items()):
+        seen: list[list[tuple[float, float]]] = [[] for _ in checkouts]
         for turn in range(turns):
-            for checkout, side in zip(checkouts, seen, strict=True):
-                run = folder / side / f"{name.replace(', ', '-').replace(' ', '')}-{turn}"
-                train(checkout, inputs, run, ranks, [*method, "--model_name", "demo", *flags])
-                lines = [
-                    json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
-                ]
-                seconds = statistics.median(
-                    line["perf/step_seconds"] for line in lines[3:] if "train/loss" in line
-                )
-                peak = max(
-                    peak for line in lines for peak in line.get("memory/host_peak_bytes", [0])
-                )
-                seen[side].append((seconds, peak / 2**20))
+            for side, checkout in enumerate(checkouts):
+                run = folder / f"{number}-{turn}-{side}"
+                flags = f"{COMMON} --model_name demo {common} --save_steps 0 {method}"
+                launch(checkout, inputs, f"{without_overridden(flags)} --output_dir {run}", ranks)
+                seen[side].append(time_and_memory(run))
         for column, what in enumerate(("s per step", "MiB of host memory, peak")):
-            old, new = (
-                statistics.median(values[column] for values in seen[side])
-                for side in ("old", "new")
-            )
-            print(
-                f"{name:16} {what:26} {old:9.3f} before {new:9.3f} after  {new / old:5.3f}x",
-                flush=True,
-            )
+            old, new = (statistics.median(values[column] for values in side) for side in seen)
+            numbers = f"{old:9.3f} before {new:9.3f} after  {new / old:5.3f}x"
+            print(f"{name:16} {what:26} {numbers}", flush=True)
+
+
+def launch(checkout: Path, inputs: Path, flags: str, ranks: int) -> None:
+    """Run the recipe of a checkout in new processes."""
+    command = [sys.executable]
+    if ranks:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    command += [str(checkout / "recipes" / "finetuning.py"), *flags.split()]
+    variables = {
+        "PYTHONPATH": str(checkout / "src"),
+        "OMP_NUM_THREADS": "1",
+        "LLAMA_FT_CACHE": str(inputs / "cache"),
+    }
+    subprocess.run(command, cwd=inputs, env=os.environ | variables, check=True, capture_output=True)
+
+
+def time_and_memory(run: Path) -> tuple[float, float]:
+    """Return the median step time in seconds, and the peak of host memory in MiB."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    seconds = [line["perf/step_seconds"] for line in lines[3:] if "train/loss" in line]
+    peaks = [max(line.get("memory/host_peak_bytes", [0])) for line in lines]
+    return statistics.median(seconds), max(peaks) / 2**20
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("old", type=Path, help="a checkout of the version before")
-    parser.add_argument("new", type=Path, help="a checkout of the version after")
+    parser.add_argument("old", type=Path, help="a checkout of the version before, or its --save")
+    parser.add_argument("new", type=Path, nargs="?", help="a checkout of the version after")
+    parser.add_argument("--save", type=Path, help="write the numbers of the only checkout")
     parser.add_argument("--only", help="parts of cases' names, separated by ;")
     parser.add_argument(
         "--turns", type=int, default=0, help="compare time and memory over so many alternating runs"
     )
     arguments = parser.parse_args()
-    checkouts = [arguments.old.resolve(), arguments.new.resolve()]
+    old = arguments.old.resolve()
+    new = arguments.new and arguments.new.resolve()
+    if (new is None) == (arguments.save is None):
+        parser.error("give two checkouts, or one and --save")
+    # One thread each, as "01": a plain 1, which torchrun sets by itself, means a share of the cores
+    # to llama_ft.
+    os.environ["OMP_NUM_THREADS"] = "01"
+    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
     with tempfile.TemporaryDirectory(prefix="golden-") as directory:
         folder = Path(directory)
         inputs = folder / "inputs"
         inputs.mkdir()
         write_inputs(inputs)
-        if arguments.turns:
-            cost(checkouts, inputs, folder, arguments.turns)
-        elif not equal_everywhere(checkouts, inputs, folder, arguments.only):
+        if arguments.save:
+            save(old, inputs, folder, arguments.only, arguments.save)
+        elif arguments.turns:
+            cost([old, new], inputs, folder, arguments.turns)
+        elif not equal_everywhere(old, new, inputs, folder, arguments.only):
             sys.exit(1)
 
 

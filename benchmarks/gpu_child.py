@@ -63,6 +63,7 @@ def run_child(cases: Path, recipe: str, toggle: str) -> None:
     from llama_ft.processes import end_with
 
     end_with(os.getppid())
+    sys.path.insert(0, str(RECIPES))  # inference.py imports finetuning.py
     spec = importlib.util.spec_from_file_location(recipe, RECIPES / f"{recipe}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

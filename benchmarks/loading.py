@@ -96,27 +96,17 @@ def load(folder: Path, case: Case, job: Ranks) -> PreTrainedModel:
     """Skeleton, shards, weights: the steps of build_model in recipes/finetuning.py."""
     precision_name, peft, settings = TARGETS[case.target]
     precision = runtime.PRECISIONS[precision_name]
-    model = models.build_on_meta(
-        models.load_model_config(folder, False), ModelConfig(model_name=str(folder))
-    )
+    model_config = models.load_model_config(folder, False)
+    built = models.build_on_meta(model_config, ModelConfig(model_name=str(folder)), folder=folder)
+    model = built.model
     if quantization := models.choose_quantization(settings, model.config, peft.use_peft):
-        models.quantize_linears(model, quantization)
-    adapter = models.inject_lora(model, peft, str(folder)) if peft.use_peft else None
+        models.quantize_linears(built, quantization)
+    if peft.use_peft:
+        built.adapter = models.inject_lora(built, peft, str(folder))
     models.set_storage_dtypes(model, precision)
-    models.apply_fsdp(model, job.mesh, FSDPConfig(enable_fsdp=True), precision)
-    group, scatter = models.ShardGroup(job.mesh), case.way == "scatter"
-    models.load_weights(
-        model,
-        folder,
-        group,
-        job.device,
-        job.storage_device,
-        scatter,
-        adapter,
-        peft,
-        0,
-        precision.frozen,
-    )
+    models.apply_fsdp(built, job.mesh, FSDPConfig(enable_fsdp=True), precision)
+    how = models.LoadSettings(peft, 0, precision.frozen, scatter=case.way == "scatter")
+    models.load_weights(built, job, how)
     return model
 
 

@@ -266,12 +266,12 @@ def quantized_names(folder: Path, mode: str) -> list[str]:
     )
     model_config = models.load_model_config(folder, False)
     quantization = models.choose_quantization(config.quantization, model_config, True)
-    model = models.build_on_meta(model_config, config.model)
+    built = models.build_on_meta(model_config, config.model)
     assert quantization is not None
-    models.quantize_linears(model, quantization)
+    models.quantize_linears(built, quantization)
     return [
         name
-        for name, parameter in model.named_parameters()
+        for name, parameter in built.model.named_parameters()
         if not parameter.is_floating_point() and not name.endswith("scale")
     ]
 

@@ -122,7 +122,7 @@ def cli_page() -> str:
         read: Any = getattr(importlib.import_module(f"llama_ft.{module}"), flags)
         usage = f"`python recipes/{name}.py {words + ' ' if words else ''}[flags]`, or `llama-ft {verbs[name]}`."
         settings = settings_of(read)
-        stands_alone = settings.pop("places", None)  # what stands without a flag
+        stands_alone = settings.pop("paths", None)  # what stands without a flag
         note = f"{cell(stands_alone.meaning)}\n\n" if stands_alone else ""
         parts.append(f"## {name}\n\n{meaning}\n{usage}\n\n{note}{table(settings, flags=True)}")
     return "\n".join(parts)

@@ -25,6 +25,7 @@ if __name__ == "__main__":
         ASKED = read_evaluate_flags(sys.argv[1:], str(__doc__))
 
 import torch  # noqa: E402
+from finetuning import build_model  # noqa: E402
 from transformers import PreTrainedTokenizerBase  # noqa: E402
 
 from llama_ft import models, runtime  # noqa: E402
@@ -87,17 +88,17 @@ def evaluate(
         precision=what.flags.precision or (asked.run.train.precision if asked.run else "auto"),
     )
     if tokenizer is None:
-        name, opened = asked.place, open_model(asked.place, flags, ranks)
+        name, opened = asked.place, open_model(asked.place, flags, ranks, build_model)
     else:
         name = f"base: {asked.base}" + (f" (of {asked.place})" if len(what.asked) > 1 else "")
-        opened = open_model(str(asked.base), flags, ranks, asked.run, tokenizer)
+        opened = open_model(str(asked.base), flags, ranks, build_model, asked.run, tokenizer)
     log.info(opened.about)
-    if models.has_score(opened.model):
+    if opened.built.has_score:
         raise UserError(
             f"{name}: a reward model has no LM head. recipes/inference.py --prompts prints its scores."
         )
     held_out = (
-        measure_loss(opened.model, opened.tokenizer, asked, what, ranks) if what.samples else None
+        measure_loss(opened.built, opened.tokenizer, asked, what, ranks) if what.samples else None
     )
     # frees cached blocks, whose sizes fit only the measurement of the loss
     torch.cuda.empty_cache()

@@ -18,6 +18,7 @@ if __name__ == "__main__":
     with before_imports():
         OPTIONS = read_export_flags(sys.argv[1:], str(__doc__))
 
+from finetuning import build_model  # noqa: E402
 from huggingface_hub import HfApi, constants  # noqa: E402
 from huggingface_hub.errors import HTTPError  # noqa: E402
 
@@ -58,13 +59,14 @@ def export(options: ExportFlags) -> None:
         )
         log.info(f"The adapter: {place}")
         exporter = checkpoint.Exporter.of_adapter(
-            place, base, options.base_model, options.trust_remote_code
+            place, build_model, base, options.base_model, options.trust_remote_code
         )
     else:
         valid = checkpoint.find_valid(place)
         log.info(f"The checkpoint: {valid.folder}, after step {valid.step}")
         exporter = checkpoint.Exporter.prepare(
             valid,
+            build_model,
             options.base_model,
             options.tokenizer_name,
             options.trust_remote_code,

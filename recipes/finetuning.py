@@ -8,7 +8,7 @@ llama_ft/data/formats.py.
 
 from pathlib import Path
 
-from llama_ft.config import Config, check_command_line, load_flags, parse_size
+from llama_ft.config import Config, check_command_line, load_flags
 
 PLANNER = Path(__file__).with_name("plan.py")
 DEMO_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
@@ -23,7 +23,6 @@ from functools import partial  # noqa: E402
 import fire  # noqa: E402
 import torch  # noqa: E402
 from transformers import PretrainedConfig, PreTrainedTokenizerBase  # noqa: E402
-from transformers.modeling_utils import PreTrainedModel  # noqa: E402
 
 from llama_ft import checkpoint, data, models, runtime, training  # noqa: E402
 from llama_ft.phases import PhaseMonitor  # noqa: E402
@@ -92,22 +91,21 @@ def main(**flags: str) -> None:
         if resumed is not None:
             reference.load(resumed.folder, resumed.run)
         reference.score_with_other_model(build_model, memory)
-        model, adapter, stored, units = build_model(
-            config, folder, model_config, new_tokens, memory, ranks
-        )
+        request = models.ModelRequest(config, folder, model_config, new_tokens)
+        built = build_model(request, ranks, memory)
         memory.leave()  # ends the phase "load"
         if batches.pack_length is not None:
             # samples must not see each other: compare a few with samples alone
             dtype = runtime.PRECISIONS[config.train.precision].compute
             training.check_packing(
-                model, batches.first_samples(), batches.pack_length, dtype, ranks
+                built, batches.first_samples(), batches.pack_length, dtype, ranks
             )
 
-        with open_run(setup, config, inputs, dataset, batches, model, units) as run:
-            reference.settle(model, run.directory)
-            train(run, model, objective, tokenizer, pad)
+        with open_run(setup, config, inputs, dataset, batches, built) as run:
+            reference.settle(built, run.directory)
+            train(run, built, objective, tokenizer, pad)
             if config.checkpoint.save_model:
-                export(run, model, adapter, stored, folder, tokenizer)
+                export(run, built, tokenizer)
             run.log_summary(PLANNER.parent)
 
 
@@ -142,79 +140,82 @@ def find_model(
 
 
 def build_model(
-    config: Config,
-    folder: Path,
-    model_config: PretrainedConfig,
-    new_tokens: models.NewTokens | None,
-    memory: PhaseMonitor,
-    ranks: Ranks,
-    is_trained: bool = True,
-) -> tuple[PreTrainedModel, models.Adapter | None, models.StoredModel, list[models.Unit]]:
+    request: models.ModelRequest, ranks: Ranks | None, memory: PhaseMonitor
+) -> models.BuiltModel:
     """Build the model on the meta device, add adapters, shard it, and then load weights, each rank
-    its own rows."""
-    precision = runtime.PRECISIONS[config.train.precision]
+    its own rows.
+
+    It builds every model: to train, as DPO's reference, for a plan, to answer and to evaluate; for
+    an export, without ranks, only on the meta device. `built` collects what later steps need of
+    earlier ones.
+    """
+    config = request.config
+    precision = request.precision
+    device = torch.device("cpu") if ranks is None else ranks.device
+    report = log.debug if request.purpose == "read" else log.info
     quantization = models.choose_quantization(
-        config.quantization, model_config, config.peft.use_peft or not is_trained
+        config.quantization,
+        request.model_config,
+        use_peft=config.peft.use_peft or request.purpose != "train",
     )
-    # as in find_model, for the planner
-    models.choose_head(model_config, config.preference.objective)
-    model = models.build_on_meta(model_config, config.model, new_tokens)
-    if others := models.left_out(model).modules:
-        log.info(
+    built = models.build_on_meta(
+        request.model_config, config.model, request.new_tokens, request.folder
+    )
+    model = built.model
+    if others := built.left_out.modules:
+        report(
             f"Only the text part is loaded and fine-tuned. Copied unchanged: {', '.join(others)}"
         )
     if quantization is not None:
-        log.info(models.quantize_linears(model, quantization))
-    models.fuse_layers(model, config.model, config.train, ranks.device)
+        log.info(models.quantize_linears(built, quantization))
+    models.fuse_layers(model, config.model, config.train, device)
     if config.data.batching_strategy == "packing":
-        models.use_packed_attention(model)
-    models.use_router_loss(model, config.train.router_aux_loss_coef)
-    models.checkpoint_activations(model, config.train)
-    base_name = models.portable_name(config.model.model_name, folder)
-    adapter = (
-        models.inject_lora(model, config.peft, base_name, new_tokens)
-        if config.peft.use_peft
-        else None
-    )
-    if adapter is not None and (experts := models.describe_experts(model)):
-        log.info(experts)
-    if not is_trained:  # a reference: frozen weights take half the memory
+        built.mixers = models.use_packed_attention(built)
+    built.router_coefficient = models.use_router_loss(model, config.train.router_aux_loss_coef)
+    models.checkpoint_activations(built, config.train)
+    if config.peft.use_peft:
+        base_name = models.portable_name(config.model.model_name, request.folder)
+        built.adapter = models.inject_lora(built, config.peft, base_name, request.new_tokens)
+        if experts := models.describe_experts(model):
+            report(experts)
+    if request.purpose == "reference":  # frozen weights take half the memory
         model.requires_grad_(False)
     if config.model.freeze_layers:
         models.freeze_first_layers(model, config.model.num_freeze_layers)
-    if not (models.has_score(model) or models.use_chunked_loss(model)):
-        log.info("Chunked cross-entropy is off: this model is not a decoder and an LM head.")
+    built.has_chunked_loss = models.use_chunked_loss(built)
+    if not (built.has_chunked_loss or built.has_score):
+        report("Chunked cross-entropy is off: this model is not a decoder and an LM head.")
     if config.train.neftune_noise_alpha:
         models.add_embedding_noise(model, config.train.neftune_noise_alpha)
     if config.model.compile:
-        models.compile_layers(model)
+        models.compile_layers(built)
+    if ranks is None:
+        return built
+
     models.set_storage_dtypes(model, precision)
-    units = models.apply_fsdp(model, ranks.mesh, config.fsdp, precision)
-    if ranks.world_size > 1:  # a single process does not shard
-        log.info(models.unit_table(units))
+    if request.is_sharded:
+        built.units = models.apply_fsdp(built, ranks.mesh, config.fsdp, precision)
+        if ranks.world_size > 1:  # a single process does not shard
+            report(models.unit_table(built.units))
+
     memory.enter("load")
     started = time.perf_counter()
-    stored = models.load_weights(
-        model,
-        folder,
-        models.ShardGroup(ranks.mesh),
-        ranks.device,
-        ranks.storage_device,
-        scatter=config.fsdp.low_cpu_fsdp,
-        adapter=adapter,
+    how = models.LoadSettings(
         peft=config.peft,
         seed=config.train.seed,
-        frozen_dtype=precision.frozen,
+        quantized_from=request.quantized_from or precision.frozen,
+        scatter=config.fsdp.low_cpu_fsdp,
     )
+    built.stored = models.load_weights(built, ranks, how, request.trained)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     counts = f"{trained:,} of {models.total_weights(model):,} parameters are trainable"
-    log.info(f"Weights loaded in {time.perf_counter() - started:.1f} s; {counts}")
-    return model, adapter, stored, units
+    report(f"Weights loaded in {time.perf_counter() - started:.1f} s; {counts}")
+    return built
 
 
 def train(
     run: TrainingRun,
-    model: PreTrainedModel,
+    built: models.BuiltModel,
     objective: training.Objective,
     tokenizer: PreTrainedTokenizerBase,
     pad: int,
@@ -231,6 +232,7 @@ def train(
     settings = config.train
     ranks = run.ranks
     state = run.state
+    model = built.model
     optimizer = training.build_optimizer(model, settings)  # AdamW, unless --optimizer names another
     # Gradients of LoRA are small: each rank accumulates its own, and only the last micro-batch
     # reduces them.
@@ -242,7 +244,7 @@ def train(
         if run.resumed is None:
             run.show_answers("before fine-tuning", model, tokenizer, pad)
             if run.dataset.validation is not None:
-                run.log.log_step(0, run.evaluate(model, objective, pad))
+                run.log.log_step(0, run.evaluate(built, objective, pad))
         model.train()
         for step in steps:
             run.begin_step(step, steps.waited_seconds, tokenizer)
@@ -252,10 +254,10 @@ def train(
             scale = state.scale.factor  # loss scale in fp16, otherwise 1
             count = step.target_tokens if objective.counts_tokens else step.samples
             losses = training.accumulate_gradients(
-                model, objective, step.batches, count, reduce_last_only, ranks, scale, run.memory
+                built, objective, step.batches, count, reduce_last_only, ranks, scale, run.memory
             )
             run.memory.enter("optimizer step")
-            result = training.clip_and_reduce_norm(model, losses, count, settings, scale, ranks)
+            result = training.clip_and_reduce_norm(built, losses, count, settings, scale, ranks)
             # Gradients are complete here. Each rank has those of its own rows of each weight, and
             # replicas (DDP, HYBRID_SHARD) have equal ones. Noise must be equal on replicas, too:
             # seed its generator with the step and ranks.mesh["shard"].get_local_rank().
@@ -274,7 +276,7 @@ def train(
             read = run.read_losses(record, result, losses, metrics)  # ends the run if not finite
             is_best = False
             if record.evaluation:
-                metrics |= run.evaluate(model, objective, pad, record)
+                metrics |= run.evaluate(built, objective, pad, record)
                 if "eval/loss" in metrics:  # a signal abandons an evaluation
                     is_best = state.best.update(metrics["eval/loss"], step.step)
             run.log_steps(read)
@@ -296,42 +298,22 @@ def train(
         run.show_answers("after fine-tuning", model, tokenizer, pad)
 
 
-def export(
-    run: TrainingRun,
-    model: PreTrainedModel,
-    adapter: models.Adapter | None,
-    stored: models.StoredModel,
-    folder: Path,
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def export(run: TrainingRun, built: models.BuiltModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the final model or adapter as safetensors for Transformers and PEFT. Rank 0 gets it
     shard by shard."""
-    config, result = run.config.checkpoint, run.directory / "model"
+    config = run.config
+    result = run.directory / "model"
     run.memory.enter("save")
     torch.cuda.empty_cache()  # NCCL allocates buffers outside of torch's cache at the first send
-    save_dtype = checkpoint.save_dtype(config.save_dtype)
-    base_model, record = run.config.model.model_name, run.trainer_record()
-    auto_class = models.auto_class(model.config, run.config.model.trust_remote_code).__name__
+    auto_class = models.auto_class(built.model.config, config.model.trust_remote_code)
     write_card = partial(
-        checkpoint.write_model_card, base_model=base_model, trainer=record, auto_class=auto_class
+        checkpoint.write_model_card,
+        base_model=config.model.model_name,
+        trainer=run.trainer_record(),
+        auto_class=auto_class.__name__,
     )
-    if adapter is not None:
-        checkpoint.export_adapter(
-            model, adapter, result, save_dtype, tokenizer, write_card, run.ranks
-        )
-    else:
-        largest_file = parse_size(config.max_shard_size)
-        checkpoint.export_model(
-            model,
-            result,
-            folder,
-            stored,
-            save_dtype,
-            largest_file,
-            tokenizer,
-            write_card,
-            run.ranks,
-        )
+    write = checkpoint.export_model if built.adapter is None else checkpoint.export_adapter
+    write(built, result, config.checkpoint, tokenizer, write_card, run.ranks)
     run.log_result(result)
 
 

@@ -26,6 +26,8 @@ if __name__ == "__main__":
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")  # for any locale
 
+from finetuning import build_model  # noqa: E402
+
 from llama_ft import models, runtime  # noqa: E402
 from llama_ft.inference.generate import Answerer  # noqa: E402
 from llama_ft.inference.load import open_model  # noqa: E402
@@ -55,11 +57,11 @@ def main(options: InferenceFlags) -> None:
         prompt = (
             "" if prompts or is_chat else ranks.broadcast_from_rank0(lambda: one_prompt(options))
         )
-        opened = open_model(options.paths[0], options, ranks)
+        opened = open_model(options.paths[0], options, ranks, build_model)
         if ranks.world_size == 1:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader of stdout may close it early
         log.info(opened.about)
-        if models.has_score(opened.model):
+        if opened.built.has_score:
             return score_prompts([sample for sample, _ in prompts], opened, options, ranks)
         answerer = Answerer(opened, options, ranks)
         log.info(", ".join(f"{name} {value:g}" for name, value in answerer.sampling.items()))

@@ -100,9 +100,16 @@ def load_script(file: Path) -> ModuleType:
     name = f"{file.parent.name}_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # scripts import each other
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where its dataclasses look
     spec.loader.exec_module(module)
     return module
+
+
+def build_model() -> Any:
+    """The recipe's function, as its tools get it."""
+    return load_script(RECIPE).build_model
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from pathlib import Path
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "evaluate.py"
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(RECIPE.parent))  # it imports finetuning.py
     spec = importlib.util.spec_from_file_location("evaluate_recipe", RECIPE)
     assert spec is not None and spec.loader is not None
     recipe = importlib.util.module_from_spec(spec)

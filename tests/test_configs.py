@@ -182,7 +182,7 @@ def test_the_shapes_are_those_of_the_models_on_the_hub(name: str, tmp_path: Path
     skeleton = build_on_meta(
         load_model_config(write_config(tmp_path, name), False), ModelConfig(model_name=name)
     )
-    assert sum(parameter.numel() for parameter in skeleton.parameters()) == PARAMETERS[name]
+    assert sum(parameter.numel() for parameter in skeleton.model.parameters()) == PARAMETERS[name]
 
 
 def request_for(config: Config, hardware: Hardware, folder: Path) -> PlanRequest:

@@ -120,7 +120,7 @@ from types import SimpleNamespace
 import torch
 from transformers import AutoModelForCausalLM
 from llama_ft.data import Batch
-from llama_ft.models import use_chunked_loss
+from llama_ft.models import BuiltModel, use_chunked_loss
 from llama_ft.training import SupervisedFineTuning
 
 ids = torch.arange(20).view(2, 10)
@@ -138,17 +138,21 @@ for in_pieces in (True, False):
     plain = -logits.log_softmax(-1)[range(len(aims)), aims].sum()
     wanted = plain + extra(logits, aims, plain)
     gradients = torch.autograd.grad(wanted, list(model.parameters()))
+    built = BuiltModel(model)
     if in_pieces:
-        assert use_chunked_loss(model)
+        built.has_chunked_loss = use_chunked_loss(built)
+        assert built.has_chunked_loss
     objective, ranks = SupervisedFineTuning(), SimpleNamespace(device=torch.device("cpu"))
-    loss = objective.loss(model.train(), batch, ranks).loss
+    model.train()
+    loss = objective.loss(built, batch, ranks).loss
     loss.backward()
     torch.testing.assert_close(loss, wanted)
     assert abs(wanted - plain) > 1e-4 * plain
     for parameter, gradient in zip(model.parameters(), gradients):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
-        torch.testing.assert_close(objective.loss(model.eval(), batch, ranks).loss, plain)
+        model.eval()
+        torch.testing.assert_close(objective.loss(built, batch, ranks).loss, plain)
 """
 
 

@@ -32,25 +32,25 @@ if __name__ == "__main__":
                 runtime.PRECISIONS[case.get("precision", "fp32")],
             )
             tokenizer = models.load_tokenizer(folder, False)
-            model = models.build_on_meta(
-                models.load_model_config(folder, False), ModelConfig(model_name=str(folder))
-            )
+            model_config = models.load_model_config(folder, False)
+            settings = ModelConfig(model_name=str(folder))
+            built = models.build_on_meta(model_config, settings, folder=folder)
+            model = built.model
             peft = PeftConfig(**case["peft"])
-            adapter = models.inject_lora(model, peft, str(folder)) if peft.use_peft else None
+            if peft.use_peft:
+                built.adapter = models.inject_lora(built, peft, str(folder))
             models.freeze_first_layers(model, case.get("frozen_layers", 0))
             models.set_storage_dtypes(model, precision)
             models.apply_fsdp(
-                model, job.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision
+                built, job.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision
             )
-            group, device, frozen = models.ShardGroup(job.mesh), job.device, precision.frozen
-            dtypes = models.load_weights(
-                model, folder, group, device, device, True, adapter, peft, 0, frozen
-            )
+            how = models.LoadSettings(peft, 0, precision.frozen, scatter=True)
+            built.stored = models.load_weights(built, job, how)
             optimizer = training.build_optimizer(model, TrainConfig(lr=1e-2))
             model.train()
             for _ in range(3):
                 training.accumulate_gradients(
-                    model, training.SupervisedFineTuning(), [batch], 58 * job.world_size, False, job
+                    built, training.SupervisedFineTuning(), [batch], 58 * job.world_size, False, job
                 )
                 training.update_weights(optimizer, 1e-2)
 
@@ -62,16 +62,11 @@ if __name__ == "__main__":
             with torch.no_grad():
                 logits = model(input_ids=ids, use_cache=False).logits
             free_unsharded(model)
-            dtype = getattr(torch, case["dtype"]) if case["dtype"] else None
+            saving = CheckpointConfig(save_dtype=case["dtype"] or "auto", max_shard_size="60KB")
             card = partial(write_card, target / "model")
-            if adapter is None:
-                checkpoint.export_model(
-                    model, target / "model", folder, dtypes, dtype, 60_000, tokenizer, card, job
-                )
-            else:
-                checkpoint.export_adapter(
-                    model, adapter, target / "model", dtype, tokenizer, card, job
-                )
+            is_whole = built.adapter is None
+            export = checkpoint.export_model if is_whole else checkpoint.export_adapter
+            export(built, target / "model", saving, tokenizer, card, job)
 
             # Spoil the trained weights, then take them back from the checkpoint.
             with torch.no_grad():

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from checkpoint_by_hand import METRICS, load, logits, save_checkpoint, stored, tuned
-from conftest import REPOSITORY, load_script
+from conftest import REPOSITORY, build_model, load_script
 
 from llama_ft.checkpoint import Exporter, find_valid, write_model_card
 from llama_ft.config import (
@@ -57,7 +57,12 @@ def adapted(base: Path, **settings: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 def prepare(checkpoint: Path, merge: bool = False, base_model: str | None = None) -> Exporter:
     return Exporter.prepare(
-        find_valid(checkpoint), base_model, None, trust_remote_code=False, merge=merge
+        find_valid(checkpoint),
+        build_model(),
+        base_model,
+        None,
+        trust_remote_code=False,
+        merge=merge,
     )
 
 

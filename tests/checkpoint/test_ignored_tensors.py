@@ -9,12 +9,12 @@ from types import ModuleType
 import pytest
 import torch
 from checkpoint_by_hand import stored
-from conftest import REPOSITORY, load_script, run_cases
+from conftest import REPOSITORY, build_model, load_script, run_cases
 
 from llama_ft.checkpoint import Exporter, export_model, find_valid
-from llama_ft.config import ModelConfig, PeftConfig
-from llama_ft.models import ShardGroup, build_on_meta, load_model_config, load_tokenizer
-from llama_ft.models.load_weights import load_weights
+from llama_ft.config import CheckpointConfig, ModelConfig, PeftConfig
+from llama_ft.models import build_on_meta, load_model_config, load_tokenizer
+from llama_ft.models.load_weights import LoadSettings, load_weights
 from llama_ft.runtime import Ranks
 
 SaveBase = Callable[[Path, str], tuple[Path, list[str]]]
@@ -99,17 +99,16 @@ def save_base(bench: ModuleType, save_tokenizer: Callable[..., Path]) -> SaveBas
 
 def train_and_export(base: Path, folder: Path, runtime: Ranks) -> None:
     """Load the base as a run does, change every weight, and export."""
-    model = build_on_meta(load_model_config(base, False), ModelConfig(model_name=str(base)))
-    group = ShardGroup(runtime.mesh)
-    cpu = runtime.device
-    loaded = load_weights(model, base, group, cpu, cpu, False, None, PeftConfig(), 0, torch.float32)
+    model_config = load_model_config(base, False)
+    built = build_on_meta(model_config, ModelConfig(model_name=str(base)), folder=base)
+    how = LoadSettings(PeftConfig(), 0, torch.float32)
+    built.stored = load_weights(built, runtime, how)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in built.model.parameters():
             parameter.add_(1)
     tokenizer = load_tokenizer(base, False)
-    export_model(
-        model, folder, base, loaded, None, 300_000, tokenizer, lambda folder: None, runtime
-    )
+    sizes = CheckpointConfig(max_shard_size="300KB")
+    export_model(built, folder, sizes, tokenizer, lambda folder: None, runtime)
 
 
 def dtypes_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.dtype]:
@@ -176,12 +175,12 @@ def test_a_merged_adapter_and_a_checkpoint_have_them(
     folder, _ = runs
     base = folder / "base"
     was = stored(base)
-    Exporter.of_adapter(folder / "lora" / "model", base, str(base), False).write_model(
-        tmp_path / "merged", None, 100_000
-    )
-    Exporter.prepare(find_valid(folder / "full"), None, None, False, merge=False).write_model(
-        tmp_path / "full", None, 100_000
-    )
+    Exporter.of_adapter(
+        folder / "lora" / "model", build_model(), base, str(base), False
+    ).write_model(tmp_path / "merged", None, 100_000)
+    Exporter.prepare(
+        find_valid(folder / "full"), build_model(), None, None, False, merge=False
+    ).write_model(tmp_path / "full", None, 100_000)
     for result in ("merged", "full"):
         now = stored(tmp_path / result)
         assert dtypes_of(was) == dtypes_of(now)

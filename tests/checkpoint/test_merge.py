@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_by_hand import load, logits, stored
+from conftest import build_model
 from safetensors.torch import save_file
 
 from llama_ft.checkpoint import Exporter
@@ -65,9 +66,9 @@ def save_adapter(base: Path, folder: Path, **settings: Any) -> Path:
 
 
 def merge(adapter: Path, base: Path, folder: Path, save_dtype: torch.dtype | None = None) -> Path:
-    Exporter.of_adapter(adapter, base, str(base), trust_remote_code=False).write_model(
-        folder, save_dtype, 60_000
-    )
+    Exporter.of_adapter(
+        adapter, build_model(), base, str(base), trust_remote_code=False
+    ).write_model(folder, save_dtype, 60_000)
     return folder
 
 

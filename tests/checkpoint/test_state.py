@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from llama_ft.checkpoint import Checkpoint, CheckpointWriter, complete_checkpoints, restore
 from llama_ft.config import CheckpointConfig, TrainConfig
 from llama_ft.errors import UserError
+from llama_ft.models import BuiltModel
 from llama_ft.models.activation_checkpointing import checkpoint_activations
 from llama_ft.models.compiled import compile_layers
 from llama_ft.runtime import Ranks
@@ -91,8 +92,8 @@ def test_compiled_layers_that_recompute_are_saved_under_their_own_names(
         AutoModelForCausalLM.from_pretrained(tied_model),
     )
     names = [name for name, _ in model.named_parameters()]
-    checkpoint_activations(model, train)
-    compile_layers(model, backend="eager")
+    checkpoint_activations(BuiltModel(model), train)
+    compile_layers(BuiltModel(model), backend="eager")
     optimizer = build_optimizer(model, train)
     ids = torch.arange(12).view(1, 12)
     model.train()(input_ids=ids, labels=ids).loss.backward()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import QUESTIONS
+from conftest import QUESTIONS, build_model
 
 from llama_ft.errors import UserError
 from llama_ft.evaluation.flags import EvaluateFlags
@@ -45,7 +45,8 @@ def ask(tmp_path: Path, runtime: Ranks) -> Callable[..., Any]:
         options = EvaluateFlags(
             **{"tasks": [str(file)], "batch_size": 2, "precision": "fp32", **flags}
         )
-        tasks, opened = find_tasks(options, runtime), open_model(str(place), options, runtime)
+        tasks = find_tasks(options, runtime)
+        opened = open_model(str(place), options, runtime, build_model())
         return run_tasks(tasks, opened.model, opened.tokenizer, options, runtime), opened.tokenizer
 
     return asked

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import build_model
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import (
     AutoModelForCausalLM,
@@ -23,6 +24,7 @@ from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.generate import Answerer, resolve_sampling
 from llama_ft.inference.load import LoadedModel, open_model
+from llama_ft.models import BuiltModel
 from llama_ft.runtime import Ranks
 
 PROMPTS = [[5, 99, 250, 3, 17], [42], [7, 7, 8, 100, 2, 33, 64, 12, 290], [60, 61]]
@@ -34,7 +36,7 @@ class Model:
     def __init__(self, folder: Path, runtime: Ranks) -> None:
         self.runtime, self.opened = (
             runtime,
-            open_model(str(folder), InferenceFlags(precision="fp32"), runtime),
+            open_model(str(folder), InferenceFlags(precision="fp32"), runtime, build_model()),
         )
         own = self.opened.model.generation_config
         # as a generation_config.json may wish
@@ -139,7 +141,9 @@ def test_what_is_shown_is_the_answer_to_the_character(
     for length in range(3, len(tokens) + 1, 7):
         shown: list[str] = []
         reciter = Answerer(
-            LoadedModel(recites, tokenizer, ""), InferenceFlags(max_new_tokens=length), runtime
+            LoadedModel(BuiltModel(recites), tokenizer, ""),
+            InferenceFlags(max_new_tokens=length),
+            runtime,
         )
         [answer] = reciter.answer([[0]], show=shown.append)
         assert "".join(shown) == answer.text or answer.text.endswith("\ufffd")
@@ -183,7 +187,8 @@ def test_a_model_whose_numbers_are_not_finite_ends_it(model: Model, runtime: Ran
     for temperature in (0, 1):
         options = InferenceFlags(temperature=temperature, max_new_tokens=3)
         with pytest.raises(RunFailure, match="not finite"):
-            Answerer(model.opened._replace(model=damaged), options, runtime).answer([[5], [42]])
+            opened = model.opened._replace(built=BuiltModel(damaged))
+            Answerer(opened, options, runtime).answer([[5], [42]])
 
 
 def test_what_is_not_asked_for_is_as_the_model_says() -> None:

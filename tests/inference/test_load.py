@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_by_hand import load, logits, save_checkpoint, tuned
+from conftest import build_model
 
 from llama_ft.config import (
     Config,
@@ -28,7 +29,9 @@ TEMPLATE = "{% for turn in messages %}{{ turn.content }}</s>{% endfor %}"
 
 
 def opened(place: Path, runtime: Ranks, **flags: Any) -> LoadedModel:
-    return open_model(str(place), InferenceFlags(**{"precision": "fp32", **flags}), runtime)
+    return open_model(
+        str(place), InferenceFlags(**{"precision": "fp32", **flags}), runtime, build_model()
+    )
 
 
 def settings(base: Path, **sections: Any) -> Config:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import build_model
 from datasets import Dataset
 from transformers import AutoTokenizer
 
@@ -102,7 +103,7 @@ def test_rows_that_are_no_prompts_are_told_by_their_lines(row: Any, tmp_path: Pa
 def test_a_prompt_is_written_by_the_chat_template_or_taken_as_it_is(
     tiny_model: Path, tmp_path: Path, runtime: Ranks
 ) -> None:
-    opened = open_model(str(tiny_model), InferenceFlags(precision="fp32"), runtime)
+    opened = open_model(str(tiny_model), InferenceFlags(precision="fp32"), runtime, build_model())
 
     def text(asked: Any, system: str | None = None) -> str:
         answerer = Answerer(opened, InferenceFlags(system_prompt=system), runtime)

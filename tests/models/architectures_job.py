@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 import finetuning
 
 from llama_ft import checkpoint, data, models, runtime, training
-from llama_ft.config import load
+from llama_ft.config import CheckpointConfig, load
 from llama_ft.phases import NULL_MONITOR
 from llama_ft.training.step import free_unsharded
 
@@ -45,9 +45,9 @@ if __name__ == "__main__":
         with runtime.start("cpu", models.shard_degree(config.fsdp)) as job:
             folder, result = Path(config.model.model_name), work / "results" / name
             model_config = models.load_model_config(folder, False)
-            model, adapter, stored, _ = finetuning.build_model(
-                config, folder, model_config, None, NULL_MONITOR, job
-            )
+            request = models.ModelRequest(config, folder, model_config)
+            built = finetuning.build_model(request, job, NULL_MONITOR)
+            model = built.model
             lengths = LENGTHS[job.rank]
             parts = [part.tolist() for part in rows[job.rank][: sum(lengths)].split(lengths)]
             own = Dataset.from_dict(
@@ -57,13 +57,13 @@ if __name__ == "__main__":
             batch = data.collate(own, range(len(lengths)), 0, is_packed)
             # each architecture once
             if is_packed and not config.peft.use_peft and config.fsdp.low_cpu_fsdp:
-                training.check_packing(model, own, 256, torch.float32, job)
+                training.check_packing(built, own, 256, torch.float32, job)
             optimizer = training.build_optimizer(model, config.train)
             model.train()
             losses = training.accumulate_gradients(
-                model, training.SupervisedFineTuning(), [batch], targets, False, job
+                built, training.SupervisedFineTuning(), [batch], targets, False, job
             )
-            step = training.clip_and_reduce_norm(model, losses, targets, config.train, 1.0, job)
+            step = training.clip_and_reduce_norm(built, losses, targets, config.train, 1.0, job)
             (loss, norm), logged = step.read(), step.logged()
             training.update_weights(optimizer, 1e-2)
             model.eval()
@@ -71,15 +71,10 @@ if __name__ == "__main__":
                 logits = model(input_ids=rows, use_cache=False).logits
             free_unsharded(model)
             card = partial(checkpoint.write_model_card, base_model=config.model.model_name)
-            if adapter is None:
-                most = 60_000
-                checkpoint.export_model(
-                    model, result / "model", folder, stored, None, most, tokenizer, card, job
-                )
-            else:
-                checkpoint.export_adapter(
-                    model, adapter, result / "model", None, tokenizer, card, job
-                )
+            is_whole = built.adapter is None
+            export = checkpoint.export_model if is_whole else checkpoint.export_adapter
+            sizes = CheckpointConfig(max_shard_size="60KB")
+            export(built, result / "model", sizes, tokenizer, card, job)
             if job.is_main:
                 torch.save(
                     {"loss": loss, "norm": norm, "logged": logged, "logits": logits},

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from triton.runtime import interpreter
 
 from llama_ft.config import ModelConfig, TrainConfig
-from llama_ft.models import checkpoint_activations, choose_liger, fuse_layers
+from llama_ft.models import BuiltModel, checkpoint_activations, choose_liger, fuse_layers
 
 SHAPE = {
     "hidden_size": 32,
@@ -56,7 +56,7 @@ def gradients(kind: str, how: str, is_fused: bool) -> tuple[float, list[torch.Te
         fuse_layers(
             model, ModelConfig(use_liger=True), TrainConfig(**settings), torch.device("cpu")
         )
-    checkpoint_activations(model, TrainConfig(**settings))
+    checkpoint_activations(BuiltModel(model), TrainConfig(**settings))
     ids = torch.arange(3, 15).view(2, 6)
     loss = model.train()(input_ids=ids, labels=ids).loss
     loss.backward()

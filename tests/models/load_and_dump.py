@@ -17,30 +17,22 @@ if __name__ == "__main__":
     for name, case in cases.items():
         with runtime.start("cpu", case["shard_degree"]) as job:
             folder, precision = Path(case["model"]), runtime.PRECISIONS[case["precision"]]
-            model = models.build_on_meta(
-                models.load_model_config(folder, False), ModelConfig(model_name=str(folder))
-            )
+            model_config = models.load_model_config(folder, False)
+            settings = ModelConfig(model_name=str(folder))
+            built = models.build_on_meta(model_config, settings, folder=folder)
+            model = built.model
             peft = PeftConfig(**case["peft"])
             quantization = QuantizationConfig(**case.get("quantization", {}))
             if chosen := models.choose_quantization(quantization, model.config, peft.use_peft):
-                models.quantize_linears(model, chosen)
-            adapter = models.inject_lora(model, peft, str(folder)) if peft.use_peft else None
+                models.quantize_linears(built, chosen)
+            if peft.use_peft:
+                built.adapter = models.inject_lora(built, peft, str(folder))
             models.set_storage_dtypes(model, precision)
             models.apply_fsdp(
-                model, job.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision
+                built, job.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision
             )
-            models.load_weights(
-                model,
-                folder,
-                models.ShardGroup(job.mesh),
-                job.device,
-                job.storage_device,
-                case["scatter"],
-                adapter,
-                peft,
-                seed=7,
-                frozen_dtype=precision.frozen,
-            )
+            how = models.LoadSettings(peft, 7, precision.frozen, case["scatter"])
+            models.load_weights(built, job, how)
             held = {
                 name: local_shard(parameter).clone() for name, parameter in model.named_parameters()
             }

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers import modeling_utils as transformers_modeling
 
 from llama_ft.config import TrainConfig
-from llama_ft.models import checkpoint_activations
+from llama_ft.models import BuiltModel, checkpoint_activations
 from llama_ft.models.lora_linear import use_fused_lora
 
 LAYERS, HIDDEN, TOKENS = 4, 64, 48
@@ -33,7 +33,7 @@ def llama(how: str, k: int = 2, offload: bool = False, lora: bool = False) -> Ll
     settings = TrainConfig(
         activation_checkpointing=how, activation_checkpointing_k=k, activation_offload=offload
     )
-    checkpoint_activations(model, settings)
+    checkpoint_activations(BuiltModel(model), settings)
     if lora:
         adapters = LoraConfig(
             r=4, lora_dropout=0.2, target_modules="all-linear", init_lora_weights=False

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.models import chunked_loss, use_chunked_loss
+from llama_ft.models import BuiltModel, chunked_loss, use_chunked_loss
 from llama_ft.models.lora_linear import use_fused_lora
 
 VOCABULARY = 320
@@ -47,7 +47,7 @@ def taught(model: PreTrainedModel) -> PreTrainedModel:
     weights = dict(model.state_dict())
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to("meta")
-    assert use_chunked_loss(model)
+    assert use_chunked_loss(BuiltModel(model))
     model.to_empty(device="cpu")
     model.tie_weights()
     model.load_state_dict(weights)
@@ -114,7 +114,7 @@ def test_architectures_have_the_loss_and_gradients_of_all_their_logits(name: str
 
 @pytest.mark.parametrize("name", ALL_LOGITS)
 def test_other_architectures_keep_all_their_logits(name: str) -> None:
-    assert not use_chunked_loss(architecture(name))
+    assert not use_chunked_loss(BuiltModel(architecture(name)))
 
 
 @pytest.fixture

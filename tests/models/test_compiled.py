@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_ft.config import TrainConfig
 from llama_ft.models import (
+    BuiltModel,
     attention_kernels,
     checkpoint_activations,
     compile_layers,
@@ -72,7 +73,7 @@ def varlen_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library._destroy()
 
 
-def llama(how: str) -> LlamaForCausalLM:
+def llama(how: str) -> BuiltModel:
     torch.manual_seed(0)
     shape = {
         "hidden_size": 32,
@@ -81,15 +82,16 @@ def llama(how: str) -> LlamaForCausalLM:
         "num_key_value_heads": 2,
     }
     model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=3, vocab_size=100))
-    use_packed_attention(model)
-    checkpoint_activations(model, TrainConfig(activation_checkpointing=how))
-    return model.train()
+    built = BuiltModel(model.train())
+    built.mixers = use_packed_attention(built)
+    checkpoint_activations(built, TrainConfig(activation_checkpointing=how))
+    return built
 
 
-def forward(model: LlamaForCausalLM, lengths: list[int]) -> torch.Tensor:
+def forward(built: BuiltModel, lengths: list[int]) -> torch.Tensor:
     ids = torch.arange(sum(lengths)).unsqueeze(0)
-    arguments = packed_arguments(model, lengths, torch.device("cpu"))
-    return model(input_ids=ids, use_cache=False, **arguments).logits.logsumexp(-1).sum()
+    arguments = packed_arguments(built, lengths, torch.device("cpu"))
+    return built.model(input_ids=ids, use_cache=False, **arguments).logits.logsumexp(-1).sum()
 
 
 @pytest.mark.parametrize("how", ["off", "full"])
@@ -100,9 +102,9 @@ def test_one_graph_trains_on_packs_of_any_rows_and_one_evaluates(
     counters.clear()
     plain, compiled = llama(how), llama(how)
     compile_layers(compiled, backend="aot_eager")
-    assert list(compiled.state_dict()) == list(plain.state_dict())
+    assert list(compiled.model.state_dict()) == list(plain.model.state_dict())
     for lengths in PACKS:
-        losses = [forward(model, lengths) for model in (plain, compiled)]
+        losses = [forward(built, lengths) for built in (plain, compiled)]
         for loss in losses:
             loss.backward()
         torch.testing.assert_close(*losses)
@@ -110,20 +112,22 @@ def test_one_graph_trains_on_packs_of_any_rows_and_one_evaluates(
     assert for_training == 1 if KNOWS_DIMENSIONS else for_training < len(PACKS)
     assert not counters["graph_break"]
     for (name, parameter), other in zip(
-        plain.named_parameters(), compiled.parameters(), strict=True
+        plain.model.named_parameters(), compiled.model.parameters(), strict=True
     ):
         torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
     with torch.no_grad():
-        with without_graphs(compiled):
-            assert torch.equal(forward(compiled.eval(), [5, 3]), forward(plain.eval(), [5, 3]))
+        compiled.model.eval()
+        plain.model.eval()
+        with without_graphs(compiled.model):
+            assert torch.equal(forward(compiled, [5, 3]), forward(plain, [5, 3]))
         assert counters["stats"]["unique_graphs"] == for_training
-        for model in (plain.eval(), compiled.eval()):
-            losses = [forward(model, lengths) for lengths in PACKS]
+        for built in (plain, compiled):
+            losses = [forward(built, lengths) for lengths in PACKS]
     graphs = counters["stats"]["unique_graphs"]
     assert graphs == 2 if KNOWS_DIMENSIONS else graphs - for_training < len(PACKS)
     answers = [
-        model.generate(torch.arange(5)[None], max_new_tokens=4, do_sample=False)
-        for model in (plain, compiled)
+        built.model.generate(torch.arange(5)[None], max_new_tokens=4, do_sample=False)
+        for built in (plain, compiled)
     ]
     assert torch.equal(*answers) and counters["stats"]["unique_graphs"] == graphs
 
@@ -133,20 +137,24 @@ def test_with_the_adapter_off_in_turns_one_graph_more_is_made(varlen_on_the_cpu:
     torch._dynamo.reset()
     counters.clear()
     base, plain, graphs = llama("off"), llama("off"), list[int]()
-    get_peft_model(plain, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
-    use_fused_lora(plain)
+    settings = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    get_peft_model(plain.model, settings)
+    use_fused_lora(plain.model)
     compiled = copy.deepcopy(plain)
     compile_layers(compiled, backend="aot_eager")
     for lengths in PACKS[:4:3]:
         before, reference = counters["stats"]["unique_graphs"], forward(base, lengths)
-        with torch.no_grad(), adapter_off(compiled.eval()):
+        compiled.model.eval()
+        with torch.no_grad(), adapter_off(compiled.model):
             torch.testing.assert_close(forward(compiled, lengths), reference)
         graphs.append(counters["stats"]["unique_graphs"] - before)
-        losses = [forward(model.train(), lengths) for model in (plain, compiled)]
+        for built in (plain, compiled):
+            built.model.train()
+        losses = [forward(built, lengths) for built in (plain, compiled)]
         torch.testing.assert_close(*losses)
         assert (losses[0] - reference).abs() > 0.01
     assert graphs == [1, 0] or not KNOWS_DIMENSIONS
     losses[1].backward()
     assert all(
-        (it.grad is None) == ("lora" not in name) for name, it in compiled.named_parameters()
+        (it.grad is None) == ("lora" not in name) for name, it in compiled.model.named_parameters()
     )

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_ft.config import FSDPConfig, TrainConfig
-from llama_ft.models import apply_fsdp, set_storage_dtypes, shard_degree
+from llama_ft.models import BuiltModel, apply_fsdp, set_storage_dtypes, shard_degree
 from llama_ft.models.fsdp import Unit, _describe_units, _modules_to_wrap
 from llama_ft.models.load_weights import compute_buffers
 from llama_ft.models.lora_linear import use_fused_lora
@@ -38,7 +38,7 @@ def llama(tied: bool = False) -> LlamaForCausalLM:
 
 def units_of(model: torch.nn.Module, **fsdp: object) -> list[Unit]:
     settings = FSDPConfig(enable_fsdp=True, **fsdp)
-    return _describe_units(model, _modules_to_wrap(model, settings, []), torch.bfloat16)
+    return _describe_units(model, _modules_to_wrap(BuiltModel(model), settings, []), torch.bfloat16)
 
 
 LAYERS = [f"model.layers.{n}" for n in range(4)]
@@ -83,7 +83,7 @@ def test_gradients_are_the_same_with_parameters_offloaded(runtime: Ranks) -> Non
     plain, offloaded = LlamaForCausalLM(config), LlamaForCausalLM(config)
     offloaded.load_state_dict(plain.state_dict())
     settings = FSDPConfig(enable_fsdp=True, fsdp_cpu_offload=True)
-    apply_fsdp(offloaded, runtime.mesh, settings, PRECISIONS["fp32"])
+    apply_fsdp(BuiltModel(offloaded), runtime.mesh, settings, PRECISIONS["fp32"])
     state = offloaded._get_fsdp_state()
     group = (
         state._fsdp_param_groups[0]
@@ -108,14 +108,14 @@ def test_offloaded_4_bit_layers_of_one_process_are_copied_for_each_pass_and_trai
     for is_offloaded in (False, True):
         torch.manual_seed(0)
         model = llama()
-        quantize_linears(model, Quantization(FourBit("nf4", 64, None), None, False))
+        quantize_linears(BuiltModel(model), Quantization(FourBit("nf4", 64, None), None, False))
         inject_adapter_in_model(LoraConfig(r=2, target_modules="all-linear"), model)
         use_fused_lora(model)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("lora_" in name)
         set_storage_dtypes(model, precision)
         apply_fsdp(
-            model,
+            BuiltModel(model),
             runtime.mesh,
             FSDPConfig(enable_fsdp=True, fsdp_cpu_offload=is_offloaded),
             precision,
@@ -178,7 +178,7 @@ def test_one_process_leaves_to_fully_shard_only_what_it_has_to_cast(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name or "modules_to_save" in name)
     set_storage_dtypes(model, dtypes)
-    apply_fsdp(model, runtime.mesh, FSDPConfig(enable_fsdp=True), dtypes)
+    apply_fsdp(BuiltModel(model), runtime.mesh, FSDPConfig(enable_fsdp=True), dtypes)
     managed = [
         name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)
     ]

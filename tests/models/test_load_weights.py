@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.errors import UserError
-from llama_ft.models import ShardGroup, build_on_meta, load_model_config, load_weights
+from llama_ft.models import LoadSettings, build_on_meta, load_model_config, load_weights
 from llama_ft.runtime import Ranks
 
 SCRIPT = Path(__file__).with_name("load_and_dump.py")
@@ -166,21 +166,13 @@ def test_every_rank_holds_the_rows_torch_chunk_gives_it(
 
 
 def test_a_buffer_that_nobody_fills_is_an_error(tiny_model: Path, runtime: Ranks) -> None:
-    model = build_on_meta(load_model_config(tiny_model, False), ModelConfig(model_name="mine"))
-    model.model.layers[1].register_buffer("table", torch.empty(3, device="meta"), persistent=False)
+    config = load_model_config(tiny_model, False)
+    built = build_on_meta(config, ModelConfig(model_name="mine"), folder=tiny_model)
+    built.model.model.layers[1].register_buffer(
+        "table", torch.empty(3, device="meta"), persistent=False
+    )
     with pytest.raises(UserError, match="model_type llama .*\n *model.layers.1.table$"):
-        load_weights(
-            model,
-            tiny_model,
-            ShardGroup(runtime.mesh),
-            runtime.device,
-            runtime.device,
-            scatter=False,
-            adapter=None,
-            peft=PeftConfig(),
-            seed=0,
-            frozen_dtype=torch.float32,
-        )
+        load_weights(built, runtime, LoadSettings(PeftConfig(), 0, torch.float32))
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -261,7 +253,7 @@ def test_rwkv_keeps_its_weights_in_eval_mode(tmp_path: Path) -> None:
     config = AutoConfig.for_model("rwkv", vocab_size=101, rescale_every=1, **shape)
     plain = AutoModelForCausalLM.from_config(config).eval()
     plain.save_pretrained(tmp_path)
-    model = build_on_meta(load_model_config(tmp_path, False), ModelConfig(model_name="mine"))
+    model = build_on_meta(load_model_config(tmp_path, False), ModelConfig(model_name="mine")).model
     model.load_state_dict(deepcopy(plain.state_dict()), assign=True)
     model.eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}

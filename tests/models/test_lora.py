@@ -12,17 +12,24 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.errors import UserError
-from llama_ft.models import build_on_meta, describe_experts, inject_lora, load_model_config
+from llama_ft.models import (
+    BuiltModel,
+    build_on_meta,
+    describe_experts,
+    inject_lora,
+    load_model_config,
+)
 from llama_ft.models.lora import PEFT_PREFIX, first_values, inject_adapter
 
 
-def skeleton(folder: Path) -> torch.nn.Module:
+def skeleton(folder: Path) -> BuiltModel:
     return build_on_meta(load_model_config(folder, False), ModelConfig(model_name=str(folder)))
 
 
 def test_only_adapters_are_trained_and_nothing_has_storage(tiny_model: Path) -> None:
-    model = skeleton(tiny_model)
-    adapter = inject_lora(model, PeftConfig(use_peft=True), "base")
+    built = skeleton(tiny_model)
+    model = built.model
+    adapter = inject_lora(built, PeftConfig(use_peft=True), "base")
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     # A and B of the linear layers in 2 layers
     assert trained == set(adapter.keys) and len(trained) == 2 * 2 * 7
@@ -98,10 +105,11 @@ def test_all_linear_leaves_out_what_no_adapter_works_in(
     config = AutoConfig.for_model(
         model_type, hidden_size=32, num_hidden_layers=2, vocab_size=64, **shape
     )
-    model = build_on_meta(config, ModelConfig(model_name=model_type))
+    built = build_on_meta(config, ModelConfig(model_name=model_type))
+    model = built.model
     assert any(name.endswith(left_out) for name, _ in model.named_modules())
     adapter = inject_lora(
-        model, PeftConfig(use_peft=True, target_modules="all-linear", lora_dropout=0), "base"
+        built, PeftConfig(use_peft=True, target_modules="all-linear", lora_dropout=0), "base"
     )
     modules = {key.rsplit(".", 3)[1] for key in adapter.keys.values()}
     assert adapted in modules and left_out not in modules
@@ -135,8 +143,9 @@ def test_experts_are_adapted_or_a_line_says_how(
     config = AutoConfig.for_model(
         model_type, num_hidden_layers=2, num_local_experts=4, vocab_size=64, **shape
     )
-    model = build_on_meta(config, ModelConfig(model_name=model_type))
-    inject_lora(model, PeftConfig(use_peft=True, r=2, **settings), "base")
+    built = build_on_meta(config, ModelConfig(model_name=model_type))
+    model = built.model
+    inject_lora(built, PeftConfig(use_peft=True, r=2, **settings), "base")
     trained = [p for name, p in model.named_parameters() if ".experts." in name and p.requires_grad]
     # A and B in 2 layers
     assert len(trained) == 2 * 2 * (2 if adapts else len(settings.get("target_parameters", ())))
@@ -160,9 +169,9 @@ def test_what_a_layer_cannot_have_is_named(settings: dict[str, Any], message: st
     config = AutoConfig.for_model(
         "mixtral", num_hidden_layers=1, hidden_size=32, intermediate_size=16, vocab_size=64
     )
-    model = build_on_meta(config, ModelConfig(model_name="mixtral"))
+    built = build_on_meta(config, ModelConfig(model_name="mixtral"))
     with pytest.raises(UserError, match=message):
-        inject_lora(model, PeftConfig(use_peft=True, **settings), "base")
+        inject_lora(built, PeftConfig(use_peft=True, **settings), "base")
 
 
 @pytest.mark.parametrize(
@@ -223,7 +232,9 @@ def test_adapters_of_any_method_begin_as_peft_begins_them(
         for n, value in get_peft_model(model, method(**settings)).named_parameters()
         if "layers" in n
     }
-    ours = dict(first_values(inject_adapter(skeleton(tiny_model), method(**settings)), seed=1))
+    ours = dict(
+        first_values(inject_adapter(skeleton(tiny_model).model, method(**settings)), seed=1)
+    )
     assert set(ours) == {
         name.removeprefix(PEFT_PREFIX) for name, value in theirs.items() if value.requires_grad
     }

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models import (
+    BuiltModel,
     attention_kernels,
     packed_arguments,
     packed_attention,
@@ -103,9 +104,9 @@ def loss_of(logits: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits[:-1].float(), row[1:], reduction="sum")
 
 
-def packed_logits(model: PreTrainedModel, parts: list[torch.Tensor]) -> torch.Tensor:
-    layout = packed_arguments(model, [len(part) for part in parts], CPU)
-    logits: torch.Tensor = model(
+def packed_logits(built: BuiltModel, parts: list[torch.Tensor]) -> torch.Tensor:
+    layout = packed_arguments(built, [len(part) for part in parts], CPU)
+    logits: torch.Tensor = built.model(
         input_ids=torch.cat(parts)[None], use_cache=False, **layout
     ).logits[0]
     return logits
@@ -127,11 +128,12 @@ def test_loss_and_gradient_of_each_row_are_those_of_the_row_alone(
         if parameter.grad is not None
     }
     model.zero_grad()
-    use_packed_attention(model)
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
     use_rope_per_sample(model)
     together = [
         loss_of(logits, row)
-        for logits, row in zip(packed_logits(model, parts).split(LENGTHS), parts, strict=True)
+        for logits, row in zip(packed_logits(built, parts).split(LENGTHS), parts, strict=True)
     ]
     torch.testing.assert_close(torch.stack(together), torch.stack(alone), rtol=1e-5, atol=1e-5)
     sum(together).backward()  # type: ignore[union-attr]
@@ -163,7 +165,8 @@ def test_padded_batches_and_generation_still_go_through_transformers_own(attenti
     wanted = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     before = model(input_ids=padded, attention_mask=mask).logits, model.generate(**prompt, **wanted)  # type: ignore[operator]
     dense = model(input_ids=padded).logits
-    use_packed_attention(model)
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
     after = model(input_ids=padded, attention_mask=mask).logits, model.generate(**prompt, **wanted)  # type: ignore[operator]
     torch.testing.assert_close(after[0], before[0])
     torch.testing.assert_close(model(input_ids=padded).logits, dense)
@@ -199,9 +202,10 @@ def test_a_pack_costs_its_rows_own_attention_and_no_mask_over_all_of_it(
 ) -> None:
     lengths = [64] * 16
     model = make(name, attention)
-    use_packed_attention(model)
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
     with Seen() as seen, torch.no_grad():
-        packed_logits(model, rows(lengths))
+        packed_logits(built, rows(lengths))
     assert seen.largest < sum(lengths) ** 2 / 8  # the largest are the logits, tokens x 101
     if attention == "sdpa":
         assert seen.attended == lengths * 2  # two layers
@@ -303,12 +307,13 @@ def test_rows_of_one_length_reach_cudnn_on_hopper_though_it_is_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = make("Llama", "sdpa").bfloat16()
-    use_packed_attention(model)
-    by_row = packed_logits(model, rows([128, 128]))
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
+    by_row = packed_logits(built, rows([128, 128]))
     monkeypatch.setattr(attention_kernels, "capability_of", lambda _: HOPPER)
     torch.backends.cuda.enable_cudnn_sdp(False)
     with Seen() as seen:
-        alike = packed_logits(model, rows([128, 128]))
+        alike = packed_logits(built, rows([128, 128]))
     assert seen.attended == [128, 128] * 2 and seen.heads == [(4, 2, True)] * 2  # two layers
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(True)

@@ -13,8 +13,8 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.config import TrainConfig
 from llama_ft.data import collate
 from llama_ft.errors import UserError
-from llama_ft.models import checkpoint_activations, compile_layers, use_packed_attention
-from llama_ft.models.packed_samples import missing_kernels, report_missing_kernels, token_mixers
+from llama_ft.models import BuiltModel, checkpoint_activations, compile_layers, use_packed_attention
+from llama_ft.models.packed_samples import missing_kernels, report_missing_kernels
 from llama_ft.runtime import Ranks
 from llama_ft.training import SupervisedFineTuning
 
@@ -130,17 +130,18 @@ def test_loss_and_gradient_of_packed_rows_are_those_of_each_row_alone(
         logits = model(input_ids=row, use_cache=False).logits[0, :-1].float()
         alone = alone + torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum")
     loss, norm = loss_and_norm(model, alone)
-    use_packed_attention(model)
-    assert token_mixers(model).names() == MODELS[name][1]
-    checkpoint_activations(model, TrainConfig(activation_checkpointing=checkpointing))
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
+    assert built.mixers.names() == MODELS[name][1]
+    checkpoint_activations(built, TrainConfig(activation_checkpointing=checkpointing))
     packed = (
         SupervisedFineTuning()
-        .loss(model, collate(rows, range(len(LENGTHS)), 0, True), runtime)
+        .loss(built, collate(rows, range(len(LENGTHS)), 0, True), runtime)
         .loss
     )
     # Another sequence is computed before the backward pass: recomputed layers still see their own
     # rows.
-    SupervisedFineTuning().loss(model, collate(rows, [4, 0], 0, True), runtime)
+    SupervisedFineTuning().loss(built, collate(rows, [4, 0], 0, True), runtime)
     found = loss_and_norm(model, packed)
     assert found[0] == pytest.approx(loss, rel=1e-5)
     assert found[1] == pytest.approx(norm, rel=1e-4)
@@ -148,11 +149,12 @@ def test_loss_and_gradient_of_packed_rows_are_those_of_each_row_alone(
 
 def test_what_runs_row_by_row_is_not_compiled() -> None:
     model = make("Lfm2")
-    use_packed_attention(model)
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
     with pytest.raises(
         UserError, match="--compile: Lfm2ForCausalLM computes packed samples one after another"
     ):
-        compile_layers(model)
+        compile_layers(built)
 
 
 def test_missing_kernels_are_reported_on_cuda_once_with_what_to_install(
@@ -164,10 +166,8 @@ def test_missing_kernels_are_reported_on_cuda_once_with_what_to_install(
     }
     for name, expected in packages.items():
         model = make(name)
-        use_packed_attention(model)
-        assert [missing_kernels(mixer) for mixer in token_mixers(model).per_sample] == [
-            expected
-        ] * 3
+        mixers = use_packed_attention(BuiltModel(model))
+        assert [missing_kernels(mixer) for mixer in mixers.per_sample] == [expected] * 3
         with caplog.at_level("WARNING", logger="llama_ft"):
             report_missing_kernels(model, torch.device("cpu"))
             assert not caplog.records

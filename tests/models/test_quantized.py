@@ -15,7 +15,13 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ModelConfig, QuantizationConfig
 from llama_ft.errors import UserError
-from llama_ft.models import build_on_meta, choose_quantization, quantize_linears, total_weights
+from llama_ft.models import (
+    BuiltModel,
+    build_on_meta,
+    choose_quantization,
+    quantize_linears,
+    total_weights,
+)
 from llama_ft.models.quantization import Quantization
 from llama_ft.models.quantized import (
     FourBit,
@@ -126,14 +132,15 @@ def skeleton_of(folder: Path) -> tuple[PretrainedConfig, PreTrainedModel]:
 
 
 def test_what_is_left_out_is_listed(tiny_model: Path) -> None:
-    config, model = skeleton_of(tiny_model)
+    config, built = skeleton_of(tiny_model)
+    model = built.model
     weights = model.num_parameters()
     settings = QuantizationConfig(
         mode="4bit", block_size=32, skip_modules=["layers.0.self_attn.q_proj"]
     )
     quantization = choose_quantization(settings, config, use_peft=True)
     assert quantization is not None
-    summary = quantize_linears(model, quantization)
+    summary = quantize_linears(built, quantization)
     assert "Quantized to 4bit (nf4, blocks of 32): 11 linear layers" in summary
     # the latter have no whole blocks
     left_out = ["0.self_attn.q_proj", "0.mlp.down_proj", "1.mlp.down_proj"]
@@ -173,7 +180,7 @@ def moe_models(model_type: str, scheme: Scheme, experts_implementation: str) -> 
         config, dtype=torch.float32, experts_implementation=experts_implementation
     )
     ours = copy.deepcopy(plain)
-    quantize_linears(ours, Quantization(scheme, None, is_stored=False))
+    quantize_linears(BuiltModel(ours), Quantization(scheme, None, is_stored=False))
     four_bit, found = (
         isinstance(scheme, FourBit),
         {id(it.weight): it for it in quantized_weights(ours)},
@@ -269,7 +276,7 @@ def test_routers_and_gates_stay_as_they_are(
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(model_type, **shape, **settings)
         )
-    quantize_linears(model, Quantization(SCHEMES["8bit"], None, is_stored=False))
+    quantize_linears(BuiltModel(model), Quantization(SCHEMES["8bit"], None, is_stored=False))
     linears = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
     assert {".".join(name.split(".")[-len(gates[0].split(".")) :]) for name in linears} == {
         *gates,
@@ -303,13 +310,13 @@ def test_what_cannot_be_quantized_is_refused_with_the_way_out(
     stored: dict[str, Any] | None,
     told: str,
 ) -> None:
-    config, model = skeleton_of(tiny_model)
+    config, built = skeleton_of(tiny_model)
     if stored is not None:
         config.quantization_config = stored
     with pytest.raises(UserError, match=told):
         quantization = choose_quantization(QuantizationConfig(**settings), config, use_peft)
         assert quantization is not None
-        quantize_linears(model, quantization)
+        quantize_linears(built, quantization)
 
 
 def test_transformers_conv1d_is_named_as_what_cannot_be_quantized() -> None:
@@ -318,7 +325,7 @@ def test_transformers_conv1d_is_named_as_what_cannot_be_quantized() -> None:
             AutoConfig.for_model("gpt2", n_embd=64, n_head=4, n_layer=1)
         )
     with pytest.raises(UserError, match="GPT2LMHeadModel has Transformers' Conv1D"):
-        quantize_linears(model, Quantization(SCHEMES["8bit"], None, is_stored=False))
+        quantize_linears(BuiltModel(model), Quantization(SCHEMES["8bit"], None, is_stored=False))
 
 
 def test_layers_that_transformers_keeps_in_fp32_are_not_quantized() -> None:
@@ -329,7 +336,7 @@ def test_layers_that_transformers_keeps_in_fp32_are_not_quantized() -> None:
     with torch.device("meta"):
         config = AutoConfig.for_model("hy_v4", **shape, **more, **kinds, pad_token_id=0)
         model = AutoModelForCausalLM.from_config(config)
-    quantize_linears(model, Quantization(SCHEMES["8bit"], None, is_stored=False))
+    quantize_linears(BuiltModel(model), Quantization(SCHEMES["8bit"], None, is_stored=False))
     indexer = model.model.layers[0].self_attn.indexer
     assert type(indexer.weights_proj) is torch.nn.Linear
     assert type(indexer.wk) is not torch.nn.Linear

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_by_hand import stored
-from conftest import losses, metrics, run_cases
+from conftest import build_model, losses, metrics, run_cases
 
 from llama_ft.checkpoint import Exporter, find_valid
 from llama_ft.config import ModelConfig, PeftConfig
@@ -258,7 +258,7 @@ def test_a_checkpoint_gives_the_same_result_and_merged_what_peft_merges(
 
     result, is_lora = runs[case] / "model", "--use_peft" in CASES[case][1]
     exporter = Exporter.prepare(
-        find_valid(runs[case]), None, None, trust_remote_code=False, merge=is_lora
+        find_valid(runs[case]), build_model(), None, None, trust_remote_code=False, merge=is_lora
     )
     if not is_lora:
         exporter.write_model(tmp_path / "again", None, 10**9)
@@ -334,11 +334,11 @@ def test_token_rows_compute_and_learn_what_pefts_own_layer_does(kind: str) -> No
 
 def test_what_new_rows_cannot_be_trained_with_is_refused(bases: Path) -> None:
     def refused(base: str, new: NewTokens | None, message: str, **settings: Any) -> None:
-        model = build_on_meta(
+        built = build_on_meta(
             load_model_config(bases / base, False), ModelConfig(model_name=base), new
         )
         with pytest.raises(UserError, match=message):
-            inject_lora(model, PeftConfig(use_peft=True, **settings), "base", new)
+            inject_lora(built, PeftConfig(use_peft=True, **settings), "base", new)
 
     refused("tied", NewTokens(NEW, STORED, GROWN), "are tied", modules_to_save=["lm_head"])
     saved = {"from_peft_checkpoint": str(bases / "untied-adapter")}

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
-from llama_ft.models import build_on_meta, router_coefficient, use_router_loss
+from llama_ft.models import build_on_meta, use_router_loss
 
 ASKED = {"output_router_logits": True, "router_aux_loss_coef": 0.02}
 
@@ -37,14 +37,11 @@ def test_the_coefficient_is_asked_for_or_config_jsons_and_a_line_says_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, logger="llama_ft")
-    model = build_on_meta(
-        AutoConfig.for_model(model_type, num_hidden_layers=1, **settings),
-        ModelConfig(model_name=model_type),
-    )
+    config = AutoConfig.for_model(model_type, num_hidden_layers=1, **settings)
+    model = build_on_meta(config, ModelConfig(model_name=model_type)).model
     if isinstance(used, str):
         with pytest.raises(UserError, match=used):
             use_router_loss(model, coefficient)
         return
-    use_router_loss(model, coefficient)
-    assert router_coefficient(model) == used
+    assert use_router_loss(model, coefficient) == used
     assert line in caplog.text and bool(line) == bool(caplog.text)

@@ -10,11 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, conversion_mapping
 from transformers.core_model_loading import Chunk, Interleave, WeightConverter
-from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
-from llama_ft.models import build_on_meta, load_model_config
+from llama_ft.models import BuiltModel, build_on_meta, load_model_config
 from llama_ft.models.conversion import ConvertedSource, open_source
 from llama_ft.models.load_weights import account_for
 from llama_ft.models.source import (
@@ -52,7 +51,7 @@ def save(
     return folder
 
 
-def skeleton(folder: Path) -> PreTrainedModel:
+def skeleton(folder: Path) -> BuiltModel:
     return build_on_meta(load_model_config(folder, False), ModelConfig(model_name=str(folder)))
 
 
@@ -60,7 +59,7 @@ def check_against_transformers(folder: Path) -> None:
     """Every parameter, whole and in uneven parts."""
     model = skeleton(folder)
     source = open_source(folder, model)
-    keys = account_for(model, source.tensors, folder)
+    keys = account_for(model.model, source.tensors, folder)
     expected = dict(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters()
     )
@@ -166,7 +165,7 @@ def test_an_expert_that_is_missing_is_refused(tmp_path: Path) -> None:
         UserError,
         match=r"experts.gate_up_proj is \[4, 96, 32\], config.json makes it \[5, 96, 32\]",
     ):
-        account_for(model, open_source(folder, model).tensors, folder)
+        account_for(model.model, open_source(folder, model).tensors, folder)
 
 
 def test_a_fingerprint_knows_a_model_from_any_that_was_tuned_or_set_otherwise(

@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
+from llama_ft.models import BuiltModel
 from llama_ft.models.build import decoder_layers, freeze_first_layers
 from llama_ft.models.quantization import Quantization, quantize_linears
 from llama_ft.models.quantized import FourBit
@@ -151,7 +152,7 @@ def test_sharding_changes_nothing(runtime: Ranks) -> None:
 
 def test_quantized_weights_count_as_what_they_stand_for() -> None:
     plain, quantized = model_of("llama"), model_of("llama").to("meta")
-    quantize_linears(quantized, Quantization(FourBit("nf4", 32, None), None, False))
+    quantize_linears(BuiltModel(quantized), Quantization(FourBit("nf4", 32, None), None, False))
     for model in (plain, quantized):
         get_peft_model(
             model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), low_cpu_mem_usage=True

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Finished, run, run_cases
+from conftest import REPOSITORY, Finished, build_model, run, run_cases
 from forked import forked
 
 EXPORT = REPOSITORY / "recipes" / "export.py"
@@ -113,7 +113,7 @@ def test_the_last_checkpoint_gives_what_the_run_left_byte_for_byte(
     from llama_ft.checkpoint import Exporter, find_valid
 
     exporter = Exporter.prepare(
-        find_valid(runs / name), None, None, trust_remote_code=False, merge=False
+        find_valid(runs / name), build_model(), None, None, trust_remote_code=False, merge=False
     )
     if name == "full":
         exporter.write_model(tmp_path / "out", None, 60_000)
@@ -180,6 +180,7 @@ def delete_the_oldest(event, arguments):
 
 sys.addaudithook(delete_the_oldest)
 sys.argv.pop(0)
+sys.path.insert(0, str(Path(sys.argv[0]).parent))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -211,6 +212,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(runs: Path) -> None:
     job.write_text(
         "import resource, runpy, sys\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100 * 2**10,) * 2)\n"  # no file above 100 KiB
+        f"sys.path.insert(0, {str(EXPORT.parent)!r})\n"  # it imports finetuning.py
         f"runpy.run_path({str(EXPORT)!r}, run_name='__main__')\n"
     )
     finished = forked(job, runs / "4bit" / "model", folder)
@@ -227,10 +229,14 @@ import sys, threading, time
 from pathlib import Path
 import torch
 from checkpoint_by_hand import save_checkpoint
+from forked import REPOSITORY
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from llama_ft.checkpoint import Exporter, find_valid
 from llama_ft.config import Config, ModelConfig
+
+sys.path.insert(0, str(REPOSITORY / "recipes"))
+from finetuning import build_model
 
 folder, tokenizer = Path(sys.argv[1]), sys.argv[2:]
 if tokenizer:
@@ -259,10 +265,13 @@ else:
     def export(way, name):
         out = folder / f"{name}-{way}-out"
         if way == "adapter":
-            Exporter.of_adapter(folder / f"{name}-adapter", folder / name, name, False).write_model(out, None, 10**10)
+            adapter = folder / f"{name}-adapter"
+            exporter = Exporter.of_adapter(adapter, build_model, folder / name, name, False)
+            exporter.write_model(out, None, 10**10)
         else:
             checkpoint = find_valid(folder / f"{name}-full")
-            Exporter.prepare(checkpoint, None, None, False, merge=True).write_model(out, torch.bfloat16, 10**10)
+            exporter = Exporter.prepare(checkpoint, build_model, None, None, False, merge=True)
+            exporter.write_model(out, torch.bfloat16, 10**10)
 
     threading.Thread(target=watch, daemon=True).start()
     for way in ("adapter", "full"):

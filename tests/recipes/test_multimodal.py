@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_by_hand import logits, stored
-from conftest import run_cases
+from conftest import build_model, run_cases
 from models.test_architectures import SHAPE, VISION
 
 from llama_ft.checkpoint import Exporter, find_valid
@@ -90,7 +90,8 @@ def llava(folder: Path) -> Any:
 
 def opened(place: Path, runtime: Ranks, **flags: Any) -> torch.Tensor:
     """Logits of a text prompt as inference and evaluation of this project load the model."""
-    return logits(open_model(str(place), InferenceFlags(precision="fp32", **flags), runtime).model)
+    options = InferenceFlags(precision="fp32", **flags)
+    return logits(open_model(str(place), options, runtime, build_model()).model)
 
 
 def has_base_towers(folder: Path, base: Path) -> bool:
@@ -125,7 +126,7 @@ def test_a_checkpoint_gives_the_whole_model_as_long_as_its_base_is_there(
 ) -> None:
     checkpoint = find_valid(runs / "full")
     assert checkpoint.step == 2 and not any(TOWERS[0] in name for name in checkpoint.tensors)
-    Exporter.prepare(checkpoint, None, None, False, merge=False).write_model(
+    Exporter.prepare(checkpoint, build_model(), None, None, False, merge=False).write_model(
         tmp_path / "out", None, 100_000
     )
     ours, theirs = stored(tmp_path / "out"), stored(runs / "full" / "model")
@@ -133,7 +134,9 @@ def test_a_checkpoint_gives_the_whole_model_as_long_as_its_base_is_there(
         torch.equal(ours[name], theirs[name]) for name in ours
     )
     with pytest.raises(UserError, match=r"base_model overrides it\): base model .*/gone"):
-        Exporter.prepare(checkpoint, str(tmp_path / "gone"), None, False, merge=False)
+        Exporter.prepare(
+            checkpoint, build_model(), str(tmp_path / "gone"), None, False, merge=False
+        )
 
 
 def test_an_adapter_fits_the_checkpoints_own_class_and_is_merged_into_its_layout(
@@ -150,7 +153,7 @@ def test_an_adapter_fits_the_checkpoints_own_class_and_is_merged_into_its_layout
     expected = logits(reference)
     assert (expected - logits(llava(base))).abs().max() > 1e-2
     assert torch.allclose(opened(adapter, runtime, quantization="none"), expected, atol=1e-4)
-    Exporter.of_adapter(adapter, base, str(base), False).write_model(
+    Exporter.of_adapter(adapter, build_model(), base, str(base), False).write_model(
         tmp_path / "out", torch.float32, 100_000
     )
     assert torch.allclose(logits(llava(tmp_path / "out")), expected, atol=1e-4)

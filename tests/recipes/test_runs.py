@@ -496,8 +496,7 @@ def test_a_reward_model_is_what_plain_transformers_trains_and_loads(
     model = base(tiny_model, num_labels=1, pad_token_id=tokenizer.pad_token_id)
     skeleton_config = models.load_model_config(folder / "reward" / "model", False)
     skeleton = models.build_on_meta(skeleton_config, ModelConfig(model_name="mine"))
-    skeleton._score_seed = 42
-    model.score.weight.data = open_source(tiny_model, skeleton).read("score.weight")
+    model.score.weight.data = open_source(tiny_model, skeleton, seed=42).read("score.weight")
     optimizer = torch.optim.AdamW(model.parameters(), lr=PREFERENCE_RATE, weight_decay=0.0)
     found = [line for line in metrics(folder / "reward") if "train/loss" in line]
     first = {name: metrics(folder / name)[0]["eval/loss"] for name in REWARDS}

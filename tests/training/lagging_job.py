@@ -23,10 +23,10 @@ lags, bad_step, file, flags = (
 sums: list[float] = []
 
 
-def accumulate(model: Any, *arguments: Any, **keywords: Any) -> list[training.LossSum]:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def accumulate(built: Any, *arguments: Any, **keywords: Any) -> list[training.LossSum]:
+    trained = [parameter for parameter in built.model.parameters() if parameter.requires_grad]
     sums.append(sum(parameter.to_local().double().abs().sum().item() for parameter in trained))
-    losses = ACCUMULATE(model, *arguments, **keywords)
+    losses = ACCUMULATE(built, *arguments, **keywords)
     if len(sums) == bad_step and os.environ["RANK"] == "1":
         losses[0].loss.fill_(float("nan"))
         trained[0].grad.to_local().fill_(float("nan"))

@@ -23,10 +23,9 @@ from transformers import (
     PretrainedConfig,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
-from llama_ft.models import has_chunked_loss, token_mixers, use_chunked_loss, use_packed_attention
+from llama_ft.models import BuiltModel, use_chunked_loss, use_packed_attention
 from llama_ft.models.rope import use_rope_per_sample
 from llama_ft.runtime import Ranks
 from llama_ft.training import check_packing
@@ -49,16 +48,18 @@ AttentionInterface.register("deaf", deaf_attention)
 AttentionMaskInterface.register("deaf", lambda **_: None)
 
 
-def make(attention: str, dtype: torch.dtype, runtime: Ranks) -> PreTrainedModel:
+def make(attention: str, dtype: torch.dtype, runtime: Ranks) -> BuiltModel:
     """As the recipe makes one: its attention packed, sharded, in training mode."""
     torch.manual_seed(0)
     # initial weights: hardest to tell apart
     model = LlamaForCausalLM(LlamaConfig(vocab_size=101, **SHAPE))
     model.config._attn_implementation = attention
-    use_packed_attention(model)
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
     model.to(dtype)
     fully_shard(model, mesh=runtime.mesh)
-    return model.train()
+    model.train()
+    return built
 
 
 def rows(*lengths: int) -> Dataset:
@@ -78,10 +79,11 @@ def rows(*lengths: int) -> Dataset:
 def test_a_model_that_keeps_rows_apart_passes_and_is_left_as_it_was(
     attention: str, dtype: torch.dtype, runtime: Ranks
 ) -> None:
-    model = make(attention, dtype, runtime)
+    built = make(attention, dtype, runtime)
+    model = built.model
     before = [parameter.to_local().clone() for parameter in model.parameters()]
     for lengths in ((40, 30, 20, 10), (3, 1, 2), (12, 12)):
-        check_packing(model, rows(*lengths), 64, dtype, runtime)
+        check_packing(built, rows(*lengths), 64, dtype, runtime)
     assert model.training
     for parameter, expected in zip(model.parameters(), before, strict=True):
         assert parameter.grad is None and torch.equal(parameter.to_local(), expected)
@@ -91,10 +93,10 @@ def test_a_model_that_keeps_rows_apart_passes_and_is_left_as_it_was(
 def test_attention_that_takes_no_notice_of_rows_runs_row_by_row(
     dtype: torch.dtype, runtime: Ranks
 ) -> None:
-    model = make("deaf", dtype, runtime)
-    assert not token_mixers(model).by_row
-    check_packing(model, rows(40, 30, 20, 10), 64, dtype, runtime)
-    assert token_mixers(model).names() == "LlamaAttention"
+    built = make("deaf", dtype, runtime)
+    assert built.mixers is not None and not built.mixers.by_row
+    check_packing(built, rows(40, 30, 20, 10), 64, dtype, runtime)
+    assert built.mixers.names() == "LlamaAttention"
 
 
 def test_position_embeddings_that_count_tokens_run_row_by_row(runtime: Ranks) -> None:
@@ -109,9 +111,10 @@ def test_position_embeddings_that_count_tokens_run_row_by_row(runtime: Ranks) ->
     model = AutoModelForCausalLM.from_config(
         BartConfig(vocab_size=101, is_encoder_decoder=False, **shape)
     )
-    use_packed_attention(model)
-    check_packing(model, rows(40, 30, 20, 10), 64, torch.float32, runtime)
-    assert token_mixers(model).names() == "BartLearnedPositionalEmbedding"
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
+    check_packing(built, rows(40, 30, 20, 10), 64, torch.float32, runtime)
+    assert built.mixers.names() == "BartLearnedPositionalEmbedding"
 
 
 @pytest.mark.parametrize(
@@ -133,21 +136,22 @@ def test_position_embeddings_that_look_up_positions_get_those_of_each_sample(
         "pad_token_id": 0,
     }
     model = AutoModelForCausalLM.from_config(kind(is_encoder_decoder=False, **shape))
-    use_packed_attention(model)
-    check_packing(model, rows(40, 30, 20, 10), 64, torch.float32, runtime)
-    assert token_mixers(model).names().endswith("PositionalEmbedding")
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
+    check_packing(built, rows(40, 30, 20, 10), 64, torch.float32, runtime)
+    assert built.mixers.names().endswith("PositionalEmbedding")
 
 
 @pytest.mark.parametrize(("value", "problem"), [(float("nan"), "NaN"), (0.0, "are all equal")])
 def test_broken_weights_are_not_reported_as_trouble_of_packing(
     value: float, problem: str, runtime: Ranks
 ) -> None:
-    model = make("sdpa", torch.float32, runtime)
+    built = make("sdpa", torch.float32, runtime)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in built.model.parameters():
             parameter.fill_(value)
     with pytest.raises(UserError, match=problem) as error:
-        check_packing(model, rows(40, 30), 64, torch.float32, runtime)
+        check_packing(built, rows(40, 30), 64, torch.float32, runtime)
     assert "padding" not in str(error.value)
 
 
@@ -162,9 +166,10 @@ class Failing(LlamaForCausalLM):
 
 def test_an_exception_of_the_model_for_packed_samples_says_padding(runtime: Ranks) -> None:
     model = Failing(LlamaConfig(vocab_size=101, **SHAPE))
-    use_packed_attention(model)
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
     with pytest.raises(UserError, match="(?s)tensor a .48.*Use --batching_strategy padding.$"):
-        check_packing(model, rows(40, 30), 64, torch.float32, runtime)
+        check_packing(built, rows(40, 30), 64, torch.float32, runtime)
 
 
 class Summing(LlamaForCausalLM):
@@ -182,11 +187,12 @@ def test_a_model_that_sees_other_rows_behind_its_layers_is_rejected(
 ) -> None:
     torch.manual_seed(0)
     model = Summing(LlamaConfig(vocab_size=101, **SHAPE)).to(dtype)
-    use_packed_attention(model)
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
     with pytest.raises(
         UserError, match="(?s)Summing does not keep.*Use --batching_strategy padding.$"
     ):
-        check_packing(model, rows(40, 30, 20, 10), 64, dtype, runtime)
+        check_packing(built, rows(40, 30, 20, 10), 64, dtype, runtime)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -204,10 +210,11 @@ def test_a_model_that_loses_its_sliding_window_in_a_pack_runs_row_by_row(
     )
     config.router_jitter_noise = 0.0
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    use_packed_attention(model)
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
     model.to(dtype)
-    check_packing(model, rows(7, 5), longest, dtype, runtime)
-    assert token_mixers(model).names() == by_row
+    check_packing(built, rows(7, 5), longest, dtype, runtime)
+    assert built.mixers.names() == by_row
 
 
 class Sharper(LlamaForCausalLM):
@@ -226,16 +233,19 @@ def test_a_loss_in_pieces_that_is_not_that_of_the_logits_is_given_up(
     torch.manual_seed(0)
     with torch.device("meta"):
         model = kind(LlamaConfig(vocab_size=101, **SHAPE))
-    use_packed_attention(model)
-    assert use_chunked_loss(model)
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
+    built.has_chunked_loss = use_chunked_loss(built)
+    assert built.has_chunked_loss
     model.to_empty(device="cpu")
     model.init_weights()
     torch.nn.init.normal_(model.lm_head.weight)
     model.model.rotary_emb.__init__(model.config)  # type: ignore[misc]  # its buffers are not among the weights
     fully_shard(model, mesh=runtime.mesh)
     with caplog.at_level("WARNING", logger="llama_ft"):
-        check_packing(model.train(), rows(40, 30), 64, torch.float32, runtime)
-    assert has_chunked_loss(model) == is_kept
+        model.train()
+        check_packing(built, rows(40, 30), 64, torch.float32, runtime)
+    assert built.has_chunked_loss == is_kept
     assert ("Chunked cross-entropy is off" in caplog.text) != is_kept
 
 
@@ -254,10 +264,11 @@ def test_longrope_factors_of_the_longest_sample_for_all_are_an_error(
         **SHAPE,
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    use_packed_attention(model)
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
     if per_sample:
         use_rope_per_sample(model)
-        check_packing(model, rows(16, 16), 64, torch.float32, runtime)
+        check_packing(built, rows(16, 16), 64, torch.float32, runtime)
         return
     with pytest.raises(UserError, match="does not keep packed samples apart"):
-        check_packing(model, rows(16, 16), 64, torch.float32, runtime)
+        check_packing(built, rows(16, 16), 64, torch.float32, runtime)

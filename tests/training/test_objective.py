@@ -15,9 +15,9 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.config import TrainConfig
 from llama_ft.data import Batch
 from llama_ft.models import (
+    BuiltModel,
     add_embedding_noise,
     checkpoint_activations,
-    router_coefficient,
     use_chunked_loss,
     use_packed_attention,
     use_router_loss,
@@ -27,9 +27,9 @@ from llama_ft.training import objective, target_losses
 CPU = torch.device("cpu")
 
 
-def token_loss_sum(model: PreTrainedModel, batch: Batch, device: torch.device) -> torch.Tensor:
-    loss, balance = target_losses(model, batch, device)
-    return loss + router_coefficient(model) * balance
+def token_loss_sum(built: BuiltModel, batch: Batch, device: torch.device) -> torch.Tensor:
+    loss, balance = target_losses(built, batch, device)
+    return loss + built.router_coefficient * balance
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +57,12 @@ def batch(rows: list[list[int]], labels: list[list[int]], length: int) -> Batch:
 
 def test_padding_adds_nothing_to_the_loss_or_the_gradient(model: LlamaForCausalLM) -> None:
     rows, labels = [[1, 5, 9, 30, 2], [7, 8]], [[-100, 5, 9, 30, 2], [-100, 8]]
-    together = token_loss_sum(model, batch(rows, labels, 9), CPU)
+    together = token_loss_sum(BuiltModel(model), batch(rows, labels, 9), CPU)
     padded = torch.autograd.grad(together, list(model.parameters()))
     theirs = model(input_ids=torch.tensor([rows[0]]), labels=torch.tensor([labels[0]])).loss
     pairs = zip(rows, labels, strict=True)
     first, second = (
-        token_loss_sum(model, batch([row], [own], len(row)), CPU) for row, own in pairs
+        token_loss_sum(BuiltModel(model), batch([row], [own], len(row)), CPU) for row, own in pairs
     )
     torch.testing.assert_close(first, theirs * 4)
     apart = first + second
@@ -88,8 +88,11 @@ def test_packs_are_filled_up_so_that_few_shapes_are_compiled(
             "mixtral", **{**SHAPE, "num_local_experts": 2, "output_router_logits": router_loss}
         )
     )
-    use_packed_attention(model)
-    assert use_chunked_loss(model)
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
+    built.router_coefficient = use_router_loss(model, None)
+    built.has_chunked_loss = use_chunked_loss(built)
+    assert built.has_chunked_loss
     ids = torch.randint(0, 300, (1, sum(lengths)))
     pack, results, seen = (
         Batch(ids, ids.clone(), lengths, True, ["x"] * len(lengths)),
@@ -100,7 +103,7 @@ def test_packs_are_filled_up_so_that_few_shapes_are_compiled(
     embedding.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
     for multiple in (1, 64):
         monkeypatch.setitem(objective.PAD_MULTIPLE, "cpu", multiple)
-        loss = token_loss_sum(model, pack, CPU)
+        loss = token_loss_sum(built, pack, CPU)
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     assert seen == [sum(lengths), filled]
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
@@ -111,8 +114,8 @@ def test_smoothed_labels_and_noisy_embeddings_are_of_training_only(model: LlamaF
     one, runtime = batch(rows.tolist(), rows.tolist(), 5), SimpleNamespace(device=CPU)
     noisy, smoothed = copy.deepcopy(model), objective.SupervisedFineTuning(0.1)
     add_embedding_noise(noisy, 5.0)
-    for it in (model, noisy):
-        use_chunked_loss(it)
+    built = BuiltModel(noisy)
+    built.has_chunked_loss = use_chunked_loss(built)
     for is_training in (False, True):
         torch.manual_seed(7)
         noise = torch.empty(1, 5, 32).uniform_(-1, 1) * (
@@ -126,9 +129,8 @@ def test_smoothed_labels_and_noisy_embeddings_are_of_training_only(model: LlamaF
             logits, rows[0, 1:], reduction="sum", label_smoothing=0.1 * is_training
         )
         torch.manual_seed(7)
-        torch.testing.assert_close(
-            smoothed.loss(noisy.train(is_training), one, runtime).loss, expected
-        )
+        noisy.train(is_training)
+        torch.testing.assert_close(smoothed.loss(built, one, runtime).loss, expected)
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
@@ -137,19 +139,21 @@ def test_embedding_noise_of_a_token_has_the_size_of_its_own_sample(
 ) -> None:
     lengths = [50, 10, 4]
     noisy = copy.deepcopy(model)
+    built = BuiltModel(noisy)
     if is_packed:
-        use_packed_attention(noisy)
+        built.mixers = use_packed_attention(built)
         ids = torch.arange(sum(lengths)).unsqueeze(0) % 50
         mixed = Batch(ids, ids.clone(), lengths, True, ["x"] * 3)
     else:
         samples = [list(range(length)) for length in lengths]
         mixed = batch(samples, samples, 50)
     add_embedding_noise(noisy, 5.0)
-    use_chunked_loss(noisy)
+    built.has_chunked_loss = use_chunked_loss(built)
     seen = list[torch.Tensor]()
     embedding = noisy.get_input_embeddings()
     embedding.register_forward_hook(lambda _, inputs, output: seen.append(output))
-    target_losses(noisy.train(), mixed, CPU)
+    noisy.train()
+    target_losses(built, mixed, CPU)
     noise = (seen[0] - embedding.weight[mixed.input_ids]).abs()
     if is_packed:
         parts = noise[0].split(lengths)
@@ -162,7 +166,7 @@ def test_embedding_noise_of_a_token_has_the_size_of_its_own_sample(
 
 
 def test_a_batch_without_targets_has_a_loss_and_gradients_of_zero(model: LlamaForCausalLM) -> None:
-    loss = token_loss_sum(model, batch([[1, 2, 3]], [[-100] * 3], 3), CPU)
+    loss = token_loss_sum(BuiltModel(model), batch([[1, 2, 3]], [[-100] * 3], 3), CPU)
     assert loss.item() == 0
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     assert all(not gradient.any() for gradient in gradients)
@@ -176,17 +180,17 @@ def test_forward_and_backward_make_the_host_wait_for_nothing(
     """Operators that would wait for a GPU are counted. Without the notes, Transformers' masks run
     one to four."""
     sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-    gpu_bench = importlib.import_module("gpu_bench")
-    ours = LlamaForCausalLM(model.config)
+    gpu_child = importlib.import_module("gpu_child")
+    ours = BuiltModel(LlamaForCausalLM(model.config))
     if is_packed:
-        use_packed_attention(ours)
+        ours.mixers = use_packed_attention(ours)
     rows = [[3 + n for n in range(length)] for length in lengths]
     pack = Batch(
         torch.tensor([sum(rows, [])]), torch.tensor([sum(rows, [])]), lengths, True, ["x"] * 2
     )
-    with gpu_bench.CountWaits() as counter:
+    with gpu_child.CountWaits() as counter:
         token_loss_sum(ours, pack if is_packed else batch(rows, rows, 4), CPU).backward()
-    assert [wait for wait in counter.found if not wait.endswith(gpu_bench.ON_HOST)] == []
+    assert [wait for wait in counter.found if not wait.endswith(gpu_child.ON_HOST)] == []
 
 
 def with_routers(name: str) -> PreTrainedModel:
@@ -206,11 +210,12 @@ def test_where_config_json_asks_for_it_routers_are_trained_to_share_tokens_evenl
     ids = torch.randint(3, 320, (2, 20), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     theirs, ours = with_routers(name), with_routers(name)
+    built = BuiltModel(ours)
     if is_packed:
         ids, labels = ids.view(1, 40), labels.view(1, 40)
         labels[0, 25] = -100
         layout = {"position_ids": torch.cat([torch.arange(25), torch.arange(15)])[None]}
-        use_packed_attention(ours)
+        built.mixers = use_packed_attention(built)
     else:
         labels[1, 13:] = -100
         layout = {"attention_mask": (torch.arange(20) < torch.tensor([[20], [13]])).long()}
@@ -218,9 +223,11 @@ def test_where_config_json_asks_for_it_routers_are_trained_to_share_tokens_evenl
     expected = theirs(input_ids=ids, labels=labels, use_cache=False, **layout)
     expected.loss.backward()
     assert expected.aux_loss > 1
-    checkpoint_activations(ours, TrainConfig(activation_checkpointing="full"))
-    assert not in_pieces or use_chunked_loss(ours)
-    loss = token_loss_sum(ours, batch, CPU) / batch.target_tokens
+    built.router_coefficient = use_router_loss(ours, None)
+    checkpoint_activations(built, TrainConfig(activation_checkpointing="full"))
+    built.has_chunked_loss = in_pieces and use_chunked_loss(built)
+    assert built.has_chunked_loss == in_pieces
+    loss = token_loss_sum(built, batch, CPU) / batch.target_tokens
     loss.backward()
     torch.testing.assert_close(loss, expected.loss)
     for (key, parameter), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
@@ -228,12 +235,13 @@ def test_where_config_json_asks_for_it_routers_are_trained_to_share_tokens_evenl
     of_tokens, method = expected.loss - 0.5 * expected.aux_loss, objective.SupervisedFineTuning()
     ours.config.output_router_logits = False
     for coefficient, more in ((None, 0.0), (0.25, 0.25), (0.0, 0.0)):
-        use_router_loss(ours, coefficient)
-        found = method.loss(ours, batch, runtime)
+        built.router_coefficient = use_router_loss(ours, coefficient)
+        found = method.loss(built, batch, runtime)
         torch.testing.assert_close(found.loss / found.count, of_tokens + more * expected.aux_loss)
         assert found.logged.keys() == ({"router_aux_loss"} if more else set())
         for value in found.logged.values():
             torch.testing.assert_close(value / found.count, expected.aux_loss)
-    use_router_loss(ours, 0.25)
-    evaluated = token_loss_sum(ours.eval(), batch, CPU) / batch.target_tokens
+    built.router_coefficient = use_router_loss(ours, 0.25)
+    ours.eval()
+    evaluated = token_loss_sum(built, batch, CPU) / batch.target_tokens
     torch.testing.assert_close(evaluated, of_tokens)

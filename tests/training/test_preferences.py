@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_ft.config import PreferenceConfig
 from llama_ft.data import Batch
-from llama_ft.models import use_chunked_loss, use_packed_attention
+from llama_ft.models import BuiltModel, use_chunked_loss, use_packed_attention
 from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.training.kto import Kto
 from llama_ft.training.objective import logged_means
@@ -167,7 +167,9 @@ def test_losses_rewards_and_gradients_are_those_of_the_formulas(
         reference = frozen
         stored = StoredReference()
         # In another layout.
-        stored.compute(copy.deepcopy(frozen), [batch(False, settings["objective"])], runtime)
+        stored.compute(
+            BuiltModel(copy.deepcopy(frozen)), [batch(False, settings["objective"])], runtime
+        )
     if has_adapter:
         torch.manual_seed(1)
         get_peft_model(theirs, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear"))
@@ -181,10 +183,12 @@ def test_losses_rewards_and_gradients_are_those_of_the_formulas(
     trained = [name for name, parameter in ours.named_parameters() if parameter.requires_grad]
     loss, rewards = expected([(row, PROMPT) for row in ROWS], theirs, reference, **settings)
     loss.backward()
+    built = BuiltModel(ours)
     if is_packed:
-        use_packed_attention(ours)
-    assert not in_chunks or use_chunked_loss(ours)
-    summed = method(settings, stored).loss(ours, batch(is_packed, settings["objective"]), runtime)
+        built.mixers = use_packed_attention(built)
+    built.has_chunked_loss = in_chunks and use_chunked_loss(built)
+    assert built.has_chunked_loss == in_chunks
+    summed = method(settings, stored).loss(built, batch(is_packed, settings["objective"]), runtime)
     summed.loss.backward()
     assert summed.count == (4 if is_kto else 2)
     torch.testing.assert_close(summed.loss, loss, rtol=1e-5, atol=1e-5)
@@ -218,8 +222,9 @@ def test_a_rank_without_pairs_adds_nothing(
     ours = copy.deepcopy(model)
     filler = Batch(torch.tensor([[1, 5, 9]]), torch.full((1, 3), -100), [3], False, [])
     objective = method(settings)
-    usual = objective.loss(ours, batch(False, settings["objective"]), runtime)
-    summed = objective.loss(ours, filler, runtime)
+    built = BuiltModel(ours)
+    usual = objective.loss(built, batch(False, settings["objective"]), runtime)
+    summed = objective.loss(built, filler, runtime)
     summed.loss.backward()
     assert summed.count == summed.loss.item() == 0
     assert summed.logged.keys() == usual.logged.keys()
@@ -237,16 +242,18 @@ def test_the_reference_has_neither_adapter_nor_dropout(
     for layer in ours.model.layers:
         layer.self_attn.attention_dropout = 0.5
     objective, reference = Preferences(PreferenceConfig(**DPO)), AdapterOff()
-    noisy = objective.loss(ours.train(), batch(False), runtime)
+    built = BuiltModel(ours)
+    ours.train()
+    noisy = objective.loss(built, batch(False), runtime)
     assert ours.training
     assert noisy.logged["rewards/margins"].item() != 0  # of the policy alone
-    still = objective.loss(ours.eval(), batch(False), runtime)
+    ours.eval()
+    still = objective.loss(built, batch(False), runtime)
     assert not ours.training
     assert still.logged["rewards/margins"].item() == 0
+    ours.train()
     with torch.no_grad():
-        assert reference.log_probabilities(
-            ours.train(), batch(False), runtime
-        ).tolist() == pytest.approx(
+        assert reference.log_probabilities(built, batch(False), runtime).tolist() == pytest.approx(
             [log_probabilities(model, row).sum().item() for row in ROWS], rel=1e-5
         )
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from llama_ft.config import Config, DataConfig, ModelConfig, PreferenceConfig
 from llama_ft.data import Batch, collate, prepare
 from llama_ft.errors import RunFailure, UserError
-from llama_ft.models import use_packed_attention
+from llama_ft.models import BuiltModel, use_packed_attention
 from llama_ft.phases import NULL_MONITOR
 from llama_ft.training import build_objective
 from llama_ft.training.reference import ReferencePass, StoredReference, check_same_tokens
@@ -31,9 +31,10 @@ def stored(runtime: Any) -> StoredReference:
     model = made(0).train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    use_packed_attention(model)
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
     stored = StoredReference()
-    stored.compute(model, [FILLER, batch(True)], runtime)
+    stored.compute(built, [FILLER, batch(True)], runtime)
     assert model.training
     return stored
 
@@ -60,9 +61,9 @@ def test_a_row_that_was_not_scored_is_an_error_and_no_number(
     known, other = batch(False), copy.deepcopy(batch(False))
     other.labels[2, 1] = other.input_ids[2, 1]  # the same tokens, one more of them in the loss
     other.locations[2] = "pairs.jsonl:3"
-    stored.log_probabilities(made(0), known, runtime)
+    stored.log_probabilities(BuiltModel(made(0)), known, runtime)
     with pytest.raises(RunFailure, match=r"pairs\.jsonl:3: .*was not computed before training"):
-        stored.log_probabilities(made(0), other, runtime)
+        stored.log_probabilities(BuiltModel(made(0)), other, runtime)
 
 
 def test_the_file_holds_the_numbers_bit_for_bit(
@@ -71,7 +72,8 @@ def test_the_file_holds_the_numbers_bit_for_bit(
     read, file = StoredReference(), tmp_path / "reference.safetensors"
     stored.save(file, FINGERPRINT)
     read.load(file, {name: FINGERPRINT[name] for name in ("dataset", "precision")})
-    before, after = (it.log_probabilities(made(0), batch(True), runtime) for it in (stored, read))
+    built = BuiltModel(made(0))
+    before, after = (it.log_probabilities(built, batch(True), runtime) for it in (stored, read))
     assert before.equal(after) and [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
@@ -112,8 +114,8 @@ def test_another_reference_scores_all_rows_and_is_freed(
 
     def build_model(*arguments: Any, **more: Any) -> Any:
         built = finetuning.build_model(*arguments, **more)
-        assert not any(parameter.requires_grad for parameter in built[0].parameters())
-        parameters.extend(weakref.ref(parameter) for parameter in built[0].parameters())
+        assert not any(parameter.requires_grad for parameter in built.model.parameters())
+        parameters.extend(weakref.ref(parameter) for parameter in built.model.parameters())
         return built
 
     settings = PreferenceConfig(objective="dpo", reference_model=str(tied_model))
@@ -132,7 +134,7 @@ def test_another_reference_scores_all_rows_and_is_freed(
     for rows in (dataset.train, dataset.validation):
         assert rows is not None
         found = objective.reference.log_probabilities(
-            made(0), collate(rows, range(len(rows)), 0), runtime
+            BuiltModel(made(0)), collate(rows, range(len(rows)), 0), runtime
         )
         assert found.isfinite().all() and len(found) == len(rows) > 0 and (found < 0).all()
 

@@ -16,6 +16,7 @@ from llama_ft.config import ModelConfig, QuantizationConfig
 from llama_ft.data import Batch
 from llama_ft.errors import UserError
 from llama_ft.models import (
+    BuiltModel,
     build_on_meta,
     choose_head,
     choose_quantization,
@@ -60,14 +61,15 @@ def test_loss_gradients_and_logged_scores_are_those_of_transformers(
     loss = (-logsigmoid(chosen - rejected) + 0.05 * (chosen + rejected) ** 2).sum()
     loss.backward()
     add_score(ours)
+    built = BuiltModel(ours, has_score=True)
     if is_packed:
-        use_packed_attention(ours)
+        built.mixers = use_packed_attention(built)
     given = (
         batch(True)
         if is_packed
         else Batch(ids, padded.labels, padded.example_lengths, False, padded.locations)
     )
-    summed = RewardModeling(0.05).loss(ours, given, runtime)
+    summed = RewardModeling(0.05).loss(built, given, runtime)
     summed.loss.backward()
     assert summed.count == 2
     torch.testing.assert_close(summed.loss, loss, rtol=1e-5, atol=1e-6)
@@ -84,7 +86,7 @@ def test_a_rank_without_pairs_adds_nothing(model: Any, runtime: Any) -> None:
     ours = copy.deepcopy(model).train()
     add_score(ours)
     filler = Batch(torch.tensor([[1, 5, 9]]), torch.full((1, 3), -100), [3], False, [])
-    summed = RewardModeling(0.05).loss(ours, filler, runtime)
+    summed = RewardModeling(0.05).loss(BuiltModel(ours, has_score=True), filler, runtime)
     summed.loss.backward()
     assert summed.count == summed.loss.item() == 0 and not any(
         value.item() for value in summed.logged.values()
@@ -92,7 +94,7 @@ def test_a_rank_without_pairs_adds_nothing(model: Any, runtime: Any) -> None:
     assert not any(parameter.grad.any() for parameter in ours.parameters())
 
 
-def scored(folder: Path, **changes: Any) -> Any:
+def scored(folder: Path, **changes: Any) -> BuiltModel:
     """The skeleton of a saved model with a score head, and its config."""
     config = load_model_config(folder, False)
     vars(config).update(changes)
@@ -100,9 +102,8 @@ def scored(folder: Path, **changes: Any) -> Any:
     return build_on_meta(config, ModelConfig(model_name=str(folder)))
 
 
-def head(folder: Path, skeleton: Any, seed: int) -> torch.Tensor:
-    skeleton._score_seed = seed
-    return open_source(folder, skeleton).read(WEIGHT)
+def head(folder: Path, skeleton: BuiltModel, seed: int) -> torch.Tensor:
+    return open_source(folder, skeleton, seed).read(WEIGHT)
 
 
 def test_a_new_head_depends_on_the_seed_alone_and_a_stored_one_is_kept(
@@ -118,7 +119,7 @@ def test_a_new_head_depends_on_the_seed_alone_and_a_stored_one_is_kept(
     assert first.dtype == torch.bfloat16 and 0.2 < first.float().std().item() < 0.4
     assert (
         open_source(tmp_path / "lm", skeleton).tensors.keys()
-        == dict(skeleton.named_parameters()).keys()
+        == dict(skeleton.model.named_parameters()).keys()
     )
     model.save_pretrained(tmp_path / "scored")
     assert torch.equal(
@@ -126,7 +127,7 @@ def test_a_new_head_depends_on_the_seed_alone_and_a_stored_one_is_kept(
         model.score.weight,
     )
     quantization = choose_quantization(
-        QuantizationConfig(mode="4bit"), skeleton.config, use_peft=True
+        QuantizationConfig(mode="4bit"), skeleton.model.config, use_peft=True
     )
     assert quantization is not None and quantize_linears(skeleton, quantization).endswith(
         "not quantized: score"

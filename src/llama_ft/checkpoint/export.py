@@ -20,14 +20,14 @@ import torch.distributed as dist
 import yaml
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
-from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.checkpoint.safetensors_file import Headers, SafetensorsFile
+from llama_ft.config import CheckpointConfig, parse_size
 from llama_ft.config.paths import COPIED_FILES, MODEL_PATTERNS, RUN_ENTRIES, looks_local
 from llama_ft.data import stop_token_ids
 from llama_ft.errors import RunFailure, UserError, plural, reason
 from llama_ft.masking import mask_secrets
-from llama_ft.models import Adapter, ShardGroup, StoredModel
+from llama_ft.models import Adapter, BuiltModel, ShardGroup
 from llama_ft.models.conversion import SavedGroup, open_source, saved_layout
 from llama_ft.models.load_weights import account_for
 from llama_ft.models.lora import ADAPTER_WEIGHTS
@@ -196,12 +196,9 @@ class SavedWeights:
 
 
 def export_model(
-    model: PreTrainedModel,
+    built: BuiltModel,
     folder: Path,
-    source: Path,
-    stored: StoredModel,
-    save_dtype: torch.dtype | None,
-    max_shard_bytes: int,
+    settings: CheckpointConfig,
     tokenizer: PreTrainedTokenizerBase,
     write_card: Write,
     ranks: Ranks,
@@ -209,17 +206,19 @@ def export_model(
     """Write a fully fine-tuned model. All ranks call it; rank 0 writes.
 
     Args:
-        model: the sharded model.
+        built: the sharded model. Frozen weights, buffers and other files come from the directory of
+            its base model.
         folder: target directory, replaced in one step when all files are written.
-        source: directory of the base model, for its frozen weights, buffers and other files.
-        stored: dtypes there, used if save_dtype is None, and tensors to copy.
-        save_dtype: dtype of all floating tensors; None: as in the base model.
-        max_shard_bytes: maximum size of a file.
+        settings: save_dtype of all floating tensors (auto: as in the base model), and
+            max_shard_size, the maximum size of a file.
         tokenizer: saved with the model, including its chat template.
         write_card: called on rank 0 with the temporary directory, which already holds everything
             else.
         ranks: the ranks.
     """
+    model = built.model
+    source = built.folder
+    stored = built.stored
     # tied ones once
     kept = model.state_dict().keys()
     tensors = dict[str, torch.Tensor](model.named_parameters())
@@ -233,14 +232,15 @@ def export_model(
     from_base |= stored.untouched.keys()
     base_rows = None
     if ranks.is_main and from_base:
-        base = open_source(source, model)
+        base = open_source(source, built)
         base_rows = stored_rows(base, account_for(model, base.tensors, source))
     rows = _gathered(tensors, ranks, from_base, base_rows)
-    layout = saved_layout(model, tensors)
-    weights = SavedWeights(tensors, rows, save_dtype, stored.dtypes, layout, stored.untouched)
+    layout = saved_layout(built, tensors)
+    dtype = save_dtype(settings.save_dtype)
+    weights = SavedWeights(tensors, rows, dtype, stored.dtypes, layout, stored.untouched)
 
     def write(aside: Path) -> None:
-        weights.write(aside, max_shard_bytes)
+        weights.write(aside, parse_size(settings.max_shard_size))
         write_model_settings(aside, model.config, weights.main_dtype(), tokenizer, source)
         write_card(aside)
 
@@ -248,24 +248,21 @@ def export_model(
 
 
 def export_adapter(
-    model: PreTrainedModel,
-    adapter: Adapter,
+    built: BuiltModel,
     folder: Path,
-    save_dtype: torch.dtype | None,
+    settings: CheckpointConfig,
     tokenizer: PreTrainedTokenizerBase,
     write_card: Write,
     ranks: Ranks,
 ) -> None:
-    """Write the adapter as a PEFT directory. All ranks call it; rank 0 writes.
-
-    Args:
-        adapter: the result of `inject_lora`; its keys are PEFT's names of the tensors.
-        model, folder, save_dtype, tokenizer, write_card, ranks: as for `export_model`.
-    """
-    tensors = {
-        adapter.keys[name]: p for name, p in model.named_parameters() if name in adapter.keys
-    }
-    weights = SavedWeights(tensors, _gathered(tensors, ranks, set()), save_dtype)
+    """Write the adapter as a PEFT directory. All ranks call it; rank 0 writes. For the arguments
+    see `export_model`."""
+    adapter = built.adapter
+    assert adapter is not None
+    keys = adapter.keys
+    tensors = {keys[name]: p for name, p in built.model.named_parameters() if name in keys}
+    dtype = save_dtype(settings.save_dtype)
+    weights = SavedWeights(tensors, _gathered(tensors, ranks, set()), dtype)
 
     def write(aside: Path) -> None:
         write_adapter(aside, adapter, weights, tokenizer)

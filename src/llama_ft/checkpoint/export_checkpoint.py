@@ -15,7 +15,8 @@ PEFT's merge_and_unload can merge other adapters, with the whole model in memory
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from pydantic import ValidationError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
-from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from llama_ft import data, models
@@ -35,7 +35,7 @@ from llama_ft.checkpoint.export import SavedWeights, write_model_card, written_a
 from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, step_folder
 from llama_ft.checkpoint.resume import first_valid, result_step
 from llama_ft.checkpoint.state import check_same_tensors
-from llama_ft.config import Config, ModelConfig
+from llama_ft.config import Config, ModelConfig, PeftConfig, PreferenceConfig
 from llama_ft.errors import UserError
 from llama_ft.models import lora
 from llama_ft.models.conversion import open_source, saved_layout
@@ -48,6 +48,7 @@ from llama_ft.models.source import (
     WeightSource,
     blocks,
 )
+from llama_ft.phases import NULL_MONITOR
 
 # Settings of adapter_config.json that are supported. Any other setting must be at its default.
 SUPPORTED_ADAPTER_KEYS = {
@@ -93,10 +94,9 @@ class Exporter:
         base: directory of the base model.
         base_name: the user's name for it.
         tokenizer: the tokenizer to save.
-        model: the model on the meta device; with LoRA it contains the adapter.
+        built: the model on the meta device; with LoRA it contains the adapter.
         trained: the trained weights.
         keys: trained parameter of the model -> its name in `trained`.
-        adapter: set with LoRA.
         new: tokens that the base model lacks.
         config: of the run; the defaults for a saved adapter.
         trainer: the run as described on the model card, or None.
@@ -105,18 +105,23 @@ class Exporter:
     base: Path
     base_name: str
     tokenizer: PreTrainedTokenizerBase
-    model: PreTrainedModel
+    built: models.BuiltModel
     trained: WeightSource
     keys: dict[str, str]
-    adapter: models.Adapter | None
     new: models.NewTokens | None
     config: Config
     trainer: dict[str, Any] | None
+
+    @property
+    def adapter(self) -> models.Adapter | None:
+        """The adapter, with LoRA."""
+        return self.built.adapter
 
     @classmethod
     def prepare(
         cls,
         checkpoint: Checkpoint,
+        build_model: models.BuildModel,
         base_model: str | None,
         tokenizer_name: str | None,
         trust_remote_code: bool,
@@ -126,6 +131,7 @@ class Exporter:
 
         Args:
             checkpoint: a valid checkpoint.
+            build_model: the recipe's function.
             base_model: current place of the base model; None: where the run found it.
             tokenizer_name: the same for the tokenizer.
             trust_remote_code: must be given for this export, even if the run had it.
@@ -149,15 +155,11 @@ class Exporter:
             else models.local_folder(named, place, weights=merge or not config.peft.use_peft)
         )
         new = models.NewTokens(**trainer["new_tokens"]) if trainer.get("new_tokens") else None
-        model = _skeleton(base, trust_remote_code, new, config.preference.objective)
-        adapter = None
-        if config.peft.use_peft:
-            adapter = models.inject_lora(model, config.peft, models.portable_name(named, base), new)
-        if config.model.freeze_layers:
-            models.freeze_first_layers(model, config.model.num_freeze_layers)
-        expected = {
-            f"model.{name}": it for name, it in model.named_parameters() if it.requires_grad
-        }
+        settings = models.settings_to_read(config, trust_remote_code)
+        settings = replace(settings, model=replace(settings.model, model_name=named))
+        built = _skeleton(build_model, settings, base, new)
+        parameters = built.model.named_parameters()
+        expected = {f"model.{name}": it for name, it in parameters if it.requires_grad}
         check_same_tensors(checkpoint, expected, "model.")
         other = tokenizer_name or config.model.tokenizer_name
         folder = models.local_folder(other, "--tokenizer_name", weights=False) if other else base
@@ -165,19 +167,25 @@ class Exporter:
         tokenizer.chat_template = trainer["chat_template"]
         if tokenizer.chat_template and config.model.resize_embeddings:
             data.ensure_chat_template(tokenizer, add_tokens=True)
-        _settle_pad_token(model, tokenizer)
+        _settle_pad_token(built, tokenizer)
         trained = checkpoint.weights()
         keys = {name: name for name in trained.tensors}
-        return cls(base, named, tokenizer, model, trained, keys, adapter, new, config, trainer)
+        return cls(base, named, tokenizer, built, trained, keys, new, config, trainer)
 
     @classmethod
     def of_adapter(
-        cls, folder: Path, base: Path, base_name: str, trust_remote_code: bool
+        cls,
+        folder: Path,
+        build_model: models.BuildModel,
+        base: Path,
+        base_name: str,
+        trust_remote_code: bool,
     ) -> "Exporter":
         """Open a saved adapter to merge it.
 
         Args:
             folder: a directory saved by PEFT.
+            build_model: the recipe's function.
             base: directory of the model before quantization.
             base_name: its name on the model card.
             trust_remote_code: the base model may bring its own code.
@@ -188,19 +196,29 @@ class Exporter:
         settings = understood_adapter(folder)
         file = folder / lora.ADAPTER_WEIGHTS
         new = tokens_added(settings, models.load_model_config(base, trust_remote_code))
-        objective = "reward" if settings.task_type == "SEQ_CLS" else "sft"
-        model = _skeleton(base, trust_remote_code, new, objective)
-        adapter = lora.inject_adapter(model, settings)
+        config = models.settings_to_read(
+            Config(
+                model=ModelConfig(model_name=str(base)),
+                peft=PeftConfig(use_peft=True, from_peft_checkpoint=str(folder)),
+                preference=PreferenceConfig(
+                    objective="reward" if settings.task_type == "SEQ_CLS" else "sft"
+                ),
+            ),
+            trust_remote_code,
+        )
+        built = _skeleton(build_model, config, base, new)
+        adapter = built.adapter
+        assert adapter is not None
         trained = SafetensorsSource([file])
         tokenizer = models.load_tokenizer(
             folder if any(folder.glob("tokenizer*")) else base, trust_remote_code
         )
-        _settle_pad_token(model, tokenizer)
+        _settle_pad_token(built, tokenizer)
         exporter = cls(
-            base, base_name, tokenizer, model, trained, adapter.keys, adapter, new, Config(), None
+            base, base_name, tokenizer, built, trained, adapter.keys, new, Config(), None
         )
         exporter._changes()  # reports unsupported kinds of layers before their tensors are compared
-        lora.check_saved_adapter(trained.tensors, model, adapter, file, str(base))
+        lora.check_saved_adapter(trained.tensors, built.model, adapter, file, str(base))
         return exporter
 
     def write_model(
@@ -222,7 +240,7 @@ class Exporter:
         weights = self._merged(save_dtype)
         with written_aside(folder) as aside:
             export.write_model_settings(
-                aside, self.model.config, weights.main_dtype(), self.tokenizer, self.base
+                aside, self.built.model.config, weights.main_dtype(), self.tokenizer, self.base
             )
             weights.write(aside, max_shard_bytes)
             self._write_card(aside)
@@ -233,7 +251,9 @@ class Exporter:
         assert self.adapter is not None
         keys = self.adapter.keys
         names = {
-            keys[name]: self.keys[name] for name, _ in self.model.named_parameters() if name in keys
+            keys[name]: self.keys[name]
+            for name, _ in self.built.model.named_parameters()
+            if name in keys
         }
         tensors = {key: self.trained.tensors[name] for key, name in names.items()}
         weights = SavedWeights(tensors, export.stored_rows(self.trained, names), save_dtype)
@@ -242,22 +262,22 @@ class Exporter:
             self._write_card(aside)
 
     def _write_card(self, folder: Path) -> None:
-        auto = models.auto_class(self.model.config, self.config.model.trust_remote_code)
+        auto = models.auto_class(self.built.model.config, self.config.model.trust_remote_code)
         write_model_card(folder, self.base_name, self.trainer, auto.__name__)
 
     def _merged(self, save_dtype: torch.dtype | None) -> SavedWeights:
         """Return the weights of the merged model. Writing them takes the memory of a few blocks of
         rows and the mapped files. If embedding and LM head are no longer tied, the model's config
         is changed."""
-        model = self.model
-        config = self.model.config
+        model = self.built.model
+        config = model.config
         if getattr(config, "quantization_config", None) is not None:
             raise UserError(
                 f"{self.base}: quantized. --base_model names the unquantized model that it was made from."
             )
         if self.adapter is not None:
             check_settings(self.adapter.config.to_dict(), "--merge")
-        base = open_source(self.base, model)
+        base = open_source(self.base, self.built)
         changes = self._changes()
         trained = self._trained_keys()
         keys = account_for(model, base.tensors, self.base)
@@ -301,7 +321,7 @@ class Exporter:
                 start += len(block) if block.dim() else 1
 
         # Only the shapes of these tensors are used.
-        layout = saved_layout(model, tensors)  # type: ignore[arg-type]
+        layout = saved_layout(self.built, tensors)  # type: ignore[arg-type]
         untouched = {name: header for name, header in base.tensors.items() if header.is_untouched}
         written |= {name: (name, None) for name in untouched}
         return SavedWeights(tensors, rows, save_dtype, groups=layout, untouched=untouched)
@@ -309,7 +329,7 @@ class Exporter:
     def _trained_keys(self) -> dict[int, str]:
         return {
             id(it): self.keys[name]
-            for name, it in self.model.named_parameters()
+            for name, it in self.built.model.named_parameters()
             if name in self.keys
         }
 
@@ -321,7 +341,7 @@ class Exporter:
         keys = self._trained_keys()
         # Blocks of rows are changed one by one: keep A, B and magnitude of the current layer only.
         read = lru_cache(maxsize=3)(self._read)
-        for name, module in self.model.named_modules():
+        for name, module in self.built.model.named_modules():
             target = lora.checkpoint_key(f"{name}.base_layer.weight")
             if isinstance(module, ParamWrapper):
                 changes[lora.checkpoint_key(f"{name}.{module.parameter_name}")] = self._stacked(
@@ -397,19 +417,25 @@ def _with_rows(
 
 
 def _skeleton(
-    base: Path, trust_remote_code: bool, new: models.NewTokens | None, objective: str
-) -> PreTrainedModel:
-    settings = ModelConfig(model_name=str(base), trust_remote_code=trust_remote_code)
-    config = models.load_model_config(base, trust_remote_code)
-    models.choose_head(config, objective)
-    return models.build_on_meta(config, settings, new)
+    build_model: models.BuildModel, settings: Config, base: Path, new: models.NewTokens | None
+) -> models.BuiltModel:
+    config = models.load_model_config(base, settings.model.trust_remote_code)
+    models.choose_head(config, settings.preference.objective)
+    # An export copies what is stored, and a merge rejects a quantized base.
+    quantization = vars(config).pop("quantization_config", None)
+    request = models.ModelRequest(settings, base, config, new, purpose="read")
+    built = build_model(request, None, NULL_MONITOR)
+    if quantization is not None:
+        built.model.config.quantization_config = quantization
+    return built
 
 
-def _settle_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def _settle_pad_token(built: models.BuiltModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """As training does for a reward model."""
-    if models.has_score(model):
-        pad = data.pad_token_id(tokenizer, model.config.vocab_size)
-        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id = pad
+    if built.has_score:
+        config = built.model.config
+        pad = data.pad_token_id(tokenizer, config.vocab_size)
+        config.get_text_config().pad_token_id = tokenizer.pad_token_id = pad
 
 
 def recorded_config(checkpoint: Checkpoint) -> Config:
@@ -429,8 +455,11 @@ def recorded_config(checkpoint: Checkpoint) -> Config:
 
 def understood_adapter(adapter: Path) -> LoraConfig:
     """Return the settings of a saved adapter. Raises the errors of check_settings."""
+    # an unreadable file is an error of saved_config
+    with suppress(OSError, ValueError, AttributeError):
+        stored = json.loads((adapter / lora.ADAPTER_CONFIG).read_text())
+        check_settings(stored, str(adapter))
     config: LoraConfig = lora.saved_config(adapter)
-    check_settings(json.loads((adapter / lora.ADAPTER_CONFIG).read_text()), str(adapter))
     return config
 
 

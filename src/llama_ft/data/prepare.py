@@ -31,7 +31,15 @@ from llama_ft.runtime.console import log
 
 # increase it if streamed samples get other tokens; without streaming, the cache hashes the code
 CODE_VERSION = 7
-CODE = ("build", "chat_template", "formats", "loss_mask", "reshape", "statistics", "tokenize")
+CODE = (
+    "chat_template",
+    "formats",
+    "loss_mask",
+    "reshape",
+    "statistics",
+    "tokenize",
+    "tokenize_files",
+)
 SECONDS_BETWEEN_LINES = 10.0
 
 

@@ -23,7 +23,7 @@ Metrics = dict[str, dict[str, Any]]  # task -> metric -> {"value": ..., "stderr"
 
 
 def measure_loss(
-    model: PreTrainedModel,
+    built: models.BuiltModel,
     tokenizer: PreTrainedTokenizerBase,
     asked: ModelToEvaluate,
     what: Evaluation,
@@ -33,7 +33,7 @@ def measure_loss(
     it.
 
     Args:
-        model: a model in eval mode; it stays in eval mode.
+        built: a model in eval mode; it stays in eval mode.
         tokenizer: tokenizes the samples.
         asked: the origin of the model, or of the model that was fine-tuned from it.
         what: the settings and the split of the samples.
@@ -42,6 +42,7 @@ def measure_loss(
     Returns:
         loss (mean per token), perplexity, and target_tokens, the number of tokens in the loss.
     """
+    model = built.model
     config = what.config
     split = what.split
     context_length = models.resolve_context_length(config.data.context_length, model.config)
@@ -69,12 +70,12 @@ def measure_loss(
     attention = model.config._attn_implementation
     pack_length = context_length if config.data.batching_strategy == "packing" else None
     if pack_length is not None:
-        models.use_packed_attention(model)
-        training.check_packing(model, samples, context_length, model.dtype, ranks)
+        built.mixers = models.use_packed_attention(built)
+        training.check_packing(built, samples, context_length, model.dtype, ranks)
     pad = data.pad_token_id(tokenizer, vocabulary)
     objective = training.SupervisedFineTuning()
     loss, tokens, _ = training.mean_loss(
-        model, objective, samples, config.train, pad, pack_length, ranks
+        built, objective, samples, config.train, pad, pack_length, ranks
     )
     # packed attention works only for packed sequences
     model.config._attn_implementation = attention

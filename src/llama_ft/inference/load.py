@@ -12,15 +12,18 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft import checkpoint, data, models
 from llama_ft.config import (
     Config,
+    DataConfig,
     FSDPConfig,
     ModelConfig,
     PeftConfig,
     QuantizationConfig,
+    TrainConfig,
     base_model_of,
 )
 from llama_ft.config.paths import TOKENIZER_FILES
 from llama_ft.inference.flags import ModelFlags, find_result, settings_beside
-from llama_ft.runtime import PRECISIONS, Precision, Ranks, advise_precision, log
+from llama_ft.phases import NULL_MONITOR
+from llama_ft.runtime import PRECISIONS, Precision, Ranks, advise_precision
 
 
 class LoadedModel(NamedTuple):
@@ -28,9 +31,13 @@ class LoadedModel(NamedTuple):
     the tokenizer with the chat template of the fine-tuning; and a line that says what was
     loaded."""
 
-    model: PreTrainedModel
+    built: models.BuiltModel
     tokenizer: PreTrainedTokenizerBase
     about: str
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.built.model
 
 
 @dataclass
@@ -51,6 +58,7 @@ def open_model(
     place: str,
     flags: ModelFlags,
     ranks: Ranks,
+    build_model: models.BuildModel,
     base_of: Config | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> LoadedModel:
@@ -61,6 +69,7 @@ def open_model(
             adapter, a model's directory or a Hub name. A model may be quantized with bitsandbytes.
         flags: where the parts are, quantization, precision and sharding.
         ranks: the ranks; its mesh shards if flags.enable_fsdp.
+        build_model: the recipe's function.
         base_of: settings of a run: load its base model instead, in the state before the first step.
         tokenizer: of that run; it replaces the base model's tokenizer, which may be missing.
 
@@ -79,9 +88,18 @@ def open_model(
         held = result[1]
         place = str(ranks.broadcast_from_rank0(lambda: checkpoint.find_valid(held).folder))
     with ranks.local_main_process_first():
-        found = _find(place, flags, ranks, base_of, tokenizer)
-    model, bits = _build(found, flags, ranks, PRECISIONS[chosen].compute)
-    if not models.has_score(model):
+        found = _find(place, flags, ranks, build_model, base_of, tokenizer)
+    request = _request(found, flags, PRECISIONS[chosen].compute)
+    built = build_model(request, ranks, NULL_MONITOR)
+    model = built.model
+    if found.trained is not None and built.adapter is not None:
+        checkpoint.restore_weights(found.trained, model)
+    model.requires_grad_(False)
+    if found.objective == "reward" or (built.has_score and model.config.pad_token_id is None):
+        pad = data.pad_token_id(found.tokenizer, models.vocabulary_size(model.config))
+        found.tokenizer.pad_token_id = pad
+        model.config.get_text_config().pad_token_id = pad
+    if not built.has_score:
         if (found.base / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(found.base)
         # and that of a message
@@ -89,14 +107,17 @@ def open_model(
         model.generation_config.eos_token_id = ends or None
     where = f"{found.place} (with {found.base})" if found.place != found.base else str(found.base)
     sharding = f"sharded across {ranks.world_size} ranks" if flags.enable_fsdp else ""
+    bits = models.quantization_name(model)
     about = ", ".join(filter(None, (where, chosen[:4], bits, sharding, str(ranks.device), note)))
-    return LoadedModel(model.eval(), found.tokenizer, about)
+    model.eval()
+    return LoadedModel(built, found.tokenizer, about)
 
 
 def _find(
     place: str,
     flags: ModelFlags,
     ranks: Ranks,
+    build_model: models.BuildModel,
     base_of: Config | None,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> _Found:
@@ -112,7 +133,7 @@ def _find(
     if kind == "checkpoint":  # handled and compared with its base model as in an export
         valid = checkpoint.Checkpoint(held)
         export = checkpoint.Exporter.prepare(
-            valid, flags.base_model, flags.tokenizer_name, trust, merge=True
+            valid, build_model, flags.base_model, flags.tokenizer_name, trust, merge=True
         )
         peft = export.config.peft if export.adapter is not None else None
         objective = export.config.preference.objective
@@ -157,49 +178,32 @@ def _find(
     return _Found(base, held, tokenizer, run, peft, new, objective=objective)
 
 
-def _build(
-    found: _Found, flags: ModelFlags, ranks: Ranks, dtype: torch.dtype
-) -> tuple[PreTrainedModel, str]:
-    """Return the model with its weights, and the name of its quantization, if any."""
+def _request(found: _Found, flags: ModelFlags, dtype: torch.dtype) -> models.ModelRequest:
+    """Return what `build_model` builds to answer prompts: nothing is trained or packed, and all
+    weights are stored in the dtype of the computation."""
     model_config = models.load_model_config(found.base, flags.trust_remote_code)
     if found.objective == "reward":
         models.choose_head(model_config, "reward")
     quantization = QuantizationConfig(mode=flags.quantization or "none")
     if found.run is not None and flags.quantization in (None, found.run.quantization.mode):
         quantization = found.run.quantization  # including all its other settings
-    # nothing is trained here
-    kind = models.choose_quantization(quantization, model_config, use_peft=True)
-    named = ModelConfig(model_name=str(found.base), trust_remote_code=flags.trust_remote_code)
-    model = models.build_on_meta(model_config, named, found.new)
-    if kind is not None:
-        log.info(models.quantize_linears(model, kind))
-    adapter = (
-        models.inject_lora(model, found.peft, str(found.base), found.new) if found.peft else None
+    train = TrainConfig(activation_checkpointing="off", router_aux_loss_coef=0, seed=0)
+    config = Config(
+        model=ModelConfig(model_name=str(found.base), trust_remote_code=flags.trust_remote_code),
+        data=DataConfig(batching_strategy="padding"),
+        train=train,
+        fsdp=FSDPConfig(enable_fsdp=flags.enable_fsdp),
+        peft=found.peft or PeftConfig(),
+        quantization=quantization,
     )
-    models.use_chunked_loss(model)
-    storage = Precision(dtype, dtype, dtype, dtype)
-    models.set_storage_dtypes(model, storage)
-    if flags.enable_fsdp:
-        models.apply_fsdp(model, ranks.mesh, FSDPConfig(enable_fsdp=True), storage)
-    models.load_weights(
-        model,
+    return models.ModelRequest(
+        config,
         found.base,
-        models.ShardGroup(ranks.mesh),
-        ranks.device,
-        ranks.storage_device,
-        scatter=False,
-        adapter=adapter,
-        peft=found.peft if found.peft and found.trained is None else PeftConfig(),
-        seed=0,
-        frozen_dtype=PRECISIONS[found.run.train.precision].frozen if found.run else dtype,
-        tuned=found.trained.weights() if found.trained and adapter is None else None,
+        model_config,
+        found.new,
+        purpose="read",
+        is_sharded=flags.enable_fsdp,
+        trained=found.trained.weights() if found.trained is not None else None,
+        storage=Precision(dtype, dtype, dtype, dtype),
+        quantized_from=PRECISIONS[found.run.train.precision].frozen if found.run else dtype,
     )
-    if found.trained is not None and adapter is not None:
-        checkpoint.restore_weights(found.trained, model)
-    model.requires_grad_(False)
-    if found.objective == "reward" or (
-        models.has_score(model) and model.config.pad_token_id is None
-    ):
-        pad = data.pad_token_id(found.tokenizer, models.vocabulary_size(model.config))
-        model.config.get_text_config().pad_token_id = found.tokenizer.pad_token_id = pad
-    return model, kind.scheme.name if kind is not None else ""

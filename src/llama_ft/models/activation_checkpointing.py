@@ -9,10 +9,9 @@ from torch.utils.checkpoint import (
     SelectiveCheckpointContext,
     create_selective_checkpoint_contexts,
 )
-from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
-from llama_ft.models.packed_samples import has_token_mixers, token_mixers
+from llama_ft.models.built import BuiltModel
 
 # Operators of matmuls and attention of torch, bitsandbytes, llama_ft and flash-attn. selective
 # keeps their outputs. They are matched by name, because many exist only with their package or
@@ -26,7 +25,7 @@ EXPENSIVE = re.compile(
 )
 
 
-def checkpoint_activations(model: PreTrainedModel, train: TrainConfig) -> None:
+def checkpoint_activations(built: BuiltModel, train: TrainConfig) -> None:
     """Make decoder layers recompute their activations in the backward pass: all layers, or layers
     0, k, 2k, ...
 
@@ -42,14 +41,15 @@ def checkpoint_activations(model: PreTrainedModel, train: TrainConfig) -> None:
         selective if train.activation_checkpointing == "selective" else {}
     )
     every = train.activation_checkpointing_k if train.activation_checkpointing == "every_k" else 1
+    model = built.model
     model.activation_checkpointing_enable(
         settings, every_n_layers=every, offload=train.activation_offload
     )
     # Transformers makes the embedding's output require gradients, which only reentrant
     # checkpointing needs.
     model.disable_input_require_grads()
-    if has_token_mixers(model):
-        token_mixers(model).keep_samples_for_recomputation()
+    if built.mixers is not None:
+        built.mixers.keep_samples_for_recomputation()
 
 
 def _keep_expensive(

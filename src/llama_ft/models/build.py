@@ -21,11 +21,18 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.config import ModelConfig
 from llama_ft.config.paths import TO_SAFETENSORS, folder_problem, looks_local, special_file
 from llama_ft.errors import UserError, plural, reason
-from llama_ft.models.new_tokens import NewTokens, note_growth
+from llama_ft.models.built import BuiltModel
+from llama_ft.models.new_tokens import NewTokens, find_growth
 from llama_ft.models.rope import use_rope_per_sample
 from llama_ft.models.score_head import add_score
 from llama_ft.models.source import listed
-from llama_ft.models.text_part import auto_class, keep_text_part, names_score, takes_more_than_text
+from llama_ft.models.text_part import (
+    LeftOut,
+    auto_class,
+    keep_text_part,
+    names_score,
+    takes_more_than_text,
+)
 from llama_ft.models.transformers_private import private
 from llama_ft.runtime.console import log
 
@@ -127,8 +134,11 @@ def _check_numbers(config: PretrainedConfig, folder: Path) -> None:
 
 
 def build_on_meta(
-    config: PretrainedConfig, model: ModelConfig, new: NewTokens | None = None
-) -> PreTrainedModel:
+    config: PretrainedConfig,
+    model: ModelConfig,
+    new: NewTokens | None = None,
+    folder: Path = Path(),
+) -> BuiltModel:
     """Build a causal language model on the meta device, with tied weights. Of a model for images or
     sound, build the text part only.
 
@@ -136,6 +146,7 @@ def build_on_meta(
         config: the model's config; it is not changed.
         model: settings: attention implementation, trust_remote_code.
         new: tokens for which embedding and LM head get further rows.
+        folder: the directory of its weights, which are not read here.
 
     Raises:
         UserError: Transformers does not have the model, it has no text decoder, or a package for
@@ -169,16 +180,18 @@ def build_on_meta(
             f"{config.model_type} ({type(error).__name__}: {reason(error)})."
         ) from error
     skeleton.tie_weights()
-    if names_score(config):
+    has_score = names_score(config)
+    if has_score:
         add_score(skeleton)
     # By class names, which fully_shard changes.
-    skeleton._weight_conversions = get_model_conversion_mapping(skeleton)  # type: ignore[assignment]
+    conversions = get_model_conversion_mapping(skeleton)
+    left_out = LeftOut([], {})
     # Chameleon's config does not say that it takes images, but its class does.
     if (
         is_multimodal := takes_more_than_text(skeleton.config)
         or "image" in skeleton.input_modalities
     ):
-        keep_text_part(skeleton)
+        left_out = keep_text_part(skeleton)
     # Transformers builds BERT and similar encoders with a warning only. Their tokens see the next
     # ones, so the loss falls to 0. PaliGemma's text part is such an encoder, too, but its config
     # does not say so.
@@ -198,8 +211,6 @@ def build_on_meta(
         raise UserError(
             f"--model_name {model.model_name}: {type(skeleton).__name__} is an encoder here, not a decoder."
         )
-    if new is not None and new.rows > new.stored_rows:
-        note_growth(skeleton, new)
     use_rope_per_sample(skeleton)
     for module in skeleton.modules():
         if hasattr(module, "_rescale_layers"):
@@ -207,7 +218,8 @@ def build_on_meta(
             # overflows of fp16. Quantized weights cannot be divided, and an export would have
             # divided ones.
             module._rescale_layers = _keep_layers  # type: ignore[assignment]
-    return skeleton
+    grown = find_growth(skeleton, new)
+    return BuiltModel(skeleton, folder, conversions, left_out, grown, has_score)
 
 
 def _keep_layers() -> None:

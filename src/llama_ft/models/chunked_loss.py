@@ -19,13 +19,12 @@ from functools import wraps
 from typing import Any, cast
 
 import torch
-from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.models.routers import router_loss
-from llama_ft.models.text_part import TextOutput, left_out
+from llama_ft.models.built import BuiltModel
+from llama_ft.models.text_part import TextOutput
 
 # Number of logits in memory: on CUDA 512 positions of Llama 3's 128,256 logits, 0.6 GiB in bf16 and
 # fp32.
@@ -46,11 +45,11 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, CrossEntropy.apply(logits, targets))
 
 
-def use_chunked_loss(model: PreTrainedModel) -> bool:
+def use_chunked_loss(built: BuiltModel) -> bool:
     """Make a model return a loss instead of logits if it is called with `targets` [targets] and
     `positions` [targets], the positions in the flattened micro-batch that predict them.
 
-    It then returns the loss and the routers' auxiliary loss (`router_loss`). The loss is the sum of
+    It then returns the loss and its routers' logits (for `router_loss`). The loss is the sum of
     `loss_fn(logits, targets)`; its gradient is computed in the forward pass. With `per_token` the
     loss is [targets], and the backward pass, which knows the factor of each target's loss,
     recomputes each chunk's logits. All chunks run inside one `forward` of the LM head, and so
@@ -59,8 +58,7 @@ def use_chunked_loss(model: PreTrainedModel) -> bool:
     The model is on the meta device, with adapters and not sharded. Returns False, and does not
     change the model, unless its forward is a decoder followed by an LM head.
     """
-    whole = model
-    model = cast(PreTrainedModel, model.get_submodule(left_out(model).causal))
+    model = cast(PreTrainedModel, built.model.get_submodule(built.left_out.causal))
     names = {id(module): name for name, module in model.named_children()}
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
@@ -107,7 +105,7 @@ def use_chunked_loss(model: PreTrainedModel) -> bool:
         # [targets, width]
         hidden = decoded.last_hidden_state.flatten(0, 1).index_select(0, positions)
         loss = head(hidden, loss_of=(targets, count, loss_fn, per_token))
-        return loss, router_loss(whole, decoded, kwargs.get("attention_mask"), count)
+        return loss, getattr(decoded, "router_logits", None)
 
     def head_forward(hidden: torch.Tensor, *args: Any, loss_of: Any = None, **kwargs: Any) -> Any:
         if loss_of is None:
@@ -133,18 +131,7 @@ def use_chunked_loss(model: PreTrainedModel) -> bool:
 
     model.forward = forward
     head.forward = head_forward
-    whole._has_chunked_loss = True  # type: ignore[assignment]
     return True
-
-
-def has_chunked_loss(model: nn.Module) -> bool:
-    """Return whether `use_chunked_loss` has changed this model."""
-    return bool(getattr(model, "_has_chunked_loss", False))
-
-
-def forget_chunked_loss(model: nn.Module) -> None:
-    """Undo `use_chunked_loss`: compute the loss from all logits."""
-    model._has_chunked_loss = False  # type: ignore[assignment]
 
 
 def _head_function(

@@ -15,7 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from llama_ft.config import ModelConfig, TrainConfig
 from llama_ft.errors import UserError, reason
 from llama_ft.models.build import decoder_layers
-from llama_ft.models.packed_samples import report_missing_kernels, runs_per_sample
+from llama_ft.models.built import BuiltModel
+from llama_ft.models.packed_samples import report_missing_kernels
 from llama_ft.runtime.console import log
 
 # Dimensions of a layer's arguments that change between steps: samples and tokens; for packed
@@ -39,11 +40,12 @@ AUTO_LIGER = frozenset(
 )
 
 
-def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
+def compile_layers(built: BuiltModel, backend: str = "inductor") -> None:
     """Compile the `forward` of decoder layers, inside the hooks with which fully_shard all-gathers
     their weights. Layers of one kind share a graph, which is made in the first step. Not for
     generation: its key-value cache grows with every token."""
-    if runs_per_sample(model):
+    model = built.model
+    if built.mixers is not None and built.mixers.needs_scope:
         raise UserError(
             f"--compile: {type(model).__name__} computes packed samples one after another, which cannot be compiled.\n"
             "Use --batching_strategy padding, or remove --compile."

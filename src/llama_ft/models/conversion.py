@@ -39,37 +39,46 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
+from llama_ft.models.built import BuiltModel
 from llama_ft.models.lora import checkpoint_key, is_adapter_weight
-from llama_ft.models.new_tokens import grow
+from llama_ft.models.new_tokens import GrownSource
 from llama_ft.models.quantization import is_part
 from llama_ft.models.quantized import quantized_weights
-from llama_ft.models.score_head import ScoredSource, has_score
+from llama_ft.models.score_head import ScoredSource
 from llama_ft.models.source import StoredTensor, WeightSource, open_weights
-from llama_ft.models.text_part import left_out
 from llama_ft.models.transformers_private import private
 
 # Rotary frequencies. Llama 2's checkpoints have them per layer; models compute them.
 RECOMPUTED = re.compile(r"inv_freq$")
 
 
-def open_source(folder: Path, model: PreTrainedModel) -> WeightSource:
+def open_source(folder: Path, built: BuiltModel, seed: int = 0) -> WeightSource:
     """Open the weights of a model directory under the model's own names and in its shapes, reading
-    headers only. Raises UserError if they are missing, unreadable or cannot be converted. `model`:
-    see ConvertedSource."""
-    converted = ConvertedSource(source := open_weights(folder), model)
-    grown = grow(source if converted.changes_nothing else converted, model)
-    return ScoredSource(grown, model) if has_score(model) else grown
+    headers only. The conversions that it needs remain in `built.conversions`. `seed` is for the
+    first values of a score head. Raises UserError if the weights are missing, unreadable or cannot
+    be converted."""
+    source = open_weights(folder)
+    converted = ConvertedSource(source, built)
+    built.conversions = converted.used
+    if not converted.changes_nothing:
+        source = converted
+    if built.grown is not None:
+        source = GrownSource(source, built.grown)
+    return ScoredSource(source, built.model, seed) if built.has_score else source
 
 
 class ConvertedSource(WeightSource):
     """The tensors of another source under the model's names and in its shapes. Opening reads
-    headers only, and raises UserError if tensors do not fit together. `model` comes from
-    `build_on_meta`. The conversions that this checkpoint needs remain in
-    `model._weight_conversions`, as in Transformers."""
+    headers only, and raises UserError if tensors do not fit together.
 
-    def __init__(self, source: WeightSource, model: PreTrainedModel) -> None:
+    Attributes:
+        used: those of `built.conversions` that this checkpoint needs.
+    """
+
+    def __init__(self, source: WeightSource, built: BuiltModel) -> None:
         self._source = source
-        self._context = _context(model)
+        self._context = _context(built.model)
+        self.used: list[WeightTransform] = []
         # the model's name -> the stored name, if nothing else changes
         self.renamed: dict[str, str] = {}
         self._left_out: list[str] = []  # stored names of tensors that the model's text part lacks
@@ -84,7 +93,7 @@ class ConvertedSource(WeightSource):
                 source.tensors[name].shape, dtype=source.tensors[name].dtype, device="meta"
             )
 
-        for target, converter, collected in self._collect(model):
+        for target, converter, collected in self._collect(built):
             group = _Group(target, converter, collected, self._context)
             group.made.update(group.convert(header))
             file = source.tensors[next(iter(collected.values()))[0]].file
@@ -103,17 +112,18 @@ class ConvertedSource(WeightSource):
         self.changes_nothing = same_names and not self._groups and not untouched
 
     def _collect(
-        self, model: PreTrainedModel
+        self, built: BuiltModel
     ) -> list[tuple[str, WeightConverter, dict[str, list[str]]]]:
         """Rename every stored tensor as Transformers does. Return the groups that converters take
         together."""
+        model = built.model
         every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
         known = {
             checkpoint_key(name): tensor for name, tensor in every if not is_adapter_weight(name)
         }
-        beside = dict.fromkeys(left_out(model).tensors, True)
+        beside = dict.fromkeys(built.left_out.tensors, True)
         all_known = known | beside
-        transforms: list[WeightTransform] = deepcopy(model._weight_conversions)  # type: ignore[arg-type]
+        transforms = deepcopy(built.conversions)
         renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
         converters = [
             transform for transform in transforms if isinstance(transform, WeightConverter)
@@ -140,7 +150,7 @@ class ConvertedSource(WeightSource):
                 )
             else:
                 self.renamed[name] = stored
-        model._weight_conversions = [t for t in transforms if t.was_used()]  # type: ignore[assignment]
+        self.used = [transform for transform in transforms if transform.was_used()]
         by_pattern = {
             pattern: converter for converter in converters for pattern in converter.source_patterns
         }
@@ -186,18 +196,17 @@ class SavedGroup:
         return list(self.group.convert(values.__getitem__).values())
 
 
-def saved_layout(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> list[SavedGroup]:
+def saved_layout(built: BuiltModel, tensors: dict[str, torch.Tensor]) -> list[SavedGroup]:
     """Return the layout in which Transformers' revert_weight_conversion would save `tensors`, the
     parameters and persistent buffers of a loaded model: every conversion of its checkpoint is
     undone. Only shapes are used."""
-    used: list[WeightTransform] = model._weight_conversions  # type: ignore[assignment]
-    transforms = [transform.reverse_transform() for transform in reversed(used)]
+    transforms = [transform.reverse_transform() for transform in reversed(built.conversions)]
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }
-    context = _context(model)
+    context = _context(built.model)
     groups = dict[str, _Group | str]()
     for name in tensors if not converters else sorted(tensors, key=dot_natural_key):
         target, pattern = apply_converters(name, converters)

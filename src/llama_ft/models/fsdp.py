@@ -3,7 +3,6 @@ units in a table."""
 
 from collections import Counter
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -18,50 +17,38 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import FSDPConfig
 from llama_ft.errors import UserError
 from llama_ft.models.build import decoder_layers
+from llama_ft.models.built import BuiltModel, Unit
 from llama_ft.models.dtypes import fp32_modules
 from llama_ft.models.lora_linear import cast_where_used
-from llama_ft.models.packed_samples import has_token_mixers, token_mixers
 from llama_ft.models.quantized import weight_counts
 from llama_ft.models.torch_2_11 import allow_integers
 from llama_ft.runtime.devices import Precision
 
 
-@dataclass(frozen=True)
-class Unit:
-    """An FSDP unit: parameters that are all-gathered, used and freed together."""
-
-    name: str  # name of its module; "" is the root, which holds all other parameters
-    kind: str  # class of that module
-    parameters: int  # number; each tied weight once
-    # unsharded: quantized weights as stored, others in the compute dtype; without those used as
-    # stored
-    bytes: int
-
-
 def apply_fsdp(
-    model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, precision: Precision
+    built: BuiltModel, mesh: DeviceMesh, fsdp: FSDPConfig, precision: Precision
 ) -> list[Unit]:
     """Apply fully_shard to the modules of the wrap policy, then to the root. Returns the FSDP
     units, root last. Raises UserError if the policy finds no decoder layer class. Without
     enable_fsdp, units only limit what is cast at once.
 
     Args:
-        model: on the meta device, with adapters.
+        built: the model on the meta device, with adapters and packed attention.
         mesh: with one dimension it shards; with two it replicates over the first and shards over
             the second.
         fsdp: wrap policy, strategy, offloading.
         precision: dtypes of all-gather and reduce-scatter.
     """
+    model = built.model
     kept = fp32_modules(model, precision.compute)
     ready = _used_as_stored(model, mesh, fsdp, precision, kept)
     # Without parameters that are sharded or cast they need no unit.
     kept = [module for module in kept if not ready.issuperset(module.parameters())]
-    modules = kept + _modules_to_wrap(model, fsdp, kept)
+    modules = kept + _modules_to_wrap(built, fsdp, kept)
     units = _describe_units(model, modules, precision.compute, ready, kept)
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
     in_fp32 = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
@@ -131,12 +118,11 @@ def _used_as_stored(
     return ready | adapters | in_fp32
 
 
-def _modules_to_wrap(
-    model: PreTrainedModel, fsdp: FSDPConfig, kept: list[nn.Module]
-) -> list[nn.Module]:
+def _modules_to_wrap(built: BuiltModel, fsdp: FSDPConfig, kept: list[nn.Module]) -> list[nn.Module]:
     """Return the modules of the wrap policy, innermost first. `kept` are units already."""
     if fsdp.fsdp_wrap_policy == "size":
-        return _modules_by_size(model, fsdp.min_num_params, kept)
+        return _modules_by_size(built, fsdp.min_num_params, kept)
+    model = built.model
     layers = decoder_layers(model)
     if not layers:
         raise UserError("this model has no list of decoder layers. Use --fsdp_wrap_policy size.")
@@ -155,17 +141,18 @@ def _modules_to_wrap(
     ]
 
 
-def _modules_by_size(model: PreTrainedModel, least: int, kept: list[nn.Module]) -> list[nn.Module]:
+def _modules_by_size(built: BuiltModel, least: int, kept: list[nn.Module]) -> list[nn.Module]:
     """Return modules, innermost first, with at least `least` parameters that no unit inside them
     holds. It does not split the LM head, which is called for one chunk of positions at a time
     (chunked_loss); modules that run sample by sample, because ranks have different numbers of
     samples; and modules wrapped by PEFT: DoRA and adapters of experts read parameters of inner
     modules without calling them, so these would not be all-gathered."""
+    model = built.model
     wrapped: list[nn.Module] = []
     held = {id(parameter) for module in kept for parameter in module.parameters()}
     whole = {model.get_output_embeddings()}
-    if has_token_mixers(model):
-        whole |= token_mixers(model).per_sample | token_mixers(model).with_kernels
+    if built.mixers is not None:
+        whole |= built.mixers.per_sample | built.mixers.with_kernels
     times = Counter(
         id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
     )
@@ -192,7 +179,7 @@ def _modules_by_size(model: PreTrainedModel, least: int, kept: list[nn.Module]) 
 
 
 def _describe_units(
-    model: PreTrainedModel,
+    model: nn.Module,
     modules: list[nn.Module],
     compute: torch.dtype,
     ready: Set[nn.Parameter] = frozenset(),

@@ -15,24 +15,24 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import PeftConfig
 from llama_ft.errors import UserError
+from llama_ft.models.built import Adapter, BuiltModel, StoredModel
 from llama_ft.models.conversion import RECOMPUTED
 from llama_ft.models.loader import Loader, ShardLoad, open_loader
 from llama_ft.models.lora import (
     ADAPTER_WEIGHTS,
-    Adapter,
     check_saved_adapter,
     checkpoint_key,
     first_values,
-    halved_layers,
     is_adapter_weight,
+    lora_layers,
 )
 from llama_ft.models.new_tokens import TokenRows
 from llama_ft.models.quantization import is_4bit, is_part, read_4bit
 from llama_ft.models.quantized import FourBit, QuantizedWeight, quantized_weights
-from llama_ft.models.score_head import has_score
 from llama_ft.models.shards import ShardGroup, local_shard
 from llama_ft.models.source import StoredTensor, WeightSource, listed
 from llama_ft.models.transformers_private import INITIALIZED, private
+from llama_ft.runtime.process_group import Ranks
 
 NORM_ROWS = 1024
 # Number of weights. On the CPU, ranks held at most 11 to 54 MiB in addition to their shards. On a
@@ -42,41 +42,30 @@ QUANTIZED_AT_ONCE = {"cpu": 2**19, "cuda": 2**24}
 
 
 @dataclass(frozen=True)
-class StoredModel:
-    """What an export must know of the checkpoint that a model was loaded from."""
+class LoadSettings:
+    """How weights are loaded."""
 
-    dtypes: dict[str, torch.dtype]  # of the model's parameters and stored buffers, by their names
-    # tensors that are not part of the model, by their names in the checkpoint; copied unchanged
-    untouched: dict[str, StoredTensor]
+    peft: PeftConfig  # where the adapter's first values come from
+    seed: int  # for the first values of an adapter and of a new score head
+    quantized_from: torch.dtype  # weights are rounded to it before they are quantized
+    scatter: bool = False  # rank 0 reads and sends (`low_cpu_fsdp`)
 
 
 def load_weights(
-    model: PreTrainedModel,
-    folder: Path,
-    group: ShardGroup,
-    device: torch.device,
-    storage_device: torch.device,
-    scatter: bool,
-    adapter: Adapter | None,
-    peft: PeftConfig,
-    seed: int,
-    frozen_dtype: torch.dtype,
-    tuned: WeightSource | None = None,
+    built: BuiltModel,
+    ranks: Ranks,
+    settings: LoadSettings,
+    trained: WeightSource | None = None,
 ) -> StoredModel:
     """Allocate this rank's shards on its device and load them.
 
     Args:
-        model: sharded, on the meta device; possibly with adapters.
-        folder: the model's folder.
-        group: the ranks the model is sharded over.
-        device: where the model computes and weights are quantized; buffers live there.
-        storage_device: where shards live: `device`, or the CPU with offloading.
-        scatter: rank 0 reads and sends (`low_cpu_fsdp`).
-        adapter: the adapter injected into the model.
-        peft: where the adapter's first values come from.
-        seed: for the first values of an adapter and of a new score head.
-        frozen_dtype: what weights are quantized from.
-        tuned: weights to take in the place of the folder's of the same names; without scatter.
+        built: the sharded model on the meta device, possibly with an adapter.
+        ranks: the ranks the model is sharded over. Shards live on their storage device, buffers
+            where they compute, and there weights are quantized.
+        settings: see LoadSettings.
+        trained: weights of a checkpoint to load later (with an adapter), or here in the place of
+            the base model's of the same names; not with settings.scatter.
 
     Returns:
         The dtypes in the checkpoint, and its tensors that are not loaded.
@@ -84,16 +73,22 @@ def load_weights(
     Raises:
         UserError: tensors are missing, unexpected or of another shape, or a file cannot be read.
     """
-    if has_score(model):
-        model._score_seed = seed  # type: ignore[assignment]
-    loader = open_loader(folder, model, group, scatter, tuned)
-    keys = account_for(model, loader.headers, folder)
+    model = built.model
+    adapter = built.adapter
+    peft = settings.peft
+    seed = settings.seed
+    device = ranks.device
+    group = ShardGroup(ranks.mesh)
+    replaced = trained if adapter is None else None
+    loader = open_loader(built.folder, built, group, settings.scatter, seed, replaced)
+    keys = account_for(model, loader.headers, built.folder)
     saved_adapter = None
-    if adapter is not None and peft.from_peft_checkpoint:
+    is_new = adapter is not None and trained is None
+    if adapter is not None and is_new and peft.from_peft_checkpoint:
         file = Path(peft.from_peft_checkpoint) / ADAPTER_WEIGHTS
-        saved_adapter = open_loader(file, model, group, scatter)
+        saved_adapter = open_loader(file, built, group, settings.scatter)
         check_saved_adapter(saved_adapter.headers, model, adapter, file)
-    _allocate(model, device, storage_device)
+    _allocate(model, device, ranks.storage_device)
     with torch.no_grad():
         parameters = dict(model.named_parameters())
         threads = torch.get_num_threads()
@@ -104,7 +99,7 @@ def load_weights(
                 # for all threads after each takes longer than the work: 26 s instead of 3 s for 450
                 # M weights in 8 bits on 4 cores.
                 torch.set_num_threads(1)
-                loader.fill(_to_quantized(weight, keys[name], frozen_dtype, device))
+                loader.fill(_to_quantized(weight, keys[name], settings.quantized_from, device))
                 torch.set_num_threads(threads)
             elif name in keys:
                 loader.fill(_as_stored(parameter, keys[name], loader.headers))
@@ -112,13 +107,13 @@ def load_weights(
             for name, key in adapter.keys.items():
                 saved_adapter.fill(_as_stored(parameters[name], key, saved_adapter.headers))
             saved_adapter.finish()
-        elif adapter is not None:
+        elif adapter is not None and is_new:
             for name, value in first_values(adapter, seed):
                 local_shard(parameters[name]).copy_(value[slice(*group.own_rows(len(value)))])
             stored = {id(parameters[name]): key for name, key in keys.items()}
-            for layer in halved_layers(model):
+            for layer in lora_layers(model) if adapter.trained_rank else ():
                 key = stored[id(layer.get_base_layer().weight)]
-                _fill_singular_values(layer, key, loader, peft.init_lora_weights, device)
+                _fill_singular_values(layer, key, loader, adapter, peft.init_lora_weights, device)
             for name, rows in model.named_modules():
                 if isinstance(rows, TokenRows) and rows.tied_adapter is None:
                     copies = rows.trainable_tokens_delta["default"]
@@ -127,7 +122,7 @@ def load_weights(
                         _as_stored(copies, keys[f"{name}.base_layer.weight"], loader.headers, ids)
                     )
         loader.finish()
-        if saved_adapter is None:
+        if is_new and saved_adapter is None:
             _set_dora_magnitudes(model)
         _fill_buffers(model, loader)
     if quantized and device.type == "cuda":
@@ -161,14 +156,14 @@ def _as_stored(
 
 
 def _fill_singular_values(
-    layer: Any, key: str, loader: Loader, kind: str, device: torch.device
+    layer: Any, key: str, loader: Loader, adapter: Adapter, kind: str, device: torch.device
 ) -> None:
     """Set PiSSA's initial A [2r, in] and B [out, 2r] of a layer (see lora.py), from the weight
     named `key`."""
 
     @cache
     def factors() -> tuple[torch.Tensor, torch.Tensor]:
-        rank = layer.trained_rank
+        rank = adapter.trained_rank
         weight = cast(WeightSource, loader.source).read(key).to(device, torch.float32)
         weight = weight.T if layer.fan_in_fan_out else weight
         if kind == "pissa":

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from transformers.modeling_utils import PreTrainedModel
 
+from llama_ft.models.built import BuiltModel
 from llama_ft.models.conversion import open_source
 from llama_ft.models.shards import ShardGroup, row_ranges, wait_for_device
 from llama_ft.models.source import (
@@ -112,26 +112,29 @@ class Loader:
 
 def open_loader(
     files: Path,
-    model: PreTrainedModel,
+    built: BuiltModel,
     group: ShardGroup,
     scatter: bool,
+    seed: int = 0,
     tuned: WeightSource | None = None,
 ) -> Loader:
     """Read the headers of the weights and return a Loader.
 
     Args:
         files: a model's directory, or one safetensors file.
-        model: on the meta device; it defines how stored tensors are converted to its own.
+        built: on the meta device; it defines how stored tensors are converted to its own. It keeps
+            the conversions that these files need.
         group: the ranks that share the weights.
         scatter: only rank 0 reads, and sends each rank its rows.
+        seed: for the first values of a score head.
         tuned: tensors that replace those with the same names.
     """
     source: WeightSource | None = None
     if not scatter or dist.get_rank() == 0:
-        source = open_source(files, model) if files.is_dir() else SafetensorsSource([files])
+        source = open_source(files, built, seed) if files.is_dir() else SafetensorsSource([files])
         source = source if tuned is None else OverlaidSource(source, tuned)
-    box: list[Any] = [source and source.tensors, model._weight_conversions]
+    box: list[Any] = [source and source.tensors, built.conversions]
     if scatter:
         dist.broadcast_object_list(box, src=0)
-    headers, model._weight_conversions = box  # rank 0 knows which conversions are needed
+    headers, built.conversions = box  # rank 0 knows which conversions are needed
     return Loader(source, headers, group, scatter)

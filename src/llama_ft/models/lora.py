@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import copy, deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -35,13 +35,13 @@ from transformers.pytorch_utils import Conv1D
 from llama_ft.config import PeftConfig
 from llama_ft.errors import UserError
 from llama_ft.models.build import read_linears
+from llama_ft.models.built import Adapter, BuiltModel
 from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.models.new_tokens import NewTokens, use_token_rows
 from llama_ft.models.quantized import QuantizedLinear, quantized_weights
-from llama_ft.models.score_head import SCORE, has_score
+from llama_ft.models.score_head import SCORE
 from llama_ft.models.shards import ShardGroup, local_shard
 from llama_ft.models.source import StoredTensor, listed
-from llama_ft.models.text_part import left_out
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -56,35 +56,26 @@ ADAPTER_PARTS = (
 NON_PEFT_FIELDS = {"use_peft", "peft_method", "from_peft_checkpoint", "lora_alpha"}
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """The adapter of a model: its config, and the names of its tensors."""
-
-    config: Any  # PEFT's config, saved in adapter_config.json
-    keys: dict[str, str]  # parameter name in the model -> tensor name in adapter_model.safetensors
-    # name of each layer that has an adapter -> its adapter alone, unsharded, on meta
-    layers: dict[str, nn.Module]
-
-
 def inject_lora(
-    model: PreTrainedModel, peft: PeftConfig, base_name: str, new: NewTokens | None = None
+    built: BuiltModel, peft: PeftConfig, base_name: str, new: NewTokens | None = None
 ) -> Adapter:
     """Freeze a model on the meta device, and add adapters to the linear layers that `peft` names,
     in place. Raises UserError if there are no such layers, they do not support this adapter, or a
     saved adapter cannot be continued.
 
     Args:
-        model: on the meta device.
+        built: the model on the meta device, and what its text part and its head are.
         peft: rank, targets and so on; with from_peft_checkpoint they come from the adapter's own
             file.
         base_name: model name or directory for adapter_config.json.
         new: tokens whose rows of embedding and LM head are trained, too.
     """
+    model = built.model
     saved = peft.from_peft_checkpoint
     settings = saved_config(Path(saved)) if saved else _new_config(peft)
     settings.base_model_name_or_path = base_name
     # trained whole; "classifier" is what PEFT adds to the name for models of other classes
-    if has_score(model):
+    if built.has_score:
         whole = {SCORE, *(settings.modules_to_save or ())} - {"classifier"}
         settings.task_type = "SEQ_CLS"
         settings.modules_to_save = sorted(whole)
@@ -117,14 +108,15 @@ def inject_lora(
         )
         if is_plain and (experts := expert_names(model)):
             settings.target_parameters = sorted({*experts, *(settings.target_parameters or ())})
-    if (towers := left_out(model).modules) and not isinstance(settings.exclude_modules, str):
+    if (towers := built.left_out.modules) and not isinstance(settings.exclude_modules, str):
         # The checkpoint's class has them, with layers of the same names, when PEFT loads the
         # adapter into it.
         names = [re.escape(name) for name in (*towers, *(settings.exclude_modules or ()))]
         settings.exclude_modules = rf"({'|'.join(dict.fromkeys(names))})(\..+)?"
     adapter = inject_adapter(model, settings)
     if peft.init_lora_weights.startswith("pissa"):
-        _mark_trained_half(model, peft)
+        _check_for_pissa(model, peft)
+        return replace(adapter, trained_rank=peft.r)
     return adapter
 
 
@@ -216,7 +208,7 @@ def _names_that_load(
     return written
 
 
-def _mark_trained_half(model: nn.Module, peft: PeftConfig) -> None:
+def _check_for_pissa(model: nn.Module, peft: PeftConfig) -> None:
     layers: dict[str, Any] = {
         name: it for name, it in model.named_modules() if isinstance(it, LoraLayer)
     }
@@ -230,21 +222,22 @@ def _mark_trained_half(model: nn.Module, peft: PeftConfig) -> None:
             problem = f"{name} is no unquantized linear layer with at least {peft.r} inputs and outputs (--peft.r)."
             way_out = "Name such layers: --target_modules q_proj,v_proj."
             raise UserError(f"--init_lora_weights {peft.init_lora_weights}: {problem} {way_out}")
-        layers[name].trained_rank = peft.r
 
 
-def halved_layers(model: nn.Module) -> list[Any]:
-    """Return the LoRA layers of PiSSA: only the first `trained_rank` rows of A and columns of B are
-    trained."""
-    return [module for module in model.modules() if hasattr(module, "trained_rank")]
+def lora_layers(model: nn.Module) -> list[Any]:
+    """Return the layers with LoRA's matrices A and B."""
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
-def clear_frozen_half(model: nn.Module, group: ShardGroup) -> None:
+def clear_frozen_half(built: BuiltModel, group: ShardGroup) -> None:
     """Set the gradients of PiSSA's A0 and B0 to zero, so that no optimizer changes them."""
-    for layer in halved_layers(model):
+    rank = built.adapter.trained_rank if built.adapter is not None else None
+    if rank is None:
+        return
+    for layer in lora_layers(built.model):
         a, b = (part["default"].weight.grad for part in (layer.lora_A, layer.lora_B))
-        local_shard(a)[max(0, layer.trained_rank - group.own_rows(len(a))[0]) :].zero_()
-        local_shard(b)[:, layer.trained_rank :].zero_()
+        local_shard(a)[max(0, rank - group.own_rows(len(a))[0]) :].zero_()
+        local_shard(b)[:, rank:].zero_()
 
 
 def _new_config(peft: PeftConfig) -> Any:

@@ -1,7 +1,6 @@
 """New tokens: their rows in the embedding and the LM head, their initial values, and LoRA for
 them."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,22 +23,29 @@ class NewTokens:
     rows: int  # rows that it needs; the same number if the tokens fit into spare rows
 
 
+@dataclass(frozen=True)
+class GrownRows:
+    """Parameters of a model that have fewer rows in the checkpoint."""
+
+    names: list[str]
+    stored_rows: int
+    rows: int
+
+
 class GrownSource(WeightSource):
-    """The tensors of another source, where those in `names` grow from `stored_rows` to `rows` rows.
+    """The tensors of another source, where some grow from `stored_rows` to `rows` rows.
     Each new row is the mean of the stored ones, in their dtype. So a new token starts with about
     the probability of an average token, and the other probabilities hardly change. Source:
     https://nlp.stanford.edu/~johnhew/vocab-expansion.html
     """
 
-    def __init__(
-        self, source: WeightSource, names: Sequence[str], stored_rows: int, rows: int
-    ) -> None:
+    def __init__(self, source: WeightSource, growth: GrownRows) -> None:
         self._source = source
-        self._stored_rows = stored_rows
-        headers = {name: source.tensors[name] for name in names if name in source.tensors}
-        grown = {name: it for name, it in headers.items() if it.shape[:1] == (stored_rows,)}
+        self._stored_rows = growth.stored_rows
+        headers = {name: source.tensors[name] for name in growth.names if name in source.tensors}
+        grown = {name: it for name, it in headers.items() if it.shape[:1] == (self._stored_rows,)}
         self.tensors = source.tensors | {
-            n: replace(it, shape=(rows, *it.shape[1:])) for n, it in grown.items()
+            n: replace(it, shape=(growth.rows, *it.shape[1:])) for n, it in grown.items()
         }
         self._means: dict[str, torch.Tensor | None] = dict.fromkeys(grown)
 
@@ -69,31 +75,17 @@ class GrownSource(WeightSource):
         return mean
 
 
-def note_growth(model: PreTrainedModel, new: NewTokens) -> None:
-    """Note on a model with rows for new tokens which of its parameters have fewer rows in the
-    checkpoint."""
+def find_growth(model: PreTrainedModel, new: NewTokens | None) -> GrownRows | None:
+    """Return which parameters of a model with rows for new tokens have fewer rows in the
+    checkpoint; None if there are none."""
+    if new is None or new.rows <= new.stored_rows:
+        return None
     modules = {model.get_input_embeddings(), model.get_output_embeddings()}
     found = [(prefix, module) for prefix, module in model.named_modules() if module in modules]
     names = [
         f"{prefix}.{name}" for prefix, module in found for name, _ in module.named_parameters()
     ]
-    model._grown = (names, new.stored_rows, new.rows)  # type: ignore[assignment]
-
-
-def grow(
-    source: WeightSource,
-    model: PreTrainedModel,
-    rename: Callable[[str], str | None] = lambda name: name,
-) -> WeightSource:
-    """Return the source with rows for a model's new tokens; unchanged if there are none. `rename`
-    maps the model's name of a tensor to its name in `source`."""
-    growth: tuple[list[str], int, int] | None = getattr(model, "_grown", None)
-    if growth is None:
-        return source
-    names, stored_rows, rows = growth
-    return GrownSource(
-        source, [renamed for name in names if (renamed := rename(name))], stored_rows, rows
-    )
+    return GrownRows(names, new.stored_rows, new.rows)
 
 
 class TokenRows(TrainableTokensLayer):

@@ -26,13 +26,12 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models import attention_kernels
 from llama_ft.models.build import function_beside
+from llama_ft.models.built import BuiltModel
 from llama_ft.models.packed_samples import (
     PackedSamples,
     TokenMixers,
     current_samples,
-    has_token_mixers,
     set_samples,
-    token_mixers,
 )
 from llama_ft.models.torch_2_11 import shared_heads
 from llama_ft.models.transformers_private import noted, private
@@ -48,19 +47,20 @@ CAUSAL = 1  # mask type of the memory-efficient kernel
 KERNEL_LENGTH_MULTIPLE = 32
 
 
-def use_packed_attention(model: PreTrainedModel) -> None:
+def use_packed_attention(built: BuiltModel) -> TokenMixers:
     """Make a model keep packed samples apart: attention by the functions here (set in its config,
     but not in a saved one), other token mixers sample by sample. `check_packing` tests the
-    result."""
-    if not has_token_mixers(model):
-        model._token_mixers = TokenMixers(model)  # type: ignore[assignment]
-        model.register_forward_pre_hook(_begin, with_kwargs=True)
+    result. If the model is already prepared, only its config is set."""
+    model = built.model
+    mixers = built.mixers
+    if mixers is None:
+        mixers = TokenMixers(model)
+        model.register_forward_pre_hook(partial(_begin, mixers), with_kwargs=True)
         model.register_forward_hook(_end, always_call=True)
-    mixers = token_mixers(model)
     if mixers.per_sample:
         log.info(f"Packed samples are computed one after another by {mixers.names()}.")
     if not mixers.attention:
-        return
+        return mixers
     for name, attention, mask in (
         ("sdpa", _packed_sdpa, sdpa_mask),
         ("eager", _packed_eager, eager_mask),
@@ -75,18 +75,19 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         log.info(
             f"Packed attention: {type(model).__name__}'s own, sample by sample, quadratic in its tokens."
         )
+    return mixers
 
 
-def packed_arguments(
-    model: PreTrainedModel, lengths: list[int], device: torch.device
-) -> dict[str, Any]:
+def packed_arguments(built: BuiltModel, lengths: list[int], device: torch.device) -> dict[str, Any]:
     """Return the arguments of a model prepared by `use_packed_attention`, in addition to input_ids,
     for packed samples of `lengths` tokens. `device`: where the model computes."""
+    model = built.model
+    mixers = built.mixers
+    assert mixers is not None
     samples = PackedSamples.of(lengths, device)
     positions = torch.cat([torch.arange(length) for length in lengths])
     position_ids = noted(sent(positions.unsqueeze(0), device), needs_no_mask=True)
     arguments: dict[str, Any] = {"position_ids": position_ids, "attention_mask": None}
-    mixers = token_mixers(model)
     if mixers.needs_scope:  # for some models, such as Mamba, forward takes neither
         known = inspect.signature(model.base_model.forward).parameters
         arguments = {name: value for name, value in arguments.items() if name in known}
@@ -106,13 +107,13 @@ def packed_arguments(
 
 
 def _begin(
-    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    mixers: TokenMixers, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
     """Set the samples for token mixers. Only the attention functions here get them as an
     argument."""
     set_samples(kwargs.get("packed_samples"))
     is_argument = (private(model.config, "_attn_implementation") or "").startswith("packed_")
-    if token_mixers(model).needs_scope or not is_argument:
+    if mixers.needs_scope or not is_argument:
         kwargs = {name: value for name, value in kwargs.items() if name != "packed_samples"}
     return args, kwargs
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial, wraps
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -219,22 +219,6 @@ class TokenMixers:
             return _joined(outputs, samples.lengths)
 
         mixer.forward = forward
-
-
-def has_token_mixers(model: nn.Module) -> bool:
-    """Return whether `use_packed_attention` has prepared this model."""
-    return hasattr(model, "_token_mixers")
-
-
-def token_mixers(model: nn.Module) -> TokenMixers:
-    """Return the token mixers of a model that `use_packed_attention` has prepared."""
-    return cast(TokenMixers, model._token_mixers)
-
-
-def runs_per_sample(model: nn.Module) -> bool:
-    """Return whether a token mixer of a model runs sample by sample, or reads the samples from
-    `samples_of`."""
-    return has_token_mixers(model) and token_mixers(model).needs_scope
 
 
 def _checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:

@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 from transformers import PretrainedConfig
-from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -25,6 +24,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from llama_ft.config import QuantizationConfig
 from llama_ft.errors import UserError
 from llama_ft.models.build import read_linears
+from llama_ft.models.built import BuiltModel
 from llama_ft.models.quantized import (
     FourBit,
     Int8,
@@ -33,7 +33,7 @@ from llama_ft.models.quantized import (
     quantize_stacks,
     total_weights,
 )
-from llama_ft.models.score_head import SCORE, has_score
+from llama_ft.models.score_head import SCORE
 from llama_ft.models.source import WeightSource, listed
 from llama_ft.models.transformers_private import private
 
@@ -91,10 +91,11 @@ def choose_quantization(
     return Quantization(scheme, skip, is_stored=True, stacks=settings.mode == "4bit")
 
 
-def quantize_linears(model: PreTrainedModel, quantization: Quantization) -> str:
+def quantize_linears(built: BuiltModel, quantization: Quantization) -> str:
     """Replace linear layers and stacked experts of a model on the meta device by quantized ones.
     Return a log text. Raises UserError if no linear layer remains to be quantized, or a name to
     skip does not exist in the model."""
+    model = built.model
     scheme, named, is_stored, _ = quantization
     own = [] if is_stored and named is not None else get_keys_to_not_convert(model)
     if not is_stored:
@@ -104,7 +105,7 @@ def quantize_linears(model: PreTrainedModel, quantization: Quantization) -> str:
         *(named or ()),
         *(private(model, "_keep_in_fp32_modules") or ()),
         *own,
-        *[SCORE] * has_score(model),
+        *[SCORE] * built.has_score,
     ]
     read = read_linears(model)
     linears = {

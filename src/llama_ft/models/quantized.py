@@ -414,6 +414,11 @@ def weight_counts(model: nn.Module) -> dict[int, int]:
     }
 
 
+def quantization_name(model: nn.Module) -> str:
+    """Return the name of a model's quantization, such as 4bit; "" if it is not quantized."""
+    return next((weight.scheme.name for weight in quantized_weights(model)), "")
+
+
 def total_weights(model: nn.Module) -> int:
     """Return the number of weights of a model, where a quantized weight counts as the original."""
     counts = weight_counts(model)

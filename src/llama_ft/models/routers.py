@@ -13,7 +13,7 @@ load_balancing_loss_func computes them in one process.
 """
 
 import inspect
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
 from llama_ft.models.build import function_beside
+from llama_ft.models.built import BuiltModel
 from llama_ft.runtime.console import log
 
 # arguments of the formula above
@@ -28,8 +29,9 @@ STANDARD = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # JetMoE uses the second name
 
 
-def use_router_loss(model: PreTrainedModel, coefficient: float | None) -> None:
-    """Set the coefficient of the auxiliary loss, and log it unless it is 0.
+def use_router_loss(model: PreTrainedModel, coefficient: float | None) -> float:
+    """Return the coefficient of the auxiliary loss, and log it unless it is 0. With 0 the loss is
+    not computed.
 
     Args:
         model: the model on the meta device.
@@ -43,33 +45,29 @@ def use_router_loss(model: PreTrainedModel, coefficient: float | None) -> None:
     if coefficient and _own_coefficient(model) is None:
         lacking = f"Transformers has no such loss for model_type {model.config.model_type}"
         raise UserError(f"--router_aux_loss_coef {coefficient:g}: {lacking}. Remove it.")
-    model._router_loss_coefficient = coefficient  # type: ignore[assignment]
-    if used := router_coefficient(model):
+    if coefficient is None:
+        configs = (model.config, model.config.get_text_config())
+        is_asked = any(getattr(config, "output_router_logits", False) for config in configs)
+        coefficient = _own_coefficient(model) if is_asked else None
+    if coefficient:
         log.info(
-            f"Auxiliary loss of the routers: coefficient {used:g}, logged as train/router_aux_loss"
+            f"Auxiliary loss of the routers: coefficient {coefficient:g}, logged as train/router_aux_loss"
         )
+    return coefficient or 0.0
 
 
-def router_coefficient(model: PreTrainedModel) -> float:
-    """Return the coefficient of the auxiliary loss; 0: it is not computed."""
-    given: float | None = getattr(model, "_router_loss_coefficient", None)
-    if given is not None:
-        return given
-    is_asked = any(
-        getattr(it, "output_router_logits", False)
-        for it in (model.config, model.config.get_text_config())
-    )
-    return (_own_coefficient(model) or 0.0) if is_asked else 0.0
-
-
-def router_arguments(model: PreTrainedModel) -> dict[str, bool]:
+def router_arguments(built: BuiltModel) -> dict[str, bool]:
     """Return the arguments of a forward pass that also returns router logits; none in evaluation
     mode."""
-    return {"output_router_logits": True} if model.training and router_coefficient(model) else {}
+    is_computed = built.model.training and built.router_coefficient != 0
+    return {"output_router_logits": True} if is_computed else {}
 
 
 def router_loss(
-    model: PreTrainedModel, output: Any, attention_mask: torch.Tensor | None, target_tokens: int
+    built: BuiltModel,
+    router_logits: Sequence[torch.Tensor] | None,
+    attention_mask: torch.Tensor | None,
+    target_tokens: int,
 ) -> torch.Tensor | float:
     """Compute this rank's part of a micro-batch's auxiliary loss, without its coefficient, as a sum
     over loss tokens.
@@ -78,22 +76,22 @@ def router_loss(
     number of loss tokens. So a micro-batch has the same weight here as in the loss of its tokens.
 
     Args:
-        model: the model. In evaluation mode the result is 0.
-        output: output of `model` or its decoder. Its router_logits have one [tokens, experts] per
-            layer with experts.
+        built: the model. In evaluation mode the result is 0.
+        router_logits: of the forward pass, one [tokens, experts] per layer with experts.
         attention_mask: [samples, positions], 0 or False on padding; None: no padding.
         target_tokens: loss tokens of this rank's micro-batch.
 
     Returns:
         A float32 scalar, whose gradient goes through the probabilities P_e; or 0.0.
     """
-    if not router_arguments(model):
+    if not router_arguments(built):
         return 0.0
-    if not getattr(output, "router_logits", None):
+    model = built.model
+    if not router_logits:
         raise UserError(
             f"--router_aux_loss_coef: {type(model).__name__} returns no router logits. Set it to 0."
         )
-    layers: list[torch.Tensor] = [layer.flatten(0, -2) for layer in output.router_logits]
+    layers: list[torch.Tensor] = [layer.flatten(0, -2) for layer in router_logits]
     tokens, experts = layers[0].shape
     per_token = (
         getattr(model, "num_experts_per_tok", None)

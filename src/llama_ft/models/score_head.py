@@ -14,7 +14,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
@@ -56,15 +55,10 @@ def choose_head(config: PretrainedConfig, objective: str) -> None:
     config.num_labels = 1
 
 
-def has_score(model: nn.Module) -> bool:
-    """Whether `add_score` has prepared this model."""
-    return hasattr(model, "_score_seed")
-
-
 def add_score(model: PreTrainedModel) -> None:
-    """Have a skeleton return scores, float32 [rows], and what its decoder returns, if it is called
-    with `positions`: where in the flattened micro-batch the last tokens are. No other position goes
-    through the head.
+    """Have a skeleton return scores, float32 [rows], and its routers' logits (`router_logits`), if
+    it is called with `positions`: where in the flattened micro-batch the last tokens are. No other
+    position goes through the head.
 
     Raises:
         UserError: its class has no linear layer `score` with one output and no bias.
@@ -86,19 +80,20 @@ def add_score(model: PreTrainedModel) -> None:
             return plain(*args, **kwargs)
         decoded = model.base_model(*args, **kwargs)
         hidden = decoded.last_hidden_state.flatten(0, 1).index_select(0, positions)  # [rows, width]
-        return getattr(model, SCORE)(hidden).squeeze(1).to(torch.float32, copy=True), decoded
+        scores = getattr(model, SCORE)(hidden).squeeze(1).to(torch.float32, copy=True)
+        return scores, getattr(decoded, "router_logits", None)
 
     model.forward = forward
-    model._score_seed = 0  # type: ignore[assignment]  # of the first values, if there are none
 
 
 class ScoredSource(WeightSource):
     """A checkpoint, under the model's names, as one of a model that `add_score` has prepared. If it
     has no such head it is a causal model's: its LM head is left out, and the score head's values
-    are drawn from a normal distribution with the config's `initializer_range`, as in Transformers.
+    are drawn by `seed` from a normal distribution with the config's `initializer_range`, as in
+    Transformers.
     """
 
-    def __init__(self, source: WeightSource, model: PreTrainedModel) -> None:
+    def __init__(self, source: WeightSource, model: PreTrainedModel, seed: int) -> None:
         self._source = source
         self._made = dict[str, torch.Tensor]()
         self.tensors = source.tensors
@@ -120,7 +115,7 @@ class ScoredSource(WeightSource):
         )
         config = model.config.get_text_config()
         self.tensors[WEIGHT] = StoredTensor(largest.file, (1, config.hidden_size), largest.dtype)
-        digest = hashlib.sha256(f"{model._score_seed}/{WEIGHT}".encode()).digest()
+        digest = hashlib.sha256(f"{seed}/{WEIGHT}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
         values = torch.randn(1, config.hidden_size, generator=generator) * getattr(
             config, "initializer_range", 0.02

@@ -112,14 +112,9 @@ def auto_class(config: PretrainedConfig, trust_remote_code: bool = False) -> Any
     return chosen
 
 
-def left_out(model: nn.Module) -> LeftOut:
-    """Return what `keep_text_part` has removed from a model."""
-    return getattr(model, "_left_out", LeftOut([], {}))
-
-
-def keep_text_part(model: PreTrainedModel) -> None:
+def keep_text_part(model: PreTrainedModel) -> LeftOut:
     """Remove everything but the text decoder and its LM head from a model on the meta device;
-    forward calls them.
+    forward calls them. Return what was removed.
 
     Raises:
         UserError: it has none, or does not write one token after another.
@@ -172,7 +167,7 @@ def keep_text_part(model: PreTrainedModel) -> None:
     kept = model.state_dict().keys()
     tensors = {name: it.numel() for name, it in before.items() if name not in kept}
     causal = names[decoder] if _holds(decoder, embedding) and _holds(decoder, head) else ""
-    model._left_out = LeftOut(found, tensors, causal)  # type: ignore[assignment]
+    return LeftOut(found, tensors, causal)
 
 
 def _holds(module: nn.Module, part: nn.Module) -> bool:

@@ -139,7 +139,7 @@ def read_headers(
         )
     else:
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
-        parameters = build_on_meta(deepcopy(config), model).named_parameters()
+        parameters = build_on_meta(deepcopy(config), model).model.named_parameters()
         headers = {
             checkpoint_key(name): StoredTensor(folder, tuple(it.shape), dtype)
             for name, it in parameters
@@ -150,7 +150,7 @@ def read_headers(
             if isinstance(value, list) and len(value) == text.num_hidden_layers:
                 setattr(text, name, value[:layers])
         text.num_hidden_layers = layers
-        reduced = build_on_meta(deepcopy(config), model)
+        reduced = build_on_meta(deepcopy(config), model).model
         # the first number in a name is the layer's
         numbers = {name: re.search(r"\b\d+\b", name) for name in headers}
         headers = {
@@ -166,7 +166,7 @@ def read_headers(
 def layers_are_alike(config: PretrainedConfig, model: ModelConfig) -> bool:
     """Return whether all decoder layers have the same parameter shapes, and config.json can be
     reduced to a few."""
-    layers = decoder_layers(build_on_meta(config, model))
+    layers = decoder_layers(build_on_meta(config, model).model)
     shapes = {
         tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()) for layer in layers
     }

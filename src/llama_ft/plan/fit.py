@@ -22,7 +22,7 @@ from llama_ft.config.settings import SETTINGS, values_of
 from llama_ft.errors import UserError
 from llama_ft.plan.duration import describe_time, step_seconds
 from llama_ft.plan.flags import PlanFlags
-from llama_ft.plan.predict import BuildModel, predict
+from llama_ft.plan.predict import predict
 from llama_ft.plan.preflight import free_text
 from llama_ft.plan.types import Plan, PlanRequest
 
@@ -48,7 +48,7 @@ class Fit(NamedTuple):
 
 def answer_fit(
     request: PlanRequest,
-    build_model: BuildModel,
+    build_model: models.BuildModel,
     planned: Plan,
     options: PlanFlags,
     report: Callable[[str], Any],
@@ -84,7 +84,7 @@ def answer_fit(
 
 def find_fits(
     request: PlanRequest,
-    build_model: BuildModel,
+    build_model: models.BuildModel,
     room: float,
     planned: Plan,
     quick: bool,
@@ -237,7 +237,7 @@ def ladder(request: PlanRequest, room: float = math.inf) -> tuple[list[Change], 
 
 
 def choose_checkpointing(
-    request: PlanRequest, build_model: BuildModel, free: float, quick: bool = True
+    request: PlanRequest, build_model: models.BuildModel, free: float, quick: bool = True
 ) -> tuple[Config, str, Plan]:
     """Choose for `--activation_checkpointing auto`: the first of off, selective and full that fits
     `free` bytes (inf: unknown), else the one with the least memory. What fits by a quick plan is

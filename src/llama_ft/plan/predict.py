@@ -41,12 +41,8 @@ OFFLOADED: tuple[MemoryCategory, ...] = (
     "gradients",
 )
 
-BuildModel = Callable[
-    ..., tuple[PreTrainedModel, models.Adapter | None, models.StoredModel, list[models.Unit]]
-]
 
-
-def predict(request: PlanRequest, build_model: BuildModel, quick: bool = False) -> Plan:
+def predict(request: PlanRequest, build_model: models.BuildModel, quick: bool = False) -> Plan:
     """Predict the memory of rank 0.
 
     Args:
@@ -90,7 +86,9 @@ def _plan_quickly(
     return plan_with(None)
 
 
-def _with_reference(plan: Plan, request: PlanRequest, build_model: BuildModel, quick: bool) -> Plan:
+def _with_reference(
+    plan: Plan, request: PlanRequest, build_model: models.BuildModel, quick: bool
+) -> Plan:
     """Return the plan with the peaks of --reference_model where they are higher: it is loaded and
     scores all samples before the policy is built."""
     config = reference_config(request.config)
@@ -113,7 +111,7 @@ def _with_reference(plan: Plan, request: PlanRequest, build_model: BuildModel, q
 
 
 def _reference_plan(
-    request: PlanRequest, build_model: BuildModel, policy: Plan, layers: int | None
+    request: PlanRequest, build_model: models.BuildModel, policy: Plan, layers: int | None
 ) -> Plan:
     """Plan the pass of a reference over the samples: frozen, without gradients."""
     config = _plannable(request.config)
@@ -122,12 +120,12 @@ def _reference_plan(
     batch = _full_batch(request, config.train.batch_size_training, context_length)
     tracker = Tracker(request.device)
     with _fake_world(request) as ranks, planned_models(headers, request.device), tracker.planning():
-        built = build_model(
-            config, request.folder, model_config, None, tracker, ranks, is_trained=False
-        )
-        tracker.watch(built[0])
+        models.choose_head(model_config, config.preference.objective)
+        asked = models.ModelRequest(config, request.folder, model_config, purpose="reference")
+        built = build_model(asked, ranks, tracker)
+        tracker.watch(built)
         tracker.enter("evaluation")
-        score_examples(built[0], batch, ranks)
+        score_examples(built, batch, ranks)
     peaks = [tracker.peaks["load"], tracker.peaks["evaluation"]]
     largest = max(peak.bytes for peak in peaks)
     is_cuda = request.device == "cuda"
@@ -139,7 +137,7 @@ def _reference_plan(
     )
 
 
-def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None) -> Plan:
+def _plan_with(request: PlanRequest, build_model: models.BuildModel, layers: int | None) -> Plan:
     config = _plannable(request.config)
     new_tokens = request.new_tokens
     model_config, headers = read_headers(request.folder, config.model, layers)
@@ -157,12 +155,13 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
         else None
     )
     with _fake_world(request) as ranks, planned_models(headers, request.device), tracker.planning():
-        model, _, stored, _ = build_model(
-            config, request.folder, model_config, new_tokens, tracker, ranks
-        )
-        tracker.watch(model)
+        models.choose_head(model_config, config.preference.objective)
+        asked = models.ModelRequest(config, request.folder, model_config, new_tokens)
+        built = build_model(asked, ranks, tracker)
+        model = built.model
+        tracker.watch(built)
         step_flops = _step_flops(config, model, batch, request.target_share)
-        optimizer = _two_steps(config, model, batch, validation, tracker, ranks)
+        optimizer = _two_steps(config, built, batch, validation, tracker, ranks)
         of_the_device = len(tracker.events)
         tracker.enter("save")
         saved = checkpoint.to_host(checkpoint.own_state(model, optimizer, ranks))
@@ -175,7 +174,7 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
         world_size=request.world_size,
         # over all ranks
         checkpoint_bytes=sum(tensor.numel() * tensor.element_size() for tensor in staged),
-        result_bytes=_result_bytes(config, model, stored),
+        result_bytes=_result_bytes(config, built),
         tokens=batch.tokens,
         is_quick=layers is not None,
         step_flops=step_flops,
@@ -185,7 +184,7 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
 
 def _two_steps(
     config: Config,
-    model: PreTrainedModel,
+    built: models.BuiltModel,
     batch: Batch,
     validation: Batch | None,
     tracker: Tracker,
@@ -194,6 +193,7 @@ def _two_steps(
     """Run two steps and an evaluation like the recipe's training loop, and return the optimizer.
     The first step only creates the optimizer states, so it needs no forward pass."""
     settings = config.train
+    model = built.model
     objective = training.build_objective(config)
     optimizer = training.build_optimizer(model, settings)
     model.train()
@@ -210,17 +210,17 @@ def _two_steps(
     scale = training.TrainState(settings).scale.factor
     batches = [batch] * min(settings.gradient_accumulation_steps, PLANNED_MICRO_BATCHES)
     losses = training.accumulate_gradients(
-        model, objective, batches, 1, reduce_last_only, ranks, scale, tracker
+        built, objective, batches, 1, reduce_last_only, ranks, scale, tracker
     )
     tracker.enter("optimizer step")
-    training.clip_and_reduce_norm(model, losses, 1, settings, scale, ranks)
+    training.clip_and_reduce_norm(built, losses, 1, settings, scale, ranks)
     training.update_weights(optimizer, settings.lr)
     tracker.assign(states_of(optimizer), "optimizer state")
     if validation is not None:
         tracker.enter("evaluation")
         model.eval()
         with torch.no_grad():
-            objective.loss(model, validation, ranks)
+            objective.loss(built, validation, ranks)
         training.free_unsharded(model)
         model.train()
     return optimizer
@@ -318,21 +318,22 @@ def _plannable(config: Config) -> Config:
     )
 
 
-def _result_bytes(config: Config, model: PreTrainedModel, stored: models.StoredModel) -> int:
+def _result_bytes(config: Config, built: models.BuiltModel) -> int:
     if not config.checkpoint.save_model:
         return 0
     asked = checkpoint.save_dtype(config.checkpoint.save_dtype)
     is_lora = config.peft.use_peft
-    saved = [(name, it) for name, it in model.named_parameters() if it.requires_grad or not is_lora]
+    parameters = built.model.named_parameters()
+    saved = [(name, it) for name, it in parameters if it.requires_grad or not is_lora]
     dtypes = [
-        asked or (torch.float32 if is_lora else stored.dtypes.get(name, it.dtype))
+        asked or (torch.float32 if is_lora else built.stored.dtypes.get(name, it.dtype))
         for name, it in saved
     ]
     copied = 0
     if not is_lora:
         # By the model: a quick plan drops layers of towers from the headers.
-        towers = sum(models.left_out(model).tensors.values())
-        ignored = [header for header in stored.untouched.values() if header.is_ignored]
+        towers = sum(built.left_out.tensors.values())
+        ignored = [header for header in built.stored.untouched.values() if header.is_ignored]
         copied = towers * max(dtype.itemsize for dtype in dtypes)
         copied += sum(header.nbytes for header in ignored)
     return copied + sum(

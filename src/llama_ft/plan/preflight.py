@@ -11,7 +11,7 @@ import math
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
@@ -24,7 +24,7 @@ from llama_ft.config import Config
 from llama_ft.config.messages import size_text
 from llama_ft.data import TokenizedData, TrainingBatches
 from llama_ft.errors import reason
-from llama_ft.models import NewTokens
+from llama_ft.models import BuildModel, NewTokens
 from llama_ft.plan.types import Plan, PlanRequest
 from llama_ft.processes import end_with
 from llama_ft.runtime import Ranks, log
@@ -48,7 +48,7 @@ class Preflight:
         off: do not plan.
     """
 
-    def __init__(self, build_model: Callable[..., Any], off: bool) -> None:
+    def __init__(self, build_model: BuildModel, off: bool) -> None:
         self._pipe: Connection | None = None
         if off or os.environ.get("RANK", "0") != "0":
             return
@@ -158,7 +158,7 @@ class Preflight:
         return f"it took over {seconds:.0f} s. recipes/plan.py has no limit"
 
 
-def _serve(pipe: Connection, build_model: Callable[..., Any], parent: int) -> None:
+def _serve(pipe: Connection, build_model: BuildModel, parent: int) -> None:
     """Run as the forked process: answer one request."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the run, which ends this process
     os.nice(10)
@@ -170,7 +170,7 @@ def _serve(pipe: Connection, build_model: Callable[..., Any], parent: int) -> No
             pipe.send(answer)
 
 
-def _answers(request: PlanRequest, free: float, build_model: Callable[..., Any]) -> Iterator[Any]:
+def _answers(request: PlanRequest, free: float, build_model: BuildModel) -> Iterator[Any]:
     """Yield the choice for `activation_checkpointing auto` if it is set, the plan, and if it does
     not fit, a text with changes that would fit. After an error, yield a text that describes it
     instead."""

@@ -17,10 +17,9 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
-from llama_ft.models import has_score, lora_linear
+from llama_ft.models import BuiltModel, lora_linear
 from llama_ft.models.score_head import SCORE
 from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
 from llama_ft.plan.types import Peak
@@ -162,8 +161,9 @@ class Tracker(TorchDispatchMode):
 
         return wrapped
 
-    def watch(self, model: PreTrainedModel) -> None:
+    def watch(self, built: BuiltModel) -> None:
         """Count a model's parameters, its gradients, and the memory of its LM head."""
+        model = built.model
         self.assign(
             (it for it in model.parameters() if it.is_floating_point()), "sharded parameters"
         )
@@ -176,7 +176,7 @@ class Tracker(TorchDispatchMode):
         held["temporaries"] = peak.bytes - sum(held.values())
         self.peaks["load"] = replace(peak, holders=held)
         self._model = model
-        self._head = getattr(model, SCORE) if has_score(model) else model.get_output_embeddings()
+        self._head = getattr(model, SCORE) if built.has_score else model.get_output_embeddings()
         for module in model.modules():
             module.register_forward_pre_hook(self._before_forward)
 

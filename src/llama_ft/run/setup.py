@@ -15,7 +15,6 @@ from llama_ft import checkpoint, data, models, observe, runtime, training
 from llama_ft.config import Config, differences, parse_duration
 from llama_ft.errors import UserError
 from llama_ft.plan.oom_report import explain_errors
-from llama_ft.plan.predict import BuildModel
 from llama_ft.plan.preflight import Preflight, resolve_checkpointing
 from llama_ft.runtime import Ranks, log
 
@@ -140,7 +139,7 @@ def check_same_run(
 
 @contextmanager
 def start_run(
-    config: Config, origins: dict[str, str], build_model: BuildModel, planner: Path
+    config: Config, origins: dict[str, str], build_model: models.BuildModel, planner: Path
 ) -> Iterator[Setup]:
     """Start the ranks, and find the checkpoint to resume from.
 

@@ -252,7 +252,7 @@ class TrainingRun:
 
     def evaluate(
         self,
-        model: PreTrainedModel,
+        built: models.BuiltModel,
         objective: Objective,
         pad: int,
         record: StepRecord | None = None,
@@ -263,7 +263,7 @@ class TrainingRun:
         checkpoint can be saved.
 
         Args:
-            model: in training or evaluation mode.
+            built: the model, in training or evaluation mode.
             objective: of the run.
             pad: the pad token's id.
             record: of the step after which it is due; None before step 1.
@@ -278,7 +278,7 @@ class TrainingRun:
         settings = self.config.train
         try:
             loss, _, others = training.mean_loss(
-                model, objective, samples, settings, pad, pack_length, self.ranks
+                built, objective, samples, settings, pad, pack_length, self.ranks
             )
         except runtime.Stopped as stopped:
             self._abandon("The evaluation", stopped, record)
@@ -440,8 +440,7 @@ def open_run(
     inputs: dict[str, Any],
     dataset: data.TokenizedData,
     batches: data.TrainingBatches,
-    model: PreTrainedModel,
-    units: Sequence[models.Unit],
+    built: models.BuiltModel,
 ) -> Iterator[TrainingRun]:
     """Create the run's directory (nothing is written before) and start the trackers.
 
@@ -451,8 +450,7 @@ def open_run(
         inputs: the result of `Setup.check_inputs`.
         dataset: the tokenized data.
         batches: the plan of all steps.
-        model: loaded, on this rank's device.
-        units: the FSDP units, for the report.
+        built: the loaded model; its FSDP units are for the report.
     """
     ranks = setup.ranks
     name = config.model.model_name
@@ -466,7 +464,7 @@ def open_run(
         if dataset.bad_samples is not None:
             shutil.copyfile(dataset.bad_samples, directory / BAD_SAMPLES_FILE)
     setup.preflight.report(directory)
-    run = TrainingRun(setup, config, inputs, dataset, batches, model, directory)
-    run.facts.add(units=[dataclasses.asdict(unit) for unit in units])
+    run = TrainingRun(setup, config, inputs, dataset, batches, built.model, directory)
+    run.facts.add(units=[dataclasses.asdict(unit) for unit in built.units])
     with run.log:
         yield run

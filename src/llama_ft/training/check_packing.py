@@ -13,16 +13,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.data import collate
 from llama_ft.errors import UserError, reason
-from llama_ft.models import (
-    forget_chunked_loss,
-    has_chunked_loss,
-    packed_arguments,
-    token_mixers,
-    without_graphs,
-)
+from llama_ft.models import BuiltModel, packed_arguments, without_graphs
 from llama_ft.models.quantized import QuantizedLinear
 from llama_ft.models.rope import longrope_lengths
-from llama_ft.models.score_head import has_score
 from llama_ft.runtime import Ranks, log
 from llama_ft.training.step import free_unsharded
 
@@ -40,14 +33,14 @@ TOLERANCE_LOSS = 0.01  # of a sum over about fifty targets, with logits rounded 
 
 @torch.no_grad()
 def check_packing(
-    model: PreTrainedModel, samples: Dataset, longest: int, dtype: torch.dtype, ranks: Ranks
+    built: BuiltModel, samples: Dataset, longest: int, dtype: torch.dtype, ranks: Ranks
 ) -> None:
     """Compare the logits of a few packed samples with those of each sample alone by Transformers'
     own attention. If they differ, run more of the model sample by sample. Compare the chunked loss
     with that of all logits. If that differs, disable the chunked loss.
 
     Args:
-        model: loaded and in training mode. All ranks must call it.
+        built: the loaded model in training mode. All ranks must call it.
         samples: tokenized samples; the first few are used.
         longest: maximum number of tokens of a sample.
         dtype: the model's compute dtype.
@@ -58,7 +51,9 @@ def check_packing(
             sample; packed samples cannot be computed; or logits are not finite, or all equal.
     """
     device = ranks.device
-    mixers = token_mixers(model)
+    model = built.model
+    mixers = built.mixers
+    assert mixers is not None
     parts = _samples_to_compare(model, samples, longest)
     model.eval()
     for mixer in mixers.with_kernels:
@@ -70,13 +65,13 @@ def check_packing(
     attention = model.config._attn_implementation
     # that of Transformers
     model.config._attn_implementation = (attention or "").removeprefix("packed_") or None
-    alone = [_logits(model, [part], None, device) for part in parts]
+    alone = [_logits(built, [part], None, device) for part in parts]
     model.config._attn_implementation = attention
-    _check_values(model, alone)
+    _check_values(built, alone)
     while True:
-        layout = packed_arguments(model, [len(part) for part in parts], device)
+        layout = packed_arguments(built, [len(part) for part in parts], device)
         try:
-            packed = _logits(model, parts, layout, device)
+            packed = _logits(built, parts, layout, device)
         except (torch.OutOfMemoryError, torch.distributed.DistError):
             raise
         except Exception as error:  # of the model's own code, which computes each sample alone
@@ -99,7 +94,7 @@ def check_packing(
                 f"--batching_strategy packing: {problem}.\nUse --batching_strategy padding."
             )
         log.info(f"{problem}: {mixers.names()} compute one sample after another.")
-    if has_chunked_loss(model):
+    if built.has_chunked_loss:
         input_ids = torch.cat(parts).to(device)
         positions = _last_positions(parts).to(device)
         targets = input_ids.roll(-1)[positions]
@@ -108,7 +103,7 @@ def check_packing(
             chunked = model(**inputs, positions=positions, targets=targets)[0].item()
         of_logits = F.cross_entropy(packed, targets, reduction="sum").item()
         if not math.isclose(chunked, of_logits, rel_tol=TOLERANCE_LOSS):
-            forget_chunked_loss(model)
+            built.has_chunked_loss = False
             log.warning(
                 f"Chunked cross-entropy is off, which takes more memory: with {type(model).__name__} it gives "
                 f"{chunked:g}, and the full logits give {of_logits:g}."
@@ -117,14 +112,15 @@ def check_packing(
     model.train()
 
 
-def _check_values(model: PreTrainedModel, alone: list[torch.Tensor]) -> None:
+def _check_values(built: BuiltModel, alone: list[torch.Tensor]) -> None:
     """Raise UserError if the logits of samples alone are not finite, or all the same: this is no
     fault of packing, and nothing could be compared."""
-    origin = f"--model_name: on the first samples, the logits of {type(model).__name__}"
+    origin = f"--model_name: on the first samples, the logits of {type(built.model).__name__}"
     advice = "Check the weights (and the adapter, if there is one) and config.json."
     if not all(bool(logits.isfinite().all()) for logits in alone):
         raise UserError(f"{origin} are NaN or infinite.\n{advice}")
-    if not has_score(model) and any(bool((logits == logits[0, 0]).all()) for logits in alone):
+    are_equal = any(bool((logits == logits[0, 0]).all()) for logits in alone)
+    if are_equal and not built.has_score:
         raise UserError(f"{origin} are all equal: its weights are zero.\n{advice}")
 
 
@@ -160,13 +156,14 @@ def _last_positions(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _logits(
-    model: PreTrainedModel,
+    built: BuiltModel,
     parts: list[torch.Tensor],
     layout: dict[str, Any] | None,
     device: torch.device,
 ) -> torch.Tensor:
     """float32 [positions, vocab], or scores [positions, 1], the last of each row; of one row
     without a layout. Those of a whole window of tokens would take gigabytes."""
+    model = built.model
     positions = _last_positions(parts).to(device)
     input_ids = torch.cat(parts).unsqueeze(0).to(device)
     can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -174,7 +171,7 @@ def _logits(
     inputs = {"input_ids": input_ids, "use_cache": False, **keep}
     inputs |= {"attention_mask": torch.ones_like(input_ids)} if layout is None else layout
     with without_graphs(model):
-        if has_score(model):
+        if built.has_score:
             scores: torch.Tensor = model(**inputs, positions=positions)[0]
             return scores.unsqueeze(1)
         logits: torch.Tensor = model(**inputs).logits

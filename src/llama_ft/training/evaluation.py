@@ -15,6 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
 from llama_ft.data import collate, evaluation_batches, example_lengths, group_size, stop_token_ids
+from llama_ft.models import BuiltModel
 from llama_ft.runtime import Ranks, log
 from llama_ft.training.objective import Objective, logged_means
 from llama_ft.training.step import free_unsharded
@@ -41,7 +42,7 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def mean_loss(
-    model: PreTrainedModel,
+    built: BuiltModel,
     objective: Objective,
     validation: Dataset,
     settings: TrainConfig,
@@ -53,7 +54,7 @@ def mean_loss(
     pairs, and the means of the objective's other values.
 
     Args:
-        model: in training mode, also afterwards.
+        built: the model in training mode, also afterwards.
         objective: computes the loss of a batch.
         validation: tokenized samples. The ranks share them; each counts once.
         settings: val_batch_size and max_eval_step.
@@ -74,11 +75,11 @@ def mean_loss(
     batches = evaluation_batches(
         example_lengths(validation), *ranks_and_rank, *sizes, pack_length, group
     )
-    with evaluating(model):
+    with evaluating(built.model):
         for indices in batches:
             ranks.check_stop()
             batch = collate(validation, indices, pad_token_id, pack_length is not None)
-            summed = objective.loss(model, batch, ranks)
+            summed = objective.loss(built, batch, ranks)
             for name, value in {"loss": summed.loss, **summed.logged}.items():
                 sums[name] += value
             count += summed.count

@@ -15,10 +15,10 @@ takes the completion of the sample before in the micro-batch.
 """
 
 import torch
-from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import PreferenceConfig
 from llama_ft.data import Batch, unpaired_examples
+from llama_ft.models import BuiltModel
 from llama_ft.runtime import Ranks, sent
 from llama_ft.training.objective import (
     LossSum,
@@ -45,7 +45,7 @@ class Kto:
         self._settings = settings
         self.reference = AdapterOff() if reference is None else reference
 
-    def loss(self, model: PreTrainedModel, batch: Batch, ranks: Ranks) -> LossSum:
+    def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
         """See `Objective`; counts samples. Rows of even number are samples, each followed by its
         prompt with another completion."""
         settings = self._settings
@@ -54,15 +54,15 @@ class Kto:
         others = every_second(batch, 1)
         # To save memory: one half after the other, before the forward pass that keeps activations.
         reference, of_others = (
-            self.reference.log_probabilities(model, it, ranks)[:count] for it in (own, others)
+            self.reference.log_probabilities(built, it, ranks)[:count] for it in (own, others)
         )
-        apart = score_examples(model, others, ranks)[:count] - of_others  # [samples]
+        apart = score_examples(built, others, ranks)[:count] - of_others  # [samples]
         # Ranks may have different numbers of samples, or none.
         total, samples = ranks.mean_over_ranks(
             torch.stack([apart.sum(), apart.new_full((), count)])
         ).unbind()
         divergence = (total / samples.clamp(min=1 / ranks.world_size)).clamp(min=0)
-        losses, balance = target_losses(model, own, ranks.device, per_token=True)
+        losses, balance = target_losses(built, own, ranks.device, per_token=True)
         scores = example_log_probabilities(losses, own)[:count]  # [samples]
         ratios = scores - reference
         chosen = sent(torch.tensor(own.desirable, dtype=torch.float32), ranks.device)  # 1 or 0
@@ -78,7 +78,7 @@ class Kto:
             logged |= {f"{number}/{name}": values.sum() for number, values in sums.items()}
         # from a sum over tokens to one over samples
         balance = balance * (count / max(1, len(losses)))
-        return with_router_loss(LossSum(loss, count, logged), balance, model)
+        return with_router_loss(LossSum(loss, count, logged), balance, built)
 
 
 def every_second(batch: Batch, first: int) -> Batch:

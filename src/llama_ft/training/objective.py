@@ -14,19 +14,17 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.data import IGNORED, Batch, Encoder, one_example
 from llama_ft.data.formats import Sample, SampleFormat
 from llama_ft.data.tokenize import Example
 from llama_ft.models import (
+    BuiltModel,
     LossFunction,
     cross_entropy,
-    has_chunked_loss,
     noted,
     packed_arguments,
     router_arguments,
-    router_coefficient,
     router_loss,
 )
 from llama_ft.runtime import Ranks, sent
@@ -85,8 +83,8 @@ class Objective(Protocol):
         of `batch.input_ids`, or lengths in `batch.example_lengths`. `encoder.tokenize` makes one
         example from a sample of any format."""
 
-    def loss(self, model: PreTrainedModel, batch: Batch, ranks: Ranks) -> LossSum:
-        """Compute the loss of a micro-batch. All ranks call it together and equally often, so it
+    def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
+        """Compute the loss of a micro-batch by `built.model`. All ranks call it together and equally often, so it
         may exchange numbers (`ranks.mean_over_ranks`)."""
 
 
@@ -126,39 +124,37 @@ class SupervisedFineTuning:
         """See `Objective`. A sample is one example."""
         return one_example(sample, sample_format, encoder)
 
-    def loss(self, model: PreTrainedModel, batch: Batch, ranks: Ranks) -> LossSum:
+    def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
         """See `Objective`. It counts loss tokens."""
-        loss_fn = self._training_loss if model.training else cross_entropy
-        losses, balance = target_losses(model, batch, ranks.device, loss_fn)
-        return with_router_loss(LossSum(losses, batch.target_tokens), balance, model)
+        loss_fn = self._training_loss if built.model.training else cross_entropy
+        losses, balance = target_losses(built, batch, ranks.device, loss_fn)
+        return with_router_loss(LossSum(losses, batch.target_tokens), balance, built)
 
 
-def with_router_loss(
-    result: LossSum, balance: torch.Tensor | float, model: PreTrainedModel
-) -> LossSum:
+def with_router_loss(result: LossSum, balance: torch.Tensor | float, built: BuiltModel) -> LossSum:
     """Add the routers' auxiliary loss, times its coefficient, to the loss of a micro-batch.
     `balance` is its sum over `result.count`, a scalar tensor; a float if the model has no such
     loss."""
     if not isinstance(balance, torch.Tensor):
         return result
     logged = {**result.logged, "router_aux_loss": balance.detach()}
-    return LossSum(result.loss + router_coefficient(model) * balance, result.count, logged)
+    return LossSum(result.loss + built.router_coefficient * balance, result.count, logged)
 
 
 def target_losses(
-    model: PreTrainedModel,
+    built: BuiltModel,
     batch: Batch,
     device: torch.device,
     loss_fn: LossFunction = cross_entropy,
     per_token: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Run the model on a micro-batch. Return the losses of the tokens to predict, and the routers'
-    auxiliary loss as a sum over loss tokens, without `router_coefficient`.
+    auxiliary loss as a sum over loss tokens, without its coefficient.
 
     Args:
-        model: causal language model; position t predicts token t + 1. Prepared by
-            `use_chunked_loss` it makes logits of a few hundred positions at a time; otherwise those
-            of all positions with a target.
+        built: causal language model; position t predicts token t + 1. With a chunked loss it makes
+            logits of a few hundred positions at a time; otherwise those of all positions with a
+            target.
         batch: labels are not shifted; IGNORED positions are not targets.
         device: where the model computes.
         loss_fn: logits [n, vocab] and targets [n] -> losses [n].
@@ -170,26 +166,28 @@ def target_losses(
     # [targets]
     positions = sent(on_host, device)
     targets = sent(aims[on_host], device)
-    inputs = model_inputs(model, batch, device)
-    if has_chunked_loss(model):
-        losses: tuple[torch.Tensor, torch.Tensor | float] = model(
+    inputs = model_inputs(built, batch, device)
+    if built.has_chunked_loss:
+        losses, router_logits = built.model(
             **inputs, positions=positions, targets=targets, loss_fn=loss_fn, per_token=per_token
         )
-        return losses
-    output = model(**inputs)
-    predicting = output.logits.flatten(0, 1).index_select(0, positions)  # [targets, vocab]
-    of_targets = loss_fn(predicting, targets)
-    balance = router_loss(model, output, inputs.get("attention_mask"), len(targets))
-    return of_targets if per_token else of_targets.sum(), balance
+    else:
+        output = built.model(**inputs)
+        predicting = output.logits.flatten(0, 1).index_select(0, positions)  # [targets, vocab]
+        of_targets = loss_fn(predicting, targets)
+        losses = of_targets if per_token else of_targets.sum()
+        router_logits = getattr(output, "router_logits", None)
+    balance = router_loss(built, router_logits, inputs.get("attention_mask"), len(targets))
+    return losses, balance
 
 
-def model_inputs(model: PreTrainedModel, batch: Batch, device: torch.device) -> dict[str, Any]:
+def model_inputs(built: BuiltModel, batch: Batch, device: torch.device) -> dict[str, Any]:
     """What a model is called with for a micro-batch, on the device: tokens, and which rows they
     belong to."""
     input_ids = batch.input_ids
     if batch.is_packed:
-        input_ids, lengths = _filled_up(model, batch, device)
-        layout = packed_arguments(model, lengths, device)
+        input_ids, lengths = _filled_up(built, batch, device)
+        layout = packed_arguments(built, lengths, device)
     else:
         mask = batch.attention_mask.bool()
         layout = {"attention_mask": noted(sent(mask, device), needs_no_mask=bool(mask.all()))}
@@ -197,7 +195,7 @@ def model_inputs(model: PreTrainedModel, batch: Batch, device: torch.device) -> 
         "input_ids": sent(input_ids, device),
         "use_cache": False,
         **layout,
-        **router_arguments(model),
+        **router_arguments(built),
     }
 
 
@@ -243,7 +241,7 @@ def targets_per_example(batch: Batch) -> torch.Tensor:
 
 
 def _filled_up(
-    model: PreTrainedModel, batch: Batch, device: torch.device
+    built: BuiltModel, batch: Batch, device: torch.device
 ) -> tuple[torch.Tensor, list[int]]:
     """Return the tokens of a packed micro-batch and the lengths of its rows, with an additional row
     without loss. Lengths of packed sequences vary by a few tokens, and oneDNN compiles and keeps
@@ -251,7 +249,7 @@ def _filled_up(
     row.)"""
     more = -batch.input_ids.shape[1] % PAD_MULTIPLE[device.type]
     # The row's first tokens have no more positions than the longest row.
-    if more == 0 or more > max(batch.example_lengths) or router_coefficient(model):
+    if more == 0 or more > max(batch.example_lengths) or built.router_coefficient:
         return batch.input_ids, batch.example_lengths
     return torch.cat([batch.input_ids, batch.input_ids[:, :more]], dim=1), [
         *batch.example_lengths,

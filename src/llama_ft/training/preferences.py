@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
-from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import WITH_REFERENCE, Config, PreferenceConfig, stores_reference, values_of
 from llama_ft.data import Batch, Encoder, two_examples
 from llama_ft.data.formats import PREFERENCE, UNPAIRED, Sample, SampleFormat
 from llama_ft.data.tokenize import Example
+from llama_ft.models import BuiltModel
 from llama_ft.runtime import Ranks, sent
 from llama_ft.training.kto import Kto
 from llama_ft.training.objective import (
@@ -137,7 +137,7 @@ class Preferences:
         """See `Objective`; the chosen response comes first."""
         return two_examples(sample, sample_format, encoder)
 
-    def loss(self, model: PreTrainedModel, batch: Batch, ranks: Ranks) -> LossSum:
+    def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
         """See `Objective`; counts pairs. Rows of even number are chosen responses, each followed by
         the rejected."""
         settings = self._settings
@@ -146,10 +146,10 @@ class Preferences:
         reference: torch.Tensor | float = 0.0
         if self.reference is not None:
             reference = self._per_example(
-                self.reference.log_probabilities(model, batch, ranks), batch
+                self.reference.log_probabilities(built, batch, ranks), batch
             )
         with_prompts = _with_prompts(batch) if has_nll else batch
-        losses, balance = target_losses(model, with_prompts, ranks.device, per_token=True)
+        losses, balance = target_losses(built, with_prompts, ranks.device, per_token=True)
         scores = self._per_example(
             example_log_probabilities(losses, batch, with_prompts), batch
         )  # [rows]
@@ -178,7 +178,7 @@ class Preferences:
         sums = {name: values.detach().sum() for name, values in logged.items()}
         # from a sum over tokens to one over pairs
         balance = balance * (count / max(1, len(losses)))
-        return with_router_loss(LossSum(of_pairs.sum(), count, sums), balance, model)
+        return with_router_loss(LossSum(of_pairs.sum(), count, sums), balance, built)
 
     def _per_example(self, sums: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return sums over the targets of each row, float32 [rows]; with simpo and orpo, means."""

@@ -15,7 +15,7 @@ import gc
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +26,6 @@ import torch.distributed as dist
 import xxhash
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
-from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import models
 from llama_ft.config import Config, PeftConfig
@@ -40,6 +39,7 @@ from llama_ft.data import (
     group_size,
 )
 from llama_ft.errors import RunFailure, UserError, plural, reason
+from llama_ft.models import BuiltModel
 from llama_ft.models.source import listed
 from llama_ft.phases import PhaseMonitor
 from llama_ft.runtime import Ranks, log, sent
@@ -58,28 +58,29 @@ CHECKSUM = "checksum"  # also in the header: of the tensors and the fingerprint
 class Reference(Protocol):
     """Interface of the reference's log-probabilities."""
 
-    def log_probabilities(self, model: PreTrainedModel, batch: Batch, ranks: Ranks) -> torch.Tensor:
+    def log_probabilities(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> torch.Tensor:
         """Return sums over the targets of each row of a micro-batch, float32 [rows] on the device,
-        without gradient. `model` is the policy. All ranks must call it."""
+        without gradient. `built` is the policy. All ranks must call it."""
 
 
 class AdapterOff:
     """The model with its adapter off. It is computed in each step, and needs no additional memory
     for weights."""
 
-    def log_probabilities(self, model: PreTrainedModel, batch: Batch, ranks: Ranks) -> torch.Tensor:
+    def log_probabilities(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> torch.Tensor:
         """See `Reference`."""
-        with models.adapter_off(model):
-            return score_examples(model, batch, ranks)
+        with models.adapter_off(built.model):
+            return score_examples(built, batch, ranks)
 
 
 @torch.no_grad()
-def score_examples(model: PreTrainedModel, batch: Batch, ranks: Ranks) -> torch.Tensor:
+def score_examples(built: BuiltModel, batch: Batch, ranks: Ranks) -> torch.Tensor:
     """Return the model's log-probability of the targets of each row, float32 [rows], without
     dropout or gradient."""
+    model = built.model
     is_training = model.training
     model.eval()
-    losses, _ = target_losses(model, batch, ranks.device, per_token=True)
+    losses, _ = target_losses(built, batch, ranks.device, per_token=True)
     model.train(is_training)
     return example_log_probabilities(losses, batch)
 
@@ -106,7 +107,7 @@ class StoredReference:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def log_probabilities(self, model: PreTrainedModel, batch: Batch, ranks: Ranks) -> torch.Tensor:
+    def log_probabilities(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> torch.Tensor:
         """See `Reference`. Raises RunFailure if a row was not scored before."""
         keys = example_keys(batch)
         places = numpy.searchsorted(self._keys[:-1], keys)  # at most the last
@@ -119,21 +120,21 @@ class StoredReference:
         sums = self._sums[places] if batch.locations else numpy.zeros(len(keys), numpy.float32)
         return sent(torch.from_numpy(sums), ranks.device)
 
-    def compute(self, model: PreTrainedModel, batches: Iterable[Batch], ranks: Ranks) -> None:
+    def compute(self, built: BuiltModel, batches: Iterable[Batch], ranks: Ranks) -> None:
         """Score the rows of this rank's micro-batches; every rank has the same number. All ranks
         get all numbers."""
         keys = [numpy.zeros(0, numpy.int64)]
         sums = [torch.zeros(0)]
         logged = time.monotonic()
         for batch in batches:
-            scores = score_examples(model, batch, ranks)
+            scores = score_examples(built, batch, ranks)
             if batch.locations:
                 keys.append(example_keys(batch))
                 sums.append(scores.cpu())
             if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
                 logged = time.monotonic()
                 log.info(f"reference: {plural(sum(map(len, keys)), 'row')} on this rank")
-        free_unsharded(model)
+        free_unsharded(built.model)
         everyone: list[Any] = [None] * ranks.world_size
         dist.all_gather_object(everyone, (numpy.concatenate(keys), torch.cat(sums).numpy()))
         all_keys, all_sums = (numpy.concatenate(each) for each in zip(*everyone, strict=True))
@@ -266,7 +267,7 @@ class ReferencePass:
             log.warning(problem or f"{file}: another rank cannot read it.")
         log.warning("The log-probabilities of the reference are computed again.")
 
-    def score_with_other_model(self, build_model: Callable[..., Any], memory: PhaseMonitor) -> None:
+    def score_with_other_model(self, build_model: models.BuildModel, memory: PhaseMonitor) -> None:
         """Compute the numbers with --reference_model, and free its weights.
 
         Args:
@@ -286,26 +287,28 @@ class ReferencePass:
             check_same_tokens(self._other, models.load_tokenizer(folder, trust), self._tokenizer)
         log.info(f"Reference: {self._other}")
         config = reference_config(self._config)
-        built = build_model(config, folder, model_config, None, memory, ranks, is_trained=False)
+        models.choose_head(model_config, config.preference.objective)
+        request = models.ModelRequest(config, folder, model_config, purpose="reference")
+        built = build_model(request, ranks, memory)
         memory.enter("evaluation")
-        self._stored.compute(built[0], self._batches(), ranks)
+        self._stored.compute(built, self._batches(), ranks)
         self._is_complete = True
         self._fingerprint["model"] = models.fingerprint(folder)
         del built
         gc.collect()  # FSDP units and modules refer to each other
         torch.cuda.empty_cache()
 
-    def settle(self, model: PreTrainedModel, directory: Path) -> None:
+    def settle(self, built: BuiltModel, directory: Path) -> None:
         """Compute the numbers unless they are known, and write them into the run's directory.
 
         Args:
-            model: the model before step 1, also if the run is resumed.
+            built: the model before step 1, also if the run is resumed.
             directory: of the run. It has the file from now on, and each checkpoint gets a copy.
         """
         if self._stored is None:
             return
         if not self._is_complete:
-            self._stored.compute(model, self._batches(), self._ranks)
+            self._stored.compute(built, self._batches(), self._ranks)
             self._is_complete = True
         file = directory / REFERENCE_FILE
         if self._ranks.is_main:

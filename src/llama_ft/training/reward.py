@@ -11,12 +11,11 @@ objectives over pairs.
 
 import torch
 from torch.nn import functional as F
-from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.data import Batch, Encoder, two_examples
 from llama_ft.data.formats import Sample, SampleFormat
 from llama_ft.data.tokenize import Example
-from llama_ft.models import router_loss
+from llama_ft.models import BuiltModel, router_loss
 from llama_ft.runtime import Ranks, sent
 from llama_ft.training.objective import LossSum, model_inputs, with_router_loss
 
@@ -40,14 +39,16 @@ class RewardModeling:
         """See `Objective`; the chosen response comes first."""
         return two_examples(sample, sample_format, encoder)
 
-    def loss(self, model: PreTrainedModel, batch: Batch, ranks: Ranks) -> LossSum:
+    def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
         """See `Objective`; counts pairs. Rows of even number are chosen responses, each followed by
         the rejected."""
         pairs = len(batch.locations) // 2
-        inputs = model_inputs(model, batch, ranks.device)
-        pad = model.config.get_text_config().pad_token_id
+        inputs = model_inputs(built, batch, ranks.device)
+        pad = built.model.config.get_text_config().pad_token_id
         positions = last_positions(batch, -1 if pad is None else pad)  # a plan knows of no padding
-        scores, decoded = model(**inputs, positions=sent(positions, ranks.device))  # [rows]
+        scores, router_logits = built.model(  # [rows]
+            **inputs, positions=sent(positions, ranks.device)
+        )
         chosen, rejected = scores[: 2 * pairs].view(-1, 2).unbind(1)  # [pairs]
         loss = (
             self._centering * (chosen + rejected).square() - F.logsigmoid(chosen - rejected)
@@ -59,8 +60,8 @@ class RewardModeling:
             "rewards/accuracies": (chosen > rejected).float(),
         }
         sums = {name: values.detach().sum() for name, values in logged.items()}
-        balance = router_loss(model, decoded, inputs.get("attention_mask"), pairs)
-        return with_router_loss(LossSum(loss, pairs, sums), balance, model)
+        balance = router_loss(built, router_logits, inputs.get("attention_mask"), pairs)
+        return with_router_loss(LossSum(loss, pairs, sums), balance, built)
 
 
 def last_positions(batch: Batch, pad_token_id: int) -> torch.Tensor:

@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
 from llama_ft.data import Batch
 from llama_ft.errors import RunFailure
-from llama_ft.models import ShardGroup
+from llama_ft.models import BuiltModel, ShardGroup
 from llama_ft.models.lora import clear_frozen_half
 from llama_ft.models.shards import local_shard
 from llama_ft.phases import NULL_MONITOR, PhaseMonitor
@@ -27,7 +26,7 @@ MICRO_BATCHES_NAMED = 8
 
 
 def accumulate_gradients(
-    model: PreTrainedModel,
+    built: BuiltModel,
     objective: Objective,
     micro_batches: Sequence[Batch],
     count: int,
@@ -55,7 +54,7 @@ def accumulate_gradients(
     Returns:
         The loss of each micro-batch, detached.
     """
-    sharded = cast(FSDPModule, model)  # fully_shard has changed its class
+    sharded = cast(FSDPModule, built.model)  # fully_shard has changed its class
     losses = []
     for number, batch in enumerate(micro_batches):
         is_last = number == len(micro_batches) - 1
@@ -63,7 +62,7 @@ def accumulate_gradients(
         # copies of the model (replicate) need the sum only once
         sharded.set_requires_all_reduce(is_last)
         watch.enter("forward")
-        summed = objective.loss(model, batch, ranks)
+        summed = objective.loss(built, batch, ranks)
         watch.enter("backward")
         (summed.loss / (count / loss_scale)).backward()
         losses.append(replace(summed, loss=summed.loss.detach()))
@@ -111,7 +110,7 @@ class StepResult:
 
 
 def clip_and_reduce_norm(
-    model: nn.Module,
+    built: BuiltModel,
     losses: Sequence[LossSum],
     count: int,
     settings: TrainConfig,
@@ -123,17 +122,17 @@ def clip_and_reduce_norm(
     small all-reduce and does not wait for the device.
 
     Args:
-        model: sharded, after its backward passes.
+        built: sharded, after its backward passes.
         losses: the result of `accumulate_gradients`.
         count: losses that are summed in the global batch.
         settings: gradient_clipping and its threshold.
         loss_scale: see training/train_state.py.
         ranks: the ranks.
     """
-    clear_frozen_half(model, ShardGroup(ranks.mesh))
+    clear_frozen_half(built, ShardGroup(ranks.mesh))
     gradients = [
         local_shard(parameter.grad)
-        for parameter in model.parameters()
+        for parameter in built.model.parameters()
         if parameter.grad is not None
     ]
     if loss_scale != 1.0:

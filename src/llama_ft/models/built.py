@@ -1,0 +1,142 @@
+"""A model, and what the steps that build it tell each other and the rest of the run.
+
+The recipe's `build_model` fills it from top to bottom. Nothing of it is stored on the model itself.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.core_model_loading import WeightTransform
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.config import Config, QuantizationConfig
+from llama_ft.models.new_tokens import GrownRows, NewTokens
+from llama_ft.models.packed_samples import TokenMixers
+from llama_ft.models.source import StoredTensor, WeightSource
+from llama_ft.models.text_part import LeftOut
+from llama_ft.phases import PhaseMonitor
+from llama_ft.runtime.devices import PRECISIONS, Precision
+from llama_ft.runtime.process_group import Ranks
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """What the recipe's `build_model` builds."""
+
+    config: Config
+    folder: Path  # directory of the base model
+    model_config: PretrainedConfig
+    new_tokens: NewTokens | None = None
+    # train: the run's model; reference: frozen; read: to answer, evaluate or export
+    purpose: Literal["train", "reference", "read"] = "train"
+    is_sharded: bool = True  # False: without FSDP, each rank holds the whole model
+    # weights of a checkpoint to continue or to read, see load_weights
+    trained: WeightSource | None = None
+    storage: Precision | None = None  # None: that of the settings
+    quantized_from: torch.dtype | None = None  # None: the dtype of frozen weights
+
+    @property
+    def precision(self) -> Precision:
+        return self.storage or PRECISIONS[self.config.train.precision]
+
+
+def settings_to_read(config: Config, trust_remote_code: bool) -> Config:
+    """Return a run's settings for its model when it is only read: without quantization, packing and
+    whatever else changes only how training computes."""
+    model = replace(
+        config.model, trust_remote_code=trust_remote_code, compile=False, use_liger=False
+    )
+    train = replace(
+        config.train,
+        activation_checkpointing="off",
+        router_aux_loss_coef=0.0,
+        neftune_noise_alpha=0.0,
+    )
+    return replace(
+        config,
+        model=model,
+        train=train,
+        data=replace(config.data, batching_strategy="padding"),
+        quantization=QuantizationConfig(),
+    )
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of a model: its config, and the names of its tensors."""
+
+    config: Any  # PEFT's config, saved in adapter_config.json
+    keys: dict[str, str]  # parameter name in the model -> tensor name in adapter_model.safetensors
+    # name of each layer that has an adapter -> its adapter alone, unsharded, on meta
+    layers: dict[str, nn.Module]
+    # PiSSA trains only the first rows of each A and the first columns of each B; None: all of them
+    trained_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """What an export must know of the checkpoint that a model was loaded from."""
+
+    dtypes: dict[str, torch.dtype]  # of the model's parameters and stored buffers, by their names
+    # tensors that are not part of the model, by their names in the checkpoint; copied unchanged
+    untouched: dict[str, StoredTensor]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """An FSDP unit: parameters that are all-gathered, used and freed together."""
+
+    name: str  # name of its module; "" is the root, which holds all other parameters
+    kind: str  # class of that module
+    parameters: int  # number; each tied weight once
+    # unsharded: quantized weights as stored, others in the compute dtype; without those used as
+    # stored
+    bytes: int
+
+
+@dataclass
+class BuiltModel:
+    """A model, from the meta device to its loaded shards. Each field is set by one building step.
+
+    A plain model of Transformers can be wrapped as it is: the defaults are those of a model without
+    new tokens, score head, packing, adapter and chunked loss.
+    """
+
+    model: PreTrainedModel
+    # directory of the base model, for its weights and its other files
+    folder: Path = Path()
+    # By build_on_meta: how Transformers converts the tensors of the checkpoint's class. Opening a
+    # checkpoint keeps those that it needs.
+    conversions: list[WeightTransform] = field(default_factory=list)
+    left_out: LeftOut = LeftOut([], {})  # what the text part of a multimodal model lacks
+    grown: GrownRows | None = None  # parameters with fewer rows in the checkpoint
+    has_score: bool = False  # a reward model's head in the place of the LM head
+    # By the steps of the same names
+    mixers: TokenMixers | None = (
+        None  # use_packed_attention; None: the model is called with padding
+    )
+    router_coefficient: float = 0.0  # use_router_loss; 0: the loss is not computed
+    adapter: Adapter | None = None  # inject_lora
+    has_chunked_loss: bool = False  # use_chunked_loss; check_packing may turn it off
+    units: list[Unit] = field(default_factory=list)  # apply_fsdp
+    stored: StoredModel = StoredModel({}, {})  # load_weights
+
+
+class BuildModel(Protocol):
+    """The recipe's `build_model`: the only list of building steps. Plans, references, answers,
+    evaluations and exports get it as an argument."""
+
+    def __call__(
+        self, request: ModelRequest, ranks: Ranks | None, memory: PhaseMonitor
+    ) -> BuiltModel:
+        """Build, shard and load a model. All ranks call it together.
+
+        Args:
+            request: the model, and what it is for.
+            ranks: the ranks that share its weights; None: it stays on the meta device.
+            memory: informed when loading begins.
+        """
