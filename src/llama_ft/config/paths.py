@@ -74,11 +74,7 @@ def check_paths(
     dataset = values["dataset"]
     is_mixture = isinstance(dataset, list)
     datasets = [part["path"] for part in dataset] if is_mixture else [dataset]
-    inputs = {name: values[name] for name in INPUTS}
-    inputs["resume"] = values["resume"] if values["overwrite"] else None
-    inputs["dataset"] = None  # each part has its own entry
-    for name in datasets:
-        inputs[f"dataset {name}"] = name
+    inputs = _inputs(values, datasets)
 
     def tokenizer(name: str) -> str | None:
         return _folder(name) if looks_local(name) else None
@@ -122,6 +118,17 @@ def check_paths(
         if problem:
             messages.append(f"{setting} {value}: {problem}")
     return messages
+
+
+def _inputs(values: Mapping[str, Any], datasets: list[Any]) -> dict[str, Any]:
+    """Return what the run reads and `--overwrite` must not delete: name in messages -> path or
+    name."""
+    inputs = {name: values[name] for name in INPUTS}
+    inputs["resume"] = values["resume"] if values["overwrite"] else None
+    inputs["dataset"] = None  # each part has its own entry
+    for name in datasets:
+        inputs[f"dataset {name}"] = name
+    return inputs
 
 
 def file_problem(name: str) -> str | None:
