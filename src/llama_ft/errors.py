@@ -69,7 +69,8 @@ def reason(error: BaseException) -> str:
         return "no such file"  # fsspec's message is only the name
     if isinstance(error, KeyError):
         return f"{error} is missing"
-    text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    system_message = getattr(error, "strerror", None)
+    text = system_message or str(error).strip() or type(error).__name__
     lines = str(text).splitlines()
     line = lines[0]
     if len(lines) > 1 and line.endswith(":"):

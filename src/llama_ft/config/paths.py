@@ -120,7 +120,10 @@ def check_paths(
     return messages
 
 
-def _inputs(values: Mapping[str, Any], datasets: list[Any]) -> dict[str, Any]:
+def _inputs(
+    values: Mapping[str, Any],
+    datasets: list[Any],
+) -> dict[str, Any]:
     """Return what the run reads and `--overwrite` must not delete: name in messages -> path or
     name."""
     inputs = {name: values[name] for name in INPUTS}

@@ -58,7 +58,9 @@ def memory_use(device: torch.device) -> MemoryUse:
     """Return the memory of this process. Takes about 0.1 ms and does not synchronize with the
     device."""
     status = PROC_STATUS.read_bytes() if PROC_STATUS.exists() else b""  # Linux only
-    host = {name.decode(): int(kilobytes) * 1024 for name, kilobytes in FIELDS.findall(status)}
+    host = dict[str, int]()
+    for name, kilobytes in FIELDS.findall(status):
+        host[name.decode()] = int(kilobytes) * 1024
     use = MemoryUse(
         anonymous=host.get("RssAnon", 0),
         mapped=host.get("RssFile", 0) + host.get("RssShmem", 0),
@@ -147,7 +149,8 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
         if phase in PHASES_WITH_MAPPED_FILES:
             self._sampled = 0
             self._sampling = threading.Event()
-            sampler = threading.Thread(target=self._sample, args=(self._sampling,), daemon=True)
+            arguments = (self._sampling,)
+            sampler = threading.Thread(target=self._sample, args=arguments, daemon=True)
             sampler.start()
 
     def _sample(self, done: threading.Event) -> None:

@@ -109,4 +109,5 @@ class ProgressBar:
         if self._validation:
             shown.insert(1, self._validation)
         width = max(0, self._console.width - OTHER_COLUMNS)
-        self._bar.update(self._task, completed=step, numbers="  ".join(shown)[:width])
+        line = "  ".join(shown)
+        self._bar.update(self._task, completed=step, numbers=line[:width])
