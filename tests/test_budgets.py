@@ -14,9 +14,9 @@ LONGEST_FILE = 600  # lines
 # Tokens per folder: names, operators, numbers and strings, without docstrings and comments. Lines
 # are free. Whoever needs more raises the number in the same commit and says why.
 TOKENS = {
-    "": 3200, "checkpoint": 13_800, "config": 12_900, "data": 28_500, "evaluation": 2700,
-    "inference": 6100, "models": 35_500, "observe": 9900, "plan": 13_200, "report": 4400,
-    "run": 4200, "runtime": 7700, "training": 15_400,
+    "": 3200, "checkpoint": 13_800, "config": 13_400, "data": 28_800, "evaluation": 2800,
+    "inference": 6200, "models": 36_000, "observe": 10_800, "plan": 13_400, "report": 4500,
+    "run": 4400, "runtime": 8600, "training": 15_400,
 }  # fmt: skip
 UNCOUNTED = {
     tokenize.COMMENT,

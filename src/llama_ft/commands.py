@@ -13,8 +13,9 @@ from types import ModuleType
 from llama_ft import __version__
 
 PACKAGE = Path(__file__).resolve().parent
-# see setup.py
-RECIPES = PACKAGE / "recipes" if (PACKAGE / "recipes").is_dir() else PACKAGE.parents[1] / "recipes"
+RECIPES = PACKAGE / "recipes"  # of a plain install; see setup.py
+if not RECIPES.is_dir():
+    RECIPES = PACKAGE.parents[1] / "recipes"
 
 
 def _run(recipe: str) -> None:
@@ -23,10 +24,13 @@ def _run(recipe: str) -> None:
     sys.path.insert(0, str(RECIPES))
     main = ModuleType("__main__")
     main.__file__ = str(file)
+    # What looks up names in the main module, such as pickle, must find those of the recipe.
     sys.modules["__main__"] = main
-    exec(compile(file.read_text(), str(file), "exec"), vars(main))
+    code = compile(file.read_text(), str(file), "exec")
+    exec(code, vars(main))
 
 
+# verb -> its recipe, and what --help says about it
 VERBS = {
     "train": ("finetuning", "Fine-tune a model. --nproc N: on N processes of this machine."),
     "plan": ("plan", "Predict the GPU memory of a run."),
@@ -49,19 +53,22 @@ def main() -> None:
     if verb == "--version":
         print(f"llama_ft {__version__}")
     elif verb in ("--help", "-h"):
-        print(
-            HELP.format("\n".join(f"  {name:10}{meaning}" for name, (_, meaning) in VERBS.items()))
-        )
+        lines = [f"  {name:10}{meaning}" for name, (_, meaning) in VERBS.items()]
+        print(HELP.format("\n".join(lines)))
     elif verb not in VERBS:
-        print(
-            f"llama-ft {verb}: expected one of {', '.join(VERBS)}, or --version.", file=sys.stderr
-        )
+        names = ", ".join(VERBS)
+        print(f"llama-ft {verb}: expected one of {names}, or --version.", file=sys.stderr)
         sys.exit(2)
-    elif verb == "train" and any(flag.partition("=")[0] == "--nproc" for flag in flags):
+    elif verb == "train" and _has_nproc(flags):
         _launch(flags)
     else:
+        recipe, _ = VERBS[verb]
         sys.argv = [f"{sys.argv[0]} {verb}", *flags]
-        _run(VERBS[verb][0])
+        _run(recipe)
+
+
+def _has_nproc(flags: list[str]) -> bool:
+    return any(flag == "--nproc" or flag.startswith("--nproc=") for flag in flags)
 
 
 def _launch(flags: list[str]) -> None:
@@ -72,18 +79,25 @@ def _launch(flags: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     for name in ("api", "multiprocessing.api"):  # the failing rank has printed the error
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+        logger = logging.getLogger(f"torch.distributed.elastic.{name}")
+        logger.setLevel(logging.CRITICAL)
     parser = ArgumentParser(
-        "llama-ft train", "llama-ft train --nproc N [flags]", add_help=False, allow_abbrev=False
+        prog="llama-ft train",
+        usage="llama-ft train --nproc N [flags]",
+        add_help=False,
+        allow_abbrev=False,
     )
     parser.add_argument("--nproc", type=int)
     options, flags = parser.parse_known_args(flags)
     if options.nproc < 1:
         parser.error("--nproc: expected the number of processes, such as one per GPU")
+    recipe = RECIPES / "finetuning.py"
     try:
-        run.main(["--nproc_per_node", str(options.nproc), str(RECIPES / "finetuning.py"), *flags])
+        run.main(["--nproc_per_node", str(options.nproc), str(recipe), *flags])
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
-        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
+        code = failure.exitcode
+        # -9 after SIGKILL, which shells show as 137
+        sys.exit(code if code > 0 else 128 - code)
     except SignalException as stopped:
         sys.exit(128 + stopped.sigval)

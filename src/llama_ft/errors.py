@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from llama_ft.masking import mask_keys, printable
 from llama_ft.processes import end_restarts
 
-EXIT_GRACE_SECONDS = 20
+EXIT_GRACE_SECONDS = 20  # how long the other ranks of a node wait to be ended
+# kind of an exception -> why the host does not answer
 NO_ANSWER = {
     socket.gaierror: "host not found",
     ConnectionRefusedError: "connection refused",
@@ -35,9 +36,8 @@ class UserError(Exception):
         super().__init__(*self.messages)
 
     def __str__(self) -> str:
-        return printable(
-            "\n".join("error: " + message.replace("\n", "\n       ") for message in self.messages)
-        )
+        lines = ["error: " + message.replace("\n", "\n       ") for message in self.messages]
+        return printable("\n".join(lines))
 
 
 class RunFailure(UserError):
@@ -52,34 +52,40 @@ class LostRank(RunFailure):
 
 def plural(count: int, noun: str) -> str:
     """Return a count and its noun, such as `1 sample` or `2,214 samples`."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def reason(error: BaseException) -> str:
     """Return the message of any exception on one line, without a full stop."""
     cause: BaseException | None = error
-    for _ in range(20):
+    for _ in range(20):  # libraries wrap errors of the network; a chain may be a circle
+        if cause is None:
+            break
         for kind, why in NO_ANSWER.items():
             if isinstance(cause, kind):
                 return f"the host does not answer ({why})"
-        cause = cause and (cause.__cause__ or cause.__context__)
+        cause = cause.__cause__ or cause.__context__
     if type(error) is FileNotFoundError:
         return "no such file"  # fsspec's message is only the name
     if isinstance(error, KeyError):
         return f"{error} is missing"
-    text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
-    first, *rest = str(text).splitlines()
-    return (f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first).rstrip(".")
+    system_message = getattr(error, "strerror", None)
+    text = system_message or str(error).strip() or type(error).__name__
+    lines = str(text).splitlines()
+    line = lines[0]
+    if len(lines) > 1 and line.endswith(":"):
+        line = f"{line} {lines[1].strip()}"
+    return line.rstrip(".")
 
 
 @contextmanager
 def before_imports() -> Iterator[None]:
     """Apply `exit_on_error` to the code before the imports of torch and Transformers. Garbage
-    collection is off until `ranks.configure_console`, because the imports take 8 s with it and 6
+    collection is off until `runtime.configure_console`, because the imports take 8 s with it and 6
     s without."""
     # keep a handler that the recipe has set
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # no traceback from an import; runtime.start replaces it
+        # no traceback from an import; `runtime.start` replaces this handler
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     with exit_on_error():
         yield

@@ -10,9 +10,11 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llama_ft.config.paths import base_model_of, folder_problem, model_dir_problem, model_problem
-from llama_ft.config.run_settings import STRICT, Size
 from llama_ft.config.tool_flags import check, read
+from llama_ft.config.value_types import STRICT, Size
 from llama_ft.errors import UserError
+
+RECORDED_INPUTS = ("model_name", "tokenizer_name", "from_peft_checkpoint")
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -63,7 +65,8 @@ class ExportFlags:
 def read_export_flags(argv: list[str], description: str) -> ExportFlags:
     """Return the flags with resolved `source`, `out`, `kind` and `base_model`. Raises UserError
     with all errors."""
-    options, _, errors = read(argv, ExportFlags, description, {"dtype": "save_dtype"})
+    aliases = {"dtype": "save_dtype"}
+    options, _, errors = read(argv, ExportFlags, description, aliases)
     if len(options.paths) != 2:
         raise UserError(
             *errors,
@@ -74,24 +77,27 @@ def read_export_flags(argv: list[str], description: str) -> ExportFlags:
     options.out = Path(out).expanduser().absolute()
     options.kind = export_kind(options.source)
     if options.kind is None:
-        none = "is neither a checkpoint, nor a run's directory, nor an adapter."
-        raise UserError(
-            *errors, f"{options.source}: {folder_problem(options.source, 'a directory') or none}"
-        )
+        problem = folder_problem(options.source, "a directory")
+        if problem is None:
+            problem = "is neither a checkpoint, nor a run's directory, nor an adapter."
+        raise UserError(*errors, f"{options.source}: {problem}")
     if options.kind == "adapter" and not options.base_model:
         options.base_model = base_model_of(source)
     recorded = recorded_inputs(options.source)
     base = options.base_model or recorded.get("model_name")
-    if base and (error := model_problem(base)):
-        errors.append(f"{source} (--base_model overrides it): base model {base}: {error}")
+    base_problem = model_problem(base) if base else None
+    if base_problem:
+        errors.append(f"{source} (--base_model overrides it): base model {base}: {base_problem}")
+    # what --overwrite must not delete
     inputs = {
         "CHECKPOINT": source,
         "its base model": base,
         "--tokenizer_name": options.tokenizer_name,
         **recorded,
     }
-    if error := model_dir_problem(out, options.overwrite, inputs):
-        errors.append(f"{out}: {error}")
+    out_problem = model_dir_problem(out, options.overwrite, inputs)
+    if out_problem:
+        errors.append(f"{out}: {out_problem}")
     if options.push_to_hub and get_token() is None:
         errors.append(
             f"--push_to_hub: no token for {constants.ENDPOINT}. Run `hf auth login`, or set HF_TOKEN."
@@ -102,25 +108,24 @@ def read_export_flags(argv: list[str], description: str) -> ExportFlags:
 
 def export_kind(folder: Path) -> Literal["checkpoint", "run", "adapter"] | None:
     """Return the kind of a directory that recipes/export.py can read, or None."""
-    if (folder / "trainer.json").is_file() or (folder.name.startswith("step-") and folder.is_dir()):
+    if (folder / "trainer.json").is_file():
         return "checkpoint"
+    if folder.name.startswith("step-") and folder.is_dir():
+        return "checkpoint"  # perhaps a corrupted one; the export says so
     if any((folder / "checkpoints").glob("step-*")):
         return "run"
-    return "adapter" if (folder / "adapter_config.json").is_file() else None
+    if (folder / "adapter_config.json").is_file():
+        return "adapter"
+    return None
 
 
 def recorded_inputs(folder: Path) -> dict[str, str | None]:
     """Return the inputs of a run or of a checkpoint's run; none if it cannot be read (a checksum
     shows that)."""
-    for file in (
-        folder / "trainer.json",
-        *sorted(folder.glob("checkpoints/step-*/trainer.json"), reverse=True),
-    ):
+    newest_first = sorted(folder.glob("checkpoints/step-*/trainer.json"), reverse=True)
+    for file in (folder / "trainer.json", *newest_first):
         with suppress(OSError, ValueError, LookupError, TypeError):
             config = json.loads(file.read_text())["config"]
-            names = {**config["model"], **config["peft"]}
-            return {
-                name: names.get(name)
-                for name in ("model_name", "tokenizer_name", "from_peft_checkpoint")
-            }
+            values = {**config["model"], **config["peft"]}
+            return {name: values.get(name) for name in RECORDED_INPUTS}
     return {}

@@ -72,6 +72,7 @@ _PATTERNS = [
 ]
 
 _URL = re.compile(r"(?<!\S)\S*://\S+")
+# For settings, where a secret is an error: any user or password, and values of any length.
 _USER = re.compile(rf"\bhttps?://[^/\s?#]*@|://{_USER_AND_PASSWORD}", re.IGNORECASE)
 _QUERY = re.compile(rf"{_IN_QUERY}[^&\s]", re.IGNORECASE)
 # all but tabs and line ends
@@ -95,11 +96,15 @@ def mask_secrets(text: str) -> str:
 def mask_keys(text: str) -> str:
     """Return `text` with secrets masked in its URLs, and keys with a known form anywhere. Messages
     need their other parts."""
+    masked_urls = _URL.sub(lambda url: mask_secrets(url[0]), text)
     pattern, replacement = _KEY
-    return pattern.sub(replacement, _URL.sub(lambda url: mask_secrets(url[0]), text))
+    return pattern.sub(replacement, masked_urls)
 
 
 def is_url_with_secret(text: str) -> bool:
     """Return whether a text is a URL with a password, or with a key, a token or a signature in its
     query."""
-    return any(_USER.search(url) or _QUERY.search(url) for url in _URL.findall(unquote(text)))
+    for url in _URL.findall(unquote(text)):
+        if _USER.search(url) or _QUERY.search(url):
+            return True
+    return False

@@ -12,7 +12,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
 def cores() -> int:
@@ -28,7 +28,8 @@ def end_with(parent: int, oom_score: int = 0) -> None:
         oom_score: 0 to 1000; with a higher score the kernel kills this process before others if
             memory runs out.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before prctl
         os._exit(0)
     with suppress(OSError):
@@ -41,16 +42,17 @@ def attempt() -> int:
 
 
 def may_be_restarted() -> bool:
-    """Return whether an earlier attempt of this job is possible. The count above misses failures of
-    other nodes."""
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
-    nodes = os.environ.get("GROUP_WORLD_SIZE")
-    return int(restarts or 0) > 0 or int(nodes or 1) > 1
+    """Return whether an earlier attempt of this job is possible. `attempt` misses failures of other
+    nodes."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE") or 1)
+    return restarts > 0 or nodes > 1
 
 
 def end_restarts() -> None:
     """End this node's agent and its ranks, if the agent would restart them."""
-    if attempt() < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0):
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+    if attempt() < restarts:
         os.kill(os.getppid(), signal.SIGTERM)
 
 

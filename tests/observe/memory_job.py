@@ -22,16 +22,16 @@ RANK = int(os.environ["RANK"])
 KEPT: list[Any] = []
 
 
-def load_whole_model_too(*arguments: Any, **keywords: Any) -> Any:
+def load_whole_model_too(built: models.BuiltModel, *arguments: Any, **keywords: Any) -> Any:
     """Run load_weights. Rank 0 also keeps copies of all tensors in the files."""
     if RANK == 0:
         tensors = [
             tensor
-            for file in sorted(arguments[1].glob("*.safetensors"))
+            for file in sorted(built.folder.glob("*.safetensors"))
             for tensor in load_file(file).values()
         ]
         KEPT.extend(tensor.clone() for tensor in tensors for _ in range(4))
-    return MATERIALIZE(*arguments, **keywords)
+    return MATERIALIZE(built, *arguments, **keywords)
 
 
 def keep_states_of_the_whole_model(

@@ -35,10 +35,13 @@ def is_url(name: str) -> bool:
 def data_suffix(name: str) -> str:
     """Return the suffix that selects the reader, such as `.jsonl` for `my.jsonl.gz`; empty for
     other files."""
-    path = Path(name.partition("?")[0] if is_url(name) else name)
-    if "".join(path.suffixes[-2:]).lower().endswith(COMPRESSED_SUFFIXES):
+    without_query = name.partition("?")[0] if is_url(name) else name
+    path = Path(without_query)
+    last_two = "".join(path.suffixes[-2:]).lower()
+    if last_two.endswith(COMPRESSED_SUFFIXES):
         return path.suffixes[-2].lower()
-    return path.suffix.lower() if path.suffix.lower() in DATA_SUFFIXES else ""
+    suffix = path.suffix.lower()
+    return suffix if suffix in DATA_SUFFIXES else ""
 
 
 def kind_of_data(name: str) -> Kind:
@@ -48,6 +51,7 @@ def kind_of_data(name: str) -> Kind:
         return "demo"
     path = Path(name).expanduser()
     exists = os.path.exists(path)  # Path.exists would raise an error without permission to look
+    is_hub_name = HUB_NAME.fullmatch(name) is not None and not name.startswith(".")
     if name.removesuffix("_dataset") in READY_DATASETS and not exists:
         return "ready"
     if name.rpartition(":")[0].endswith(".py") or name.endswith(".py"):
@@ -58,11 +62,7 @@ def kind_of_data(name: str) -> Kind:
         return "folder" if os.path.isdir(path) else "file"
     if glob.has_magic(name):
         return "glob"
-    return (
-        "hub"
-        if HUB_NAME.fullmatch(name) and not name.startswith(".") and not data_suffix(name)
-        else "file"
-    )
+    return "hub" if is_hub_name and not data_suffix(name) else "file"
 
 
 def has_splits(name: str) -> bool:
@@ -73,14 +73,12 @@ def has_splits(name: str) -> bool:
 
 def is_split_of(validation: str, dataset: Any) -> bool:
     """Return whether `validation` names a split of `dataset`, not other data."""
-    may_be = (
-        isinstance(dataset, str)
-        and has_splits(dataset)
-        and SPLIT_NAME.fullmatch(validation) is not None
-    )
-    return (
-        may_be and kind_of_data(validation) in ("file", "glob") and not os.path.exists(validation)
-    )
+    if not isinstance(dataset, str) or not has_splits(dataset):
+        return False
+    if SPLIT_NAME.fullmatch(validation) is None or os.path.exists(validation):
+        return False
+    # What has no other meaning is a "file"; the brackets of train[:5%] make it a "glob".
+    return kind_of_data(validation) in ("file", "glob")
 
 
 def data_files(folder: Path) -> Iterator[Path]:
@@ -94,8 +92,8 @@ def data_files(folder: Path) -> Iterator[Path]:
 
 def globbed(pattern: str) -> list[str]:
     """Return the files that match the pattern, sorted by path."""
-    found = glob.glob(str(Path(pattern).expanduser()), recursive=True)
-    return sorted(file for file in found if Path(file).is_file())
+    paths = glob.glob(str(Path(pattern).expanduser()), recursive=True)
+    return sorted(path for path in paths if Path(path).is_file())
 
 
 def data_problem(name: str) -> str | None:
@@ -106,26 +104,26 @@ def data_problem(name: str) -> str | None:
         file = Path(name.rpartition(":")[0] or name).expanduser()
         if not file.is_file():
             return "no such file."
-        return f"which function? Write {file}:function." if name.endswith((".py", ":")) else None
-    if kind == "folder" and not any((path / sign).is_file() for sign in DATASETS_MARKER_FILES):
-        return (
-            None
-            if any(data_files(path))
-            else f"is a directory without data files. Supported: {DATA_FORMS}."
-        )
+        names_function = not name.endswith((".py", ":"))
+        return None if names_function else f"which function? Write {file}:function."
+    if kind == "folder":
+        is_saved_dataset = any((path / marker).is_file() for marker in DATASETS_MARKER_FILES)
+        if is_saved_dataset or any(data_files(path)):
+            return None
+        return f"is a directory without data files. Supported: {DATA_FORMS}."
     if kind == "glob":
         files = globbed(name)
-        return (
-            None
-            if files and all(map(data_suffix, files))
-            else f"matches no file, or not only {DATA_FORMS}."
-        )
-    if kind == "file" and path.exists() and not path.is_file():
-        return NOT_A_FILE
-    if kind != "file" or (path.exists() and data_suffix(name)):
+        if files and all(data_suffix(file) for file in files):
+            return None
+        return f"matches no file, or not only {DATA_FORMS}."
+    if kind != "file":  # known without reading: a built-in dataset, a URL, a Hub name
         return None
+    has_data_suffix = data_suffix(name) != ""
     if path.exists():
-        return f"unknown suffix. Supported: {DATA_FORMS}."
-    if data_suffix(name):
+        if not path.is_file():
+            return NOT_A_FILE
+        return None if has_data_suffix else f"unknown suffix. Supported: {DATA_FORMS}."
+    if has_data_suffix:
         return "no such file."
-    return f"is neither data nor a built-in dataset ({', '.join(('demo', *READY_DATASETS))}). Supported: {DATA_FORMS}."
+    built_in = ", ".join(("demo", *READY_DATASETS))
+    return f"is neither data nor a built-in dataset ({built_in}). Supported: {DATA_FORMS}."

@@ -15,9 +15,10 @@ from pydantic import TypeAdapter
 from llama_ft.config.messages import format_value
 from llama_ft.config.settings import SECTIONS, SETTINGS, Config, Setting, values_of
 
-WIDTH = 100
-COLUMN = 36
+WIDTH = 100  # characters per line of --help
+COLUMN = 36  # where the meanings begin
 PAD = " " * COLUMN
+# kind of a setting -> what --help shows for its value; other kinds are lists
 WORDS = {
     "switch": "",
     "whole number": " N",
@@ -73,26 +74,38 @@ def flags_text(settings: Mapping[str, Setting], title: str) -> str:
     """Format flags in two columns: the name, then its meaning, choices and default."""
     lines = [title]
     for setting in settings.values():
-        head = f"  --{setting.name}{WORDS.get(setting.kind, ' A,B')}"
+        if setting.dotted == "quantization.mode":
+            head = "  --quantization [WORD]"
+        else:
+            head = f"  --{setting.name}{WORDS.get(setting.kind, ' A,B')}"
         default = format_value(setting.default).strip("[]")
         choices = f"{', '.join(setting.choices)}; " if setting.choices else ""
         text = f"{setting.meaning} [{choices}default: {default or 'empty'}]"
-        head = "  --quantization [WORD]" if setting.dotted == "quantization.mode" else head
         body = textwrap.fill(
-            text, WIDTH, initial_indent=PAD, subsequent_indent=PAD, break_on_hyphens=False
+            text,
+            WIDTH,
+            initial_indent=PAD,
+            subsequent_indent=PAD,
+            break_on_hyphens=False,
         )
-        lines.append(f"{head}\n{body}" if len(head) >= COLUMN - 1 else head + body[len(head) :])
+        fits_one_line = len(head) < COLUMN - 1
+        if fits_one_line:
+            lines.append(head + body[len(head) :])  # in place of the body's first blanks
+        else:
+            lines.append(f"{head}\n{body}")
     return "\n".join(lines)
 
 
 def differences(config: Config) -> list[str]:
     """Return one line, `train.lr = 0.002 (default 0.0001)`, for each setting that is not at its
     default."""
-    return [
-        f"{SETTINGS[name].dotted} = {format_value(value)} (default {format_value(SETTINGS[name].default)})"
-        for name, value in values_of(config).items()
-        if value != SETTINGS[name].default
-    ]
+    lines = []
+    for name, value in values_of(config).items():
+        setting = SETTINGS[name]
+        if value != setting.default:
+            default = format_value(setting.default)
+            lines.append(f"{setting.dotted} = {format_value(value)} (default {default})")
+    return lines
 
 
 def to_yaml(config: Config, header: str = "") -> str:
@@ -111,11 +124,10 @@ def to_yaml(config: Config, header: str = "") -> str:
         if name not in SETTINGS_OF_ONE_RUN:
             sections[setting.section][name] = values[name]
     body = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=120)
-    return (
-        textwrap.indent(header.strip(), "# ", lambda _: True) + f"\n\n{body}"
-        if header.strip()
-        else body
-    )
+    if not header.strip():
+        return body
+    comment = textwrap.indent(header.strip(), "# ", lambda _: True)  # empty lines, too
+    return f"{comment}\n\n{body}"
 
 
 def json_schema() -> dict[str, Any]:
@@ -123,12 +135,13 @@ def json_schema() -> dict[str, Any]:
     accepts."""
     schema = TypeAdapter(Config).json_schema()
     sections = schema["$defs"]
+    # a fraction: in YAML a number, which the loader reads as text
+    fraction = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
     validation = sections["DataConfig"]["properties"]["validation"]["anyOf"]
-    validation.insert(1, {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1})
-    mode = {
-        **sections["QuantizationConfig"]["properties"]["mode"],
-        "description": "Short for quantization.mode.",
-    }
+    validation.insert(1, fraction)
+    # quantization: 8bit
+    mode = dict(sections["QuantizationConfig"]["properties"]["mode"])
+    mode["description"] = "Short for quantization.mode."
     schema["properties"]["quantization"] = {"anyOf": [{"$ref": "#/$defs/QuantizationConfig"}, mode]}
     draft = "https://json-schema.org/draft/2020-12/schema"
     return {"$schema": draft, **schema, "title": "llama_ft recipe", "additionalProperties": False}

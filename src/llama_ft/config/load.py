@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from llama_ft import __version__
+from llama_ft.config.data_settings import DatasetPart
 from llama_ft.config.dump import exit_with_help, help_text
 from llama_ft.config.messages import (
     MOST_ERRORS,
@@ -20,10 +21,10 @@ from llama_ft.config.messages import (
 from llama_ft.config.parse import Parsed, as_keywords, read_flags, read_yaml
 from llama_ft.config.paths import check_paths
 from llama_ft.config.rules import broken_rules, broken_values, drop_overridden
-from llama_ft.config.run_settings import DatasetPart
 from llama_ft.config.settings import SETTINGS, Config, Setting, settings_of, values_of
 from llama_ft.errors import UserError, before_imports, exit_on_error, plural, rank
 
+# Words of pydantic's messages, and the plain words that replace them.
 PLAIN = {
     "Input should": "must",
     "Field": "is",
@@ -50,10 +51,14 @@ def check_command_line(description: str, demo_config: Path) -> None:
         sys.exit(0)
     with before_imports():
         load(sys.argv[1:], demo_config)
-    sys.argv[1:] = [f"--{name}={text}" for name, text in as_keywords(sys.argv[1:]).items()]
+    keywords = as_keywords(sys.argv[1:])
+    sys.argv[1:] = [f"--{name}={text}" for name, text in keywords.items()]
 
 
-def load_flags(flags: Mapping[str, str], demo_config: Path) -> tuple[Config, dict[str, str]]:
+def load_flags(
+    flags: Mapping[str, str],
+    demo_config: Path,
+) -> tuple[Config, dict[str, str]]:
     """Return what `load` returns, from flags (name -> text) as fire passes them on after
     `check_command_line`.
 
@@ -61,12 +66,16 @@ def load_flags(flags: Mapping[str, str], demo_config: Path) -> tuple[Config, dic
         SystemExit: with 2 after errors, for example if a file has changed since
             `check_command_line`.
     """
+    argv = [f"--{name}={text}" for name, text in flags.items()]
     with exit_on_error():
-        return load([f"--{name}={text}" for name, text in flags.items()], demo_config)
+        return load(argv, demo_config)
 
 
 def load(
-    argv: list[str], demo_config: Path | None = None, *, paths: bool = True
+    argv: list[str],
+    demo_config: Path | None = None,
+    *,
+    paths: bool = True,
 ) -> tuple[Config, dict[str, str]]:
     """Read `--config` and the flags, and check everything. A flag overrides the config.
 
@@ -83,15 +92,16 @@ def load(
         UserError: with one message per error.
     """
     flags = read_flags(argv)
-    named = flags.values.pop("config", None)
-    is_demo = named is None and flags.values.keys().isdisjoint({"model_name", "dataset"})
-    file_name = demo_config if is_demo else named and Path(named)
-    file = read_yaml(file_name) if file_name else Parsed()
+    config_name = flags.values.pop("config", None)
+    flags.origins.pop("config", None)  # it is not a setting
+    is_demo = config_name is None and flags.values.keys().isdisjoint({"model_name", "dataset"})
+    if is_demo:
+        config_file = demo_config
+    else:
+        config_file = Path(config_name) if config_name else None
+    file = read_yaml(config_file) if config_file else Parsed()
     values = {**file.values, **flags.values}
-    origins = {
-        **file.origins,
-        **{name: origin for name, origin in flags.origins.items() if name in values},
-    }
+    origins = {**file.origins, **flags.origins}
     config, wrong = convert(values, origins)
     errors = [*file.errors, *flags.errors, *wrong.values()]
     errors += broken_values(values_of(config), origins)
@@ -100,13 +110,11 @@ def load(
         config, _ = convert(valid, origins)
         errors = broken_rules(valid, origins)
     if paths:
-        errors += [
-            error
-            for error in check_paths(values_of(config), origins, {*wrong})
-            if error not in errors
-        ]
-    if others := errors[MOST_ERRORS:]:
-        raise UserError(*errors[:MOST_ERRORS], f"and {plural(len(others), 'more error')}.")
+        problems = check_paths(values_of(config), origins, set(wrong))
+        errors += [problem for problem in problems if problem not in errors]
+    left_out = len(errors) - MOST_ERRORS
+    if left_out > 0:
+        errors = [*errors[:MOST_ERRORS], f"and {plural(left_out, 'more error')}."]
     if errors:
         raise UserError(*errors)
     return config, {SETTINGS[name].dotted: origin for name, origin in origins.items()}
@@ -132,30 +140,47 @@ def convert(
         if value == "":
             wrong[name] = f"{describe_setting(name, origins)}: the value is empty."
             continue
-        part = getattr(config, table[name].section) if table[name].section else config
+        setting = table[name]
+        section = getattr(config, setting.section) if setting.section else config
         try:
-            part.__pydantic_validator__.validate_assignment(part, name, value)
-        except ValidationError as refusal:
+            # A plain assignment would not be checked: pydantic's dataclasses check at construction.
+            section.__pydantic_validator__.validate_assignment(section, name, value)
+        except ValidationError as rejection:
             # the last error of a union: a list of datasets, not a text
-            *_, error = refusal.errors(include_url=False)
-            wrong[name] = _explain(describe_setting(name, origins), table[name], value, error)
+            *_, error = rejection.errors(include_url=False)
+            wrong[name] = _explain(describe_setting(name, origins), setting, value, error)
     return config, wrong
 
 
 def _explain(head: str, setting: Setting, value: Any, error: Any) -> str:
-    """Return what is wrong with a value, in fewer words than pydantic's."""
-    inside = error["loc"][2:]
+    """Return what is wrong with a value, in fewer words than pydantic's.
+
+    Args:
+        head: name and place of the setting.
+        setting: the setting.
+        value: the value that was rejected.
+        error: one of `pydantic.ValidationError.errors()`.
+    """
+    inside = error["loc"][2:]  # of a dataset mixture: the number of its part, and the key
     candidates = setting.choices
     if error["type"] == "extra_forbidden":  # a key in a part of a dataset mixture
         value = inside[-1]
         candidates = tuple(DatasetPart.__annotations__)
-    head += f"[{'].'.join(map(str, inside))}" if inside else f" {format_value(value)}"
+    if inside:
+        keys = "].".join(map(str, inside))
+        head = f"{head}[{keys}"
+    else:
+        head = f"{head} {format_value(value)}"
+    if candidates:
+        wanted = f"expected one of {', '.join(candidates)}"
+    else:
+        wanted = error["msg"].partition(", unable")[0].removeprefix("Value error, ")
+        for theirs, ours in PLAIN.items():
+            wanted = wanted.replace(f"{theirs} to", ours)
+            wanted = wanted.replace(theirs, ours)
     match = nearest(str(value), candidates)
     unsupported = UNSUPPORTED_VALUES.get((setting.name, str(value).lower()))
     if unsupported:
         return f"{head}: {unsupported}"
-    wanted = error["msg"].partition(", unable")[0].removeprefix("Value error, ")
-    for theirs, ours in PLAIN.items():
-        wanted = wanted.replace(f"{theirs} to", ours).replace(theirs, ours)
-    wanted = f"expected one of {', '.join(candidates)}" if candidates else wanted
-    return f"{head}: {wanted}." + (f" Did you mean {match}?" if match else "")
+    suggestion = f" Did you mean {match}?" if match else ""
+    return f"{head}: {wanted}.{suggestion}"

@@ -51,17 +51,24 @@ class Parsed:
     origins: dict[str, str] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
 
-    def add_unknown(self, shown: str, name: str, explain: Callable[[str], str]) -> None:
+    def add_unknown(
+        self,
+        shown: str,
+        name: str,
+        explain: Callable[[str], str],
+    ) -> None:
         """Add the message about an unknown name. Finding a similar name takes milliseconds, so
         after many errors the message has no explanation."""
         has_room = len(self.errors) < MOST_ERRORS
-        self.errors.append(shown[:MOST_SHOWN] + (explain(name) if has_room else ""))
+        explanation = explain(name) if has_room else ""
+        self.errors.append(shown[:MOST_SHOWN] + explanation)
 
 
 def from_text(setting: Setting, text: str) -> Any:
     """Parse none, lists, and ~ for the home directory, which pydantic cannot do. Everything else
     stays text."""
     text = text.strip()
+    has_names = setting.kind in ("names", "names or pattern")
     if setting.name == "mode":
         return MODES.get(text.lower(), text)
     if setting.optional and text.lower() in ("none", "null"):
@@ -70,9 +77,10 @@ def from_text(setting: Setting, text: str) -> Any:
     node = None
     with suppress(yaml.YAMLError):  # [*.jsonl] is a pattern of names
         node = yaml.compose(text, Loader=yaml.SafeLoader) if is_list else None
-    if setting.kind in ("names", "names or pattern") and text:
+    if has_names and text:
         inside = text[1:-1] if is_list else text
-        items = [item for item in (item.strip().strip("'\"") for item in inside.split(",")) if item]
+        stripped = [item.strip().strip("'\"") for item in inside.split(",")]
+        items = [item for item in stripped if item]
         if node is not None:  # YAML handles commas inside quotes
             items = _value(setting, node) or items
         # PEFT takes a string as a pattern for whole module paths, which the bare name q_proj would
@@ -92,19 +100,22 @@ def _parts(node: yaml.Node | None) -> Any:
         return {}
     parts = []
     for item in node.value:
-        pairs = (
-            item.value
-            if isinstance(item, yaml.MappingNode)
-            else [(yaml.ScalarNode("", "path"), item)]
-        )
-        part = {
-            str(key.value): value.value if isinstance(value, yaml.ScalarNode) else {}
-            for key, value in pairs
-        }
-        if isinstance(path := part.get("path"), str):
+        part = dict[str, Any]()
+        if isinstance(item, yaml.MappingNode):
+            for key, value in item.value:
+                part[str(key.value)] = _scalar_text(value)
+        else:
+            part["path"] = _scalar_text(item)
+        path = part.get("path")
+        if isinstance(path, str):
             part["path"] = os.path.expanduser(path)
         parts.append(part)
     return parts or ""
+
+
+def _scalar_text(node: yaml.Node) -> Any:
+    """Return the text of a scalar, and {} for anything else, which no setting accepts."""
+    return node.value if isinstance(node, yaml.ScalarNode) else {}
 
 
 @dataclass(frozen=True)
@@ -135,9 +146,12 @@ def words_of(argv: list[str]) -> Iterator[Word]:
             yield Word("", word)
             continue
         flag, equals, text = word.partition("=")
-        yield Word(
-            flag, text if equals else rest.pop(0) if rest and not _is_flag(rest[0]) else None
-        )
+        if equals:
+            yield Word(flag, text)
+        elif rest and not _is_flag(rest[0]):
+            yield Word(flag, rest.pop(0))
+        else:
+            yield Word(flag, None)
 
 
 def _is_flag(word: str) -> bool:
@@ -192,14 +206,15 @@ def _read(word: Word, find: Find) -> tuple[Setting | None, str, str]:
         return None, "", ""
     is_switch = setting.kind == "switch" or setting.name == "mode"
     if is_negated and (not is_switch or word.value is not None):
-        return (
-            setting,
-            "",
-            f": --no_ works for switches only and takes no value. Write --{setting.name}.",
-        )
-    if word.value is None and not is_switch:
-        return setting, "", " needs a value."
-    return setting, "false" if is_negated else "true" if word.value is None else word.value, ""
+        error = f": --no_ works for switches only and takes no value. Write --{setting.name}."
+        return setting, "", error
+    if is_negated:
+        return setting, "false", ""
+    if word.value is not None:
+        return setting, word.value, ""
+    if is_switch:
+        return setting, "true", ""
+    return setting, "", " needs a value."
 
 
 def as_keywords(argv: list[str]) -> dict[str, str]:
@@ -209,7 +224,9 @@ def as_keywords(argv: list[str]) -> dict[str, str]:
     for word in words_of(argv):
         setting, text, _ = _read(word, known)
         if setting is not None:
-            keywords[word.name if known(word.name) else setting.name] = text
+            is_negated = known(word.name) is None
+            name = setting.name if is_negated else word.name
+            keywords[name] = text
     return keywords
 
 
@@ -217,28 +234,32 @@ def read_yaml(path: Path) -> Parsed:
     """Read the settings of a YAML config. Errors show its path relative to the working
     directory."""
     parsed = Parsed()
-    root = None
+    root: yaml.Node | None = None
     relative = os.path.relpath(path)
     shown = str(path) if relative.startswith("..") else relative
     try:
-        wrong = file_problem(str(path))
-        if not wrong and path.stat().st_size > LARGEST_CONFIG:
-            wrong = f"larger than {LARGEST_CONFIG:,} bytes; a config has a few thousand."
-        root = (
-            None
-            if wrong
-            else yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-        )
+        problem = file_problem(str(path))
+        if not problem and path.stat().st_size > LARGEST_CONFIG:
+            problem = f"larger than {LARGEST_CONFIG:,} bytes; a config has a few thousand."
+        if not problem:
+            # compose stops before YAML's types: the nodes have texts, and line numbers
+            text = path.read_text(encoding="utf-8")
+            root = yaml.compose(text, Loader=yaml.SafeLoader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         shown = f"{shown}:{mark.line + 1}" if mark else shown
-        wrong = f"not valid YAML: {getattr(error, 'problem', None) or reason(error)}."
+        problem = f"not valid YAML: {getattr(error, 'problem', None) or reason(error)}."
     if root is not None and not isinstance(root, yaml.MappingNode):
-        wrong = "a config is sections with settings, such as\ntrain:\n  lr: 1e-4"
-    if wrong:
-        parsed.errors.append(f"--config {shown}: {wrong}")
-    for key, node in root.value if root and not wrong else ():
-        _read_section(str(key.value), f"{shown}:{key.start_mark.line + 1}", node, shown, parsed)
+        problem = "a config is sections with settings, such as\ntrain:\n  lr: 1e-4"
+    if problem:
+        parsed.errors.append(f"--config {shown}: {problem}")
+        return parsed
+    if root is None:  # an empty file
+        return parsed
+    for key_node, value_node in root.value:
+        section = str(key_node.value)
+        origin = f"{shown}:{key_node.start_mark.line + 1}"
+        _read_section(section, origin, value_node, shown, parsed)
     return parsed
 
 
@@ -247,32 +268,50 @@ def explain_key(name: str) -> str:
     return explain_unknown(name, as_key=True)
 
 
-def _read_section(section: str, origin: str, node: yaml.Node, shown: str, parsed: Parsed) -> None:
-    if section == "quantization" and isinstance(node, yaml.ScalarNode) and node.tag != NULL:
+def _read_section(
+    section: str,
+    origin: str,
+    node: yaml.Node,
+    file_name: str,
+    parsed: Parsed,
+) -> None:
+    """Add the settings of a section to `parsed`.
+
+    Args:
+        section: its name.
+        origin: its line, `configs/mine.yaml:12`.
+        node: what the file has under that name.
+        file_name: the file, as messages show it.
+        parsed: receives values, origins and errors.
+    """
+    is_empty = node.tag == NULL
+    if section == "quantization" and isinstance(node, yaml.ScalarNode) and not is_empty:
+        # `quantization: 8bit` is short for `quantization.mode`
         parsed.values["mode"] = from_text(SETTINGS["mode"], node.value)
         parsed.origins["mode"] = origin
-    elif section not in SECTIONS:
+        return
+    if section not in SECTIONS:
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
         keys = [str(key_node.value) for key_node, _ in pairs]
-        parsed.add_unknown(
-            f"{origin}: {section}", section, lambda name: explain_section(name, keys)
-        )
-    elif isinstance(node, yaml.MappingNode):
-        for key_node, value_node in node.value:
-            key = str(key_node.value)
-            origin = f"{shown}:{key_node.start_mark.line + 1}"
-            setting = SETTINGS.get(key)
-            if setting is None or setting.section != section:
-                parsed.add_unknown(f"{origin}: {section}.{key}", key, explain_key)
-            elif key in parsed.origins:
-                parsed.errors.append(
-                    f"{origin}: {section}.{key} is set twice, first in {parsed.origins[key]}."
-                )
-            else:
-                parsed.values[key] = _value(setting, value_node)
-                parsed.origins[key] = origin
-    elif node.tag != NULL:  # an empty section is valid: all its settings may be commented out
-        parsed.errors.append(f"{origin}: {section} is a section; indent its settings below it.")
+        unknown = f"{origin}: {section}"
+        parsed.add_unknown(unknown, section, lambda name: explain_section(name, keys))
+        return
+    if not isinstance(node, yaml.MappingNode):
+        if not is_empty:  # an empty section is valid: all its settings may be commented out
+            parsed.errors.append(f"{origin}: {section} is a section; indent its settings below it.")
+        return
+    for key_node, value_node in node.value:
+        key = str(key_node.value)
+        origin = f"{file_name}:{key_node.start_mark.line + 1}"
+        setting = SETTINGS.get(key)
+        if setting is None or setting.section != section:
+            parsed.add_unknown(f"{origin}: {section}.{key}", key, explain_key)
+        elif key in parsed.origins:
+            first = parsed.origins[key]
+            parsed.errors.append(f"{origin}: {section}.{key} is set twice, first in {first}.")
+        else:
+            parsed.values[key] = _value(setting, value_node)
+            parsed.origins[key] = origin
 
 
 def _value(setting: Setting, node: yaml.Node | None) -> Any:
@@ -281,8 +320,8 @@ def _value(setting: Setting, node: yaml.Node | None) -> Any:
         return None if node.tag == NULL else from_text(setting, node.value)
     if setting.kind == "data":
         return _parts(node)
-    if isinstance(node, yaml.SequenceNode) and all(
-        isinstance(item, yaml.ScalarNode) for item in node.value
-    ):
-        return [item.value for item in node.value]
+    if isinstance(node, yaml.SequenceNode):
+        items = node.value
+        if all(isinstance(item, yaml.ScalarNode) for item in items):
+            return [item.value for item in items]
     return {}

@@ -34,7 +34,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 RUN_MARKER = ".llama_ft-run"
 # of a run and of each of its checkpoints; see training/reference.py
 REFERENCE_FILE = "reference.safetensors"
-# the samples that --skip_bad_rows has skipped; see data/build.py
+# the samples that --skip_bad_rows has skipped; see data/tokenize_files.py
 BAD_SAMPLES_FILE = "bad_samples.jsonl"
 SHOWN_ENTRIES = 3  # names of other files in a warning
 # Everything that a run writes into its directory. --overwrite deletes nothing else.
@@ -61,7 +61,9 @@ CARD_TAG = "\n- llama_ft\n"  # in the header of every model card that checkpoint
 
 
 def check_paths(
-    values: Mapping[str, Any], origins: Mapping[str, str], invalid: set[str]
+    values: Mapping[str, Any],
+    origins: Mapping[str, str],
+    invalid: set[str],
 ) -> list[str]:
     """Return an error message for each setting whose file or directory cannot be used.
 
@@ -70,54 +72,67 @@ def check_paths(
         origins: field name -> where it was set.
         invalid: fields whose own value could not be read. They are not checked.
     """
+    dataset = values["dataset"]
+    is_mixture = isinstance(dataset, list)
+    datasets = [part["path"] for part in dataset] if is_mixture else [dataset]
+    inputs = _inputs(values, datasets)
+
+    def tokenizer(name: str) -> str | None:
+        return _folder(name) if looks_local(name) else None
 
     def validation(name: str) -> str | None:
-        is_data = as_fraction(name) is None and not is_split_of(name, values["dataset"])
+        is_data = as_fraction(name) is None and not is_split_of(name, dataset)
         return data_problem(name) if is_data else None
+
+    def adapter(name: str) -> str | None:
+        return _folder(name, *ADAPTER_FILES)
+
+    def chat_template(name: str) -> str | None:
+        return None if name in BUILT_IN_TEMPLATES else file_problem(name)
 
     def output_dir(name: str) -> str | None:
         return output_dir_problem(name, values["overwrite"], values["resume"], inputs)
 
-    parts = values["dataset"]
-    inputs = {name: values[name] for name in INPUTS}
-    names = [part["path"] for part in parts] if isinstance(parts, list) else [parts]
-    inputs |= {"resume": values["resume"] if values["overwrite"] else None, "dataset": None}
-    inputs |= {f"dataset {name}": name for name in names}
+    # the field, its value, and the function that returns what is wrong with that value
     checks: list[tuple[str, Any, Callable[[Any], str | None]]] = [
         ("model_name", values["model_name"], model_problem),
-        (
-            "tokenizer_name",
-            values["tokenizer_name"],
-            lambda name: _folder(name) if looks_local(name) else None,
-        ),
+        ("tokenizer_name", values["tokenizer_name"], tokenizer),
         ("reference_model", values["reference_model"], model_problem),
-        *(("dataset", name, data_problem) for name in names),
+        *(("dataset", name, data_problem) for name in datasets),
         ("validation", values["validation"], validation),
-        (
-            "from_peft_checkpoint",
-            values["from_peft_checkpoint"],
-            lambda name: _folder(name, *ADAPTER_FILES),
-        ),
-        (
-            "chat_template",
-            values["chat_template"],
-            lambda it: None if it in BUILT_IN_TEMPLATES else file_problem(it),
-        ),
+        ("from_peft_checkpoint", values["from_peft_checkpoint"], adapter),
+        ("chat_template", values["chat_template"], chat_template),
         ("output_dir", values["output_dir"] or "output/<model>", output_dir),
     ]
     messages = []
     for name, value, problem_of in checks:
         if name in invalid or value is None:
             continue
+        setting = describe_setting(name, origins)
+        if is_url_with_secret(value):  # the message must not repeat it
+            messages.append(f"{setting} {SECRET}")
+            continue
         try:
-            problem = SECRET if is_url_with_secret(value) else problem_of(value)
+            problem = problem_of(value)
         except (OSError, ValueError) as error:  # no permission, a name that is too long
             problem = f"cannot be accessed: {reason(error)}."
         if problem:
-            messages.append(
-                f"{describe_setting(name, origins)} {problem if problem == SECRET else f'{value}: {problem}'}"
-            )
+            messages.append(f"{setting} {value}: {problem}")
     return messages
+
+
+def _inputs(
+    values: Mapping[str, Any],
+    datasets: list[Any],
+) -> dict[str, Any]:
+    """Return what the run reads and `--overwrite` must not delete: name in messages -> path or
+    name."""
+    inputs = {name: values[name] for name in INPUTS}
+    inputs["resume"] = values["resume"] if values["overwrite"] else None
+    inputs["dataset"] = None  # each part has its own entry
+    for name in datasets:
+        inputs[f"dataset {name}"] = name
+    return inputs
 
 
 def file_problem(name: str) -> str | None:
@@ -152,19 +167,24 @@ def model_problem(name: str) -> str | None:
     None."""
     if name == "demo" or not looks_local(name):
         return None
+    problem = _folder(name, "config.json")
+    if problem:
+        return problem
     has_weights = any(Path(name).expanduser().glob("*.safetensors"))
-    return _folder(name, "config.json") or (
-        None if has_weights else f"holds no *.safetensors. {TO_SAFETENSORS}"
-    )
+    return None if has_weights else f"holds no *.safetensors. {TO_SAFETENSORS}"
 
 
 def _folder(name: str, *files: str) -> str | None:
     """Return why `name` is not a directory that holds these files, or None."""
     folder = Path(name).expanduser()
-    if problem := folder_problem(folder, f"a directory with {' and '.join(files) or 'files'}"):
+    expected = " and ".join(files) or "files"
+    problem = folder_problem(folder, f"a directory with {expected}")
+    if problem:
         return problem
-    missing = next((f"holds no {file}." for file in files if not (folder / file).is_file()), None)
-    return missing or special_file(folder)
+    for file in files:
+        if not (folder / file).is_file():
+            return f"holds no {file}."
+    return special_file(folder)
 
 
 def special_file(folder: Path) -> str | None:
@@ -209,22 +229,24 @@ def run_entries(directory: Path) -> list[Path]:
     """
     if not (directory / RUN_MARKER).is_file():
         return []
-    own = [directory / entry for entry in RUN_ENTRIES if entry != "checkpoints"]
+    entries = [directory / entry for entry in RUN_ENTRIES if entry != "checkpoints"]
     checkpoints = directory / "checkpoints"
     if checkpoints.is_symlink():  # what it leads to may belong to somebody else
-        own.append(checkpoints)
+        entries.append(checkpoints)
     else:
-        own += [it for it in checkpoints.glob("*") if CHECKPOINT_ENTRIES.fullmatch(it.name)]
-    return [path for path in own if path.exists()]
+        for path in checkpoints.glob("*"):
+            if CHECKPOINT_ENTRIES.fullmatch(path.name):
+                entries.append(path)
+    return [path for path in entries if path.exists()]
 
 
 def foreign_entries(directory: Path) -> str | None:
     """Return an error message if `directory` has entries with a run's names but no RUN_MARKER, or
     None."""
-    held = [entry for entry in RUN_ENTRIES if (directory / entry).exists()]
-    if not held or (directory / RUN_MARKER).is_file():
+    existing = [entry for entry in RUN_ENTRIES if (directory / entry).exists()]
+    if not existing or (directory / RUN_MARKER).is_file():
         return None
-    return f"holds {', '.join(held)} but no {RUN_MARKER}, which marks a run's directory. Choose another output_dir."
+    return f"holds {', '.join(existing)} but no {RUN_MARKER}, which marks a run's directory. Choose another output_dir."
 
 
 def unusual_output_dir(directory: str, model_name: str) -> str | None:
@@ -253,7 +275,10 @@ def unusual_output_dir(directory: str, model_name: str) -> str | None:
 
 
 def output_dir_problem(
-    directory: str, overwrite: bool, resume: str | None, inputs: Mapping[str, Any]
+    directory: str,
+    overwrite: bool,
+    resume: str | None,
+    inputs: Mapping[str, Any],
 ) -> str | None:
     """Return why a run cannot write into `directory`, or None.
 
@@ -267,39 +292,58 @@ def output_dir_problem(
         inputs: field name -> file or directory that the run reads. Replacing a run must not delete
             it.
     """
+    if rank() != 0:
+        return None
     path = Path(directory).expanduser()
-    obstacle = not_writable(path) if rank() == 0 else None
-    if obstacle or rank() != 0 or not any((path / entry).exists() for entry in RUN_ENTRIES):
-        return obstacle  # files of other programs may stay
+    problem = not_writable(path)
+    if problem:
+        return problem
+    has_run_entries = any((path / entry).exists() for entry in RUN_ENTRIES)
+    if not has_run_entries:
+        return None  # files of other programs may stay
+    problem = foreign_entries(path)
+    if problem:
+        return problem
     # torchrun may have restarted the ranks. checkpoint/run_directory.py finds that out before it
     # writes anything.
     resumes = resume == "auto" or may_be_restarted()
-    resumes = resumes or (
-        resume is not None and Path(resume).expanduser().resolve().is_relative_to(path.resolve())
-    )
-    if foreign := foreign_entries(path):
-        return foreign
+    if resume is not None and not resumes:
+        checkpoint = Path(resume).expanduser().resolve()
+        resumes = checkpoint.is_relative_to(path.resolve())
     if not resumes and not overwrite:
         return "already holds a run. Choose another output_dir, --resume auto to continue it, or --overwrite."
-    return deleted_input(run_entries(path), inputs) if overwrite and not attempt() else None
+    # After a restart the directory holds the run's own first attempt, and nothing is deleted.
+    deletes = overwrite and attempt() == 0
+    return deleted_input(run_entries(path), inputs) if deletes else None
 
 
 def model_dir_problem(
-    directory: str, overwrite: bool, inputs: Mapping[str, str | None]
+    directory: str,
+    overwrite: bool,
+    inputs: Mapping[str, str | None],
 ) -> str | None:
     """Return why a model cannot be exported into `directory`, or None. Arguments: see
     `output_dir_problem`."""
     path = Path(directory).expanduser()
-    obstacle = not_writable(path)
-    if obstacle or not path.exists() or not any(path.iterdir()):
-        return obstacle
-    files = [str(file.relative_to(path)) for file in sorted(path.rglob("*")) if not file.is_dir()]
+    problem = not_writable(path)
+    if problem:
+        return problem
+    if not path.exists() or not any(path.iterdir()):
+        return None
     card = path / "README.md"
     copied = _copied_files(card)
-    others = [name for name in files if not any(fnmatch(name, own) for own in MODEL_PATTERNS)]
-    if others := [name for name in others if name not in copied]:
+    others = []
+    for file in sorted(path.rglob("*")):
+        if file.is_dir():
+            continue
+        name = str(file.relative_to(path))
+        is_of_model = any(fnmatch(name, pattern) for pattern in MODEL_PATTERNS)
+        if not is_of_model and name not in copied:
+            others.append(name)
+    if others:
         return f"holds more than a model ({', '.join(others[:5])}). Choose another output_dir."
-    if not (card.is_file() and CARD_TAG in card.read_text(errors="replace")):
+    is_ours = card.is_file() and CARD_TAG in card.read_text(errors="replace")
+    if not is_ours:
         return "holds a model that llama_ft did not write (no README.md tagged llama_ft). Choose another output_dir."
     if not overwrite:
         return "already holds a model. Choose another output_dir, or replace that model with --overwrite."
@@ -308,24 +352,29 @@ def model_dir_problem(
 
 def _copied_files(card: Path) -> set[str]:
     """Return the names of the files that a model card lists as copied from the base model."""
-    header = card.read_text(errors="replace").split("---\n")[1:2] if card.is_file() else []
+    if not card.is_file():
+        return set()
+    parts = card.read_text(errors="replace").split("---\n")
     try:
-        settings = yaml.safe_load(header[0]) if header else {}
+        settings = yaml.safe_load(parts[1])
         return {str(name) for name in settings[COPIED_FILES]}
     except (yaml.YAMLError, LookupError, TypeError):  # not a card of llama_ft, or it lists none
         return set()
 
 
-def deleted_input(entries: list[Path], inputs: Mapping[str, str | None]) -> str | None:
+def deleted_input(
+    entries: list[Path],
+    inputs: Mapping[str, str | None],
+) -> str | None:
     """Return an error message if deleting `entries` would delete one of the inputs, or None."""
     for name, value in inputs.items():
-        source = Path((value or "").rpartition(".py:")[0] or value or "/").expanduser().resolve()
-        if held := next(
-            (entry for entry in entries if source.is_relative_to(entry.resolve())), None
-        ):
-            return (
-                f"--overwrite would delete {held}, which {name} reads. Choose another output_dir."
-            )
+        if not value:
+            continue
+        before_function = value.rpartition(".py:")[0]  # of path/to/file.py:function
+        source = Path(before_function or value).expanduser().resolve()
+        for entry in entries:
+            if source.is_relative_to(entry.resolve()):
+                return f"--overwrite would delete {entry}, which {name} reads. Choose another output_dir."
     return None
 
 
@@ -335,11 +384,9 @@ def not_writable(path: Path) -> str | None:
     It creates a temporary directory in the nearest existing parent. Permission bits are not enough:
     they allow root everything, even on a read-only disk.
     """
-    existing = next(
-        parent
-        for parent in (path, *path.absolute().parents)
-        if parent.exists() or parent.is_symlink()
-    )
+    ancestors = (path, *path.absolute().parents)
+    # a link to nothing exists, too: a directory of its name cannot be made
+    existing = next(folder for folder in ancestors if folder.exists() or folder.is_symlink())
     if not existing.is_dir():
         return f"{existing} is not a directory."
     try:

@@ -38,20 +38,29 @@ def as_fraction(validation: str | None) -> float | None:
 def brings_validation(s: Any) -> bool:
     """Tell whether settings, by field name as attributes, may bring validation data: a file or a
     mixture is training data only; the demo, a Python function and data with splits bring more."""
-    if s.validation is not None or not isinstance(s.dataset, str):
-        return s.validation is not None
+    if s.validation is not None:
+        return True
+    if not isinstance(s.dataset, str):
+        return False
     return has_splits(s.dataset) or kind_of_data(s.dataset) in ("demo", "function")
 
 
 def stores_reference(s: Any) -> bool:
     """Tell whether the reference's log-probabilities are computed once, before training: the model
     with its adapter off is not the reference. Settings as of `brings_validation`."""
-    changes_more = (
+    if s.objective not in WITH_REFERENCE:
+        return False
+    # With one of these the model with its adapter off is another one than before training.
+    changes_base = (
         s.from_peft_checkpoint or s.bias != "none" or s.modules_to_save or s.resize_embeddings
     )
-    return s.objective in WITH_REFERENCE and bool(
-        s.reference_model or changes_more or not s.use_peft
-    )
+    return bool(s.reference_model or changes_base or not s.use_peft)
+
+
+def is_out_of_range(validation: str | None) -> bool:
+    """Return whether validation is a number that is not a fraction of the samples."""
+    share = as_fraction(validation)
+    return share is not None and not 0 < share < 1
 
 
 # The field that the message is about, what is wrong, and the message, where {} stands for the
@@ -62,7 +71,7 @@ Rule = tuple[str, Callable[[Any], Any], str]
 VALUE_RULES: tuple[Rule, ...] = (
     (
         "validation",
-        lambda s: not 0 < (0.5 if (share := as_fraction(s.validation)) is None else share) < 1,
+        lambda s: is_out_of_range(s.validation),
         "is {}; expected a fraction between 0 and 1, such as 0.05.",
     ),
     (
@@ -234,51 +243,53 @@ FSDP_FIELDS = (
 )
 
 
+# The fields, another field, and a function that tells whether the other field's value fits.
+Condition = tuple[list[str], str, Callable[[Any], Any]]
 # Fields that have an effect only while another field has a fitting value.
-CONDITIONS: tuple[tuple[list[str], str, Callable[[Any], Any]], ...] = (
+CONDITIONS: tuple[Condition, ...] = (
     (["num_freeze_layers"], "freeze_layers", bool),
-    (["freeze_layers", "accumulate_unsharded"], "use_peft", lambda it: not it),
-    (["use_kahan_summation"], "optimizer", lambda it: it == "anyprecision"),
+    (["freeze_layers", "accumulate_unsharded"], "use_peft", lambda value: not value),
+    (["use_kahan_summation"], "optimizer", lambda value: value == "anyprecision"),
     # fp32 weights lose nothing to rounding
-    (["use_kahan_summation"], "precision", lambda it: it == "bf16_pure"),
-    (["momentum"], "optimizer", lambda it: it == "SGD"),
+    (["use_kahan_summation"], "precision", lambda value: value == "bf16_pure"),
+    (["momentum"], "optimizer", lambda value: value == "SGD"),
     (
         ["adam_beta1", "adam_beta2", "adam_epsilon"],
         "optimizer",
-        lambda it: it in ("AdamW", "AdamW8bit"),
+        lambda value: value in ("AdamW", "AdamW8bit"),
     ),
-    (["warmup_steps"], "warmup_ratio", lambda it: it == 0),
-    (["min_lr"], "lr_scheduler", lambda it: it in ("cosine", "linear")),
+    (["warmup_steps"], "warmup_ratio", lambda value: value == 0),
+    (["min_lr"], "lr_scheduler", lambda value: value in ("cosine", "linear")),
     (["loraplus_lr_ratio"], "use_peft", bool),
-    (["loraplus_lr_ratio"], "peft_method", lambda it: it == "lora"),
-    (["gamma"], "lr_scheduler", lambda it: it == "step"),
-    (["activation_checkpointing_k"], "activation_checkpointing", lambda it: it == "every_k"),
-    (["activation_offload"], "activation_checkpointing", lambda it: it != "off"),
+    (["loraplus_lr_ratio"], "peft_method", lambda value: value == "lora"),
+    (["gamma"], "lr_scheduler", lambda value: value == "step"),
+    (["activation_checkpointing_k"], "activation_checkpointing", lambda value: value == "every_k"),
+    (["activation_offload"], "activation_checkpointing", lambda value: value != "off"),
     (["shuffle_buffer"], "streaming", bool),
     (["sample_prompts", "sample_steps"], "sample_tokens", bool),
-    (["num_epochs"], "streaming", lambda it: not it),
+    (["num_epochs"], "streaming", lambda value: not value),
     (["gradient_clipping_threshold"], "gradient_clipping", bool),
     (VALIDATION_FIELDS, "run_validation", bool),
     (["early_stopping_min_delta"], "early_stopping_patience", bool),
     (FSDP_FIELDS, "enable_fsdp", bool),
-    (NEED_CUDA, "device", lambda it: it != "cpu"),
-    (["sharding_group_size"], "sharding_strategy", lambda it: it == "HYBRID_SHARD"),
-    (["min_num_params"], "fsdp_wrap_policy", lambda it: it != "transformer"),
+    (NEED_CUDA, "device", lambda value: value != "cpu"),
+    (["sharding_group_size"], "sharding_strategy", lambda value: value == "HYBRID_SHARD"),
+    (["min_num_params"], "fsdp_wrap_policy", lambda value: value != "transformer"),
     (PEFT_FIELDS, "use_peft", bool),
-    (["skip_modules"], "mode", lambda it: it != "none"),
-    (["quant_type", "block_size", "compute_dtype"], "mode", lambda it: it == "4bit"),
-    (["int8_threshold"], "mode", lambda it: it == "8bit"),
+    (["skip_modules"], "mode", lambda value: value != "none"),
+    (["quant_type", "block_size", "compute_dtype"], "mode", lambda value: value == "4bit"),
+    (["int8_threshold"], "mode", lambda value: value == "8bit"),
     # the saved adapter's own settings are used
-    (ADAPTER_FIELDS, "from_peft_checkpoint", lambda it: it is None),
+    (ADAPTER_FIELDS, "from_peft_checkpoint", lambda value: value is None),
     (["overwrite"], "output_dir", bool),
-    (["label_smoothing_factor"], "objective", lambda it: it == "sft"),
-    (["beta"], "objective", lambda it: it not in ("sft", "reward")),
-    (["center_rewards_coefficient"], "objective", lambda it: it == "reward"),
-    (["sample_tokens"], "objective", lambda it: it != "reward"),  # it writes no text
-    (["label_smoothing"], "objective", lambda it: it in ("dpo", "simpo")),
-    (["reference_model"], "objective", lambda it: it in WITH_REFERENCE),
-    (["simpo_gamma"], "objective", lambda it: it == "simpo"),
-    (["desirable_weight", "undesirable_weight"], "objective", lambda it: it == "kto"),
+    (["label_smoothing_factor"], "objective", lambda value: value == "sft"),
+    (["beta"], "objective", lambda value: value not in ("sft", "reward")),
+    (["center_rewards_coefficient"], "objective", lambda value: value == "reward"),
+    (["sample_tokens"], "objective", lambda value: value != "reward"),  # value writes no text
+    (["label_smoothing"], "objective", lambda value: value in ("dpo", "simpo")),
+    (["reference_model"], "objective", lambda value: value in WITH_REFERENCE),
+    (["simpo_gamma"], "objective", lambda value: value == "simpo"),
+    (["desirable_weight", "undesirable_weight"], "objective", lambda value: value == "kto"),
     (["resume_allow_changes"], "resume", bool),
     (["save_dtype", "max_shard_size", "wandb_log_model", "mlflow_log_model"], "save_model", bool),
     (["profiler_dir"], "use_profiler", bool),
@@ -311,52 +322,67 @@ def _broken(
     return messages
 
 
-def broken_rules(values: Mapping[str, Any], origins: Mapping[str, str] = {}) -> list[str]:
+def broken_rules(
+    values: Mapping[str, Any],
+    origins: Mapping[str, str] = {},
+) -> list[str]:
     """Return a message for each rule that does not hold.
 
     Args:
         values: all settings by field name, each valid in itself.
         origins: field name -> where it was set.
     """
+    # Keys: the field, and the text of its rule. A secret and the conditions share the text "": a
+    # field gets one of these messages only.
     messages = _broken(RULES, values, origins)
     for name, value in values.items():
         if is_url_with_secret(str(value)):
             messages[name, ""] = f"{describe_setting(name, origins)} {SECRET}"
-    for fields, on, fits in CONDITIONS:
-        for name in fields if not fits(values[on]) else ():
+    for fields, other, fits in CONDITIONS:
+        if fits(values[other]):
+            continue
+        other_flag = SETTINGS[other].flag.removeprefix("--")
+        problem = f"has no effect with {other_flag} {format_value(values[other])}."
+        for name in fields:
             if _asks_for_something(name, values[name], origins):
-                text = f"has no effect with {SETTINGS[on].flag.removeprefix('--')} {format_value(values[on])}."
-                text += WAYS_OUT.get(on, "")
-                messages.setdefault((name, ""), f"{describe_setting(name, origins)} {text}")
+                way_out = WAYS_OUT.get(other, "")
+                message = f"{describe_setting(name, origins)} {problem}{way_out}"
+                messages.setdefault((name, ""), message)
     return list(messages.values())
 
 
 def _asks_for_something(name: str, value: Any, origins: Mapping[str, str]) -> bool:
-    """A default, or false, written in a file is a record (config.yaml holds them all); a default
-    flag is a wish."""
-    is_wish = origins.get(name, "").startswith("--") and bool(value)
-    return is_wish or (value != SETTINGS[name].default and value is not False)
+    """Return whether somebody set this value to get something. A flag does, even with the default.
+    A default in a file does not, because config.yaml holds all defaults; neither does false."""
+    is_flag = origins.get(name, "").startswith("--")
+    if is_flag and bool(value):
+        return True
+    return value != SETTINGS[name].default and value is not False
 
 
-def drop_overridden(values: dict[str, Any], origins: dict[str, str]) -> dict[str, Any]:
-    """Set back what a YAML config sets and a flag made moot, in places too: `--config lora.yaml
-    --use_peft False` is full fine-tuning, not an error about the config's r."""
-    moot = {
-        name
-        for fields, on, fits in CONDITIONS
-        if origins.get(on, "").startswith("--") and not fits(values[on])
-        for name in fields
-        if name in origins and not origins[name].startswith("--")
-    }
-    for name in moot:
+def drop_overridden(
+    values: dict[str, Any],
+    origins: dict[str, str],
+) -> dict[str, Any]:
+    """Return the values, with a default where a flag makes a value of the YAML config ineffective.
+    `--config lora.yaml --use_peft False` is full fine-tuning, not an error about the config's r.
+    The origins of such values are removed from `origins`."""
+    overridden = set[str]()
+    for fields, other, fits in CONDITIONS:
+        is_flag = origins.get(other, "").startswith("--")
+        if not is_flag or fits(values[other]):
+            continue
+        for name in fields:
+            if name in origins and not origins[name].startswith("--"):
+                overridden.add(name)
+    for name in overridden:
         del origins[name]
-    return {
-        name: SETTINGS[name].default if name in moot else value for name, value in values.items()
-    }
+    defaults = {name: SETTINGS[name].default for name in overridden}
+    return values | defaults
 
 
 def check_device(config: Config, origins: Mapping[str, str], device: str) -> None:
-    """Check the rules again with the device that `auto` came to be.
+    """Check the rules again with the device that `auto` became.
 
     Args:
         config: all settings.
@@ -366,10 +392,13 @@ def check_device(config: Config, origins: Mapping[str, str], device: str) -> Non
     Raises:
         UserError: the settings ask for what this device cannot do.
     """
-    fields = {
+    by_field = {
         name: origins[setting.dotted]
         for name, setting in SETTINGS.items()
         if setting.dotted in origins
     }
-    if messages := broken_rules({**values_of(config), "device": device}, fields):
+    values = values_of(config)
+    values["device"] = device
+    messages = broken_rules(values, by_field)
+    if messages:
         raise UserError(*messages)

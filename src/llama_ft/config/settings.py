@@ -1,4 +1,5 @@
-"""Every setting of a run: one dataclass per section, one docstring per field.
+"""All settings of a run: one dataclass per section, one docstring per field. Here are the sections
+model, train, fsdp, peft and quantization; data_settings.py and output_settings.py have the others.
 
 Flags, `--help`, the YAML keys, `configs/schema.json` and the error messages are made from these
 declarations. A field is a flag by its own name (`--lr`) and by its dotted name (`--train.lr`), so
@@ -21,20 +22,14 @@ from typing import (
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llama_ft.config.run_settings import (
-    STRICT,
+from llama_ft.config.data_settings import DataConfig, DatasetPart, PreferenceConfig
+from llama_ft.config.output_settings import (
     CheckpointConfig,
-    Count,
-    CountOrZero,
-    DataConfig,
-    DatasetPart,
-    Duration,
     MemoryConfig,
-    PreferenceConfig,
     ProfileConfig,
-    QuantizationConfig,
     TrackingConfig,
 )
+from llama_ft.config.value_types import STRICT, Count, CountOrZero, Duration
 
 Rate = Annotated[float, Field(gt=0)]
 # --optimizer -> its module and class. A new optimizer is a line here, such as
@@ -338,6 +333,32 @@ class PeftConfig:
 
 
 @dataclass(config=STRICT, kw_only=True)
+class QuantizationConfig:
+    """Frozen weights in fewer bits."""
+
+    mode: Literal["none", "8bit", "4bit"] = "none"
+    """8bit or 4bit, through bitsandbytes, with use_peft: LoRA on an 8-bit base, or QLoRA.
+    `--quantization` and `quantization:` are short for this field; the bare flag means 8bit."""
+
+    quant_type: Literal["nf4", "fp4"] = "nf4"
+    """4bit: the data type, sixteen values that a weight can have."""
+
+    block_size: Annotated[int, Field(ge=32, le=4096)] = 64
+    """4bit: neighboring weights of a matrix row that share a scale; a power of two."""
+
+    compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """4bit: precision of the quantized layers' matmuls; auto: as precision says."""
+
+    int8_threshold: Annotated[float, Field(ge=0)] = 6.0
+    """8bit on CUDA: 0 also rounds the inputs to int8 and multiplies in int8. Otherwise, and on the
+    CPU, weights are dequantized and inputs keep their precision."""
+
+    skip_modules: list[str] | None = None
+    """Linear layers that are not quantized, in addition to the LM head: names, ends of names or
+    patterns."""
+
+
+@dataclass(config=STRICT, kw_only=True)
 class Config:
     """All settings of a run."""
 
@@ -389,7 +410,8 @@ class Setting:
     def flag(self) -> str:
         """As commands are printed. torchrun's parser looks at the script's flags too, and stops at
         an ambiguous beginning of its own: --r could be --role or --rdzv-id."""
-        return {"mode": "--quantization", "r": "--peft.r"}.get(self.name, f"--{self.name}")
+        other_names = {"mode": "--quantization", "r": "--peft.r"}
+        return other_names.get(self.name, f"--{self.name}")
 
 
 def settings_of(section_class: Any, section: str = "") -> dict[str, Setting]:
@@ -397,32 +419,53 @@ def settings_of(section_class: Any, section: str = "") -> dict[str, Setting]:
     annotations = get_type_hints(section_class)
     settings = {}
     for name, field in section_class.__pydantic_fields__.items():
-        members = {member for member in _members(annotations[name]) if member is not types.NoneType}
-        choices = next(
-            (get_args(member) for member in members if get_origin(member) is Literal), ()
+        members = set(_members(annotations[name]))
+        optional = types.NoneType in members
+        members.discard(types.NoneType)
+        choices = _choices(members)
+        settings[name] = Setting(
+            section=section,
+            name=name,
+            kind=_kind(members, choices),
+            choices=choices,
+            optional=optional,
+            default=field.get_default(call_default_factory=True),
+            meaning=_meaning(section_class, name),
         )
-        choices += ("true", "false") if choices and bool in members else ()
-        kind: Kind = (
-            "switch" if bool in members else "choice" if choices else KINDS[frozenset(members)]
-        )
-        default = field.get_default(call_default_factory=True)
-        optional = types.NoneType in _members(annotations[name])
-        declared = [
-            getattr(base, "__pydantic_fields__", {}).get(name) for base in section_class.__mro__
-        ]
-        meaning = " ".join(
-            next((it.description for it in declared if it and it.description), "").split()
-        )
-        settings[name] = Setting(section, name, kind, choices, optional, default, meaning)
     return settings
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    return (
-        get_args(annotation)
-        if get_origin(annotation) in (Union, types.UnionType)
-        else (annotation,)
-    )
+    """Return the types of a union; of any other annotation, itself."""
+    is_union = get_origin(annotation) in (Union, types.UnionType)
+    return get_args(annotation) if is_union else (annotation,)
+
+
+def _choices(members: set[Any]) -> tuple[str, ...]:
+    """Return the values of a Literal, and true and false if the setting is also a switch."""
+    for member in members:
+        if get_origin(member) is Literal:
+            values = get_args(member)
+            return (*values, "true", "false") if bool in members else values
+    return ()
+
+
+def _kind(members: set[Any], choices: tuple[str, ...]) -> Kind:
+    if bool in members:
+        return "switch"
+    if choices:
+        return "choice"
+    return KINDS[frozenset(members)]
+
+
+def _meaning(section_class: Any, name: str) -> str:
+    """Return the docstring of a field, on one line. A field that a subclass declares again, with
+    another default, keeps the docstring of its base."""
+    for base in section_class.__mro__:
+        fields = getattr(base, "__pydantic_fields__", {})
+        if name in fields and fields[name].description:
+            return " ".join(fields[name].description.split())
+    return ""
 
 
 KINDS: dict[frozenset[Any], Kind] = {
@@ -443,6 +486,8 @@ SETTINGS: dict[str, Setting] = {
 
 def values_of(config: Config) -> dict[str, Any]:
     """Return the values of all settings by field name, whatever the section."""
-    return {
-        name: getattr(getattr(config, setting.section), name) for name, setting in SETTINGS.items()
-    }
+    values = {}
+    for name, setting in SETTINGS.items():
+        section = getattr(config, setting.section)
+        values[name] = getattr(section, name)
+    return values

@@ -10,7 +10,7 @@ from llama_ft.config.dump import exit_with_help, flags_text
 from llama_ft.config.load import convert
 from llama_ft.config.messages import nearest
 from llama_ft.config.parse import Parsed, read_flags
-from llama_ft.config.settings import settings_of
+from llama_ft.config.settings import Setting, settings_of
 from llama_ft.errors import UserError
 
 
@@ -24,29 +24,34 @@ def read(
 
     Args:
         argv: the arguments after the script's name.
-        flags: the dataclass of its flags. Its field `origins` takes the positional arguments.
+        flags: the dataclass of its flags. Its field `paths` takes the positional arguments.
         description: what the script does. --help prints its first paragraph.
         other_names: alias of a flag -> its name.
 
     Returns:
-        The flags, where each was set, and the error messages.
+        The flags; the command line as it was read, with the place of each flag; and the error
+        messages.
     """
     table = settings_of(flags)
-    origins = table.pop("paths", None)
+    paths = table.pop("paths", None)
     if {"--help", "-h"} & set(argv):
-        text = flags_text(table, f"Flags of {Path(sys.argv[0]).name}:")
-        about = [description.partition("\n\n")[0], *([origins.meaning] if origins else []), text]
+        about = [description.partition("\n\n")[0]]
+        if paths is not None:
+            about.append(paths.meaning)
+        about.append(flags_text(table, f"Flags of {Path(sys.argv[0]).name}:"))
         exit_with_help("\n\n".join(about) + "\n")
+    names = other_names or {}
+
+    def find(name: str) -> Setting | None:
+        return table.get(names.get(name, name))
 
     def explain(name: str) -> str:
-        meant = nearest(name, table)
-        return " is not a flag. " + (
-            f"Did you mean --{meant}?" if meant else "--help lists them all."
-        )
+        match = nearest(name, table)
+        hint = f"Did you mean --{match}?" if match else "--help lists them all."
+        return f" is not a flag. {hint}"
 
-    names = other_names or {}
-    positional = "paths" if origins else None
-    parsed = read_flags(argv, lambda name: table.get(names.get(name, name)), explain, positional)
+    positional = "paths" if paths is not None else None
+    parsed = read_flags(argv, find, explain, positional)
     options, wrong = convert(parsed.values, parsed.origins, flags)
     return options, parsed, [*parsed.errors, *wrong.values()]
 

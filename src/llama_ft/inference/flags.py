@@ -17,9 +17,9 @@ from llama_ft.config.paths import (
     model_problem,
     not_writable,
 )
-from llama_ft.config.run_settings import STRICT, Count, CountOrZero, QuantizationConfig
-from llama_ft.config.settings import Config
+from llama_ft.config.settings import Config, QuantizationConfig
 from llama_ft.config.tool_flags import check, read
+from llama_ft.config.value_types import STRICT, Count, CountOrZero
 from llama_ft.export_flags import export_kind
 
 # run: without a final model, but with checkpoints

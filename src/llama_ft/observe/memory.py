@@ -57,19 +57,26 @@ class MemoryUse(NamedTuple):
 def memory_use(device: torch.device) -> MemoryUse:
     """Return the memory of this process. Takes about 0.1 ms and does not synchronize with the
     device."""
-    found = FIELDS.findall(PROC_STATUS.read_bytes()) if PROC_STATUS.exists() else []  # Linux only
-    host = {name.decode(): int(size) * 1024 for name, size in found}
-    counts = (
-        host.get("RssAnon", 0),
-        host.get("RssFile", 0) + host.get("RssShmem", 0),
-        host.get("VmHWM", 0),
+    status = PROC_STATUS.read_bytes() if PROC_STATUS.exists() else b""  # Linux only
+    host = dict[str, int]()
+    for name, kilobytes in FIELDS.findall(status):
+        host[name.decode()] = int(kilobytes) * 1024
+    use = MemoryUse(
+        anonymous=host.get("RssAnon", 0),
+        mapped=host.get("RssFile", 0) + host.get("RssShmem", 0),
+        resident_peak=host.get("VmHWM", 0),
     )
-    stats = torch.cuda.memory_stats_as_nested_dict(device) if device.type == "cuda" else {}
+    if device.type != "cuda":
+        return use
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
     if not stats:  # nothing was allocated yet
-        return MemoryUse(*counts)
+        return use
     allocated = stats["allocated_bytes"]["all"]
-    return MemoryUse(
-        *counts, allocated["current"], allocated["peak"], stats["reserved_bytes"]["all"]["peak"]
+    reserved = stats["reserved_bytes"]["all"]
+    return use._replace(
+        device=allocated["current"],
+        device_peak=allocated["peak"],
+        device_reserved_peak=reserved["peak"],
     )
 
 
@@ -85,12 +92,12 @@ def reset_peaks(device: torch.device) -> None:
 def memory_metrics(peaks: torch.Tensor) -> dict[str, list[int]]:
     """Return keys and values for metrics.jsonl. `peaks` is [ranks, (host, device)] in bytes; 0 was
     not measured."""
-    measured = {"memory/host_peak_bytes": peaks[:, 0], "memory/device_peak_bytes": peaks[:, 1]}
-    return {
-        key: held_by_rank.long().tolist()
-        for key, held_by_rank in measured.items()
-        if held_by_rank.any()
-    }
+    by_key = {"memory/host_peak_bytes": peaks[:, 0], "memory/device_peak_bytes": peaks[:, 1]}
+    measured = {key: by_rank for key, by_rank in by_key.items() if by_rank.any()}
+    return {key: by_rank.long().tolist() for key, by_rank in measured.items()}
+
+
+PeaksByPhase = dict[Phase, dict[str, int]]  # phase -> name of the peak -> bytes
 
 
 class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
@@ -109,17 +116,20 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
 
     def __init__(self, ranks: Ranks) -> None:
         self.phase: Phase | None = None
-        self.by_phase: dict[Phase, dict[str, int]] = {}
-        self.host_peak_bytes = self.device_peak_bytes = 0
+        self.by_phase: PeaksByPhase = {}
+        self.host_peak_bytes = 0
+        self.device_peak_bytes = 0
         self._ranks = ranks
         self._is_cuda = ranks.device.type == "cuda"
         self._steps = 0
-        self._before = self._base = MemoryUse()
-        self._sampled = 0
+        self._before = MemoryUse()  # at the beginning of the phase
+        self._base = MemoryUse()  # before loading
+        self._sampled = 0  # largest sample of the anonymous memory in this phase
         self._sampling = threading.Event()
         self._training: tuple[nn.Module, torch.optim.Optimizer] | None = None
         self._facts = RunMetadata(Path(), enabled=False)
-        self._peaks_of_ranks: list[dict[Phase, dict[str, int]]] = [{}] * ranks.world_size
+        # `by_phase` of each rank
+        self._peaks_of_ranks: list[PeaksByPhase] = [{}] * ranks.world_size
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.leave()
@@ -131,20 +141,20 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
         if phase == "load":
             _free_unused_heap()
             self._base = memory_use(CPU)  # memory of Python and its libraries
-        if (
-            phase == "optimizer step"
-            and self._training is not None
-            and self._steps == COMPARED_STEP - 1
-        ):
+        is_compared_step = self._steps == COMPARED_STEP - 1
+        if phase == "optimizer step" and is_compared_step and self._training is not None:
             self._compare_ranks(*self._training)
         self.phase = phase
         reset_peaks(self._ranks.device)
         if phase in PHASES_WITH_MAPPED_FILES:
             self._sampled = 0
             self._sampling = threading.Event()
-            threading.Thread(target=self._sample, args=(self._sampling,), daemon=True).start()
+            arguments = (self._sampling,)
+            sampler = threading.Thread(target=self._sample, args=arguments, daemon=True)
+            sampler.start()
 
     def _sample(self, done: threading.Event) -> None:
+        """Sample the anonymous memory every 10 ms until `done` is set. Reading it takes 0.1 ms."""
         while not done.wait(0.01):
             self._sampled = max(self._sampled, memory_use(CPU).anonymous)
 
@@ -155,24 +165,25 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
         self.host_peak_bytes = max(self.host_peak_bytes, now.resident_peak)
         self.device_peak_bytes = max(self.device_peak_bytes, now.device_peak)
         if self.phase is not None:
-            anonymous = (
-                self._sampled
-                if self.phase in PHASES_WITH_MAPPED_FILES
-                else now.resident_peak - now.mapped
-            )
+            if self.phase in PHASES_WITH_MAPPED_FILES:
+                anonymous = self._sampled
+            else:
+                anonymous = now.resident_peak - now.mapped
             peaks = {"anonymous_peak_bytes": max(anonymous, self._before.anonymous, now.anonymous)}
             if self._is_cuda:
-                peaks |= {
-                    "device_peak_bytes": now.device_peak,
-                    "device_reserved_bytes": now.device_reserved_peak,
-                }
-            kept = self.by_phase.setdefault(self.phase, {})
-            kept.update({name: max(kept.get(name, 0), peak) for name, peak in peaks.items()})
+                peaks["device_peak_bytes"] = now.device_peak
+                peaks["device_reserved_bytes"] = now.device_reserved_peak
+            largest = self.by_phase.setdefault(self.phase, {})
+            for name, peak in peaks.items():
+                largest[name] = max(largest.get(name, 0), peak)
             self.phase = None
         return now
 
     def begin_training(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, facts: RunMetadata
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        facts: RunMetadata,
     ) -> None:
         """Start to count steps. The peaks of the whole run begin here, after loading."""
         self._training = (model, optimizer)
@@ -180,7 +191,8 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
         facts.add(memory={"warnings": [], "base_bytes": self._base.anonymous})
         self.leave()
         _free_unused_heap()  # left from loading
-        self.host_peak_bytes = self.device_peak_bytes = 0
+        self.host_peak_bytes = 0
+        self.device_peak_bytes = 0
         reset_peaks(self._ranks.device)
 
     def end_step(self) -> None:
@@ -194,26 +206,24 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
         _free_unused_heap()
         use = memory_use(self._ranks.device)
         memory = {"device memory": use.device, "host memory": use.anonymous - self._base.anonymous}
-        held_by_rank = [held_tensors(model, optimizer, memory)] * self._ranks.world_size
-        dist.all_gather_object(held_by_rank, held_by_rank[0])
+        held = held_tensors(model, optimizer, memory)
+        held_by_rank = [held] * self._ranks.world_size
+        dist.all_gather_object(held_by_rank, held)
         warnings = find_differences(held_by_rank)
         for warning in warnings:
             log.warning(warning)
-        self._facts.add(
-            memory={"holders": [rank.holders for rank in held_by_rank], "warnings": warnings}
-        )
+        holders = [held.holders for held in held_by_rank]
+        self._facts.add(memory={"holders": holders, "warnings": warnings})
 
     def _note_peaks(self, ask_others: bool) -> None:
-        self._peaks_of_ranks[0] = (
-            self.by_phase
-        )  # at the end other ranks may be gone: their last values stay
+        # At the end other ranks may be gone: their last values stay. Only rank 0 writes the facts.
+        self._peaks_of_ranks[0] = self.by_phase
         if ask_others:
             dist.all_gather_object(self._peaks_of_ranks, self.by_phase)
-        phases = {
-            phase: [rank.get(phase, {}) for rank in self._peaks_of_ranks]
-            for phase in PHASES
-            if phase in self.by_phase
-        }
+        phases = dict[str, list[dict[str, int]]]()
+        for phase in PHASES:
+            if phase in self.by_phase:
+                phases[phase] = [by_phase.get(phase, {}) for by_phase in self._peaks_of_ranks]
         self._facts.add(memory={"phases": phases})
 
 
@@ -236,47 +246,63 @@ class Held(NamedTuple):
 
 
 def held_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, memory: dict[str, int]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    memory: dict[str, int],
 ) -> Held:
     """Return the bytes of this rank's parameters, gradients and optimizer states."""
-    states = optimizer.state.values() if optimizer is not None else []
+    states = list[Any]()
+    for state in optimizer.state.values() if optimizer is not None else ():
+        states += [value for value in state.values() if torch.is_tensor(value)]
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     members: dict[MemoryCategory, list[Any]] = {
         "sharded parameters": [p for p in parameters if p.is_floating_point()],
         "quantized parts": [p for p in parameters if not p.is_floating_point()],
         "gradients": [p.grad for p in trained if p.grad is not None],
-        "optimizer state": [
-            value for state in states for value in state.values() if torch.is_tensor(value)
-        ],
+        "optimizer state": states,
     }
-    holders = {
-        str(name): size for name, tensors in members.items() if (size := _storage_bytes(tensors))
-    }
+    holders = dict[str, int]()
+    for name, tensors in members.items():
+        size = _storage_bytes(tensors)
+        if size:
+            holders[name] = size
     # Sharding works like torch.chunk, so the last ranks may have fewer rows.
-    ratio = sum(map(_full_shard_bytes, trained)) / max(
-        1, sum(getattr(p, "_local_tensor", p).nbytes for p in trained)
+    full_bytes = sum(_full_shard_bytes(p) for p in trained)
+    local_bytes = sum(getattr(p, "_local_tensor", p).nbytes for p in trained)
+    return Held(
+        holders=holders,
+        memory=memory,
+        model=sum(p.nbytes for p in parameters),
+        shard_ratio=full_bytes / max(1, local_bytes),
     )
-    return Held(holders, memory, sum(p.nbytes for p in parameters), ratio)
 
 
 def find_differences(held_by_rank: list[Held]) -> list[str]:
     """Return a warning for each rank that holds over 5% more than others do and its shards need."""
-    warnings = dict[int, str]()
-    for name in [*dict.fromkeys(name for rank in held_by_rank for name in rank.holders), *NOISE]:
-        sizes = [(rank.holders | rank.memory).get(name, 0) for rank in held_by_rank]
-        due = [
-            0 if name in NOISE else size * rank.shard_ratio
-            for size, rank in zip(sizes, held_by_rank, strict=True)
-        ]
+    warnings = dict[int, str]()  # rank -> its first warning
+    names = dict[str, None]()  # a set that keeps the order
+    for held in held_by_rank:
+        names.update(dict.fromkeys(held.holders))
+    names.update(dict.fromkeys(NOISE))
+    for name in names:
+        sizes = [(held.holders | held.memory).get(name, 0) for held in held_by_rank]
+        # What each rank's shards need. Of the process as a whole that is unknown.
+        if name in NOISE:
+            due = [0.0] * len(sizes)
+        else:
+            pairs = zip(sizes, held_by_rank, strict=True)
+            due = [size * held.shard_ratio for size, held in pairs]
         # the lower median: of two ranks, the smaller value
         usual = max(median_low(sizes), median_low(due))
+        limit = max(usual * LARGEST_SHARE, usual + NOISE.get(name, MIB))
         for rank, size in enumerate(sizes):
-            if size > max(usual * LARGEST_SHARE, usual + NOISE.get(name, MIB)):
+            if size > limit:
+                model_size = size_text(held_by_rank[rank].model)
                 warnings.setdefault(
                     rank,
                     f"rank {rank} holds {size_text(size)} of {name}, the other ranks {size_text(usual)}. The whole "
-                    f"model is {size_text(held_by_rank[rank].model)}.\n"
+                    f"model is {model_size}.\n"
                     "Look for code that runs only on that rank, such as "
                     "from_pretrained, torch.load or full_tensor under `if rank == 0`.",
                 )
@@ -284,19 +310,24 @@ def find_differences(held_by_rank: list[Held]) -> list[str]:
 
 
 def _full_shard_bytes(parameter: torch.Tensor) -> int:
+    """Return the bytes of a parameter's first shard, which has the most rows."""
     if not isinstance(parameter, DTensor):
         return parameter.nbytes
-    placed = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-    shards = math.prod(size for size, placement in placed if placement.is_shard())
+    dimensions = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    shards = math.prod(size for size, placement in dimensions if placement.is_shard())
     rows = parameter.shape[0]
-    return -(-rows // shards) * (parameter.nbytes // rows)
+    rows_per_shard = -(-rows // shards)  # rounded up
+    return rows_per_shard * (parameter.nbytes // rows)
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of whole local storages, because a view of a few rows keeps its whole
     storage alive."""
-    storages = [getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    bytes_by_address = dict[int, int]()
+    for tensor in tensors:
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        bytes_by_address[storage.data_ptr()] = storage.nbytes()
+    return sum(bytes_by_address.values())
 
 
 def record_memory() -> None:

@@ -18,6 +18,8 @@ FORMATS = {
     "perf/matmul_utilization": "matmul {:.0%}",
     "perf/step_seconds": "{:.3g} s/step",
 }
+# Shown with a validation loss, with two digits after the point.
+VALIDATION_NAMES = {"eval/perplexity": "perplexity", "eval/rewards/accuracies": "accuracy"}
 # Keys with another beginning were added in the recipe, and are shown as they are.
 NAMESPACES = ("train/", "eval/", "perf/", "memory/")
 FIRST_LINES = 10  # in a log file, each of the first steps has a line
@@ -76,31 +78,36 @@ class ProgressBar:
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show that `step` is done. `metrics` has keys of metrics.jsonl; missing ones are not
         shown. A validation loss gets its own line."""
-        numbers = [text.format(metrics[key]) for key, text in FORMATS.items() if key in metrics]
+        numbers = []
+        for key, text in FORMATS.items():
+            if key in metrics:
+                numbers.append(text.format(metrics[key]))
         for key, value in metrics.items():
             if "/" in key and not key.startswith(NAMESPACES):
                 numbers.append(f"{key} {value:.4g}")
-        place = f"step {step}/{self._total_steps}"
+        position = f"step {step}/{self._total_steps}"
         is_last = step >= self._total_steps
         now = self._console.get_time()
         is_due = is_last or self._lines < FIRST_LINES or now >= self._next_line_at
         if self._has_lines and numbers and is_due:
-            self._console.print("  ".join([place, *numbers]))
+            self._console.print("  ".join([position, *numbers]))
             is_early = now - self._began_at < FREQUENT_SECONDS
-            self._next_line_at = now + (
-                SECONDS_BETWEEN_LINES if is_early else SECONDS_BETWEEN_LATER_LINES
-            )
+            seconds = SECONDS_BETWEEN_LINES if is_early else SECONDS_BETWEEN_LATER_LINES
+            self._next_line_at = now + seconds
             self._lines += 1
         if "eval/loss" in metrics:
             loss = metrics["eval/loss"]
-            also = {"perplexity": "perplexity", "rewards/accuracies": "accuracy"}
             self._validation = f"val {loss:.4g}"
-            values = {name: metrics.get(f"eval/{key}") for key, name in also.items()}
-            more = "".join(
-                f"  {name} {value:.2f}" for name, value in values.items() if value is not None
-            )
-            self._console.print(f"{place}  validation loss {loss:.4g}{more}")
-        shown = "  ".join([*numbers[:1], *filter(None, [self._validation]), *numbers[1:]])
-        self._bar.update(
-            self._task, completed=step, numbers=shown[: max(0, self._console.width - OTHER_COLUMNS)]
-        )
+            line = f"{position}  validation loss {loss:.4g}"
+            for key, name in VALIDATION_NAMES.items():
+                value = metrics.get(key)
+                if value is not None:
+                    line += f"  {name} {value:.2f}"
+            self._console.print(line)
+        # after the loss, because the bar cuts off what does not fit
+        shown = list(numbers)
+        if self._validation:
+            shown.insert(1, self._validation)
+        width = max(0, self._console.width - OTHER_COLUMNS)
+        line = "  ".join(shown)
+        self._bar.update(self._task, completed=step, numbers=line[:width])

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llama_ft.config.settings import TrackingConfig
+from llama_ft.config.output_settings import TrackingConfig
 from llama_ft.errors import plural, reason
 from llama_ft.masking import mask_secrets
 from llama_ft.observe.progress import ProgressBar
@@ -66,32 +66,38 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         self._trackers = start_trackers(
             tracking, output_dir, resolved, resume_step, self.tracker_ids
         )
-        self.tracker_ids |= {
-            tracker.key: tracker.run_id for tracker in self._trackers if tracker.run_id
-        }
+        for tracker in self._trackers:
+            if tracker.run_id:
+                self.tracker_ids[tracker.key] = tracker.run_id
         path = output_dir / METRICS_FILE
         self._metrics_log = MetricsLog(path, resume_step, source)
         self._progress = ProgressBar(total_steps, resume_step or 0, is_quiet=tracking.quiet)
         if self._trackers:
-            for line in path.read_text().splitlines():
-                record: dict[str, Any] = json.loads(line)
-                finite = {
-                    key: math.nan if value is None else value
-                    for key, value in record.items()
-                    if key != "step"
-                }
-                self._log_to_trackers(record["step"], finite)
+            self._log_earlier_steps(path)
+
+    def _log_earlier_steps(self, path: Path) -> None:
+        """Give the steps of metrics.jsonl to the trackers that lack them."""
+        for line in path.read_text().splitlines():
+            metrics: dict[str, Any] = json.loads(line)
+            step = metrics.pop("step")
+            for key, value in metrics.items():
+                if value is None:  # JSON has no NaN
+                    metrics[key] = math.nan
+            self._log_to_trackers(step, metrics)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._is_main:
             self._metrics_log.close()
         # set if the run was asked to stop; such a run can be resumed
-        code = getattr(error, "exit_code", None)
+        stop_code = getattr(error, "exit_code", None)
+        is_stopped = stop_code is not None
+        if stop_code is not None:
+            exit_code = stop_code
+        else:
+            exit_code = 0 if error is None else 1
         for tracker in self._trackers:
             with _continue_without(tracker, "could not be closed."):
-                tracker.finish(
-                    int(error is not None) if code is None else code, stopped=code is not None
-                )
+                tracker.finish(exit_code, stopped=is_stopped)
 
     def training(self) -> contextlib.AbstractContextManager[object]:
         """Show the progress bar during the block, in which steps are logged."""
@@ -106,28 +112,33 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
             self._log_to_trackers(step, metrics)
             self._progress.update(step, metrics)
 
-    def log_result(self, folder: Path, outcome: Mapping[str, Any], seconds: float) -> None:
+    def log_result(
+        self,
+        folder: Path,
+        outcome: Mapping[str, Any],
+        seconds: float,
+    ) -> None:
         """Upload the final model or adapter in `folder` to the trackers that want it, in at most
         `seconds`. A failure is only a warning. `outcome` has `weights_of`, the step of these
         weights, and `best_step`."""
         step = outcome["weights_of"]
-        best_step = outcome["best_step"]
+        best_step = outcome["best_step"]  # 0 without a validation loss
+        is_best = best_step > 0 and step == best_step
+        failure = f"did not accept the final model, which is in {folder}."
 
-        def give() -> None:
+        def upload() -> None:
             for tracker in self._trackers:
                 if tracker.uploads_result:
-                    with _continue_without(
-                        tracker, f"did not accept the final model, which is in {folder}."
-                    ):
-                        tracker.log_result(folder, step, step == best_step > 0)
+                    with _continue_without(tracker, failure):
+                        tracker.log_result(folder, step, is_best)
 
-        thread = threading.Thread(target=give, daemon=True)
+        # in a thread: an upload cannot be interrupted, but a daemon ends with the process
+        thread = threading.Thread(target=upload, daemon=True)
         thread.start()
         thread.join(seconds)
         if thread.is_alive():
-            log.warning(
-                f"The final model was not uploaded within {seconds:.0f} s; it is in {folder}."
-            )
+            late = f"The final model was not uploaded within {seconds:.0f} s"
+            log.warning(f"{late}; it is in {folder}.")
 
     def _log_to_trackers(self, step: int, metrics: Metrics) -> None:
         series = one_series_per_rank(metrics)
@@ -160,18 +171,25 @@ class MetricsLog:
     """
 
     def __init__(
-        self, path: Path, resume_step: int | None = None, source: Path | None = None
+        self,
+        path: Path,
+        resume_step: int | None = None,
+        source: Path | None = None,
     ) -> None:
         if source is not None and source.exists():
             shutil.copyfile(source, path)
         last_step = -1 if resume_step is None else resume_step
-        kept, corrupted = _lines_up_to(path, last_step) if path.exists() else ([], 0)
+        kept = list[bytes]()
+        corrupted = 0
+        if path.exists():
+            kept, corrupted = _lines_up_to(path, last_step)
         if corrupted:
             what = f"{path}: {plural(corrupted, 'line')} of earlier steps cannot be read"
             log.warning(f"{what}, so the plots lack these steps.")
             replace_text(path, b"".join(kept).decode())
+        kept_bytes = sum(len(line) for line in kept)
         self._file = path.open("ab")
-        self._file.truncate(sum(map(len, kept)))
+        self._file.truncate(kept_bytes)
 
     def write(self, record: Metrics) -> None:
         """Append `record` as one line and flush it. Infinities and NaN become null, because JSON
@@ -211,7 +229,8 @@ def one_series_per_rank(metrics: Metrics) -> dict[str, float]:
     series: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, Sequence):
-            series |= {f"{name}/rank{rank}": number for rank, number in enumerate(value)}
+            for rank, number in enumerate(value):
+                series[f"{name}/rank{rank}"] = number
             series[f"{name}/max"] = max(value)
         else:
             series[name] = value

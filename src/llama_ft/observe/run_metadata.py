@@ -57,10 +57,12 @@ class RunMetadata:
     def add_samples(self, when: str, samples: Sequence[dict[str, str]]) -> None:
         """Add responses: question, answer and, if known, reference. They replace earlier ones of
         the same moment."""
-        if samples:
-            earlier = self._facts.get("samples", [])
-            others = [old for old in earlier if old.get("when") != when]
-            self.add(samples=[*others, *({"when": when, **sample} for sample in samples)])
+        if not samples:
+            return
+        earlier = self._facts.get("samples", [])
+        others = [old for old in earlier if old.get("when") != when]
+        added = [{"when": when, **sample} for sample in samples]
+        self.add(samples=[*others, *added])
 
 
 def read_facts(path: Path) -> dict[str, Any]:
@@ -83,45 +85,43 @@ def masked(value: Any) -> Any:
     if isinstance(value, str):
         return mask_secrets(value)
     if isinstance(value, dict):
-        return {mask_secrets(str(key)): masked(inner) for key, inner in value.items()}
-    return [masked(inner) for inner in value] if isinstance(value, list | tuple) else value
+        names = {key: mask_secrets(str(key)) for key in value}
+        return {names[key]: masked(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(inner) for inner in value]
+    return value
 
 
 def environment(versions: dict[str, str], layout: str) -> dict[str, str]:
     """Return the hardware, the command, the versions of Python and of libraries, and `layout`, the
     text about the ranks; name -> text."""
-    host = f"{socket.gethostname()}, {os.cpu_count()} cores"
-    found = {
+    facts = {
         "command": shlex.join(sys.argv),
         "ranks": layout,
         **versions,
-        "host": host,
+        "host": f"{socket.gethostname()}, {os.cpu_count()} cores",
         "commit": git_commit(),
     }
     if torch.cuda.is_available():
-        found["GPUs"] = (
-            f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
-        )
-    return found
+        gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        facts["GPUs"] = f"{gpus}, CUDA {torch.version.cuda}"
+    return facts
 
 
 def git_commit() -> str:
     """Return the short commit of the checkout of the script, or else of this package, with ",
     changed" if tracked files differ from it. No other information of git, such as remotes, is
     read."""
+    describe = "describe --always --abbrev=12 --exclude=*".split()  # --exclude: no tags
     for folder in (Path(sys.argv[0]).resolve().parent, CHECKOUT):
-        command = [
-            "git",
-            "-C",
-            str(folder),
-            "describe",
-            "--always",
-            "--abbrev=12",
-            "--exclude=*",
-            "--dirty=, changed",
-        ]
+        command = ["git", "-C", str(folder), *describe, "--dirty=, changed"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            return subprocess.run(
-                command, capture_output=True, text=True, timeout=5, check=True
-            ).stdout.strip()
+            finished = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=5,
+                check=True,
+            )
+            return finished.stdout.strip()
     return "unknown"

@@ -8,6 +8,13 @@ from pathlib import Path
 
 from llama_ft.config import Config
 
+# seconds, name, and the shortest duration that is printed in this unit
+TIME_UNITS = (
+    (3600, "h", 5400),
+    (60, "min", 90),
+    (1, "s", 1),
+)
+
 
 def summary(
     config: Config,
@@ -33,33 +40,42 @@ def summary(
     """
     is_adapter = config.peft.use_peft
     has_model = config.checkpoint.save_model
-    python = os.path.relpath(sys.executable) if sys.executable.startswith(os.getcwd()) else "python"
+    best_loss, best_step = best
+    python = "python"
+    if sys.executable.startswith(os.getcwd()):  # of a virtual environment in this directory
+        python = os.path.relpath(sys.executable)
 
     def command(recipe: str, *words: str) -> str:
-        return shlex.join([python, os.path.relpath(recipes / recipe), str(run), *words])
+        script = os.path.relpath(recipes / recipe)
+        return shlex.join([python, script, str(run), *words])
 
-    held = f"The fine-tuned {'adapter' if is_adapter else 'model'} of step {weights_of}: {run / 'model'}"
-    lines = [f"Training ended after {ended}. The run took {time_text(seconds)}."]
-    lines += [f"Best validation loss: {best[0]:.4g} at step {best[1]}"] * math.isfinite(best[0])
-    lines += [
-        f"{held if has_model else f'No model was saved: {run}'} (report: {run / 'report.html'})"
-    ]
-    if has_model:
-        to = ["--merge"] if is_adapter else ["--save_dtype", "bfloat16"]
-        if config.preference.objective == "reward":
-            lines += [f"Score responses with it: {command('inference.py', '--prompts', 'FILE')}"]
-        else:
-            lines += [f"Chat with it: {command('inference.py')}"]
-            lines += [f"Evaluate it: {command('evaluate.py', '--base')}"] * has_validation
-        lines += [
-            f"{'Merge' if is_adapter else 'Export'} it: {command('export.py', f'{run}-exported', *to)}"
-        ]
-    return "\n".join(["", *lines])
+    lines = ["", f"Training ended after {ended}. The run took {time_text(seconds)}."]
+    if math.isfinite(best_loss):
+        lines.append(f"Best validation loss: {best_loss:.4g} at step {best_step}")
+    report = f"(report: {run / 'report.html'})"
+    if not has_model:
+        lines.append(f"No model was saved: {run} {report}")
+        return "\n".join(lines)
+    kind = "adapter" if is_adapter else "model"
+    lines.append(f"The fine-tuned {kind} of step {weights_of}: {run / 'model'} {report}")
+    if config.preference.objective == "reward":
+        lines.append(f"Score responses with it: {command('inference.py', '--prompts', 'FILE')}")
+    else:
+        lines.append(f"Chat with it: {command('inference.py')}")
+        if has_validation:
+            lines.append(f"Evaluate it: {command('evaluate.py', '--base')}")
+    exported = f"{run}-exported"
+    if is_adapter:
+        lines.append(f"Merge it: {command('export.py', exported, '--merge')}")
+    else:
+        lines.append(f"Export it: {command('export.py', exported, '--save_dtype', 'bfloat16')}")
+    return "\n".join(lines)
 
 
 def time_text(seconds: float) -> str:
     """Return a duration as text: `63 ms`, `5.2 s`, `14 min`, `3.5 h`."""
-    for size, name, least in ((3600, "h", 5400), (60, "min", 90), (1, "s", 1)):
+    for size, name, least in TIME_UNITS:
         if seconds >= least:
-            return f"{seconds / size:,.{0 if seconds >= 10 * size else 1}f} {name}"
+            digits = 0 if seconds >= 10 * size else 1
+            return f"{seconds / size:,.{digits}f} {name}"
     return f"{seconds * 1000:.0f} ms"

@@ -4,7 +4,7 @@ counter."""
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -19,6 +19,16 @@ from llama_ft.runtime import Ranks, log
 
 OPERATORS_SHOWN = 12
 GIGA = 1e9
+
+
+class _StepTimes(NamedTuple):
+    """A finished step whose time has not been read yet. Tokens and FLOPs are sums of all ranks."""
+
+    tokens: float
+    flops: float
+    waited_seconds: float
+    start: Any  # seconds, or on a GPU an event
+    end: Any
 
 
 class ThroughputMeter:
@@ -51,46 +61,51 @@ class ThroughputMeter:
         facts: RunMetadata,
         ranks: Ranks,
     ) -> None:
+        is_counting = settings.flop_counter and ranks.is_main
         self.flops = 0.0
         self._rank = ranks.rank
         self._is_cuda = ranks.device.type == "cuda"
         self._waited_seconds = 0.0
-        self._folder = (
-            Path(settings.profiler_dir).expanduser() if settings.profiler_dir else run / "profile"
-        )
-        self._formula = formula = flop_formula(model)
+        self._folder = run / "profile"
+        if settings.profiler_dir:
+            self._folder = Path(settings.profiler_dir).expanduser()
+        formula = flop_formula(model)
+        self._formula = formula
         ranks.all_gather_floats(0)  # a barrier: all ranks begin at the same time
         rate = matmul_rate(formula.product, dtype, ranks.device)
         peak = published_peak(dtype, ranks.device)
-        rates = ranks.all_gather_floats(rate, peak)
+        rates = ranks.all_gather_floats(rate, peak)  # [ranks, 2]
         if self._is_cuda:
             torch.cuda.empty_cache()  # frees the tensors of the measurement
-        limits = zip(("perf/matmul_utilization", "perf/mfu"), rates.T.tolist(), strict=True)
-        self._limits = {name: sum(ranks) for name, ranks in limits if all(ranks)}
+        # name of a metric -> FLOP/s of all ranks; a rate of 0 is unknown
+        self._limits = dict[str, float]()
+        measured, published = rates.T.tolist()
+        if all(measured):
+            self._limits["perf/matmul_utilization"] = sum(measured)
+        if all(published):
+            self._limits["perf/mfu"] = sum(published)
         self._end: Any = None  # time at the end of the previous step
-        self._unread: dict[int, tuple[float, float, float, Any, Any]] = {}
-        self._counted_step = (
-            settings.flop_counter_start if settings.flop_counter and ranks.is_main else None
-        )
+        self._unread: dict[int, _StepTimes] = {}
+        self._counted_step = settings.flop_counter_start if is_counting else None
         self._counter: FlopCounterMode | None = None
-        self._profile: profile | None = None
-        if settings.use_profiler:
-            self._profile = profile(
-                activities=[
-                    ProfilerActivity.CPU,
-                    *([ProfilerActivity.CUDA] if self._is_cuda else []),
-                ],
-                schedule=schedule(
-                    wait=STEPS_BEFORE_PROFILE - 1, warmup=1, active=PROFILED_STEPS, repeat=1
-                ),
-                on_trace_ready=self._log_profile,
-                record_shapes=True,
-            )
+        self._profile = self._make_profile() if settings.use_profiler else None
         facts.add(
             speed={
-                "product_flops_per_second": rates[:, 0].tolist(),
+                "product_flops_per_second": measured,
                 "flops_per_token": formula.per_token,
             }
+        )
+
+    def _make_profile(self) -> profile:
+        activities = [ProfilerActivity.CPU]
+        if self._is_cuda:
+            activities.append(ProfilerActivity.CUDA)
+        steps = schedule(wait=STEPS_BEFORE_PROFILE - 1, warmup=1, active=PROFILED_STEPS, repeat=1)
+        return profile(
+            activities=activities,
+            schedule=steps,
+            on_trace_ready=self._log_profile,
+            record_shapes=True,
         )
 
     def __enter__(self) -> Self:
@@ -104,7 +119,11 @@ class ThroughputMeter:
             self._profile.stop()
 
     def begin_step(
-        self, step: int, lengths: Sequence[int], targets: int, waited_seconds: float
+        self,
+        step: int,
+        lengths: Sequence[int],
+        targets: int,
+        waited_seconds: float,
     ) -> None:
         """Begin to measure a step.
 
@@ -124,17 +143,16 @@ class ThroughputMeter:
     def end_step(self, step: int, tokens: float, flops: float) -> None:
         """Take the time after the weights' update (on a GPU: when it is queued). Arguments: sums of
         all ranks."""
-        before = self._end
+        start = self._end
         self._end = self._now()
-        self._unread[step] = tokens, flops, self._waited_seconds, before, self._end
+        self._unread[step] = _StepTimes(tokens, flops, self._waited_seconds, start, self._end)
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
-            total = self._counter.get_total_flops()
+            total = self._counter.get_total_flops() / GIGA
+            by_formula = self.flops / GIGA
             self._counter = None
-            plural = (
-                f"FLOPs of step {step} on rank 0: {total / GIGA:.3g} GFLOP as torch counts them"
-            )
-            log.info(f"{plural}, {self.flops / GIGA:.3g} GFLOP by the formula of perf/mfu")
+            counted = f"FLOPs of step {step} on rank 0: {total:.3g} GFLOP as torch counts them"
+            log.info(f"{counted}, {by_formula:.3g} GFLOP by the formula of perf/mfu")
         if self._profile is not None:
             self._profile.step()
 
@@ -146,13 +164,20 @@ class ThroughputMeter:
     def metrics(self, step: int) -> dict[str, float]:
         """Return the metrics of a finished step. Call it once per step. On a GPU it waits until the
         step is done."""
-        tokens, flops, waited_seconds, before, end = self._unread.pop(step)
+        times = self._unread.pop(step)
         if self._is_cuda:
-            end.synchronize()
-        seconds = before.elapsed_time(end) / 1000 if self._is_cuda else end - before
-        found = {"perf/tokens_per_second": tokens / seconds, "perf/step_seconds": seconds}
-        shares = {name: flops / seconds / limit for name, limit in self._limits.items()}
-        return found | {"perf/data_wait_seconds": waited_seconds} | shares
+            times.end.synchronize()
+            seconds = times.start.elapsed_time(times.end) / 1000
+        else:
+            seconds = times.end - times.start
+        metrics = {
+            "perf/tokens_per_second": times.tokens / seconds,
+            "perf/step_seconds": seconds,
+            "perf/data_wait_seconds": times.waited_seconds,
+        }
+        for name, limit in self._limits.items():
+            metrics[name] = times.flops / seconds / limit
+        return metrics
 
     def _now(self) -> Any:
         """Return the current time; on a GPU an event in its stream."""
@@ -163,12 +188,12 @@ class ThroughputMeter:
         return event
 
     def _log_profile(self, finished: profile) -> None:
-        by = "self_device_time_total" if self._is_cuda else "self_cpu_time_total"
-        log.info(
-            finished.key_averages().table(
-                sort_by=by, row_limit=OPERATORS_SHOWN, max_name_column_width=50
-            )
+        table = finished.key_averages().table(
+            sort_by="self_device_time_total" if self._is_cuda else "self_cpu_time_total",
+            row_limit=OPERATORS_SHOWN,
+            max_name_column_width=50,
         )
+        log.info(table)
         self._folder.mkdir(parents=True, exist_ok=True)
         finished.export_chrome_trace(str(self._folder / f"rank-{self._rank}.json.gz"))
         log.info(f"Traces of all ranks: {self._folder}")

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from llama_ft.config.settings import TrackingConfig
+from llama_ft.config.output_settings import TrackingConfig
 from llama_ft.errors import UserError, reason
 from llama_ft.masking import mask_secrets
 from llama_ft.observe.run_metadata import git_commit, masked
@@ -52,6 +52,9 @@ MLFLOW_ENVIRONMENT = {
 }
 
 
+MLFLOW_LONGEST_VALUE = 500  # characters of a parameter, the limit of older servers
+
+
 class Tracker:
     """Interface of a metrics backend. Its methods may raise; RunLog then continues without it.
 
@@ -64,10 +67,12 @@ class Tracker:
         has_failed: set by RunLog.
     """
 
-    name = key = ""
+    name = ""
+    key = ""
     run_id: str | None = None
     first_step = 0
-    uploads_result = has_failed = False
+    uploads_result = False
+    has_failed = False
 
     def log(self, series: Mapping[str, float], step: int) -> None:
         """Store the values measured at `step`."""
@@ -138,6 +143,7 @@ class WandbTracker(Tracker):
 
         self.uploads_result = config.wandb_log_model
         self._offline = wandb_mode(config) == "offline"
+        continues = bool(run_id) and resume_step is not None and not self._offline
         try:
             self._run = wandb.init(
                 project=config.wandb_project,
@@ -150,9 +156,7 @@ class WandbTracker(Tracker):
                 dir=str(output_dir),
                 config=settings,
                 id=run_id,
-                resume="allow"
-                if run_id and resume_step is not None and not self._offline
-                else None,
+                resume="allow" if continues else None,
                 settings=wandb.Settings(mode=wandb_mode(config), **WANDB_PRIVATE),
             )
         except (wandb.Error, ValueError) as error:  # ValueError: a tag is too long
@@ -168,18 +172,20 @@ class WandbTracker(Tracker):
         self._run.log(dict(series), step=step)
 
     def log_result(self, folder: Path, step: int, is_best: bool) -> None:
-        aliases = ["latest", f"step-{step}", *(["best"] if is_best else [])]
-        logged = self._run.log_artifact(
+        aliases = ["latest", f"step-{step}"]
+        if is_best:
+            aliases.append("best")
+        artifact = self._run.log_artifact(
             str(folder), f"model-{self._run.id}", "model", aliases=aliases
         )
         if not self._offline:  # offline, `wandb sync` uploads it
-            logged.wait()
+            artifact.wait()
 
     def finish(self, exit_code: int, stopped: bool) -> None:
         import wandb
 
         folder = shlex.quote(str(self._run.settings.sync_dir))
-        sync = f"wandb sync {'' if self._offline else '--include-online '}{folder}"
+        sync = f"wandb sync {folder}" if self._offline else f"wandb sync --include-online {folder}"
         try:
             if stopped:
                 self._run.mark_preempting()
@@ -195,8 +201,8 @@ class WandbTracker(Tracker):
 
 
 class MlflowTracker(Tracker):
-    """One MLflow run. Parameters are cut to 500 characters, the limit of older servers. A resumed
-    run continues in the same MLflow run, if the store still has it."""
+    """One MLflow run. Long parameters are truncated (MLFLOW_LONGEST_VALUE). A resumed run
+    continues in the same MLflow run, if the store still has it."""
 
     name = "MLflow"
     key = "mlflow"
@@ -211,47 +217,57 @@ class MlflowTracker(Tracker):
     ) -> None:
         self.uploads_result = config.mlflow_log_model
         self._client = connect_mlflow(config, output_dir)
-        from mlflow.entities import Param
         from mlflow.exceptions import MlflowException
 
-        client = self._client
         logged = list[Any]()
-        with contextlib.suppress(MlflowException):  # the store may not have the run
-            logged = client.get_metric_history(run_id, "epoch") if run_id else []
+        if run_id:
+            with contextlib.suppress(MlflowException):  # the store may not have the run
+                logged = self._client.get_metric_history(run_id, "epoch")
         self.first_step = max((metric.step for metric in logged), default=-1) + 1
         if logged:
-            client.update_run(run_id, status="RUNNING")
+            self._client.update_run(run_id, status="RUNNING")
         else:
-            found = client.get_experiment_by_name(config.mlflow_experiment)
-            experiment = (
-                found.experiment_id if found else client.create_experiment(config.mlflow_experiment)
-            )
-            tags = {
-                name: value for name, _, value in (tag.partition("=") for tag in config.mlflow_tags)
-            }
-            tags["mlflow.source.git.commit"] = settings["git"]["commit"]
-            created = client.create_run(
-                experiment, tags=tags, run_name=config.mlflow_name or output_dir.resolve().name
-            )
-            run_id = str(created.info.run_id)
-            named = {
-                f"{section}.{name}": value
-                for section, own in settings.items()
-                for name, value in own.items()
-            }
-            client.log_batch(
-                run_id, params=[Param(name, str(value)[:500]) for name, value in named.items()]
-            )
+            run_id = self._create_run(config, output_dir, settings)
         self.run_id = run_id
         log.info(f"MLflow: run {run_id} in {mask_secrets(mlflow_store(config, output_dir))}")
+
+    def _create_run(
+        self,
+        config: TrackingConfig,
+        output_dir: Path,
+        settings: dict[str, Any],
+    ) -> str:
+        """Create a run with tags and parameters, and return its id."""
+        from mlflow.entities import Param
+
+        client = self._client
+        existing = client.get_experiment_by_name(config.mlflow_experiment)
+        if existing:
+            experiment = existing.experiment_id
+        else:
+            experiment = client.create_experiment(config.mlflow_experiment)
+        tags = dict[str, str]()
+        for tag in config.mlflow_tags:
+            name, _, value = tag.partition("=")
+            tags[name] = value
+        tags["mlflow.source.git.commit"] = settings["git"]["commit"]
+        run_name = config.mlflow_name or output_dir.resolve().name
+        created = client.create_run(experiment, tags=tags, run_name=run_name)
+        run_id = str(created.info.run_id)
+        parameters = []
+        for section, values in settings.items():
+            for name, value in values.items():
+                text = str(value)[:MLFLOW_LONGEST_VALUE]
+                parameters.append(Param(f"{section}.{name}", text))
+        client.log_batch(run_id, params=parameters)
+        return run_id
 
     def log(self, series: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
-        self._client.log_batch(
-            self.run_id, [Metric(name, value, now, step) for name, value in series.items()]
-        )
+        now = int(time.time() * 1000)  # milliseconds
+        metrics = [Metric(name, value, now, step) for name, value in series.items()]
+        self._client.log_batch(self.run_id, metrics)
 
     def log_result(self, folder: Path, step: int, is_best: bool) -> None:
         self._client.log_artifacts(self.run_id, str(folder), artifact_path="model")
@@ -259,9 +275,11 @@ class MlflowTracker(Tracker):
         self._client.set_tag(self.run_id, "model.best", str(is_best).lower())
 
     def finish(self, exit_code: int, stopped: bool) -> None:
-        self._client.set_terminated(
-            self.run_id, "KILLED" if stopped else "FAILED" if exit_code else "FINISHED"
-        )
+        if stopped:
+            status = "KILLED"
+        else:
+            status = "FAILED" if exit_code else "FINISHED"
+        self._client.set_terminated(self.run_id, status)
 
 
 def wandb_mode(config: TrackingConfig) -> str:
@@ -271,8 +289,11 @@ def wandb_mode(config: TrackingConfig) -> str:
 
 def mlflow_store(config: TrackingConfig, output_dir: Path) -> str:
     """Return the address of MLflow's server, database or directory."""
-    place = config.mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-    return place or (output_dir.expanduser().resolve().parent / "mlruns").as_uri()
+    address = config.mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if address:
+        return address
+    folder = output_dir.expanduser().resolve().parent / "mlruns"
+    return folder.as_uri()
 
 
 def check_trackers(config: TrackingConfig, output_dir: str | None) -> None:
@@ -340,10 +361,15 @@ def start_trackers(
         UserError: W&B or MLflow cannot be used, or its server rejects the run or does not answer.
     """
     settings = masked(resolved) | {"git": {"commit": git_commit()}}
-    asked: dict[Any, bool] = {
-        WandbTracker: config.use_wandb and wandb_mode(config) != "disabled",
-        TensorboardTracker: config.use_tensorboard,
-        MlflowTracker: config.use_mlflow,
-    }
-    kinds = [kind for kind, is_asked in asked.items() if is_asked]
-    return [kind(config, output_dir, settings, resume_step, ids.get(kind.key)) for kind in kinds]
+    kinds = list[type[WandbTracker] | type[TensorboardTracker] | type[MlflowTracker]]()
+    if config.use_wandb and wandb_mode(config) != "disabled":
+        kinds.append(WandbTracker)
+    if config.use_tensorboard:
+        kinds.append(TensorboardTracker)
+    if config.use_mlflow:
+        kinds.append(MlflowTracker)
+    trackers = list[Tracker]()
+    for kind in kinds:
+        run_id = ids.get(kind.key)
+        trackers.append(kind(config, output_dir, settings, resume_step, run_id))
+    return trackers

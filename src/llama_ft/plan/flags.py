@@ -12,9 +12,9 @@ from pydantic.dataclasses import dataclass
 from llama_ft.config.dump import flags_text, help_text
 from llama_ft.config.load import load
 from llama_ft.config.parse import words_of
-from llama_ft.config.run_settings import STRICT, Count, parse_size
 from llama_ft.config.settings import Config, settings_of
 from llama_ft.config.tool_flags import check, read
+from llama_ft.config.value_types import STRICT, Count, parse_size
 from llama_ft.errors import UserError
 
 RANKS_OF_A_NODE = 8

@@ -15,9 +15,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from llama_ft.config.paths import RUN_MARKER, folder_problem
-from llama_ft.config.run_settings import STRICT
 from llama_ft.config.settings import SETTINGS
 from llama_ft.config.tool_flags import check, read
+from llama_ft.config.value_types import STRICT
 from llama_ft.errors import UserError, reason
 from llama_ft.processes import is_locked
 

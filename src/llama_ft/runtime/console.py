@@ -18,10 +18,15 @@ class _Console(Console):
     terminal, a full disk), it stops printing instead of ending the process."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        for it in objects:
-            if isinstance(it, Text):
-                it.plain = printable(it.plain)  # the text keeps its length, so styles stay in place
-        super().print(*(printable(it) if isinstance(it, str) else it for it in objects), **options)
+        safe = list[Any]()
+        for printed in objects:
+            if isinstance(printed, str):
+                printed = printable(printed)
+            elif isinstance(printed, Text):
+                # the text keeps its length, so styles stay in place
+                printed.plain = printable(printed.plain)
+            safe.append(printed)
+        super().print(*safe, **options)
 
     def _check_buffer(self) -> None:
         try:
@@ -29,17 +34,27 @@ class _Console(Console):
         except (OSError, SystemExit):  # rich raises SystemExit after a broken pipe
             self.quiet = True
             # a later flush would fail again
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.file.fileno())
 
 
-console = _Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False, emoji=False)
+# rich would otherwise wrap lines, and read [x] and :x: in them as styles and emojis
+console = _Console(
+    file=sys.stdout,
+    soft_wrap=True,
+    highlight=False,
+    markup=False,
+    emoji=False,
+)
 log = logging.getLogger("llama_ft")
 
 
 class _ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         prefix = "warning: " if record.levelno >= logging.WARNING else ""
-        console.print(prefix + record.getMessage().replace("\n", "\n" + " " * len(prefix)))
+        next_line = "\n" + " " * len(prefix)
+        message = record.getMessage().replace("\n", next_line)
+        console.print(prefix + message)
 
 
 def configure_console(rank: int) -> None:

@@ -43,16 +43,14 @@ def pick_device(device: str, gpus: int, local_rank: int, local_world_size: int) 
         return torch.device("cpu")
     if local_world_size > gpus:
         problem = f"{local_world_size} processes on {socket.gethostname()} need a GPU each, and it has {gpus}."
-        # With SLURM's --gpus-per-task=1, and always with slices of a GPU (MIG), a process sees one
-        # GPU only.
-        one = (
-            " If each process sees only its own GPU, let it see all (SLURM: --gpus-per-node)."
-            if gpus == 1
-            else ""
-        )
-        raise UserError(
-            f"{problem}\n--nproc_per_node {gpus} uses those; --device cpu trains on the CPU.{one}"
-        )
+        fix = f"--nproc_per_node {gpus} uses those; --device cpu trains on the CPU."
+        if gpus == 1:
+            # With SLURM's --gpus-per-task=1, and always with slices of a GPU (MIG), a process sees
+            # one GPU only.
+            fix += (
+                " If each process sees only its own GPU, let it see all (SLURM: --gpus-per-node)."
+            )
+        raise UserError(f"{problem}\n{fix}")
     return torch.device("cuda", local_rank)
 
 
@@ -89,20 +87,21 @@ def claim_device(device: torch.device, memory_fraction: float | None) -> str:
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a host tensor to the device through pinned memory, without waiting for earlier work of
     the device."""
-    return (
-        tensor.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else tensor.to(device)
-    )
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def matmul_slowdown(dtype: torch.dtype) -> float:
     """Return the time of a matmul in `dtype` over its time in fp32, on this CPU."""
-    factors = [torch.ones(512, 512, dtype=each) for each in (dtype, torch.float32)]
-    half, full = (
-        min(repeat(partial(torch.mm, each, each), number=1, repeat=4)) for each in factors
-    )
-    return half / full
+    return _matmul_seconds(dtype) / _matmul_seconds(torch.float32)
+
+
+def _matmul_seconds(dtype: torch.dtype) -> float:
+    """Return the shortest time of four: the first one includes the compilation of the kernel."""
+    factor = torch.ones(512, 512, dtype=dtype)
+    multiply = partial(torch.mm, factor, factor)
+    return min(repeat(multiply, number=1, repeat=4))
 
 
 def advise_precision(
@@ -122,22 +121,20 @@ def advise_precision(
     dtype = PRECISIONS[asked].compute
     is_gpu = device.type == "cuda"
     if is_gpu:
-        is_slow = dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(
-            including_emulation=False
-        )
+        computes_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        is_slow = dtype == torch.bfloat16 and not computes_bf16
         what = "this GPU does not compute bf16"
     else:
         slowdown = 1.0 if dtype == torch.float32 else matmul_slowdown(dtype)
         is_slow = slowdown > SLOW
         name = asked.partition("_")[0]
         what = f"this CPU only emulates {name} matmuls, {slowdown:.0f} times slower than fp32"
-    if is_slow and free_to_choose:
+    if not is_slow:
+        return asked, ""
+    if free_to_choose:
         return "fp32", f"precision=fp32: {what}."
-    if is_slow and is_gpu:
+    if is_gpu:
         raise UserError(
             f"--precision {asked}: {what}.\n--precision fp16 uses loss scaling; fp32 is exact and slower."
         )
-    return (
-        asked,
-        f"{what}. --precision fp32 is faster here but needs more memory." if is_slow else "",
-    )
+    return asked, f"{what}. --precision fp32 is faster here but needs more memory."

@@ -26,7 +26,11 @@ class OneKernel:
         dynamic: as in torch.compile; False makes one kernel per shape, for at most 8 shapes.
     """
 
-    def __init__(self, function: Callable[..., Any], dynamic: bool | None = None) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        dynamic: bool | None = None,
+    ) -> None:
         self._function = function
         self._dynamic = dynamic
         self._compiled: Callable[..., Any] | None = None

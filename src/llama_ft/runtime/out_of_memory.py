@@ -29,19 +29,18 @@ DEVICE_SIGNS = re.compile(r"out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED", re.
 
 def shortage(error: BaseException) -> Shortage | None:
     """Return which memory ran out according to `error`; None if it is another error."""
-    if isinstance(error, MemoryError) or (
-        isinstance(error, OSError) and error.errno == errno.ENOMEM
-    ):
+    if isinstance(error, MemoryError):
+        return "host"
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return "host"
     if not isinstance(error, RuntimeError):
         return None
-    return (
-        "host"
-        if HOST_SIGNS.search(str(error))
-        else "device"
-        if DEVICE_SIGNS.search(str(error))
-        else None
-    )
+    text = str(error)
+    if HOST_SIGNS.search(text):
+        return "host"
+    if DEVICE_SIGNS.search(text):
+        return "device"
+    return None
 
 
 class HostMemory(NamedTuple):
@@ -61,20 +60,18 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory | None
     """Return the machine's memory, or that of the control group (v2) with the smallest limit; None
     without /proc."""
     try:
-        kilobytes = dict(
-            re.findall(r"^(\w+):\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE)
-        )
+        meminfo = (proc / "meminfo").read_text()
         group = (proc / "self" / "cgroup").read_text()
     except OSError:
         return None
+    kilobytes = dict(re.findall(r"^(\w+):\s+(\d+) kB$", meminfo, re.MULTILINE))
     total = 1024 * int(kilobytes["MemTotal"])
     free = 1024 * int(kilobytes["MemAvailable"])
-    own = cgroups / group.rpartition("::/")[2].strip()
-    for folder in (own, *own.parents):
+    group_folder = cgroups / group.rpartition("::/")[2].strip()
+    for folder in (group_folder, *group_folder.parents):
         with suppress(OSError, ValueError):  # there is no such group, or its limit is "max"
-            limit, use = (
-                int((folder / file).read_text()) for file in ("memory.max", "memory.current")
-            )
+            limit = int((folder / "memory.max").read_text())
+            use = int((folder / "memory.current").read_text())
             if limit < total:
                 total = limit
                 free = max(0, min(limit - use, free))

@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, Literal, NoReturn, TypeVar, cast
+from typing import IO, Any, Literal, NamedTuple, NoReturn, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from llama_ft.errors import LostRank, UserError, plural
 from llama_ft.processes import cores
 from llama_ft.runtime.console import configure_console
 from llama_ft.runtime.devices import claim_device, pick_device
-from llama_ft.runtime.exit import Explainer, RunStatus, Stopped, exit_process
+from llama_ft.runtime.exit import ExitContext, Explainer, RunStatus, Stopped, exit_process
 from llama_ft.runtime.signals import StopSignals
 from llama_ft.runtime.watchdog import SECONDS_AFTER_WATCHDOG, Watchdog
 
@@ -130,7 +130,10 @@ class Ranks:
         return Path(self.launch_store.get("directory").decode())
 
     def begin_run(
-        self, output_dir: Path, step: int = 0, at_end: Callable[[], None] = lambda: None
+        self,
+        output_dir: Path,
+        step: int = 0,
+        at_end: Callable[[], None] = lambda: None,
     ) -> None:
         """Keep status.json in `output_dir` current from now on. The rank that ends the run calls
         `at_end`. If torchrun restarts the ranks, the next attempt resumes in this directory."""
@@ -148,7 +151,11 @@ class Ranks:
             self.status.record_step(step, writes=self.is_main)
 
     def describe(
-        self, batch_size: int, micro_batches: int, global_batch: int, unit: str = "row"
+        self,
+        batch_size: int,
+        micro_batches: int,
+        global_batch: int,
+        unit: str = "row",
     ) -> str:
         """Return a text about the devices, and how parameters and batches are distributed. All
         ranks must call it.
@@ -161,20 +168,42 @@ class Ranks:
         """
         notes: list[Any] = [None] * self.world_size
         dist.all_gather_object(notes, self.device_note)
-        shards = self.mesh["shard"].size()
-        is_offloaded = self.storage_device != self.device
-        product = f"ranks ({self.world_size}) x micro-batch ({batch_size}) x accumulation ({micro_batches})"
-        # the resumed run began on another number of ranks
-        if global_batch != self.world_size * batch_size * micro_batches:
+        is_one_process = self.world_size == 1
+        lines = []
+        if not is_one_process:
+            shards = self.mesh["shard"].size()
+            lines.append(f"Mesh: replicate {self.world_size // shards} x shard {shards}")
+        for note, count in Counter(notes).items():
+            lines.append(f"{count} x {note}")
+        if self.storage_device != self.device:
+            lines.append("parameters and optimizer state in host memory")
+        noun = "packed sequence" if unit == "pack" else "sample"
+        if global_batch == self.world_size * batch_size * micro_batches:
+            product = f"ranks ({self.world_size}) x micro-batch ({batch_size}) x accumulation ({micro_batches})"
+        else:  # the resumed run began on another number of ranks
             product = f"as before, at most {batch_size} per rank and micro-batch"
-        lines = [
-            *[f"Mesh: replicate {self.world_size // shards} x shard {shards}"]
-            * (self.world_size > 1),
-            *(f"{count} x {note}" for note, count in Counter(notes).items()),
-            *["parameters and optimizer state in host memory"] * is_offloaded,
-            f"global batch: {plural(global_batch, 'packed sequence' if unit == 'pack' else 'sample')} = {product}",
-        ]
-        return ("\n  " if self.world_size > 1 else "; ").join(lines)
+        lines.append(f"global batch: {plural(global_batch, noun)} = {product}")
+        separator = "; " if is_one_process else "\n  "
+        return separator.join(lines)
+
+
+class Launch(NamedTuple):
+    """The place of this process among all ranks, as torchrun sets it in the environment."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """Without torchrun, return that of a single process."""
+        return cls(
+            rank=int(os.environ.get("RANK", 0)),
+            world_size=int(os.environ.get("WORLD_SIZE", 1)),
+            local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        )
 
 
 @contextmanager
@@ -185,7 +214,7 @@ def start(
     memory_fraction: float | None = None,
     timeout_seconds: float = 1800.0,
 ) -> Iterator[Ranks]:
-    """Start the process group, and end the process as described in `ranks.exit` if the block
+    """Start the process group, and end the process as described in `runtime.exit` if the block
     fails.
 
     Args:
@@ -204,87 +233,135 @@ def start(
         UserError: there are more processes than GPUs, or the ranks cannot be divided into groups of
             that size.
     """
-    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    rank, world_size, local_rank, local_world_size = (
-        int(os.environ.get(*name)) for name in names.items()
-    )
-    configure_console(rank)
-    _silence_libraries(rank)
+    launch = Launch.from_environment()
+    configure_console(launch.rank)
+    _silence_libraries(launch.rank)
     signals = StopSignals()
     ranks: Ranks | None = None
     store: dist.Store | None = None
     watchdog: Watchdog | None = None
 
     def end(error: BaseException) -> NoReturn:
-        status, explainer = (ranks.status, ranks.explainer) if ranks is not None else (None, None)
-        describe_lost = watchdog.describe_lost if watchdog is not None else str
-        exit_process(error, rank, store, status, signals.end_requested, describe_lost, explainer)
+        context = ExitContext(
+            rank=launch.rank,
+            store=store,
+            status=ranks.status if ranks is not None else None,
+            end_requested=signals.end_requested,
+            describe_lost=watchdog.describe_lost if watchdog is not None else str,
+            explainer=ranks.explainer if ranks is not None else None,
+        )
+        exit_process(error, context)
 
     with signals.listening(end):
         try:
             store = dist.HashStore()
             launch_store = None
-            if world_size > 1 or dist.is_torchelastic_launched():
-                store, launch_store = _meet(rank, world_size, timeout_seconds)
-            place = pick_device(device, torch.cuda.device_count(), local_rank, local_world_size)
+            if launch.world_size > 1 or dist.is_torchelastic_launched():
+                store, launch_store = _meet(launch.rank, launch.world_size, timeout_seconds)
+            place = pick_device(
+                device, torch.cuda.device_count(), launch.local_rank, launch.local_world_size
+            )
             storage = torch.device("cpu") if cpu_offload else place
-            # torchrun sets 1. That leaves cores idle if the CPU computes or updates the weights.
-            if (
-                storage.type == "cpu"
-                and local_world_size > 1
-                and os.environ.get("OMP_NUM_THREADS", "1") == "1"
-            ):
-                torch.set_num_threads(max(1, cores() // local_world_size))
-            # oneDNN compiles a 16-bit matmul per shape on the CPU. Its default, 1,024, takes 0.9
-            # GiB; this takes half.
-            os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
-            degree = resolve_degree(shard_degree, world_size, local_world_size)
-            note = claim_device(place, memory_fraction)
+            _configure_cpu(storage, launch.local_world_size)
+            degree = resolve_degree(shard_degree, launch.world_size, launch.local_world_size)
+            device_note = claim_device(place, memory_fraction)
             timeout = timedelta(seconds=timeout_seconds + SECONDS_AFTER_WATCHDOG)
-            backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-            # With a device_id torch starts NCCL at once, and barriers use it. One process needs
-            # neither: without it barriers use gloo, so a machine where NCCL fails can train.
-            device_id = place if place.type == "cuda" and world_size > 1 else None
-            dist.init_process_group(
-                backend, None, timeout, world_size, rank, store, device_id=device_id
-            )
-            mesh = mesh_over(place.type, world_size, degree)
-            for group in mesh.get_all_groups():
-                # init_device_mesh uses torch's default: 10 min with NCCL
-                _set_pg_timeout(timeout, group)
-            places = (rank, world_size, local_rank, local_world_size, place, storage)
+            mesh = _open_mesh(launch, place, store, degree, timeout)
             ranks = Ranks(
-                *places, note, mesh, store, launch_store, signals=signals, timeout=timeout
+                rank=launch.rank,
+                world_size=launch.world_size,
+                local_rank=launch.local_rank,
+                local_world_size=launch.local_world_size,
+                device=place,
+                storage_device=storage,
+                device_note=device_note,
+                mesh=mesh,
+                store=store,
+                launch_store=launch_store,
+                signals=signals,
+                timeout=timeout,
             )
-            if world_size > 1:
+            if launch.world_size > 1:
                 watchdog = Watchdog(store, mesh, timeout_seconds, end)
-            with watchdog or nullcontext():
-                try:
-                    yield ranks
-                except Stopped as stopped:
-                    if stopped.agreed:
-                        # a rank that exits earlier would look like one that died during the save
-                        dist.barrier()
-                    raise
-                dist.barrier()
-            if ranks.is_main and ranks.status is not None:
-                ranks.status.write("finished", 0)
-                ranks.status.at_end()
-            if ranks.lock is not None:
-                ranks.lock.close()
-            dist.destroy_process_group()
+            with _watched_until_all_leave(watchdog):
+                yield ranks
+            _finish(ranks)
         except BaseException as error:
             signals.closing(error)
             end(error)
 
 
+def _configure_cpu(storage: torch.device, local_world_size: int) -> None:
+    """Set how this process uses the cores, and oneDNN's cache. `storage` holds the parameters and
+    the optimizer state."""
+    # torchrun sets 1. That leaves cores idle if the CPU computes or updates the weights.
+    is_torchruns_default = os.environ.get("OMP_NUM_THREADS", "1") == "1"
+    if storage.type == "cpu" and local_world_size > 1 and is_torchruns_default:
+        torch.set_num_threads(max(1, cores() // local_world_size))
+    # oneDNN compiles a 16-bit matmul per shape on the CPU. Its default, 1,024, takes 0.9 GiB; this
+    # takes half.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+
+
+def _open_mesh(
+    launch: Launch,
+    device: torch.device,
+    store: dist.Store,
+    degree: int,
+    timeout: timedelta,
+) -> DeviceMesh:
+    """Start the process group, and return a mesh in which `degree` ranks share one copy of the
+    model."""
+    is_cuda = device.type == "cuda"
+    # With a device_id torch starts NCCL at once, and barriers use it. One process needs neither:
+    # without it barriers use gloo, so a machine where NCCL fails can train.
+    device_id = device if is_cuda and launch.world_size > 1 else None
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+        timeout=timeout,
+        world_size=launch.world_size,
+        rank=launch.rank,
+        store=store,
+        device_id=device_id,
+    )
+    mesh = mesh_over(device.type, launch.world_size, degree)
+    for group in mesh.get_all_groups():
+        # init_device_mesh uses torch's default: 10 min with NCCL
+        _set_pg_timeout(timeout, group)
+    return mesh
+
+
+@contextmanager
+def _watched_until_all_leave(watchdog: Watchdog | None) -> Iterator[None]:
+    """Run the block under the watchdog, until all ranks have left it. After an error this rank does
+    not wait, unless all ranks have agreed to stop."""
+    with watchdog or nullcontext():
+        try:
+            yield
+        except Stopped as stopped:
+            if stopped.agreed:
+                # a rank that exits earlier would look like one that died during the save
+                dist.barrier()
+            raise
+        dist.barrier()
+
+
+def _finish(ranks: Ranks) -> None:
+    """Record that the run has finished, and close the process group."""
+    if ranks.is_main and ranks.status is not None:
+        ranks.status.write("finished", 0)
+        ranks.status.at_end()
+    if ranks.lock is not None:
+        ranks.lock.close()
+    dist.destroy_process_group()
+
+
 def mesh_over(device_type: str, world_size: int, degree: int) -> DeviceMesh:
     """Return a mesh of [copies of the model, `degree` ranks that share one copy]."""
     copies = world_size // degree
-    shape, names = (
-        ((copies, degree), ("replicate", "shard")) if copies > 1 else ((degree,), ("shard",))
-    )
-    return init_device_mesh(device_type, shape, mesh_dim_names=names)
+    if copies == 1:
+        return init_device_mesh(device_type, (degree,), mesh_dim_names=("shard",))
+    return init_device_mesh(device_type, (copies, degree), mesh_dim_names=("replicate", "shard"))
 
 
 def resolve_degree(shard_degree: int | str, world_size: int, local_world_size: int) -> int:
@@ -314,7 +391,11 @@ def _silence_libraries(rank: int) -> None:
         transformers_logging.set_verbosity_error()
 
 
-def _meet(rank: int, world_size: int, seconds: float) -> tuple[dist.Store, dist.Store]:
+def _meet(
+    rank: int,
+    world_size: int,
+    seconds: float,
+) -> tuple[dist.Store, dist.Store]:
     """Wait for all ranks at torchrun's address. Return the store of this attempt and the store of
     all attempts.
 
@@ -325,28 +406,32 @@ def _meet(rank: int, world_size: int, seconds: float) -> tuple[dist.Store, dist.
     """
     timeout = max(seconds, LEAST_SECONDS_TO_START)
     name = uuid.uuid4().hex
-    shared, _, _ = next(
-        iter(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout)))
-    )
+    meetings = dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout))
+    shared, _, _ = next(iter(meetings))
     store = dist.PrefixStore("llama_ft/meeting", shared)
     deadline = time.monotonic() + timeout
     if rank != 0:
-        store.set(f"question/{rank}", question := name)
+        # Each rank asks with a random name of its own, so an answer of an earlier attempt has
+        # another key.
+        question = name
+        store.set(f"question/{rank}", question)
         try:
             name = store.get(f"answer/{question}").decode()
         except dist.DistStoreError as error:
             raise LostRank(f"rank 0 has not started within {timeout:g} s.") from error
         store.set(f"{name}/{rank}", "")
-    missing = [*range(1, world_size)] if rank == 0 else []
-    while missing := [other for other in missing if not store.check([f"{name}/{other}"])]:
-        if time.monotonic() > deadline:
-            raise LostRank(
-                f"rank {', '.join(map(str, missing))} has not started within {timeout:g} s."
-            )
-        for other in missing:
-            if store.check([f"question/{other}"]):
-                store.set(f"answer/{store.get(f'question/{other}').decode()}", name)
-        time.sleep(0.05)
-    return dist.PrefixStore(f"llama_ft/{name}", shared), dist.PrefixStore(
-        f"llama_ft/run{next(_STARTS)}", shared
-    )
+    else:
+        missing = list(range(1, world_size))
+        while missing:
+            if time.monotonic() > deadline:
+                names = ", ".join(map(str, missing))
+                raise LostRank(f"rank {names} has not started within {timeout:g} s.")
+            for other in missing:
+                if store.check([f"question/{other}"]):
+                    question = store.get(f"question/{other}").decode()
+                    store.set(f"answer/{question}", name)
+            time.sleep(0.05)
+            missing = [other for other in missing if not store.check([f"{name}/{other}"])]
+    attempt_store = dist.PrefixStore(f"llama_ft/{name}", shared)
+    launch_store = dist.PrefixStore(f"llama_ft/run{next(_STARTS)}", shared)
+    return attempt_store, launch_store

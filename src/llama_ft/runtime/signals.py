@@ -30,8 +30,12 @@ from llama_ft.config import parse_duration
 from llama_ft.runtime.console import log
 from llama_ft.runtime.exit import Stop, Stopped
 
-NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP"}
-SIGNALS: dict[int, Stop] = {number: Stop(128 + number, name) for number, name in NAMES.items()}
+# exit codes as shells count them
+SIGNALS: dict[int, Stop] = {
+    signal.SIGTERM: Stop(128 + signal.SIGTERM, "SIGTERM"),
+    signal.SIGINT: Stop(128 + signal.SIGINT, "Ctrl-C"),
+    signal.SIGHUP: Stop(128 + signal.SIGHUP, "SIGHUP"),
+}
 # in the gathered column; a signal wins, because its number is larger (SIGHUP is 1)
 STOP_AFTER_CODE = 0.5
 CTRL_C_REPEAT_SECONDS = 0.5  # launchers may deliver one Ctrl-C twice
@@ -60,21 +64,19 @@ class StopSignals:
         call it."""
         reader, writer = socket.socketpair()
         writer.setblocking(False)
-        # by nohup
-        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
-        handlers = {
-            number: signal.signal(number, self._interrupt) for number in SIGNALS.keys() - ignored
-        }
+        handled = set(SIGNALS)
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup
+            handled.remove(signal.SIGHUP)
+        earlier = {number: signal.signal(number, self._interrupt) for number in handled}
         wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
         def forget() -> None:  # a forked process must not report its signals through our socket
             if reader.fileno() >= 0:
                 signal.set_wakeup_fd(-1)
-                for number in handlers:
-                    signal.signal(
-                        number,
-                        signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
-                    )
+                for number in handled:
+                    is_ctrl_c = number == signal.SIGINT
+                    default = signal.default_int_handler if is_ctrl_c else signal.SIG_DFL
+                    signal.signal(number, default)
 
         os.register_at_fork(after_in_child=forget)
         thread = threading.Thread(
@@ -85,7 +87,7 @@ class StopSignals:
             yield
         finally:
             signal.set_wakeup_fd(wakeup)
-            for number, handler in handlers.items():
+            for number, handler in earlier.items():
                 signal.signal(number, handler)
             writer.close()
             thread.join()
@@ -112,17 +114,18 @@ class StopSignals:
     def asked(self) -> float:
         """Return a number to gather from all ranks: the request to stop this rank, or 0 if there is
         none."""
-        return self._signal or (STOP_AFTER_CODE if time.monotonic() > self._deadline else 0)
+        if self._signal:
+            return self._signal
+        return STOP_AFTER_CODE if time.monotonic() > self._deadline else 0
 
     def agreed(self, asked: torch.Tensor) -> Stop | None:
         """Return why all ranks must stop after this step, or None. `asked` holds every rank's
         `asked()`, [world_size]."""
         number = float(asked.max())
-        return (
-            None
-            if number == 0
-            else SIGNALS.get(int(number)) or Stop(0, f"--stop_after {self._stop_after}")
-        )
+        if number == 0:
+            return None
+        stop_after = Stop(0, f"--stop_after {self._stop_after}")
+        return SIGNALS.get(int(number), stop_after)  # int(STOP_AFTER_CODE) is no signal
 
     def closing(self, error: BaseException) -> None:
         """Stop interrupting the main thread, which is ending with an error."""
@@ -132,46 +135,61 @@ class StopSignals:
     def _interrupt(self, number: int, *_: object) -> None:
         """Handle any of SIGNALS in the main thread."""
         if self._phase == "at once" and self._error is None:
-            self._error = (
-                KeyboardInterrupt() if number == signal.SIGINT else Stopped(SIGNALS[number])
-            )
+            is_ctrl_c = number == signal.SIGINT
+            self._error = KeyboardInterrupt() if is_ctrl_c else Stopped(SIGNALS[number])
             raise self._error
 
-    def _watch(self, signals: socket.socket, end: Callable[[BaseException], NoReturn]) -> None:
+    def _watch(
+        self,
+        signals: socket.socket,
+        end: Callable[[BaseException], NoReturn],
+    ) -> None:
+        """Read signals from the socket until its other end is closed. End the process if the main
+        thread does not."""
         while True:
-            is_ready = select.select([signals], [], [], POLL_SECONDS if self._signal else None)[0]
+            # Without a signal there is nothing to time, so the thread sleeps.
+            timeout = POLL_SECONDS if self._signal else None
+            is_ready = select.select([signals], [], [], timeout)[0]
             numbers = signals.recv(64) if is_ready else b""
             if is_ready and not numbers:
                 return
             waited = time.monotonic() - self._signal_time  # -inf before the first signal
             for number in SIGNALS.keys() & set(numbers):  # the socket also gets other signals
                 if not self._signal:
-                    self._signal = number
-                    self._signal_time = time.monotonic()
-                    # set last: a thread that waits for it may then read which signal it was
-                    self.end_requested.set()
-                    # SIGTERM can also mean that another rank has died: then nothing can be saved.
-                    if self._phase == "between steps" and number == signal.SIGINT:
-                        # in a thread: this one must see a second Ctrl-C, also if the output blocks
-                        saves = "saves a checkpoint" if self._saves else "saves no checkpoint"
-                        text = (
-                            f"Ctrl-C: the run finishes the current step, {saves} and exits. "
-                            "A second Ctrl-C exits at once without saving."
-                        )
-                        threading.Thread(target=log.warning, args=(text,), daemon=True).start()
+                    self._record_first(number)
                 # A healthy rank may get SIGTERM twice. After Ctrl-C it means that torchrun got a
                 # second Ctrl-C.
                 elif signal.SIGINT in (number, self._signal) and waited > CTRL_C_REPEAT_SECONDS:
                     end(self._error or Stopped(Stop(130, "a second Ctrl-C, without saving")))
-            if self._phase == "at once" and waited > (
-                REACTION_SECONDS if self._error is None else SECONDS_TO_CLOSE
-            ):
+            patience = REACTION_SECONDS if self._error is None else SECONDS_TO_CLOSE
+            if self._phase == "at once" and waited > patience:
                 end(self._error or Stopped(SIGNALS[self._signal]))
+
+    def _record_first(self, number: int) -> None:
+        """Store the first signal, and announce a Ctrl-C that waits for the end of the step."""
+        self._signal = number
+        self._signal_time = time.monotonic()
+        # set last: a thread that waits for it may then read which signal it was
+        self.end_requested.set()
+        # SIGTERM can also mean that another rank has died: then nothing can be saved.
+        if self._phase == "between steps" and number == signal.SIGINT:
+            saves = "saves a checkpoint" if self._saves else "saves no checkpoint"
+            text = (
+                f"Ctrl-C: the run finishes the current step, {saves} and exits. "
+                "A second Ctrl-C exits at once without saving."
+            )
+            # in a thread: this one must see a second Ctrl-C, also if the output blocks
+            writer = threading.Thread(target=log.warning, args=(text,), daemon=True)
+            writer.start()
 
 
 def seconds_running() -> float:
     """Return the seconds since torchrun started (restarts do not reset them), or since this process
     started."""
     process = os.getppid() if dist.is_torchelastic_launched() else os.getpid()
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    stat = Path(f"/proc/{process}/stat").read_text()
+    # after the command's name in parentheses; see `man 5 proc`
+    fields = stat.rpartition(")")[2].split()
+    start_ticks = int(fields[19])  # since boot
+    start_seconds = start_ticks / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_seconds

@@ -34,8 +34,9 @@ SILENCE_SECONDS = 5.0
 # NCCL's own timeout ends a process with a dump that does not name the missing rank
 SECONDS_AFTER_WATCHDOG = 60.0
 TORCH = str(Path(torch.__file__).parent) + os.sep
-# not the cause
-SKIPPED_FRAMES = (TORCH, str(Path(__file__).parent) + os.sep, contextlib.__file__, "<frozen")
+RUNTIME = str(Path(__file__).parent) + os.sep
+# beginnings of file names whose lines are not the cause of a hang
+SKIPPED_FRAMES = (TORCH, RUNTIME, contextlib.__file__, "<frozen")
 
 
 class Report(NamedTuple):
@@ -70,25 +71,26 @@ class Watchdog(threading.Thread):
         self._store = store.clone()  # type: ignore[attr-defined]  # the main thread may be waiting on the other one
         # for the report of a rank that has ended before its first one
         self._store.set_timeout(timedelta(seconds=seconds + SECONDS_AFTER_WATCHDOG))
-        groups = {
-            group.group_name: group for group in (dist.group.WORLD, *mesh.get_all_groups()) if group
-        }
-        self._groups = [*groups.values()]
+        # by name, because a mesh of all ranks uses the world's group
+        groups = dict[str, dist.ProcessGroup]()
+        for group in (dist.group.WORLD, *mesh.get_all_groups()):
+            if group:
+                groups[group.group_name] = group
+        self._groups = list(groups.values())
         self._device = mesh.device_type
         self._seconds = seconds
         self._end = end
-        self._processes = dict[int, int]()
+        self._processes = dict[int, int]()  # rank of this node -> process id
         self._ended = threading.Event()
-        # and when this state was first seen
         self._state = object()
-        self._since = time.monotonic()
+        self._since = time.monotonic()  # when this state was first seen
 
     def __enter__(self) -> None:
         self._look()
         first = dist.get_rank() - int(os.environ.get("LOCAL_RANK", 0))
-        here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        # process ids of this node's ranks
-        self._processes = {rank: self._report(rank).pid for rank in here}
+        count = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        for rank in range(first, first + count):
+            self._processes[rank] = self._report(rank).pid
         self.start()
 
     def __exit__(self, *_: object) -> None:
@@ -105,7 +107,8 @@ class Watchdog(threading.Thread):
                 self._look()
                 # NCCL does not tell a rank that waits on its GPU about a peer's end
                 lost = self.describe_lost()
-                if (lost or self._store.check([FAILURE_KEY])) and not self._ended.is_set():
+                has_failed = bool(lost) or self._store.check([FAILURE_KEY])
+                if has_failed and not self._ended.is_set():
                     self._end(LostRank(f"lost contact with another rank: {lost}"))
 
     def describe_lost(self) -> str:
@@ -117,24 +120,27 @@ class Watchdog(threading.Thread):
         return ""
 
     def _look(self) -> None:
+        """Write this rank's report to the store, and end the process if it has waited for too
+        long."""
         now = time.monotonic()
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         rank = dist.get_rank()
         collectives = sum(group._get_sequence_number_for_group() for group in self._groups)  # type: ignore[attr-defined]
-        if (state := self._state_at(frame, collectives)) != self._state:
+        state = self._state_at(frame, collectives)
+        if state != self._state:
             self._state = state
             self._since = now
-        waits = now - self._since
-        report = (
-            time.time(),
-            socket.gethostname(),
-            os.getpid(),
-            waits > self._seconds / 2,
-            collectives,
-            place(frame),
+        waited_seconds = now - self._since
+        report = Report(
+            time=time.time(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            waits=waited_seconds > self._seconds / 2,
+            collectives=collectives,
+            place=place(frame),
         )
         self._store.set(f"watchdog/{rank}", json.dumps(report))
-        if waits > self._seconds:
+        if waited_seconds > self._seconds:
             reports = [self._report(rank) for rank in range(dist.get_world_size())]
             self._end(LostRank(describe_hang(reports, rank, self._seconds)))
 
@@ -148,7 +154,7 @@ class Watchdog(threading.Thread):
         with CUDA the state is the current line and the number of allocations: any computation
         allocates memory.
         """
-        # for a thread
+        # a line of `threading` waits for a thread, not for the device
         if frame and self._device == "cuda" and frame.f_code.co_filename != threading.__file__:
             allocations = torch.cuda.memory_stats().get("allocation.all.allocated", 0)
             return collectives, allocations, id(frame), frame.f_lasti
@@ -164,24 +170,27 @@ def describe_hang(reports: Sequence[Report], asker: int, seconds: float) -> str:
     waiting."""
     furthest = max(report.collectives for report in reports)
     missing = [rank for rank, report in enumerate(reports) if not report.waits]
-    # If all ranks wait, the ranks with fewer collectives are behind the others.
-    missing = missing or [
-        rank for rank, report in enumerate(reports) if report.collectives < furthest
-    ]
-    names = ", ".join(map(str, missing))
-    head = f"rank {names} did not arrive; the others have waited" if missing else "all ranks wait"
+    if not missing:
+        # All ranks wait. Those with fewer collectives are behind the others.
+        missing = [rank for rank, report in enumerate(reports) if report.collectives < furthest]
+    if missing:
+        names = ", ".join(map(str, missing))
+        head = f"rank {names} did not arrive; the others have waited"
+        described = missing
+    else:
+        head = "all ranks wait"
+        described = [rank for rank in range(len(reports)) if rank != asker]
     lines = [
         f"{head} for {seconds:g} s (--collective_timeout).",
         f"rank {asker} waits at {reports[asker].place}",
     ]
-    for rank in (missing or [rank for rank in range(len(reports)) if rank != asker])[:8]:
+    for rank in described[:8]:
         report = reports[rank]
         is_silent = report.time < reports[asker].time - SILENCE_SECONDS
-        state = (
-            "does not respond: it is suspended or has ended"
-            if is_silent
-            else f"is at {report.place}"
-        )
+        if is_silent:
+            state = "does not respond: it is suspended or has ended"
+        else:
+            state = f"is at {report.place}"
         lines.append(f"rank {rank} ({report.host}, pid {report.pid}) {state}")
     return "\n".join(lines)
 
@@ -190,8 +199,6 @@ def place(frame: FrameType | None) -> str:
     """Return the innermost line outside torch and the runtime, as `file:line in function`."""
     while frame is not None and frame.f_code.co_filename.startswith(SKIPPED_FRAMES):
         frame = frame.f_back
-    return (
-        f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-        if frame
-        else "an unknown line"
-    )
+    if frame is None:
+        return "an unknown line"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
