@@ -15,7 +15,7 @@ LONGEST_FILE = 600  # lines
 # are free. Whoever needs more raises the number in the same commit and says why.
 TOKENS = {
     "": 3200, "checkpoint": 13_800, "config": 12_900, "data": 27_500, "evaluation": 2700,
-    "inference": 6100, "models": 35_500, "observe": 9900, "plan": 13_200, "report": 4400,
+    "inference": 6100, "models": 36_000, "observe": 9900, "plan": 13_200, "report": 4400,
     "run": 4200, "runtime": 7700, "training": 15_400,
 }  # fmt: skip
 UNCOUNTED = {
