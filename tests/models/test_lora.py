@@ -62,11 +62,11 @@ def test_peft_loads_every_tensor_though_transformers_renames_some(
 
     base = save_small(model_type)
     peft = PeftConfig(use_peft=True, target_modules="all-linear", r=4, lora_dropout=0.0)
-    model = skeleton(base)
-    adapter = inject_lora(model, peft, str(base))
+    built = skeleton(base)
+    adapter = inject_lora(built, peft, str(base))
     written = {
         adapter.keys[name]: torch.randn(parameter.shape)
-        for name, parameter in model.named_parameters()
+        for name, parameter in built.model.named_parameters()
         if name in adapter.keys
     }
     adapter.config.save_pretrained(tmp_path / "adapter")

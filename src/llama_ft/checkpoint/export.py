@@ -106,23 +106,25 @@ class SavedWeights:
             for name, tensor in tensors.items()
         }
         self.groups = groups or [
-            SavedGroup([name], {name: tuple(it.shape)}) for name, it in tensors.items()
+            SavedGroup([name], {name: tuple(tensor.shape)}) for name, tensor in tensors.items()
         ]
         self.ignored = [name for name, header in untouched.items() if header.is_ignored]
-        self.dtypes |= {name: it.dtype for name, it in untouched.items()}
-        self.groups += [SavedGroup([name], {name: it.shape}) for name, it in untouched.items()]
-        self.headers = [
-            {
-                name: StoredTensor(Path(), shape, self.dtypes[it.parameters[0]])
-                for name, shape in it.tensors.items()
-            }
-            for it in self.groups
-        ]
+        for name, header in untouched.items():
+            self.dtypes[name] = header.dtype
+            self.groups.append(SavedGroup([name], {name: header.shape}))
+        self.headers = []
+        for group in self.groups:
+            # A group is converted as one, so it has one dtype.
+            dtype = self.dtypes[group.parameters[0]]
+            self.headers.append(
+                {name: StoredTensor(Path(), shape, dtype) for name, shape in group.tensors.items()}
+            )
 
     def main_dtype(self) -> torch.dtype:
         """The dtype of the largest tensor, for config.json: Transformers loads the model in this
         dtype."""
-        return self.dtypes[max(self.tensors, key=lambda name: math.prod(self.tensors[name].shape))]
+        largest = max(self.tensors, key=lambda name: math.prod(self.tensors[name].shape))
+        return self.dtypes[largest]
 
     def write(self, folder: Path, max_shard_bytes: int) -> None:
         """Write model*.safetensors, and the index if there are several files. No file is larger
@@ -143,39 +145,38 @@ class SavedWeights:
             files[-1].append(number)
             filled = filled + size
             total = total + size
-        several = [
-            f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            for number in range(1, len(files) + 1)
-        ]
-        named = dict(zip(several if len(files) > 1 else [SINGLE_FILE], files, strict=True))
+        names = [SINGLE_FILE]
+        if len(files) > 1:
+            names = [
+                f"model-{number:05d}-of-{len(files):05d}.safetensors"
+                for number in range(1, len(files) + 1)
+            ]
+        named = dict(zip(names, files, strict=True))
         for name, members in named.items():
             self.write_file(folder / name, members)
         if len(files) > 1:
-            held = {
-                tensor: name
-                for name, members in named.items()
-                for it in members
-                for tensor in self.headers[it]
-            }
-            index = {"metadata": {"total_size": total}, "weight_map": held}
+            weight_map = dict[str, str]()
+            for name, members in named.items():
+                for member in members:
+                    weight_map |= dict.fromkeys(self.headers[member], name)
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
     def write_file(self, path: Path, members: Iterable[int]) -> None:
         """Write the groups with these indices into one file."""
-        headers = {
-            name: header for member in members for name, header in self.headers[member].items()
-        }
+        headers = dict[str, StoredTensor]()
+        for member in members:
+            headers |= self.headers[member]
         with SafetensorsFile(path, headers) as file:
-            for rows in (
-                rows for member in members for rows in self._converted(self.groups[member])
-            ):
-                file.append(rows)
+            for member in members:
+                for rows in self._converted(self.groups[member]):
+                    file.append(rows)
 
     def _converted(self, group: SavedGroup) -> Iterator[torch.Tensor]:
         """Yield the group's converted tensors in blocks, as they arrive. Some conversions need
         whole tensors."""
         first = group.parameters[0]
-        dtype = self.dtypes[group.parameters[0]]
+        dtype = self.dtypes[first]
         if group.group is None:
             yield from self.rows(first, dtype)
         elif group.by_row:
@@ -316,9 +317,10 @@ def _write_from_ranks(folder: Path, weights: SavedWeights, write: Write, ranks: 
             write(aside)
     else:
         for group in weights.groups:
+            dtype = weights.dtypes[group.parameters[0]]
             for name in group.parameters:
-                # sends the rows to rank 0
-                deque(weights.rows(name, weights.dtypes[group.parameters[0]]), maxlen=0)
+                # Exhausting the iterator sends the rows to rank 0.
+                deque(weights.rows(name, dtype), maxlen=0)
     dist.barrier()
 
 
@@ -374,7 +376,8 @@ def write_model_settings(
         source: directory of the base model, from which small files are copied.
     """
     config = copy.deepcopy(model_config)
-    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+    parts = [getattr(config, name, None) for name in config.sub_configs]
+    for part in (config, *parts):
         if part is not None:
             part.dtype = dtype  # the dtype of the model on the meta device has no meaning
     config.save_pretrained(folder)
@@ -388,7 +391,10 @@ def write_model_settings(
     file = folder / "generation_config.json"
     settings = json.loads((file if file.exists() else folder / "config.json").read_text())
     known = settings.get("eos_token_id")
-    ids = known if isinstance(known, list) else [] if known is None else [known]
+    if isinstance(known, list):
+        ids = known
+    else:
+        ids = [] if known is None else [known]
     if not all(isinstance(token, int) for token in ids):
         raise ValueError(f"{file.name}: eos_token_id is {known}; expected a number or a list")
     stops = stop_token_ids(tokenizer, known)
@@ -435,9 +441,9 @@ def write_adapter(
     settings = copy.deepcopy(adapter.config)
     settings.inference_mode = True
     # The order of a set differs between processes.
-    vars(settings).update(
-        {name: sorted(value) for name, value in vars(settings).items() if isinstance(value, set)}
-    )
+    for name, value in list(vars(settings).items()):
+        if isinstance(value, set):
+            vars(settings)[name] = sorted(value)
     settings.save_pretrained(str(folder))
     tokenizer.save_pretrained(folder)
 
@@ -462,9 +468,9 @@ def write_model_card(
     """
     run = trainer or {}
     base = _without_folder(base_model)
-    settings = {
-        name: value for section in run.get("config", {}).values() for name, value in section.items()
-    }
+    settings = dict[str, Any]()
+    for section in run.get("config", {}).values():
+        settings |= section
     is_adapter = (folder / "adapter_config.json").exists()
     is_lora = settings.get("use_peft", True)
     method = METHOD_NAMES[settings.get("peft_method", "lora")]
@@ -477,8 +483,12 @@ def write_model_card(
         "tags": ["llama_ft", *([method.lower()] if is_lora else [])],
     }
     names = sorted(file.name for file in folder.iterdir() if file.suffix != ".py")
-    copied = [name for name in names if not any(fnmatch(name, own) for own in MODEL_PATTERNS)]
-    if copied := [name for name in copied if (folder / name).is_file()]:
+    copied = []
+    for name in names:
+        is_written = any(fnmatch(name, pattern) for pattern in MODEL_PATTERNS)
+        if not is_written and (folder / name).is_file():
+            copied.append(name)
+    if copied:
         front[COPIED_FILES] = copied  # so that --overwrite may delete them
     what = (
         f"{base} with a {method} adapter merged into it" if is_lora else f"{base}, full fine-tuning"

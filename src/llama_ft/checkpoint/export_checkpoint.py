@@ -159,7 +159,9 @@ class Exporter:
         settings = replace(settings, model=replace(settings.model, model_name=named))
         built = _skeleton(build_model, settings, base, new)
         parameters = built.model.named_parameters()
-        expected = {f"model.{name}": it for name, it in parameters if it.requires_grad}
+        expected = {
+            f"model.{name}": parameter for name, parameter in parameters if parameter.requires_grad
+        }
         check_same_tensors(checkpoint, expected, "model.")
         other = tokenizer_name or config.model.tokenizer_name
         folder = models.local_folder(other, "--tokenizer_name", weights=False) if other else base
@@ -282,11 +284,15 @@ class Exporter:
         trained = self._trained_keys()
         keys = account_for(model, base.tensors, self.base)
         source = OverlaidSource(base, self.trained)
-        stored = {id(it): keys[name] for name, it in model.named_parameters() if name in keys}
+        stored = {
+            id(parameter): keys[name]
+            for name, parameter in model.named_parameters()
+            if name in keys
+        }
         every = model.named_parameters(remove_duplicate=False)
         own = [
-            (lora.checkpoint_key(name), name, id(it))
-            for name, it in every
+            (lora.checkpoint_key(name), name, id(parameter))
+            for name, parameter in every
             if not lora.is_adapter_weight(name)
         ]
         replaced = {key: trained[number] for key, _, number in own if number in trained}
@@ -315,7 +321,8 @@ class Exporter:
                 tensors[name] = base.tensors[name]
 
         def rows(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-            (key, change), start = written[name], 0
+            key, change = written[name]
+            start = 0
             for block in blocks(source, key):
                 yield (change(block, start) if change else block).to(dtype)
                 start += len(block) if block.dim() else 1
@@ -328,8 +335,8 @@ class Exporter:
 
     def _trained_keys(self) -> dict[int, str]:
         return {
-            id(it): self.keys[name]
-            for name, it in self.built.model.named_parameters()
+            id(parameter): self.keys[name]
+            for name, parameter in self.built.model.named_parameters()
             if name in self.keys
         }
 

@@ -60,16 +60,16 @@ class Checkpoint:
             raise UserError(f"{folder}: cannot be read as a checkpoint ({error!r}).") from error
         headers: dict[str, Any] = held.state_dict_metadata
         self.tensors = {
-            n: StoredTensor(folder, tuple(it.size), it.properties.dtype)
-            for n, it in headers.items()
+            name: StoredTensor(folder, tuple(header.size), header.properties.dtype)
+            for name, header in headers.items()
         }
         # first row, number of rows, file, name in it
         self._pieces: dict[str, list[tuple[int, int, str, str]]] = {}
-        for index, it in held.storage_data.items():
-            first, rows = (index.offset[0], it.shape[0]) if it.shape else (0, 1)
-            self._pieces.setdefault(index.fqn, []).append(
-                (first, rows, it.relative_path, index.fqn)
-            )
+        for index, piece in held.storage_data.items():
+            first = index.offset[0] if piece.shape else 0
+            rows = piece.shape[0] if piece.shape else 1
+            pieces = self._pieces.setdefault(index.fqn, [])
+            pieces.append((first, rows, piece.relative_path, index.fqn))
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read only the rows [start, stop) of dimension 0, in the stored dtype."""
@@ -141,7 +141,10 @@ def checkpoint_errors(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
     errors = []
     try:
         *lines, end = (folder / CHECKSUMS_FILE).read_bytes().decode("ascii").split("\n")
-        listed = {name: digest for digest, name in (line.split("  ") for line in lines)}
+        listed = {}
+        for line in lines:
+            digest, name = line.split("  ")
+            listed[name] = digest
         others = listed.keys() - {REFERENCE_FILE}
         if end or others != {TRAINER_FILE, *map(shard_file, range(len(others) - 1))}:
             raise ValueError("corrupted")

@@ -1,6 +1,7 @@
 """Find the checkpoint to resume from, the newest valid one, and check that its settings match."""
 
 import dataclasses
+import itertools
 import platform
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -121,7 +122,7 @@ def _shared_errors(ranks: Ranks, folder: Path) -> list[str]:
             wait([mine], timeout=30.0)
     everyone: list[list[str]] = [[] for _ in range(ranks.world_size)]
     dist.all_gather_object(everyone, mine.result())
-    return [line for lines in everyone for line in lines]
+    return list(itertools.chain.from_iterable(everyone))
 
 
 def check_same_run(
@@ -189,7 +190,8 @@ def open_best(step: int, run: Path, resumed: Checkpoint | None, ranks: Ranks) ->
     """Open the checkpoint of `step`, the one with the best validation loss, or else the newest
     valid one of a run. The best one may be in the directory of the run that was resumed. All ranks
     call it."""
-    best = [step_folder(it, step) for it in ([run, resumed.run] if resumed else [run])]
+    runs = [run, resumed.run] if resumed else [run]
+    best = [step_folder(directory, step) for directory in runs]
     last = [resumed.folder] if resumed else []
     candidates = ranks.broadcast_from_rank0(
         lambda: [*filter(Path.is_dir, best), *complete_checkpoints(run), *last]
@@ -217,7 +219,10 @@ def finished_result(resumed: Checkpoint, config: Config) -> Path | None:
 
 def settings_by_name(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return all settings of a configuration without their sections. Names are unique."""
-    return {name: value for section in config.values() for name, value in section.items()}
+    settings = dict[str, Any]()
+    for section in config.values():
+        settings |= section
+    return settings
 
 
 def describe_run(config: Config) -> dict[str, Any]:

@@ -125,15 +125,18 @@ def _remove_earlier_run(folder: Path, settings: CheckpointConfig, may_remove: bo
     if held:
         log.info(f"Removing the previous run in {folder}: {', '.join(path.name for path in held)}")
     for path in held:
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _set_newer_aside(resumed: Checkpoint) -> None:
     """Rename newer checkpoints, which the resumed run will write again. Nothing is deleted."""
     newer = [
-        it
-        for it in complete_checkpoints(resumed.run)
-        if int(it.name.removeprefix("step-")) > resumed.step
+        path
+        for path in complete_checkpoints(resumed.run)
+        if int(path.name.removeprefix("step-")) > resumed.step
     ]
     for path in (*newer, resumed.run / "model"):
         if path.exists():

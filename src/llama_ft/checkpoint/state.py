@@ -39,7 +39,8 @@ def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) 
     mesh = ranks.mesh
     written = Tensors()
     replicas = mesh["replicate"] if "replicate" in (mesh.mesh_dim_names or ()) else None
-    copy, loads = (replicas.get_local_rank(), [0] * replicas.size()) if replicas else (0, [0])
+    copy = replicas.get_local_rank() if replicas else 0  # this rank's copy of the model
+    loads = [0] * (replicas.size() if replicas else 1)  # bytes that each copy writes
     shards = ShardGroup(mesh)
     is_first_shard = shards.index == 0
     for name, tensor in _by_name(model, *get_state_dict(model, optimizer, options=OPTIONS)).items():
@@ -140,11 +141,12 @@ def check_same_tensors(
     the codes of 8-bit states into floats without an error. Floats may have different precisions."""
 
     def described(tensors: Mapping[str, Any]) -> dict[str, str]:
-        ours = {name: it for name, it in tensors.items() if name.startswith(prefixes)}
-        return {
-            n: f"{tuple(it.shape)}{'' if it.dtype.is_floating_point else f' {it.dtype}'}"
-            for n, it in ours.items()
-        }
+        texts = {}
+        for name, tensor in tensors.items():
+            if name.startswith(prefixes):
+                dtype = "" if tensor.dtype.is_floating_point else f" {tensor.dtype}"
+                texts[name] = f"{tuple(tensor.shape)}{dtype}"
+        return texts
 
     here = described(live)
     there = described(checkpoint.tensors)

@@ -302,19 +302,20 @@ class _ShardWriter(dcp.HuggingFaceStorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Called on rank 0 after all ranks have written."""
-        self._complete({it.index.fqn: it.storage_data for written in results for it in written})
+        digests = dict[str, str]()
+        for written in results:
+            digests |= {result.index.fqn: result.storage_data for result in written}
+        self._complete(digests)
 
 
 def to_host(tensors: Tensors) -> Tensors:
     """Copy this rank's rows to host memory; from a GPU all at once, into pinned memory."""
     shards = {name: local_shard(tensor) for name, tensor in tensors.items()}
-    copies = {
-        name: torch.empty(it.shape, dtype=it.dtype, pin_memory=it.is_cuda).copy_(
-            it, non_blocking=True
-        )
-        for name, it in shards.items()
-    }
-    if any(it.is_cuda for it in shards.values()):
+    copies = {}
+    for name, shard in shards.items():
+        pinned = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda)
+        copies[name] = pinned.copy_(shard, non_blocking=True)
+    if any(shard.is_cuda for shard in shards.values()):
         torch.cuda.current_stream().synchronize()
     return copies
 

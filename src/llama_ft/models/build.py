@@ -196,12 +196,10 @@ def build_on_meta(
     # ones, so the loss falls to 0. PaliGemma's text part is such an encoder, too, but its config
     # does not say so.
     are_causal = [module.is_causal for module in skeleton.modules() if hasattr(module, "is_causal")]
-    masks = {
-        name
-        for kind in type(skeleton).__mro__
-        for name in vars(sys.modules[kind.__module__])
-        if "_mask" in name
-    }
+    masks = set[str]()
+    for kind in type(skeleton).__mro__:
+        file = sys.modules[kind.__module__]
+        masks.update(name for name in vars(file) if "_mask" in name)
     # GPT-NeoX Japanese
     is_always_causal = "create_causal_mask" in masks and "create_bidirectional_mask" not in masks
     is_encoder = not (getattr(config, "is_decoder", True) or is_always_causal) or (
@@ -233,42 +231,41 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     subclasses."""
     kinds = set(private(model, "_no_split_modules") or ())
     modules = dict(model.named_modules())
-    found = {
-        name: m
-        for name, m in modules.items()
-        if not kinds.isdisjoint(kind.__name__ for kind in type(m).__mro__)
-    }
-    for name in [
-        name
-        for name, m in found.items()
-        if any(isinstance(it, nn.Embedding) for it in m.children())
-    ]:
-        del found[name]  # BERT's embeddings are named there, too
-    layers = [
-        m for name, m in found.items() if not any(name.startswith(f"{outer}.") for outer in found)
-    ]
-    lists = (
-        []
-        if layers
-        else [list(module) for module in modules.values() if isinstance(module, nn.ModuleList)]
-    )
-    return max(
-        lists,
-        key=lambda items: sum(p.numel() for item in items for p in item.parameters()),
-        default=layers,
-    )
+    found = dict[str, nn.Module]()
+    for name, module in modules.items():
+        names = [kind.__name__ for kind in type(module).__mro__]
+        # BERT's embeddings are named there, too
+        has_embedding = any(isinstance(child, nn.Embedding) for child in module.children())
+        if not kinds.isdisjoint(names) and not has_embedding:
+            found[name] = module
+
+    def is_nested(name: str) -> bool:
+        return any(name.startswith(f"{outer}.") for outer in found)
+
+    layers = [module for name, module in found.items() if not is_nested(name)]
+    if layers:
+        return layers
+    lists = [module for module in modules.values() if isinstance(module, nn.ModuleList)]
+
+    def item_parameters(items: nn.ModuleList) -> int:
+        total = 0
+        for item in items:
+            total += sum(parameter.numel() for parameter in item.parameters())
+        return total
+
+    return list(max(lists, key=item_parameters, default=[]))
 
 
 def read_linears(model: nn.Module) -> set[nn.Module]:
     """Return linear layers whose weight is read by the module around them instead of being called:
     Mamba's kernels read out_proj's weight, LongCat's router its classifier's. An adapter of such a
     layer would have no effect."""
-    return {
-        child
-        for module in model.modules()
-        for name, child in module.named_children()
-        if isinstance(child, nn.Linear) and reads(module, name, ["weight"])
-    }
+    found = set[nn.Module]()
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear) and reads(module, name, ["weight"]):
+                found.add(child)
+    return found
 
 
 def reads(module: nn.Module, child: str, parameters: Iterable[str]) -> bool:
@@ -292,9 +289,8 @@ def function_beside(module: nn.Module, name: str) -> Callable[..., Any]:
     """Return a function of the file that defines a module's class (not the subclass that
     fully_shard derives)."""
     files = [sys.modules[kind.__module__] for kind in type(module).__mro__]
-    return cast(
-        Callable[..., Any], next(getattr(file, name) for file in files if hasattr(file, name))
-    )
+    functions = (getattr(file, name) for file in files if hasattr(file, name))
+    return cast(Callable[..., Any], next(functions))
 
 
 def freeze_first_layers(model: PreTrainedModel, count: int) -> None:
@@ -336,7 +332,8 @@ def find_new_tokens(
     names = {id_: token for token, id_ in tokenizer.get_vocab().items()}
     known = load_tokenizer(folder, model.trust_remote_code).get_vocab()
     ids = sorted(id_ for id_, token in names.items() if id_ >= stored or known.get(token) != id_)
-    new = NewTokens(ids, stored, max([stored, *(id_ + 1 for id_ in ids)]))
+    last = max(ids, default=-1)
+    new = NewTokens(ids, stored, rows=max(stored, last + 1))
     log.info(
         f"--resize_embeddings: {plural(len(ids), 'new token')} ({listed([names[i] for i in ids])}). The embedding has "
         f"{new.rows:,} rows. The {new.rows - stored:,} new ones start as the mean of the others."

@@ -65,10 +65,9 @@ def use_chunked_loss(built: BuiltModel) -> bool:
     decoder = next((child for child in model.children() if embedding in child.modules()), model)
     if id(decoder) not in names or id(head) not in names or decoder is model:
         return False
-    known = {id(parameter) for module in (decoder, head) for parameter in module.parameters()}
-    if any(
-        parameter.requires_grad and id(parameter) not in known for parameter in model.parameters()
-    ):
+    reached = {id(parameter) for parameter in [*decoder.parameters(), *head.parameters()]}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in reached]
+    if any(parameter.requires_grad for parameter in others):
         # ModernBERT has a layer between decoder and LM head, which would get no gradient
         return False
     logits_of = _head_function(model, names[id(decoder)], names[id(head)])
@@ -97,10 +96,9 @@ def use_chunked_loss(built: BuiltModel) -> bool:
         count = len(targets)
         # repeat the last position: its loss is as finite as before
         if more := -count % (FEWEST_POSITIONS // 2):
-            positions, targets = (
-                torch.cat([it, it[-1:].expand(more)]) if count else it
-                for it in (positions, targets)
-            )
+            if count:
+                positions = torch.cat([positions, positions[-1:].expand(more)])
+                targets = torch.cat([targets, targets[-1:].expand(more)])
         decoded = decoder(*args, **kwargs)
         # [targets, width]
         hidden = decoded.last_hidden_state.flatten(0, 1).index_select(0, positions)

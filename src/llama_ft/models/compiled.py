@@ -119,10 +119,11 @@ def _liger_problem(
         )
     usual = type(config)()  # Liger assumes each architecture's default activation function
     names = [name for name in ("hidden_act", "hidden_activation") if hasattr(config, name)]
-    others = [
-        str(getattr(config, it)) for it in names if getattr(config, it) != getattr(usual, it, None)
-    ]
-    return f"liger-kernel has no {others[0]} for {config.model_type}" if others else ""
+    for name in names:
+        activation = getattr(config, name)
+        if activation != getattr(usual, name, None):
+            return f"liger-kernel has no {activation} for {config.model_type}"
+    return ""
 
 
 def fuse_layers(

@@ -89,9 +89,8 @@ class ConvertedSource(WeightSource):
         self.tensors = {}
 
         def header(name: str) -> torch.Tensor:
-            return torch.empty(
-                source.tensors[name].shape, dtype=source.tensors[name].dtype, device="meta"
-            )
+            stored = source.tensors[name]
+            return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
         for target, converter, collected in self._collect(built):
             group = _Group(target, converter, collected, self._context)
@@ -239,7 +238,10 @@ def _reverted(
     # Transformers writes all experts' w1, then all experts' w3. Here rows arrive expert by expert.
     names = list(shapes)
     experts = tensors[parameters[0]].shape[0]
-    by_expert = {name: shapes[name] for expert in range(experts) for name in names[expert::experts]}
+    by_expert = {}
+    for expert in range(experts):
+        for name in names[expert::experts]:
+            by_expert[name] = shapes[name]
     return SavedGroup(parameters, by_expert, group, by_row=True)
 
 
@@ -278,6 +280,7 @@ class _Group:
             for name in names[part]:
                 converter.add_tensor(self.target, name, pattern, take(name))  # type: ignore[arg-type]
         made = converter.convert(self.target, **self.context)
+        # Transformers returns some tensors in a list of one.
         return {
             name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()
         }
@@ -286,19 +289,22 @@ class _Group:
 def _context(model: PreTrainedModel) -> dict[str, Any]:
     # Operations need the shapes of weights, including quantized ones.
     shapes = {
-        id(it.weight): torch.empty(it.shape, device="meta") for it in quantized_weights(model)
+        id(weight.weight): torch.empty(weight.shape, device="meta")
+        for weight in quantized_weights(model)
     }
     parameters = {
-        checkpoint_key(name): shapes.get(id(it), it) for name, it in model.named_parameters()
+        checkpoint_key(name): shapes.get(id(parameter), parameter)
+        for name, parameter in model.named_parameters()
     }
     return {"model": SimpleNamespace(get_parameter=parameters.__getitem__), "config": model.config}
 
 
 def _keeps_rows(operations: Iterable[ConversionOps]) -> bool:
     """Return whether every operation keeps the rows of dimension 0 separate."""
-    return all(
-        min(operation.dim0, operation.dim1) > 0 and not operation.check_dims
-        if isinstance(operation, Transpose)
-        else isinstance(operation, (Concatenate, Chunk, Split, Interleave)) and operation.dim > 0
-        for operation in operations
-    )
+
+    def keeps_rows(operation: ConversionOps) -> bool:
+        if isinstance(operation, Transpose):
+            return min(operation.dim0, operation.dim1) > 0 and not operation.check_dims
+        return isinstance(operation, (Concatenate, Chunk, Split, Interleave)) and operation.dim > 0
+
+    return all(keeps_rows(operation) for operation in operations)

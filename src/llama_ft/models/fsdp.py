@@ -109,12 +109,13 @@ def _used_as_stored(
         if mesh.size() == 1 and precision.reduce == precision.trained
         else set()
     )
-    in_fp32 = {
-        parameter
-        for module in kept
-        for parameter in module.parameters()
-        if mesh.size() == 1 or not parameter.requires_grad
-    }
+    in_fp32 = set[nn.Parameter]()
+    for module in kept:
+        in_fp32.update(
+            parameter
+            for parameter in module.parameters()
+            if mesh.size() == 1 or not parameter.requires_grad
+        )
     return ready | adapters | in_fp32
 
 
@@ -133,12 +134,17 @@ def _modules_to_wrap(built: BuiltModel, fsdp: FSDPConfig, kept: list[nn.Module])
         for module in (model.get_input_embeddings(), model.get_output_embeddings())
         if module is not None
     ]
-    weights = [weight for module in ends for weight in module.parameters()]
+    weights = list[nn.Parameter]()
+    for module in ends:
+        weights += module.parameters()
     if len(set(weights)) < len(weights):
         return layers  # a tied weight must stay in the root unit
-    return layers + [
-        m for m in ends if sum(p.numel() for p in m.parameters()) >= fsdp.min_num_params
-    ]
+    large_ends = []
+    for module in ends:
+        count = sum(parameter.numel() for parameter in module.parameters())
+        if count >= fsdp.min_num_params:
+            large_ends.append(module)
+    return layers + large_ends
 
 
 def _modules_by_size(built: BuiltModel, least: int, kept: list[nn.Module]) -> list[nn.Module]:
@@ -149,7 +155,9 @@ def _modules_by_size(built: BuiltModel, least: int, kept: list[nn.Module]) -> li
     modules without calling them, so these would not be all-gathered."""
     model = built.model
     wrapped: list[nn.Module] = []
-    held = {id(parameter) for module in kept for parameter in module.parameters()}
+    held = set[int]()
+    for module in kept:
+        held.update(id(parameter) for parameter in module.parameters())
     whole = {model.get_output_embeddings()}
     if built.mixers is not None:
         whole |= built.mixers.per_sample | built.mixers.with_kernels

@@ -92,7 +92,7 @@ def load_weights(
     with torch.no_grad():
         parameters = dict(model.named_parameters())
         threads = torch.get_num_threads()
-        quantized = {id(it.weight): it for it in quantized_weights(model)}
+        quantized = {id(weight.weight): weight for weight in quantized_weights(model)}
         for name, parameter in parameters.items():
             if weight := quantized.get(id(parameter)):
                 # Quantization is many small operations. If other programs use the cores, waiting
@@ -109,7 +109,8 @@ def load_weights(
             saved_adapter.finish()
         elif adapter is not None and is_new:
             for name, value in first_values(adapter, seed):
-                local_shard(parameters[name]).copy_(value[slice(*group.own_rows(len(value)))])
+                first, last = group.own_rows(len(value))
+                local_shard(parameters[name]).copy_(value[first:last])
             stored = {id(parameters[name]): key for name, key in keys.items()}
             for layer in lora_layers(model) if adapter.trained_rank else ():
                 key = stored[id(layer.get_base_layer().weight)]
@@ -147,7 +148,8 @@ def _as_stored(
     def make(source: WeightSource, start: int, stop: int) -> list[torch.Tensor]:
         if ids is None:
             return [source.read_rows(key, start, stop)]
-        return [torch.cat([source.read_rows(key, id_, id_ + 1) for id_ in ids[start:stop]])]
+        rows = [source.read_rows(key, id_, id_ + 1) for id_ in ids[start:stop]]
+        return [torch.cat(rows)]
 
     shard = local_shard(parameter)
     # Send the narrower of the two dtypes: the conversion gives the same bits on both sides.
@@ -170,15 +172,20 @@ def _fill_singular_values(
             u, values, v = torch.linalg.svd(weight, full_matrices=False)
         else:
             torch.manual_seed(0)  # the same on every rank; the training loop seeds again
-            u, values, v = torch.svd_lowrank(weight, rank, niter=int(kind.rpartition("_")[2]))
+            iterations = int(kind.rpartition("_")[2])  # "pissa_niter_16": 16
+            u, values, v = torch.svd_lowrank(weight, rank, niter=iterations)
             v = v.T
         root = (values[:rank] / layer.scaling["default"]).sqrt()
         # as peft's pissa_init
         a = root[:, None] * v[:rank]
         b = u[:, :rank] * root
-        return torch.cat([a, a]), torch.cat([b, -b], dim=1)
+        # [A; A0] and [B, -B0]: the trained half and the frozen one cancel out at first.
+        doubled_a = torch.cat([a, a])
+        doubled_b = torch.cat([b, -b], dim=1)
+        return doubled_a, doubled_b
 
-    a, b = (part["default"].weight for part in (layer.lora_A, layer.lora_B))
+    a = layer.lora_A["default"].weight
+    b = layer.lora_B["default"].weight
     loader.fill(
         ShardLoad(
             [local_shard(a)],
@@ -212,13 +219,14 @@ def _to_quantized(
         if weight.is_stored and isinstance(scheme, FourBit):
             return read_4bit(source, key, columns, scheme, start, stop)
         rows = source.read_rows(key, start, stop).reshape(-1, columns)
+        rows_at_once = max(1, at_once // columns)
         parts = [
-            scheme.quantize(it.to(device=device, dtype=dtype))
-            for it in rows.split(max(1, at_once // columns))
+            scheme.quantize(block.to(device=device, dtype=dtype))
+            for block in rows.split(rows_at_once)
         ]
-        made = (
-            parts[0] if len(parts) == 1 else [torch.cat(part) for part in zip(*parts, strict=True)]
-        )
+        made: Sequence[torch.Tensor] = parts[0]
+        if len(parts) > 1:
+            made = [torch.cat(blocks) for blocks in zip(*parts, strict=True)]
         return [
             part.view(stop - start, *shard.shape[1:])
             for part, shard in zip(made, shards, strict=True)
@@ -236,8 +244,8 @@ def account_for(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not is_adapter_weight(name):
             aliases[id(parameter)].append(checkpoint_key(name))
-    quantized = {id(it.weight): it for it in quantized_weights(model)}
-    scales = {id(it.scale) for it in quantized.values()}
+    quantized = {id(weight.weight): weight for weight in quantized_weights(model)}
+    scales = {id(weight.scale) for weight in quantized.values()}
     missing = []
     unlike = []
     keys = dict[str, str]()
@@ -246,17 +254,22 @@ def account_for(
         if is_adapter_weight(name) or id(parameter) in scales:
             continue
         weight = quantized.get(id(parameter))
-        candidates = aliases[id(parameter)]
         shape = tuple(parameter.shape) if weight is None else weight.shape
-        candidates = candidates + [ties[candidate] for candidate in candidates if candidate in ties]
+        own_names = aliases[id(parameter)]
+        tied_names = [ties[alias] for alias in own_names if alias in ties]
+        candidates = own_names + tied_names
         key = next((candidate for candidate in candidates if candidate in headers), None)
         if key is None:
             missing.append(candidates[0])
             continue
-        keys[name], stored, packed = key, headers[key], is_4bit(key, headers)
+        keys[name] = key
+        stored = headers[key]
+        packed = is_4bit(key, headers)
         # In 4 bits the tensor is flat, and its bytes may be stored as another dtype.
-        found = shape if packed and 2 * stored.nbytes == torch.Size(shape).numel() else stored.shape
-        if found != shape or packed != (weight is not None and weight.is_stored):
+        fits_in_4_bits = packed and 2 * stored.nbytes == torch.Size(shape).numel()
+        fits = fits_in_4_bits or stored.shape == shape
+        expects_packed = weight is not None and weight.is_stored
+        if not fits or packed != expects_packed:
             form = " in 4 bits" if packed else ""
             unlike.append(
                 f"{key} is {list(stored.shape)}{form}, config.json makes it {list(shape)}"
@@ -271,7 +284,8 @@ def account_for(
         and not RECOMPUTED.search(key)
     ]
     wrong = {"missing": missing, "not part of the model": extra, "not as in config.json": unlike}
-    if lines := [f"{title}: {listed(names)}" for title, names in wrong.items() if names]:
+    lines = [f"{title}: {listed(names)}" for title, names in wrong.items() if names]
+    if lines:
         raise UserError("\n".join([f"{folder}: its weights do not match its config.json.", *lines]))
     return keys
 
@@ -298,12 +312,12 @@ def _set_dora_magnitudes(model: nn.Module) -> None:
     No communication is needed, because weight and magnitude are split into the same rows."""
     for module in model.modules():
         for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
-            weight = local_shard(cast(nn.Linear, module.base_layer).weight).split(NORM_ROWS)
-            for rows, norms in zip(
-                weight, local_shard(magnitude.weight).split(NORM_ROWS), strict=True
-            ):
-                # limits the size of the fp32 copy
-                norms.copy_(torch.linalg.vector_norm(rows.float(), dim=1))
+            weight = local_shard(cast(nn.Linear, module.base_layer).weight)
+            norms = local_shard(magnitude.weight)
+            # Blocks limit the size of the fp32 copy.
+            blocks = zip(weight.split(NORM_ROWS), norms.split(NORM_ROWS), strict=True)
+            for weight_rows, norm_rows in blocks:
+                norm_rows.copy_(torch.linalg.vector_norm(weight_rows.float(), dim=1))
 
 
 def _fill_buffers(model: PreTrainedModel, loader: Loader) -> None:
@@ -323,9 +337,9 @@ def _fill_buffers(model: PreTrainedModel, loader: Loader) -> None:
         setattr(parameter, INITIALIZED, True)
     compute_buffers(model, model)
     left = [
-        n
-        for n, (b, version) in computed.items()
-        if model.get_buffer(n) is b and b._version == version
+        name
+        for name, (buffer, version) in computed.items()
+        if model.get_buffer(name) is buffer and buffer._version == version
     ]
     if left:
         raise UserError(
@@ -341,5 +355,9 @@ def compute_buffers(module: nn.Module, model: PreTrainedModel) -> None:
     model = module if isinstance(module, PreTrainedModel) else model
     for child in module.children():
         compute_buffers(child, model)
-    if any(True for _ in module.buffers()) and (fill := private(model, "_init_weights")):
+    has_buffers = any(True for _ in module.buffers())
+    if not has_buffers:
+        return
+    fill = private(model, "_init_weights")
+    if fill:
         fill(module)

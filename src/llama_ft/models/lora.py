@@ -96,9 +96,9 @@ def inject_lora(
     if settings.target_modules == "all-linear":
         read = read_linears(model)
         excluded = [
-            n
-            for n, m in model.named_modules()
-            if m in read or not _takes_adapter(model, settings, n, m)
+            name
+            for name, module in model.named_modules()
+            if module in read or not _takes_adapter(model, settings, name, module)
         ]
         settings.exclude_modules = excluded or None
         # PEFT's all-linear covers experts of some architectures only. They have no dropout and no
@@ -111,7 +111,8 @@ def inject_lora(
     if (towers := built.left_out.modules) and not isinstance(settings.exclude_modules, str):
         # The checkpoint's class has them, with layers of the same names, when PEFT loads the
         # adapter into it.
-        names = [re.escape(name) for name in (*towers, *(settings.exclude_modules or ()))]
+        already_excluded = settings.exclude_modules or ()
+        names = [re.escape(name) for name in (*towers, *already_excluded)]
         settings.exclude_modules = rf"({'|'.join(dict.fromkeys(names))})(\..+)?"
     adapter = inject_adapter(model, settings)
     if peft.init_lora_weights.startswith("pissa"):
@@ -151,13 +152,16 @@ def inject_adapter(model: PreTrainedModel, settings: Any) -> Adapter:
     for name, module in model.named_modules():
         if isinstance(module, tuners_utils.BaseTunerLayer):
             layer: Any = copy(module)
-            if getattr(layer, "lora_magnitude_vector", None) and not isinstance(
-                layer.base_layer, nn.Linear
-            ):
+            uses_dora = bool(getattr(layer, "lora_magnitude_vector", None))
+            if uses_dora and not isinstance(layer.base_layer, nn.Linear):
                 raise UserError(f"--peft.use_dora: {name} is no linear layer.")
-            layer._modules = deepcopy(
-                {n: m for n, m in layer._modules.items() if n in layer.adapter_layer_names}
-            )
+            # A copy of the adapter alone: without the base layer.
+            adapter_parts = {
+                part: child
+                for part, child in layer._modules.items()
+                if part in layer.adapter_layer_names
+            }
+            layer._modules = deepcopy(adapter_parts)
             layers[name] = layer
     # PEFT names the tensors: it gets every parameter, and its result is matched with them.
     parameters = dict(adapted.named_parameters(remove_duplicate=False))
@@ -167,7 +171,10 @@ def inject_adapter(model: PreTrainedModel, settings: Any) -> Adapter:
         for name, parameter in adapted.named_parameters()
     }
     written = _names_that_load(adapted, settings, stored)
-    keys = {names[id(parameter)]: written[key] for key, parameter in stored.items()}
+    keys = {}
+    for key, parameter in stored.items():
+        name = names[id(parameter)]
+        keys[name] = written[key]
     return Adapter(settings, keys, layers)
 
 
@@ -192,7 +199,11 @@ def _names_that_load(
     if not (open_keys := lost(written)):
         return written
     transforms = get_model_conversion_mapping(adapted.get_base_model())
-    renamings = [it.reverse_transform() for it in transforms if isinstance(it, WeightRenaming)]
+    renamings = [
+        transform.reverse_transform()
+        for transform in transforms
+        if isinstance(transform, WeightRenaming)
+    ]
     for renaming in renamings:
         names = {}
         for key in open_keys:
@@ -210,15 +221,12 @@ def _names_that_load(
 
 def _check_for_pissa(model: nn.Module, peft: PeftConfig) -> None:
     layers: dict[str, Any] = {
-        name: it for name, it in model.named_modules() if isinstance(it, LoraLayer)
+        name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
     }
     for name, layer in layers.items():
         base = layer.get_base_layer()
-        if (
-            not isinstance(layer, LoraLinear)
-            or isinstance(base, QuantizedLinear)
-            or peft.r > min(base.weight.shape)
-        ):
+        is_plain_linear = isinstance(layer, LoraLinear) and not isinstance(base, QuantizedLinear)
+        if not is_plain_linear or peft.r > min(base.weight.shape):
             problem = f"{name} is no unquantized linear layer with at least {peft.r} inputs and outputs (--peft.r)."
             way_out = "Name such layers: --target_modules q_proj,v_proj."
             raise UserError(f"--init_lora_weights {peft.init_lora_weights}: {problem} {way_out}")
@@ -235,28 +243,33 @@ def clear_frozen_half(built: BuiltModel, group: ShardGroup) -> None:
     if rank is None:
         return
     for layer in lora_layers(built.model):
-        a, b = (part["default"].weight.grad for part in (layer.lora_A, layer.lora_B))
-        local_shard(a)[max(0, rank - group.own_rows(len(a))[0]) :].zero_()
+        a = layer.lora_A["default"].weight.grad  # [2 r, in], sharded by rows
+        b = layer.lora_B["default"].weight.grad  # [out, 2 r], sharded by rows
+        first_row, _ = group.own_rows(len(a))
+        first_frozen = max(0, rank - first_row)  # in this rank's shard
+        local_shard(a)[first_frozen:].zero_()
         local_shard(b)[:, rank:].zero_()
 
 
 def _new_config(peft: PeftConfig) -> Any:
     kind = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(peft.peft_method.upper())]
-    known = {field.name for field in fields(kind)}
+    supported = {field.name for field in fields(kind)}
     defaults = PeftConfig()
-    given = {f.name: getattr(peft, f.name) for f in fields(peft) if f.name not in NON_PEFT_FIELDS}
-    if lacking := [
-        name for name in given if name not in known and given[name] != getattr(defaults, name)
-    ]:
+    names = [field.name for field in fields(peft) if field.name not in NON_PEFT_FIELDS]
+    values = {name: getattr(peft, name) for name in names}
+    changed = [name for name in names if values[name] != getattr(defaults, name)]
+    lacking = [name for name in changed if name not in supported]
+    if lacking:
         raise UserError(f"--peft.{lacking[0]}: peft_method {peft.peft_method} has no such setting.")
-    given |= {"task_type": "CAUSAL_LM", "lora_alpha": peft.lora_alpha, "alpha": peft.lora_alpha}
-    given["init_lora_weights"] = "gaussian" if peft.init_lora_weights == "gaussian" else True
-    if peft.init_lora_weights.startswith("pissa"):  # twice the rank with the same scaling
-        given |= {
-            "r": 2 * peft.r,
-            "lora_alpha": peft.lora_alpha * (math.sqrt(2) if peft.use_rslora else 2),
-        }
-    return kind(**{name: value for name, value in given.items() if name in known})
+    values["task_type"] = "CAUSAL_LM"
+    values["lora_alpha"] = peft.lora_alpha
+    values["alpha"] = peft.lora_alpha  # LoHa's name of the same setting
+    values["init_lora_weights"] = "gaussian" if peft.init_lora_weights == "gaussian" else True
+    if peft.init_lora_weights.startswith("pissa"):
+        # Twice the rank with the same scaling: alpha / r, or alpha / sqrt(r) with rsLoRA.
+        values["r"] = 2 * peft.r
+        values["lora_alpha"] = peft.lora_alpha * (math.sqrt(2) if peft.use_rslora else 2)
+    return kind(**{name: value for name, value in values.items() if name in supported})
 
 
 def saved_config(folder: Path) -> Any:
@@ -290,7 +303,7 @@ def _rows_to_train(
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     in_full = tuple(f".{name}" for name in lora.modules_to_save or ())
-    ends = [name for name, module in model.named_modules() if module is embedding or module is head]
+    ends = [name for name, module in model.named_modules() if module in (embedding, head)]
     chosen = [name for name in ends if not f".{name}".endswith(in_full)]
     if head is not None and head.weight is embedding.weight:
         if len(chosen) == 1:
@@ -303,55 +316,56 @@ def _rows_to_train(
 
 def rows_trained(adapter: Any) -> set[int]:
     """Return the ids of the tokens whose rows an adapter trains."""
+    # PEFT takes a list for the embedding, or a list per name of a layer.
     indices = getattr(adapter, "trainable_token_indices", None) or {}
-    return {
-        id_ for ids in (indices.values() if isinstance(indices, dict) else [indices]) for id_ in ids
-    }
+    if not isinstance(indices, dict):
+        return set(indices)
+    return set[int]().union(*indices.values())
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
     """Return the last parts of the names of the linear layers, in order, without the LM head."""
     head = model.get_output_embeddings()
     kinds = (nn.Linear, Conv1D)
-    found = [
-        name
+    last_parts = [
+        name.rsplit(".", 1)[-1]
         for name, module in model.named_modules()
         if isinstance(module, kinds) and module is not head
     ]
-    return list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in found))
+    return list(dict.fromkeys(last_parts))
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the weights of experts that are stacked into one parameter [experts, ...], by their
     names in the checkpoint; without the scales of quantized ones."""
-    return {
-        checkpoint_key(f"{name}.{part}"): parameter
-        for name, module in model.named_modules()
-        for part, parameter in module.named_parameters(recurse=False)
-        if parameter.dim() == 3
-        and "Experts" in type(module).__name__
-        and not part.endswith("_scale")
-    }
+    found = {}
+    for name, module in model.named_modules():
+        if "Experts" not in type(module).__name__:
+            continue
+        for part, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == 3 and not part.endswith("_scale"):
+                found[checkpoint_key(f"{name}.{part}")] = parameter
+    return found
 
 
 def expert_names(model: nn.Module) -> list[str]:
     """Return the names of these weights for target_parameters: experts.down_proj,
     experts.gate_up_proj."""
-    return sorted({".".join(name.split(".")[-2:]) for name in expert_parameters(model)})
+    last_two_parts = [name.split(".")[-2:] for name in expert_parameters(model)]
+    return sorted({".".join(parts) for parts in last_two_parts})
 
 
 def describe_experts(model: nn.Module) -> str | None:
     """Return a log text on whether the model's adapters cover its experts; None if it has no
     experts."""
     experts = expert_parameters(model)
-    modules = model.named_modules()
-    adapted = {
-        checkpoint_key(f"{name}.{it.parameter_name}")
-        for name, it in modules
-        if isinstance(it, ParamWrapper)
-    }
     if not experts:
         return None
+    adapted = {
+        checkpoint_key(f"{name}.{module.parameter_name}")
+        for name, module in model.named_modules()
+        if isinstance(module, ParamWrapper)
+    }
     if experts.keys() <= adapted:
         return f"LoRA adapts the experts, too: {', '.join(expert_names(model))}."
     flags = f"--target_parameters {','.join(expert_names(model))} --lora_dropout 0"
@@ -382,32 +396,36 @@ def _check_names(model: PreTrainedModel, settings: Any) -> None:
     matches."""
     modules = [f".{name}" for name, _ in model.named_modules()]
     targets = [] if isinstance(settings.target_modules, str) else settings.target_modules
+    parameters = [f".{name}" for name, _ in model.named_parameters()]
     for name in getattr(settings, "target_parameters", None) or ():
-        if not any(f".{full}".endswith(f".{name}") for full, _ in model.named_parameters()):
-            known = ", ".join(expert_names(model)) or "no stacked weights of experts"
+        if not _ends_one(parameters, name):
+            possible = ", ".join(expert_names(model)) or "no stacked weights of experts"
             raise UserError(
-                f"--peft.target_parameters [{name}]: not in this model. It has: {known}."
+                f"--peft.target_parameters [{name}]: not in this model. It has: {possible}."
             )
     for setting, names in {
         "target_modules": targets,
         "modules_to_save": settings.modules_to_save,
     }.items():
-        absent = [
-            name
-            for name in sorted(names or ())
-            if not any(full.endswith(f".{name}") for full in modules)
-        ]
+        absent = [name for name in sorted(names or ()) if not _ends_one(modules, name)]
         if absent:
             kinds = nn.Embedding | nn.Linear
-            here = {
+            last_parts = {
                 name.rpartition(".")[2]
-                for name, it in model.named_modules()
-                if isinstance(it, kinds)
+                for name, module in model.named_modules()
+                if isinstance(module, kinds)
             }
-            known = ", ".join([*linear_names(model), *sorted(here.difference(linear_names(model)))])
+            linears = linear_names(model)
+            others = sorted(last_parts.difference(linears))
+            possible = ", ".join([*linears, *others])
             raise UserError(
-                f"--peft.{setting} [{', '.join(absent)}]: not in this model. It has: {known}."
+                f"--peft.{setting} [{', '.join(absent)}]: not in this model. It has: {possible}."
             )
+
+
+def _ends_one(full_names: list[str], name: str) -> bool:
+    """Return whether one of the names, which start with a dot, ends in the whole parts `name`."""
+    return any(full_name.endswith(f".{name}") for full_name in full_names)
 
 
 @contextmanager
@@ -449,17 +467,18 @@ def check_saved_adapter(
     """Raise a UserError unless a saved adapter's tensors are those that the model's adapter
     needs."""
     needed = {
-        adapter.keys[name]: tuple(p.shape)
-        for name, p in model.named_parameters()
+        adapter.keys[name]: tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
         if name in adapter.keys
     }
     stored = {key: header.shape for key, header in headers.items()}
     keys = sorted(needed.keys() | stored.keys())
-    if wrong := [
-        f"{it} {stored.get(it)} for {needed.get(it)}"
-        for it in keys
-        if needed.get(it) != stored.get(it)
-    ]:
+    wrong = [
+        f"{key} {stored.get(key)} for {needed.get(key)}"
+        for key in keys
+        if needed.get(key) != stored.get(key)
+    ]
+    if wrong:
         raise UserError(
             f"{file}: does not fit {base}; was it trained on another model?\nIt has {listed(wrong)}."
         )
@@ -479,15 +498,17 @@ def first_values(adapter: Adapter, seed: int) -> Iterator[tuple[str, torch.Tenso
         ]
         given = [adapter.config.init_lora_weights] if isinstance(adapter.config, LoraConfig) else []
         meta = dict(layer.named_parameters())
-        layer.load_state_dict(
-            {part: torch.empty_like(it, device="cpu") for part, it in meta.items()}, assign=True
-        )
+        on_cpu = {
+            part: torch.empty_like(parameter, device="cpu") for part, parameter in meta.items()
+        }
+        layer.load_state_dict(on_cpu, assign=True)
+        del on_cpu  # the layer alone holds them, so that its last line here frees them
         for part, value in layer.named_parameters():
             if "_magnitude_vector" in part or "trainable_tokens_delta" in part:
                 continue
             version = value._version  # counts what has been written into it
+            digest = hashlib.sha256(f"{seed}/{name}.{part}".encode()).digest()
             with torch.random.fork_rng(devices=[]):
-                digest = hashlib.sha256(f"{seed}/{name}.{part}".encode()).digest()
                 torch.default_generator.manual_seed(int.from_bytes(digest[:7]))
                 for reset in methods:
                     reset("default", *given)

@@ -43,11 +43,13 @@ class GrownSource(WeightSource):
         self._source = source
         self._stored_rows = growth.stored_rows
         headers = {name: source.tensors[name] for name in growth.names if name in source.tensors}
-        grown = {name: it for name, it in headers.items() if it.shape[:1] == (self._stored_rows,)}
-        self.tensors = source.tensors | {
-            n: replace(it, shape=(growth.rows, *it.shape[1:])) for n, it in grown.items()
-        }
-        self._means: dict[str, torch.Tensor | None] = dict.fromkeys(grown)
+        # name -> mean of the stored rows, once it is computed
+        self._means: dict[str, torch.Tensor | None] = {}
+        self.tensors = dict(source.tensors)
+        for name, header in headers.items():
+            if header.shape[:1] == (self._stored_rows,):
+                self.tensors[name] = replace(header, shape=(growth.rows, *header.shape[1:]))
+                self._means[name] = None
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read rows [start, stop) in the stored dtype. The first new row reads the whole tensor
@@ -55,23 +57,21 @@ class GrownSource(WeightSource):
         stored = self._stored_rows
         if name not in self._means or stop <= stored:
             return self._source.read_rows(name, start, stop)
-        added = self._mean(name).expand(stop - max(start, stored), *self.tensors[name].shape[1:])
-        return (
-            torch.cat([self._source.read_rows(name, start, stored), added])
-            if start < stored
-            else added
-        )
+        first_new = max(start, stored)
+        row_shape = self.tensors[name].shape[1:]
+        added = self._mean(name).expand(stop - first_new, *row_shape)
+        if start >= stored:
+            return added
+        return torch.cat([self._source.read_rows(name, start, stored), added])
 
     def _mean(self, name: str) -> torch.Tensor:
         mean = self._means[name]
         if mean is None:
             # fp64: the result must not depend on the block size or the number of threads.
-            total = sum(
-                block.sum(dim=0, dtype=torch.float64) for block in blocks(self._source, name)
-            )
-            self._means[name] = mean = (torch.as_tensor(total) / self._stored_rows).to(
-                self.tensors[name].dtype
-            )
+            sums = (block.sum(dim=0, dtype=torch.float64) for block in blocks(self._source, name))
+            mean_fp64 = torch.as_tensor(sum(sums)) / self._stored_rows
+            mean = mean_fp64.to(self.tensors[name].dtype)
+            self._means[name] = mean
         return mean
 
 
@@ -82,9 +82,9 @@ def find_growth(model: PreTrainedModel, new: NewTokens | None) -> GrownRows | No
         return None
     modules = {model.get_input_embeddings(), model.get_output_embeddings()}
     found = [(prefix, module) for prefix, module in model.named_modules() if module in modules]
-    names = [
-        f"{prefix}.{name}" for prefix, module in found for name, _ in module.named_parameters()
-    ]
+    names = []
+    for prefix, module in found:
+        names += [f"{prefix}.{name}" for name, _ in module.named_parameters()]
     return GrownRows(names, new.stored_rows, new.rows)
 
 

@@ -152,11 +152,10 @@ def _packed_sdpa(
         samples,
         arguments,
     )
-    extras = [
-        arguments.get("dropout") or None,
-        *(arguments.get(it) for it in ("softcap", "s_aux", "position_bias")),
-    ]
-    if samples is None or attention_mask is not None or any(extra is not None for extra in extras):
+    # The kernels below support none of these.
+    extras = [arguments.get(name) for name in ("softcap", "s_aux", "position_bias")]
+    has_extras = bool(arguments.get("dropout")) or any(extra is not None for extra in extras)
+    if samples is None or attention_mask is not None or has_extras:
         return per_sample()
     equal_length = samples.equal_length and (window or samples.longest) >= samples.longest
     capability = attention_kernels.capability_of(query)
@@ -312,10 +311,8 @@ def _efficient_backward(
 
 def _samples(lengths: tuple[int, ...], *sequences: torch.Tensor) -> list[list[torch.Tensor]]:
     """Return views of each sample of sequences [1, heads, tokens, width]."""
-    return [
-        list(sample)
-        for sample in zip(*(whole.split(lengths, dim=2) for whole in sequences), strict=True)
-    ]
+    views = [whole.split(lengths, dim=2) for whole in sequences]  # by sequence, then by sample
+    return [list(sample) for sample in zip(*views, strict=True)]
 
 
 @torch.compiler.disable(reason="a graph would hold for one tuple of lengths")

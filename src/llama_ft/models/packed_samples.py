@@ -69,16 +69,19 @@ class PackedSamples:
     def positions(self) -> torch.Tensor:
         """Return the position of each token in its sample, int64 [tokens], on the device."""
         total = sum(self.lengths)
-        starts = torch.repeat_interleave(self.offsets[:-1], self.offsets.diff(), output_size=total)
+        first_tokens = self.offsets[:-1]
+        lengths = self.offsets.diff()
+        # output_size: else repeat_interleave would synchronize with the device to learn it
+        starts = torch.repeat_interleave(first_tokens, lengths, output_size=total)
         return torch.arange(total, device=self.offsets.device) - starts
 
     def cut(self, size: int) -> "PackedSamples":
         """Split samples into parts of at most `size` tokens, for chunked attention."""
         if size >= self.longest:
             return self
-        parts = [
-            min(size, length - start) for length in self.lengths for start in range(0, length, size)
-        ]
+        parts = []
+        for length in self.lengths:
+            parts += [min(size, length - start) for start in range(0, length, size)]
         return PackedSamples.of(parts, self.offsets.device)
 
 
@@ -122,27 +125,28 @@ class TokenMixers:
         self._wrapped = set[nn.Module]()
         self._layers, found = _layers_and_mixers(model)
         self._positions = [
-            it for it in model.modules() if POSITIONS in _parameters(type(it).forward)
+            module for module in model.modules() if POSITIONS in _parameters(type(module).forward)
         ]
-        others = [
-            it for it in found if not _calls_interface(it) or any(map(_looks_back, _inside(it)))
-        ]
+        others = [mixer for mixer in found if not _is_only_attention(mixer)]
         # an indexer or convolutions, which need Transformers' own masks
         if any(map(_calls_interface, others)):
             others = found
-        self.attention = [it for it in found if it not in others]
+        self.attention = [mixer for mixer in found if mixer not in others]
         self.per_sample = set[nn.Module]()
         self.with_kernels = set[nn.Module]()
         self.needs_scope = False
         # Llama 4 counts positions inside the attention, and scales by them.
-        if others := [
-            *others,
-            *(it for it in self.attention if hasattr(it, "attn_temperature_tuning")),
-        ]:
+        others = others + [
+            mixer for mixer in self.attention if hasattr(mixer, "attn_temperature_tuning")
+        ]
+        if others:
             self._run_per_sample(others)
         if torch.cuda.is_initialized():  # False in a plan for GPUs
-            takes_more = [it for it in others if "kwargs" in _parameters(type(it).forward)]
-            self.with_kernels = {it for it in takes_more if missing_kernels(it) == set()}
+            # Only these pass the offsets on to their kernels.
+            take_kwargs = [
+                mixer for mixer in others if "kwargs" in _parameters(type(mixer).forward)
+            ]
+            self.with_kernels = {mixer for mixer in take_kwargs if missing_kernels(mixer) == set()}
             self.per_sample -= self.with_kernels
         self.needs_scope |= not private(model, "_supports_attention_backend")
 
@@ -152,14 +156,14 @@ class TokenMixers:
         or if the part contains FSDP units (ranks with fewer samples would all-gather less
         often)."""
         is_compiled = any(isinstance(layer.forward, partial) for layer in self._layers)
-        for more in (list(self.with_kernels), self._positions, self.attention, self._layers):
-            new = [it for it in more if it not in self.per_sample]
-            within = [part for it in new for part in _inside(it)]
-            if not new or is_compiled or any(isinstance(part, FSDPModule) for part in within):
+        for candidates in (list(self.with_kernels), self._positions, self.attention, self._layers):
+            new = [module for module in candidates if module not in self.per_sample]
+            has_units = any(_contains_units(module) for module in new)
+            if not new or is_compiled or has_units:
                 continue
             self.with_kernels -= set(new)
             # each sample gets its part of Transformers' mask
-            if more in (self.attention, self._layers):
+            if candidates in (self.attention, self._layers):
                 config = self._model.config
                 attends = private(config, "_attn_implementation") or ""
                 config._attn_implementation = attends.removeprefix("packed_")
@@ -176,7 +180,8 @@ class TokenMixers:
 
     def names(self) -> str:
         """Return the names of the classes that run sample by sample, for the log."""
-        return ", ".join(sorted({_own_type(it).__name__ for it in self.per_sample}))
+        kinds = {_own_type(mixer).__name__ for mixer in self.per_sample}
+        return ", ".join(sorted(kinds))
 
     def _run_per_sample(self, mixers: list[nn.Module]) -> None:
         self.per_sample |= set(mixers)
@@ -196,23 +201,22 @@ class TokenMixers:
             if samples is None or not (mixer in self.per_sample or mixer in self.with_kernels):
                 return plain(*args, **kwargs)
             if mixer in self.with_kernels:
-                return plain(
-                    *args, **kwargs | {"cu_seq_lens_q": samples.offsets, "seq_idx": samples.indices}
-                )
-            if mixer in self._positions and LOOKED_UP in _parameters(type(mixer).forward):
-                return plain(*args, **kwargs | {"position_ids": samples.positions()})
-            dropped = {"position_ids"} if mixer in self._positions else FLASH_ATTENTION_ARGUMENTS
+                kwargs = kwargs | {"cu_seq_lens_q": samples.offsets, "seq_idx": samples.indices}
+                return plain(*args, **kwargs)
+            embeds_positions = mixer in self._positions
+            if embeds_positions and LOOKED_UP in _parameters(type(mixer).forward):
+                kwargs = kwargs | {"position_ids": samples.positions()}
+                return plain(*args, **kwargs)
+            dropped = {"position_ids"} if embeds_positions else FLASH_ATTENTION_ARGUMENTS
             kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
             outputs = []
             start = 0
             total = sum(samples.lengths)
             for number, length in enumerate(samples.lengths):
                 part = _Part(number, start, length, total)
-                alone = (
-                    PackedSamples.of([length], samples.offsets.device)
-                    if mixer in self.attention
-                    else None
-                )
+                alone = None
+                if mixer in self.attention:
+                    alone = PackedSamples.of([length], samples.offsets.device)
                 with samples_of(alone):
                     outputs.append(plain(*part.of(args), **part.of(kwargs)))
                 start += length
@@ -245,7 +249,7 @@ class _Part:
         """Return this sample's part of a module's argument: tokens of tensors, [.., tokens, tokens]
         of masks."""
         if isinstance(value, PackedSamples):
-            return None  # rows_of provides it
+            return None  # samples_of provides it
         if isinstance(value, _PerSample):
             return value[self.number]
         if isinstance(value, dict):
@@ -256,9 +260,14 @@ class _Part:
             return type(value)(self.of(each) for each in value)
         if not isinstance(value, torch.Tensor):
             return value
-        ahead = [dim for dim in (1, 2, 3, 0) if dim < value.ndim and value.shape[dim] == self.total]
         is_mask = value.ndim in (2, 4) and value.shape[-2:] == (self.total, self.total)
-        for dim in (-2, -1) if is_mask else ahead[:1]:
+        if is_mask:
+            dims = [-2, -1]
+        else:
+            # the first of these that has all tokens; none if the tensor has no tokens
+            possible = [dim for dim in (1, 2, 3, 0) if dim < value.ndim]
+            dims = [dim for dim in possible if value.shape[dim] == self.total][:1]
+        for dim in dims:
             value = value.narrow(dim, self.start, self.length)
         return value
 
@@ -268,18 +277,22 @@ def _joined(outputs: list[Any], lengths: tuple[int, ...]) -> Any:
     if isinstance(outputs[0], torch.Tensor):
         return torch.cat(outputs, dim=_tokens_dim(outputs, lengths))
     first, *others = zip(*outputs, strict=True)
-    return torch.cat(first, dim=_tokens_dim(first, lengths)), *(
-        it[0] if all(one is it[0] for one in it) else _PerSample(it) for it in others
-    )
+    joined: list[Any] = [torch.cat(first, dim=_tokens_dim(first, lengths))]
+    for output in others:
+        is_shared = all(value is output[0] for value in output)  # such as None
+        joined.append(output[0] if is_shared else _PerSample(output))
+    return tuple(joined)
 
 
 def _tokens_dim(outputs: Sequence[torch.Tensor], lengths: tuple[int, ...]) -> int:
     """Return the dimension of the tokens: the last but one, or an earlier one if layers have several
     streams (HY 4's hyper-connections: [1, tokens, streams, width])."""
     dims = [dim for dim in (-2, 1, 0) if -outputs[0].ndim <= dim < outputs[0].ndim]
-    return next(
-        (dim for dim in dims if tuple(output.shape[dim] for output in outputs) == lengths), -2
-    )
+    for dim in dims:
+        sizes = tuple(output.shape[dim] for output in outputs)
+        if sizes == lengths:
+            return dim
+    return -2
 
 
 def missing_kernels(mixer: nn.Module) -> set[str] | None:
@@ -288,9 +301,12 @@ def missing_kernels(mixer: nn.Module) -> set[str] | None:
     for kernels before they use any."""
     forward = inspect.unwrap(type(mixer).forward)
     named = [forward.__globals__.get(name) for name in forward.__code__.co_names]
+    # Transformers wraps these functions in one that looks for their kernels.
     answers = [_answer(function) for function in named if hasattr(function, "__wrapped__")]
+    if not answers:
+        return None
     found = [MISSING_KERNEL.search(answer) for answer in answers]
-    return {match[1].replace("_", "-") for match in found if match} if answers else None
+    return {match[1].replace("_", "-") for match in found if match}
 
 
 def _answer(function: Callable[..., Any]) -> str:
@@ -304,8 +320,13 @@ def _answer(function: Callable[..., Any]) -> str:
 
 def report_missing_kernels(model: nn.Module, device: torch.device) -> None:
     """On CUDA, log once which layers compute without their kernels, and what to install."""
-    mixers = [it for it in model.modules() if device.type == "cuda" and _looks_back(it)]
-    slow = {_own_type(it).__name__: missing for it in mixers if (missing := missing_kernels(it))}
+    if device.type != "cuda":
+        return
+    slow = dict[str, set[str]]()
+    for module in model.modules():
+        missing = missing_kernels(module) if _looks_back(module) else None
+        if missing:
+            slow[_own_type(module).__name__] = missing
     if slow:
         packages = " ".join(sorted(set[str]().union(*slow.values())))
         log.warning(
@@ -318,18 +339,24 @@ def _layers_and_mixers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Modul
     """Return the decoder layers, and the outermost token mixers, in layers or before them (an
     embedding of n-grams). Modules that only pass their cache on to attention are not mixers
     themselves."""
-    lists = [it for it in model.modules() if isinstance(it, nn.ModuleList)]
-    stacks = [it for it in lists if any(map(_looks_back, it.modules()))] or lists
-    inside = {part for stack in stacks for part in _inside(stack)}
-    layers = {layer: _own_type(layer) for stack in stacks if stack not in inside for layer in stack}
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    stacks = [modules for modules in lists if any(map(_looks_back, modules.modules()))] or lists
+    inside = set[nn.Module]()
+    for stack in stacks:
+        inside.update(_inside(stack))
+    layers = dict[nn.Module, type[Any]]()
+    for stack in stacks:
+        if stack not in inside:
+            layers |= {layer: _own_type(layer) for layer in stack}
     around = {
         module for module in model.modules() if not layers.keys().isdisjoint(module.modules())
     }
 
     def visit(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
-            hands_on = not _calls_interface(child) and any(map(_calls_interface, _inside(child)))
-            if _looks_back(child) and child not in around and not hands_on:
+            has_attention = any(map(_calls_interface, _inside(child)))
+            passes_cache_on = has_attention and not _calls_interface(child)
+            if _looks_back(child) and child not in around and not passes_cache_on:
                 yield child
             else:
                 yield from visit(child)
@@ -344,6 +371,16 @@ def _layers_and_mixers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Modul
 
 def _inside(module: nn.Module) -> list[nn.Module]:
     return list(module.modules())[1:]
+
+
+def _contains_units(module: nn.Module) -> bool:
+    return any(isinstance(part, FSDPModule) for part in _inside(module))
+
+
+def _is_only_attention(mixer: nn.Module) -> bool:
+    """Return whether a mixer calls Transformers' attention interface and contains no other
+    mixer."""
+    return _calls_interface(mixer) and not any(map(_looks_back, _inside(mixer)))
 
 
 def _looks_back(module: nn.Module) -> bool:

@@ -107,16 +107,18 @@ def quantize_linears(built: BuiltModel, quantization: Quantization) -> str:
         *own,
         *[SCORE] * built.has_score,
     ]
-    read = read_linears(model)
+    read = read_linears(model)  # not called, so a quantized layer could not replace them
     linears = {
         name: module
         for name, module in model.named_modules()
         if _is_linear(module) and module not in read
     }
     stacks = _stacked_weights(model) if quantization.stacks else {}
+    names = [*linears, *stacks]
     for pattern in () if is_stored else named or ():
-        if all(should_convert_module(name, [pattern]) for name in [*linears, *stacks]):
-            ends = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in [*linears, *stacks]))
+        if all(should_convert_module(name, [pattern]) for name in names):
+            last_parts = [name.rsplit(".", 1)[-1] for name in names]
+            ends = ", ".join(dict.fromkeys(last_parts))
             raise UserError(
                 f"--skip_modules [{pattern}]: no linear layer's name ends in it. They end in: {ends}."
             )
@@ -145,20 +147,25 @@ def quantize_linears(built: BuiltModel, quantization: Quantization) -> str:
         )
     for name, linear in whole.items():
         model.set_submodule(name, QuantizedLinear(linear, scheme, is_stored))
-    stacked = {
-        name: weight.numel()
-        for name, weight in stacks.items()
-        if weight.shape[-1] % scheme.block_size == 0
-        and all(should_convert_module(it, skip) for it in (name, name.rpartition(".")[0]))
-    }
-    for module in dict.fromkeys(name.rpartition(".")[0] for name in stacked):
-        names = [name.rpartition(".")[2] for name in stacked if name.rpartition(".")[0] == module]
-        quantize_stacks(model.get_submodule(module), names, scheme)
-    weights = sum(linear.weight.numel() for linear in whole.values()) + sum(stacked.values())
+    stacked = dict[str, int]()  # name -> number of weights
+    by_module = dict[str, list[str]]()  # name of the module -> its stacked weights
+    for name, weight in stacks.items():
+        module_name, _, part = name.rpartition(".")
+        is_skipped = not (
+            should_convert_module(name, skip) and should_convert_module(module_name, skip)
+        )
+        if weight.shape[-1] % scheme.block_size == 0 and not is_skipped:
+            stacked[name] = weight.numel()
+            by_module.setdefault(module_name, []).append(part)
+    for module_name, parts in by_module.items():
+        quantize_stacks(model.get_submodule(module_name), parts, scheme)
+    weights = sum(linear.weight.numel() for linear in whole.values())
+    weights += sum(stacked.values())
+    unchanged = [name for name in names if name not in whole | stacked]
     experts = f" and {len(stacked)} stacks of experts" if stacks else ""
     return (
         f"Quantized to {scheme.name}: {len(whole)} linear layers{experts}, {weights:,} of {total_weights(model):,} "
-        f"weights; not quantized: {listed([name for name in [*linears, *stacks] if name not in whole | stacked])}"
+        f"weights; not quantized: {listed(unchanged)}"
     )
 
 
@@ -182,13 +189,14 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 def _stacked_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return stacked weights [experts, rows, columns], which their module reads itself, by name."""
-    return {
-        f"{prefix}.{name}": parameter
-        for prefix, module in model.named_modules()
-        if not isinstance(module, _ConvNd)
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim == 3 and min(parameter.shape) > 1
-    }
+    found = dict[str, nn.Parameter]()
+    for prefix, module in model.named_modules():
+        if isinstance(module, _ConvNd):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == 3 and min(parameter.shape) > 1:
+                found[f"{prefix}.{name}"] = parameter
+    return found
 
 
 def _gates(model: nn.Module) -> set[nn.Module]:
@@ -200,13 +208,15 @@ def _gates(model: nn.Module) -> set[nn.Module]:
         for each in recorded if isinstance(recorded, list | tuple) else [recorded]:
             kinds.add(getattr(each, "target_class", each))
     routers = [module for module in model.modules() if type(module) in kinds]
-    inside = [
-        [linear for linear in router.modules() if type(linear) is nn.Linear] for router in routers
-    ]
-    single = {linear for linears in inside for linear in linears if len(linears) == 1}
-    return single | {
-        it for it in model.modules() if isinstance(it, nn.Linear) and it.out_features == 1
-    }
+    gates = set[nn.Module]()
+    for router in routers:
+        linears = [linear for linear in router.modules() if type(linear) is nn.Linear]
+        if len(linears) == 1:
+            gates.update(linears)
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.out_features == 1:
+            gates.add(module)
+    return gates
 
 
 def is_part(name: str, keys: Container[str]) -> bool:
@@ -228,9 +238,12 @@ def read_4bit(
     # Transformers can store the bytes as another dtype
     itemsize = source.tensors[key].dtype.itemsize
     a_row = in_features // 2 // itemsize
-    weight = source.read_rows(key, start * a_row, stop * a_row).contiguous().view(torch.uint8)
+    stored = source.read_rows(key, start * a_row, stop * a_row)
+    weight = stored.contiguous().view(torch.uint8)
+    # bitsandbytes stores its settings as JSON in a uint8 tensor.
     note = next(name for name in source.tensors if name.startswith(f"{key}.quant_state."))
-    state: dict[str, Any] = json.loads(bytes(source.read(note).tolist()))
+    note_bytes = bytes(source.read(note).tolist())
+    state: dict[str, Any] = json.loads(note_bytes)
     if (state["quant_type"], state["blocksize"]) != (scheme.quant_type, scheme.block_size):
         raise UserError(
             f"{source.tensors[key].file}: {key} is not stored in {scheme.name}, as config.json says."
@@ -243,7 +256,10 @@ def read_4bit(
         outer = torch.arange(first, last) // state["nested_blocksize"]
         code = source.read(f"{key}.nested_quant_map")
         outer_scale = source.read(f"{key}.nested_absmax")
-        scale = code.float()[scale.long()] * outer_scale.float()[outer] + state["nested_offset"]
-    return weight.view(stop - start, -1), scale.float().contiguous().view(torch.int32).view(
-        stop - start, -1
-    )
+        # Double quantization: the scales are codes of 8 bits, with scales of their own.
+        inner_values = code.float()[scale.long()]
+        outer_values = outer_scale.float()[outer]
+        scale = inner_values * outer_values + state["nested_offset"]
+    scale_bits = scale.float().contiguous().view(torch.int32)
+    rows = stop - start
+    return weight.view(rows, -1), scale_bits.view(rows, -1)

@@ -100,7 +100,8 @@ class Int8:
         halves = flat.to(torch.float16).contiguous()  # the CUDA kernel assumes fp16
         quantized, input_scale, _ = OPS.int8_vectorwise_quant(halves)
         output = OPS.int8_scaled_mm(quantized, weight, input_scale, scale, dtype=inputs.dtype)
-        return cast(torch.Tensor, output).view(*inputs.shape[:-1], weight.shape[0])
+        output_shape = (*inputs.shape[:-1], weight.shape[0])
+        return cast(torch.Tensor, output).view(output_shape)
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,9 @@ class FourBit:
         packed, absmax = OPS.quantize_4bit(
             rows.contiguous(), self.block_size, self.quant_type, torch.uint8
         )
-        return packed.view(len(rows), -1), absmax.view(torch.int32).view(len(rows), -1)
+        weight = packed.view(len(rows), -1)
+        scale = absmax.view(torch.int32).view(len(rows), -1)
+        return weight, scale
 
     def dequantize(
         self, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
@@ -281,24 +284,25 @@ class QuantizedStacks(nn.Module):
         self, name: str, first: int, last: int, addition: Factors | None
     ) -> torch.Tensor:
         """Return experts [first, last) of a stack, [last - first, rows, columns] in `dtype`."""
-        weight, scale = (self._parameters[part] for part in (name, f"{name}_scale"))
+        weight = self._parameters[name]
+        scale = self._parameters[f"{name}_scale"]
         assert weight is not None and scale is not None
         _, rows, columns = self.stack_shapes[name]
         step = max(1, DEQUANTIZED_AT_ONCE // (rows * columns))
         parts = []
         for start in range(first, last, step):
-            part = slice(start, min(start + step, last))
-            flat = self.scheme.dequantize(
-                weight[part].flatten(0, 1), scale[part].flatten(0, 1), self.dtype
-            )
+            experts = slice(start, min(start + step, last))
+            flat_weight = weight[experts].flatten(0, 1)
+            flat_scale = scale[experts].flatten(0, 1)
+            flat = self.scheme.dequantize(flat_weight, flat_scale, self.dtype)
             parts.append(flat.view(-1, rows, columns))
         value = parts[0] if len(parts) == 1 else torch.cat(parts)
         if addition is None:
             return value
         left, right, scaling = addition
-        return torch.baddbmm(
-            value, left[first:last].to(value), right[first:last].to(value), alpha=scaling
-        )
+        left = left[first:last].to(value)
+        right = right[first:last].to(value)
+        return torch.baddbmm(value, left, right, alpha=scaling)
 
     @contextmanager
     def _holding_weights(self) -> Iterator[None]:
@@ -311,24 +315,23 @@ class QuantizedStacks(nn.Module):
 
         def pack(tensor: torch.Tensor) -> Any:
             storage = tensor.untyped_storage()._cdata
-            name = next(
-                (name for name, value in held.items() if value.untyped_storage()._cdata == storage),
-                None,
+            names = (
+                name for name, value in held.items() if value.untyped_storage()._cdata == storage
             )
+            name = next(names, None)
             if name is None:
                 return pack_other(tensor)
             addition = self.additions.get(name)
-            parts = addition and (addition[0].detach(), addition[1].detach(), addition[2])
-            return _PartOfStack(
-                name, parts, tensor.size(), tensor.stride(), int(tensor.storage_offset())
-            )
+            if addition is not None:
+                left, right, scaling = addition
+                addition = (left.detach(), right.detach(), scaling)
+            offset = int(tensor.storage_offset())
+            return _PartOfStack(name, addition, tensor.size(), tensor.stride(), offset)
 
         def unpack(packed: Any) -> torch.Tensor:
-            return (
-                self._read_again(packed)
-                if isinstance(packed, _PartOfStack)
-                else unpack_other(packed)
-            )
+            if isinstance(packed, _PartOfStack):
+                return self._read_again(packed)
+            return unpack_other(packed)
 
         self._held = held
         try:
@@ -342,9 +345,8 @@ class QuantizedStacks(nn.Module):
     @torch.no_grad()
     def _read_again(self, part: "_PartOfStack") -> torch.Tensor:
         _, rows, columns = self.stack_shapes[part.name]
-        furthest = part.offset + sum(
-            (size - 1) * step for size, step in zip(part.size, part.stride, strict=True)
-        )
+        steps = zip(part.size, part.stride, strict=True)
+        furthest = part.offset + sum((size - 1) * stride for size, stride in steps)
         first = part.offset // (rows * columns)
         last = furthest // (rows * columns)
         value = self._dequantized(part.name, first, last + 1, part.addition)
@@ -378,9 +380,9 @@ def quantize_stacks(module: nn.Module, names: list[str], scheme: Scheme) -> None
     module.additions = {}
     module._held = None
     for name, shape in shapes.items():
-        module._parameters[name], module._parameters[f"{name}_scale"] = _frozen_parameters(
-            shape, scheme
-        )
+        weight, scale = _frozen_parameters(shape, scheme)
+        module._parameters[name] = weight
+        module._parameters[f"{name}_scale"] = scale
 
 
 def quantized_weights(model: nn.Module) -> list[QuantizedWeight]:
@@ -408,10 +410,11 @@ def quantized_weights(model: nn.Module) -> list[QuantizedWeight]:
 
 def weight_counts(model: nn.Module) -> dict[int, int]:
     """Return id of each quantized parameter -> the number of weights that it holds (a scale: 0)."""
-    weights = quantized_weights(model)
-    return {id(it.weight): torch.Size(it.shape).numel() for it in weights} | {
-        id(it.scale): 0 for it in weights
-    }
+    counts = {}
+    for weight in quantized_weights(model):
+        counts[id(weight.weight)] = torch.Size(weight.shape).numel()
+        counts[id(weight.scale)] = 0
+    return counts
 
 
 def quantization_name(model: nn.Module) -> str:
@@ -422,4 +425,5 @@ def quantization_name(model: nn.Module) -> str:
 def total_weights(model: nn.Module) -> int:
     """Return the number of weights of a model, where a quantized weight counts as the original."""
     counts = weight_counts(model)
-    return sum(counts.get(id(parameter), parameter.numel()) for parameter in model.parameters())
+    parameters = model.parameters()
+    return sum(counts.get(id(parameter), parameter.numel()) for parameter in parameters)

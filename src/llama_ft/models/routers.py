@@ -107,9 +107,12 @@ def router_loss(
         of_token = layer.softmax(dim=-1)
         chosen = of_token.topk(per_token, dim=-1).indices.flatten()
         sent = sent.scatter_add(0, chosen, counts.repeat_interleave(per_token))
-        probabilities = probabilities + (of_token.float() * counts.unsqueeze(1)).sum(dim=0)
+        counted = of_token.float() * counts.unsqueeze(1)  # [tokens, experts]
+        probabilities = probabilities + counted.sum(dim=0)
+        del counted
     targets = torch.full((1,), float(target_tokens), device=counts.device)
-    totals = torch.cat([sent, counts.sum().view(1) * len(layers), targets])
+    total_count = counts.sum().view(1) * len(layers)
+    totals = torch.cat([sent, total_count, targets])
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(totals)
     fractions = totals[:-2] / totals[-2]
@@ -126,9 +129,9 @@ def _own_coefficient(model: PreTrainedModel) -> float | None:
         return None
     if list(inspect.signature(formula).parameters) != STANDARD:
         return None
-    found = (
-        getattr(it, name, None)
-        for it in (model, model.config.get_text_config())
-        for name in COEFFICIENTS
-    )
-    return next((float(it) for it in found if isinstance(it, float | int)), None)
+    for place in (model, model.config.get_text_config()):
+        for name in COEFFICIENTS:
+            value = getattr(place, name, None)
+            if isinstance(value, float | int):
+                return float(value)
+    return None

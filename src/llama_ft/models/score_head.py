@@ -64,8 +64,8 @@ def add_score(model: PreTrainedModel) -> None:
         UserError: its class has no linear layer `score` with one output and no bias.
     """
     shapes = {
-        name: tuple(it.shape)
-        for name, it in model.named_parameters()
+        name: tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
         if name.startswith(f"{SCORE}.")
     }
     plain = model.forward
@@ -101,31 +101,26 @@ class ScoredSource(WeightSource):
             return
         decoder = f"{model.base_model_prefix}."
         self.tensors = {
-            name: it
-            for name, it in source.tensors.items()
-            if name.startswith(decoder) or it.is_untouched
+            name: header
+            for name, header in source.tensors.items()
+            if name.startswith(decoder) or header.is_untouched
         }
-        largest = max(
-            (
-                it
-                for it in self.tensors.values()
-                if it.dtype.is_floating_point and not it.is_untouched
-            ),
-            key=lambda it: it.nbytes,
-        )
+        weights = [
+            header
+            for header in self.tensors.values()
+            if header.dtype.is_floating_point and not header.is_untouched
+        ]
+        largest = max(weights, key=lambda header: header.nbytes)
         config = model.config.get_text_config()
         self.tensors[WEIGHT] = StoredTensor(largest.file, (1, config.hidden_size), largest.dtype)
         digest = hashlib.sha256(f"{seed}/{WEIGHT}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
-        values = torch.randn(1, config.hidden_size, generator=generator) * getattr(
-            config, "initializer_range", 0.02
-        )
+        deviation = getattr(config, "initializer_range", 0.02)
+        values = torch.randn(1, config.hidden_size, generator=generator) * deviation
         self._made[WEIGHT] = values.to(largest.dtype)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See `WeightSource`."""
-        return (
-            self._made[name][start:stop]
-            if name in self._made
-            else self._source.read_rows(name, start, stop)
-        )
+        if name in self._made:
+            return self._made[name][start:stop]
+        return self._source.read_rows(name, start, stop)

@@ -139,16 +139,10 @@ def keep_text_part(model: PreTrainedModel) -> LeftOut:
 
     def take_out_towers(owner: nn.Module) -> None:
         for name, child in list(owner.named_children()):
-            parts = [
-                it
-                for it in child.children()
-                if any(isinstance(each, PreTrainedModel) for each in it.modules())
-            ]
-            if (
-                _holds(child, embedding)
-                or _holds(child, head)
-                or (len(parts) > 1 and not _is_model(child))
-            ):
+            parts = [part for part in child.children() if any(map(_is_model, part.modules()))]
+            holds_text = _holds(child, embedding) or _holds(child, head)
+            holds_several_models = len(parts) > 1 and not _is_model(child)
+            if holds_text or holds_several_models:
                 take_out_towers(child)
             # with the projector that belongs to one tower (Phi-4-multimodal)
             elif parts or _is_model(child):
@@ -165,7 +159,7 @@ def keep_text_part(model: PreTrainedModel) -> LeftOut:
                 take_out(owner, name)
     take_out_towers(model)
     kept = model.state_dict().keys()
-    tensors = {name: it.numel() for name, it in before.items() if name not in kept}
+    tensors = {name: tensor.numel() for name, tensor in before.items() if name not in kept}
     causal = names[decoder] if _holds(decoder, embedding) and _holds(decoder, head) else ""
     return LeftOut(found, tensors, causal)
 
@@ -181,13 +175,15 @@ def _is_model(module: nn.Module) -> bool:
 def _text_forward(owner: nn.Module, inner: nn.Module, lacks_head: bool) -> Callable[..., Any]:
     """Return a forward of `owner` that passes its arguments on to `inner`, except those on
     images."""
-    own, taken = (list(inspect.signature(module.forward).parameters) for module in (owner, inner))
+    own = list(inspect.signature(owner.forward).parameters)
+    taken = list(inspect.signature(inner.forward).parameters)
     images = {name for name in own if name not in taken and not name.startswith("output_")}
 
     @wraps(owner.forward)  # generate() inspects the names of its parameters
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(own, args, strict=False)) | kwargs
-        output = inner(**{name: value for name, value in given.items() if name not in images})
+        for_inner = {name: value for name, value in given.items() if name not in images}
+        output = inner(**for_inner)
         return TextOutput(**output) if lacks_head else output
 
     return forward
