@@ -22,8 +22,8 @@ from llama_ft.config.settings import SETTINGS, values_of
 from llama_ft.errors import UserError
 from llama_ft.plan.duration import describe_time, step_seconds
 from llama_ft.plan.flags import PlanFlags
+from llama_ft.plan.free_memory import free_text
 from llama_ft.plan.predict import predict
-from llama_ft.plan.preflight import free_text
 from llama_ft.plan.types import Plan, PlanRequest
 
 USABLE = 0.97  # plans are right within 3% (measured with benchmarks/plan.py)

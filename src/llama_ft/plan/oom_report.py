@@ -27,7 +27,7 @@ from llama_ft.observe.memory import (
     write_snapshot,
 )
 from llama_ft.phases import Phase
-from llama_ft.plan.preflight import free_bytes, free_text
+from llama_ft.plan.free_memory import free_bytes, free_text
 from llama_ft.plan.types import read_plan
 from llama_ft.runtime import Ranks
 from llama_ft.runtime.out_of_memory import shortage
