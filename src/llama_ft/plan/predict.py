@@ -20,8 +20,9 @@ from llama_ft.data import IGNORED, Batch
 from llama_ft.observe.flops import flop_formula
 from llama_ft.phases import MemoryCategory
 from llama_ft.plan.cuda_allocator import reserved_bytes
-from llama_ft.plan.fake_checkpoint import layers_are_alike, planned_models, read_headers
+from llama_ft.plan.fake_checkpoint import layers_are_alike, read_headers
 from llama_ft.plan.free_memory import CUDA_CONTEXT_BYTES, NCCL_BYTES
+from llama_ft.plan.patches import planned_models
 from llama_ft.plan.tracker import Tracker, states_of
 from llama_ft.plan.types import Peak, Plan, PlanRequest
 from llama_ft.runtime import Ranks, log
