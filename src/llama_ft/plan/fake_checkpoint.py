@@ -32,7 +32,9 @@ class HeaderSource:
 
     def read(self, name: str) -> torch.Tensor:
         """See `WeightSource`."""
-        return torch.empty((), dtype=self.tensors[name].dtype).expand(self.tensors[name].shape)
+        header = self.tensors[name]
+        element = torch.empty((), dtype=header.dtype)
+        return element.expand(header.shape)
 
 
 def read_headers(
@@ -58,8 +60,8 @@ def read_headers(
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
         parameters = build_on_meta(deepcopy(config), model).model.named_parameters()
         headers = {
-            checkpoint_key(name): StoredTensor(folder, tuple(it.shape), dtype)
-            for name, it in parameters
+            checkpoint_key(name): StoredTensor(folder, tuple(parameter.shape), dtype)
+            for name, parameter in parameters
         }
     if layers is not None:
         text = config.get_text_config()
@@ -71,8 +73,8 @@ def read_headers(
         # the first number in a name is the layer's
         numbers = {name: re.search(r"\b\d+\b", name) for name in headers}
         headers = {
-            name: it
-            for name, it in headers.items()
+            name: header
+            for name, header in headers.items()
             if not (at := numbers[name])
             or int(at[0]) < layers
             or conversion.is_ignored(reduced, name)
@@ -84,8 +86,9 @@ def layers_are_alike(config: PretrainedConfig, model: ModelConfig) -> bool:
     """Return whether all decoder layers have the same parameter shapes, and config.json can be
     reduced to a few."""
     layers = decoder_layers(build_on_meta(config, model).model)
-    shapes = {
-        tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()) for layer in layers
-    }
+    shapes = set[tuple[tuple[str, tuple[int, ...]], ...]]()
+    for layer in layers:
+        named = layer.named_parameters()
+        shapes.add(tuple((name, tuple(parameter.shape)) for name, parameter in named))
     count = config.get_text_config().num_hidden_layers
     return not model.trust_remote_code and len(shapes) == 1 and len(layers) == count

@@ -182,10 +182,10 @@ def _answers(request: PlanRequest, free: float, build_model: BuildModel) -> Iter
         yield plan
         if plan.device_bytes > free:
             fits = find_fits(request, build_model, free, plan, True, log.debug)
-            sizes = [(it, size_text(it.plan.device_bytes)) for it in fits]
-            lines = [
-                f"{' '.join(it.flags)} would need {size} ({it.gives_up})" for it, size in sizes
-            ]
+            lines = list[str]()
+            for fit in fits:
+                size = size_text(fit.plan.device_bytes)
+                lines.append(f"{' '.join(fit.flags)} would need {size} ({fit.gives_up})")
             yield "\n  ".join(lines) or "none of the planned changes"
     except Exception as error:  # the run itself will report what is wrong
         yield reason(error)

@@ -87,9 +87,10 @@ class Tracker(TorchDispatchMode):
             return args[0].fake_device  # a shortcut: more than half of all calls
         kwargs = kwargs or {}
         if func is ITEM and isinstance(args[0], FakeTensor):
-            return (
-                True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
-            )
+            # a fake tensor has no value; a program that reads one gets 1 of its type
+            if args[0].dtype == torch.bool:
+                return True
+            return 1.0 if args[0].is_floating_point() else 1
         if self._phase is None or _computes_for_real(func, args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
@@ -99,9 +100,8 @@ class Tracker(TorchDispatchMode):
             self._workspace_bytes = 0
         if func is GROUPED_MM and args[0].dtype != torch.bfloat16:
             # torch's fake kernel accepts only bf16; the real kernels also accept fp32 and fp16.
-            result = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(
-                args[0].dtype
-            )
+            result = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs)
+            result = result.to(args[0].dtype)
         else:
             result = func(*args, **kwargs)
         for value in _tensors((result,)):
@@ -137,10 +137,12 @@ class Tracker(TorchDispatchMode):
         """Count a model's parameters, its gradients, and the memory of its LM head."""
         model = built.model
         self.assign(
-            (it for it in model.parameters() if it.is_floating_point()), "sharded parameters"
+            (value for value in model.parameters() if value.is_floating_point()),
+            "sharded parameters",
         )
         self.assign(
-            (it for it in model.parameters() if not it.is_floating_point()), "quantized parts"
+            (value for value in model.parameters() if not value.is_floating_point()),
+            "quantized parts",
         )
         # The peak of loading counted them as temporaries.
         peak = self.peaks["load"]
@@ -160,7 +162,7 @@ class Tracker(TorchDispatchMode):
             if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))  # fully_shard keeps its unsharded parameters alive
                 parameter.register_post_accumulate_grad_hook(
-                    lambda it: self.assign([it.grad], "gradients")
+                    lambda trained: self.assign([trained.grad], "gradients")
                 )
         # a reference may have run in this phase before
         if module is self._model and self._phase is not None:
@@ -186,8 +188,11 @@ class Tracker(TorchDispatchMode):
     def note_workspace(self, nbytes: int, is_kept: bool = False) -> None:
         """Count memory that an operator allocates, and frees before it returns unless `is_kept`."""
         self._numbered += 1
-        for more in (nbytes,) if is_kept else (nbytes, -nbytes) if nbytes else ():
-            self._change(self._numbered, more, "temporaries")
+        if is_kept:
+            self._change(self._numbered, nbytes, "temporaries")
+        elif nbytes:
+            self._change(self._numbered, nbytes, "temporaries")
+            self._change(self._numbered, -nbytes, "temporaries")
 
     def assign(self, tensors: Iterable[torch.Tensor | None], holder: MemoryCategory) -> None:
         """Set the category of living tensors; of a DTensor only this rank's part."""
