@@ -27,7 +27,8 @@ import torch  # noqa: E402
 from finetuning import build_model  # noqa: E402
 
 from llama_ft import data, models  # noqa: E402
-from llama_ft.plan.preflight import free_bytes, resolve_checkpointing  # noqa: E402
+from llama_ft.plan.free_memory import free_bytes  # noqa: E402
+from llama_ft.plan.preflight import resolve_checkpointing  # noqa: E402
 from llama_ft.plan.types import PlanRequest, describe  # noqa: E402
 from llama_ft.runtime import configure_console  # noqa: E402
 

@@ -5,6 +5,7 @@ import ast
 import io
 import tokenize
 from collections import Counter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 from conftest import REPOSITORY
@@ -120,3 +121,18 @@ def test_imports_point_one_way() -> None:
                 if is_folder and target != folder_of(file) and target not in BELOW[folder_of(file)]:
                     wrong.append(f"{file.relative_to(SOURCE)} imports {target}")
     assert not wrong
+
+
+def test_the_files_of_plan_do_not_import_each_other_in_a_circle() -> None:
+    imports = dict[str, set[str]]()
+    for file in (SOURCE / "plan").glob("*.py"):
+        # also imports inside functions
+        nodes = ast.walk(ast.parse(file.read_text()))
+        modules = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+        imports[f"llama_ft.plan.{file.stem}"] = {
+            module for module in modules if module.startswith("llama_ft.plan.")
+        }
+    # raises CycleError, which names the circle
+    order = list(TopologicalSorter(imports).static_order())
+    assert order.index("llama_ft.plan.predict") < order.index("llama_ft.plan.fit")
+    assert order.index("llama_ft.plan.fit") < order.index("llama_ft.plan.preflight")

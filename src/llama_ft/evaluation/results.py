@@ -25,13 +25,13 @@ class Evaluated:
     def numbers(self) -> dict[tuple[str, str], tuple[float, float | None]]:
         """Return (task, metric) -> value and standard error. For the loss on samples, task is
         ""."""
-        found = {("", name): (value, None) for name, value in (self.held_out or {}).items()}
-        tasks = {
-            (task, name): it
-            for task, metrics in (self.tasks or {}).items()
-            for name, it in metrics.items()
-        }
-        return {**found, **{key: (it["value"], it["stderr"]) for key, it in tasks.items()}}
+        found = dict[tuple[str, str], tuple[float, float | None]]()
+        for name, value in (self.held_out or {}).items():
+            found["", name] = (value, None)
+        for task, metrics in (self.tasks or {}).items():
+            for name, metric in metrics.items():
+                found[task, name] = (metric["value"], metric["stderr"])
+        return found
 
 
 def describe(models: list[Evaluated], samples: str, limit: float | None) -> str:

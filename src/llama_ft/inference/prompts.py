@@ -128,7 +128,9 @@ def _asked(sample: Sample) -> Messages | str:
     if "chosen" in sample and "prompt" not in sample:
         content = preferred(sample)
         return content[0] if isinstance(content, tuple) else content[:-1]
-    column = next((it for it in ("prompt", "messages", "conversations") if it in sample), None)
+    column = next(
+        (name for name in ("prompt", "messages", "conversations") if name in sample), None
+    )
     if column is None:
         raise BadSample(PROMPT_FORMS)
     chat = sample[column]

@@ -22,8 +22,8 @@ from llama_ft.config.settings import SETTINGS, values_of
 from llama_ft.errors import UserError
 from llama_ft.plan.duration import describe_time, step_seconds
 from llama_ft.plan.flags import PlanFlags
+from llama_ft.plan.free_memory import free_text
 from llama_ft.plan.predict import predict
-from llama_ft.plan.preflight import free_text
 from llama_ft.plan.types import Plan, PlanRequest
 
 USABLE = 0.97  # plans are right within 3% (measured with benchmarks/plan.py)
@@ -58,7 +58,9 @@ def answer_fit(
     room = options.fit_bytes
     fits = find_fits(request, build_model, room, planned, options.quick, report)
     is_fit = has_room(planned, room)
-    runs = [(it.plan, it.config) for it in fits] or [(planned, request.config)]
+    runs = [(fit.plan, fit.config) for fit in fits]
+    if not runs:
+        runs = [(planned, request.config)]
     seconds = [step_seconds(*run, options.gpu) for run in runs]
     times = [
         describe_time(*run, s, options.price) if options.gpu else ""
@@ -66,20 +68,23 @@ def answer_fit(
     ]
     answers = [
         {
-            "flags": it.flags,
-            "gives_up": it.gives_up,
-            "peak_bytes": it.plan.device_bytes,
-            "host_bytes": it.plan.host_bytes,
+            "flags": fit.flags,
+            "gives_up": fit.gives_up,
+            "peak_bytes": fit.plan.device_bytes,
+            "host_bytes": fit.plan.host_bytes,
             "step_seconds": s,
         }
-        for it, s in zip(fits, seconds, strict=False)
+        for fit, s in zip(fits, seconds, strict=False)
     ]
     values: dict[str, object] = {
         "fits_as_it_is": is_fit,
         "step_seconds": seconds[0] if is_fit else None,
         "fits": answers,
     }
-    return describe_fits(planned, fits, room, times), 0 if is_fit else 3 if fits else 4, values
+    exit_code = 0
+    if not is_fit:
+        exit_code = 3 if fits else 4
+    return describe_fits(planned, fits, room, times), exit_code, values
 
 
 def find_fits(
@@ -232,8 +237,14 @@ def ladder(request: PlanRequest, room: float = math.inf) -> tuple[list[Change], 
         ),
     ]
     if device == "cuda" and room <= SMALL_GPU:
-        others.sort(key=lambda it: it[1] != four_bit)  # a stable sort: the others keep their order
-    return [it[1:] for it in cheap if it[0]], [it[1:] for it in others if it[0]]
+        # a stable sort: the others keep their order
+        others.sort(key=lambda candidate: candidate[1] != four_bit)
+    return _usable(cheap), _usable(others)
+
+
+def _usable(candidates: list[tuple[bool, dict[str, Any], str]]) -> list[Change]:
+    """Return the changes whose condition, the first value, is true."""
+    return [(settings, cost) for condition, settings, cost in candidates if condition]
 
 
 def choose_checkpointing(
@@ -288,13 +299,14 @@ def apply_changes(
     if (config := changed(request.config, settings, request.device)) is None:
         return None, ranks, []
     before = values_of(request.config)
-    words = {SETTINGS[name].flag: it for name, it in settings.items() if it != before[name]}
-    words |= {RANKS: ranks} if ranks != request.world_size else {}
-    return (
-        config,
-        ranks,
-        [
-            flag if it is True else f"{flag} {shlex.quote(format_value(it))}"
-            for flag, it in words.items()
-        ],
-    )
+    words = dict[str, Any]()
+    for name, value in settings.items():
+        if value != before[name]:
+            words[SETTINGS[name].flag] = value
+    if ranks != request.world_size:
+        words[RANKS] = ranks
+    flags = [
+        flag if value is True else f"{flag} {shlex.quote(format_value(value))}"
+        for flag, value in words.items()
+    ]
+    return config, ranks, flags

@@ -27,7 +27,7 @@ from llama_ft.observe.memory import (
     write_snapshot,
 )
 from llama_ft.phases import Phase
-from llama_ft.plan.preflight import free_bytes, free_text
+from llama_ft.plan.free_memory import free_bytes, free_text
 from llama_ft.plan.types import read_plan
 from llama_ft.runtime import Ranks
 from llama_ft.runtime.out_of_memory import shortage
@@ -179,8 +179,11 @@ class MemoryReport:
                 planner = subprocess.run(
                     command, capture_output=True, text=True, env=environment, timeout=time
                 )
-                fits = json.loads(planner.stdout.strip().rpartition("\n")[2])["fits"]
-                texts = [f"{' '.join(it['flags'])} ({size_text(it['peak_bytes'])})" for it in fits]
+                last_line = planner.stdout.strip().rpartition("\n")[2]
+                fits = json.loads(last_line)["fits"]
+                texts = [
+                    f"{' '.join(fit['flags'])} ({size_text(fit['peak_bytes'])})" for fit in fits
+                ]
                 answer = " or ".join(texts) or "none of the planned changes."
             except subprocess.TimeoutExpired:
                 answer = f"unknown, planning takes over {SECONDS_TO_PLAN:g} s. Run recipes/plan.py --fit."
@@ -205,13 +208,15 @@ class MemoryReport:
 def module_at_work(frames: list[FrameType], model: nn.Module | None) -> str:
     """Return the name of the innermost module whose forward is running; "" if none, as in most of a
     backward pass."""
-    names = (
-        {id(module): name for name, module in model.named_modules()} if model is not None else {}
-    )
-    return next(
-        (name for frame in reversed(frames) if (name := names.get(id(frame.f_locals.get("self"))))),
-        "",
-    )
+    names = dict[int, str]()
+    if model is not None:
+        names = {id(module): name for name, module in model.named_modules()}
+    for frame in reversed(frames):
+        # A method's local variable self is its object.
+        name = names.get(id(frame.f_locals.get("self")))
+        if name:
+            return name
+    return ""
 
 
 def held_most(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, total: int) -> str:
@@ -227,15 +232,15 @@ def held_most(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, 
     parameters = nn.ParameterList([*trained, *(model.parameters() if model is not None else [])])
     held = held_tensors(parameters, optimizer, {}).holders
     held["activations and the rest"] = max(0, total - sum(held.values()))
-    return ", ".join(
-        f"{name} {size_text(size)}" for name, size in sorted(held.items(), key=lambda it: -it[1])
-    )
+    largest_first = sorted(held.items(), key=lambda category: -category[1])
+    return ", ".join(f"{name} {size_text(size)}" for name, size in largest_first)
 
 
 def _first_local(frames: list[FrameType], kind: type[Any]) -> Any:
     """Return the first local variable of that type (the recipe's model or optimizer), from the
     outermost frame."""
-    return next(
-        (value for frame in frames for value in frame.f_locals.values() if isinstance(value, kind)),
-        None,
-    )
+    for frame in frames:
+        for value in frame.f_locals.values():
+            if isinstance(value, kind):
+                return value
+    return None

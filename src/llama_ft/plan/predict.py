@@ -20,8 +20,9 @@ from llama_ft.data import IGNORED, Batch
 from llama_ft.observe.flops import flop_formula
 from llama_ft.phases import MemoryCategory
 from llama_ft.plan.cuda_allocator import reserved_bytes
-from llama_ft.plan.fake_checkpoint import layers_are_alike, planned_models, read_headers
-from llama_ft.plan.preflight import CUDA_CONTEXT_BYTES, NCCL_BYTES
+from llama_ft.plan.fake_checkpoint import layers_are_alike, read_headers
+from llama_ft.plan.free_memory import CUDA_CONTEXT_BYTES, NCCL_BYTES
+from llama_ft.plan.patches import planned_models
 from llama_ft.plan.tracker import Tracker, states_of
 from llama_ft.plan.types import Peak, Plan, PlanRequest
 from llama_ft.runtime import Ranks, log
@@ -251,7 +252,8 @@ def _full_batch(request: PlanRequest, samples: int, context_length: int) -> Batc
     )
     # one sample per packed sequence: attention over each sample is then largest
     lengths = [length] * samples
-    ids = torch.zeros((1, length * samples) if is_packed else (samples, length), dtype=torch.int64)
+    shape = (1, length * samples) if is_packed else (samples, length)
+    ids = torch.zeros(shape, dtype=torch.int64)
     labels = ids.clone()
     labels[:, round(labels.shape[1] * request.target_share) :] = IGNORED
     return Batch(ids, labels, lengths, is_packed, [""] * samples, [True] * samples)
@@ -284,7 +286,8 @@ def _memory(request: PlanRequest, tracker: Tracker, saved_bytes: int) -> dict[st
             offloaded = sum(by_phase["optimizer step"].holders[holder] for holder in OFFLOADED)
             kept = [peak.holders | dict.fromkeys(OFFLOADED, 0) for peak in peaks]
             peaks = [
-                Peak(it.phase, sum(on.values()), on) for it, on in zip(peaks, kept, strict=True)
+                Peak(peak.phase, sum(holders.values()), holders)
+                for peak, holders in zip(peaks, kept, strict=True)
             ]
         largest = max(peak.bytes for peak in peaks)
         # The events do not tell tensors of the device from those of the host.
@@ -324,11 +327,17 @@ def _result_bytes(config: Config, built: models.BuiltModel) -> int:
     asked = checkpoint.save_dtype(config.checkpoint.save_dtype)
     is_lora = config.peft.use_peft
     parameters = built.model.named_parameters()
-    saved = [(name, it) for name, it in parameters if it.requires_grad or not is_lora]
-    dtypes = [
-        asked or (torch.float32 if is_lora else built.stored.dtypes.get(name, it.dtype))
-        for name, it in saved
+    saved = [
+        (name, parameter)
+        for name, parameter in parameters
+        if parameter.requires_grad or not is_lora
     ]
+    dtypes = list[torch.dtype]()
+    for name, parameter in saved:
+        saved_dtype = torch.float32
+        if not is_lora:
+            saved_dtype = built.stored.dtypes.get(name, parameter.dtype)
+        dtypes.append(asked or saved_dtype)
     copied = 0
     if not is_lora:
         # By the model: a quick plan drops layers of towers from the headers.
@@ -337,7 +346,8 @@ def _result_bytes(config: Config, built: models.BuiltModel) -> int:
         copied = towers * max(dtype.itemsize for dtype in dtypes)
         copied += sum(header.nbytes for header in ignored)
     return copied + sum(
-        it.numel() * dtype.itemsize for (_, it), dtype in zip(saved, dtypes, strict=True)
+        parameter.numel() * dtype.itemsize
+        for (_, parameter), dtype in zip(saved, dtypes, strict=True)
     )
 
 

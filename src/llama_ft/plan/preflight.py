@@ -7,7 +7,6 @@ one is missing, the run continues without a plan.
 """
 
 import dataclasses
-import math
 import multiprocessing
 import os
 import signal
@@ -25,15 +24,11 @@ from llama_ft.config.messages import size_text
 from llama_ft.data import TokenizedData, TrainingBatches
 from llama_ft.errors import reason
 from llama_ft.models import BuildModel, NewTokens
+from llama_ft.plan.free_memory import free_bytes, free_text
 from llama_ft.plan.types import Plan, PlanRequest
 from llama_ft.processes import end_with
 from llama_ft.runtime import Ranks, log
-from llama_ft.runtime.out_of_memory import host_memory
 
-# CUDA's context with the kernels of libraries, and NCCL's buffers for a few communicators; torch
-# does not count them.
-CUDA_CONTEXT_BYTES = 600 * 2**20
-NCCL_BYTES = 500 * 2**20
 SECONDS_FOR_PLAN = 15.0
 SECONDS_FOR_ADVICE = 60.0
 SECONDS_FOR_CHOICE = 120.0
@@ -187,29 +182,13 @@ def _answers(request: PlanRequest, free: float, build_model: BuildModel) -> Iter
         yield plan
         if plan.device_bytes > free:
             fits = find_fits(request, build_model, free, plan, True, log.debug)
-            sizes = [(it, size_text(it.plan.device_bytes)) for it in fits]
-            lines = [
-                f"{' '.join(it.flags)} would need {size} ({it.gives_up})" for it, size in sizes
-            ]
+            lines = list[str]()
+            for fit in fits:
+                size = size_text(fit.plan.device_bytes)
+                lines.append(f"{' '.join(fit.flags)} would need {size} ({fit.gives_up})")
             yield "\n  ".join(lines) or "none of the planned changes"
     except Exception as error:  # the run itself will report what is wrong
         yield reason(error)
-
-
-def free_bytes(
-    device: torch.device, local_world_size: int, memory_fraction: float | None = None
-) -> float:
-    """Return the bytes that a rank of this machine could use on the device now, by the rules of a
-    plan: CUDA and NCCL count, Python's libraries do not. inf if unknown. `memory_fraction` is
-    torch's share of a GPU, 0 to 1."""
-    if device.type != "cuda":
-        host = host_memory()
-        return math.inf if host is None else host.available_bytes // local_world_size
-    if not torch.cuda.is_available():
-        return math.inf
-    free, total = torch.cuda.mem_get_info(device)
-    most = total if memory_fraction is None else int(total * memory_fraction) + NCCL_BYTES
-    return min(free, most) + CUDA_CONTEXT_BYTES
 
 
 def resolve_checkpointing(config: Config, device: str) -> Config:
@@ -221,8 +200,3 @@ def resolve_checkpointing(config: Config, device: str) -> Config:
     return dataclasses.replace(
         config, train=dataclasses.replace(config.train, activation_checkpointing=how)
     )
-
-
-def free_text(free: float) -> str:
-    """Return the result of `free_bytes` as text."""
-    return "unknown" if math.isinf(free) else size_text(free)

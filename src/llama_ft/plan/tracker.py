@@ -8,10 +8,9 @@ NotImplemented for DTensors, it is called again for the operators on their local
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
@@ -22,14 +21,12 @@ from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, lora_linear
 from llama_ft.models.score_head import SCORE
 from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
+from llama_ft.plan.patches import counted_memory
 from llama_ft.plan.types import Peak
 
 try:  # private names: without one of them (newer torch), training continues without a plan
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+    from torch.utils._python_dispatch import TorchDispatchMode
 except ImportError as error:
     raise UserError(f"Nothing can be planned with torch {torch.__version__}: {error}.") from error
 
@@ -45,17 +42,6 @@ CATEGORY_OF_PHASE: dict[Phase, MemoryCategory] = {
 # keeps it.
 # Source: aten/src/ATen/cuda/CublasHandlePool.cpp
 CUBLAS_BYTES = 32 * 2**20
-# Functions of fully_shard that allocate memory of an FSDP unit, not of the current module.
-ALLOCATING: dict[tuple[Any, str], MemoryCategory] = {
-    (param_group, "foreach_all_gather"): "communication buffers",
-    (param_group, "foreach_all_gather_copy_out"): "unsharded units",
-    (param_group, "foreach_reduce"): "communication buffers",
-}
-# torch 2.15 accumulates gradients in autograd
-if hasattr(FSDPParam, "to_accumulated_grad_if_needed"):
-    ALLOCATING[FSDPParam, "to_accumulated_grad_if_needed"] = "gradients"
-# DTensor runs every operator once on tensors of the global shape, which exist on no rank.
-PROPAGATE: tuple[Any, str] = ShardingPropagator, "_propagate_tensor_meta_non_cached"
 ITEM = torch.ops.aten._local_scalar_dense.default
 DEVICE = torch.ops.prim.device.default
 GROUPED_MM = torch.ops.aten._grouped_mm.default  # a matmul per expert
@@ -101,9 +87,10 @@ class Tracker(TorchDispatchMode):
             return args[0].fake_device  # a shortcut: more than half of all calls
         kwargs = kwargs or {}
         if func is ITEM and isinstance(args[0], FakeTensor):
-            return (
-                True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
-            )
+            # a fake tensor has no value; a program that reads one gets 1 of its type
+            if args[0].dtype == torch.bool:
+                return True
+            return 1.0 if args[0].is_floating_point() else 1
         if self._phase is None or _computes_for_real(func, args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
@@ -113,9 +100,8 @@ class Tracker(TorchDispatchMode):
             self._workspace_bytes = 0
         if func is GROUPED_MM and args[0].dtype != torch.bfloat16:
             # torch's fake kernel accepts only bf16; the real kernels also accept fp32 and fp16.
-            result = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(
-                args[0].dtype
-            )
+            result = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs)
+            result = result.to(args[0].dtype)
         else:
             result = func(*args, **kwargs)
         for value in _tensors((result,)):
@@ -126,25 +112,11 @@ class Tracker(TorchDispatchMode):
     @contextmanager
     def planning(self) -> Iterator[None]:
         """In the block, all tensors are fake and counted."""
-        resize = torch.UntypedStorage.resize_
-        propagate = getattr(*PROPAGATE)
-
-        def resize_and_note(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
-            result = resize(storage, nbytes)
-            self.note(storage)
-            return result
-
-        def propagate_unseen(*args: Any, **kwargs: Any) -> Any:
-            with _disable_current_modes():
-                return propagate(*args, **kwargs)
-
-        with ExitStack() as stack:
-            stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_note))
-            stack.enter_context(patch.object(*PROPAGATE, propagate_unseen))
-            for place, holder in ALLOCATING.items():
-                stack.enter_context(patch.object(*place, self._allocating(getattr(*place), holder)))
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            stack.enter_context(self)
+        with (
+            counted_memory(self.note, self._allocating),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            self,
+        ):
             yield
 
     def _allocating(
@@ -165,10 +137,12 @@ class Tracker(TorchDispatchMode):
         """Count a model's parameters, its gradients, and the memory of its LM head."""
         model = built.model
         self.assign(
-            (it for it in model.parameters() if it.is_floating_point()), "sharded parameters"
+            (value for value in model.parameters() if value.is_floating_point()),
+            "sharded parameters",
         )
         self.assign(
-            (it for it in model.parameters() if not it.is_floating_point()), "quantized parts"
+            (value for value in model.parameters() if not value.is_floating_point()),
+            "quantized parts",
         )
         # The peak of loading counted them as temporaries.
         peak = self.peaks["load"]
@@ -188,7 +162,7 @@ class Tracker(TorchDispatchMode):
             if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))  # fully_shard keeps its unsharded parameters alive
                 parameter.register_post_accumulate_grad_hook(
-                    lambda it: self.assign([it.grad], "gradients")
+                    lambda trained: self.assign([trained.grad], "gradients")
                 )
         # a reference may have run in this phase before
         if module is self._model and self._phase is not None:
@@ -214,8 +188,11 @@ class Tracker(TorchDispatchMode):
     def note_workspace(self, nbytes: int, is_kept: bool = False) -> None:
         """Count memory that an operator allocates, and frees before it returns unless `is_kept`."""
         self._numbered += 1
-        for more in (nbytes,) if is_kept else (nbytes, -nbytes) if nbytes else ():
-            self._change(self._numbered, more, "temporaries")
+        if is_kept:
+            self._change(self._numbered, nbytes, "temporaries")
+        elif nbytes:
+            self._change(self._numbered, nbytes, "temporaries")
+            self._change(self._numbered, -nbytes, "temporaries")
 
     def assign(self, tensors: Iterable[torch.Tensor | None], holder: MemoryCategory) -> None:
         """Set the category of living tensors; of a DTensor only this rank's part."""

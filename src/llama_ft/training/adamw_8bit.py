@@ -98,8 +98,8 @@ class AdamW8bit(ShardedOptimizer):
         )
         for *own, absmax, absmax_sq in pieces:
             whole = [
-                pad(it, (0, padding), value=by) if padding else it
-                for it, by in zip(own, fillers, strict=True)
+                pad(part, (0, padding), value=by) if padding else part
+                for part, by in zip(own, fillers, strict=True)
             ]
             optimizer_update_8bit_blockwise(
                 "adam",

@@ -79,7 +79,7 @@ def check_packing(
                 f"--batching_strategy packing: {type(model).__name__} cannot compute packed samples "
                 f"({reason(error)}).\nUse --batching_strategy padding."
             ) from error
-        together = zip(alone, packed.split([len(it) for it in alone]), strict=True)
+        together = zip(alone, packed.split([len(logits) for logits in alone]), strict=True)
         difference = max(
             ((ours - alone).abs().mean() / alone.std()).item() for alone, ours in together
         )
@@ -151,7 +151,10 @@ def _last_positions(parts: list[torch.Tensor]) -> torch.Tensor:
     """Return the last few positions of each sample in their sequence."""
     ends = torch.tensor([len(part) for part in parts]).cumsum(0).tolist()
     return torch.cat(
-        [torch.arange(end - min(len(it), TOKENS), end) for it, end in zip(parts, ends, strict=True)]
+        [
+            torch.arange(end - min(len(part), TOKENS), end)
+            for part, end in zip(parts, ends, strict=True)
+        ]
     )
 
 

@@ -84,7 +84,9 @@ def mean_loss(
                 sums[name] += value
             count += summed.count
     *totals, total = (
-        ranks.all_gather_floats(*(it.item() for it in sums.values()), count).sum(dim=0).tolist()
+        ranks.all_gather_floats(*(value.item() for value in sums.values()), count)
+        .sum(dim=0)
+        .tolist()
     )
     means = logged_means(dict(zip(sums, totals, strict=True)), total)
     return means.pop("loss"), int(total), means
@@ -127,7 +129,10 @@ def show_answers(
     """
     if not conversations:
         return []
-    questions = [it[:-1] if it[-1]["role"] == "assistant" else it for it in conversations]
+    questions = [
+        conversation[:-1] if conversation[-1]["role"] == "assistant" else conversation
+        for conversation in conversations
+    ]
     prompts: Any
     if tokenizer.chat_template:
         prompts = tokenizer.apply_chat_template(
@@ -174,8 +179,8 @@ def show_answers(
             shown["reference"] = messages[-1]["content"]
         answers.append(shown)
         lines += [
-            f"  {name + ':':<10} {textwrap.shorten(it, 240, placeholder=' ...')}"
-            for name, it in shown.items()
+            f"  {name + ':':<10} {textwrap.shorten(text, 240, placeholder=' ...')}"
+            for name, text in shown.items()
         ]
     log.info("\n".join([f"\n{when.capitalize()}", *lines, ""]))
     return answers

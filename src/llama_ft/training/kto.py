@@ -54,7 +54,8 @@ class Kto:
         others = every_second(batch, 1)
         # To save memory: one half after the other, before the forward pass that keeps activations.
         reference, of_others = (
-            self.reference.log_probabilities(built, it, ranks)[:count] for it in (own, others)
+            self.reference.log_probabilities(built, examples, ranks)[:count]
+            for examples in (own, others)
         )
         apart = score_examples(built, others, ranks)[:count] - of_others  # [samples]
         # Ranks may have different numbers of samples, or none.

@@ -18,30 +18,25 @@ with cpo_alpha 0) and ORPOTrainer.
 
 import dataclasses
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-from llama_ft.config import WITH_REFERENCE, Config, PreferenceConfig, stores_reference, values_of
+from llama_ft.config import WITH_REFERENCE, PreferenceConfig
 from llama_ft.data import Batch, Encoder, two_examples
-from llama_ft.data.formats import PREFERENCE, UNPAIRED, Sample, SampleFormat
+from llama_ft.data.formats import Sample, SampleFormat
 from llama_ft.data.tokenize import Example
 from llama_ft.models import BuiltModel
 from llama_ft.runtime import Ranks, sent
-from llama_ft.training.kto import Kto
 from llama_ft.training.objective import (
     LossSum,
-    Objective,
-    SupervisedFineTuning,
     example_log_probabilities,
     target_losses,
     targets_per_example,
     with_router_loss,
 )
-from llama_ft.training.reference import AdapterOff, Reference, StoredReference
-from llama_ft.training.reward import RewardModeling
+from llama_ft.training.reference import AdapterOff, Reference
 
 LARGEST_LOG_PROBABILITY = -1e-6  # a mean per token; at 0 the odds would be infinite
 
@@ -90,27 +85,6 @@ def orpo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
 
 
 LOSSES: dict[str, PairLoss] = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo}
-
-
-def build_objective(config: Config) -> Objective:
-    """Return the objective that `--objective` names."""
-    if config.preference.objective == "sft":
-        return SupervisedFineTuning(config.train.label_smoothing_factor)
-    if config.preference.objective == "reward":
-        return RewardModeling(config.preference.center_rewards_coefficient)
-    is_stored = stores_reference(SimpleNamespace(**values_of(config)))
-    reference = StoredReference() if is_stored else AdapterOff()
-    if config.preference.objective == "kto":
-        return Kto(config.preference, reference)  # type: ignore[return-value]  # mypy: examples is an assigned function
-    return Preferences(config.preference, reference)
-
-
-def resolve_format(config: Config) -> Config:
-    """Return the settings. A dataset_format of auto becomes the format that the objective needs."""
-    if config.preference.objective == "sft" or config.data.dataset_format != "auto":
-        return config
-    wanted = UNPAIRED if config.preference.objective == "kto" else PREFERENCE
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, dataset_format=wanted))
 
 
 class Preferences:

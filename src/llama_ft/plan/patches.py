@@ -1,0 +1,182 @@
+"""What the planner patches in torch, in Transformers and in llama_ft, with the reason for each.
+
+All patches hold only in a `with` block, in the process of the planner. Private names of torch may
+be missing in a newer version: then training continues without a plan.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.nn import functional
+from transformers.integrations import hub_kernels
+
+from llama_ft.errors import UserError
+from llama_ft.models import attention_kernels, chunked_loss, compiled, conversion, loader, quantized
+from llama_ft.models.attention_kernels import AMPERE, T4
+from llama_ft.models.load_weights import QUANTIZED_AT_ONCE
+from llama_ft.models.source import SafetensorsSource, StoredTensor
+from llama_ft.phases import MemoryCategory
+from llama_ft.plan.fake_checkpoint import HeaderSource
+from llama_ft.training import objective
+from llama_ft.training.reference import AdapterOff, StoredReference
+
+try:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    from torch.utils._python_dispatch import _disable_current_modes
+except ImportError as error:
+    raise UserError(f"Nothing can be planned with torch {torch.__version__}: {error}.") from error
+
+# Functions of fully_shard that allocate memory of an FSDP unit, not of the current module.
+ALLOCATING: dict[tuple[Any, str], MemoryCategory] = {
+    (param_group, "foreach_all_gather"): "communication buffers",
+    (param_group, "foreach_all_gather_copy_out"): "unsharded units",
+    (param_group, "foreach_reduce"): "communication buffers",
+}
+# torch 2.15 accumulates gradients in autograd
+if hasattr(FSDPParam, "to_accumulated_grad_if_needed"):
+    ALLOCATING[FSDPParam, "to_accumulated_grad_if_needed"] = "gradients"
+
+Function = Callable[..., Any]
+
+
+class _KernelNorm(torch.autograd.Function):
+    """An RMSNorm that keeps for backward what CUDA's kernel keeps: its input and one number per
+    position."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        kept = inputs.new_empty(inputs.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(inputs, weight, kept)
+        return torch.empty_like(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        inputs, weight, _ = ctx.saved_tensors
+        input_gradient = torch.empty_like(inputs)
+        weight_gradient = torch.empty_like(weight) if ctx.needs_input_grad[2] else None
+        return input_gradient, None, weight_gradient, None
+
+
+@contextmanager
+def counted_memory(
+    note: Callable[[torch.UntypedStorage], None],
+    allocating: Callable[[Function, MemoryCategory], Function],
+) -> Iterator[None]:
+    """In the block, report memory that no operator of this rank shows.
+
+    Args:
+        note: called with each storage after it was resized.
+        allocating: returns a function wrapped so that its memory counts for a category.
+    """
+    resize = torch.UntypedStorage.resize_
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def resize_and_note(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        result = resize(storage, nbytes)
+        note(storage)
+        return result
+
+    def propagate_unseen(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return propagate(*args, **kwargs)
+
+    patches: list[Any] = [
+        # fully_shard frees and allocates unsharded parameters by resizing their storage. That is
+        # no operator, so a dispatch mode does not see it.
+        patch.object(torch.UntypedStorage, "resize_", resize_and_note),
+        # DTensor runs every operator once on tensors of the global shape, which exist on no rank.
+        # They must not be counted.
+        patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unseen),
+    ]
+    # A dispatch mode sees these allocations, but not what they are for.
+    for (owner, name), category in ALLOCATING.items():
+        counted = allocating(getattr(owner, name), category)
+        patches.append(patch.object(owner, name, counted))
+    with ExitStack() as stack:
+        for each in patches:
+            stack.enter_context(each)
+        yield
+
+
+@contextmanager
+def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[None]:
+    """In the block, llama_ft.models loads weights with these headers from any directory, and
+    computes in ways that work with fake tensors, which stand for tensors on `device`."""
+    patches = [*_loading_patches(headers), *_fake_tensor_patches()]
+    if device == "cuda":
+        patches += _cuda_patches()
+    with ExitStack() as stack:
+        for each in patches:
+            stack.enter_context(each)
+        yield
+
+
+def _loading_patches(headers: dict[str, StoredTensor]) -> list[Any]:
+    """Return the patches that load weights without values."""
+    fill = loader.Loader.fill
+    filled = set[object]()
+
+    def open_headers(folder: object) -> HeaderSource:
+        return HeaderSource(headers)
+
+    def open_adapter(files: Any) -> HeaderSource:
+        return HeaderSource(SafetensorsSource(files).tensors)
+
+    def fill_one_of_a_kind(to: loader.Loader, load: loader.ShardLoad) -> None:
+        kind = (id(to), load.shape, *load.wire, *(shard.dtype for shard in load.shards))
+        if kind not in filled:
+            filled.add(kind)
+            fill(to, load)
+
+    return [
+        # The weights may be on the Hub only, or of a model with fewer layers.
+        patch.object(conversion, "open_weights", open_headers),
+        # Of a saved adapter; fake tensors cannot be read from a file.
+        patch.object(loader, "SafetensorsSource", open_adapter),
+        # Parameters of the same shapes and dtypes take the same memory while they load. Loading
+        # one of them is enough.
+        patch.object(loader.Loader, "fill", fill_one_of_a_kind),
+    ]
+
+
+def _fake_tensor_patches() -> list[Any]:
+    """Return the patches of what does not work with fake tensors."""
+    return [
+        # Kernels of layers with a recurrent state need CUDA. With this, Transformers uses torch
+        # operations instead.
+        patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
+        # Planned as a forward pass in each step: a pass of the same model holds no more. Another
+        # model's is planned by itself.
+        patch.object(StoredReference, "log_probabilities", AdapterOff.log_probabilities),
+    ]
+
+
+def _cuda_patches() -> list[Any]:
+    """Return the patches that choose what a GPU would run. The device of fake tensors is the CPU,
+    so llama_ft and torch would choose the CPU's way."""
+
+    def planned_capability(tensor: torch.Tensor) -> attention_kernels.Capability:
+        # Weights are in fp16 on a GPU without bf16, such as a T4.
+        return T4 if tensor.dtype == torch.float16 else AMPERE
+
+    return [
+        # The attention kernel depends on the GPU's generation.
+        patch.object(attention_kernels, "capability_of", planned_capability),
+        # 8-bit weights: the GPU multiplies int8, the CPU a dequantized copy of the weight.
+        patch.object(quantized, "_on_cuda", lambda _: True),
+        # The GPU computes RMSNorm in torch's kernel instead of the model's own operations.
+        patch.object(compiled, "_is_cuda", lambda _: True),
+        # That kernel on the CPU keeps more for backward.
+        patch.object(functional, "rms_norm", _KernelNorm.apply),
+        # Sizes of chunks and of padding differ between devices.
+        patch.dict(chunked_loss.LOGITS_AT_ONCE, cpu=chunked_loss.LOGITS_AT_ONCE["cuda"]),
+        patch.dict(QUANTIZED_AT_ONCE, cpu=QUANTIZED_AT_ONCE["cuda"]),
+        patch.dict(objective.PAD_MULTIPLE, cpu=objective.PAD_MULTIPLE["cuda"]),
+    ]
