@@ -152,7 +152,7 @@ def test_what_cannot_be_loaded_is_told(
     file = run / "model" / "adapter_config.json"
     good = json.loads(file.read_text())
     for changed, message in {
-        ("peft_type", "PISSA"): "only LORA",
+        ("peft_type", "PISSA"): "peft_type = PISSA is not supported here",
         ("base_model_name_or_path", "/gone"): "--base_model overrides it",
     }.items():
         file.write_text(json.dumps(good | dict([changed])))

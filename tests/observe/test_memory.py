@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import run_cases
+from conftest import run_cases, write_rows
 
 from llama_ft.observe import MemoryMonitor, RunMetadata, memory_use, reset_peaks
 from llama_ft.observe.memory import Held, find_differences
@@ -189,8 +189,9 @@ def runs(
         "2",
         *always,
     ]
+    other_samples = write_rows(folder / "other.jsonl", 15)
     cases = {
-        "steady": ("nothing", [*steady, "--validation", str(rows16)]),
+        "steady": ("nothing", [*steady, "--validation", str(other_samples)]),
         "sound": ("nothing", [*short, "--low_cpu_fsdp", "--activation_checkpointing", "full"]),
         "whole": ("loading", short),
         "states": ("states", short),

@@ -94,7 +94,7 @@ def test_attention_that_takes_no_notice_of_rows_runs_row_by_row(
     dtype: torch.dtype, runtime: Ranks
 ) -> None:
     built = make("deaf", dtype, runtime)
-    assert built.mixers is not None and not built.mixers.by_row
+    assert built.mixers is not None and not built.mixers.per_sample
     check_packing(built, rows(40, 30, 20, 10), 64, dtype, runtime)
     assert built.mixers.names() == "LlamaAttention"
 
