@@ -812,7 +812,7 @@ def test_every_run_leaves_a_report(launch: Finished, folder: Path) -> None:
         "after fine-tuning",
     ]
     assert {unit["kind"] for unit in facts["units"]} >= {"LlamaDecoderLayer"}
-    assert facts["data"]["train"]["rows"] == 16
+    assert facts["data"]["train"]["samples"] == 16
     assert facts["total_steps"] == max(line["step"] for line in metrics(folder / "no_pad"))
     for shown in (
         ">finished<",
