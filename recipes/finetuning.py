@@ -117,16 +117,14 @@ def find_model(
     is_demo = wanted.model_name == "demo"
     if is_demo or config.data.dataset == "demo":
         demo = data.build_demo(data.cache_dir())
-        log.info(
-            "\n".join(
-                [demo.about_model] * is_demo + [demo.about_data] * (config.data.dataset == "demo")
-            )
-        )
-    folder = (
-        demo.model_dir
-        if is_demo
-        else models.local_folder(wanted.model_name, "--model_name", ask_hub)
-    )
+        if is_demo:
+            log.info(demo.about_model)
+        if config.data.dataset == "demo":
+            log.info(demo.about_data)
+    if is_demo:
+        folder = demo.model_dir
+    else:
+        folder = models.local_folder(wanted.model_name, "--model_name", ask_hub)
     model_config = models.load_model_config(folder, wanted.trust_remote_code)
     models.choose_head(model_config, config.preference.objective)
     # rejects a quantized model that cannot be fine-tuned before samples are tokenized

@@ -1,6 +1,5 @@
 """Packed sequences for token mixers that do not support them: Mamba, gated delta nets, short
-convolutions, and attention outside of Transformers' attention interface. A "row" in names here is
-one sample of a packed sequence.
+convolutions, and attention outside of Transformers' attention interface.
 
     sequence      a a a b b c c c c        norms, MLPs and experts compute all samples at once
     token mixer   a a a | b b | c c c c    one sample after another, which is exact for any architecture
