@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, float32, uint8
 from torch.nn.functional import pad
 
-from llama_ft.training.sharded_optimizer import Group, ShardedOptimizer, States, zeros_for
+from llama_ft.training.sharded_optimizer import ShardedOptimizer, ShardUpdate, States, zeros_for
 
 BLOCK = 256  # elements that share a scale; a constant of bitsandbytes' kernels
 FEWEST = 4096  # smaller parameters keep fp32 states, as in bitsandbytes
@@ -32,19 +32,20 @@ class AdamW8bit(ShardedOptimizer):
     ) -> None:
         from bitsandbytes.functional import create_dynamic_map
 
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        )
+        super().__init__(params, lr, weight_decay, betas=betas, eps=eps)
         self._codes = (create_dynamic_map(signed=True), create_dynamic_map(signed=False))
         self._zero_codes = tuple(int((codes == 0).nonzero()) for codes in self._codes)
 
     def new_state(self, parameter: Tensor) -> States:
         shape = tuple(parameter.shape)
-        if parameter.ndim < 2 or parameter.numel() < FEWEST or shape[-1] < NARROWEST:
+        is_narrow = parameter.ndim < 2 or shape[-1] < NARROWEST
+        if is_narrow or parameter.numel() < FEWEST:
             return {
-                name: zeros_for(parameter, shape, float32) for name in ("exp_avg", "exp_avg_sq")
+                "exp_avg": zeros_for(parameter, shape, float32),
+                "exp_avg_sq": zeros_for(parameter, shape, float32),
             }
-        scales = (*shape[:-1], -(-shape[-1] // BLOCK))
+        blocks_per_row = -(-shape[-1] // BLOCK)
+        scales = (*shape[:-1], blocks_per_row)
         return {
             "exp_avg": zeros_for(parameter, shape, uint8),
             "exp_avg_sq": zeros_for(parameter, shape, uint8),
@@ -52,74 +53,87 @@ class AdamW8bit(ShardedOptimizer):
             "absmax_sq": zeros_for(parameter, scales, float32),
         }
 
-    def update(
-        self,
-        parameter: Tensor,
-        weight: Tensor,
-        grad: Tensor,
-        state: States,
-        step: int,
-        group: Group,
-    ) -> None:
+    def update(self, shard: ShardUpdate) -> None:
         """See `ShardedOptimizer`."""
-        from bitsandbytes.functional import optimizer_update_8bit_blockwise, optimizer_update_32bit
+        if shard.weight.numel() == 0:
+            return
+        if "absmax" in shard.states:
+            self._update_in_8_bits(shard)
+        else:
+            _update_in_32_bits(shard)
 
-        if weight.numel() == 0:
-            return
-        (beta1, beta2), eps, lr, decay = (
-            group["betas"],
-            group["eps"],
-            group["lr"],
-            group["weight_decay"],
-        )
-        if "absmax" not in state:
-            mean = state["exp_avg"]
-            square = state["exp_avg_sq"]
-            optimizer_update_32bit(
-                "adam", grad, weight, mean, beta1, eps, step, lr, square, beta2, 0.0, 0.0, decay
-            )
-            return
-        width = weight.shape[-1]
+    def _update_in_8_bits(self, shard: ShardUpdate) -> None:
+        from bitsandbytes.functional import optimizer_update_8bit_blockwise
+
+        states = shard.states
+        beta1, beta2 = shard.group["betas"]
+        device = shard.weight.device
+        signed, unsigned = (codes.to(device) for codes in self._codes)
+        self._codes = (signed, unsigned)
+        width = shard.weight.shape[-1]
         padding = -width % BLOCK
-        self._codes = signed, unsigned = (
-            self._codes[0].to(weight.device),
-            self._codes[1].to(weight.device),
-        )
-        fillers = (0, 0, *self._zero_codes)
-        tensors = (
-            grad,
-            weight,
-            *(state[name] for name in ("exp_avg", "exp_avg_sq", "absmax", "absmax_sq")),
-        )
         rows_at_once = max(1, PIECE // (width + padding))
-        pieces = zip(
-            *(tensor.view(-1, tensor.shape[-1]).split(rows_at_once) for tensor in tensors),
-            strict=True,
-        )
-        for *own, absmax, absmax_sq in pieces:
-            whole = [
-                pad(part, (0, padding), value=by) if padding else part
-                for part, by in zip(own, fillers, strict=True)
-            ]
+        tensors = [
+            shard.gradient,
+            shard.weight,
+            states["exp_avg"],
+            states["exp_avg_sq"],
+            states["absmax"],
+            states["absmax_sq"],
+        ]
+        pieces = [_pieces(tensor, rows_at_once) for tensor in tensors]
+        fillers = (0, 0, *self._zero_codes)
+        for *rows, absmax, absmax_sq in zip(*pieces, strict=True):
+            padded = rows
+            if padding:
+                padded = [
+                    pad(part, (0, padding), value=filler)
+                    for part, filler in zip(rows, fillers, strict=True)
+                ]
+            gradient, weight, mean, square = padded
             optimizer_update_8bit_blockwise(
                 "adam",
-                g=whole[0],
-                p=whole[1],
-                state1=whole[2],
-                state2=whole[3],
+                g=gradient,
+                p=weight,
+                state1=mean,
+                state2=square,
                 beta1=beta1,
                 beta2=beta2,
                 beta3=0.0,  # beta3 and alpha are AdEMAMix's
                 alpha=0.0,
-                eps=eps,
-                step=step,
-                lr=lr,
+                eps=shard.group["eps"],
+                step=shard.step,
+                lr=shard.group["lr"],
                 qmap1=signed,
                 qmap2=unsigned,
                 absmax1=absmax.view(-1),
                 absmax2=absmax_sq.view(-1),
-                weight_decay=decay,
+                weight_decay=shard.group["weight_decay"],
             )
-            if padding:
-                for target, result in zip(own[1:], whole[1:], strict=True):
-                    target.copy_(result[:, :width])
+            if padding:  # the kernel has changed padded copies of weight, mean and square
+                for part, changed in zip(rows[1:], padded[1:], strict=True):
+                    part.copy_(changed[:, :width])
+
+
+def _pieces(tensor: Tensor, rows_at_once: int) -> tuple[Tensor, ...]:
+    """Return views of a few rows each; stacked matrices (experts) become one."""
+    return tensor.view(-1, tensor.shape[-1]).split(rows_at_once)
+
+
+def _update_in_32_bits(shard: ShardUpdate) -> None:
+    from bitsandbytes.functional import optimizer_update_32bit
+
+    beta1, beta2 = shard.group["betas"]
+    optimizer_update_32bit(
+        "adam",
+        g=shard.gradient,
+        p=shard.weight,
+        state1=shard.states["exp_avg"],
+        beta1=beta1,
+        eps=shard.group["eps"],
+        step=shard.step,
+        lr=shard.group["lr"],
+        state2=shard.states["exp_avg_sq"],
+        beta2=beta2,
+        weight_decay=shard.group["weight_decay"],
+    )

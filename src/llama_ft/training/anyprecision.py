@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from llama_ft.runtime.one_kernel import OneKernel
-from llama_ft.training.sharded_optimizer import Group, ShardedOptimizer, States, zeros_for
+from llama_ft.training.sharded_optimizer import ShardedOptimizer, ShardUpdate, States, zeros_for
 
 PIECE = 2**24  # elements per kernel call: five fp32 temporaries of 64 MiB for any parameter size
 # elements; pieces are whole rows of them, so that a kernel for any number of rows can read 16 bytes
@@ -22,9 +22,9 @@ def round_stochastically(target: Tensor, source: Tensor, noise: Tensor) -> None:
     """Write `source` (fp32) into `target` (bf16), rounded up or down at random so that the mean is
     exact. bf16 is the upper half of fp32's bits. A uniform random number added to the lower half
     carries with the right probability. `noise` is that number minus 2**15, as int16."""
-    bits = (
-        noise.to(torch.int32).add_(1 << 15).add_(source.view(torch.int32)).bitwise_and_(-(1 << 16))
-    )
+    bits = noise.to(torch.int32).add_(1 << 15)  # 0 to 2**16 - 1
+    bits.add_(source.view(torch.int32))
+    bits.bitwise_and_(-(1 << 16))
     target.copy_(bits.view(torch.float32))
 
 
@@ -33,7 +33,8 @@ def _update_piece(
 ) -> None:
     """Update in place. Changing factors are tensors, so that a compiled kernel can be reused for
     other values."""
-    (gradient, exp_avg, exp_avg_sq, *compensation), (decay, size, correction) = others, factors
+    gradient, exp_avg, exp_avg_sq, *compensation = others
+    decay, size, correction = factors
     slope = gradient.float()
     mean = exp_avg.float().lerp_(slope, 1 - BETA1)
     square = exp_avg_sq.float().mul_(BETA2).addcmul_(slope, slope, value=1 - BETA2)
@@ -74,71 +75,64 @@ class AnyPrecisionAdamW(ShardedOptimizer):
         self, params: Any, lr: float, use_kahan_summation: bool = False, weight_decay: float = 0.0
     ) -> None:
         self.use_kahan_summation = use_kahan_summation
-        super().__init__(
-            params, {"lr": lr, "betas": (BETA1, BETA2), "eps": EPS, "weight_decay": weight_decay}
-        )
+        super().__init__(params, lr, weight_decay, betas=(BETA1, BETA2), eps=EPS)
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def new_state(self, parameter: Tensor) -> States:
         names = ["exp_avg", "exp_avg_sq"]
         if self.use_kahan_summation and parameter.dtype == torch.bfloat16:
             names.append("compensation")
-        return {
-            name: zeros_for(parameter, tuple(parameter.shape), torch.bfloat16) for name in names
-        }
+        shape = tuple(parameter.shape)
+        return {name: zeros_for(parameter, shape, torch.bfloat16) for name in names}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         self._generators.clear()  # the first parameter on each device seeds it again
         super().step()
 
-    def update(
-        self,
-        parameter: Tensor,
-        weight: Tensor,
-        grad: Tensor,
-        state: States,
-        step: int,
-        group: Group,
-    ) -> None:
+    def update(self, shard: ShardUpdate) -> None:
         """See `ShardedOptimizer`."""
-        if weight.device not in self._generators:
-            seed = step * 2**24 + _shard_number(parameter)
-            self._generators[weight.device] = torch.Generator(weight.device).manual_seed(seed)
-        generator = self._generators[weight.device]
+        weight = shard.weight
+        device = weight.device
+        if device not in self._generators:
+            seed = shard.step * 2**24 + _shard_number(shard.parameter)
+            self._generators[device] = torch.Generator(device).manual_seed(seed)
+        generator = self._generators[device]
         if weight.numel() == 0:
             return
+        lr = shard.group["lr"]
         scalars = [
-            1 - group["lr"] * group["weight_decay"],
-            -group["lr"] / (1 - BETA1**step),
-            1 - BETA2**step,
+            1 - lr * shard.group["weight_decay"],
+            -lr / (1 - BETA1**shard.step),
+            1 - BETA2**shard.step,
         ]
-        factors = [
-            torch.full((), scalar, dtype=torch.float32, device=weight.device) for scalar in scalars
-        ]
-        tensors = [
-            weight.detach(),
-            grad,
-            *(value for name, value in state.items() if name != "step"),
-        ]
-        is_rounded = "compensation" not in state and weight.dtype == torch.bfloat16
+        factors = [torch.full((), scalar, dtype=torch.float32, device=device) for scalar in scalars]
+        has_compensation = "compensation" in shard.states
+        is_rounded = weight.dtype == torch.bfloat16 and not has_compensation
+        rounded = 3 if is_rounded else 2  # both states, and the weight
         # A compiled kernel would use the weight before rounding, and compute a lost part of zero.
-        compute = _update_piece if "compensation" in state else _update_in_one_pass
-        for pieces in zip(*(tensor.view(-1).split(PIECE) for tensor in tensors), strict=True):
-            own = [piece.view(-1, ROW) if len(piece) % ROW == 0 else piece for piece in pieces]
-            blank = [torch.empty_like(own[0], dtype=torch.int16) for _ in range(2 + is_rounded)]
-            noises = [noise.random_(-(1 << 15), 1 << 15, generator=generator) for noise in blank]
-            compute(own[0], own[1:], noises, factors)
+        compute = _update_piece if has_compensation else _update_in_one_pass
+        names = ("exp_avg", "exp_avg_sq", "compensation")
+        states = [shard.states[name] for name in names if name in shard.states]
+        tensors = [weight.detach(), shard.gradient, *states]
+        flat_pieces = [tensor.view(-1).split(PIECE) for tensor in tensors]
+        for flat in zip(*flat_pieces, strict=True):
+            is_whole_rows = len(flat[0]) % ROW == 0
+            pieces = [piece.view(-1, ROW) for piece in flat] if is_whole_rows else list(flat)
+            noises = []
+            for _ in range(rounded):
+                noise = torch.empty_like(pieces[0], dtype=torch.int16)
+                noises.append(noise.random_(-(1 << 15), 1 << 15, generator=generator))
+            compute(pieces[0], pieces[1:], noises, factors)
 
 
 def _shard_number(parameter: Tensor) -> int:
     """Return the index of this rank's shard: the same on ranks that hold copies of it."""
     if not isinstance(parameter, DTensor):
         return 0
+    mesh = parameter.device_mesh
     number = 0
     for dimension, placement in enumerate(parameter.placements):
         if placement.is_shard():
-            number = number * parameter.device_mesh.size(
-                dimension
-            ) + parameter.device_mesh.get_local_rank(dimension)
+            number = number * mesh.size(dimension) + mesh.get_local_rank(dimension)
     return number

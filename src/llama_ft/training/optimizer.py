@@ -2,7 +2,9 @@
 
 import inspect
 import math
+from collections import defaultdict
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import torch
@@ -35,6 +37,8 @@ class AdamW(torch.optim.AdamW):
         }
 
     def _init_group(self, group: Any, params: Any, gradients: Any, *states: Any) -> Any:
+        """Fill the lists of this step's tensors, and replace DTensors with their local rows. torch
+        calls its kernels with these lists, so they update the rows in place."""
         is_complex = super()._init_group(group, params, gradients, *states)
         for tensors in (params, gradients, *states):
             tensors[:] = map(local_shard, tensors)
@@ -48,49 +52,52 @@ class SGD(torch.optim.SGD):
         self, parameter: torch.Tensor, group: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
         """Return all states of a parameter before its first step."""
-        return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}
+        if not group["momentum"]:
+            return {}
+        return {"momentum_buffer": torch.zeros_like(parameter)}
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
-    """Return the optimizer of the trained parameters. Weight decay does not apply to biases and to
-    parameters with one dimension. (Biases of stacked experts have two.) With LoRA+
-    (https://arxiv.org/abs/2402.12354), B matrices have their own groups, whose `lr_ratio`
-    multiplies the learning rate."""
-    trained = [
-        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
-    ]
-    decayed = [p for name, p in trained if p.ndim > 1 and not name.endswith("bias")]
-    others = [p for name, p in trained if p.ndim <= 1 or name.endswith("bias")]
-    pairs = ((decayed, train.weight_decay), (others, 0.0))
-    groups: list[dict[str, Any]] = [
-        {"params": those, "weight_decay": decay} for those, decay in pairs if those
-    ]
+    """Return the optimizer of the trained parameters. Its constructor gets those of the options
+    below that it has."""
     module, _, name = OPTIMIZERS[train.optimizer].rpartition(".")
-    kind: Any = getattr(import_module(module), name)
-    if train.loraplus_lr_ratio != 1:
-        b_matrices = {id(parameter) for name, parameter in trained if ".lora_B." in name}
-        of_b = [
-            group | {"params": [p for p in group["params"] if id(p) in b_matrices]}
-            for group in groups
-        ]
-        rest = [
-            group | {"params": [p for p in group["params"] if id(p) not in b_matrices]}
-            for group in groups
-        ]
-        groups = [group | {"lr_ratio": 1.0} for group in rest]
-        groups += [group | {"lr_ratio": train.loraplus_lr_ratio} for group in of_b]
-        groups = [group for group in groups if group["params"]]
+    optimizer_class: Any = getattr(import_module(module), name)
     options = {
         "betas": (train.adam_beta1, train.adam_beta2),
         "eps": train.adam_epsilon,
         "momentum": train.momentum,
         "use_kahan_summation": train.use_kahan_summation,
     }
-    taken = inspect.signature(kind).parameters.keys() & options.keys()
-    optimizer: torch.optim.Optimizer = kind(
-        groups, lr=train.lr, **{name: options[name] for name in taken}
-    )
+    parameters = inspect.signature(optimizer_class).parameters
+    options = {name: value for name, value in options.items() if name in parameters}
+    groups = parameter_groups(model, train)
+    optimizer: torch.optim.Optimizer = optimizer_class(groups, lr=train.lr, **options)
     return optimizer
+
+
+def parameter_groups(model: nn.Module, train: TrainConfig) -> list[dict[str, Any]]:
+    """Return the optimizer's groups of the trained parameters. Weight decay does not apply to
+    biases and to parameters with one dimension. (Biases of stacked experts have two.) With LoRA+
+    (https://arxiv.org/abs/2402.12354), B matrices have their own groups, whose `lr_ratio`
+    multiplies the learning rate."""
+    uses_loraplus = train.loraplus_lr_ratio != 1
+    members = defaultdict[tuple[bool, bool], list[nn.Parameter]](list)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_b = uses_loraplus and ".lora_B." in name
+            is_decayed = parameter.ndim > 1 and not name.endswith("bias")
+            members[is_b, is_decayed].append(parameter)
+    groups = []
+    for is_b, is_decayed in product((False, True), (True, False)):
+        parameters = members[is_b, is_decayed]
+        if not parameters:
+            continue
+        decay = train.weight_decay if is_decayed else 0.0
+        group: dict[str, Any] = {"params": parameters, "weight_decay": decay}
+        if uses_loraplus:
+            group["lr_ratio"] = train.loraplus_lr_ratio if is_b else 1.0
+        groups.append(group)
+    return groups
 
 
 def create_states(optimizer: torch.optim.Optimizer) -> None:
@@ -138,7 +145,9 @@ def warmup_steps(train: TrainConfig, total_steps: int) -> int:
     Transformers. A warm-up as long as the run becomes a tenth of it, so that every config can be
     tried for a few steps."""
     steps = train.warmup_steps or math.ceil(train.warmup_ratio * total_steps)
-    return steps if steps < total_steps else total_steps // 10
+    if steps >= total_steps:
+        return total_steps // 10
+    return steps
 
 
 def learning_rate(train: TrainConfig, step: int, total_steps: int, epoch: int) -> float:
@@ -157,6 +166,10 @@ def learning_rate(train: TrainConfig, step: int, total_steps: int, epoch: int) -
     if step < warmup:
         return train.lr * step / warmup
     done = (step - warmup) / max(1, total_steps - warmup)
-    factors = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}
-    factors["step"] = train.gamma**epoch
+    factors = {
+        "cosine": (1 + math.cos(math.pi * done)) / 2,
+        "linear": 1 - done,
+        "constant": 1.0,
+        "step": train.gamma**epoch,
+    }
     return train.min_lr + (train.lr - train.min_lr) * factors[train.lr_scheduler]
