@@ -326,14 +326,15 @@ def feed_for(config: Config, folder: Path, job: Ranks) -> Feed:
         rows = data.prepare(
             config.data,
             tokenizer,
-            context_length=LENGTH,
+            data.DataRequest(
+                context_length=LENGTH, want_validation=False, vocabulary_size=vocabulary
+            ),
             cache=folder / "cache",
-            want_validation=False,
-            vocabulary_size=vocabulary,
         )
     batch = config.train.batch_size_training * job.world_size
     pad = data.pad_token_id(tokenizer, vocabulary)
-    steps = data.plan_training(config, rows, LENGTH, batch, pad, vocabulary, job)
+    layout = data.training_layout(config, LENGTH, pad, job)
+    steps = data.plan_training(config, rows, layout, batch, vocabulary, job)
     with data.Prefetcher(steps.steps(1, steps.total_steps, {})) as ahead:
         for todo in ahead:
             yield todo.batches, todo.target_tokens

@@ -35,7 +35,7 @@ from transformers.modeling_utils import PreTrainedModel  # noqa: E402
 
 from llama_ft import data, models, runtime, training  # noqa: E402
 from llama_ft.config import DataConfig, FSDPConfig, ModelConfig, PeftConfig  # noqa: E402
-from llama_ft.data.batches import Batch, BatchSampler, pack_samples  # noqa: E402
+from llama_ft.data.batches import Batch, BatchLayout, BatchSampler, pack_samples  # noqa: E402
 from llama_ft.data.cache import checksum  # noqa: E402
 from llama_ft.data.prefetch import PreparedBatches, StepBatches  # noqa: E402
 from llama_ft.processes import cores  # noqa: E402
@@ -93,7 +93,10 @@ def tokenize(
         os.symlink(data.build_demo(data.cache_dir()).model_dir.parent, Path(folder) / "demo")
         started = time.perf_counter()
         rows = data.prepare(
-            config, tokenizer, context_length=length, cache=Path(folder), want_validation=False
+            config,
+            tokenizer,
+            data.DataRequest(context_length=length, want_validation=False),
+            cache=Path(folder),
         )
         seconds = time.perf_counter() - started
         processes = config.tokenize_processes or cores()
@@ -172,21 +175,19 @@ def speed(rows: data.TokenizedData, folder: Path, job: Ranks, turns: int) -> Non
     """Steps with packs and with padding in turns, and how long each feed was waited for."""
     assert rows.train is not None
     rows_a_pack = round(MICRO_BATCH_TOKENS / data.example_lengths(rows.train).mean())
-    shape = {"world_size": 1, "rank": 0, "micro_batch": 1, "seed": 1}
-    ways = {
-        "packing": (MICRO_BATCH_TOKENS, {**shape, "global_batch": 1}),
-        "padding": (None, {**shape, "global_batch": rows_a_pack, "micro_batch": rows_a_pack}),
-        "dense mask": (MICRO_BATCH_TOKENS, {**shape, "global_batch": 1}),
-    }
+    packing = BatchLayout(world_size=1, rank=0, micro_batch=1, pack_length=MICRO_BATCH_TOKENS)
+    padding = BatchLayout(world_size=1, rank=0, micro_batch=rows_a_pack)
+    ways = {"packing": packing, "padding": padding, "dense mask": packing}
     rates: dict[str, list[float]] = {way: [] for way in ways}
     waited, stepped = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
     built = {way: build(folder, job, way == "packing") for way in ways}
     with contextlib.ExitStack() as stack:
         feeds: dict[str, Iterator[StepBatches]] = {}
         ahead = {}
-        for way, (pack_length, plan) in ways.items():
-            sampler = BatchSampler.of(rows.train, pack_length=pack_length, **plan)
-            prepared = PreparedBatches(rows.train, sampler, 0, 1, 0)
+        for way, layout in ways.items():
+            size = layout.micro_batch
+            sampler = BatchSampler.of(rows.train, layout, global_batch=size, seed=1)
+            prepared = PreparedBatches(rows.train, sampler, 1, 0)
             ahead[way] = stack.enter_context(data.Prefetcher(prepared.steps(1, turns + 1, {})))
             feeds[way] = iter(ahead[way])
         for turn in range(turns + 1):

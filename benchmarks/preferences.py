@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
 from llama_ft.data import Encoder, build_demo, cache_dir, two_examples  # noqa: E402
-from llama_ft.data.batches import BatchSampler  # noqa: E402
+from llama_ft.data.batches import BatchLayout, BatchSampler  # noqa: E402
 
 STEPS, GLOBAL_BATCH, LENGTH, SEED = 10, 4, 512, 42
 RATES = {"full": 1e-3, "lora": 3e-3}
@@ -147,13 +147,15 @@ def our_order(rows: list[Row], tokenizer: Any, is_kto: bool = False) -> list[int
     lengths = [len(ids) for row in rows for ids, _ in two_examples(row, "preference", encoder)]
     if is_kto:
         lengths[1::2] = map(max, lengths[::2], lengths[1::2])
-    layout: dict[str, Any] = {
-        "world_size": 1,
-        "rank": 0,
-        "micro_batch": GLOBAL_BATCH,
-        "global_batch": GLOBAL_BATCH,
-    }
-    plan = BatchSampler(lengths, lengths, seed=SEED, group=2, **layout)
+    layout = BatchLayout(world_size=1, rank=0, micro_batch=GLOBAL_BATCH)
+    plan = BatchSampler(
+        lengths,
+        lengths,
+        layout,
+        global_batch=GLOBAL_BATCH,
+        seed=SEED,
+        examples_per_sample=2,
+    )
     steps = [plan.step(0, step).micro_batches for step in range(plan.steps_per_epoch)]
     return [example // 2 for step in steps for share in step for example in share[::2]]
 

@@ -59,7 +59,7 @@ from tokenizers.models import WordLevel  # noqa: E402
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 from llama_ft.data import build_demo, cache_dir  # noqa: E402
-from llama_ft.data.batches import BatchSampler  # noqa: E402
+from llama_ft.data.batches import BatchLayout, BatchSampler  # noqa: E402
 
 MIB = 2**20
 LR, LORA_RANK, SEED = 1e-4, 16, 42
@@ -503,13 +503,15 @@ def dense_pairs(vocabulary: int, length: int, count: int) -> list[dict[str, str]
 
 def our_order(lengths: list[int], length: int, batch: int, group: int) -> list[int]:
     """Numbers of the rows, or of the pairs where `group` is 2, in the order of our steps."""
-    layout: dict[str, Any] = {
-        "global_batch": batch,
-        "micro_batch": batch,
-        "world_size": 1,
-        "rank": 0,
-    }
-    plan = BatchSampler(lengths, lengths, pack_length=length, seed=SEED, group=group, **layout)
+    layout = BatchLayout(world_size=1, rank=0, micro_batch=batch, pack_length=length)
+    plan = BatchSampler(
+        lengths,
+        lengths,
+        layout,
+        global_batch=batch,
+        seed=SEED,
+        examples_per_sample=group,
+    )
     steps = [plan.step(0, step) for step in range(plan.steps_per_epoch)]
     return [
         row // group for step in steps for share in step.micro_batches for row in share[::group]

@@ -56,12 +56,14 @@ def main(**flags: str) -> None:
             dataset = data.prepare(
                 config.data,
                 tokenizer,
-                context_length=context_length,
+                data.DataRequest(
+                    context_length=context_length,
+                    want_validation=config.train.run_validation,
+                    vocabulary_size=None if config.model.resize_embeddings else stored_vocabulary,
+                    add_tokens=config.model.resize_embeddings,
+                    examples=objective.examples,
+                ),
                 cache=data.cache_dir(),
-                want_validation=config.train.run_validation,
-                vocabulary_size=None if config.model.resize_embeddings else stored_vocabulary,
-                add_tokens=config.model.resize_embeddings,
-                examples=objective.examples,
                 verify_cache=ranks.local_rank == 0,
             )
         new_tokens = models.find_new_tokens(tokenizer, folder, model_config, config.model)
@@ -75,9 +77,8 @@ def main(**flags: str) -> None:
             # a score is that of the last token that is not this one
             tokenizer.pad_token_id = pad
             model_config.get_text_config().pad_token_id = pad
-        batches = data.plan_training(
-            config, dataset, context_length, setup.global_batch, pad, vocabulary, ranks
-        )
+        layout = data.training_layout(config, context_length, pad, ranks)
+        batches = data.plan_training(config, dataset, layout, setup.global_batch, vocabulary, ranks)
         setup.check_batches(config, batches, tokenizer)
 
         # With activation_checkpointing=auto, wait for the planner's choice; else it plans while
@@ -85,25 +86,21 @@ def main(**flags: str) -> None:
         config = setup.plan_memory(config, folder, new_tokens, dataset, batches)
         # DPO's reference is the model with its adapter off, or log-probabilities computed once: by
         # --reference_model here, or below by the model itself before step 1.
-        reference = training.ReferencePass(
-            objective, config, folder, tokenizer, dataset, batches.pack_length, pad, ranks
-        )
+        request = models.ModelRequest(config, folder, model_config, new_tokens)
+        reference = training.ReferencePass(objective, request, tokenizer, dataset, layout, ranks)
         if resumed is not None:
             reference.load(resumed.folder, resumed.run)
         reference.score_with_other_model(build_model, memory)
-        request = models.ModelRequest(config, folder, model_config, new_tokens)
         built = build_model(request, ranks, memory)
         memory.leave()  # ends the phase "load"
-        if batches.pack_length is not None:
+        if layout.is_packed:
             # samples must not see each other: compare a few with samples alone
             dtype = runtime.PRECISIONS[config.train.precision].compute
-            training.check_packing(
-                built, batches.first_samples(), batches.pack_length, dtype, ranks
-            )
+            training.check_packing(built, batches.first_samples(), context_length, dtype, ranks)
 
         with open_run(setup, config, inputs, dataset, batches, built) as run:
             reference.settle(built, run.directory)
-            train(run, built, objective, tokenizer, pad)
+            train(run, built, objective, tokenizer)
             if config.checkpoint.save_model:
                 export(run, built, tokenizer)
             run.log_summary(PLANNER.parent)
@@ -216,7 +213,6 @@ def train(
     built: models.BuiltModel,
     objective: training.Objective,
     tokenizer: PreTrainedTokenizerBase,
-    pad: int,
 ) -> None:
     """Run the training loop. All ranks call it together; rank 0 writes the log.
 
@@ -240,9 +236,9 @@ def train(
 
     with run.training(model, optimizer), data.Prefetcher(run.remaining_steps) as steps:
         if run.resumed is None:
-            run.show_answers("before fine-tuning", model, tokenizer, pad)
+            run.show_answers("before fine-tuning", model, tokenizer)
             if run.dataset.validation is not None:
-                run.log.log_step(0, run.evaluate(built, objective, pad))
+                run.log.log_step(0, run.evaluate(built, objective))
         model.train()
         for step in steps:
             run.begin_step(step, steps.waited_seconds, tokenizer)
@@ -252,7 +248,7 @@ def train(
             scale = state.scale.factor  # loss scale in fp16, otherwise 1
             count = step.target_tokens if objective.counts_tokens else step.samples
             losses = training.accumulate_gradients(
-                built, objective, step.batches, count, reduce_last_only, ranks, scale, run.memory
+                built, objective, step.batches, count / scale, reduce_last_only, ranks, run.memory
             )
             run.memory.enter("optimizer step")
             result = training.clip_and_reduce_norm(built, losses, count, settings, scale, ranks)
@@ -274,12 +270,12 @@ def train(
             read = run.read_losses(record, result, losses, metrics)  # ends the run if not finite
             is_best = False
             if record.evaluation:
-                metrics |= run.evaluate(built, objective, pad, record)
+                metrics |= run.evaluate(built, objective, record)
                 if "eval/loss" in metrics:  # a signal abandons an evaluation
                     is_best = state.best.update(metrics["eval/loss"], step.step)
             run.log_steps(read)
             if record.answers:
-                run.show_answers(f"after step {step.step}", model, tokenizer, pad, record)
+                run.show_answers(f"after step {step.step}", model, tokenizer, record)
             if run.save_is_due(record, is_best):
                 run.save(record, is_best, model, optimizer)
 
@@ -293,7 +289,7 @@ def train(
                 run.end(early or "all steps are done")
                 break
         run.take_best_weights(model)
-        run.show_answers("after fine-tuning", model, tokenizer, pad)
+        run.show_answers("after fine-tuning", model, tokenizer)
 
 
 def export(run: TrainingRun, built: models.BuiltModel, tokenizer: PreTrainedTokenizerBase) -> None:

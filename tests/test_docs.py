@@ -275,13 +275,16 @@ def test_the_mistakes_shown_are_what_is_printed(
 
 
 def prepared(dataset: str, save_tokenizer: Callable[..., Path], tmp_path: Path) -> Any:
-    from llama_ft.data import prepare
+    from llama_ft.data import DataRequest, prepare
     from llama_ft.models import load_tokenizer
 
     tokenizer = load_tokenizer(save_tokenizer(tmp_path / "tokenizer"), trust_remote_code=False)
     config = DataConfig(dataset=dataset)
     return prepare(
-        config, tokenizer, context_length=128, cache=tmp_path / "cache", want_validation=True
+        config,
+        tokenizer,
+        DataRequest(context_length=128, want_validation=True),
+        cache=tmp_path / "cache",
     )
 
 

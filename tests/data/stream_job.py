@@ -30,11 +30,14 @@ def main(folder: Path, cases: list[dict[str, Any]]) -> None:
                 max_train_step=case["last"], batch_size_training=case["micro_batch"]
             )
             tokenized = data.prepare(
-                config, tokenizer, context_length=200, cache=folder, want_validation=False
+                config,
+                tokenizer,
+                data.DataRequest(context_length=200, want_validation=False),
+                cache=folder,
             )
-            rows = data.plan_training(
-                Config(train=settings, data=config), tokenized, 200, 8, 0, None, job
-            )
+            whole = Config(train=settings, data=config)
+            layout = data.training_layout(whole, 200, 0, job)
+            rows = data.plan_training(whole, tokenized, layout, 8, None, job)
             steps, message = [], ""
             try:
                 if case.get("first_samples"):

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -10,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from llama_ft.data import Demo, collate, evaluation_batches, pad_token_id
+from llama_ft.data import BatchLayout, Demo, collate, evaluation_batches, pad_token_id
 from llama_ft.data.batches import BatchSampler, pack_samples
 
 LENGTHS = [(7 * row) % 53 + 2 for row in range(103)]
@@ -25,13 +26,16 @@ def plans(
     seed: int = 42,
     pack_length: int | None = None,
 ) -> list[BatchSampler]:
-    shape = {
-        "global_batch": world_size * micro_batch * accumulation,
-        "world_size": world_size,
-        "seed": seed,
-    }
-    shape |= {"micro_batch": micro_batch, "pack_length": pack_length}  # type: ignore[dict-item]
-    return [BatchSampler(LENGTHS, TARGETS, rank=rank, **shape) for rank in range(world_size)]
+    layouts = [
+        BatchLayout(
+            world_size=world_size, rank=rank, micro_batch=micro_batch, pack_length=pack_length
+        )
+        for rank in range(world_size)
+    ]
+    size = world_size * micro_batch * accumulation
+    return [
+        BatchSampler(LENGTHS, TARGETS, layout, global_batch=size, seed=seed) for layout in layouts
+    ]
 
 
 @pytest.mark.parametrize("pack_length", [None, 60])
@@ -106,13 +110,12 @@ def test_order_is_a_function_of_seed_epoch_and_step_alone() -> None:
 )
 def test_evaluation_sees_every_row_once(rows: int, world_size: int, batch_size: int) -> None:
     lengths = numpy.arange(rows) % 7 + 1
-    ranks = [
-        evaluation_batches(lengths, world_size, rank, batch_size) for rank in range(world_size)
-    ]
-    packed = [
-        evaluation_batches(lengths, world_size, rank, batch_size, pack_length=9)
+    layouts = [
+        BatchLayout(world_size=world_size, rank=rank, micro_batch=batch_size)
         for rank in range(world_size)
     ]
+    ranks = [evaluation_batches(lengths, layout) for layout in layouts]
+    packed = [evaluation_batches(lengths, replace(layout, pack_length=9)) for layout in layouts]
     assert len({len(batches) for batches in packed}) == 1
     assert sorted(row for batches in packed for batch in batches for row in batch) == list(
         range(rows)
@@ -123,14 +126,14 @@ def test_evaluation_sees_every_row_once(rows: int, world_size: int, batch_size: 
         range(rows)
     )
     assert all(len(batch) <= batch_size for batches in ranks for batch in batches)
-    assert evaluation_batches(numpy.ones(10), 2, 1, 2, 2) == [[1, 3], [5, 7]]  # max_batches
+    layout = BatchLayout(world_size=2, rank=1, micro_batch=2)
+    assert evaluation_batches(numpy.ones(10), layout, max_batches=2) == [[1, 3], [5, 7]]
 
 
 def test_padded_rows_of_a_step_are_of_like_length() -> None:
     lengths = numpy.random.default_rng(0).integers(1, 500, 4000)
-    plan = BatchSampler(
-        lengths, lengths, global_batch=8, world_size=1, rank=0, micro_batch=8, seed=1
-    )
+    layout = BatchLayout(world_size=1, rank=0, micro_batch=8)
+    plan = BatchSampler(lengths, lengths, layout, global_batch=8, seed=1)
     steps = [lengths[plan.step(0, step).micro_batches[0]] for step in range(500)]
     assert sum(batch.sum() for batch in steps) == lengths.sum()
     padded = sum(batch.max() * 8 for batch in steps)
@@ -175,9 +178,8 @@ def test_packed_rows_follow_one_another_and_no_row_predicts_the_next(rows: Datas
             [[-100] * 3],
             [],
         )
-    plan = BatchSampler(
-        [5, 4, 3], [1, 1, 1], global_batch=8, world_size=4, rank=3, micro_batch=2, seed=0
-    )
+    layout = BatchLayout(world_size=4, rank=3, micro_batch=2)
+    plan = BatchSampler([5, 4, 3], [1, 1, 1], layout, global_batch=8, seed=0)
     assert plan.step(0, 0) == ([[]], 3, 3)
 
 

@@ -437,7 +437,8 @@ from llama_ft.config import DataConfig
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 for wanted in ("auto", "question_answers"):
     config = DataConfig(dataset="my_data.jsonl", dataset_format=wanted, chat_template="alpaca")
-    rows = data.prepare(config, tokenizer, context_length=99, cache=Path("cache"), want_validation=False).train
+    request = data.DataRequest(context_length=99, want_validation=False)
+    rows = data.prepare(config, tokenizer, request, cache=Path("cache")).train
     print([tokenizer.decode([label for label in row if label >= 0]) for row in rows["labels"]])
 """
 

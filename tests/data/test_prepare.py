@@ -10,7 +10,7 @@ from conftest import write_jsonl
 from transformers import PreTrainedTokenizerFast
 
 from llama_ft.config.settings import DataConfig
-from llama_ft.data import TokenizedData, prepare
+from llama_ft.data import DataRequest, TokenizedData, prepare
 from llama_ft.errors import UserError
 
 
@@ -29,7 +29,10 @@ def prepared(
 ) -> TokenizedData:
     config = DataConfig(dataset=str(dataset), **settings)
     return prepare(
-        config, tokenizer, context_length=context_length, cache=cache, want_validation=want
+        config,
+        tokenizer,
+        DataRequest(context_length=context_length, want_validation=want),
+        cache=cache,
     )
 
 
@@ -143,7 +146,9 @@ def test_training_samples_as_validation_set_are_warned_of(
 
     def warnings(validation: str | None) -> tuple[str, ...]:
         config = DataConfig(dataset=dataset, validation=validation, **settings)
-        data = prepare(config, llama3, context_length=64, cache=tmp_path, want_validation=True)
+        data = prepare(
+            config, llama3, DataRequest(context_length=64, want_validation=True), cache=tmp_path
+        )
         assert set(data.warnings) <= set(data.facts()["warnings"])
         return data.warnings
 
@@ -220,7 +225,10 @@ def test_formats_and_the_columns_that_are_used_and_ignored_are_printed(
     mix: Any = [{"path": str(first)}, {"path": str(third)}]
     config = DataConfig(dataset=mix, validation=str(second))
     data = prepare(
-        config, llama3, context_length=64, cache=tmp_path / "cache", want_validation=True
+        config,
+        llama3,
+        DataRequest(context_length=64, want_validation=True),
+        cache=tmp_path / "cache",
     )
     alpaca = "format alpaca, columns instruction, output, system; ignored: id"
     assert data.summary[:3] == [
@@ -311,16 +319,12 @@ def test_ids_beyond_the_models_vocabulary_are_refused_whether_cached_or_not(
             prepare(
                 config,
                 llama3,
-                context_length=64,
+                DataRequest(context_length=64, want_validation=True, vocabulary_size=40),
                 cache=tmp_path,
-                want_validation=True,
-                vocabulary_size=40,
             )
         prepare(
             config,
             llama3,
-            context_length=64,
+            DataRequest(context_length=64, want_validation=True, vocabulary_size=41),
             cache=tmp_path,
-            want_validation=True,
-            vocabulary_size=41,
         )

@@ -12,7 +12,7 @@ from forked import forked
 from transformers import PreTrainedTokenizerFast
 
 from llama_ft.config.settings import DataConfig
-from llama_ft.data import TokenizedData, prepare, show_samples, two_examples
+from llama_ft.data import DataRequest, TokenizedData, prepare, show_samples, two_examples
 from llama_ft.data.formats import BadSample
 from llama_ft.data.tokenize import Encoder
 from llama_ft.errors import UserError
@@ -50,7 +50,10 @@ def r1(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> PreTrainedToke
 def prepared(path: Path, tokenizer: Any, **settings: Any) -> TokenizedData:
     config = DataConfig(dataset=str(path), **settings)
     return prepare(
-        config, tokenizer, context_length=400, cache=path.parent / "cache", want_validation=True
+        config,
+        tokenizer,
+        DataRequest(context_length=400, want_validation=True),
+        cache=path.parent / "cache",
     )
 
 
@@ -141,7 +144,9 @@ def test_several_processes_split_chats_as_one_does(
     for processes in (1, 2):
         config = DataConfig(dataset=str(path), tokenize_processes=processes)
         cache = tmp_path / str(processes)
-        data = prepare(config, qwen3, context_length=400, cache=cache, want_validation=False)
+        data = prepare(
+            config, qwen3, DataRequest(context_length=400, want_validation=False), cache=cache
+        )
         tables.append((data.train["source"][:], data.fingerprints(), data.summary))
     assert tables[0] == tables[1]
     assert len(tables[0][0]) == 1200
@@ -154,7 +159,10 @@ def test_a_piece_that_is_too_long_is_skipped_and_counted(
     config = DataConfig(dataset=str(path), truncation="drop")
     lengths = [len(ids) for ids in prepared(path, qwen3).train["input_ids"]]
     data = prepare(
-        config, qwen3, context_length=lengths[1], cache=tmp_path / "c", want_validation=False
+        config,
+        qwen3,
+        DataRequest(context_length=lengths[1], want_validation=False),
+        cache=tmp_path / "c",
     )
     assert [len(ids) for ids in data.train["input_ids"]] == lengths[:2]
     assert data.report.train.skipped == 1
@@ -196,10 +204,8 @@ def test_pairs_whose_responses_would_have_to_be_split_are_rejected(
         prepare(
             config,
             qwen3,
-            context_length=400,
+            DataRequest(context_length=400, want_validation=False, examples=two_examples),
             cache=tmp_path,
-            want_validation=False,
-            examples=two_examples,
         )
 
 
@@ -227,8 +233,11 @@ with runtime.start("cpu", 1, False, None, 60) as job:
         dataset=str(folder / "my.jsonl"), streaming=True, batching_strategy="padding", shuffle_buffer=100
     )
     train = TrainConfig(max_train_step=3, batch_size_training=4)
-    found = data.prepare(config, tokenizer, context_length=400, cache=folder, want_validation=False)
-    batches = data.plan_training(Config(train=train, data=config), found, 400, 4, 0, None, job)
+    request = data.DataRequest(context_length=400, want_validation=False)
+    found = data.prepare(config, tokenizer, request, cache=folder)
+    config = Config(train=train, data=config)
+    layout = data.training_layout(config, 400, 0, job)
+    batches = data.plan_training(config, found, layout, 4, None, job)
     places = []
     with data.Prefetcher(batches.steps(1, 3, {})) as steps:
         for step in steps:

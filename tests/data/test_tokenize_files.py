@@ -20,7 +20,16 @@ from forked import forked
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_ft.config.settings import DataConfig
-from llama_ft.data import Encoder, TokenizedData, collate, one_example, prepare, unpaired_examples
+from llama_ft.data import (
+    BatchLayout,
+    DataRequest,
+    Encoder,
+    TokenizedData,
+    collate,
+    one_example,
+    prepare,
+    unpaired_examples,
+)
 from llama_ft.data.batches import BatchSampler, evaluation_batches, example_lengths, group_size
 from llama_ft.data.tokenize_files import CHUNK_SAMPLES, encode_chunks
 from llama_ft.errors import RunFailure, UserError
@@ -36,7 +45,9 @@ def prepared(
     path: Path, tokenizer: Any, cache: Path, processes: int, length: int = 40, **settings: Any
 ) -> TokenizedData:
     config = DataConfig(dataset=str(path), tokenize_processes=processes, **settings)
-    return prepare(config, tokenizer, context_length=length, cache=cache, want_validation=True)
+    return prepare(
+        config, tokenizer, DataRequest(context_length=length, want_validation=True), cache=cache
+    )
 
 
 def built(cache: Path) -> list[Path]:
@@ -206,11 +217,11 @@ def test_a_killed_run_leaves_no_process_and_its_folder_is_removed_by_the_next(
     llama3.save_pretrained(tmp_path / "tokenizer")
     script = (
         "import sys\nfrom pathlib import Path\nfrom transformers import AutoTokenizer\n"
-        "from llama_ft.config.settings import DataConfig\nfrom llama_ft.data import prepare\n"
+        "from llama_ft.config.settings import DataConfig\nfrom llama_ft.data import DataRequest, prepare\n"
         f"tokenizer = AutoTokenizer.from_pretrained({str(tmp_path / 'tokenizer')!r})\n"
         f"config = DataConfig(dataset={str(path)!r}, tokenize_processes=2)\n"
         f"cache = Path({str(tmp_path / 'cache')!r})\n"
-        "prepare(config, tokenizer, context_length=40, cache=cache, want_validation=True)\n"
+        "prepare(config, tokenizer, DataRequest(context_length=40, want_validation=True), cache)\n"
     )
     run = subprocess.Popen(
         [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
@@ -274,7 +285,9 @@ def test_fingerprint_of_streamed_rows_is_of_all_that_decides_their_tokens_but_no
             dataset=str(write_jsonl(tmp_path / name, rows)), streaming=True, **settings
         )
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-        data = prepare(config, tokenizer, context_length=40, cache=tmp_path, want_validation=False)
+        data = prepare(
+            config, tokenizer, DataRequest(context_length=40, want_validation=False), cache=tmp_path
+        )
         assert data.train is None
         return data.fingerprints()["dataset"]
 
@@ -302,9 +315,11 @@ folder = Path(sys.argv[1])
 with runtime.start("cpu", 1, False, None, 60) as job:
     for name in ("same.jsonl", f"other-{job.rank}.jsonl"):
         config, tokenizer = DataConfig(dataset=str(folder / name)), AutoTokenizer.from_pretrained(folder / "model")
-        rows = data.prepare(config, tokenizer, context_length=40, cache=folder, want_validation=False)
+        request = data.DataRequest(context_length=40, want_validation=False)
+        rows = data.prepare(config, tokenizer, request, cache=folder)
         try:
-            data.plan_training(Config(data=config), rows, 40, 2, 0, None, job)
+            settings = Config(data=config)
+            data.plan_training(settings, rows, data.training_layout(settings, 40, 0, job), 2, None, job)
             print(job.rank, "planned", flush=True)
         except UserError as error:
             print(job.rank, error, flush=True)
@@ -316,7 +331,7 @@ with runtime.start("cpu", 1, False, None, 60) as job:
     config = DataConfig(dataset=str(folder / "same.jsonl"))
     with job.local_main_process_first():
         rows = data.prepare(
-            config, tokenizer, context_length=40, cache=folder, want_validation=False, verify_cache=job.local_rank == 0
+            config, tokenizer, request, cache=folder, verify_cache=job.local_rank == 0
         )
     places = [f"{folder}/same.jsonl:{line}" for line in (1, 2, 3, 4)]
     print(job.rank, "rows again", rows.train["source"][:] == places, rows.train["input_ids"][:][0][:2], flush=True)
@@ -356,19 +371,29 @@ def test_examples_of_one_row_stay_together(
     ]
     rows[7]["output"] += " yes" * 100  # dropped with its twin
     config = DataConfig(dataset=str(write_jsonl(tmp_path / "my.jsonl", rows)), truncation="drop")
-    kwargs: dict[str, Any] = {"context_length": 60, "cache": tmp_path, "want_validation": False}
+    kwargs: dict[str, Any] = {"context_length": 60, "want_validation": False}
     plain = prepare(
-        DataConfig(dataset=str(write_jsonl(tmp_path / "ok.jsonl", rows[9:12]))), llama3, **kwargs
+        DataConfig(dataset=str(write_jsonl(tmp_path / "ok.jsonl", rows[9:12]))),
+        llama3,
+        DataRequest(**kwargs),
+        cache=tmp_path,
     ).train
-    data = prepare(config, llama3, examples=right_and_wrong, **kwargs).train
+    data = prepare(
+        config,
+        llama3,
+        DataRequest(examples=right_and_wrong, **kwargs),
+        cache=tmp_path,
+    ).train
     assert (
         plain is not None and data is not None and (group_size(plain), group_size(data)) == (1, 2)
     )
     assert data["source"][::2] == data["source"][1::2] and len(data) < 2 * len(rows)
     lengths, seen = example_lengths(data), list[int]()
     for rank in range(world_size):
-        shape = {"global_batch": 4, "world_size": world_size, "rank": rank, "micro_batch": 1}
-        plan = BatchSampler.of(data, pack_length=pack_length, seed=1, **shape)
+        layout = BatchLayout(
+            world_size=world_size, rank=rank, micro_batch=1, pack_length=pack_length
+        )
+        plan = BatchSampler.of(data, layout, global_batch=4, seed=1)
         for step in range(plan.steps_per_epoch):
             share = plan.step(0, step)
             for indices in share.micro_batches:
@@ -384,10 +409,11 @@ def test_examples_of_one_row_stay_together(
                     assert pack_length is None or batch.tokens <= 2 * pack_length
                 seen += indices
     assert sorted(seen) == list(range(len(data)))
-    held = [
-        evaluation_batches(lengths, world_size, rank, 2, 0, pack_length, 2)
+    layouts = [
+        BatchLayout(world_size=world_size, rank=rank, micro_batch=2, pack_length=pack_length)
         for rank in range(world_size)
     ]
+    held = [evaluation_batches(lengths, layout, examples_per_sample=2) for layout in layouts]
     assert sorted(row for batches in held for batch in batches for row in batch) == list(
         range(len(data))
     )
@@ -414,8 +440,8 @@ def test_a_completion_with_a_label_comes_with_its_prompt_and_another_completion(
     def built(name: str, rows: list[Any], **changes: Any) -> TokenizedData:
         settings = {"dataset_format": "unpaired_preference", "truncation": truncation, **changes}
         config = DataConfig(dataset=str(write_jsonl(tmp_path / name, rows)), **settings)
-        limits: dict[str, Any] = {"context_length": 14, "cache": tmp_path, "want_validation": False}
-        return prepare(config, llama3, examples=unpaired_examples, **limits)
+        request = DataRequest(context_length=14, want_validation=False, examples=unpaired_examples)
+        return prepare(config, llama3, request, cache=tmp_path)
 
     rows, encoder = completions(21), Encoder(llama3, 99)
     rows[5]["completion"] *= 9  # too long by itself
@@ -446,9 +472,8 @@ def test_a_completion_with_a_label_comes_with_its_prompt_and_another_completion(
             assert (row["input_ids"], row["labels"][1:]) == (expected[0][cut], expected[1][cut][1:])
         at += 2
     assert at == len(found) and data.report.bad_samples == 1
-    plan = BatchSampler.of(
-        found, pack_length=14, global_batch=1, world_size=1, rank=0, micro_batch=1, seed=1
-    )
+    layout = BatchLayout(world_size=1, rank=0, micro_batch=1, pack_length=14)
+    plan = BatchSampler.of(found, layout, global_batch=1, seed=1)
     for step in range(plan.steps_per_epoch):
         batch = collate(found, plan.step(0, step).micro_batches[0], 0, True)
         assert sum(batch.example_lengths[::2]) <= 14 and batch.desirable[1::2] == [None] * (

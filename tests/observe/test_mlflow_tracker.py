@@ -21,7 +21,7 @@ from mlflow import MlflowClient
 
 from llama_ft.config.settings import TrackingConfig
 from llama_ft.errors import UserError
-from llama_ft.observe import RunLog, check_trackers
+from llama_ft.observe import ResumedLog, RunLog, check_trackers
 from llama_ft.observe.run_metadata import git_commit
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -48,14 +48,14 @@ def log_run(
     loss: float = 1.0,
     tracking: TrackingConfig | None = None,
     error: BaseException | None = None,
-    **resumed: Any,
+    resumed: ResumedLog | None = None,
 ) -> dict[str, str]:
     """Run one attempt of a run and return the ids with which a later attempt continues."""
     output_dir.mkdir(parents=True, exist_ok=True)
     tracking = tracking or TrackingConfig(use_mlflow=True)
     with (
         contextlib.suppress(Stopped, ValueError),
-        RunLog(output_dir, tracking, SETTINGS, 9, **resumed) as run_log,
+        RunLog(output_dir, tracking, SETTINGS, 9, resumed=resumed) as run_log,
     ):
         with run_log.training():
             for step in steps:
@@ -124,7 +124,11 @@ def test_a_resumed_run_goes_on_in_mlflow_each_step_once(
     ids = log_run(output_dir, range(1, 5), 1.0, error=Stopped())
     assert client.get_run(ids["mlflow"]).info.status == "KILLED"
     again = log_run(
-        output_dir, range(3, 7), 2.0, error=ValueError(), resume_step=2, tracker_ids=ids
+        output_dir,
+        range(3, 7),
+        2.0,
+        error=ValueError(),
+        resumed=ResumedLog(2, output_dir, ids),
     )
     assert again == ids
     run = client.get_run(ids["mlflow"])
@@ -139,7 +143,7 @@ def test_a_resumed_run_goes_on_in_mlflow_each_step_once(
     ]
 
     other = TrackingConfig(use_mlflow=True, mlflow_tracking_uri=str(tmp_path / "another store"))
-    anew = log_run(output_dir, range(7, 8), 3.0, other, resume_step=6, tracker_ids=ids)
+    anew = log_run(output_dir, range(7, 8), 3.0, other, resumed=ResumedLog(6, output_dir, ids))
     assert anew != ids
     client = MlflowClient((tmp_path / "another store").as_uri())
     expected = [(1, 1.0), (2, 1.0), *((step, 2.0) for step in range(3, 7)), (7, 3.0)]

@@ -9,7 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from llama_ft.config.settings import TrackingConfig
-from llama_ft.observe import RunLog
+from llama_ft.observe import ResumedLog, RunLog
 
 NO_TRACKERS = TrackingConfig()
 TENSORBOARD = TrackingConfig(use_tensorboard=True)
@@ -33,9 +33,8 @@ def losses(output_dir: Path) -> list[tuple[int, float]]:
 def log_steps(
     output_dir: Path, first: int, last: int, value: float, resume_step: int | None = None
 ) -> None:
-    with RunLog(
-        output_dir, TENSORBOARD, {"train": {"lr": 0.001}}, 9, resume_step=resume_step
-    ) as run_log:
+    resumed = None if resume_step is None else ResumedLog(resume_step, output_dir, {})
+    with RunLog(output_dir, TENSORBOARD, {"train": {"lr": 0.001}}, 9, resumed=resumed) as run_log:
         for step in range(first, last + 1):
             run_log.log_step(step, {"train/loss": value, "memory/host_peak_bytes": [1e9, 2e9]})
         if last == 6:
@@ -89,7 +88,7 @@ def test_a_run_resumed_in_another_directory_has_its_whole_history_there(
         for step in (1, 2, 3):
             run_log.log_step(step, {"train/loss": 8.0, "train/grad_norm": math.nan})
     with RunLog(
-        later, TENSORBOARD, {}, total_steps=4, resume_step=2, resumed_dir=earlier
+        later, TENSORBOARD, {}, total_steps=4, resumed=ResumedLog(2, earlier, {})
     ) as run_log:
         for step in (3, 4):
             run_log.log_step(step, {"train/loss": 7.0})
@@ -111,7 +110,9 @@ def test_corrupted_lines_are_told_and_the_steps_after_them_stay(
     lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     lines[1] = damage + b"\n"
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines) + b'{"step": 6, "train/lo')
-    with RunLog(tmp_path, NO_TRACKERS, {}, total_steps=6, resume_step=5) as run_log:
+    with RunLog(
+        tmp_path, NO_TRACKERS, {}, total_steps=6, resumed=ResumedLog(5, tmp_path, {})
+    ) as run_log:
         run_log.log_step(6, {"train/loss": 7.0})
     assert [record["step"] for record in records(tmp_path)] == [1, 3, 4, 5, 6]
     assert "1 line of earlier steps cannot be read" in screen.getvalue()

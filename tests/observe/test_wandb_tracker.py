@@ -19,7 +19,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from llama_ft.config.settings import TrackingConfig
 from llama_ft.errors import UserError
-from llama_ft.observe.run_log import RunLog
+from llama_ft.observe.run_log import ResumedLog, RunLog
 from llama_ft.observe.run_metadata import git_commit
 from llama_ft.observe.trackers import start_trackers, wandb_mode
 
@@ -305,9 +305,10 @@ class Attempt:
     ) -> None:
         self.output_dir.mkdir(exist_ok=True)
         with contextlib.suppress(Stopped):
-            with RunLog(
-                self.output_dir, self.tracking, {}, 9, resume_step=resume_step, tracker_ids=self.ids
-            ) as run_log:
+            resumed = None
+            if resume_step is not None:
+                resumed = ResumedLog(resume_step, self.output_dir, self.ids)
+            with RunLog(self.output_dir, self.tracking, {}, 9, resumed=resumed) as run_log:
                 self.ids = run_log.tracker_ids
                 for step in range(first, last + 1):
                     run_log.log_step(step, {"train/loss": loss})

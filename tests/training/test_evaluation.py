@@ -5,7 +5,7 @@ import torch
 
 from llama_ft.config import TrainConfig
 from llama_ft.runtime import Ranks
-from llama_ft.training import sample_chats, show_answers
+from llama_ft.training import answer_prompts, sample_chats
 from llama_ft.training.train_state import BestLoss
 
 
@@ -41,7 +41,7 @@ def test_without_a_chat_template_sample_prompts_are_texts_to_continue(
     prompts = ["What is a shard?", "Who reads"]
     settings = TrainConfig(sample_tokens=8, sample_prompts=prompts)
     chats = sample_chats(settings, None)
-    found = show_answers("before", model, tokenizer, chats, 8, 2, runtime)
+    found = answer_prompts(model, tokenizer, chats, 8, 2, runtime)
     assert [answer["question"] for answer in found] == prompts
     for answer in found:
         ids = tokenizer(answer["question"], return_tensors="pt")["input_ids"]

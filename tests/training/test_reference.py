@@ -10,12 +10,12 @@ import pytest
 import torch
 from recipes.test_runs import pairs
 from training.test_preferences import ROWS, batch, log_probabilities, made
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from llama_ft.config import Config, DataConfig, ModelConfig, PreferenceConfig
-from llama_ft.data import Batch, collate, prepare
+from llama_ft.data import Batch, BatchLayout, DataRequest, collate, prepare
 from llama_ft.errors import RunFailure, UserError
-from llama_ft.models import BuiltModel, use_packed_attention
+from llama_ft.models import BuiltModel, ModelRequest, use_packed_attention
 from llama_ft.phases import NULL_MONITOR
 from llama_ft.training import build_objective
 from llama_ft.training.reference import ReferencePass, StoredReference, check_same_tokens
@@ -126,9 +126,15 @@ def test_another_reference_scores_all_rows_and_is_freed(
     )
     config = Config(model=ModelConfig(model_name=str(tiny_model)), preference=settings, data=data)
     objective, tokenizer = build_objective(config), AutoTokenizer.from_pretrained(tiny_model)
-    length: Any = {"context_length": 64, "cache": tmp_path, "want_validation": True}
-    dataset = prepare(data, tokenizer, **length, examples=objective.examples)
-    scoring = ReferencePass(objective, config, tiny_model, tokenizer, dataset, 64, 0, runtime)
+    dataset = prepare(
+        data,
+        tokenizer,
+        DataRequest(context_length=64, want_validation=True, examples=objective.examples),
+        cache=tmp_path,
+    )
+    request = ModelRequest(config, tiny_model, AutoConfig.from_pretrained(tiny_model))
+    layout = BatchLayout(world_size=1, rank=0, micro_batch=4, pack_length=64)
+    scoring = ReferencePass(objective, request, tokenizer, dataset, layout, runtime)
     scoring.score_with_other_model(build_model, NULL_MONITOR)
     assert len(parameters) > 10 and not any(parameter() is not None for parameter in parameters)
     for rows in (dataset.train, dataset.validation):

@@ -4,6 +4,7 @@ datasets."""
 from llama_ft.data.batches import (
     PACKING_VERSION,
     Batch,
+    BatchLayout,
     collate,
     evaluation_batches,
     example_lengths,
@@ -14,8 +15,8 @@ from llama_ft.data.cache import cache_dir
 from llama_ft.data.chat_template import ensure_chat_template, stop_token_ids
 from llama_ft.data.demo import Demo, build_demo
 from llama_ft.data.prefetch import Prefetcher
-from llama_ft.data.prepare import TokenizedData, prepare
+from llama_ft.data.prepare import DataRequest, TokenizedData, prepare
 from llama_ft.data.samples import describe_first_batch, show_samples
 from llama_ft.data.sources import open_source
-from llama_ft.data.stream import TrainingBatches, plan_training
+from llama_ft.data.stream import TrainingBatches, plan_training, training_layout
 from llama_ft.data.tokenize import IGNORED, Encoder, one_example, two_examples, unpaired_examples

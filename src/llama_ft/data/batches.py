@@ -14,7 +14,7 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy
 import pyarrow.compute
@@ -52,58 +52,83 @@ class StepPlan(NamedTuple):
     samples: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchLayout:
+    """The shape of micro-batches, and which of them are this rank's.
+
+    Attributes:
+        world_size: number of ranks that share the samples.
+        rank: the rank of these micro-batches.
+        micro_batch: maximum packed sequences, or samples without packing, of a micro-batch.
+        pack_length: tokens of a packed sequence; None: samples are padded instead.
+        pad_token_id: fills padded samples.
+    """
+
+    world_size: int
+    rank: int
+    micro_batch: int
+    pack_length: int | None = None
+    pad_token_id: int = 0
+
+    @property
+    def is_packed(self) -> bool:
+        return self.pack_length is not None
+
+
 class BatchSampler:
     """Chooses the samples of every step of every epoch.
 
     Args:
-        lengths: tokens of each sample.
-        target_tokens: labels in the loss of each sample.
-        pack_length: tokens of a packed sequence; None: no packing.
+        lengths: tokens of each example.
+        target_tokens: labels in the loss of each example.
+        layout: of the micro-batches.
         global_batch: maximum packed sequences (or samples) of an optimizer step over all ranks.
-        micro_batch: maximum packed sequences (or samples) of a micro-batch of one rank.
-        world_size, rank: number of ranks, and the rank of this plan.
         seed: seed of the shuffle.
-        group: number of neighboring table rows that are the examples of one sample. They stay in
-            one micro-batch. All counts above are then counts of groups, and a packed sequence has
-            room for `group` times its length.
+        examples_per_sample: number of neighboring table rows that are the examples of one sample.
+            They stay in one micro-batch. All batches above count samples, not examples, and a
+            packed sequence has room for `examples_per_sample` times its length.
     """
 
     def __init__(
         self,
         lengths: Sequence[int] | numpy.ndarray,
         target_tokens: Sequence[int] | numpy.ndarray,
+        layout: BatchLayout,
         *,
-        pack_length: int | None = None,
         global_batch: int,
-        world_size: int,
-        rank: int,
-        micro_batch: int,
         seed: int,
-        group: int = 1,
+        examples_per_sample: int = 1,
     ) -> None:
-        self._lengths = _sum_groups(lengths, group)
-        self._target_tokens = _sum_groups(target_tokens, group)
+        self._lengths = _sum_examples(lengths, examples_per_sample)
+        self._target_tokens = _sum_examples(target_tokens, examples_per_sample)
         self._packs = None
         self._sizes = self._lengths
-        if pack_length is not None:
-            self._packs, self._sizes = pack_samples(self._lengths, pack_length * group)
-        self.pack_length = pack_length
+        if layout.pack_length is not None:
+            capacity = layout.pack_length * examples_per_sample
+            self._packs, self._sizes = pack_samples(self._lengths, capacity)
+        self.layout = layout
         self.global_batch = global_batch
-        self._group = group
-        self._world_size = world_size
-        self._rank = rank
-        self._micro_batch = micro_batch
+        self._examples_per_sample = examples_per_sample
         self._seed = seed
         # (epoch, results of `_epoch`)
         self._order: tuple[int, numpy.ndarray, numpy.ndarray] | None = None
 
     @classmethod
-    def of(cls, samples: Dataset, **layout: Any) -> "BatchSampler":
+    def of(
+        cls, samples: Dataset, layout: BatchLayout, *, global_batch: int, seed: int
+    ) -> "BatchSampler":
         """Plan tokenized samples. `samples` has the columns `tokenize_files.FEATURES`."""
         # The Arrow format reads one column from the memory map without making Python objects.
         table = samples.with_format("arrow")[:]
         target_tokens = table["target_tokens"].to_numpy()
-        return cls(example_lengths(samples), target_tokens, group=group_size(samples), **layout)
+        return cls(
+            example_lengths(samples),
+            target_tokens,
+            layout,
+            global_batch=global_batch,
+            seed=seed,
+            examples_per_sample=group_size(samples),
+        )
 
     def __len__(self) -> int:
         """Packed sequences, or samples, per epoch."""
@@ -116,9 +141,9 @@ class BatchSampler:
 
     def describe(self) -> str:
         """Return a log line about packing or padding."""
-        if self.pack_length is None:
+        if self.layout.pack_length is None:
             return "samples of a micro-batch are padded to the longest of them"
-        capacity = self.pack_length * self._group
+        capacity = self.layout.pack_length * self._examples_per_sample
         packed = f"{plural(len(self), 'packed sequence')} of at most {capacity:,} tokens"
         fill = self._sizes.sum() / (len(self) * capacity)
         return f"{plural(len(self._lengths), 'sample')} in {packed}, {fill:.1%} full"
@@ -140,12 +165,12 @@ class BatchSampler:
         # A stable sort keeps the random order among equal lengths, so it is the same on all ranks.
         longest_first = numpy.argsort(-self._sizes[batch], kind="stable")
         members = self._members(batch[longest_first], samples)
-        shares = _shares_of_rank(members, self._world_size, self._rank, self._micro_batch)
-        groups = _table_rows(members)
+        shares = _shares_of_rank(members, self.layout)
+        chosen = _table_rows(members)
         return StepPlan(
-            micro_batches=[_table_rows(share, self._group) for share in shares],
-            target_tokens=int(self._target_tokens[groups].sum()),
-            samples=len(groups),
+            micro_batches=[_table_rows(share, self._examples_per_sample) for share in shares],
+            target_tokens=int(self._target_tokens[chosen].sum()),
+            samples=len(chosen),
         )
 
     def _members(self, items: numpy.ndarray, samples: numpy.ndarray) -> list[list[int]]:
@@ -197,39 +222,34 @@ class BatchSampler:
 
 def evaluation_batches(
     lengths: numpy.ndarray,
-    world_size: int,
-    rank: int,
-    batch_size: int,
+    layout: BatchLayout,
     max_batches: int = 0,
-    pack_length: int | None = None,
-    group: int = 1,
+    examples_per_sample: int = 1,
 ) -> list[list[int]]:
     """Return this rank's batches of an evaluation. Every sample is on exactly one rank; all ranks
     have as many batches.
 
     Args:
-        lengths: tokens of each sample of the validation set.
-        world_size, rank: number of ranks, and the rank of these batches.
-        batch_size: maximum samples, or packed sequences, of a batch of one rank.
+        lengths: tokens of each example of the validation set.
+        layout: of the batches.
         max_batches: maximum batches per rank; 0 = all samples.
-        pack_length: tokens of a packed sequence; None: no packing.
-        group: see `BatchSampler`.
+        examples_per_sample: see `BatchSampler`.
 
     Returns:
-        The indices of samples, one list per batch.
+        The indices of examples, one list per batch.
     """
-    lengths = _sum_groups(lengths, group)
+    lengths = _sum_examples(lengths, examples_per_sample)
     members = [[sample] for sample in range(len(lengths))]
-    if pack_length is not None:
-        packs, _ = pack_samples(lengths, pack_length * group)
+    if layout.pack_length is not None:
+        packs, _ = pack_samples(lengths, layout.pack_length * examples_per_sample)
         samples = numpy.argsort(-lengths, kind="stable")
         members = [samples[slots].tolist() for slots in packs]
         # The first packed sequences hold the longest samples. With max_batches, samples of all
         # lengths should be used. The seed is fixed: every evaluation uses the same samples.
         order = numpy.random.default_rng(0).permutation(len(members))
         members = [members[pack] for pack in order]
-    shares = _shares_of_rank(members, world_size, rank, batch_size)
-    batches = [_table_rows(share, group) for share in shares]
+    shares = _shares_of_rank(members, layout)
+    batches = [_table_rows(share, examples_per_sample) for share in shares]
     return batches[:max_batches] if max_batches else batches
 
 
@@ -376,34 +396,34 @@ def _best_fit(longest_first: numpy.ndarray, pack_length: int) -> numpy.ndarray:
     return pack_of_slot
 
 
-def _shares_of_rank(
-    items: list[list[int]], world_size: int, rank: int, batch_size: int
-) -> list[list[list[int]]]:
-    """Return this rank's share of each round of world_size x batch_size items.
+def _shares_of_rank(items: list[list[int]], layout: BatchLayout) -> list[list[list[int]]]:
+    """Return this rank's share of each round of world_size x micro_batch items.
 
     In the last round there may be no item for this rank. Its share is then empty, so that all ranks
     have as many.
     """
-    round_size = world_size * batch_size
+    round_size = layout.world_size * layout.micro_batch
     shares = []
     for first in range(0, len(items), round_size):
         one_round = items[first : first + round_size]
-        shares.append(one_round[rank::world_size])
+        shares.append(one_round[layout.rank :: layout.world_size])
     return shares
 
 
-def _sum_groups(numbers: Sequence[int] | numpy.ndarray, group: int) -> numpy.ndarray:
-    """Return the sum over each group of `group` neighboring numbers."""
-    return numpy.asarray(numbers).reshape(-1, group).sum(1)
+def _sum_examples(
+    numbers: Sequence[int] | numpy.ndarray, examples_per_sample: int
+) -> numpy.ndarray:
+    """Return the sum over the examples of each sample, from one number per example."""
+    return numpy.asarray(numbers).reshape(-1, examples_per_sample).sum(1)
 
 
-def _table_rows(members: list[list[int]], group: int = 1) -> list[int]:
-    """Return the table rows of all groups of all packed sequences."""
+def _table_rows(members: list[list[int]], examples_per_sample: int = 1) -> list[int]:
+    """Return the table rows of all examples of all samples of all packed sequences."""
     rows = list[int]()
-    for groups in members:
-        for number in groups:
-            first = number * group
-            rows += range(first, first + group)
+    for samples in members:
+        for sample in samples:
+            first = sample * examples_per_sample
+            rows += range(first, first + examples_per_sample)
     return rows
 
 
@@ -506,13 +526,11 @@ def _concatenated(column: pyarrow.ChunkedArray) -> torch.Tensor:
     return torch.from_numpy(numbers.astype(numpy.int64))
 
 
-def collate_step(
-    dataset: Dataset, step: StepPlan, pad_token_id: int, pack_length: int | None
-) -> list[Batch]:
-    """Make the micro-batches of a step. With a `pack_length` they are packed, otherwise padded."""
+def collate_step(dataset: Dataset, step: StepPlan, layout: BatchLayout) -> list[Batch]:
+    """Make the micro-batches of a step, packed or padded."""
     return [
-        collate(dataset, samples, pad_token_id, pack_length is not None)
-        for samples in step.micro_batches
+        collate(dataset, indices, layout.pad_token_id, layout.is_packed)
+        for indices in step.micro_batches
     ]
 
 

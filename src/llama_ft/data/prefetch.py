@@ -39,7 +39,6 @@ class PreparedBatches:
     Args:
         samples: the samples, with the columns `tokenize_files.FEATURES`, memory-mapped.
         plan: chooses the samples of each step.
-        pad_token_id: fills padded samples.
         num_epochs: passes over the samples.
         max_train_step: maximum number of optimizer steps; 0 = no limit.
     """
@@ -48,14 +47,12 @@ class PreparedBatches:
         self,
         samples: Dataset,
         plan: BatchSampler,
-        pad_token_id: int,
         num_epochs: int,
         max_train_step: int,
     ) -> None:
         self._samples = samples
         self._plan = plan
-        self._pad_token_id = pad_token_id
-        self.pack_length = plan.pack_length
+        self.layout = plan.layout
         # packed sequences, or samples, per epoch
         self.size = len(plan)
         all_steps = plan.steps_per_epoch * num_epochs
@@ -67,7 +64,7 @@ class PreparedBatches:
 
     def describe(self) -> str:
         """Return a log line about the batches and the number of steps."""
-        item = "sample" if self.pack_length is None else "packed sequence"
+        item = "packed sequence" if self.layout.is_packed else "sample"
         batch = plural(self._plan.global_batch, item)
         steps = f"{plural(self.total_steps, 'optimizer step')} of {batch}, {self._plan.steps_per_epoch:,} per epoch"
         return f"{self._plan.describe()}\n{steps}"
@@ -79,7 +76,7 @@ class PreparedBatches:
         for step in range(first, last + 1):
             epoch, step_in_epoch = divmod(step - 1, per_epoch)
             share = plan.step(epoch, step_in_epoch)
-            batches = collate_step(self._samples, share, self._pad_token_id, self.pack_length)
+            batches = collate_step(self._samples, share, self.layout)
             yield StepBatches(
                 step=step,
                 epoch=epoch,

@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 from datasets import Dataset
@@ -103,17 +103,36 @@ class _Tokenization:
     examples: ExamplesOf
 
 
+@dataclass(frozen=True, kw_only=True)
+class DataRequest:
+    """What samples are prepared for: the limits of the model, and what the recipe does with them.
+
+    Attributes:
+        context_length: maximum tokens of a sample.
+        want_validation: False returns no `validation`; a fraction of the samples is still kept out
+            of training.
+        vocabulary_size: of the model. A tokenizer may have larger ids if no sample has them. None:
+            not checked.
+        add_tokens: new tokens get embeddings in the model, so special tokens of the chat template
+            may be added.
+        use: purpose of `--dataset`, which is returned as `train`: validation selects its
+            validation split.
+        examples: makes the examples of a sample, `Objective.examples`.
+    """
+
+    context_length: int
+    want_validation: bool
+    vocabulary_size: int | None = None
+    add_tokens: bool = False
+    use: Split = "train"
+    examples: ExamplesOf = one_example
+
+
 def prepare(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    context_length: int,
+    request: DataRequest,
     cache: Path,
-    want_validation: bool,
-    vocabulary_size: int | None = None,
-    add_tokens: bool = False,
-    use: Split = "train",
-    examples: ExamplesOf = one_example,
     verify_cache: bool = True,
 ) -> TokenizedData:
     """Tokenize the data that `config` names, or take them from the cache.
@@ -125,57 +144,48 @@ def prepare(
         config: everything but batching_strategy. With streaming only validation samples are
             tokenized here.
         tokenizer: of the model to be trained.
-        context_length: maximum tokens of a sample.
+        request: what the samples are for.
         cache: directory of the demo and of tokenized data, see `cache_dir`.
-        want_validation: False returns no `validation`; a fraction of the samples is still kept out
-            of training.
-        vocabulary_size: of the model. A tokenizer may have larger ids if no sample has them. None:
-            not checked.
-        add_tokens: new tokens get embeddings in the model, so special tokens of the chat template
-            may be added.
-        use: purpose of config.dataset, which is returned as `train`: validation selects its
-            validation split.
-        examples: makes the examples of a sample, `Objective.examples`.
         verify_cache: compare tokenized samples in the cache with their checksums, which reads all
             of them. One rank per node does it, before the others.
 
     Raises:
         UserError: the data cannot be used; several bad samples are reported together.
     """
-    opened = partial(open_source, config=config, tokenizer=tokenizer, cache=cache)
-    original = opened(config.dataset, use)
-    source = reshaped(original, config, config.max_samples)
-    fraction = as_fraction(config.validation)
-    held_out: Source | None = None
-    is_trained_on = False
-    if want_validation and fraction is None:
-        name: str | list[DatasetPart] | None = config.validation
-        if not name and brings_validation(config.dataset, config.streaming):
-            name = config.dataset
-        if name:
-            validation = opened(name, "validation")
-            held_out = reshaped(validation, config)
-            trained_on = {part.identity for part in original.parts or (original,)}
-            is_trained_on = validation.identity in trained_on
-    kinds, summary = _look_at_formats(source, held_out, config.dataset_format)
+    opened = _open_sources(config, tokenizer, request, cache)
+    source = opened.training
+    kinds, summary = _look_at_formats(source, opened.validation, config.dataset_format)
     # Without a valid sample, there may be chats after the first samples.
     has_chats = list in kinds or not kinds
     if config.chat_template or has_chats:
-        note = ensure_chat_template(tokenizer, config.chat_template, add_tokens)
-        summary = [note, *summary] if note else summary
+        note = ensure_chat_template(tokenizer, config.chat_template, request.add_tokens)
+        if note:
+            summary.insert(0, note)
     encoder = Encoder(
-        tokenizer, context_length, config.truncation, config.labels, config.reasoning_content
+        tokenizer,
+        request.context_length,
+        config.truncation,
+        config.labels,
+        config.reasoning_content,
     )
-    tokenization = _Tokenization(source, held_out, fraction, config, encoder, examples)
+    tokenization = _Tokenization(
+        source=source,
+        validation=opened.validation,
+        fraction=as_fraction(config.validation),
+        config=config,
+        encoder=encoder,
+        examples=request.examples,
+    )
     report, folder = _tokenized(tokenization, cache, verify_cache)
-    if not want_validation:
+    if not request.want_validation:
         report = replace(report, validation=None)
+    is_trained_on = opened.is_trained_on
+    check_ids(report.train.largest_id, source.name, tokenizer, request.vocabulary_size)
     if report.validation is not None:
+        check_ids(report.validation.largest_id, source.name, tokenizer, request.vocabulary_size)
         is_trained_on |= report.validation.fingerprint == report.train.fingerprint
-    for split in filter(None, (report.train, report.validation)):
-        check_ids(split.largest_id, source.name, tokenizer, vocabulary_size)
     summary += describe(report)
-    if want_validation and report.validation is None:
+    if request.want_validation and report.validation is None:
         summary.append("no validation data: --validation FILE or --validation 0.05")
     training_samples: Dataset | None = None
     validation_samples: Dataset | None = None
@@ -189,10 +199,36 @@ def prepare(
         validation=validation_samples,
         summary=summary,
         report=report,
-        stream=(source, encoder, examples) if config.streaming else None,
+        stream=(source, encoder, request.examples) if config.streaming else None,
         bad_samples=folder / BAD_SAMPLES_FILE if report.bad_samples else None,
         warnings=(TRAINED_ON,) if is_trained_on else (),
     )
+
+
+class _OpenedSources(NamedTuple):
+    training: Source
+    validation: Source | None  # of its own; a fraction of the training samples is none
+    is_trained_on: bool  # the validation set is a part of the training data
+
+
+def _open_sources(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, request: DataRequest, cache: Path
+) -> _OpenedSources:
+    """Open the dataset, and the validation set if one is wanted and it is not a fraction."""
+    opened = partial(open_source, config=config, tokenizer=tokenizer, cache=cache)
+    original = opened(config.dataset, request.use)
+    training = reshaped(original, config, config.max_samples)
+    if not request.want_validation or as_fraction(config.validation) is not None:
+        return _OpenedSources(training, None, is_trained_on=False)
+    name: str | list[DatasetPart] | None = config.validation
+    if not name and brings_validation(config.dataset, config.streaming):
+        name = config.dataset
+    if not name:
+        return _OpenedSources(training, None, is_trained_on=False)
+    validation = opened(name, "validation")
+    trained_on = {part.identity for part in original.parts or (original,)}
+    is_trained_on = validation.identity in trained_on
+    return _OpenedSources(training, reshaped(validation, config), is_trained_on)
 
 
 def _look_at_formats(

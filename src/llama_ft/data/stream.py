@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Generator
 from contextlib import closing
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import pyarrow
@@ -22,7 +21,7 @@ from datasets import Dataset
 from datasets.table import InMemoryTable
 
 from llama_ft.config import Config
-from llama_ft.data.batches import BatchSampler, collate_step, combine_seeds
+from llama_ft.data.batches import BatchLayout, BatchSampler, collate_step, combine_seeds
 from llama_ft.data.prefetch import Prefetcher, PreparedBatches, StepBatches
 from llama_ft.data.prepare import TokenizedData, check_ids
 from llama_ft.data.sources import Source
@@ -55,8 +54,7 @@ class StreamedBatches:
 
     Args:
         stream: source, encoder and examples function, from `TokenizedData.stream`.
-        sampler: makes a `BatchSampler` from tokenized samples and a seed.
-        config, pad_token_id, vocabulary_size, ranks: see `plan_training`.
+        config, layout, global_batch, vocabulary_size, ranks: see `plan_training`.
     """
 
     size = None  # the number of samples per epoch is unknown
@@ -65,8 +63,8 @@ class StreamedBatches:
         self,
         stream: tuple[Source, Encoder, ExamplesOf],
         config: Config,
-        sampler: "partial[BatchSampler]",
-        pad_token_id: int,
+        layout: BatchLayout,
+        global_batch: int,
         vocabulary_size: int | None,
         ranks: Ranks,
     ) -> None:
@@ -74,10 +72,8 @@ class StreamedBatches:
         self.total_steps = config.train.max_train_step
         self._seed = config.train.seed
         self._config = config.data
-        self.pack_length: int | None = sampler.keywords["pack_length"]
-        self._global_batch: int = sampler.keywords["global_batch"]
-        self._sampler = sampler
-        self._pad_token_id = pad_token_id
+        self.layout = layout
+        self._global_batch = global_batch
         self._vocabulary_size = vocabulary_size
         self._ranks = ranks
         self._is_wanted = True
@@ -101,12 +97,13 @@ class StreamedBatches:
 
     def describe(self) -> str:
         """Return a log line about the batches and the number of steps."""
-        batch = plural(
-            self._global_batch, "sample" if self.pack_length is None else "packed sequence"
-        )
-        tokens = f" of {self.pack_length:,} tokens" if self.pack_length is not None else ""
-        ahead = f"{self._source.name} is streamed, {plural(self._config.shuffle_buffer, 'sample')} ahead"
-        return f"{ahead}\n{plural(self.total_steps, 'optimizer step')} of {batch}{tokens}"
+        batch = plural(self._global_batch, "sample")
+        pack_length = self.layout.pack_length
+        if pack_length is not None:
+            batch = f"{plural(self._global_batch, 'packed sequence')} of {pack_length:,} tokens"
+        samples = plural(self._config.shuffle_buffer, "sample")
+        steps = plural(self.total_steps, "optimizer step")
+        return f"{self._source.name} is streamed, {samples} ahead\n{steps} of {batch}"
 
     def steps(
         self, first: int, last: int, position: dict[str, int]
@@ -122,10 +119,13 @@ class StreamedBatches:
         skip = position["step_in_window"]
         with Prefetcher(self._windows(position), 1) as ready:
             for start, ends_epoch, samples in ready:
-                plan = self._sampler(
-                    samples, seed=combine_seeds(self._seed, start["epoch"], start["window"])
+                seed = combine_seeds(self._seed, start["epoch"], start["window"])
+                plan = BatchSampler.of(
+                    samples, self.layout, global_batch=self._global_batch, seed=seed
                 )
-                if step == first and len(plan) < plan.global_batch and not ends_epoch:
+                # The last window of an epoch may be small.
+                is_small = len(plan) < plan.global_batch and not ends_epoch
+                if is_small and step == first:
                     log.warning(
                         f"--shuffle_buffer {self._config.shuffle_buffer}: fills only {len(plan):,} of the "
                         f"{plan.global_batch:,} places of a global batch, so steps are smaller. Use a larger one."
@@ -137,11 +137,16 @@ class StreamedBatches:
                         return
                     share = plan.step(0, step_in_window)
                     is_end = ends_epoch and step_in_window == plan.steps_per_epoch - 1
-                    batches = collate_step(samples, share, self._pad_token_id, self.pack_length)
-                    seen = float(start["epoch"] + is_end)
-                    now = {**start, "step_in_window": step_in_window + 1}
-                    counts = share.target_tokens, share.samples
-                    yield StepBatches(step, start["epoch"], seen, is_end, *counts, batches, now)
+                    yield StepBatches(
+                        step=step,
+                        epoch=start["epoch"],
+                        epochs_seen=float(start["epoch"] + is_end),
+                        ends_epoch=is_end,
+                        target_tokens=share.target_tokens,
+                        samples=share.samples,
+                        batches=collate_step(samples, share, self.layout),
+                        position={**start, "step_in_window": step_in_window + 1},
+                    )
                     step += 1
                 skip = 0
 
@@ -253,12 +258,26 @@ class StreamedBatches:
 TrainingBatches = PreparedBatches | StreamedBatches
 
 
+def training_layout(
+    config: Config, context_length: int, pad_token_id: int, ranks: Ranks
+) -> BatchLayout:
+    """Return the layout of this rank's micro-batches. `context_length` is the length of packed
+    sequences, and `pad_token_id` fills padded samples."""
+    is_packed = config.data.batching_strategy == "packing"
+    return BatchLayout(
+        world_size=ranks.world_size,
+        rank=ranks.rank,
+        micro_batch=config.train.batch_size_training,
+        pack_length=context_length if is_packed else None,
+        pad_token_id=pad_token_id,
+    )
+
+
 def plan_training(
     config: Config,
     data: TokenizedData,
-    context_length: int,
+    layout: BatchLayout,
     global_batch: int,
-    pad_token_id: int,
     vocabulary_size: int | None,
     ranks: Ranks,
 ) -> TrainingBatches:
@@ -267,9 +286,8 @@ def plan_training(
     Args:
         config: the resolved configuration.
         data: the result of `prepare`.
-        context_length: tokens of a packed sequence.
+        layout: of this rank's micro-batches, see `training_layout`.
         global_batch: packed sequences (or samples) of an optimizer step, over all ranks.
-        pad_token_id: fills padded samples.
         vocabulary_size: of the model; None: token ids of streamed samples are not checked.
         ranks: the ranks. All ranks must call this function.
 
@@ -285,18 +303,9 @@ def plan_training(
             f"--dataset: rank {', '.join(other)} has other samples than rank 0.\nExpected the same files on every "
             "node. A dataset function must return the same samples in the same order: set a seed for its shuffle."
         )
-    sampler = partial(
-        BatchSampler.of,
-        pack_length=context_length if config.data.batching_strategy == "packing" else None,
-        global_batch=global_batch,
-        world_size=ranks.world_size,
-        rank=ranks.rank,
-        micro_batch=config.train.batch_size_training,
-    )
     if data.stream is not None:
-        return StreamedBatches(data.stream, config, sampler, pad_token_id, vocabulary_size, ranks)
+        return StreamedBatches(data.stream, config, layout, global_batch, vocabulary_size, ranks)
     assert data.train is not None  # either train or stream is set
-    plan = sampler(data.train, seed=config.train.seed)
-    return PreparedBatches(
-        data.train, plan, pad_token_id, config.train.num_epochs, config.train.max_train_step
-    )
+    train = config.train
+    plan = BatchSampler.of(data.train, layout, global_batch=global_batch, seed=train.seed)
+    return PreparedBatches(data.train, plan, train.num_epochs, train.max_train_step)

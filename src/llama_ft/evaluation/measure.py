@@ -54,13 +54,15 @@ def measure_loss(
         tokenized = data.prepare(
             config.data,
             tokenizer,
-            context_length=context_length,
+            data.DataRequest(
+                context_length=context_length,
+                want_validation=split is None,
+                vocabulary_size=None if has_new_tokens else vocabulary,
+                add_tokens=has_new_tokens,
+                use=split or "train",
+                examples=training.SupervisedFineTuning.examples,
+            ),
             cache=data.cache_dir(),
-            want_validation=split is None,
-            vocabulary_size=None if has_new_tokens else vocabulary,
-            add_tokens=has_new_tokens,
-            use=split or "train",
-            examples=training.SupervisedFineTuning.examples,
             verify_cache=ranks.local_rank == 0,
         )
     if not is_base:
@@ -71,15 +73,20 @@ def measure_loss(
             f"{asked.place}: there is no validation set. --dataset FILE names samples for the evaluation."
         )
     attention = model.config._attn_implementation
-    pack_length = context_length if config.data.batching_strategy == "packing" else None
-    if pack_length is not None:
+    is_packed = config.data.batching_strategy == "packing"
+    if is_packed:
         built.mixers = models.use_packed_attention(built)
         training.check_packing(built, samples, context_length, model.dtype, ranks)
-    pad = data.pad_token_id(tokenizer, vocabulary)
-    objective = training.SupervisedFineTuning()
-    loss, tokens, _ = training.mean_loss(
-        built, objective, samples, config.train, pad, pack_length, ranks
+    layout = data.BatchLayout(
+        world_size=ranks.world_size,
+        rank=ranks.rank,
+        micro_batch=config.train.val_batch_size,
+        pack_length=context_length if is_packed else None,
+        pad_token_id=data.pad_token_id(tokenizer, vocabulary),
     )
+    objective = training.SupervisedFineTuning()
+    max_batches = config.train.max_eval_step
+    loss, tokens, _ = training.mean_loss(built, objective, samples, layout, max_batches, ranks)
     # packed attention works only for packed sequences
     model.config._attn_implementation = attention
     model.eval()

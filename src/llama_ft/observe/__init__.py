@@ -9,8 +9,8 @@ from llama_ft.observe.memory import (
     reset_peaks,
     write_snapshot,
 )
-from llama_ft.observe.run_log import RunLog
+from llama_ft.observe.run_log import ResumedLog, RunLog
 from llama_ft.observe.run_metadata import RunMetadata, environment
-from llama_ft.observe.summary import summary
+from llama_ft.observe.summary import RunOutcome, summary
 from llama_ft.observe.throughput import ThroughputMeter
 from llama_ft.observe.trackers import check_trackers

@@ -6,6 +6,7 @@ import math
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,22 @@ METRICS_FILE = "metrics.jsonl"
 Metrics = Mapping[str, float | Sequence[float]]  # a sequence holds one value per rank
 
 
+@dataclass(frozen=True)
+class ResumedLog:
+    """The log of the run that a run resumes.
+
+    Attributes:
+        step: optimizer steps of the resumed checkpoint.
+        directory: of the resumed run.
+        tracker_ids: run ids of the trackers from the checkpoint. Without them, or if the new run
+            has another directory, the trackers start a new run.
+    """
+
+    step: int
+    directory: Path
+    tracker_ids: Mapping[str, str]
+
+
 class RunLog(contextlib.AbstractContextManager["RunLog"]):
     """metrics.jsonl, trackers and progress of one run; a context manager.
 
@@ -34,10 +51,7 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         resolved: the run's configuration as plain values, for the trackers.
         total_steps: the last step of the run.
         rank: the log works on rank 0 and does nothing on other ranks.
-        resume_step: optimizer steps of the resumed checkpoint; None for a new run.
-        resumed_dir: directory of the resumed run, if it is another one than output_dir.
-        tracker_ids: run ids of the trackers from the checkpoint. Without them, or in another
-            directory, the trackers start a new run.
+        resumed: the log of the resumed run; None for a new run.
 
     Raises:
         UserError: a tracker cannot start.
@@ -50,15 +64,17 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         resolved: dict[str, Any],
         total_steps: int,
         rank: int = 0,
-        resume_step: int | None = None,
-        resumed_dir: Path | None = None,
-        tracker_ids: Mapping[str, str] | None = None,
+        resumed: ResumedLog | None = None,
     ) -> None:
+        resume_step = None
         source = None
-        if resumed_dir is not None and resumed_dir.resolve() != output_dir.resolve():
-            source = resumed_dir / METRICS_FILE
-            tracker_ids = None
-        self.tracker_ids = dict(tracker_ids or {})
+        self.tracker_ids = dict[str, str]()
+        if resumed is not None:
+            resume_step = resumed.step
+            if resumed.directory.resolve() == output_dir.resolve():
+                self.tracker_ids = dict(resumed.tracker_ids)
+            else:
+                source = resumed.directory / METRICS_FILE
         self._is_main = rank == 0
         self._trackers = list[Tracker]()
         if not self._is_main:

@@ -4,6 +4,7 @@ import math
 import os
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from llama_ft.config import Config
@@ -16,31 +17,38 @@ TIME_UNITS = (
 )
 
 
-def summary(
-    config: Config,
-    run: Path,
-    recipes: Path,
-    ended: str,
-    seconds: float,
-    best: tuple[float, int],
-    weights_of: int,
-    has_validation: bool,
-) -> str:
+@dataclass(frozen=True, kw_only=True)
+class RunOutcome:
+    """How a run has ended.
+
+    Attributes:
+        ended: the last step and the reason for the end.
+        seconds: since the start of this launch.
+        best_loss: the best validation loss; infinite if there is none.
+        best_step: its step.
+        weights_of: the step of the weights in model/.
+        has_validation: the run has a validation set, for which evaluate.py can compute the loss.
+    """
+
+    ended: str
+    seconds: float
+    best_loss: float
+    best_step: int
+    weights_of: int
+    has_validation: bool
+
+
+def summary(config: Config, run: Path, recipes: Path, outcome: RunOutcome) -> str:
     """Return an empty line and at most six lines. Their commands can be copied into a shell.
 
     Args:
         config: the run's settings.
         run: its directory.
         recipes: the directory of inference.py, evaluate.py and export.py.
-        ended: the last step and the reason for the end.
-        seconds: since the start of this launch.
-        best: the best validation loss (infinite if there is none) and its step.
-        weights_of: the step of the weights in model/.
-        has_validation: the run has a validation set, for which evaluate.py can compute the loss.
+        outcome: how the run has ended.
     """
     is_adapter = config.peft.use_peft
     has_model = config.checkpoint.save_model
-    best_loss, best_step = best
     python = "python"
     if sys.executable.startswith(os.getcwd()):  # of a virtual environment in this directory
         python = os.path.relpath(sys.executable)
@@ -49,20 +57,22 @@ def summary(
         script = os.path.relpath(recipes / recipe)
         return shlex.join([python, script, str(run), *words])
 
-    lines = ["", f"Training ended after {ended}. The run took {time_text(seconds)}."]
-    if math.isfinite(best_loss):
-        lines.append(f"Best validation loss: {best_loss:.4g} at step {best_step}")
+    took = time_text(outcome.seconds)
+    lines = ["", f"Training ended after {outcome.ended}. The run took {took}."]
+    if math.isfinite(outcome.best_loss):
+        best_loss = f"{outcome.best_loss:.4g} at step {outcome.best_step}"
+        lines.append(f"Best validation loss: {best_loss}")
     report = f"(report: {run / 'report.html'})"
     if not has_model:
         lines.append(f"No model was saved: {run} {report}")
         return "\n".join(lines)
     kind = "adapter" if is_adapter else "model"
-    lines.append(f"The fine-tuned {kind} of step {weights_of}: {run / 'model'} {report}")
+    lines.append(f"The fine-tuned {kind} of step {outcome.weights_of}: {run / 'model'} {report}")
     if config.preference.objective == "reward":
         lines.append(f"Score responses with it: {command('inference.py', '--prompts', 'FILE')}")
     else:
         lines.append(f"Chat with it: {command('inference.py')}")
-        if has_validation:
+        if outcome.has_validation:
             lines.append(f"Evaluate it: {command('evaluate.py', '--base')}")
     exported = f"{run}-exported"
     if is_adapter:

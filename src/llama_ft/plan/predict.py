@@ -211,7 +211,7 @@ def _two_steps(
     scale = training.TrainState(settings).scale.factor
     batches = [batch] * min(settings.gradient_accumulation_steps, PLANNED_MICRO_BATCHES)
     losses = training.accumulate_gradients(
-        built, objective, batches, 1, reduce_last_only, ranks, scale, tracker
+        built, objective, batches, 1 / scale, reduce_last_only, ranks, tracker
     )
     tracker.enter("optimizer step")
     training.clip_and_reduce_norm(built, losses, 1, settings, scale, ranks)

@@ -33,8 +33,7 @@ class TrainingRun:
     """A run whose directory is open on this rank, see `open_run`.
 
     Args:
-        setup: what was known before.
-        config: the settings, with all choices made.
+        setup: what was known before, with all choices made in its `config`.
         inputs: the result of `Setup.check_inputs`.
         dataset: the tokenized data.
         batches: the plan of all steps.
@@ -58,13 +57,13 @@ class TrainingRun:
     def __init__(
         self,
         setup: Setup,
-        config: Config,
-        inputs: Metrics,
+        inputs: dict[str, Any],
         dataset: data.TokenizedData,
         batches: data.TrainingBatches,
         model: PreTrainedModel,
         directory: Path,
     ) -> None:
+        config = setup.config
         self.config = config
         self.ranks = setup.ranks
         self.memory = setup.memory
@@ -74,16 +73,16 @@ class TrainingRun:
         self.directory = directory
         self.state = training.TrainState(config.train)
         self.metrics: Metrics = {}
-        trackers: dict[str, Any] = {}
+        resumed_log = None
         if self.resumed is not None:
             saved = self.resumed.trainer
             self.state.load_state_dict(saved["progress"])
             self.metrics = saved["metrics"]
-            trackers = {
-                "resume_step": self.resumed.step,
-                "resumed_dir": self.resumed.run,
-                "tracker_ids": saved["trackers"],
-            }
+            resumed_log = observe.ResumedLog(
+                step=self.resumed.step,
+                directory=self.resumed.run,
+                tracker_ids=saved["trackers"],
+            )
         self._description = checkpoint.describe_run(config) | inputs
         self._started_at = setup.started_at
         self._first_step_at = math.inf  # of this launch, in seconds
@@ -108,7 +107,7 @@ class TrainingRun:
         )
         settings = dataclasses.asdict(config)
         self.log = observe.RunLog(
-            directory, config.tracking, settings, last_step, self.ranks.rank, **trackers
+            directory, config.tracking, settings, last_step, self.ranks.rank, resumed_log
         )
 
     # Training
@@ -254,7 +253,6 @@ class TrainingRun:
         self,
         built: models.BuiltModel,
         objective: Objective,
-        pad: int,
         record: StepRecord | None = None,
     ) -> Metrics:
         """Return the validation loss and related metrics. All ranks call it together.
@@ -265,7 +263,6 @@ class TrainingRun:
         Args:
             built: the model, in training or evaluation mode.
             objective: of the run.
-            pad: the pad token's id.
             record: of the step after which it is due; None before step 1.
 
         Raises:
@@ -274,11 +271,11 @@ class TrainingRun:
         self.memory.enter("evaluation")
         samples = self.dataset.validation
         assert samples is not None
-        pack_length = self.batches.pack_length
         settings = self.config.train
+        layout = dataclasses.replace(self.batches.layout, micro_batch=settings.val_batch_size)
         try:
             loss, _, others = training.mean_loss(
-                built, objective, samples, settings, pad, pack_length, self.ranks
+                built, objective, samples, layout, settings.max_eval_step, self.ranks
             )
         except runtime.Stopped as stopped:
             self._abandon("The evaluation", stopped, record)
@@ -295,7 +292,6 @@ class TrainingRun:
         when: str,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        pad: int,
         record: StepRecord | None = None,
     ) -> None:
         """Log the model's answers to the sample prompts and keep them for the report, under the
@@ -303,12 +299,14 @@ class TrainingRun:
         self.memory.enter("evaluation")
         chats = training.sample_chats(self.config.train, self.dataset.report.chat_sample)
         length = self.config.train.sample_tokens
+        pad = self.batches.layout.pad_token_id
         try:
-            shown = training.show_answers(when, model, tokenizer, chats, length, pad, self.ranks)
+            answers = training.answer_prompts(model, tokenizer, chats, length, pad, self.ranks)
         except runtime.Stopped as stopped:
             self._abandon("The generation of sample answers", stopped, record)
             return
-        self.facts.add_samples(when, shown)
+        training.log_answers(when, answers)
+        self.facts.add_samples(when, answers)
         self.throughput.pause()
 
     def _abandon(self, what: str, stopped: runtime.Stopped, record: StepRecord | None) -> None:
@@ -412,17 +410,15 @@ class TrainingRun:
         if not self.ranks.is_main:
             return
         best = self.state.best
-        summary = observe.summary(
-            self.config,
-            self.directory,
-            recipes,
-            self.ended,
-            time.monotonic() - self._started_at,
-            (best.loss, best.step),
-            self.weights_of,
-            self.dataset.validation is not None,
+        outcome = observe.RunOutcome(
+            ended=self.ended,
+            seconds=time.monotonic() - self._started_at,
+            best_loss=best.loss,
+            best_step=best.step,
+            weights_of=self.weights_of,
+            has_validation=self.dataset.validation is not None,
         )
-        runtime.console.print(summary)
+        runtime.console.print(observe.summary(self.config, self.directory, recipes, outcome))
 
     def _outcome(self) -> dict[str, Any]:
         return {
@@ -464,7 +460,8 @@ def open_run(
         if dataset.bad_samples is not None:
             shutil.copyfile(dataset.bad_samples, directory / BAD_SAMPLES_FILE)
     setup.preflight.report(directory)
-    run = TrainingRun(setup, config, inputs, dataset, batches, built.model, directory)
+    setup = dataclasses.replace(setup, config=config)
+    run = TrainingRun(setup, inputs, dataset, batches, built.model, directory)
     run.facts.add(units=[dataclasses.asdict(unit) for unit in built.units])
     with run.log:
         yield run

@@ -2,7 +2,13 @@
 
 from llama_ft.training.advice import advice
 from llama_ft.training.check_packing import check_packing
-from llama_ft.training.evaluation import mean_loss, perplexity, sample_chats, show_answers
+from llama_ft.training.evaluation import (
+    answer_prompts,
+    log_answers,
+    mean_loss,
+    perplexity,
+    sample_chats,
+)
 from llama_ft.training.objective import (
     LossSum,
     Objective,

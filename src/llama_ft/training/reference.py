@@ -4,9 +4,9 @@ With a new adapter the reference is the model with its adapter off, computed in 
 its log-probabilities are computed once before training, so that no second model is in memory: by
 the model itself if all weights are trained or an adapter is continued, or by --reference_model.
 
-    rows of all samples  --forward, shared by the ranks-->  one number per row  -->  reference.safetensors
+    examples of all samples  --forward, shared by the ranks-->  one number each  -->  reference.safetensors
 
-A row is found by a hash of its tokens and labels, in any micro-batch of any epoch, packed or
+An example is found by a hash of its tokens and labels, in any micro-batch of any epoch, packed or
 padded, on any rank.
 """
 
@@ -32,6 +32,7 @@ from llama_ft.config import Config, PeftConfig
 from llama_ft.config.paths import REFERENCE_FILE
 from llama_ft.data import (
     Batch,
+    BatchLayout,
     TokenizedData,
     collate,
     evaluation_batches,
@@ -59,8 +60,8 @@ class Reference(Protocol):
     """Interface of the reference's log-probabilities."""
 
     def log_probabilities(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> torch.Tensor:
-        """Return sums over the targets of each row of a micro-batch, float32 [rows] on the device,
-        without gradient. `built` is the policy. All ranks must call it."""
+        """Return sums over the targets of each example, float32 [examples] on the device, without
+        gradient. `built` is the policy. All ranks must call it."""
 
 
 class AdapterOff:
@@ -75,8 +76,8 @@ class AdapterOff:
 
 @torch.no_grad()
 def score_examples(built: BuiltModel, batch: Batch, ranks: Ranks) -> torch.Tensor:
-    """Return the model's log-probability of the targets of each row, float32 [rows], without
-    dropout or gradient."""
+    """Return the model's log-probability of the targets of each example, float32 [examples],
+    without dropout or gradient."""
     model = built.model
     is_training = model.training
     model.eval()
@@ -86,18 +87,19 @@ def score_examples(built: BuiltModel, batch: Batch, ranks: Ranks) -> torch.Tenso
 
 
 def example_keys(batch: Batch) -> numpy.ndarray:
-    """Return a hash of each row's tokens and labels, int64 [rows]. The first label is not hashed:
-    no position predicts it. Among a million different rows, two have the same hash with a
-    probability of 3e-8."""
-    contents = (
-        ids.numpy().tobytes() + labels[1:].numpy().tobytes() for ids, labels in batch.examples()
-    )
-    digests = b"".join(hashlib.blake2b(content, digest_size=8).digest() for content in contents)
-    return numpy.frombuffer(digests, "<i8")
+    """Return a hash of each example's tokens and labels, int64 [examples]. The first label is not
+    hashed: no position predicts it. Among a million different examples, two have the same hash with
+    a probability of 3e-8."""
+    digests = []
+    for ids, labels in batch.examples():
+        content = ids.numpy().tobytes() + labels[1:].numpy().tobytes()
+        digests.append(hashlib.blake2b(content, digest_size=8).digest())
+    return numpy.frombuffer(b"".join(digests), "<i8")
 
 
 class StoredReference:
-    """Log-probabilities of rows from `compute` or `load`: 12 bytes per row, on every rank."""
+    """Log-probabilities of examples from `compute` or `load`: 12 bytes per example, on every
+    rank."""
 
     def __init__(self) -> None:
         # sorted by key
@@ -108,20 +110,23 @@ class StoredReference:
         return len(self._keys)
 
     def log_probabilities(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> torch.Tensor:
-        """See `Reference`. Raises RunFailure if a row was not scored before."""
+        """See `Reference`. Raises RunFailure if an example was not scored before."""
         keys = example_keys(batch)
-        places = numpy.searchsorted(self._keys[:-1], keys)  # at most the last
-        if batch.locations and (self._keys[places] != keys).any():
-            sample = batch.locations[int((self._keys[places] != keys).argmax())]
+        if not batch.locations:  # a rank without samples: its filler was never scored
+            zeros = numpy.zeros(len(keys), numpy.float32)
+            return sent(torch.from_numpy(zeros), ranks.device)
+        # Without the last key, the result is at most the last index, also for larger keys.
+        places = numpy.searchsorted(self._keys[:-1], keys)
+        is_missing = self._keys[places] != keys
+        if is_missing.any():
+            sample = batch.locations[int(is_missing.argmax())]  # the first one
             raise RunFailure(
                 f"{sample}: the reference's log-probability of this sample was not computed before training."
             )
-        # a rank without samples
-        sums = self._sums[places] if batch.locations else numpy.zeros(len(keys), numpy.float32)
-        return sent(torch.from_numpy(sums), ranks.device)
+        return sent(torch.from_numpy(self._sums[places]), ranks.device)
 
     def compute(self, built: BuiltModel, batches: Iterable[Batch], ranks: Ranks) -> None:
-        """Score the rows of this rank's micro-batches; every rank has the same number. All ranks
+        """Score the examples of this rank's micro-batches; every rank has the same number. All ranks
         get all numbers."""
         keys = [numpy.zeros(0, numpy.int64)]
         sums = [torch.zeros(0)]
@@ -133,11 +138,15 @@ class StoredReference:
                 sums.append(scores.cpu())
             if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
                 logged = time.monotonic()
-                log.info(f"reference: {plural(sum(map(len, keys)), 'row')} on this rank")
+                count = sum(len(part) for part in keys)
+                log.info(f"reference: {plural(count, 'example')} on this rank")
         free_unsharded(built.model)
+        local = (numpy.concatenate(keys), torch.cat(sums).numpy())
         everyone: list[Any] = [None] * ranks.world_size
-        dist.all_gather_object(everyone, (numpy.concatenate(keys), torch.cat(sums).numpy()))
-        all_keys, all_sums = (numpy.concatenate(each) for each in zip(*everyone, strict=True))
+        dist.all_gather_object(everyone, local)
+        all_keys = numpy.concatenate([keys_of_rank for keys_of_rank, _ in everyone])
+        all_sums = numpy.concatenate([sums_of_rank for _, sums_of_rank in everyone])
+        # equal examples, perhaps on different ranks, are stored once; sorted by key
         self._keys, first = numpy.unique(all_keys, return_index=True)
         self._sums = all_sums[first]
 
@@ -173,7 +182,8 @@ class StoredReference:
                 f"{file}: cannot be read as log-probabilities of a reference ({reason(error)})."
             ) from error
         saved: dict[str, Any] = json.loads(header[FINGERPRINT])
-        if others := [name for name, value in fingerprint.items() if saved.get(name) != value]:
+        others = [name for name, value in fingerprint.items() if saved.get(name) != value]
+        if others:
             raise UserError(
                 f"{file}: these log-probabilities of the reference were computed with another {', '.join(others)}.\n"
                 "Resume with what the run was begun with. Or begin a new run: recipes/export.py makes a model of the "
@@ -204,42 +214,38 @@ class ReferencePass:
 
     Args:
         objective: of the run.
-        config: the resolved settings.
-        folder: directory of the model that is fine-tuned.
+        request: the settings, and the directory of the model that is fine-tuned.
         tokenizer: of the run.
-        dataset: the data; every row is scored.
-        pack_length: tokens of a packed sequence; None: no packing.
-        pad_token_id: fills padded rows.
+        dataset: the data; every example is scored.
+        layout: of this rank's micro-batches in training.
         ranks: the ranks; all of them call every method together.
     """
 
     def __init__(
         self,
         objective: Objective,
-        config: Config,
-        folder: Path,
+        request: models.ModelRequest,
         tokenizer: PreTrainedTokenizerBase,
         dataset: TokenizedData,
-        pack_length: int | None,
-        pad_token_id: int,
+        layout: BatchLayout,
         ranks: Ranks,
     ) -> None:
+        config = request.config
         reference = getattr(objective, "reference", None)
         self._stored = reference if isinstance(reference, StoredReference) else None
         self._config = config
         self._tokenizer = tokenizer
         self._dataset = dataset
         self._ranks = ranks
-        self._pack_length = pack_length
-        self._pad_token_id = pad_token_id
+        self._layout = layout
         self._other = config.preference.reference_model
         self._fingerprint = dict[str, Any](dataset.fingerprints())
         template = hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()
         self._fingerprint |= {"chat_template": template, "precision": config.train.precision}
         self._fingerprint["quantization"] = config.quantization.mode
         if self._stored is not None and self._other is None:
-            self._fingerprint["model"] = models.fingerprint(folder)
-        self._is_complete = False  # all rows have their numbers
+            self._fingerprint["model"] = models.fingerprint(request.folder)
+        self._is_complete = False  # all examples have their numbers
 
     def load(self, *folders: Path) -> None:
         """Read the numbers of a resumed run from the first of these directories that has a valid
@@ -261,7 +267,7 @@ class ReferencePass:
             if is_readable.all():
                 self._is_complete = True
                 self._fingerprint = saved  # also names --reference_model's weights
-                count = plural(len(self._stored), "row")
+                count = plural(len(self._stored), "example")
                 log.info(f"Reference: log-probabilities of {count} from {file}")
                 return
             log.warning(problem or f"{file}: another rank cannot read it.")
@@ -313,22 +319,23 @@ class ReferencePass:
         file = directory / REFERENCE_FILE
         if self._ranks.is_main:
             self._stored.save(file, self._fingerprint)
-        log.info(f"Reference: log-probabilities of {plural(len(self._stored), 'row')}: {file}")
+        count = plural(len(self._stored), "example")
+        log.info(f"Reference: log-probabilities of {count}: {file}")
 
     def _batches(self) -> Iterator[Batch]:
-        """Yield this rank's rows in micro-batches of the size of training. Every rank has the same
-        number of them."""
-        size = self._config.train.batch_size_training
-        pack_length = self._pack_length
-        sizes = self._ranks.world_size, self._ranks.rank, size, 0  # 0: all of them
-        for samples in filter(None, (self._dataset.train, self._dataset.validation)):
+        """Yield this rank's examples in micro-batches of the size of training. Every rank has the
+        same number of them."""
+        layout = self._layout
+        for samples in (self._dataset.train, self._dataset.validation):
+            if samples is None:
+                continue
+            lengths = example_lengths(samples)
             group = group_size(samples)
-            for indices in evaluation_batches(example_lengths(samples), *sizes, pack_length, group):
+            for indices in evaluation_batches(lengths, layout, examples_per_sample=group):
                 # one example of each sample at a time: KTO's training holds no more
                 for place in range(group):
-                    yield collate(
-                        samples, indices[place::group], self._pad_token_id, pack_length is not None
-                    )
+                    chosen = indices[place::group]
+                    yield collate(samples, chosen, layout.pad_token_id, layout.is_packed)
 
 
 def check_same_tokens(
@@ -336,11 +343,11 @@ def check_same_tokens(
 ) -> None:
     """Raise a UserError unless both tokenizers have the same tokens with the same ids. `name` is
     the reference: it scores the run's ids."""
-    known = theirs.get_vocab()
-    used = ours.get_vocab()
-    if others := sorted(
-        token for token in known.keys() | used.keys() if known.get(token) != used.get(token)
-    ):
+    their_ids = theirs.get_vocab()
+    our_ids = ours.get_vocab()
+    tokens = their_ids.keys() | our_ids.keys()
+    others = sorted(token for token in tokens if their_ids.get(token) != our_ids.get(token))
+    if others:
         raise UserError(
             f"--reference_model {name}: its tokenizer differs from the run's in {plural(len(others), 'token')} "
             f"({listed(others, 3)}).\nUse a reference with the same tokenizer, such as the model that was fine-tuned."

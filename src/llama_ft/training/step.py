@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,26 +30,25 @@ def accumulate_gradients(
     built: BuiltModel,
     objective: Objective,
     micro_batches: Sequence[Batch],
-    count: int,
+    divisor: float,
     reduce_last_only: bool,
     ranks: Ranks,
-    loss_scale: float = 1.0,
     watch: PhaseMonitor = NULL_MONITOR,
 ) -> list[LossSum]:
     """Run forward and backward of this rank's micro-batches. Gradients are those of the mean over
     the global batch.
 
     Args:
-        model: the sharded model; its backward pass sums gradients over ranks.
+        built: the sharded model; its backward pass sums gradients over ranks.
         objective: computes the loss of a micro-batch.
         micro_batches: those of this rank; every rank must have the same number.
-        count: losses that are summed in the global batch, over all ranks and micro-batches: loss
-            tokens, or pairs.
+        divisor: how many losses are summed in the global batch, over all ranks and micro-batches:
+            loss tokens, or pairs. Gradients come out divided by it. In fp16 it is divided by the
+            loss scale; see training/train_state.py.
         reduce_last_only: keep unsharded gradients until the last micro-batch and reduce them once.
             Right for LoRA, whose gradients are small; in full fine-tuning it keeps a whole model's
             gradients on every rank, so there every micro-batch is reduced into the shards.
         ranks: the ranks.
-        loss_scale: gradients come out times this; see training/train_state.py.
         watch: informed when a forward or backward pass begins.
 
     Returns:
@@ -64,7 +64,8 @@ def accumulate_gradients(
         watch.enter("forward")
         summed = objective.loss(built, batch, ranks)
         watch.enter("backward")
-        (summed.loss / (count / loss_scale)).backward()
+        # FSDP adds up the ranks' gradients here (it does not average them, see models/fsdp.py).
+        (summed.loss / divisor).backward()
         losses.append(replace(summed, loss=summed.loss.detach()))
     return losses
 
@@ -106,7 +107,8 @@ class StepResult:
     def logged(self) -> dict[str, float]:
         """The means of the further sums, as `train/<name>`; after `read`."""
         sums = dict(zip(self._names, self._numbers[2:].tolist(), strict=True))
-        return {f"train/{name}": value for name, value in logged_means(sums, self._count).items()}
+        means = logged_means(sums, self._count)
+        return {f"train/{name}": value for name, value in means.items()}
 
 
 def clip_and_reduce_norm(
@@ -140,19 +142,18 @@ def clip_and_reduce_norm(
     norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
     squares = torch.stack(list(norms)).double().square().sum()
     copies = ranks.mesh.size() // ranks.mesh["shard"].size()  # each copy adds the whole norm
-    names = sorted({name for summed in losses for name in summed.logged})
-    sums = [
-        torch.stack([summed.loss for summed in losses]).double().sum(),
-        squares.to(ranks.device) / copies,
-    ]
-    sums += [
-        torch.stack([summed.logged[name] for summed in losses]).double().sum() for name in names
-    ]
+    loss_sum = torch.stack([summed.loss for summed in losses]).double().sum()
+    sums = [loss_sum, squares.to(ranks.device) / copies]
+    names = sorted(set().union(*[summed.logged for summed in losses]))
+    for name in names:
+        values = torch.stack([summed.logged[name] for summed in losses])
+        sums.append(values.double().sum())
     numbers = torch.stack(sums)
     if ranks.world_size > 1:
         dist.all_reduce(numbers)
     numbers[1].sqrt_()
     if settings.gradient_clipping:
+        # 1e-6 and the clamp as in clip_grad_norm_; the factor stays on the device
         factor = (settings.gradient_clipping_threshold / (numbers[1] + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, factor.float().to(gradients[0].device))
     return StepResult(numbers, count, names)
@@ -178,7 +179,8 @@ def update_weights(
     if optimizer.defaults.get("fused"):
         # torch would not wait for its copy to the host, where offloaded weights are
         if failed is not None:
-            failed = failed.to(local_shard(optimizer.param_groups[0]["params"][0]).device)
+            first = optimizer.param_groups[0]["params"][0]
+            failed = failed.to(local_shard(first).device)
         optimizer.found_inf = failed  # type: ignore[attr-defined]  # what torch.amp.GradScaler hands it
         optimizer.step()
     elif failed is None or not failed.item():
@@ -250,22 +252,27 @@ def read_loss_or_stop(step: Step, last_checkpoint: Callable[[], Path | None], ra
     RunFailure on every rank: the weights are then those before the step. `last_checkpoint` may wait
     for a pending save."""
     loss, norm = step.numbers.read()
-    step.metrics |= {"train/loss": loss, "train/grad_norm": norm, **step.numbers.logged()}
-    if step.is_skipped or (math.isfinite(loss) and math.isfinite(norm)):
+    step.metrics["train/loss"] = loss
+    step.metrics["train/grad_norm"] = norm
+    step.metrics.update(step.numbers.logged())
+    is_finite = math.isfinite(loss) and math.isfinite(norm)
+    if is_finite or step.is_skipped:
         return
-    mine = [
-        f"rank {ranks.rank}, micro-batch {number + 1} (loss {summed.loss.item():g}): {', '.join(batch.locations)}"
-        for number, (summed, batch) in enumerate(zip(step.losses, step.batches, strict=True))
-        if not math.isfinite(summed.loss.item()) or math.isfinite(loss)
-    ]
+    lines = []
+    for number, (summed, batch) in enumerate(zip(step.losses, step.batches, strict=True), start=1):
+        local_loss = summed.loss.item()
+        # If the loss is finite, any sample may have caused the norm.
+        if math.isfinite(loss) or not math.isfinite(local_loss):
+            place = f"rank {ranks.rank}, micro-batch {number}"
+            lines.append(f"{place} (loss {local_loss:g}): {', '.join(batch.locations)}")
     everyone: list[list[str]] = [[] for _ in range(ranks.world_size)]
-    dist.all_gather_object(everyone, mine)
-    sample_lines = "\n".join([line for lines in everyone for line in lines][:MICRO_BATCHES_NAMED])
-    kept = (
-        f"The last good checkpoint is {last}."
-        if (last := last_checkpoint())
-        else "No checkpoint was written yet."
-    )
+    dist.all_gather_object(everyone, lines)
+    all_lines = list(chain.from_iterable(everyone))
+    sample_lines = "\n".join(all_lines[:MICRO_BATCHES_NAMED])
+    kept = "No checkpoint was written yet."
+    checkpoint = last_checkpoint()
+    if checkpoint is not None:
+        kept = f"The last good checkpoint is {checkpoint}."
     raise RunFailure(
         f"step {step.step}: the loss is {loss:g} and the gradient norm {norm:g}; training cannot continue.\n"
         f"The samples:\n{sample_lines}\n{kept} A lower --lr, --warmup_steps, "
