@@ -34,7 +34,8 @@ class AdamW8bit(ShardedOptimizer):
 
         super().__init__(params, lr, weight_decay, betas=betas, eps=eps)
         self._codes = (create_dynamic_map(signed=True), create_dynamic_map(signed=False))
-        self._zero_codes = tuple(int((codes == 0).nonzero()) for codes in self._codes)
+        # Padding has these codes, so that it decodes to states of 0.
+        self._zero_codes = [int((codes == 0).nonzero()) for codes in self._codes]
 
     def new_state(self, parameter: Tensor) -> States:
         shape = tuple(parameter.shape)

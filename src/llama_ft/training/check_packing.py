@@ -59,57 +59,80 @@ def check_packing(
     for mixer in mixers.with_kernels:
         # Mamba has other kernels for training; dropout is in a child and stays off
         mixer.training = True
-    is_exact = dtype == torch.float32 and not any(
-        isinstance(module, QuantizedLinear) for module in model.modules()
-    )
     attention = model.config._attn_implementation
     # that of Transformers
     model.config._attn_implementation = (attention or "").removeprefix("packed_") or None
     alone = [_logits(built, [part], None, device) for part in parts]
     model.config._attn_implementation = attention
     _check_values(built, alone)
+    is_quantized = any(isinstance(module, QuantizedLinear) for module in model.modules())
+    is_exact = dtype == torch.float32 and not is_quantized
+    tolerance = TOLERANCE_FP32 if is_exact else TOLERANCE_ROUNDED
     while True:
         layout = packed_arguments(built, [len(part) for part in parts], device)
-        try:
-            packed = _logits(built, parts, layout, device)
-        except (torch.OutOfMemoryError, torch.distributed.DistError):
-            raise
-        except Exception as error:  # of the model's own code, which computes each sample alone
-            raise UserError(
-                f"--batching_strategy packing: {type(model).__name__} cannot compute packed samples "
-                f"({reason(error)}).\nUse --batching_strategy padding."
-            ) from error
-        together = zip(alone, packed.split([len(logits) for logits in alone]), strict=True)
-        difference = max(
-            ((ours - alone).abs().mean() / alone.std()).item() for alone, ours in together
-        )
-        if difference <= (TOLERANCE_FP32 if is_exact else TOLERANCE_ROUNDED):
+        packed = _packed_logits(built, parts, layout, device)
+        difference = _largest_difference(packed, alone)
+        if difference <= tolerance:
             break
         problem = (
             f"{type(model).__name__} does not keep packed samples apart (their logits differ by "
+            f"{difference:.2g} of their deviation)"
         )
-        problem += f"{difference:.2g} of their deviation)"
         if not mixers.run_more_per_sample():
             raise UserError(
                 f"--batching_strategy packing: {problem}.\nUse --batching_strategy padding."
             )
         log.info(f"{problem}: {mixers.names()} compute one sample after another.")
     if built.has_chunked_loss:
-        input_ids = torch.cat(parts).to(device)
-        positions = _last_positions(parts).to(device)
-        targets = input_ids.roll(-1)[positions]
-        inputs = {"input_ids": input_ids.unsqueeze(0), "use_cache": False, **layout}
-        with without_graphs(model):
-            chunked = model(**inputs, positions=positions, targets=targets)[0].item()
-        of_logits = F.cross_entropy(packed, targets, reduction="sum").item()
-        if not math.isclose(chunked, of_logits, rel_tol=TOLERANCE_LOSS):
-            built.has_chunked_loss = False
-            log.warning(
-                f"Chunked cross-entropy is off, which takes more memory: with {type(model).__name__} it gives "
-                f"{chunked:g}, and the full logits give {of_logits:g}."
-            )
+        _check_chunked_loss(built, parts, layout, packed)
     free_unsharded(model)
     model.train()
+
+
+def _packed_logits(
+    built: BuiltModel, parts: list[torch.Tensor], layout: dict[str, Any], device: torch.device
+) -> torch.Tensor:
+    """Return `_logits` of packed samples. An error of the model's code becomes a UserError."""
+    try:
+        return _logits(built, parts, layout, device)
+    except (torch.OutOfMemoryError, torch.distributed.DistError):
+        raise
+    except Exception as error:  # of the model's own code, which computes each sample alone
+        name = type(built.model).__name__
+        raise UserError(
+            f"--batching_strategy packing: {name} cannot compute packed samples "
+            f"({reason(error)}).\nUse --batching_strategy padding."
+        ) from error
+
+
+def _largest_difference(packed: torch.Tensor, alone: list[torch.Tensor]) -> float:
+    """Return the largest mean difference of a sample's logits, over their standard deviation."""
+    packed_parts = packed.split([len(logits) for logits in alone])
+    differences = []
+    for expected, found in zip(alone, packed_parts, strict=True):
+        difference = (found - expected).abs().mean() / expected.std()
+        differences.append(difference.item())
+    return max(differences)
+
+
+def _check_chunked_loss(
+    built: BuiltModel, parts: list[torch.Tensor], layout: dict[str, Any], packed: torch.Tensor
+) -> None:
+    """Disable the chunked loss if it is not the loss of the logits of packed samples."""
+    model = built.model
+    input_ids = torch.cat(parts).to(packed.device)
+    positions = _last_positions(parts).to(packed.device)
+    targets = input_ids.roll(-1)[positions]
+    inputs = {"input_ids": input_ids.unsqueeze(0), "use_cache": False, **layout}
+    with without_graphs(model):
+        chunked = model(**inputs, positions=positions, targets=targets)[0].item()
+    of_logits = F.cross_entropy(packed, targets, reduction="sum").item()
+    if not math.isclose(chunked, of_logits, rel_tol=TOLERANCE_LOSS):
+        built.has_chunked_loss = False
+        log.warning(
+            f"Chunked cross-entropy is off, which takes more memory: with {type(model).__name__} it gives "
+            f"{chunked:g}, and the full logits give {of_logits:g}."
+        )
 
 
 def _check_values(built: BuiltModel, alone: list[torch.Tensor]) -> None:
@@ -117,10 +140,11 @@ def _check_values(built: BuiltModel, alone: list[torch.Tensor]) -> None:
     fault of packing, and nothing could be compared."""
     origin = f"--model_name: on the first samples, the logits of {type(built.model).__name__}"
     advice = "Check the weights (and the adapter, if there is one) and config.json."
-    if not all(bool(logits.isfinite().all()) for logits in alone):
+    are_finite = all(bool(logits.isfinite().all()) for logits in alone)
+    if not are_finite:
         raise UserError(f"{origin} are NaN or infinite.\n{advice}")
-    are_equal = any(bool((logits == logits[0, 0]).all()) for logits in alone)
-    if are_equal and not built.has_score:
+    spreads = [(logits.max() - logits.min()).item() for logits in alone]
+    if 0 in spreads and not built.has_score:
         raise UserError(f"{origin} are all equal: its weights are zero.\n{advice}")
 
 
@@ -129,33 +153,32 @@ def _samples_to_compare(
 ) -> list[torch.Tensor]:
     """Return the first tokens of a few samples. The first sample is repeated until it exceeds a
     layer's window, or the original length of longrope."""
-    taken = collate(samples, range(min(COMPARED_SAMPLES, len(samples))), 0)
-    whole = [
-        ids[:length] for ids, length in zip(taken.input_ids, taken.example_lengths, strict=True)
-    ]
+    count = min(COMPARED_SAMPLES, len(samples))
+    batch = collate(samples, range(count), pad_token_id=0)
+    whole = [ids for ids, _ in batch.examples()]
     parts = [ids[:TOKENS] for ids in whole]
-    spans = [
-        value for name, value in vars(model.config.get_text_config()).items() if SPAN.search(name)
-    ]
+    settings = vars(model.config.get_text_config())
+    spans = [value for name, value in settings.items() if SPAN.search(name)]
     # A longer sample must not change the factors of the others.
     spans += longrope_lengths(model)
     # Phi-MoE has its window only in the mask, which packed sequences do not use.
-    if shorter := [span for span in spans if isinstance(span, int) and 0 < span < longest]:
+    shorter = [span for span in spans if isinstance(span, int) and 0 < span < longest]
+    if shorter:
         ids = torch.cat(whole)
         length = min(max(shorter) + TOKENS, longest)
-        parts[0] = ids.repeat(-(-length // len(ids)))[:length]
+        repeats = math.ceil(length / len(ids))
+        parts[0] = ids.repeat(repeats)[:length]
     return parts
 
 
 def _last_positions(parts: list[torch.Tensor]) -> torch.Tensor:
     """Return the last few positions of each sample in their sequence."""
-    ends = torch.tensor([len(part) for part in parts]).cumsum(0).tolist()
-    return torch.cat(
-        [
-            torch.arange(end - min(len(part), TOKENS), end)
-            for part, end in zip(parts, ends, strict=True)
-        ]
-    )
+    positions = []
+    end = 0
+    for part in parts:
+        end += len(part)
+        positions.append(torch.arange(end - min(len(part), TOKENS), end))
+    return torch.cat(positions)
 
 
 def _logits(
@@ -164,8 +187,9 @@ def _logits(
     layout: dict[str, Any] | None,
     device: torch.device,
 ) -> torch.Tensor:
-    """float32 [positions, vocab], or scores [positions, 1], the last of each row; of one row
-    without a layout. Those of a whole window of tokens would take gigabytes."""
+    """Return float32 [positions, vocab], or scores [positions, 1], of the last tokens of each
+    sample; without a layout, of one sample. Those of a whole window of tokens would take
+    gigabytes."""
     model = built.model
     positions = _last_positions(parts).to(device)
     input_ids = torch.cat(parts).unsqueeze(0).to(device)

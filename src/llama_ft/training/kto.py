@@ -46,31 +46,30 @@ class Kto:
         self.reference = AdapterOff() if reference is None else reference
 
     def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
-        """See `Objective`; counts samples. Rows of even number are samples, each followed by its
-        prompt with another completion."""
+        """See `Objective`; counts samples. Examples of even number are samples, each followed by
+        its prompt with another completion."""
         settings = self._settings
-        count = len(batch.locations) // 2
+        count = len(batch.locations) // 2  # 0 on a rank without samples, whose batch is a filler
         own = every_second(batch, 0)
         others = every_second(batch, 1)
         # To save memory: one half after the other, before the forward pass that keeps activations.
-        reference, of_others = (
-            self.reference.log_probabilities(built, examples, ranks)[:count]
-            for examples in (own, others)
-        )
-        apart = score_examples(built, others, ranks)[:count] - of_others  # [samples]
-        # Ranks may have different numbers of samples, or none.
-        total, samples = ranks.mean_over_ranks(
-            torch.stack([apart.sum(), apart.new_full((), count)])
-        ).unbind()
-        divergence = (total / samples.clamp(min=1 / ranks.world_size)).clamp(min=0)
+        reference = self.reference.log_probabilities(built, own, ranks)[:count]
+        of_others = self.reference.log_probabilities(built, others, ranks)[:count]
+        kl = score_examples(built, others, ranks)[:count] - of_others  # [samples]
+        # Ranks may have different numbers of samples, or none, so both sums are divided by the
+        # number of ranks first, and then by each other.
+        local_sums = torch.stack([kl.sum(), kl.new_full((), count)])
+        kl_sum, samples = ranks.mean_over_ranks(local_sums).unbind()
+        samples = samples.clamp(min=1 / ranks.world_size)  # at least one sample over all ranks
+        divergence = (kl_sum / samples).clamp(min=0)
         losses, balance = target_losses(built, own, ranks.device, per_token=True)
         scores = example_log_probabilities(losses, own)[:count]  # [samples]
         ratios = scores - reference
         chosen = sent(torch.tensor(own.desirable, dtype=torch.float32), ranks.device)  # 1 or 0
         weights = settings.desirable_weight * chosen + settings.undesirable_weight * (1 - chosen)
-        loss = (
-            weights * torch.sigmoid(settings.beta * (divergence - ratios) * (2 * chosen - 1))
-        ).sum()
+        signs = 2 * chosen - 1
+        sample_losses = torch.sigmoid(settings.beta * (divergence - ratios) * signs)
+        loss = (weights * sample_losses).sum()
         rewards = settings.beta * ratios.detach()
         scores = scores.detach()
         logged = {"kl": divergence * count}
@@ -83,19 +82,23 @@ class Kto:
 
 
 def every_second(batch: Batch, first: int) -> Batch:
-    """Return every second row of a micro-batch, beginning with `first`; all rows if the rank has no
-    samples."""
+    """Return every second example of a micro-batch, beginning with `first`; all of them if the rank
+    has no samples."""
     if not batch.locations:
         return batch
     lengths = batch.example_lengths[first::2]
-    both = (batch.input_ids, batch.labels)
-    if batch.is_packed:
-        ids, labels = (
-            torch.cat(values.split(batch.example_lengths, dim=1)[first::2], dim=1)
-            for values in both
-        )
-    else:
-        ids, labels = (values[first::2, : max(lengths)] for values in both)
+
+    def chosen(values: torch.Tensor) -> torch.Tensor:
+        if batch.is_packed:
+            parts = values.split(batch.example_lengths, dim=1)
+            return torch.cat(parts[first::2], dim=1)
+        return values[first::2, : max(lengths)]
+
     return Batch(
-        ids, labels, lengths, batch.is_packed, batch.locations[first::2], batch.desirable[first::2]
+        input_ids=chosen(batch.input_ids),
+        labels=chosen(batch.labels),
+        example_lengths=lengths,
+        is_packed=batch.is_packed,
+        locations=batch.locations[first::2],
+        desirable=batch.desirable[first::2],
     )

@@ -49,17 +49,16 @@ def logged_means(sums: Mapping[str, float], count: float) -> dict[str, float]:
     """Return the means of what `LossSum.logged` sums: of `rewards/chosen` over the sum
     `count/chosen` if there is one, else over `count`. A mean over nothing is left out, and so is
     the margin between such means."""
-    counts = {
-        name.removeprefix("count/"): value
-        for name, value in sums.items()
-        if name.startswith("count/")
-    }
-    over = {
-        name: counts.get(name.rpartition("/")[2], count)
-        for name in sums
-        if not name.startswith("count/")
-    }
-    means = {name: sums[name] / over[name] for name in over if over[name]}
+    counts = dict[str, float]()
+    for name, value in sums.items():
+        if name.startswith("count/"):
+            counts[name.removeprefix("count/")] = value
+    means = dict[str, float]()
+    for name, value in sums.items():
+        _, _, part = name.rpartition("/")  # "chosen" of "rewards/chosen"
+        divisor = counts.get(part, count)
+        if divisor and not name.startswith("count/"):
+            means[name] = value / divisor
     if counts and {"rewards/chosen", "rewards/rejected"} <= means.keys():
         means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
     return means
@@ -80,7 +79,7 @@ class Objective(Protocol):
     def examples(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -> list[Example]:
         """Turn a sample into tokens and loss masks of any length. Their number is fixed, such as
         the chosen and the rejected response of a pair. They are neighbors in one micro-batch: rows
-        of `batch.input_ids`, or lengths in `batch.example_lengths`. `encoder.tokenize` makes one
+        of a padded `batch.input_ids`, or lengths in `batch.example_lengths`. `encoder.tokenize` makes one
         example from a sample of any format."""
 
     def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
@@ -161,11 +160,11 @@ def target_losses(
         per_token: return float32 [targets], in the order of `target_examples(batch)`, instead of their
             sum. Minus the cross-entropy of a token is its log-probability.
     """
-    aims = shifted_labels(batch)
-    on_host = (aims != IGNORED).nonzero().squeeze(1)  # on the host, to avoid waiting for the device
-    # [targets]
-    positions = sent(on_host, device)
-    targets = sent(aims[on_host], device)
+    labels = shifted_labels(batch)
+    # On the host: nonzero() on the device would wait for its result, to know its size.
+    host_positions = (labels != IGNORED).nonzero().squeeze(1)  # [targets]
+    positions = sent(host_positions, device)
+    targets = sent(labels[host_positions], device)
     inputs = model_inputs(built, batch, device)
     if built.has_chunked_loss:
         losses, router_logits = built.model(
@@ -174,23 +173,25 @@ def target_losses(
     else:
         output = built.model(**inputs)
         predicting = output.logits.flatten(0, 1).index_select(0, positions)  # [targets, vocab]
-        of_targets = loss_fn(predicting, targets)
-        losses = of_targets if per_token else of_targets.sum()
+        losses = loss_fn(predicting, targets)
+        if not per_token:
+            losses = losses.sum()
         router_logits = getattr(output, "router_logits", None)
     balance = router_loss(built, router_logits, inputs.get("attention_mask"), len(targets))
     return losses, balance
 
 
 def model_inputs(built: BuiltModel, batch: Batch, device: torch.device) -> dict[str, Any]:
-    """What a model is called with for a micro-batch, on the device: tokens, and which rows they
-    belong to."""
+    """Return what a model is called with for a micro-batch, on the device: tokens, and which
+    examples they belong to."""
     input_ids = batch.input_ids
     if batch.is_packed:
         input_ids, lengths = _filled_up(built, batch, device)
         layout = packed_arguments(built, lengths, device)
     else:
         mask = batch.attention_mask.bool()
-        layout = {"attention_mask": noted(sent(mask, device), needs_no_mask=bool(mask.all()))}
+        is_full = bool(mask.all())  # asked on the host, where it does not wait for the device
+        layout = {"attention_mask": noted(sent(mask, device), needs_no_mask=is_full)}
     return {
         "input_ids": sent(input_ids, device),
         "use_cache": False,
@@ -200,64 +201,72 @@ def model_inputs(built: BuiltModel, batch: Batch, device: torch.device) -> dict[
 
 
 def target_examples(batch: Batch) -> torch.Tensor:
-    """Return the index of each target's row in the micro-batch, int64 [targets] on the host."""
+    """Return the index of each target's example in the micro-batch, int64 [targets] on the host."""
+    examples = torch.arange(len(batch.example_lengths))
     if batch.is_packed:
-        examples_of_tokens = torch.repeat_interleave(
-            torch.arange(len(batch.example_lengths)), torch.tensor(batch.example_lengths)
-        )
+        lengths = torch.tensor(batch.example_lengths)
+        examples_of_tokens = examples.repeat_interleave(lengths)
     else:
-        examples_of_tokens = torch.arange(len(batch.example_lengths)).repeat_interleave(
-            batch.input_ids.shape[1]
-        )
+        examples_of_tokens = examples.repeat_interleave(batch.input_ids.shape[1])
     return examples_of_tokens[shifted_labels(batch) != IGNORED]
 
 
 def example_log_probabilities(
-    losses: torch.Tensor, plural: Batch, computed: Batch | None = None
+    losses: torch.Tensor, counted: Batch, computed: Batch | None = None
 ) -> torch.Tensor:
-    """Return the log-probability of the targets of each row, float32 [rows]. The order of summation
-    is fixed, so that every run has the same result.
+    """Return the log-probability of the targets of each example, float32 [examples]. The order of
+    summation is fixed, so that every run has the same result.
 
     Args:
         losses: float32 [targets], those of `computed`, as `target_losses` returns them with
             `per_token`.
-        plural: the micro-batch; its labels tell which tokens are summed.
-        computed: the same rows with labels on more tokens; None: `plural`.
+        counted: the micro-batch; its labels tell which tokens are summed.
+        computed: the same examples with labels on more tokens; None: `counted`.
     """
-    computed = plural if computed is None else computed
-    examples_of_tokens = target_examples(computed)
-    is_counted = (shifted_labels(plural) != IGNORED)[shifted_labels(computed) != IGNORED]
-    sizes = torch.bincount(examples_of_tokens, minlength=len(computed.example_lengths)).tolist()
-    of_tokens = (
-        -losses if bool(is_counted.all()) else -losses * sent(is_counted.float(), losses.device)
-    )
-    return pad_sequence(list(of_tokens.split(sizes)), batch_first=True).sum(1)
+    if computed is None:
+        computed = counted
+    is_computed = shifted_labels(computed) != IGNORED
+    is_counted = (shifted_labels(counted) != IGNORED)[is_computed]  # [targets]
+    log_probabilities = -losses
+    if not bool(is_counted.all()):
+        log_probabilities = log_probabilities * sent(is_counted.float(), losses.device)
+    sizes = _count_targets(computed).tolist()
+    # On a GPU index_add_ would add in any order. Rows with zeros at their end have a fixed one.
+    per_example = pad_sequence(list(log_probabilities.split(sizes)), batch_first=True)
+    return per_example.sum(1)
 
 
 def targets_per_example(batch: Batch) -> torch.Tensor:
-    """Return the number of targets of each row, int64 [rows] on the host; at least 1, to divide
-    sums by it."""
-    return torch.bincount(target_examples(batch), minlength=len(batch.example_lengths)).clamp(min=1)
+    """Return the number of targets of each example, int64 [examples] on the host; at least 1, to
+    divide sums by it."""
+    return _count_targets(batch).clamp(min=1)
+
+
+def _count_targets(batch: Batch) -> torch.Tensor:
+    return torch.bincount(target_examples(batch), minlength=len(batch.example_lengths))
 
 
 def _filled_up(
     built: BuiltModel, batch: Batch, device: torch.device
 ) -> tuple[torch.Tensor, list[int]]:
-    """Return the tokens of a packed micro-batch and the lengths of its rows, with an additional row
-    without loss. Lengths of packed sequences vary by a few tokens, and oneDNN compiles and keeps
-    kernels for each new shape. (Not with the routers' auxiliary loss, which would count that
-    row.)"""
-    more = -batch.input_ids.shape[1] % PAD_MULTIPLE[device.type]
-    # The row's first tokens have no more positions than the longest row.
-    if more == 0 or more > max(batch.example_lengths) or built.router_coefficient:
-        return batch.input_ids, batch.example_lengths
-    return torch.cat([batch.input_ids, batch.input_ids[:, :more]], dim=1), [
-        *batch.example_lengths,
-        more,
-    ]
+    """Return the tokens of a packed micro-batch and the lengths of its examples, with an additional
+    example without loss. Lengths of packed sequences vary by a few tokens, and oneDNN compiles and
+    keeps kernels for each new shape. (Not with the routers' auxiliary loss, which would count that
+    example.)"""
+    input_ids = batch.input_ids
+    lengths = batch.example_lengths
+    missing = -input_ids.shape[1] % PAD_MULTIPLE[device.type]
+    # The new example must not have more positions than the longest one.
+    is_too_long = missing > max(lengths)
+    if missing == 0 or is_too_long or built.router_coefficient:
+        return input_ids, lengths
+    # a copy of the first tokens: any tokens will do
+    filled = torch.cat([input_ids, input_ids[:, :missing]], dim=1)
+    return filled, [*lengths, missing]
 
 
 def shifted_labels(batch: Batch) -> torch.Tensor:
     """Return the token that each position of the flattened micro-batch predicts, int64 [positions],
     or IGNORED."""
-    return F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED).flatten()
+    next_labels = batch.labels[:, 1:]
+    return F.pad(next_labels, (0, 1), value=IGNORED).flatten()

@@ -57,19 +57,21 @@ PairLoss = Callable[[Pairs, PreferenceConfig], PairLosses]
 
 def dpo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
     """Return minus the log-sigmoid of the margin; see the top of this file."""
-    return _sigmoid_loss(
-        settings.beta * (pairs.chosen - pairs.rejected), settings.label_smoothing
-    ), {}
+    margin = settings.beta * (pairs.chosen - pairs.rejected)
+    return _sigmoid_loss(margin, settings.label_smoothing), {}
 
 
 def ipo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
     """Return the squared distance of the margin from its target."""
-    return (pairs.chosen - pairs.rejected - 1 / (2 * settings.beta)).square(), {}
+    target = 1 / (2 * settings.beta)
+    margin = pairs.chosen - pairs.rejected
+    return (margin - target).square(), {}
 
 
 def simpo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
     """Return DPO's loss without a reference, for means per token and with a target margin."""
-    margin = settings.beta * (pairs.chosen - pairs.rejected - settings.simpo_gamma / settings.beta)
+    target = settings.simpo_gamma / settings.beta
+    margin = settings.beta * (pairs.chosen - pairs.rejected - target)
     return _sigmoid_loss(margin, settings.label_smoothing), {}
 
 
@@ -77,8 +79,7 @@ def orpo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
     """Return the loss of prompt and chosen response, plus the loss of the ratio of both responses'
     odds."""
     assert pairs.nll is not None
-    odds = _log_odds(pairs.chosen)
-    log_odds = odds - _log_odds(pairs.rejected)
+    log_odds = _log_odds(pairs.chosen) - _log_odds(pairs.rejected)
     ratio = F.logsigmoid(log_odds)
     logged = {"nll_loss": pairs.nll, "log_odds_ratio": ratio, "log_odds_chosen": log_odds}
     return pairs.nll - settings.beta * ratio, logged
@@ -112,60 +113,69 @@ class Preferences:
         return two_examples(sample, sample_format, encoder)
 
     def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
-        """See `Objective`; counts pairs. Rows of even number are chosen responses, each followed by
-        the rejected."""
+        """See `Objective`; counts pairs. Examples of even number are chosen responses, each
+        followed by the rejected."""
         settings = self._settings
-        count = len(batch.locations) // 2
-        has_nll = self._settings.objective == "orpo"
+        count = len(batch.locations) // 2  # 0 on a rank without samples, whose batch is a filler
         reference: torch.Tensor | float = 0.0
         if self.reference is not None:
-            reference = self._per_example(
-                self.reference.log_probabilities(built, batch, ranks), batch
-            )
+            of_reference = self.reference.log_probabilities(built, batch, ranks)
+            reference = self._per_example(of_reference, batch)
+        has_nll = settings.objective == "orpo"
         with_prompts = _with_prompts(batch) if has_nll else batch
         losses, balance = target_losses(built, with_prompts, ranks.device, per_token=True)
-        scores = self._per_example(
-            example_log_probabilities(losses, batch, with_prompts), batch
-        )  # [rows]
-        chosen, rejected = (scores - reference)[: 2 * count].view(-1, 2).unbind(1)  # [pairs]
+        log_probabilities = example_log_probabilities(losses, batch, with_prompts)
+        scores = self._per_example(log_probabilities, batch)  # [examples]
+        chosen, rejected = _of_pairs(scores - reference, count)
         pairs = Pairs(chosen, rejected)
         if settings.objective == "ipo":  # the loss uses means per token; sums are logged, as in TRL
-            tokens = sent(targets_per_example(batch), ranks.device)[: 2 * count].view(-1, 2)
-            pairs = Pairs(chosen / tokens[:, 0], rejected / tokens[:, 1])
+            tokens = sent(targets_per_example(batch), ranks.device)
+            chosen_tokens, rejected_tokens = _of_pairs(tokens, count)
+            pairs = Pairs(chosen / chosen_tokens, rejected / rejected_tokens)
         if has_nll:
-            of_rows = self._per_example(
-                -example_log_probabilities(losses, with_prompts, with_prompts), with_prompts
-            )
-            pairs = pairs._replace(nll=of_rows[: 2 * count : 2])
-        of_pairs, more = self._loss(pairs, settings)
-        rewards = settings.beta * chosen, settings.beta * rejected
-        log_probabilities = scores[: 2 * count].view(-1, 2)
+            nll_sums = -example_log_probabilities(losses, with_prompts)
+            nll, _ = _of_pairs(self._per_example(nll_sums, with_prompts), count)
+            pairs = pairs._replace(nll=nll)
+        pair_losses, logged_by_loss = self._loss(pairs, settings)
+        chosen_rewards = settings.beta * chosen
+        rejected_rewards = settings.beta * rejected
+        chosen_scores, rejected_scores = _of_pairs(scores, count)
         logged = {
-            "rewards/chosen": rewards[0],
-            "rewards/rejected": rewards[1],
-            "rewards/margins": rewards[0] - rewards[1],
-            "rewards/accuracies": (rewards[0] > rewards[1]).float(),
-            "logps/chosen": log_probabilities[:, 0],
-            "logps/rejected": log_probabilities[:, 1],
-            **more,
+            "rewards/chosen": chosen_rewards,
+            "rewards/rejected": rejected_rewards,
+            "rewards/margins": chosen_rewards - rejected_rewards,
+            "rewards/accuracies": (chosen_rewards > rejected_rewards).float(),
+            "logps/chosen": chosen_scores,
+            "logps/rejected": rejected_scores,
+            **logged_by_loss,
         }
         sums = {name: values.detach().sum() for name, values in logged.items()}
         # from a sum over tokens to one over pairs
         balance = balance * (count / max(1, len(losses)))
-        return with_router_loss(LossSum(of_pairs.sum(), count, sums), balance, built)
+        return with_router_loss(LossSum(pair_losses.sum(), count, sums), balance, built)
 
     def _per_example(self, sums: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return sums over the targets of each row, float32 [rows]; with simpo and orpo, means."""
-        return sums / sent(targets_per_example(batch), sums.device) if self._is_mean else sums
+        """Return sums over the targets of each example, float32 [examples]; with simpo and orpo,
+        means."""
+        if not self._is_mean:
+            return sums
+        return sums / sent(targets_per_example(batch), sums.device)
+
+
+def _of_pairs(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the values of chosen and of rejected responses, [pairs] each, from one value per
+    example. Values of a filler are left out, so the losses of a rank without samples are empty, and
+    their sum is 0 with gradients of 0."""
+    chosen, rejected = values[: 2 * count].view(-1, 2).unbind(1)
+    return chosen, rejected
 
 
 def _with_prompts(batch: Batch) -> Batch:
-    """Return the batch with labels on all tokens, except the first one, of rows with a chosen
+    """Return the batch with labels on all tokens, except the first one, of examples with a chosen
     response."""
     wider = dataclasses.replace(batch, labels=batch.labels.clone())
-    for ids, labels in wider.examples()[
-        : len(batch.locations) : 2
-    ]:  # a rank without samples has none
+    examples = wider.examples()[: len(batch.locations)]  # a rank without samples has none
+    for ids, labels in examples[::2]:
         labels[1:] = ids[1:]
     return wider
 

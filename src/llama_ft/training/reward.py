@@ -40,19 +40,17 @@ class RewardModeling:
         return two_examples(sample, sample_format, encoder)
 
     def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
-        """See `Objective`; counts pairs. Rows of even number are chosen responses, each followed by
-        the rejected."""
+        """See `Objective`; counts pairs. Examples of even number are chosen responses, each
+        followed by the rejected."""
         pairs = len(batch.locations) // 2
         inputs = model_inputs(built, batch, ranks.device)
         pad = built.model.config.get_text_config().pad_token_id
         positions = last_positions(batch, -1 if pad is None else pad)  # a plan knows of no padding
-        scores, router_logits = built.model(  # [rows]
-            **inputs, positions=sent(positions, ranks.device)
-        )
+        positions = sent(positions, ranks.device)
+        scores, router_logits = built.model(**inputs, positions=positions)  # scores: [examples]
         chosen, rejected = scores[: 2 * pairs].view(-1, 2).unbind(1)  # [pairs]
-        loss = (
-            self._centering * (chosen + rejected).square() - F.logsigmoid(chosen - rejected)
-        ).sum()
+        centering = self._centering * (chosen + rejected).square()
+        loss = (centering - F.logsigmoid(chosen - rejected)).sum()
         logged = {
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
@@ -65,15 +63,15 @@ class RewardModeling:
 
 
 def last_positions(batch: Batch, pad_token_id: int) -> torch.Tensor:
-    """Return the position, in the flattened micro-batch, of the last token of each row that is not
-    the pad token, int64 [rows]. Transformers does the same: a row's own text may end with pad
-    tokens."""
+    """Return the position, in the flattened micro-batch, of the last token of each example that is
+    not the pad token, int64 [examples]. Transformers does the same: an example's own text may end
+    with pad tokens."""
     ids = batch.input_ids.flatten()
     lengths = torch.tensor(batch.example_lengths)
-    ends = (
-        lengths.cumsum(0)
-        if batch.is_packed
-        else lengths + torch.arange(len(lengths)) * batch.input_ids.shape[1]
-    )
-    last = torch.where(ids != pad_token_id, torch.arange(len(ids)), 0).cummax(0).values[ends - 1]
-    return last.maximum(ends - lengths)
+    if batch.is_packed:
+        ends = lengths.cumsum(0)
+    else:
+        ends = lengths + torch.arange(len(lengths)) * batch.input_ids.shape[1]
+    positions = torch.where(ids != pad_token_id, torch.arange(len(ids)), 0)
+    last = positions.cummax(0).values[ends - 1]  # the newest non-pad token up to each end
+    return last.maximum(ends - lengths)  # an example of pad tokens: its first one
