@@ -168,24 +168,20 @@ def explain_unknown(name: str, as_key: bool = False) -> str:
     what = "a setting" if as_key else "a flag"
     page = f" {TRANSLATIONS}" if field in ALIASES else ""
     names = [name for name in SETTINGS if name != "mode"]  # --quantization
-    match = nearest(
-        field,
-        [*names, *ALIASES, "quantization", *(SECTIONS if as_key else ["config"])],
-        TYPO_SIMILARITY,
-    )
+    others = SECTIONS if as_key else ["config"]
+    match = nearest(field, [*names, *ALIASES, "quantization", *others], TYPO_SIMILARITY)
     if match is None:
         return f" is not {what}. --help lists them all, and {TRANSLATIONS}"
     meant, _, value = ALIASES.get(match, match).partition(" ")
     setting = known(meant)
     if setting is None:
         return f" is not {what}. Did you mean {'' if as_key else '--'}{meant}?"
-    shown = (
-        setting.flag
-        if not as_key
-        else "quantization:"
-        if setting.name == "mode"
-        else setting.dotted
-    )
+    if not as_key:
+        shown = setting.flag
+    elif setting.name == "mode":
+        shown = "quantization:"  # a section of YAML may be only the mode
+    else:
+        shown = setting.dotted
     return f" is not {what}. Did you mean {f'{shown} {value}'.rstrip()}?{page}"
 
 

@@ -30,13 +30,17 @@ class _Block:
     is_free: bool = False
 
 
+Pool = list[tuple[int, int, _Block]]  # free blocks with size and address, ascending
+
+
 class CachingAllocator:
     """The allocator's blocks."""
 
     def __init__(self) -> None:
-        # bytes reserved now, their maximum, end of the last segment
-        self.reserved = self.most = self._end = 0
-        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
+        self.reserved = 0  # bytes now
+        self.most = 0  # their maximum
+        self._end = 0  # address where the last segment ends
+        self._free: dict[bool, Pool] = {True: [], False: []}
 
     def allocate(self, nbytes: int) -> _Block:
         """Return a block of at least `nbytes` bytes."""
@@ -44,10 +48,14 @@ class CachingAllocator:
         is_small = size <= SMALL
         pool = self._free[is_small]
         place = bisect.bisect_left(pool, (size, 0))
-        block = pool.pop(place)[2] if place < len(pool) else self._segment(size, is_small)
+        if place < len(pool):
+            _, _, block = pool.pop(place)  # the smallest one that is large enough
+        else:
+            block = self._segment(size, is_small)
         block.is_free = False
         left = block.size - size
-        if left >= ROUND if is_small else left > SMALL:
+        is_split = left >= ROUND if is_small else left > SMALL
+        if is_split:
             rest = _Block(block.address + size, left, is_small, block, block.after)
             if block.after is not None:
                 block.after.before = rest
@@ -58,34 +66,44 @@ class CachingAllocator:
 
     def free(self, block: _Block) -> None:
         """Return a block to its pool, and merge it with free neighbors."""
-        if (other := block.before) is not None and other.is_free:
-            self._take_out(other)
-            block.address = other.address
-            block.size = block.size + other.size
-            block.before = other.before
+        before = block.before
+        if before is not None and before.is_free:
+            self._take_out(before)
+            block.address = before.address
+            block.size += before.size
+            block.before = before.before
             if block.before is not None:
                 block.before.after = block
-        if (other := block.after) is not None and other.is_free:
-            self._take_out(other)
-            block.size = block.size + other.size
-            block.after = other.after
+        after = block.after
+        if after is not None and after.is_free:
+            self._take_out(after)
+            block.size += after.size
+            block.after = after.after
             if block.after is not None:
                 block.after.before = block
         self._put_back(block)
 
     def _segment(self, size: int, is_small: bool) -> _Block:
-        large = LARGE_BUFFER if size < OWN_SEGMENT else -(-size // SEGMENT_ROUND) * SEGMENT_ROUND
-        whole = 2 * SMALL if is_small else large
+        """Return a new segment as one block. Free segments are returned to the device first; see
+        the top of this file."""
+        if is_small:
+            segment_size = 2 * SMALL
+        elif size < OWN_SEGMENT:
+            segment_size = LARGE_BUFFER
+        else:
+            segment_size = -(-size // SEGMENT_ROUND) * SEGMENT_ROUND
         for pool in self._free.values():
-            for _, _, block in [
-                entry for entry in pool if entry[2].before is None and entry[2].after is None
-            ]:
+            whole_segments = [
+                block for _, _, block in pool if block.before is None and block.after is None
+            ]
+            for block in whole_segments:
                 self._take_out(block)
                 self.reserved -= block.size
-        self.reserved += whole
+        address = self._end
+        self.reserved += segment_size
         self.most = max(self.most, self.reserved)
-        self._end += whole
-        return _Block(self._end - whole, whole, is_small)
+        self._end += segment_size
+        return _Block(address, segment_size, is_small)
 
     def _put_back(self, block: _Block) -> None:
         block.is_free = True
@@ -102,10 +120,11 @@ def reserved_bytes(events: Iterable[tuple[int, int]]) -> int:
     bytes)."""
     allocator = CachingAllocator()
     blocks = dict[int, tuple[_Block, int]]()
-    for number, more in events:
-        block, size = blocks.pop(number, (None, 0))
+    for number, change in events:
+        block, size_before = blocks.pop(number, (None, 0))
         if block is not None:
             allocator.free(block)
-        if size + more > 0:
-            blocks[number] = (allocator.allocate(size + more), size + more)
+        size = size_before + change
+        if size > 0:
+            blocks[number] = (allocator.allocate(size), size)
     return allocator.most

@@ -17,9 +17,11 @@ def step_seconds(plan: Plan, config: Config, gpu: str) -> float | None:
     """Return the seconds of an optimizer step: FLOPs of a rank / (assumed MFU x published peak).
     `gpu` is a name of --fit. Return None without a GPU, without a known peak, in fp32, and if
     weights are offloaded to the host."""
-    peak = peak_of(re.sub("^RTX", "RTX ", gpu.upper()), PRECISIONS[config.train.precision].compute)
-    is_known = peak and plan.step_flops and not config.fsdp.fsdp_cpu_offload
-    return plan.step_flops / (ASSUMED_UTILIZATION * peak) if is_known else None
+    name = re.sub("^RTX", "RTX ", gpu.upper())  # --fit RTX4090, and "RTX 4090" in the list of peaks
+    peak = peak_of(name, PRECISIONS[config.train.precision].compute)
+    if not peak or not plan.step_flops or config.fsdp.fsdp_cpu_offload:
+        return None
+    return plan.step_flops / (ASSUMED_UTILIZATION * peak)
 
 
 def describe_time(plan: Plan, config: Config, seconds: float | None, price: float | None) -> str:
@@ -29,13 +31,16 @@ def describe_time(plan: Plan, config: Config, seconds: float | None, price: floa
         return "Time: not estimated; published peaks say nothing about --precision fp32 and --fsdp_cpu_offload."
     tokens = plan.tokens * config.train.gradient_accumulation_steps * plan.world_size
     steps = config.train.max_train_step
-    whole, what = (
-        (seconds * steps, f"{steps:,} steps")
-        if steps
-        else (seconds * 1e6 / tokens, "1 million tokens")
-    )
-    cost = f" Cost of these: {(price or 0) * plan.world_size * whole / 3600:,.2f}."
-    return (
+    if steps:
+        duration = seconds * steps
+        what = f"{steps:,} steps"
+    else:
+        duration = seconds * 1e6 / tokens
+        what = "1 million tokens"
+    text = (
         f"Time at an assumed {ASSUMED_UTILIZATION:.0%} of the published peak, not measured: {time_text(seconds)} per "
-        f"step of {tokens:,} tokens, {time_text(whole)} for {what}.{cost if price else ''}"
+        f"step of {tokens:,} tokens, {time_text(duration)} for {what}."
     )
+    if price:
+        text += f" Cost of these: {price * plan.world_size * duration / 3600:,.2f}."
+    return text

@@ -57,6 +57,7 @@ def read_headers(
             "\nDownload it, or plan with the model it was made of and --quantization."
         )
     else:
+        # as a string, or not at all, in some files
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
         parameters = build_on_meta(deepcopy(config), model).model.named_parameters()
         headers = {
@@ -64,22 +65,29 @@ def read_headers(
             for name, parameter in parameters
         }
     if layers is not None:
-        text = config.get_text_config()
-        for name, value in list(vars(text).items()):
-            if isinstance(value, list) and len(value) == text.num_hidden_layers:
-                setattr(text, name, value[:layers])
-        text.num_hidden_layers = layers
-        reduced = build_on_meta(deepcopy(config), model).model
-        # the first number in a name is the layer's
-        numbers = {name: re.search(r"\b\d+\b", name) for name in headers}
-        headers = {
-            name: header
-            for name, header in headers.items()
-            if not (at := numbers[name])
-            or int(at[0]) < layers
-            or conversion.is_ignored(reduced, name)
-        }
+        headers = _reduce_layers(config, model, headers, layers)
     return config, headers
+
+
+def _reduce_layers(
+    config: PretrainedConfig, model: ModelConfig, headers: dict[str, StoredTensor], layers: int
+) -> dict[str, StoredTensor]:
+    """Reduce a config in place to the first `layers` decoder layers. Return the headers of the
+    remaining weights."""
+    text = config.get_text_config()
+    for name, value in list(vars(text).items()):
+        # such as layer_types, with an entry per layer
+        if isinstance(value, list) and len(value) == text.num_hidden_layers:
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
+    reduced = build_on_meta(deepcopy(config), model).model
+    kept = dict[str, StoredTensor]()
+    for name, header in headers.items():
+        layer_number = re.search(r"\b\d+\b", name)  # the first number in a name
+        is_kept = layer_number is None or int(layer_number[0]) < layers
+        if is_kept or conversion.is_ignored(reduced, name):
+            kept[name] = header
+    return kept
 
 
 def layers_are_alike(config: PretrainedConfig, model: ModelConfig) -> bool:

@@ -34,6 +34,7 @@ SHARDED: dict[str, Any] = {"enable_fsdp": True, "sharding_strategy": "FULL_SHARD
 RANKS = "--nproc"  # a flag of recipes/plan.py; the only change that is not a setting
 
 Change = tuple[dict[str, Any], str]  # settings by field name, and what they cost
+Candidate = tuple[bool, dict[str, Any], str]  # whether it can be used, and a Change
 
 
 class Fit(NamedTuple):
@@ -164,12 +165,17 @@ def describe_fits(planned: Plan, fits: list[Fit], room: int, times: Sequence[str
         f"It does not fit {size_text(room)} as it is: {size_text(planned.device_bytes)} per rank.",
         "What fits:" if fits else "None of the changes that were planned makes it fit.",
     ]
-    for number, (fit, time) in enumerate(zip(fits, times, strict=False), 1):
+    # without fits there is one time all the same, that of the run
+    pairs = list(zip(fits, times, strict=False))
+    for number, (fit, time) in enumerate(pairs, start=1):
         size = f"{size_text(fit.plan.device_bytes)} per rank"
         if fit.plan.device == "cuda":
             size += f", and {size_text(fit.plan.host_bytes)} of host memory per rank"
-        lines += [f"{number}. {' '.join(fit.flags)}", f"   {size}", f"   gives up: {fit.gives_up}"]
-        lines += [f"   {time}"] if time else []
+        lines.append(f"{number}. {' '.join(fit.flags)}")
+        lines.append(f"   {size}")
+        lines.append(f"   gives up: {fit.gives_up}")
+        if time:
+            lines.append(f"   {time}")
     return "\n".join(lines)
 
 
@@ -190,12 +196,11 @@ def ladder(request: PlanRequest, room: float = math.inf) -> tuple[list[Change], 
     four_bit = {"use_peft": True, "mode": "4bit"}
     rounded = "the frozen weights are rounded to 4 bits"
     recomputed = {"activation_checkpointing": "full"}
-    adapters = (
-        "" if is_lora else "adapters are trained instead of all weights, mostly with a higher --lr"
-    )
+    adapters = "adapters are trained instead of all weights, mostly with a higher --lr"
+    four_bit_cost = rounded if is_lora else f"{adapters}; {rounded}"
     model_config = models.load_model_config(request.folder, config.model.trust_remote_code)
     half = models.resolve_context_length(config.data.context_length, model_config) // 2
-    cheap: list[tuple[bool, dict[str, Any], str]] = [
+    cheap: list[Candidate] = [
         (request.world_size > 1 and not is_sharded, SHARDED, "ranks send each other their shards"),
         (train.activation_checkpointing != "full", recomputed, "decoder layers are computed twice"),
         (train.batch_size_training > 1, one, f"a step is {steps} micro-batches"),
@@ -204,15 +209,12 @@ def ladder(request: PlanRequest, room: float = math.inf) -> tuple[list[Change], 
     factors = [2]
     while factors[-1] * 2 * request.world_size <= MOST_RANKS:
         factors.append(factors[-1] * 2)
-    others: list[tuple[bool, dict[str, Any], str]] = [
-        *(
-            (
-                True,
-                SHARDED | {RANKS: factor * request.world_size},
-                f"{factor * request.world_size} ranks, and {factor} times the samples per step",
-            )
-            for factor in factors
-        ),
+    others: list[Candidate] = []
+    for factor in factors:
+        ranks = factor * request.world_size
+        cost = f"{ranks} ranks, and {factor} times the samples per step"
+        others.append((True, SHARDED | {RANKS: ranks}, cost))
+    others += [
         (can_round, {"optimizer": "AdamW8bit"}, "AdamW's states are rounded to 8 bits"),
         (
             can_round and train.precision == "bf16_mixed",
@@ -220,11 +222,7 @@ def ladder(request: PlanRequest, room: float = math.inf) -> tuple[list[Change], 
             "weights and AdamW's states are kept in bf16, weights rounded stochastically",
         ),
         (not is_lora, lora, adapters),
-        (
-            config.quantization.mode != "4bit",
-            four_bit,
-            "; ".join(filter(None, [adapters, rounded])),
-        ),
+        (config.quantization.mode != "4bit", four_bit, four_bit_cost),
         (
             True,
             four_bit | {"context_length": half},
@@ -242,7 +240,7 @@ def ladder(request: PlanRequest, room: float = math.inf) -> tuple[list[Change], 
     return _usable(cheap), _usable(others)
 
 
-def _usable(candidates: list[tuple[bool, dict[str, Any], str]]) -> list[Change]:
+def _usable(candidates: list[Candidate]) -> list[Change]:
     """Return the changes whose condition, the first value, is true."""
     return [(settings, cost) for condition, settings, cost in candidates if condition]
 
@@ -286,7 +284,9 @@ def changed(config: Config, changes: dict[str, Any], device: str) -> Config | No
         if on in changes and not fits(values[on]):
             values |= {name: SETTINGS[name].default for name in fields}
     result, wrong = convert(values, {})
-    return None if wrong or broken_rules({**values, "device": device}) else result
+    if wrong or broken_rules({**values, "device": device}):
+        return None
+    return result
 
 
 def apply_changes(
@@ -296,7 +296,8 @@ def apply_changes(
     a command line."""
     settings = {name: value for change, _ in changes for name, value in change.items()}
     ranks = settings.pop(RANKS, request.world_size)
-    if (config := changed(request.config, settings, request.device)) is None:
+    config = changed(request.config, settings, request.device)
+    if config is None:
         return None, ranks, []
     before = values_of(request.config)
     words = dict[str, Any]()
@@ -305,8 +306,8 @@ def apply_changes(
             words[SETTINGS[name].flag] = value
     if ranks != request.world_size:
         words[RANKS] = ranks
-    flags = [
-        flag if value is True else f"{flag} {shlex.quote(format_value(value))}"
-        for flag, value in words.items()
-    ]
+    flags = list[str]()
+    for flag, value in words.items():
+        text = "" if value is True else f" {shlex.quote(format_value(value))}"
+        flags.append(flag + text)
     return config, ranks, flags

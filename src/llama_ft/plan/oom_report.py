@@ -224,12 +224,12 @@ def held_most(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, 
     exist yet."""
     # A model's parameters are whole while their FSDP unit is unsharded. The optimizer always has
     # the shards.
-    trained = (
-        [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if optimizer
-        else []
-    )
-    parameters = nn.ParameterList([*trained, *(model.parameters() if model is not None else [])])
+    parameters = nn.ParameterList()
+    if optimizer is not None:
+        for group in optimizer.param_groups:
+            parameters.extend(group["params"])
+    if model is not None:
+        parameters.extend(model.parameters())
     held = held_tensors(parameters, optimizer, {}).holders
     held["activations and the rest"] = max(0, total - sum(held.values()))
     largest_first = sorted(held.items(), key=lambda category: -category[1])

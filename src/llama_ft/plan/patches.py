@@ -130,7 +130,8 @@ def _loading_patches(headers: dict[str, StoredTensor]) -> list[Any]:
         return HeaderSource(SafetensorsSource(files).tensors)
 
     def fill_one_of_a_kind(to: loader.Loader, load: loader.ShardLoad) -> None:
-        kind = (id(to), load.shape, *load.wire, *(shard.dtype for shard in load.shards))
+        dtypes = [shard.dtype for shard in load.shards]
+        kind = (id(to), load.shape, *load.wire, *dtypes)
         if kind not in filled:
             filled.add(kind)
             fill(to, load)

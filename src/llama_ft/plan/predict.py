@@ -150,11 +150,10 @@ def _plan_with(request: PlanRequest, build_model: models.BuildModel, layers: int
     together = training.build_objective(config).examples_per_sample
     batch = _full_batch(request, samples * together, context_length)
     is_validated = config.train.run_validation and request.has_validation
-    validation = (
-        _full_batch(request, config.train.val_batch_size * together, context_length)
-        if is_validated
-        else None
-    )
+    validation = None
+    if is_validated:
+        count = config.train.val_batch_size * together
+        validation = _full_batch(request, count, context_length)
     with _fake_world(request) as ranks, planned_models(headers, request.device), tracker.planning():
         models.choose_head(model_config, config.preference.objective)
         asked = models.ModelRequest(config, request.folder, model_config, new_tokens)
@@ -167,14 +166,13 @@ def _plan_with(request: PlanRequest, build_model: models.BuildModel, layers: int
         tracker.enter("save")
         saved = checkpoint.to_host(checkpoint.own_state(model, optimizer, ranks))
         del tracker.events[of_the_device:]  # the copies for a checkpoint are on the host
-    staged = [parameter for parameter in model.parameters() if parameter.requires_grad] + states_of(
-        optimizer
-    )
+    stored = states_of(optimizer)
+    stored += [parameter for parameter in model.parameters() if parameter.requires_grad]
     return Plan(
         device=request.device,
         world_size=request.world_size,
         # over all ranks
-        checkpoint_bytes=sum(tensor.numel() * tensor.element_size() for tensor in staged),
+        checkpoint_bytes=sum(tensor.numel() * tensor.element_size() for tensor in stored),
         result_bytes=_result_bytes(config, built),
         tokens=batch.tokens,
         is_quick=layers is not None,
@@ -232,24 +230,20 @@ def _step_flops(config: Config, model: PreTrainedModel, batch: Batch, target_sha
     no matmuls."""
     formula = flop_formula(model)
     train = config.train
-    again = {"full": 1.0, "every_k": 1 / train.activation_checkpointing_k}.get(
-        str(train.activation_checkpointing), 0.0
-    )
-    once = sum(formula.of(batch.example_lengths, round(batch.tokens * target_share)))
-    return round(
-        (once + again * formula.recomputed(batch.example_lengths))
-        * train.gradient_accumulation_steps
-    )
+    shares = {"full": 1.0, "every_k": 1 / train.activation_checkpointing_k}
+    recomputed_share = shares.get(str(train.activation_checkpointing), 0.0)
+    lengths = batch.example_lengths
+    once = sum(formula.of(lengths, round(batch.tokens * target_share)))
+    again = recomputed_share * formula.recomputed(lengths)
+    return round((once + again) * train.gradient_accumulation_steps)
 
 
 def _full_batch(request: PlanRequest, samples: int, context_length: int) -> Batch:
     """Return the largest possible micro-batch."""
     is_packed = request.config.data.batching_strategy == "packing"
-    length = (
-        context_length
-        if is_packed
-        else min(context_length, request.longest_example or context_length)
-    )
+    length = context_length
+    if not is_packed and request.longest_example:
+        length = min(context_length, request.longest_example)
     # one sample per packed sequence: attention over each sample is then largest
     lengths = [length] * samples
     shape = (1, length * samples) if is_packed else (samples, length)
@@ -265,16 +259,14 @@ def _memory(request: PlanRequest, tracker: Tracker, saved_bytes: int) -> dict[st
     load = tracker.peaks["load"]
     save = tracker.peaks["save"]
     if request.device == "cpu":
-        # The copy that is written in the background still exists during the next step.
-        is_beside = (
-            request.config.checkpoint.save_async and request.config.checkpoint.save_steps > 0
-        )
-        beside = max(
-            peak.bytes for phase, peak in by_phase.items() if phase not in ("load", "save")
-        )
         peaks = list(by_phase.values())
-        largest = max(peak.bytes for peak in by_phase.values())
-        reserved = beside + saved_bytes if is_beside else 0
+        largest = max(peak.bytes for peak in peaks)
+        reserved = 0
+        settings = request.config.checkpoint
+        if settings.save_async and settings.save_steps > 0:
+            # The copy that is written in the background still exists during the next step.
+            in_training = [peak.bytes for peak in peaks if peak.phase not in ("load", "save")]
+            reserved = max(in_training) + saved_bytes
         outside = 0
         on_host = {"host_load_bytes": load.bytes, "host_save_bytes": save.bytes}
     else:
@@ -327,28 +319,23 @@ def _result_bytes(config: Config, built: models.BuiltModel) -> int:
     asked = checkpoint.save_dtype(config.checkpoint.save_dtype)
     is_lora = config.peft.use_peft
     parameters = built.model.named_parameters()
-    saved = [
-        (name, parameter)
-        for name, parameter in parameters
-        if parameter.requires_grad or not is_lora
-    ]
-    dtypes = list[torch.dtype]()
-    for name, parameter in saved:
+    total = 0
+    largest_itemsize = 0
+    for name, parameter in parameters:
+        if is_lora and not parameter.requires_grad:
+            continue
         saved_dtype = torch.float32
         if not is_lora:
             saved_dtype = built.stored.dtypes.get(name, parameter.dtype)
-        dtypes.append(asked or saved_dtype)
-    copied = 0
+        itemsize = (asked or saved_dtype).itemsize
+        total += parameter.numel() * itemsize
+        largest_itemsize = max(largest_itemsize, itemsize)
     if not is_lora:
         # By the model: a quick plan drops layers of towers from the headers.
-        towers = sum(built.left_out.tensors.values())
-        ignored = [header for header in built.stored.untouched.values() if header.is_ignored]
-        copied = towers * max(dtype.itemsize for dtype in dtypes)
-        copied += sum(header.nbytes for header in ignored)
-    return copied + sum(
-        parameter.numel() * dtype.itemsize
-        for (_, parameter), dtype in zip(saved, dtypes, strict=True)
-    )
+        total += sum(built.left_out.tensors.values()) * largest_itemsize
+        untouched = built.stored.untouched.values()
+        total += sum(header.nbytes for header in untouched if header.is_ignored)
+    return total
 
 
 def _extrapolate(few: Plan, more: Plan, layers: int) -> Plan:
@@ -361,7 +348,9 @@ def _extrapolate(few: Plan, more: Plan, layers: int) -> Plan:
 
     peaks = []
     for before, after in zip(few.peaks, more.peaks, strict=True):
-        holders = {name: at(before.holders[name], after.holders[name]) for name in before.holders}
+        holders = dict[MemoryCategory, int]()
+        for name, size in before.holders.items():
+            holders[name] = at(size, after.holders[name])
         peaks.append(Peak(before.phase, sum(holders.values()), holders))
     names = (
         "host_load_bytes",
@@ -371,7 +360,9 @@ def _extrapolate(few: Plan, more: Plan, layers: int) -> Plan:
         "reserved_bytes",
         "step_flops",
     )
-    numbers: dict[str, Any] = {name: at(getattr(few, name), getattr(more, name)) for name in names}
+    numbers = dict[str, Any]()
+    for name in names:
+        numbers[name] = at(getattr(few, name), getattr(more, name))
     largest = max(peak.bytes for peak in peaks)
     on_cpu = max(largest, numbers["reserved_bytes"])  # above the peaks if a copy is being written
     numbers["reserved_bytes"] = round(SLACK * largest) if more.device == "cuda" else on_cpu

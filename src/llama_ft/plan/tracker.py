@@ -100,8 +100,9 @@ class Tracker(TorchDispatchMode):
             self._workspace_bytes = 0
         if func is GROUPED_MM and args[0].dtype != torch.bfloat16:
             # torch's fake kernel accepts only bf16; the real kernels also accept fp32 and fp16.
-            result = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs)
-            result = result.to(args[0].dtype)
+            inputs, weights, *others = args
+            result = func(inputs.bfloat16(), weights.bfloat16(), *others, **kwargs)
+            result = result.to(inputs.dtype)
         else:
             result = func(*args, **kwargs)
         for value in _tensors((result,)):
@@ -198,17 +199,22 @@ class Tracker(TorchDispatchMode):
         """Set the category of living tensors; of a DTensor only this rank's part."""
         for tensor in tensors:
             local = getattr(tensor, "_local_tensor", tensor)
-            if local is not None and (key := local.untyped_storage()._cdata) in self._alive:
+            if local is None:
+                continue
+            key = local.untyped_storage()._cdata
+            if key in self._alive:
                 number, nbytes, before = self._alive[key]
                 self._alive[key] = (number, nbytes, holder)
                 self._holders[before] -= nbytes
                 self._holders[holder] += nbytes
 
     def _note_peak(self) -> None:
-        if self._phase is not None and (
-            self._phase not in self.peaks or self._now > self.peaks[self._phase].bytes
-        ):
-            self.peaks[self._phase] = Peak(self._phase, self._now, dict(self._holders))
+        phase = self._phase
+        if phase is None:
+            return
+        peak = self.peaks.get(phase)
+        if peak is None or self._now > peak.bytes:
+            self.peaks[phase] = Peak(phase, self._now, dict(self._holders))
 
     def _change(self, number: int, more: int, holder: MemoryCategory) -> None:
         self._now += more
@@ -264,9 +270,12 @@ def _workspace_bytes(func: Any, args: Any, is_cuda: bool) -> int:
             return lora_linear.workspace_bytes(args)
         # dequantizes the weight to the inputs' dtype, then multiplies
         case "bitsandbytes.gemm_4bit":
-            return int(torch.Size(args[2]).numel()) * int(args[0].dtype.itemsize)
-        case "bitsandbytes.int8_scaled_mm" if is_cuda:  # int32 sums, then fp16
-            return int(args[0].shape[0] * args[1].shape[0] * (4 + 2))
+            inputs, _, shape, *_ = args
+            return int(torch.Size(shape).numel()) * int(inputs.dtype.itemsize)
+        case "bitsandbytes.int8_scaled_mm" if is_cuda:
+            rows = args[0].shape[0]
+            columns = args[1].shape[0]
+            return int(rows * columns * (4 + 2))  # int32 sums, then fp16
         # an fp32 copy, scaled, clamped, and int32 codes
         case "bitsandbytes.quantize_4bit" if not is_cuda:
             return int(args[0].numel() * 4 * 4)
@@ -275,7 +284,9 @@ def _workspace_bytes(func: Any, args: Any, is_cuda: bool) -> int:
         case "bitsandbytes.optimizer_update_8bit_blockwise" if not is_cuda:
             # In fp32: two states, the gradient, the second state's root before and after a
             # division, 16-bit weights.
-            return int(args[2].numel() * 4 * (5 if args[2].dtype == torch.float32 else 6))
+            weight = args[2]
+            copies = 5 if weight.dtype == torch.float32 else 6
+            return int(weight.numel() * 4 * copies)
         case name if not is_cuda and name.replace("._", ".").startswith(
             ("c10d.allgather", "c10d.reduce_scatter")
         ):

@@ -85,7 +85,8 @@ def read_plan(folder: Path) -> Plan | None:
     """Return the plan in a run's directory; None if there is none."""
     try:
         values = json.loads((folder / PLAN_FILE).read_text())
-        return Plan(**{**values, "peaks": [Peak(**peak) for peak in values["peaks"]]})
+        values["peaks"] = [Peak(**peak) for peak in values["peaks"]]
+        return Plan(**values)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -98,33 +99,43 @@ def describe(plan: Plan) -> str:
     widths = [max(11, len(peak.phase) + 2) for peak in peaks]
 
     def row(name: str, cells: Iterable[str]) -> str:
-        return f"  {name:<24}" + "".join(
-            f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)
-        )
+        aligned = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)]
+        return f"  {name:<24}" + "".join(aligned)
 
     def sizes(name: MemoryCategory) -> list[str]:
         return [f"{peak.holders[name] / 2**20:,.0f}" for peak in peaks]
 
-    ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''} ({plan.device.upper()})"
+    noun = "ranks" if plan.world_size > 1 else "rank"
+    ranks = f"{plan.world_size} {noun} ({plan.device.upper()})"
     spare = size_text(plan.reserved_bytes - peak.bytes)
     outside = size_text(plan.outside_bytes)
     on_gpu = f"A GPU needs {size_text(plan.device_bytes)}, including {spare} of allocator overhead and about {outside}"
-    load, save, final_model = map(
-        size_text, (plan.host_load_bytes, plan.host_save_bytes, plan.result_bytes)
-    )
-    # Measured on an AMD Zen 4: 0.4 GiB after all imports; runs on the CPU with 2 and 4 ranks took
-    # 0.4 to 1.2 GiB in addition to their tensors after a few steps.
-    more = "0.5 to 2 GiB more" if is_cuda else "0.4 GiB more, and unused heap up to 0.8 GiB"
-    on_host = f"Host memory per rank for tensors: {load} while loading, {save} while saving"
+    load = size_text(plan.host_load_bytes)
+    save = size_text(plan.host_save_bytes)
     lines = [
         f"Rank 0 of {ranks}, micro-batches of {plan.tokens:,} tokens, all in the loss. MiB at the peak of each phase:",
         row("", [peak.phase for peak in peaks]),
-        *(row(name, cells) for name in MEMORY_CATEGORIES if set(cells := sizes(name)) != {"0"}),
-        row("all tensors", [f"{peak.bytes / 2**20:,.0f}" for peak in peaks]),
-        f"\nPeak: {size_text(peak.bytes)} of tensors, in phase {peak.phase}.",
-        f"{on_gpu} for CUDA{' and NCCL' if plan.world_size > 1 else ''}." if is_cuda else "",
-        f"{on_host if is_cuda else 'All of it is host memory'}; Python and its libraries take {more}.",
-        f"On disk: {size_text(plan.checkpoint_bytes)} per checkpoint, {final_model} for the final model.",
-        "Extrapolated from 3 and 5 layers." if plan.is_quick else "",
     ]
-    return "\n".join(line for line in lines if line)
+    for name in MEMORY_CATEGORIES:
+        cells = sizes(name)
+        if set(cells) != {"0"}:
+            lines.append(row(name, cells))
+    lines.append(row("all tensors", [f"{peak.bytes / 2**20:,.0f}" for peak in peaks]))
+    lines.append(f"\nPeak: {size_text(peak.bytes)} of tensors, in phase {peak.phase}.")
+    # Measured on an AMD Zen 4: 0.4 GiB after all imports; runs on the CPU with 2 and 4 ranks took
+    # 0.4 to 1.2 GiB in addition to their tensors after a few steps.
+    if is_cuda:
+        libraries = "CUDA and NCCL" if plan.world_size > 1 else "CUDA"
+        lines.append(f"{on_gpu} for {libraries}.")
+        on_host = f"Host memory per rank for tensors: {load} while loading, {save} while saving"
+        lines.append(f"{on_host}; Python and its libraries take 0.5 to 2 GiB more.")
+    else:
+        python = "Python and its libraries take 0.4 GiB more, and unused heap up to 0.8 GiB"
+        lines.append(f"All of it is host memory; {python}.")
+    lines.append(
+        f"On disk: {size_text(plan.checkpoint_bytes)} per checkpoint, "
+        f"{size_text(plan.result_bytes)} for the final model."
+    )
+    if plan.is_quick:
+        lines.append("Extrapolated from 3 and 5 layers.")
+    return "\n".join(lines)

@@ -125,16 +125,16 @@ def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
     run, return those that are not at their default, with the default."""
     names = list(dict.fromkeys(name for run in runs for name in run.settings))
     defaults = {setting.dotted: setting.default for setting in SETTINGS.values()}
-    values = {name: [run.settings.get(name) for run in runs] for name in names}
+    compared = [run.settings for run in runs]
     if len(runs) == 1:
         # Compare the run with the defaults, as if these were a second run.
-        [run] = runs
+        compared.append(defaults)
         names = [name for name in names if name in defaults]
-        values = {name: [run.settings.get(name), defaults[name]] for name in names}
     differing = {}
-    for name, row in values.items():
-        if any(value != row[0] for value in row):
-            differing[name] = row
+    for name in names:
+        values = [settings.get(name) for settings in compared]
+        if any(value != values[0] for value in values):
+            differing[name] = values
     return differing
 
 
