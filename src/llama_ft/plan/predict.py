@@ -361,8 +361,8 @@ def _extrapolate(few: Plan, more: Plan, layers: int) -> Plan:
         "step_flops",
     )
     numbers = dict[str, Any]()
-    for name in names:
-        numbers[name] = at(getattr(few, name), getattr(more, name))
+    for field in names:
+        numbers[field] = at(getattr(few, field), getattr(more, field))
     largest = max(peak.bytes for peak in peaks)
     on_cpu = max(largest, numbers["reserved_bytes"])  # above the peaks if a copy is being written
     numbers["reserved_bytes"] = round(SLACK * largest) if more.device == "cuda" else on_cpu

@@ -183,11 +183,12 @@ def start_run(
         layout = ""
         if not is_finished:
             global_batch = checkpoint.global_batch(config.train, resumed, ranks.world_size)
+            is_packed = config.data.batching_strategy == "packing"
             layout = ranks.describe(
                 config.train.batch_size_training,
                 config.train.gradient_accumulation_steps,
                 global_batch,
-                "pack" if config.data.batching_strategy == "packing" else "row",
+                unit="packed sequence" if is_packed else "sample",
             )
             log.info(layout)
             if ranks.is_main:

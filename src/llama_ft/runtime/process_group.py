@@ -155,7 +155,7 @@ class Ranks:
         batch_size: int,
         micro_batches: int,
         global_batch: int,
-        unit: str = "row",
+        unit: Literal["sample", "packed sequence"] = "sample",
     ) -> str:
         """Return a text about the devices, and how parameters and batches are distributed. All
         ranks must call it.
@@ -164,7 +164,7 @@ class Ranks:
             batch_size: samples, or packed sequences, per micro-batch of one rank.
             micro_batches: number per optimizer step of one rank.
             global_batch: samples, or packed sequences, per optimizer step of all ranks.
-            unit: "row" if these are samples, "pack" if they are packed sequences.
+            unit: what these numbers count.
         """
         notes: list[Any] = [None] * self.world_size
         dist.all_gather_object(notes, self.device_note)
@@ -177,12 +177,11 @@ class Ranks:
             lines.append(f"{count} x {note}")
         if self.storage_device != self.device:
             lines.append("parameters and optimizer state in host memory")
-        noun = "packed sequence" if unit == "pack" else "sample"
         if global_batch == self.world_size * batch_size * micro_batches:
             product = f"ranks ({self.world_size}) x micro-batch ({batch_size}) x accumulation ({micro_batches})"
         else:  # the resumed run began on another number of ranks
             product = f"as before, at most {batch_size} per rank and micro-batch"
-        lines.append(f"global batch: {plural(global_batch, noun)} = {product}")
+        lines.append(f"global batch: {plural(global_batch, unit)} = {product}")
         separator = "; " if is_one_process else "\n  "
         return separator.join(lines)
 
