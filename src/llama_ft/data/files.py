@@ -94,7 +94,9 @@ def _opened(name: str) -> Iterator[io.BufferedReader]:
 
 def _opened_bytes(name: str) -> Any:
     """Open a file or URL as it is."""
-    return fsspec.open(name, "rb").open() if is_url(name) else open(name, "rb")
+    if is_url(name):
+        return fsspec.open(name, "rb").open()
+    return open(name, "rb")
 
 
 def _json_samples(name: str) -> Samples:

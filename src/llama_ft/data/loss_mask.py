@@ -148,7 +148,10 @@ class ChatRenderer:
             if message["role"] == "assistant":
                 message = {**message, "weight": 0}
             unweighted.append(message)
-        return [[*unweighted[:index], messages[index]] for index in self._wanted(messages)]
+        conversations = []
+        for index in self._wanted(messages):
+            conversations.append([*unweighted[:index], messages[index]])
+        return conversations
 
     def _wanted(self, messages: list[Message]) -> list[int]:
         """Return the indices of the responses in the loss."""

@@ -161,13 +161,8 @@ def prepare(
         note = ensure_chat_template(tokenizer, config.chat_template, request.add_tokens)
         if note:
             summary.insert(0, note)
-    encoder = Encoder(
-        tokenizer,
-        request.context_length,
-        config.truncation,
-        config.labels,
-        config.reasoning_content,
-    )
+    length = request.context_length
+    encoder = Encoder(tokenizer, length, config.truncation, config.labels, config.reasoning_content)
     tokenization = _Tokenization(
         source=source,
         validation=opened.validation,
@@ -187,22 +182,20 @@ def prepare(
     summary += describe(report)
     if request.want_validation and report.validation is None:
         summary.append("no validation data: --validation FILE or --validation 0.05")
-    training_samples: Dataset | None = None
-    validation_samples: Dataset | None = None
-    # from_file maps the files into memory, so that all ranks of a node share one copy
-    if not config.streaming:
-        training_samples = Dataset.from_file(str(folder / "train.arrow"))
-    if report.validation:
-        validation_samples = Dataset.from_file(str(folder / "validation.arrow"))
     return TokenizedData(
-        train=training_samples,
-        validation=validation_samples,
+        train=None if config.streaming else _open_split(folder, "train"),
+        validation=_open_split(folder, "validation") if report.validation else None,
         summary=summary,
         report=report,
         stream=(source, encoder, request.examples) if config.streaming else None,
         bad_samples=folder / BAD_SAMPLES_FILE if report.bad_samples else None,
         warnings=(TRAINED_ON,) if is_trained_on else (),
     )
+
+
+def _open_split(folder: Path, name: Split) -> Dataset:
+    """Map a file of tokenized samples into memory, so that all ranks of a node share one copy."""
+    return Dataset.from_file(str(folder / f"{name}.arrow"))
 
 
 class _OpenedSources(NamedTuple):

@@ -92,7 +92,7 @@ class StreamedBatches:
             bad.note(encoded)
             bad.refuse()
             if len(encoded.table):
-                return Dataset(InMemoryTable(encoded.table))
+                return _in_memory(encoded.table)
         raise self._nothing_left
 
     def describe(self) -> str:
@@ -170,16 +170,16 @@ class StreamedBatches:
                         self._encoder.tokenizer,
                         self._vocabulary_size,
                     )
-                samples = sum(map(len, tables))
-                if samples >= self._config.shuffle_buffer or (samples and encoded is None):
+                samples = sum(len(table) for table in tables)
+                is_full = samples >= self._config.shuffle_buffer
+                is_last = samples > 0 and encoded is None  # the epoch has ended
+                if is_full or is_last:
                     start = {"epoch": epoch, "chunk": first_chunk, "window": number}
-                    yield (
-                        start,
-                        encoded is None,
-                        Dataset(InMemoryTable(pyarrow.concat_tables(tables))),
-                    )
+                    ends_epoch = encoded is None
+                    # Not kept in a variable: it would live until the next window is full.
+                    yield start, ends_epoch, _in_memory(pyarrow.concat_tables(tables))
                     tables = []
-                    number = number + 1
+                    number += 1
                     first_chunk = at
                 if encoded is not None:
                     tables.append(encoded.table)
@@ -191,7 +191,7 @@ class StreamedBatches:
                     skipped = f"skipped {plural(bad.count, 'bad sample')}"
                     log.warning(f"{self._source.name}: {skipped}: {'; '.join(bad.first)}")
                 bad = BadSamples(bad.skip)
-                epoch = epoch + 1
+                epoch += 1
                 at = 0
                 tables = []
                 number = 0
@@ -220,18 +220,16 @@ class StreamedBatches:
         try:
             while True:
                 chunks = chunks_of(self._source, self._config.dataset_format)
-                mine = itertools.islice(
-                    chunks, first_chunk + self._ranks.rank, None, self._ranks.world_size
-                )
-                with closing(
-                    encode_chunks(mine, self._encoder, self._examples, processes)
-                ) as pairs:
+                first = first_chunk + self._ranks.rank
+                own_chunks = itertools.islice(chunks, first, None, self._ranks.world_size)
+                pairs = encode_chunks(own_chunks, self._encoder, self._examples, processes)
+                with closing(pairs):
                     own = (encoded for _, encoded in pairs)
                     items = list[Any]()
                     while ENDED not in items:
-                        items = self._gather(
-                            attempt(next, own, ENDED) if self._is_wanted else CLOSED
-                        )
+                        # `attempt` returns an error, so that all ranks learn of it
+                        item = attempt(next, own, ENDED) if self._is_wanted else CLOSED
+                        items = self._gather(item)
                         stops = [
                             item for item in items if isinstance(item, Exception) or item == CLOSED
                         ]
@@ -253,6 +251,10 @@ class StreamedBatches:
         everyone: list[Any] = [None] * self._ranks.world_size
         dist.all_gather_object(everyone, item, group=self._group)
         return everyone
+
+
+def _in_memory(table: pyarrow.Table) -> Dataset:
+    return Dataset(InMemoryTable(table))
 
 
 TrainingBatches = PreparedBatches | StreamedBatches
@@ -295,9 +297,10 @@ def plan_training(
         UserError: a rank has other samples than rank 0. Some samples would be trained on twice and
             others never.
     """
-    prints: list[dict[str, str]] = [{}] * ranks.world_size
-    dist.all_gather_object(prints, data.fingerprints())
-    other = [str(rank) for rank in range(ranks.world_size) if prints[rank] != prints[0]]
+    fingerprints: list[dict[str, str]] = [{}] * ranks.world_size
+    dist.all_gather_object(fingerprints, data.fingerprints())
+    expected = fingerprints[0]
+    other = [str(rank) for rank, found in enumerate(fingerprints) if found != expected]
     if other:
         raise UserError(
             f"--dataset: rank {', '.join(other)} has other samples than rank 0.\nExpected the same files on every "

@@ -39,13 +39,14 @@ def _update_piece(
     mean = exp_avg.float().lerp_(slope, 1 - BETA1)
     square = exp_avg_sq.float().mul_(BETA2)
     square.addcmul_(slope, slope, value=1 - BETA2)
-    del slope  # a temporary of 64 MiB less; see PIECE
+    del slope  # a temporary is freed before the next one is made; see PIECE
     exact = weight.float()  # a view of the weight if it is fp32
     if compensation:
         exact.add_(compensation[0])
     exact.mul_(decay)
     denominator = (square / correction).sqrt_().add_(EPS)
     exact.add_((mean * size).div_(denominator))
+    del denominator
     round_stochastically(exp_avg, mean, noises[0])
     round_stochastically(exp_avg_sq, square, noises[1])
     if compensation:
