@@ -77,6 +77,15 @@ def test_the_file_holds_the_numbers_bit_for_bit(
     assert before.equal(after) and [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
+def test_equal_numbers_are_written_as_equal_bytes(stored: StoredReference, tmp_path: Path) -> None:
+    """safetensors writes several texts of a header in a random order."""
+    contents = set()
+    for _ in range(12):
+        stored.save(tmp_path / "file", FINGERPRINT)
+        contents.add((tmp_path / "file").read_bytes())
+    assert len(contents) == 1
+
+
 @pytest.mark.parametrize("name", FINGERPRINT)
 def test_a_file_of_another_run_is_refused(
     stored: StoredReference, tmp_path: Path, name: str

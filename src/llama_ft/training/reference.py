@@ -51,9 +51,10 @@ SECONDS_BETWEEN_LINES = 30.0
 # tensors of the file
 KEYS = "reference.keys"
 SUMS = "reference.log_probabilities"
-# in the file's header: JSON with everything that determines the numbers
-FINGERPRINT = "fingerprint"
-CHECKSUM = "checksum"  # also in the header: of the tensors and the fingerprint
+# The only text in the file's header, as JSON: with two, safetensors writes them in a random order.
+DESCRIPTION = "description"
+FINGERPRINT = "fingerprint"  # everything that determines the numbers
+CHECKSUM = "checksum"  # of the tensors and the fingerprint
 
 
 class Reference(Protocol):
@@ -154,8 +155,9 @@ class StoredReference:
         """Write a safetensors file: int64 hashes in ascending order, float32 sums; in its header
         the fingerprint and a checksum."""
         tensors = {KEYS: torch.from_numpy(self._keys), SUMS: torch.from_numpy(self._sums)}
-        text = json.dumps(fingerprint, sort_keys=True)
-        header = {FINGERPRINT: text, CHECKSUM: checksum_of(self._keys, self._sums, text)}
+        checksum = checksum_of(self._keys, self._sums, fingerprint)
+        description = {FINGERPRINT: fingerprint, CHECKSUM: checksum}
+        header = {DESCRIPTION: json.dumps(description, sort_keys=True)}
         file.unlink(missing_ok=True)  # version 0.1.0 made hard links to it
         file.write_bytes(safetensors.torch.save(tensors, header))
 
@@ -172,16 +174,16 @@ class StoredReference:
         """
         try:
             with safe_open(file, framework="np") as opened:
-                header = opened.metadata()
+                description = json.loads(opened.metadata()[DESCRIPTION])
                 keys = opened.get_tensor(KEYS)
                 sums = opened.get_tensor(SUMS)
-            if header[CHECKSUM] != checksum_of(keys, sums, header[FINGERPRINT]):
+            saved: dict[str, Any] = description[FINGERPRINT]
+            if description[CHECKSUM] != checksum_of(keys, sums, saved):
                 raise ValueError("its checksum differs")
         except Exception as error:  # safetensors has its own errors
             raise ValueError(
                 f"{file}: cannot be read as log-probabilities of a reference ({reason(error)})."
             ) from error
-        saved: dict[str, Any] = json.loads(header[FINGERPRINT])
         others = [name for name, value in fingerprint.items() if saved.get(name) != value]
         if others:
             raise UserError(
@@ -194,11 +196,11 @@ class StoredReference:
         return saved
 
 
-def checksum_of(keys: numpy.ndarray, sums: numpy.ndarray, fingerprint: str) -> str:
+def checksum_of(keys: numpy.ndarray, sums: numpy.ndarray, fingerprint: dict[str, Any]) -> str:
     """Return the xxh3_128 hash of everything in the file of a reference, in hex."""
     digest = xxhash.xxh3_128(keys.tobytes())
     digest.update(sums.tobytes())
-    digest.update(fingerprint.encode())
+    digest.update(json.dumps(fingerprint, sort_keys=True).encode())
     return digest.hexdigest()
 
 
