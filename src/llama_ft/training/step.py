@@ -131,6 +131,7 @@ def clip_and_reduce_norm(
         loss_scale: see training/train_state.py.
         ranks: the ranks.
     """
+    # before the norm: the frozen parts of PiSSA's adapters must not count in it
     clear_frozen_half(built, ShardGroup(ranks.mesh))
     gradients = [
         local_shard(parameter.grad)
@@ -139,6 +140,8 @@ def clip_and_reduce_norm(
     ]
     if loss_scale != 1.0:
         torch._foreach_div_(gradients, loss_scale)
+    # One kernel for all gradients. Their squares are added in float64: a sum over many parameters
+    # would lose small ones in float32.
     norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
     squares = torch.stack(list(norms)).double().square().sum()
     copies = ranks.mesh.size() // ranks.mesh["shard"].size()  # each copy adds the whole norm
