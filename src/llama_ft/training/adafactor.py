@@ -45,8 +45,8 @@ class Adafactor(ShardedOptimizer):
             row_means = states["row_var"].lerp_(squared.mean(-1, keepdim=True), newest)
             # One all-reduce for what this parameter needs of all rows: the columns' sums, the sum
             # of `row_var`, and the squares of the weights.
-            totals = [squared.sum(0), row_means.sum()[None], weight_squares[None]]
-            sums = _add_over_shards(torch.cat(totals), parameter)
+            sums = torch.cat([squared.sum(0), row_means.sum()[None], weight_squares[None]])
+            _add_over_shards(sums, parameter)
             rows = parameter.shape[0]
             row_sum = sums[-2]
             weight_squares = sums[-1]

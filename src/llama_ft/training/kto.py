@@ -58,10 +58,11 @@ class Kto:
         kl = score_examples(built, others, ranks)[:count] - of_others  # [samples]
         # Ranks may have different numbers of samples, or none, so both sums are divided by the
         # number of ranks first, and then by each other.
-        local_sums = torch.stack([kl.sum(), kl.new_full((), count)])
-        kl_sum, samples = ranks.mean_over_ranks(local_sums).unbind()
-        samples = samples.clamp(min=1 / ranks.world_size)  # at least one sample over all ranks
-        divergence = (kl_sum / samples).clamp(min=0)
+        sums = torch.stack([kl.sum(), kl.new_full((), count)])
+        sums = ranks.mean_over_ranks(sums)
+        kl_sum, samples = sums.unbind()
+        least = 1 / ranks.world_size  # at least one sample over all ranks
+        divergence = (kl_sum / samples.clamp(min=least)).clamp(min=0)
         losses, balance = target_losses(built, own, ranks.device, per_token=True)
         scores = example_log_probabilities(losses, own)[:count]  # [samples]
         ratios = scores - reference
@@ -74,8 +75,8 @@ class Kto:
         scores = scores.detach()
         logged = {"kl": divergence * count}
         for name, which in {"chosen": chosen, "rejected": 1 - chosen}.items():
-            sums = {"rewards": rewards * which, "logps": scores * which, "count": which}
-            logged |= {f"{number}/{name}": values.sum() for number, values in sums.items()}
+            numbers = {"rewards": rewards * which, "logps": scores * which, "count": which}
+            logged |= {f"{number}/{name}": values.sum() for number, values in numbers.items()}
         # from a sum over tokens to one over samples
         balance = balance * (count / max(1, len(losses)))
         return with_router_loss(LossSum(loss, count, logged), balance, built)
