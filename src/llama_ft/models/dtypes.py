@@ -12,6 +12,7 @@ from torch import nn
 
 from llama_ft.models.build import reads
 from llama_ft.models.quantized import QuantizedStacks
+from llama_ft.models.replaced import replace_method
 from llama_ft.models.transformers_private import private
 from llama_ft.runtime.devices import Precision
 
@@ -89,7 +90,7 @@ def _use_fp32_kernels(model: nn.Module) -> None:
     of their inputs."""
     for module in model.modules():
         if type(module).__name__ in FP32_KERNELS:
-            module.forward = partial(_in_fp32, module.forward)
+            replace_method(module, "forward", partial(_in_fp32, module.forward))
 
 
 def _in_fp32(forward: Callable[..., Any], **inputs: torch.Tensor | None) -> Any:

@@ -11,6 +11,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
 from llama_ft.models.quantized import QuantizedLinear
+from llama_ft.models.replaced import become
 from llama_ft.models.source import WeightSource, blocks
 
 
@@ -132,4 +133,4 @@ def use_token_rows(model: nn.Module) -> None:
                     f"--resize_embeddings: {head}, quantized or with a bias, cannot train new tokens."
                 )
             layer.trainable_tokens_original.clear()  # PEFT keeps it for unmerging
-            layer.__class__ = TokenRows
+            become(layer, TokenRows)

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_utils import PreTrainedModel
 
+from llama_ft.models.replaced import replace_method
 from llama_ft.models.transformers_private import private
 from llama_ft.runtime.console import log
 from llama_ft.runtime.devices import sent
@@ -84,7 +85,7 @@ class PackedSamples:
         return PackedSamples.of(parts, self.offsets.device)
 
 
-_CURRENT: ContextVar[PackedSamples | None] = ContextVar("packed rows", default=None)
+_CURRENT: ContextVar[PackedSamples | None] = ContextVar("packed samples", default=None)
 current_samples = _CURRENT.get  # samples of the current sequence; None if it is not packed
 set_samples = _CURRENT.set
 
@@ -221,7 +222,7 @@ class TokenMixers:
                 start += length
             return _joined(outputs, samples.lengths)
 
-        mixer.forward = forward
+        replace_method(mixer, "forward", forward)
 
 
 def _checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:

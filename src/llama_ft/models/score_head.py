@@ -19,6 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from llama_ft.errors import UserError
+from llama_ft.models.replaced import replace_method
 from llama_ft.models.source import StoredTensor, WeightSource
 from llama_ft.models.text_part import names_score, takes_more_than_text
 
@@ -83,7 +84,7 @@ def add_score(model: PreTrainedModel) -> None:
         scores = getattr(model, SCORE)(hidden).squeeze(1).to(torch.float32, copy=True)
         return scores, getattr(decoded, "router_logits", None)
 
-    model.forward = forward
+    replace_method(model, "forward", forward)
 
 
 class ScoredSource(WeightSource):

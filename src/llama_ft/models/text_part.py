@@ -32,6 +32,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from llama_ft.errors import UserError
+from llama_ft.models.replaced import replace_method
 
 CLASSES: dict[Any, Any] = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -153,9 +154,10 @@ def keep_text_part(model: PreTrainedModel) -> LeftOut:
         # else its own forward calls decoder and head
         if not _holds(owner, head) or _holds(decoder, head):
             inner = next(child for child in owner.children() if _holds(child, decoder))
-            owner.forward = _text_forward(owner, inner, lacks_head=not _holds(decoder, head))
-            beside = [name for name, child in owner.named_children() if child is not inner]
-            for name in [*beside, *owner._parameters, *owner._buffers]:
+            forward = _text_forward(owner, inner, lacks_head=not _holds(decoder, head))
+            replace_method(owner, "forward", forward)
+            siblings = [name for name, child in owner.named_children() if child is not inner]
+            for name in [*siblings, *owner._parameters, *owner._buffers]:
                 take_out(owner, name)
     take_out_towers(model)
     kept = model.state_dict().keys()
