@@ -69,10 +69,15 @@ def _forward(layer: nn.Module, *args: Any, **keywords: Any) -> Any:
     return type(layer).forward(layer, *args, **keywords)
 
 
-def _forward_or_graph(layer: nn.Module, compiled: Any, *args: Any, **keywords: Any) -> Any:
-    return (compiled if keywords.get("past_key_values") is None else _forward)(
-        layer, *args, **keywords
-    )
+def _forward_or_graph(
+    layer: nn.Module,
+    compiled: Any,
+    *args: Any,
+    **keywords: Any,
+) -> Any:
+    has_cache = keywords.get("past_key_values") is not None
+    run = _forward if has_cache else compiled
+    return run(layer, *args, **keywords)
 
 
 def without_graphs(model: nn.Module) -> AbstractContextManager[Any]:

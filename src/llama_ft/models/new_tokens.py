@@ -49,7 +49,8 @@ class GrownSource(WeightSource):
         self.tensors = dict(source.tensors)
         for name, header in headers.items():
             if header.shape[:1] == (self._stored_rows,):
-                self.tensors[name] = replace(header, shape=(growth.rows, *header.shape[1:]))
+                shape = (growth.rows, *header.shape[1:])
+                self.tensors[name] = replace(header, shape=shape)
                 self._means[name] = None
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -69,8 +70,10 @@ class GrownSource(WeightSource):
         mean = self._means[name]
         if mean is None:
             # fp64: the result must not depend on the block size or the number of threads.
-            sums = (block.sum(dim=0, dtype=torch.float64) for block in blocks(self._source, name))
-            mean_fp64 = torch.as_tensor(sum(sums)) / self._stored_rows
+            total: torch.Tensor | int = 0
+            for block in blocks(self._source, name):
+                total += block.sum(dim=0, dtype=torch.float64)
+            mean_fp64 = torch.as_tensor(total) / self._stored_rows
             mean = mean_fp64.to(self.tensors[name].dtype)
             self._means[name] = mean
         return mean

@@ -180,7 +180,11 @@ class _FrozenMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme
+        ctx: Any,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        scheme: Scheme,
     ) -> Any:
         ctx.save_for_backward(weight, scale)
         ctx.scheme = scheme
@@ -203,7 +207,10 @@ class QuantizedWeight(NamedTuple):
     is_stored: bool  # the checkpoint holds it quantized
 
 
-def _frozen_parameters(shape: tuple[int, ...], scheme: Scheme) -> tuple[nn.Parameter, nn.Parameter]:
+def _frozen_parameters(
+    shape: tuple[int, ...],
+    scheme: Scheme,
+) -> tuple[nn.Parameter, nn.Parameter]:
     """Return weight and scale, on the meta device, for a weight of `shape`."""
     *stacked, rows, columns = shape
     weight = torch.empty(

@@ -26,7 +26,11 @@ def become(module: nn.Module, kind: type[nn.Module]) -> None:
     module.__class__ = kind
 
 
-def replace_method(module: nn.Module, name: str, method: Callable[..., Any]) -> None:
+def replace_method(
+    module: nn.Module,
+    name: str,
+    method: Callable[..., Any],
+) -> None:
     """Let this module alone, not others of its class, run `method` in the place of its method
     `name`, mostly `forward`. The hooks of the module run around it as before."""
     assert callable(getattr(module, name))

@@ -25,7 +25,12 @@ class _SampleLengths:
     def __init__(self) -> None:
         self._mask: torch.Tensor | None = None
 
-    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         """Keep the mask of a padded batch, [samples, tokens]. A hook before the forward pass."""
         mask = kwargs.get("attention_mask")
         is_padding_mask = isinstance(mask, torch.Tensor) and mask.ndim == 2
