@@ -27,10 +27,12 @@ from llama_ft.config.paths import COPIED_FILES, MODEL_PATTERNS, RUN_ENTRIES, loo
 from llama_ft.data import stop_token_ids
 from llama_ft.errors import RunFailure, UserError, plural, reason
 from llama_ft.masking import mask_secrets
-from llama_ft.models import Adapter, BuiltModel, ShardGroup
+from llama_ft.models import BuiltModel
+from llama_ft.models.built import Adapter
 from llama_ft.models.conversion import SavedGroup, open_source, saved_layout
 from llama_ft.models.load_weights import account_for
 from llama_ft.models.lora import ADAPTER_WEIGHTS
+from llama_ft.models.shards import ShardGroup
 from llama_ft.models.source import (
     INDEX_FILE,
     SINGLE_FILE,

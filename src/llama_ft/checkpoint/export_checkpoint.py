@@ -38,6 +38,7 @@ from llama_ft.checkpoint.state import check_same_tensors
 from llama_ft.config import Config, ModelConfig, PeftConfig, PreferenceConfig
 from llama_ft.errors import UserError
 from llama_ft.models import lora
+from llama_ft.models.built import Adapter, settings_to_read
 from llama_ft.models.conversion import open_source, saved_layout
 from llama_ft.models.load_weights import account_for
 from llama_ft.models.new_tokens import TokenRows
@@ -113,7 +114,7 @@ class Exporter:
     trainer: dict[str, Any] | None
 
     @property
-    def adapter(self) -> models.Adapter | None:
+    def adapter(self) -> Adapter | None:
         """The adapter, with LoRA."""
         return self.built.adapter
 
@@ -155,7 +156,7 @@ class Exporter:
             else models.local_folder(named, place, weights=merge or not config.peft.use_peft)
         )
         new = models.NewTokens(**trainer["new_tokens"]) if trainer.get("new_tokens") else None
-        settings = models.settings_to_read(config, trust_remote_code)
+        settings = settings_to_read(config, trust_remote_code)
         settings = replace(settings, model=replace(settings.model, model_name=named))
         built = _skeleton(build_model, settings, base, new)
         parameters = built.model.named_parameters()
@@ -198,7 +199,7 @@ class Exporter:
         settings = understood_adapter(folder)
         file = folder / lora.ADAPTER_WEIGHTS
         new = tokens_added(settings, models.load_model_config(base, trust_remote_code))
-        config = models.settings_to_read(
+        config = settings_to_read(
             Config(
                 model=ModelConfig(model_name=str(base)),
                 peft=PeftConfig(use_peft=True, from_peft_checkpoint=str(folder)),

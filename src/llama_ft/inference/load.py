@@ -22,6 +22,7 @@ from llama_ft.config import (
 )
 from llama_ft.config.paths import TOKENIZER_FILES
 from llama_ft.inference.flags import ModelFlags, find_result, settings_beside
+from llama_ft.models.quantized import quantization_name
 from llama_ft.phases import NULL_MONITOR
 from llama_ft.runtime import PRECISIONS, Precision, Ranks, advise_precision
 
@@ -107,7 +108,7 @@ def open_model(
         model.generation_config.eos_token_id = ends or None
     where = f"{found.place} (with {found.base})" if found.place != found.base else str(found.base)
     sharding = f"sharded across {ranks.world_size} ranks" if flags.enable_fsdp else ""
-    bits = models.quantization_name(model)
+    bits = quantization_name(model)
     about = ", ".join(filter(None, (where, chosen[:4], bits, sharding, str(ranks.device), note)))
     model.eval()
     return LoadedModel(built, found.tokenizer, about)
