@@ -149,12 +149,12 @@ class Exporter:
                 f"{checkpoint.folder}: its run had --trust_remote_code. Add it to run the model's code."
             )
         named = base_model or config.model.model_name
-        place = f"{checkpoint.folder} (--base_model overrides it): base model"
-        base = (
-            data.build_demo(data.cache_dir()).model_dir
-            if named == "demo"
-            else models.local_folder(named, place, weights=merge or not config.peft.use_peft)
-        )
+        if named == "demo":
+            base = data.build_demo(data.cache_dir()).model_dir
+        else:
+            place = f"{checkpoint.folder} (--base_model overrides it): base model"
+            reads_base = merge or not config.peft.use_peft
+            base = models.local_folder(named, place, weights=reads_base)
         new = models.NewTokens(**trainer["new_tokens"]) if trainer.get("new_tokens") else None
         settings = settings_to_read(config, trust_remote_code)
         settings = replace(settings, model=replace(settings.model, model_name=named))
@@ -306,7 +306,9 @@ class Exporter:
         tensors = dict[str, StoredTensor]()
         for number, tie in ties.items():
             key = stored[number]
-            made = {name: (replaced.get(name, key), changes.get(name)) for name in tie}
+            made = dict[str, tuple[str, Change | None]]()
+            for name in tie:
+                made[name] = (replaced.get(name, key), changes.get(name))
             if len(set(made.values())) == 1:
                 made = {tie[0]: made[tie[0]]}
             else:  # embedding and LM head were tied, but now differ
@@ -314,12 +316,11 @@ class Exporter:
             written |= made
             tensors |= dict.fromkeys(made, base.tensors[key])
         saved = model.state_dict().keys()
-        for name in [
-            lora.checkpoint_key(name) for name, _ in model.named_buffers() if name in saved
-        ]:
-            if name in base.tensors:  # Transformers computes the other buffers
-                written[name] = (name, None)
-                tensors[name] = base.tensors[name]
+        for name, _ in model.named_buffers():
+            key = lora.checkpoint_key(name)
+            if name in saved and key in base.tensors:  # Transformers computes the other buffers
+                written[key] = (key, None)
+                tensors[key] = base.tensors[key]
 
         def rows(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
             key, change = written[name]
@@ -382,7 +383,8 @@ class Exporter:
             rows = slice(start, start + len(block))
             if is_matrix:
                 return torch.addmm(block.float(), left[rows] * scaling, right)
-            left = left.unflatten(1, (-1, experts)).permute(2, 0, 1)[rows]  # [block, out, r]
+            by_expert = left.unflatten(1, (-1, experts)).permute(2, 0, 1)
+            left = by_expert[rows]  # [block, out, r]
             right = right.unflatten(0, (experts, -1))[rows]  # [block, r, in]
             if is_transposed:
                 left, right = right.transpose(1, 2), left.transpose(1, 2)
@@ -474,18 +476,19 @@ def understood_adapter(adapter: Path) -> LoraConfig:
 def check_settings(settings: Mapping[str, Any], place: str) -> None:
     """Raise a UserError if a setting of an adapter is not supported here, because the merged model
     would be wrong."""
-    others = [
-        f"{name} = {value}"
-        for name, value in settings.items()
-        if (
-            name not in SUPPORTED_ADAPTER_KEYS
-            and value
-            and value != getattr(LoraConfig, name, None)
-        )
-        or (name == "init_lora_weights" and value not in INIT_KEEPS_BASE)
-        or (name == "task_type" and value not in (None, "CAUSAL_LM", "SEQ_CLS"))
-        or (name == "peft_type" and value != "LORA")
-    ]
+    supported = {
+        "init_lora_weights": INIT_KEEPS_BASE,
+        "task_type": (None, "CAUSAL_LM", "SEQ_CLS"),
+        "peft_type": ("LORA",),
+    }
+    others = []
+    for name, value in settings.items():
+        is_default = not value or value == getattr(LoraConfig, name, None)
+        is_supported = name in SUPPORTED_ADAPTER_KEYS or is_default
+        if name in supported:
+            is_supported = value in supported[name]
+        if not is_supported:
+            others.append(f"{name} = {value}")
     if others:
         raise UserError(
             f"{place}: an adapter with {', '.join(others)} is not supported here.\n{USE_PEFT}"
@@ -495,5 +498,7 @@ def check_settings(settings: Mapping[str, Any], place: str) -> None:
 def tokens_added(adapter: LoraConfig, model_config: PretrainedConfig) -> models.NewTokens | None:
     """Return the tokens whose embeddings a saved adapter trains, or None."""
     ids = sorted(lora.rows_trained(adapter))
+    if not ids:
+        return None
     stored_rows = models.vocabulary_size(model_config) or 0
-    return models.NewTokens(ids, stored_rows, max(stored_rows, ids[-1] + 1)) if ids else None
+    return models.NewTokens(ids, stored_rows, rows=max(stored_rows, ids[-1] + 1))

@@ -13,10 +13,12 @@ enough, for three reasons:
 - Transformers and PEFT create their modules themselves, and offer no choice of a class.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from transformers.modeling_utils import PreTrainedModel
 
 
 def become(module: nn.Module, kind: type[nn.Module]) -> None:
@@ -35,3 +37,14 @@ def replace_method(
     `name`, mostly `forward`. The hooks of the module run around it as before."""
     assert callable(getattr(module, name))
     setattr(module, name, method)
+
+
+@contextmanager
+def weights_stay_tied(model: PreTrainedModel) -> Iterator[None]:
+    """In the block, the model's `tie_weights` does nothing. Weights are already tied, and
+    Transformers' method fails if an adapter wraps the embedding or the LM head."""
+    replace_method(model, "tie_weights", lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        del vars(model)["tie_weights"]
