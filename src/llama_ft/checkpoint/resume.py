@@ -95,7 +95,8 @@ def first_valid(
 
 def _candidates(settings: CheckpointConfig, earlier_run: Path | None) -> list[Path]:
     """Return the checkpoints to try, in order."""
-    if earlier_run is not None and (found := complete_checkpoints(earlier_run)):
+    found = [] if earlier_run is None else complete_checkpoints(earlier_run)
+    if found:
         return found
     if settings.resume is None:
         return []

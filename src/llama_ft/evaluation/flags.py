@@ -133,9 +133,10 @@ def _asked(place: str, flags: EvaluateFlags) -> ModelToEvaluate:
         raise UserError(
             f"--base: {place} does not say what it was fine-tuned from. Add --base_model."
         )
-    if flags.base and (error := model_problem(str(base))):
+    problem = model_problem(str(base)) if flags.base else None
+    if problem:
         raise UserError(
-            f"{place}: its base model {base}: {error}\n--base_model says where it is now."
+            f"{place}: its base model {base}: {problem}\n--base_model says where it is now."
         )
     return ModelToEvaluate(place, run, base if flags.base else None)
 
@@ -167,7 +168,8 @@ def _select_samples(
         samples = f"the validation set of {place}"
         if run.data.validation:
             samples += f" ({run.data.validation})"
-        if chosen := given & {"validation", "dataset_split"}:
+        chosen = given & {"validation", "dataset_split"}
+        if chosen:
             raise UserError(
                 f"--{min(chosen)}: needs --dataset; without it, the run's own validation set is used."
             )

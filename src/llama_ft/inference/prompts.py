@@ -99,7 +99,8 @@ def read_prompts(
             ({"prompt": line}, line) for line in lines
         ]
     else:
-        if problem := data_problem(name):
+        problem = data_problem(name)
+        if problem:
             raise UserError(f"--prompts {name}: {problem}")
         config = DataConfig(dataset=name, columns=list(columns))
         source = Source(name, "", lambda: samples_of_file(Path(name).expanduser()))

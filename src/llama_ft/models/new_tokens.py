@@ -119,7 +119,8 @@ class TokenRows(TrainableTokensLayer):
             return logits.index_copy_(-1, self._slots, F.linear(x, rows))
         slot = self._slots[x]  # [batch, length]
         trained = F.embedding(slot.clamp(min=0), rows)  # [batch, length, width]
-        if (scale := self._get_embed_scale()) is not None:
+        scale = self._get_embed_scale()  # Gemma's embeddings multiply by it
+        if scale is not None:
             trained = trained * scale.to(trained.dtype)
         return torch.where((slot < 0).unsqueeze(-1), base(x), trained)
 

@@ -74,9 +74,8 @@ def choose_quantization(
         asked = four_bit if settings.mode == "4bit" else Int8(settings.int8_threshold)
         return Quantization(asked, settings.skip_modules, is_stored=False)
     note: dict[str, Any] = stored if isinstance(stored, dict) else stored.to_dict()
-    if (method := note.get("quant_method", "bitsandbytes")) != "bitsandbytes" or not note.get(
-        "load_in_4bit"
-    ):
+    method = note.get("quant_method", "bitsandbytes")
+    if method != "bitsandbytes" or not note.get("load_in_4bit"):
         raise UserError(
             f"--model_name: quantized with {method}, not in bitsandbytes' 4 bits. Use the original model."
         )

@@ -105,13 +105,13 @@ def _choose_factors(
     call = inspect.signature(rotary.forward).bind(*args, **kwargs)
     position_ids = call.arguments["position_ids"]
     original = _original_positions(rotary, call.arguments.get("layer_type"))
-    of_samples = lengths.per_token(position_ids.shape[-1])
-    if original is None or of_samples is None:
+    sample_lengths = lengths.per_token(position_ids.shape[-1])
+    if original is None or sample_lengths is None:
         return output
     # Not a call of the module, which would call this hook again.
     call.arguments["position_ids"] = position_ids.clamp(max=original - 1)
     short = rotary.forward(*call.args, **call.kwargs)
     # Then only long samples use the long factors.
-    is_long = (of_samples > original).unsqueeze(-1)
+    is_long = (sample_lengths > original).unsqueeze(-1)
     pairs = zip(output, short, strict=True)
     return tuple(torch.where(is_long, of_long, of_short) for of_long, of_short in pairs)

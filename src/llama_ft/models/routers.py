@@ -104,12 +104,12 @@ def router_loss(
     )
     sent = probabilities = torch.zeros(experts, device=counts.device)
     for layer in layers:
-        of_token = layer.softmax(dim=-1)
-        chosen = of_token.topk(per_token, dim=-1).indices.flatten()
+        token_probabilities = layer.softmax(dim=-1)  # [tokens, experts]
+        chosen = token_probabilities.topk(per_token, dim=-1).indices.flatten()
         sent = sent.scatter_add(0, chosen, counts.repeat_interleave(per_token))
-        counted = of_token.float() * counts.unsqueeze(1)  # [tokens, experts]
+        counted = token_probabilities.float() * counts.unsqueeze(1)
         probabilities = probabilities + counted.sum(dim=0)
-        del counted
+        del counted  # autograd keeps what it needs; this is freed before the next layer's
     targets = torch.full((1,), float(target_tokens), device=counts.device)
     total_count = counts.sum().view(1) * len(layers)
     totals = torch.cat([sent, total_count, targets])

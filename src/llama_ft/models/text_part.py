@@ -194,8 +194,8 @@ def _text_forward(
 
     @wraps(owner.forward)  # generate() inspects the names of its parameters
     def forward(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(own, args, strict=False)) | kwargs
-        for_inner = {name: value for name, value in given.items() if name not in images}
+        arguments = dict(zip(own, args, strict=False)) | kwargs
+        for_inner = {name: value for name, value in arguments.items() if name not in images}
         output = inner(**for_inner)
         return TextOutput(**output) if lacks_head else output
 
