@@ -62,7 +62,7 @@ def measure_loss(
             add_tokens=has_new_tokens,
             use=split or "train",
             examples=training.SupervisedFineTuning.examples,
-            verify_cache=ranks.local_rank == 0,
+            verify_cache=ranks.local_rank == 0,  # it reads all samples
         )
     if not is_base:
         log.info("\n".join(tokenized.summary))
@@ -138,6 +138,7 @@ def run_tasks(
                 limit=flags.limit,
                 log_samples=False,
                 apply_chat_template=flags.apply_chat_template,
+                # with a chat template: solved examples are earlier messages, as in a chat
                 fewshot_as_multiturn=True,
             )
     # such as tasks with images, or with generated code

@@ -89,15 +89,18 @@ def open_model(
     if kind in ("checkpoint", "run"):
         # Rank 0 alone compares checksums, which reads the whole checkpoint.
         place = str(ranks.broadcast_from_rank0(lambda: checkpoint.find_valid(held).folder))
+    # The first process of each node downloads the model; the others find it in the Hub's cache.
     with ranks.local_main_process_first():
         found = _find(place, flags, ranks, build_model, base_of, tokenizer)
     request = _request(found, flags, PRECISIONS[chosen].compute)
     built = build_model(request, ranks, NULL_MONITOR)
     model = built.model
+    # Without an adapter, build_model has loaded the trained weights in the place of the base's.
     if found.trained is not None and built.adapter is not None:
         checkpoint.restore_weights(found.trained, model)
     model.requires_grad_(False)
     if found.objective == "reward" or (built.has_score and model.config.pad_token_id is None):
+        # Transformers reads the score at the last token that is not pad_token_id.
         pad = data.pad_token_id(found.tokenizer, models.vocabulary_size(model.config))
         found.tokenizer.pad_token_id = pad
         model.config.get_text_config().pad_token_id = pad
@@ -207,5 +210,6 @@ def _request(found: _Found, flags: ModelFlags, dtype: torch.dtype) -> models.Mod
         is_sharded=flags.enable_fsdp,
         trained=found.trained.weights() if found.trained is not None else None,
         storage=Precision(dtype, dtype, dtype, dtype),
+        # the dtype that training has quantized from, so that the quantized weights are the same
         quantized_from=PRECISIONS[found.run.train.precision].frozen if found.run else dtype,
     )

@@ -194,7 +194,8 @@ def answer_prompts(
             while stop < most and limits[stop] == limits[start]:
                 stop += 1
             everyone = [list[Answer]()] * ranks.world_size
-            # every rank joins the all-gathers
+            # A rank without a prompt answers the first one again, because every rank must join the
+            # all-gathers of the weights. Nobody reads that answer.
             mine = tokens[start:stop][ranks.rank :: ranks.world_size] or tokens[:1]
             dist.all_gather_object(everyone, answerer.answer(mine))
             for index, (sample, _) in enumerate(prompts[start:stop]):
