@@ -22,7 +22,7 @@ from llama_ft.inference.flags import (
     check_models,
     check_output_file,
     find_result,
-    settings_beside,
+    settings_of_run,
 )
 
 # Settings of a run that select samples, and those that name files.
@@ -125,7 +125,7 @@ def read_evaluate_flags(argv: list[str], description: str) -> Evaluation:
 
 def _asked(place: str, flags: EvaluateFlags) -> ModelToEvaluate:
     found = find_result(Path(place).expanduser()) if looks_local(place) else None
-    run = settings_beside(*found) if found else None
+    run = settings_of_run(*found) if found else None
     base = flags.base_model or (run.model.model_name if run else None)
     if base is None and flags.base and found and found[0] == "adapter":
         base = base_model_of(str(found[1]))

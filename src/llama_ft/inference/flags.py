@@ -201,7 +201,7 @@ def result_problem(name: str) -> str | None:
     return folder_problem(folder, expected) or nothing
 
 
-def settings_beside(kind: Result, held: Path) -> Config | None:
+def settings_of_run(kind: Result, held: Path) -> Config | None:
     """Return the settings of the run that wrote what find_result found; None without a run or for
     another version. A whole model is loaded without its run's quantization, which applies only to
     the base model of an adapter."""

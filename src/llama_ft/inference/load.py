@@ -21,7 +21,7 @@ from llama_ft.config import (
     base_model_of,
 )
 from llama_ft.config.paths import TOKENIZER_FILES
-from llama_ft.inference.flags import ModelFlags, find_result, settings_beside
+from llama_ft.inference.flags import ModelFlags, find_result, settings_of_run
 from llama_ft.models.quantized import quantization_name
 from llama_ft.phases import NULL_MONITOR
 from llama_ft.runtime import PRECISIONS, Precision, Ranks, advise_precision
@@ -159,7 +159,7 @@ def _find(
         new = models.find_new_tokens(
             tokenizer, base, models.load_model_config(base, trust), base_of.model
         )
-    run = base_of or settings_beside(kind, held)
+    run = base_of or settings_of_run(kind, held)
     return _Found(base, held, tokenizer, run, peft, new, objective=objective)
 
 

@@ -306,7 +306,7 @@ def _source_of(kind: Any) -> str:
     return ""
 
 
-def function_beside(module: nn.Module, name: str) -> Callable[..., Any]:
+def function_of_file(module: nn.Module, name: str) -> Callable[..., Any]:
     """Return a function of the file that defines a module's class (not the subclass that
     fully_shard derives)."""
     files = [sys.modules[kind.__module__] for kind in type(module).__mro__]

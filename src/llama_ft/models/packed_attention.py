@@ -25,7 +25,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models import attention_kernels
-from llama_ft.models.build import function_beside
+from llama_ft.models.build import function_of_file
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.packed_samples import (
     PackedSamples,
@@ -204,7 +204,7 @@ def _packed_eager(
     **arguments: Any,
 ) -> Attention:
     """The model's own eager attention, with its soft caps and sinks, for packed sequences."""
-    eager = function_beside(module, "eager_attention_forward")
+    eager = function_of_file(module, "eager_attention_forward")
     attend = partial(eager, module, **arguments)
     tensors = (query, key, value)
     samples = _samples_of(module, packed_samples)

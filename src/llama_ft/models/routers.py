@@ -20,7 +20,7 @@ import torch.distributed as dist
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
-from llama_ft.models.build import function_beside
+from llama_ft.models.build import function_of_file
 from llama_ft.models.built import BuiltModel
 from llama_ft.runtime.console import log
 
@@ -124,7 +124,7 @@ def _own_coefficient(model: PreTrainedModel) -> float | None:
     """Return the coefficient in the model's config; None if the file of its class does not define
     the formula above."""
     try:
-        formula = function_beside(model, "load_balancing_loss_func")
+        formula = function_of_file(model, "load_balancing_loss_func")
     except StopIteration:
         return None
     if list(inspect.signature(formula).parameters) != STANDARD:
