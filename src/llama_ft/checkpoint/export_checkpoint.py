@@ -170,7 +170,7 @@ class Exporter:
         tokenizer.chat_template = trainer["chat_template"]
         if tokenizer.chat_template and config.model.resize_embeddings:
             data.ensure_chat_template(tokenizer, add_tokens=True)
-        _settle_pad_token(built, tokenizer)
+        _set_pad_token(built, tokenizer)
         trained = checkpoint.weights()
         keys = {name: name for name in trained.tensors}
         return cls(base, named, tokenizer, built, trained, keys, new, config, trainer)
@@ -216,7 +216,7 @@ class Exporter:
         tokenizer = models.load_tokenizer(
             folder if any(folder.glob("tokenizer*")) else base, trust_remote_code
         )
-        _settle_pad_token(built, tokenizer)
+        _set_pad_token(built, tokenizer)
         exporter = cls(
             base, base_name, tokenizer, built, trained, adapter.keys, new, Config(), None
         )
@@ -440,12 +440,14 @@ def _skeleton(
     return built
 
 
-def _settle_pad_token(built: models.BuiltModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """As training does for a reward model."""
+def _set_pad_token(built: models.BuiltModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set the padding token of a reward model as training does: its score is read at the last token
+    that is not padding."""
     if built.has_score:
         config = built.model.config
         pad = data.pad_token_id(tokenizer, config.vocab_size)
-        config.get_text_config().pad_token_id = tokenizer.pad_token_id = pad
+        tokenizer.pad_token_id = pad
+        config.get_text_config().pad_token_id = pad
 
 
 def recorded_config(checkpoint: Checkpoint) -> Config:
