@@ -94,8 +94,8 @@ class Checkpoint:
             high = min(stop, first + piece.rows)
             if low < high:
                 with safe_open(piece.file, framework="pt") as opened:
-                    read = opened.get_slice(piece.key)[low - first : high - first]
-                rows[low - start : high - start] = read
+                    mapped = opened.get_slice(piece.key)[low - first : high - first]
+                    rows[low - start : high - start] = mapped
         return rows
 
     def read(self, name: str) -> torch.Tensor:
