@@ -60,6 +60,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from llama_ft import data, models, runtime, training  # noqa: E402
 from llama_ft.config import Config, load  # noqa: E402
 from llama_ft.models import lora  # noqa: E402
+from llama_ft.models.built import Unit  # noqa: E402
 from llama_ft.phases import NULL_MONITOR  # noqa: E402
 from llama_ft.runtime import Ranks  # noqa: E402
 
@@ -120,7 +121,7 @@ def shard_plainly(model: Any, mesh: Any, fsdp: Any, precision: Any) -> list[Any]
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    return [models.Unit("", type(model).__name__, models.total_weights(model), 0)]
+    return [Unit("", type(model).__name__, models.total_weights(model), 0)]
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:

@@ -10,7 +10,7 @@ from llama_ft.inference.flags import (
     find_result,
     read_inference_flags,
     result_problem,
-    settings_beside,
+    settings_of_run,
 )
 
 
@@ -88,10 +88,12 @@ def test_settings_of_the_run_stand_beside_its_result_and_its_checkpoints(tmp_pat
         ("adapter", run / "model"),
         ("checkpoint", run / "checkpoints" / "step-000010"),
     ):
-        beside = settings_beside(kind, held)
-        assert beside is not None and beside.train.seed == 7 and beside.quantization.mode == "4bit"
-    merged = settings_beside("model", run / "model")
+        found = settings_of_run(kind, held)
+        assert found is not None
+        assert found.train.seed == 7
+        assert found.quantization.mode == "4bit"
+    merged = settings_of_run("model", run / "model")
     # the bits were those of the adapter's base
     assert merged is not None and merged.quantization.mode == "none"
     (run / "config.yaml").write_text("train: {no_such_setting: 1}")
-    assert settings_beside("adapter", run / "model") is None
+    assert settings_of_run("adapter", run / "model") is None

@@ -27,10 +27,12 @@ from llama_ft.config.paths import COPIED_FILES, MODEL_PATTERNS, RUN_ENTRIES, loo
 from llama_ft.data import stop_token_ids
 from llama_ft.errors import RunFailure, UserError, plural, reason
 from llama_ft.masking import mask_secrets
-from llama_ft.models import Adapter, BuiltModel, ShardGroup
+from llama_ft.models import BuiltModel
+from llama_ft.models.built import Adapter
 from llama_ft.models.conversion import SavedGroup, open_source, saved_layout
 from llama_ft.models.load_weights import account_for
 from llama_ft.models.lora import ADAPTER_WEIGHTS
+from llama_ft.models.shards import ShardGroup
 from llama_ft.models.source import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -99,32 +101,39 @@ class SavedWeights:
     ) -> None:
         self.tensors = tensors
         self.rows = rows
-        self.dtypes = {
-            name: save_dtype
-            if save_dtype and tensor.dtype.is_floating_point
-            else stored.get(name, tensor.dtype)
-            for name, tensor in tensors.items()
-        }
-        self.groups = groups or [
-            SavedGroup([name], {name: tuple(tensor.shape)}) for name, tensor in tensors.items()
-        ]
+        self.dtypes = dict[str, torch.dtype]()
+        for name, tensor in tensors.items():
+            is_cast = save_dtype is not None and tensor.dtype.is_floating_point
+            dtype = save_dtype if is_cast else stored.get(name, tensor.dtype)
+            assert dtype is not None
+            self.dtypes[name] = dtype
+        if groups:
+            self.groups = groups
+        else:
+            self.groups = []
+            for name, tensor in tensors.items():
+                self.groups.append(SavedGroup([name], {name: tuple(tensor.shape)}))
         self.ignored = [name for name, header in untouched.items() if header.is_ignored]
         for name, header in untouched.items():
             self.dtypes[name] = header.dtype
             self.groups.append(SavedGroup([name], {name: header.shape}))
-        self.headers = []
+        self.headers = list[dict[str, StoredTensor]]()
         for group in self.groups:
             # A group is converted as one, so it has one dtype.
             dtype = self.dtypes[group.parameters[0]]
-            self.headers.append(
-                {name: StoredTensor(Path(), shape, dtype) for name, shape in group.tensors.items()}
-            )
+            headers = dict[str, StoredTensor]()
+            for name, shape in group.tensors.items():
+                headers[name] = StoredTensor(Path(), shape, dtype)
+            self.headers.append(headers)
 
     def main_dtype(self) -> torch.dtype:
         """The dtype of the largest tensor, for config.json: Transformers loads the model in this
         dtype."""
-        largest = max(self.tensors, key=lambda name: math.prod(self.tensors[name].shape))
-        return self.dtypes[largest]
+
+        def size(name: str) -> int:
+            return math.prod(self.tensors[name].shape)
+
+        return self.dtypes[max(self.tensors, key=size)]
 
     def write(self, folder: Path, max_shard_bytes: int) -> None:
         """Write model*.safetensors, and the index if there are several files. No file is larger
@@ -260,8 +269,10 @@ def export_adapter(
     see `export_model`."""
     adapter = built.adapter
     assert adapter is not None
-    keys = adapter.keys
-    tensors = {keys[name]: p for name, p in built.model.named_parameters() if name in keys}
+    tensors = dict[str, torch.Tensor]()
+    for name, parameter in built.model.named_parameters():
+        if name in adapter.keys:
+            tensors[adapter.keys[name]] = parameter
     dtype = save_dtype(settings.save_dtype)
     weights = SavedWeights(tensors, _gathered(tensors, ranks, set()), dtype)
 
@@ -275,7 +286,13 @@ def export_adapter(
 def stored_rows(source: WeightSource, keys: Mapping[str, str]) -> Rows:
     """Return rows that are read from a file. `keys`: name of a tensor -> its name in `source`, if
     they differ."""
-    return lambda name, dtype: (block.to(dtype) for block in blocks(source, keys.get(name, name)))
+
+    def rows(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        stored_name = keys.get(name, name)
+        for block in blocks(source, stored_name):
+            yield block.to(dtype)
+
+    return rows
 
 
 def _gathered(
@@ -412,18 +429,23 @@ def _files_to_copy(source: Path) -> list[Path]:
         name = file.name
         if not file.is_file():
             continue
-        if any(fnmatch(name, pattern) for pattern in COPIED) or (file.suffix == ".py" and has_code):
+        is_code = file.suffix == ".py" and has_code
+        if is_code or _matches(name, COPIED):
             files.append(file)
-        elif (
-            any(fnmatch(name, pattern) for pattern in COPIED_IF_SMALL)
-            and not any(fnmatch(name, pattern) for pattern in (*MODEL_PATTERNS, *RUN_ENTRIES))
-            and not NEVER_COPIED.match(name)
-            and file.stat().st_size <= COPIED_BYTES
-        ):
-            text = file.read_text(errors="replace")
-            if mask_secrets(text) == text:
-                files.append(file)
+            continue
+        is_written = _matches(name, MODEL_PATTERNS) or _matches(name, RUN_ENTRIES)
+        if is_written or not _matches(name, COPIED_IF_SMALL) or NEVER_COPIED.match(name):
+            continue
+        if file.stat().st_size > COPIED_BYTES:
+            continue
+        text = file.read_text(errors="replace")
+        if mask_secrets(text) == text:  # it holds no secret
+            files.append(file)
     return files
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def write_adapter(
@@ -476,56 +498,37 @@ def write_model_card(
     method = METHOD_NAMES[settings.get("peft_method", "lora")]
     is_scored = auto_class == "AutoModelForSequenceClassification"
     is_on_hub = base_model != "demo" and not looks_local(base_model)
-    front = {
-        **({"base_model": base_model} if is_on_hub else {}),
-        "library_name": "peft" if is_adapter else "transformers",
-        "pipeline_tag": "text-classification" if is_scored else "text-generation",
-        "tags": ["llama_ft", *([method.lower()] if is_lora else [])],
-    }
-    names = sorted(file.name for file in folder.iterdir() if file.suffix != ".py")
-    copied = []
-    for name in names:
-        is_written = any(fnmatch(name, pattern) for pattern in MODEL_PATTERNS)
-        if not is_written and (folder / name).is_file():
-            copied.append(name)
+    front = dict[str, Any]()
+    if is_on_hub:
+        front["base_model"] = base_model
+    front["library_name"] = "peft" if is_adapter else "transformers"
+    front["pipeline_tag"] = "text-classification" if is_scored else "text-generation"
+    front["tags"] = ["llama_ft", method.lower()] if is_lora else ["llama_ft"]
+    copied = _copied_files(folder)
     if copied:
         front[COPIED_FILES] = copied  # so that --overwrite may delete them
-    what = (
-        f"{base} with a {method} adapter merged into it" if is_lora else f"{base}, full fine-tuning"
-    )
+    what = f"{base}, full fine-tuning"
     load = f"model = {auto_class}.from_pretrained({PLACE})"
+    set_pad = ""
     if is_adapter:
         what = f"A {method} adapter for {base}"
         from_base = base if is_on_hub else f"path/to/{base}"
-        # their embeddings are missing in the base
-        new = run.get("new_tokens") or {"rows": 0, "stored_rows": 0}
-        resize = f"base.resize_token_embeddings({new['rows']}, mean_resizing=False)\n"
-        head = ", num_labels=1" if is_scored else ""
-        load = f"""from peft import PeftModel
-base = {auto_class}.from_pretrained("{from_base}"{head})
-{resize if new["rows"] > new["stored_rows"] else ""}model = PeftModel.from_pretrained(base, {PLACE})"""
-    set_pad = (
-        "\nmodel.config.pad_token_id = tokenizer.pad_token_id" if is_adapter and is_scored else ""
-    )
-    facts = {
-        name: settings[name]
-        for name in (*SHOWN, *(CARD_SETTINGS_OF_LORA if is_lora else ()))
-        if name in settings
-    }
-    facts |= (
-        {"optimizer steps": run["step"], "validation loss": run["metrics"].get("eval/loss")}
-        if run
-        else {}
-    )
-    if data := settings.get("dataset"):
-        mixture = [{"path": data}] if isinstance(data, str) else data
-        what += f", trained on {', '.join(_without_folder(part['path']) for part in mixture)}"
+        load = _load_adapter(run, auto_class, from_base)
+        if is_scored:
+            set_pad = "\nmodel.config.pad_token_id = tokenizer.pad_token_id"
+    elif is_lora:
+        what = f"{base} with a {method} adapter merged into it"
+    shown = (*SHOWN, *CARD_SETTINGS_OF_LORA) if is_lora else SHOWN
+    facts = {name: settings[name] for name in shown if name in settings}
+    if run:
+        facts["optimizer steps"] = run["step"]
+        facts["validation loss"] = run["metrics"].get("eval/loss")
     (folder / "README.md").write_text(f"""---
 {yaml.safe_dump(front, sort_keys=False)}---
 
 # {base}, fine-tuned
 
-{what} with llama_ft.{"" if base == "demo" else " The base model's license applies to it, too."}
+{what}{_trained_on(settings)} with llama_ft.{"" if base == "demo" else " The base model's license applies to it, too."}
 
 ```python
 from transformers import {auto_class}, AutoTokenizer
@@ -537,6 +540,41 @@ tokenizer = AutoTokenizer.from_pretrained({PLACE}){set_pad}
 ```yaml
 {yaml.safe_dump(facts, sort_keys=False, allow_unicode=True)}```
 """)
+
+
+def _trained_on(settings: Mapping[str, Any]) -> str:
+    """Return the end of a sentence of the model card that names the dataset; "" without one."""
+    dataset = settings.get("dataset")
+    if not dataset:
+        return ""
+    mixture = [{"path": dataset}] if isinstance(dataset, str) else dataset
+    paths = [_without_folder(part["path"]) for part in mixture]
+    return f", trained on {', '.join(paths)}"
+
+
+def _copied_files(folder: Path) -> list[str]:
+    """Return the names of the files in an export that are copies of the base model's, other than
+    code."""
+    names = sorted(file.name for file in folder.iterdir() if file.suffix != ".py")
+    copied = []
+    for name in names:
+        if not _matches(name, MODEL_PATTERNS) and (folder / name).is_file():
+            copied.append(name)
+    return copied
+
+
+def _load_adapter(run: Mapping[str, Any], auto_class: str, base: str) -> str:
+    """Return the lines of Python that load an adapter on `base`, for the model card."""
+    # the embeddings of new tokens are missing in the base
+    new = run.get("new_tokens") or {"rows": 0, "stored_rows": 0}
+    resize = ""
+    if new["rows"] > new["stored_rows"]:
+        resize = f"base.resize_token_embeddings({new['rows']}, mean_resizing=False)\n"
+    is_scored = auto_class == "AutoModelForSequenceClassification"
+    head = ", num_labels=1" if is_scored else ""
+    return f"""from peft import PeftModel
+base = {auto_class}.from_pretrained("{base}"{head})
+{resize}model = PeftModel.from_pretrained(base, {PLACE})"""
 
 
 def _without_folder(name: str) -> str:

@@ -38,6 +38,7 @@ from llama_ft.checkpoint.state import check_same_tensors
 from llama_ft.config import Config, ModelConfig, PeftConfig, PreferenceConfig
 from llama_ft.errors import UserError
 from llama_ft.models import lora
+from llama_ft.models.built import Adapter, settings_to_read
 from llama_ft.models.conversion import open_source, saved_layout
 from llama_ft.models.load_weights import account_for
 from llama_ft.models.new_tokens import TokenRows
@@ -113,7 +114,7 @@ class Exporter:
     trainer: dict[str, Any] | None
 
     @property
-    def adapter(self) -> models.Adapter | None:
+    def adapter(self) -> Adapter | None:
         """The adapter, with LoRA."""
         return self.built.adapter
 
@@ -148,14 +149,14 @@ class Exporter:
                 f"{checkpoint.folder}: its run had --trust_remote_code. Add it to run the model's code."
             )
         named = base_model or config.model.model_name
-        place = f"{checkpoint.folder} (--base_model overrides it): base model"
-        base = (
-            data.build_demo(data.cache_dir()).model_dir
-            if named == "demo"
-            else models.local_folder(named, place, weights=merge or not config.peft.use_peft)
-        )
+        if named == "demo":
+            base = data.build_demo(data.cache_dir()).model_dir
+        else:
+            place = f"{checkpoint.folder} (--base_model overrides it): base model"
+            reads_base = merge or not config.peft.use_peft
+            base = models.local_folder(named, place, weights=reads_base)
         new = models.NewTokens(**trainer["new_tokens"]) if trainer.get("new_tokens") else None
-        settings = models.settings_to_read(config, trust_remote_code)
+        settings = settings_to_read(config, trust_remote_code)
         settings = replace(settings, model=replace(settings.model, model_name=named))
         built = _skeleton(build_model, settings, base, new)
         parameters = built.model.named_parameters()
@@ -169,7 +170,7 @@ class Exporter:
         tokenizer.chat_template = trainer["chat_template"]
         if tokenizer.chat_template and config.model.resize_embeddings:
             data.ensure_chat_template(tokenizer, add_tokens=True)
-        _settle_pad_token(built, tokenizer)
+        _set_pad_token(built, tokenizer)
         trained = checkpoint.weights()
         keys = {name: name for name in trained.tensors}
         return cls(base, named, tokenizer, built, trained, keys, new, config, trainer)
@@ -198,7 +199,7 @@ class Exporter:
         settings = understood_adapter(folder)
         file = folder / lora.ADAPTER_WEIGHTS
         new = tokens_added(settings, models.load_model_config(base, trust_remote_code))
-        config = models.settings_to_read(
+        config = settings_to_read(
             Config(
                 model=ModelConfig(model_name=str(base)),
                 peft=PeftConfig(use_peft=True, from_peft_checkpoint=str(folder)),
@@ -215,7 +216,7 @@ class Exporter:
         tokenizer = models.load_tokenizer(
             folder if any(folder.glob("tokenizer*")) else base, trust_remote_code
         )
-        _settle_pad_token(built, tokenizer)
+        _set_pad_token(built, tokenizer)
         exporter = cls(
             base, base_name, tokenizer, built, trained, adapter.keys, new, Config(), None
         )
@@ -305,7 +306,9 @@ class Exporter:
         tensors = dict[str, StoredTensor]()
         for number, tie in ties.items():
             key = stored[number]
-            made = {name: (replaced.get(name, key), changes.get(name)) for name in tie}
+            made = dict[str, tuple[str, Change | None]]()
+            for name in tie:
+                made[name] = (replaced.get(name, key), changes.get(name))
             if len(set(made.values())) == 1:
                 made = {tie[0]: made[tie[0]]}
             else:  # embedding and LM head were tied, but now differ
@@ -313,12 +316,11 @@ class Exporter:
             written |= made
             tensors |= dict.fromkeys(made, base.tensors[key])
         saved = model.state_dict().keys()
-        for name in [
-            lora.checkpoint_key(name) for name, _ in model.named_buffers() if name in saved
-        ]:
-            if name in base.tensors:  # Transformers computes the other buffers
-                written[name] = (name, None)
-                tensors[name] = base.tensors[name]
+        for name, _ in model.named_buffers():
+            key = lora.checkpoint_key(name)
+            if name in saved and key in base.tensors:  # Transformers computes the other buffers
+                written[key] = (key, None)
+                tensors[key] = base.tensors[key]
 
         def rows(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
             key, change = written[name]
@@ -381,7 +383,8 @@ class Exporter:
             rows = slice(start, start + len(block))
             if is_matrix:
                 return torch.addmm(block.float(), left[rows] * scaling, right)
-            left = left.unflatten(1, (-1, experts)).permute(2, 0, 1)[rows]  # [block, out, r]
+            by_expert = left.unflatten(1, (-1, experts)).permute(2, 0, 1)
+            left = by_expert[rows]  # [block, out, r]
             right = right.unflatten(0, (experts, -1))[rows]  # [block, r, in]
             if is_transposed:
                 left, right = right.transpose(1, 2), left.transpose(1, 2)
@@ -437,12 +440,14 @@ def _skeleton(
     return built
 
 
-def _settle_pad_token(built: models.BuiltModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """As training does for a reward model."""
+def _set_pad_token(built: models.BuiltModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set the padding token of a reward model as training does: its score is read at the last token
+    that is not padding."""
     if built.has_score:
         config = built.model.config
         pad = data.pad_token_id(tokenizer, config.vocab_size)
-        config.get_text_config().pad_token_id = tokenizer.pad_token_id = pad
+        tokenizer.pad_token_id = pad
+        config.get_text_config().pad_token_id = pad
 
 
 def recorded_config(checkpoint: Checkpoint) -> Config:
@@ -473,18 +478,19 @@ def understood_adapter(adapter: Path) -> LoraConfig:
 def check_settings(settings: Mapping[str, Any], place: str) -> None:
     """Raise a UserError if a setting of an adapter is not supported here, because the merged model
     would be wrong."""
-    others = [
-        f"{name} = {value}"
-        for name, value in settings.items()
-        if (
-            name not in SUPPORTED_ADAPTER_KEYS
-            and value
-            and value != getattr(LoraConfig, name, None)
-        )
-        or (name == "init_lora_weights" and value not in INIT_KEEPS_BASE)
-        or (name == "task_type" and value not in (None, "CAUSAL_LM", "SEQ_CLS"))
-        or (name == "peft_type" and value != "LORA")
-    ]
+    supported = {
+        "init_lora_weights": INIT_KEEPS_BASE,
+        "task_type": (None, "CAUSAL_LM", "SEQ_CLS"),
+        "peft_type": ("LORA",),
+    }
+    others = []
+    for name, value in settings.items():
+        is_default = not value or value == getattr(LoraConfig, name, None)
+        is_supported = name in SUPPORTED_ADAPTER_KEYS or is_default
+        if name in supported:
+            is_supported = value in supported[name]
+        if not is_supported:
+            others.append(f"{name} = {value}")
     if others:
         raise UserError(
             f"{place}: an adapter with {', '.join(others)} is not supported here.\n{USE_PEFT}"
@@ -494,5 +500,7 @@ def check_settings(settings: Mapping[str, Any], place: str) -> None:
 def tokens_added(adapter: LoraConfig, model_config: PretrainedConfig) -> models.NewTokens | None:
     """Return the tokens whose embeddings a saved adapter trains, or None."""
     ids = sorted(lora.rows_trained(adapter))
+    if not ids:
+        return None
     stored_rows = models.vocabulary_size(model_config) or 0
-    return models.NewTokens(ids, stored_rows, max(stored_rows, ids[-1] + 1)) if ids else None
+    return models.NewTokens(ids, stored_rows, rows=max(stored_rows, ids[-1] + 1))

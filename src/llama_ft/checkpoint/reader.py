@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -24,6 +24,15 @@ from llama_ft.models.source import StoredTensor, WeightSource
 TRAINER_FILE = "trainer.json"
 CHECKSUMS_FILE = "checksums.txt"
 FORMAT = 2
+
+
+class _Piece(NamedTuple):
+    """Rows of a tensor that one rank has written."""
+
+    first_row: int
+    rows: int  # number; 1 for a scalar
+    file: str
+    key: str  # the tensor's name in the file
 
 
 class Checkpoint:
@@ -47,10 +56,14 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         # `step-000100` as typed inside checkpoints/, or a link to it, has no such parents itself
-        places = [path for path in (folder, folder.resolve()) if path.parent.name == "checkpoints"]
-        self.run = places[0].parent.parent if places else folder
+        self.run = folder
+        for path in (folder, folder.resolve()):
+            if path.parent.name == "checkpoints":
+                self.run = path.parent.parent
+                break
         try:
-            self.trainer: dict[str, Any] = json.loads((folder / TRAINER_FILE).read_text())
+            text = (folder / TRAINER_FILE).read_text()
+            self.trainer: dict[str, Any] = json.loads(text)
             self.step = int(self.trainer["step"])
             if self.trainer["format"] != FORMAT:
                 raise ValueError("of another version of llama_ft")
@@ -63,35 +76,37 @@ class Checkpoint:
             name: StoredTensor(folder, tuple(header.size), header.properties.dtype)
             for name, header in headers.items()
         }
-        # first row, number of rows, file, name in it
-        self._pieces: dict[str, list[tuple[int, int, str, str]]] = {}
-        for index, piece in held.storage_data.items():
-            first = index.offset[0] if piece.shape else 0
-            rows = piece.shape[0] if piece.shape else 1
-            pieces = self._pieces.setdefault(index.fqn, [])
-            pieces.append((first, rows, piece.relative_path, index.fqn))
+        self._pieces = dict[str, list[_Piece]]()
+        for index, stored in held.storage_data.items():
+            first = index.offset[0] if stored.shape else 0
+            rows = stored.shape[0] if stored.shape else 1
+            piece = _Piece(first, rows, stored.relative_path, index.fqn)
+            self._pieces.setdefault(index.fqn, []).append(piece)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read only the rows [start, stop) of dimension 0, in the stored dtype."""
         header = self.tensors[name]
-        rows = torch.empty((stop - start, *header.shape[1:]), dtype=header.dtype)
-        for first, count, file, key in self._pieces[name]:
+        shape = (stop - start, *header.shape[1:])
+        rows = torch.empty(shape, dtype=header.dtype)
+        for piece in self._pieces[name]:
+            first = piece.first_row
             low = max(start, first)
-            high = min(stop, first + count)
+            high = min(stop, first + piece.rows)
             if low < high:
-                with safe_open(file, framework="pt") as opened:
-                    rows[low - start : high - start] = opened.get_slice(key)[
-                        low - first : high - first
-                    ]
+                with safe_open(piece.file, framework="pt") as opened:
+                    mapped = opened.get_slice(piece.key)[low - first : high - first]
+                    rows[low - start : high - start] = mapped
         return rows
 
     def read(self, name: str) -> torch.Tensor:
         """Read a whole tensor in the stored dtype."""
-        if shape := self.tensors[name].shape:
+        shape = self.tensors[name].shape
+        if shape:
             return self.read_rows(name, 0, shape[0])
-        _, _, file, key = self._pieces[name][0]
-        with safe_open(file, framework="pt") as opened:
-            return torch.clone(opened.get_tensor(key))
+        piece = self._pieces[name][0]
+        with safe_open(piece.file, framework="pt") as opened:
+            # a copy, because the tensor is mapped memory of the file
+            return torch.clone(opened.get_tensor(piece.key))
 
     def weights(self) -> WeightSource:
         """The trained parameters, by the model's own names."""
@@ -120,13 +135,19 @@ def complete_checkpoints(run: Path) -> list[Path]:
         for path in (run / "checkpoints").glob("step-*")
         if re.fullmatch(r"step-\d{6,}", path.name)
     ]
-    return sorted(
-        (path for path in found if path.is_dir()),
-        key=lambda path: -int(path.name.removeprefix("step-")),
-    )
+
+    def step(path: Path) -> int:
+        return int(path.name.removeprefix("step-"))
+
+    folders = [path for path in found if path.is_dir()]
+    return sorted(folders, key=step, reverse=True)
 
 
-def checkpoint_errors(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
+def checkpoint_errors(
+    folder: Path,
+    part: int = 0,
+    parts: int = 1,
+) -> list[str]:
     """Compare a checkpoint's files with their checksums, which reads them completely. The file of
     the reference is not compared: it checks itself, and a run computes it again if it is damaged.
 
@@ -146,7 +167,9 @@ def checkpoint_errors(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
             digest, name = line.split("  ")
             listed[name] = digest
         others = listed.keys() - {REFERENCE_FILE}
-        if end or others != {TRAINER_FILE, *map(shard_file, range(len(others) - 1))}:
+        shards = {shard_file(rank) for rank in range(len(others) - 1)}
+        # The file ends in a line break, and no rank's file is missing.
+        if end or others != {TRAINER_FILE, *shards}:
             raise ValueError("corrupted")
     except (OSError, ValueError) as error:
         return [f"{CHECKSUMS_FILE}: {error}"] if part == 0 else []

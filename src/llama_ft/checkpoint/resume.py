@@ -69,9 +69,9 @@ def find_checkpoint(settings: CheckpointConfig, ranks: Ranks) -> Checkpoint | No
         UserError: --resume does not name a checkpoint.
         RunFailure: the named checkpoint is corrupted, or with --resume auto all of them are.
     """
-    if not (
-        candidates := ranks.broadcast_from_rank0(partial(_candidates, settings, ranks.earlier_run))
-    ):
+    find = partial(_candidates, settings, ranks.earlier_run)
+    candidates = ranks.broadcast_from_rank0(find)
+    if not candidates:
         return None
     checkpoint = first_valid(candidates, partial(_shared_errors, ranks))
     log.info(f"Resuming from {checkpoint.folder}, after step {checkpoint.step}")
@@ -84,29 +84,29 @@ def first_valid(
     """Open the first checkpoint whose files all match their checksums. Raises RunFailure if all are
     corrupted."""
     for folder in candidates:
-        if not (errors := errors_of(folder)):
+        errors = errors_of(folder)
+        if not errors:
             return Checkpoint(folder)
         if folder != candidates[-1]:
             log.warning("\n".join([f"{folder} is corrupted and not used:", *errors]))
-    raise RunFailure(
-        "\n".join(
-            [f"{folder} is corrupted:", *errors, "Use another checkpoint, or start a new run."]
-        )
-    )
+    advice = "Use another checkpoint, or start a new run."
+    raise RunFailure("\n".join([f"{folder} is corrupted:", *errors, advice]))
 
 
 def _candidates(settings: CheckpointConfig, earlier_run: Path | None) -> list[Path]:
     """Return the checkpoints to try, in order."""
-    if earlier_run is not None and (found := complete_checkpoints(earlier_run)):
+    found = [] if earlier_run is None else complete_checkpoints(earlier_run)
+    if found:
         return found
     if settings.resume is None:
         return []
-    folder = Path(
-        str(settings.output_dir) if settings.resume == "auto" else settings.resume
-    ).expanduser()
-    if (folder / reader.TRAINER_FILE).exists() or (folder / reader.CHECKSUMS_FILE).exists():
+    named = str(settings.output_dir) if settings.resume == "auto" else settings.resume
+    folder = Path(named).expanduser()
+    own_files = (folder / reader.TRAINER_FILE, folder / reader.CHECKSUMS_FILE)
+    if any(file.exists() for file in own_files):
         return [folder]
-    if not (found := complete_checkpoints(folder)) and settings.resume != "auto":
+    found = complete_checkpoints(folder)
+    if not found and settings.resume != "auto":
         raise UserError(
             f"--resume {folder}: no checkpoint there; expected output/<run>/checkpoints/step-..., or auto."
         )
@@ -126,7 +126,10 @@ def _shared_errors(ranks: Ranks, folder: Path) -> list[str]:
 
 
 def check_same_run(
-    saved: Mapping[str, Any], now: Mapping[str, Any], allowed: list[str], origins: Mapping[str, str]
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    allowed: list[str],
+    origins: Mapping[str, str],
 ) -> None:
     """Raise a UserError if settings differ so that the resumed run would be another run.
 
@@ -153,14 +156,12 @@ def check_same_run(
             may_differ = name in MAY_DIFFER or section in SECTIONS_THAT_MAY_DIFFER
             is_allowed = name in allowed and name != "optimizer"
             if not is_allowed and (is_other or (old != value and not may_differ)):
-                was = (
-                    f"was {format_value(old)}"
-                    if old != value
-                    else "and its content, tokenizer or chat template has changed"
-                )
-                changed[name] = (
-                    f"{describe_setting(name, {name: origins.get(setting.dotted, '')})} is {format_value(value)}, {was}"
-                )
+                was = "and its content, tokenizer or chat template has changed"
+                if old != value:
+                    was = f"was {format_value(old)}"
+                origin = origins.get(setting.dotted, "")
+                described = describe_setting(name, {name: origin})
+                changed[name] = f"{described} is {format_value(value)}, {was}"
     was_packed = before.get("batching_strategy") == "packing"
     is_repacked = was_packed and now.get("packing") not in (None, saved.get("packing", 1))
     if not changed and is_repacked and "batching_strategy" not in allowed:
@@ -179,11 +180,8 @@ def check_same_run(
 def result_step(config: Config, step: int, best_step: int) -> int:
     """Return the step of the final weights: after early stopping `best_step`, the one with the best
     validation loss (0: there is none), otherwise `step`."""
-    return (
-        best_step
-        if config.train.early_stopping_patience and config.checkpoint.save_model and best_step
-        else step
-    )
+    stops_early = config.train.early_stopping_patience and config.checkpoint.save_model
+    return best_step if stops_early and best_step else step
 
 
 def open_best(step: int, run: Path, resumed: Checkpoint | None, ranks: Ranks) -> Checkpoint:
@@ -217,7 +215,9 @@ def finished_result(resumed: Checkpoint, config: Config) -> Path | None:
     return result if ended and result.is_dir() and not settings.resume_allow_changes else None
 
 
-def settings_by_name(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def settings_by_name(
+    config: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
     """Return all settings of a configuration without their sections. Names are unique."""
     settings = dict[str, Any]()
     for section in config.values():
@@ -239,7 +239,10 @@ def global_batch(settings: TrainConfig, resumed: Checkpoint | None, world_size: 
     """Return the packed sequences, or samples, per optimizer step. A resumed run keeps its number:
     with other ranks, batch size or accumulation the number of micro-batches changes."""
     asked = settings.batch_size_training * settings.gradient_accumulation_steps * world_size
-    if resumed is None or (kept := int(resumed.trainer["global_batch"])) == asked:
+    if resumed is None:
+        return asked
+    kept = int(resumed.trainer["global_batch"])
+    if kept == asked:
         return asked
     log.info(
         f"--resume: the global batch stays {kept}, as in the resumed run, although the settings ask for {asked}."

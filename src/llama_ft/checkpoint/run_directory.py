@@ -52,7 +52,8 @@ def create_run_directory(
             default = resumed.run
         folder = ranks.earlier_run or Path(checkpoint.output_dir or default).expanduser()
         is_own = resumed is not None and folder.resolve() == resumed.run.resolve()
-        if not is_own and (foreign := foreign_entries(folder)):
+        foreign = "" if is_own else foreign_entries(folder)
+        if foreign:
             raise UserError(f"--output_dir {folder}: {foreign}")
         ranks.lock = _lock(folder)
         if ranks.lock is not None:

@@ -38,7 +38,12 @@ class SafetensorsFile(AbstractContextManager["SafetensorsFile"]):
             headers.
     """
 
-    def __init__(self, path: Path, headers: Headers, metadata: Mapping[str, str] = {}) -> None:
+    def __init__(
+        self,
+        path: Path,
+        headers: Headers,
+        metadata: Mapping[str, str] = {},
+    ) -> None:
         table: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
         offset = 0
         for name, header in headers.items():
@@ -62,7 +67,9 @@ class SafetensorsFile(AbstractContextManager["SafetensorsFile"]):
     def append(self, rows: torch.Tensor) -> None:
         """Append the next rows of the current tensor, on the host and in the dtype of its
         header."""
-        data = rows.contiguous().view(-1).view(torch.uint8).numpy().data
+        # numpy has no bfloat16, so the bytes are written.
+        flat = rows.contiguous().view(-1)
+        data = flat.view(torch.uint8).numpy().data
         for start in range(0, len(data), PIECE_BYTES):
             self._write(data[start : start + PIECE_BYTES])
 

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from llama_ft.checkpoint.reader import Checkpoint
 from llama_ft.errors import UserError
-from llama_ft.models import ShardGroup
-from llama_ft.models.shards import local_shard
+from llama_ft.models.shards import ShardGroup, local_shard
 from llama_ft.models.source import listed
 from llama_ft.runtime import Ranks
 from llama_ft.training.optimizer import create_states
@@ -43,7 +42,8 @@ def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) 
     loads = [0] * (replicas.size() if replicas else 1)  # bytes that each copy writes
     shards = ShardGroup(mesh)
     is_first_shard = shards.index == 0
-    for name, tensor in _by_name(model, *get_state_dict(model, optimizer, options=OPTIONS)).items():
+    weights, states = get_state_dict(model, optimizer, options=OPTIONS)
+    for name, tensor in _by_name(model, weights, states).items():
         rows = local_shard(tensor)
         if shards.size > 1 and rows.dim() and not isinstance(tensor, DTensor):
             # one rank's rows would be saved, and loaded on all ranks
@@ -64,17 +64,23 @@ def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) 
     return written
 
 
-def _by_name(model: nn.Module, weights: Mapping[str, Any], states: Mapping[str, Any]) -> Tensors:
+def _by_name(
+    model: nn.Module,
+    weights: Mapping[str, Any],
+    states: Mapping[str, Any],
+) -> Tensors:
     """Return the live tensors of a checkpoint by their names in it, from the two state dicts.
     Numbers become tensors, because some optimizers count their steps in an int.
     Buffers are not saved, because they are the base model's. Settings of the optimizer are not
     saved, because a resumed run has its own."""
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return {f"model.{name}": weights[name] for name in trained} | {
-        f"optimizer.{name}": _as_tensor(state)
-        for name, state in states.items()
-        if name.startswith("state.")
-    }
+    tensors = Tensors()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            tensors[f"model.{name}"] = weights[name]
+    for name, state in states.items():
+        if name.startswith("state."):  # the others start with param_groups
+            tensors[f"optimizer.{name}"] = _as_tensor(state)
+    return tensors
 
 
 def _as_tensor(state: torch.Tensor | float) -> torch.Tensor:
@@ -150,7 +156,9 @@ def check_same_tensors(
 
     here = described(live)
     there = described(checkpoint.tensors)
-    if different := sorted({name for name, _ in here.items() ^ there.items()}):
+    differences = here.items() ^ there.items()
+    different = sorted({name for name, _ in differences})
+    if different:
         lines = [
             f"{name}: {there.get(name, 'absent')} saved, {here.get(name, 'absent')} needed"
             for name in different

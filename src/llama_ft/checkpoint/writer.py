@@ -139,23 +139,25 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         }
         record |= {"asked": asked, "best_loss": best_loss, **trainer, **self._about}
         live = own_state(model, optimizer, self._ranks)
-        nbytes = self._ranks.all_gather_floats(
-            sum(local_shard(tensor).nbytes for tensor in live.values())
-        )
-        total = int(nbytes.sum().item())
+        own_bytes = sum(local_shard(tensor).nbytes for tensor in live.values())
+        total = int(self._ranks.all_gather_floats(own_bytes).sum().item())
+        needed = total + RESERVED_BYTES
         free = self._ranks.broadcast_from_rank0(lambda: shutil.disk_usage(self.run).free)
-        if free < (needed := total + RESERVED_BYTES):
+        if free < needed:
             raise self._failure(
                 step, f"it needs {size_text(needed)}, but only {size_text(free)} are free"
             )
         copies = to_host(live)
-        self._timings["perf/save_stall_seconds"] = stall = time.perf_counter() - started
-        future = self._in_flight = Future[None]()
+        stall = time.perf_counter() - started
+        self._timings["perf/save_stall_seconds"] = stall
+        future = Future[None]()
+        self._in_flight = future
 
         def write() -> None:
             try:
                 self._write(record, live, copies)
-                self._timings["perf/save_seconds"] = seconds = time.perf_counter() - started
+                seconds = time.perf_counter() - started
+                self._timings["perf/save_seconds"] = seconds
                 done = f"{size_text(total)}, training waited {stall:.2f} s, written after {seconds:.2f} s"
                 log.info(f"Checkpoint {step_folder(self.run, step).name}: {done}")
                 future.set_result(None)
@@ -190,10 +192,15 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         what = f"{step_folder(self.run, step)}: the checkpoint could not be written: {cause}."
         return RunFailure(f"{what}\nLast complete checkpoint: {self.last or 'none'}.")
 
-    def _write(self, record: dict[str, Any], live: Tensors, copies: Tensors) -> None:
-        # names unchanged
+    def _write(
+        self,
+        record: dict[str, Any],
+        live: Tensors,
+        copies: Tensors,
+    ) -> None:
         final = step_folder(self.run, record["step"])
-        planner = dcp.DefaultSavePlanner(False, False)
+        # names unchanged
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         aside = final.with_name(f".writing-{final.name}")
         storage = _ShardWriter(
             aside, self._ranks.rank, copies, partial(self._complete, record, aside, final)
@@ -213,28 +220,35 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
                 log.warning(f"{self._folder}: could not delete older checkpoints: {reason(error)}")
 
     def _complete(
-        self, record: dict[str, Any], aside: Path, final: Path, digests: dict[str, str]
+        self,
+        record: dict[str, Any],
+        aside: Path,
+        final: Path,
+        digests: dict[str, str],
     ) -> None:
         """On rank 0, after all ranks have written: write the small files, then rename the
         directory."""
-        if absent := [name for name in digests if not (aside / name).is_file()]:
+        # A node with a directory of its own would write files that rank 0 does not see.
+        absent = [name for name in digests if not (aside / name).is_file()]
+        if absent:
             raise OSError(None, f"{absent[0]} is missing: all nodes must share one output_dir")
         _write_synced(aside / reader.TRAINER_FILE, json.dumps(record, indent=1) + "\n")
         small = [reader.TRAINER_FILE]
-        if (reference := self.run / REFERENCE_FILE).exists():
+        reference = self.run / REFERENCE_FILE
+        if reference.exists():
             # not a hard link: one damaged block would damage the file of all checkpoints
             shutil.copyfile(reference, aside / REFERENCE_FILE)
             _sync(aside / REFERENCE_FILE)
             small.append(REFERENCE_FILE)
         digests |= {name: reader.file_digest(aside / name) for name in small}
-        _write_synced(
-            aside / reader.CHECKSUMS_FILE,
-            "".join(f"{value}  {file}\n" for file, value in digests.items()),
-        )
+        lines = [f"{digest}  {name}\n" for name, digest in digests.items()]  # as of sha256sum
+        _write_synced(aside / reader.CHECKSUMS_FILE, "".join(lines))
         _sync(aside)
         with suppress(FileNotFoundError):
             # metrics.jsonl must include the steps of every complete checkpoint
             _sync(self.run / "metrics.jsonl")
+        # The rename is what makes a checkpoint complete. Without the sync of its directory, a power
+        # loss could undo it.
         os.replace(aside, final)
         _sync(self._folder)
 
@@ -256,9 +270,9 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
                 best = {"checkpoint": folder.name, "step": record["step"], "eval/loss": loss}
                 _write_synced(self._folder / ".best.json", json.dumps(best) + "\n")
                 os.replace(self._folder / ".best.json", self._folder / "best.json")
-            elif newest not in (None, folder) and (
-                not is_asked or 0 < self._settings.keep_last < asked
-            ):
+                continue
+            is_surplus = 0 < self._settings.keep_last < asked
+            if newest not in (None, folder) and (is_surplus or not is_asked):
                 doomed = folder.with_name(f".removing-{folder.name}")
                 # an incompletely deleted directory must not look like a checkpoint
                 os.replace(folder, doomed)
@@ -275,7 +289,11 @@ class _ShardWriter(dcp.HuggingFaceStorageWriter):
     `complete` is called on rank 0 after all ranks have written, with the checksum of each file."""
 
     def __init__(
-        self, folder: Path, rank: int, copies: Tensors, complete: Callable[[dict[str, str]], None]
+        self,
+        folder: Path,
+        rank: int,
+        copies: Tensors,
+        complete: Callable[[dict[str, str]], None],
     ) -> None:
         super().__init__(str(folder), save_distributed=True)
         self._file = folder / reader.shard_file(rank)
@@ -286,9 +304,10 @@ class _ShardWriter(dcp.HuggingFaceStorageWriter):
         self, plan: dcp.SavePlan, planner: dcp.SavePlanner
     ) -> TorchFuture[list[WriteResult]]:
         """Write this rank's file and sync it to disk. The result contains its checksum."""
-        offsets = {
-            item.index.fqn: {"saved_offsets": list(item.index.offset or ())} for item in plan.items
-        }
+        offsets = {}
+        for item in plan.items:
+            offset = list(item.index.offset or ())
+            offsets[item.index.fqn] = {"saved_offsets": offset}
         tensors = {name: self._copies[name] for name in offsets}
         header = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0"}
         with SafetensorsFile(self._file, tensors, header) as file:

@@ -22,7 +22,7 @@ from llama_ft.inference.flags import (
     check_models,
     check_output_file,
     find_result,
-    settings_beside,
+    settings_of_run,
 )
 
 # Settings of a run that select samples, and those that name files.
@@ -115,16 +115,17 @@ def read_evaluate_flags(argv: list[str], description: str) -> Evaluation:
     check(errors)
     asked = [_asked(place, flags) for place in flags.paths]
     what = _select_samples(flags, asked, parsed.origins.keys())
-    shown = {name: parsed.origins.get(name, f"{asked[0].place}: its run") for name in READ}
-    check(
-        check_paths(values_of(what.config), shown, SETTINGS.keys() - READ) if what.samples else []
-    )
+    if what.samples:
+        by_run = f"{asked[0].place}: its run"
+        origins = {name: parsed.origins.get(name, by_run) for name in READ}
+        values = values_of(what.config)
+        check(check_paths(values, origins, SETTINGS.keys() - READ))
     return what
 
 
 def _asked(place: str, flags: EvaluateFlags) -> ModelToEvaluate:
     found = find_result(Path(place).expanduser()) if looks_local(place) else None
-    run = settings_beside(*found) if found else None
+    run = settings_of_run(*found) if found else None
     base = flags.base_model or (run.model.model_name if run else None)
     if base is None and flags.base and found and found[0] == "adapter":
         base = base_model_of(str(found[1]))
@@ -132,11 +133,17 @@ def _asked(place: str, flags: EvaluateFlags) -> ModelToEvaluate:
         raise UserError(
             f"--base: {place} does not say what it was fine-tuned from. Add --base_model."
         )
-    if flags.base and (error := model_problem(str(base))):
+    problem = model_problem(str(base)) if flags.base else None
+    if problem:
         raise UserError(
-            f"{place}: its base model {base}: {error}\n--base_model says where it is now."
+            f"{place}: its base model {base}: {problem}\n--base_model says where it is now."
         )
     return ModelToEvaluate(place, run, base if flags.base else None)
+
+
+def _selection(settings: DataConfig) -> list[Any]:
+    """Return the settings that select a run's validation set."""
+    return [getattr(settings, name) for name in SAMPLES]
 
 
 def _select_samples(
@@ -152,24 +159,22 @@ def _select_samples(
         changed |= {name: getattr(DataConfig(), name) for name in (*DATASET_SETTINGS, "streaming")}
         samples = f"the validation set of {flags.dataset} (--validation {flags.validation})"
         if "validation" not in given:
-            has_split = "dataset_split" in given
-            samples = (
-                f"all samples of {flags.dataset}" + f", split {flags.dataset_split}" * has_split
-            )
-            split = "train" if has_split else "validation"
+            samples = f"all samples of {flags.dataset}"
+            split = "validation"
+            if "dataset_split" in given:
+                samples += f", split {flags.dataset_split}"
+                split = "train"
     elif runs and brings_validation(SimpleNamespace(**values_of(run))):
-        samples = f"the validation set of {place}" + (
-            f" ({run.data.validation})" if run.data.validation else ""
-        )
-        if chosen := given & {"validation", "dataset_split"}:
+        samples = f"the validation set of {place}"
+        if run.data.validation:
+            samples += f" ({run.data.validation})"
+        chosen = given & {"validation", "dataset_split"}
+        if chosen:
             raise UserError(
                 f"--{min(chosen)}: needs --dataset; without it, the run's own validation set is used."
             )
-        if any(
-            getattr(run.data, name) != getattr(other.data, name)
-            for _, other in runs
-            for name in SAMPLES
-        ):
+        selections = [_selection(other.data) for _, other in runs]
+        if any(selection != selections[0] for selection in selections):
             raise UserError(
                 "The runs have different validation sets. --dataset names samples to compare them on."
             )
@@ -177,7 +182,12 @@ def _select_samples(
         raise UserError(
             f"{place}: no run with a validation set is there. Give --dataset FILE, or --tasks."
         )
-    changed |= {name: getattr(flags, name) for name in given & vars(run.data).keys()}
-    evaluated = {name: getattr(flags, name) for name in given & {"val_batch_size", "max_eval_step"}}
-    config = replace(run, data=replace(run.data, **changed), train=replace(run.train, **evaluated))
+    for name in given & vars(run.data).keys():
+        changed[name] = getattr(flags, name)
+    evaluated = dict[str, Any]()
+    for name in given & {"val_batch_size", "max_eval_step"}:
+        evaluated[name] = getattr(flags, name)
+    settings = replace(run.data, **changed)
+    train = replace(run.train, **evaluated)
+    config = replace(run, data=settings, train=train)
     return Evaluation(flags, asked, config, samples, split)

@@ -17,6 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft import data, models, training
 from llama_ft.errors import UserError, reason
 from llama_ft.evaluation.flags import EvaluateFlags, Evaluation, ModelToEvaluate
+from llama_ft.models.replaced import weights_stay_tied
 from llama_ft.runtime import Ranks, log
 
 Metrics = dict[str, dict[str, Any]]  # task -> metric -> {"value": ..., "stderr": ... or None}
@@ -63,7 +64,7 @@ def measure_loss(
                 examples=training.SupervisedFineTuning.examples,
             ),
             cache=data.cache_dir(),
-            verify_cache=ranks.local_rank == 0,
+            verify_cache=ranks.local_rank == 0,  # it reads all samples
         )
     if not is_base:
         log.info("\n".join(tokenized.summary))
@@ -87,7 +88,7 @@ def measure_loss(
     objective = training.SupervisedFineTuning()
     max_batches = config.train.max_eval_step
     loss, tokens, _ = training.mean_loss(built, objective, samples, layout, max_batches, ranks)
-    # packed attention works only for packed sequences
+    # packed attention works only for packed sequences; run_tasks gives padded batches
     model.config._attn_implementation = attention
     model.eval()
     return {"loss": loss, "perplexity": training.perplexity(loss), "target_tokens": tokens}
@@ -132,19 +133,19 @@ def run_tasks(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    # Weights are already tied, and Transformers' function fails if an adapter wraps the embedding
-    # or the LM head.
-    model.tie_weights = lambda *_, **__: None  # type: ignore[method-assign]
     try:
         with _quiet(ranks):
+            with weights_stay_tied(model):  # HFLM ties them
+                adapted = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=flags.batch_size)
             found = simple_evaluate(
-                model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=flags.batch_size),
+                model=adapted,
                 tasks=list(flags.tasks),
                 task_manager=manager,
                 num_fewshot=flags.num_fewshot,
                 limit=flags.limit,
                 log_samples=False,
                 apply_chat_template=flags.apply_chat_template,
+                # with a chat template: solved examples are earlier messages, as in a chat
                 fewshot_as_multiturn=True,
             )
     # such as tasks with images, or with generated code
@@ -171,15 +172,17 @@ def _metrics(found: Any) -> Metrics:
     """Convert lm_eval's {task: {"acc,none": 0.5, "acc_stderr,none": 0.1}}. A group's mean comes
     before its tasks."""
     metrics: Metrics = {}
-    for task, values in {**found.get("groups", {}), **found["results"]}.items():
+    by_task = {**found.get("groups", {}), **found["results"]}
+    for task, values in by_task.items():
         metrics[task] = {}
         for key, value in values.items():
             metric, comma, chosen = key.partition(",")
-            if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
-                error = values.get(f"{metric}_stderr,{chosen}", "N/A")
-                stderr = None if error == "N/A" else error
-                metrics[task][metric if chosen == "none" else key] = {
-                    "value": value,
-                    "stderr": stderr,
-                }
+            # The part after the comma is the filter of the answers; other keys, such as "alias", have
+            # none.
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            error = values.get(f"{metric}_stderr,{chosen}", "N/A")
+            stderr = None if error == "N/A" else error
+            name = metric if chosen == "none" else key
+            metrics[task][name] = {"value": value, "stderr": stderr}
     return metrics

@@ -10,6 +10,8 @@ from rich.table import Table
 
 from llama_ft.evaluation.measure import Metrics
 
+Number = tuple[float, float | None]  # a value and its standard error
+
 
 @dataclass(frozen=True)
 class Evaluated:
@@ -22,10 +24,10 @@ class Evaluated:
     tasks: Metrics | None
     base: "Evaluated | None" = None
 
-    def numbers(self) -> dict[tuple[str, str], tuple[float, float | None]]:
+    def numbers(self) -> dict[tuple[str, str], Number]:
         """Return (task, metric) -> value and standard error. For the loss on samples, task is
         ""."""
-        found = dict[tuple[str, str], tuple[float, float | None]]()
+        found = dict[tuple[str, str], Number]()
         for name, value in (self.held_out or {}).items():
             found["", name] = (value, None)
         for task, metrics in (self.tasks or {}).items():
@@ -40,8 +42,9 @@ def describe(models: list[Evaluated], samples: str, limit: float | None) -> str:
     table = Table("", "metric", box=None)
     text = io.StringIO()
     for model in models:
-        for title in (model.name, *(["difference"] if model.base else [])):
-            table.add_column(title, justify="right")
+        table.add_column(model.name, justify="right")
+        if model.base:
+            table.add_column("difference", justify="right")
     for key in models[0].numbers():
         cells = []
         for model in models:
@@ -54,17 +57,36 @@ def describe(models: list[Evaluated], samples: str, limit: float | None) -> str:
                     f"{difference:+,}" if isinstance(difference, int) else f"{difference:+,.4f}"
                 )
         table.add_row(*key, *cells)
-    Console(file=text, width=10_000, markup=False, emoji=False, highlight=False).print(table)
+    # wide enough that rich never breaks a line
+    console = Console(
+        file=text,
+        width=10_000,
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
+    console.print(table)
     titles = [f"Loss on {samples}"] if samples else []
     if models[0].tasks:
         some = f", with --limit {limit:g}: not for comparison with others' numbers" if limit else ""
         titles.append(f"tasks of lm-evaluation-harness{some}")
-    return "\n".join([", ".join(titles), *(line.rstrip() for line in text.getvalue().splitlines())])
+    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    return "\n".join([", ".join(titles), *lines])
 
 
-def write_json(models: list[Evaluated], samples: str, task_settings: dict[str, Any]) -> str:
+def write_json(
+    models: list[Evaluated],
+    samples: str,
+    task_settings: dict[str, Any],
+) -> str:
     """Return all results as JSON. NaN and infinities become null, as in metrics.jsonl, because JSON
     lacks them."""
-    entries = [{**vars(model), "base": model.base and model.base.name} for model in models]
+    entries = []
+    for model in models:
+        base = model.base.name if model.base else None
+        entries.append({**vars(model), "base": base})
+    # "rows" is the samples' name in files that others read
     found = {"rows": samples, "task_settings": task_settings, "models": entries}
-    return json.dumps(json.loads(json.dumps(found), parse_constant=lambda _: None), indent=2)
+    # Python writes NaN and Infinity as such; reading them again makes them None.
+    with_nulls = json.loads(json.dumps(found), parse_constant=lambda _: None)
+    return json.dumps(with_nulls, indent=2)

@@ -127,11 +127,13 @@ def read_inference_flags(argv: list[str], description: str) -> InferenceFlags:
         for name in ("prompt", "prompt_file", "prompts", "chat")
         if name in parsed.origins
     ]
-    for given in (options.paths, prompts):
-        if len(given) > 1:
-            errors.append(f"{' and '.join(given)}: cannot be combined. Give one of them.")
+    for names in (options.paths, prompts):
+        if len(names) > 1:
+            errors.append(f"{' and '.join(names)}: cannot be combined. Give one of them.")
     for name in ("prompt_file", "prompts"):
-        if (file := getattr(options, name)) and (error := file_problem(file)):
+        file = getattr(options, name)
+        error = file_problem(file) if file else None
+        if error:
             errors.append(f"--{name} {file}: {error}")
     errors += check_output_file(options.output_file)
     check(errors)
@@ -147,14 +149,17 @@ def check_models(options: ModelFlags) -> list[str]:
     options.paths = [
         name for name in (*options.paths, options.model_name, options.peft_model) if name
     ]
-    errors = [f"{place}: {error}" for place in options.paths if (error := result_problem(place))]
-    if options.base_model and (error := model_problem(options.base_model)):
-        errors.append(f"--base_model {options.base_model}: {error}")
-    return errors or (
-        []
-        if options.paths
-        else ["MODEL is needed: output/<run>, or a model's directory or Hub name."]
-    )
+    errors = []
+    for place in options.paths:
+        problem = result_problem(place)
+        if problem:
+            errors.append(f"{place}: {problem}")
+    problem = model_problem(options.base_model) if options.base_model else None
+    if problem:
+        errors.append(f"--base_model {options.base_model}: {problem}")
+    if not errors and not options.paths:
+        errors.append("MODEL is needed: output/<run>, or a model's directory or Hub name.")
+    return errors
 
 
 def check_output_file(name: str | None) -> list[str]:
@@ -163,9 +168,11 @@ def check_output_file(name: str | None) -> list[str]:
     if name is None:
         return []
     file = Path(name).expanduser()
-    error = (
-        "exists already. Name another file." if os.path.lexists(file) else not_writable(file.parent)
-    )
+    # lexists: also a link to nothing, through which a file would be written elsewhere
+    if os.path.lexists(file):
+        error: str | None = "exists already. Name another file."
+    else:
+        error = not_writable(file.parent)
     return [f"--output_file {name}: {error}"] if error else []
 
 
@@ -189,14 +196,12 @@ def result_problem(name: str) -> str | None:
     folder = Path(name).expanduser()
     if not looks_local(name) or find_result(folder):
         return None
+    expected = "the directory of a run, a checkpoint, a model or an adapter"
     nothing = "holds no run with a final model or a checkpoint, no model and no adapter."
-    return (
-        folder_problem(folder, "the directory of a run, a checkpoint, a model or an adapter")
-        or nothing
-    )
+    return folder_problem(folder, expected) or nothing
 
 
-def settings_beside(kind: Result, held: Path) -> Config | None:
+def settings_of_run(kind: Result, held: Path) -> Config | None:
     """Return the settings of the run that wrote what find_result found; None without a run or for
     another version. A whole model is loaded without its run's quantization, which applies only to
     the base model of an adapter."""

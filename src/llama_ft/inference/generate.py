@@ -9,6 +9,7 @@ import copy
 import sys
 from collections.abc import Callable
 from datetime import datetime
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -51,11 +52,22 @@ class Answer(NamedTuple):
 def resolve_sampling(options: InferenceFlags, config: GenerationConfig) -> dict[str, Any]:
     """Return values for the keys of DEFAULTS: the requested ones, else those of
     generation_config.json (`config`)."""
-    asked = {name: value for name in DEFAULTS if (value := getattr(options, name)) is not None}
-    known = {name: value for name in DEFAULTS if (value := getattr(config, name, None)) is not None}
-    is_sampled = config.do_sample or asked.keys() & {"temperature", "top_p", "top_k"}
-    is_sampled = is_sampled if options.do_sample is None else options.do_sample
-    return DEFAULTS | known | asked | ({} if is_sampled else {"temperature": 0.0})
+    values = dict[str, Any](DEFAULTS)
+    asked = set[str]()
+    for name in DEFAULTS:
+        from_flag = getattr(options, name)
+        from_config = getattr(config, name, None)
+        if from_flag is not None:
+            values[name] = from_flag
+            asked.add(name)
+        elif from_config is not None:
+            values[name] = from_config
+    is_sampled = options.do_sample
+    if is_sampled is None:
+        is_sampled = config.do_sample or not asked.isdisjoint({"temperature", "top_p", "top_k"})
+    if not is_sampled:
+        values["temperature"] = 0.0
+    return values
 
 
 class Answerer:
@@ -73,18 +85,13 @@ class Answerer:
         self.tokenizer = opened.tokenizer
         self._options = options
         self._ranks = ranks
-        self.context = (
-            getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-            or sys.maxsize
-        )
+        text_config = self.model.config.get_text_config()
+        self.context = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
         self._pad = pad_token_id(self.tokenizer, vocabulary_size(self.model.config))
         config = copy.deepcopy(self.model.generation_config)
         self.sampling = resolve_sampling(options, config)
-        self._ends = (
-            {*config.eos_token_id}
-            if isinstance(config.eos_token_id, list)
-            else {config.eos_token_id}
-        )
+        ends = config.eos_token_id  # one or several
+        self._ends = set(ends) if isinstance(ends, list) else {ends}
         is_sampled = self.sampling["temperature"] > 0
         unused = () if is_sampled else SAMPLING_SETTINGS  # Transformers would warn about them
         changed = {
@@ -96,22 +103,27 @@ class Answerer:
         changed |= {"max_length": None, "num_return_sequences": 1, "return_dict_in_generate": False}
         vars(config).update(changed)
         self.model.generation_config = config
-        # all ranks answer a single prompt
-        torch.manual_seed(options.seed + (ranks.rank if options.prompts else 0))
+        # A single prompt is answered by all ranks, with the same random numbers.
+        offset = ranks.rank if options.prompts else 0
+        torch.manual_seed(options.seed + offset)
 
-    def tokens(self, prompt: Messages | str, tools: Messages | None = None) -> list[int]:
+    def tokens(
+        self,
+        prompt: Messages | str,
+        tools: Messages | None = None,
+    ) -> list[int]:
         """Return the token ids of a prompt with `tools`. Raises UserError if the chat template
         rejects it."""
-        if isinstance(prompt, str) and not (
-            self.tokenizer.chat_template or self._options.system_prompt
-        ):
+        is_chat = self.tokenizer.chat_template or self._options.system_prompt
+        if isinstance(prompt, str) and not is_chat:
             return list(self.tokenizer(prompt)["input_ids"])
         if not self.tokenizer.chat_template:
             raise UserError("a conversation needs a chat template, and the tokenizer has none.")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self._options.system_prompt and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self._options.system_prompt}, *messages]
-        # Training renders every sample with one fixed date. An answer uses today's date.
+        # Training renders every sample with one fixed date. An answer uses today's date. Transformers
+        # caches the compiled template, so apply_chat_template below uses this object.
         template = _compile_jinja_template(self.tokenizer.get_chat_template())
         template.globals["strftime_now"] = datetime.now().strftime
         try:
@@ -135,7 +147,11 @@ class Answerer:
         return min(self._options.max_new_tokens, self.context - prompt_tokens)
 
     @torch.no_grad()
-    def answer(self, prompts: list[list[int]], show: Show | None = None) -> list[Answer]:
+    def answer(
+        self,
+        prompts: list[list[int]],
+        show: Show | None = None,
+    ) -> list[Answer]:
         """Generate answers to prompts in one batch.
 
         Args:
@@ -146,10 +162,16 @@ class Answerer:
         is_sharded = self._options.enable_fsdp and self._ranks.world_size > 1
         width = max(map(len, prompts))
         shown = 0
-        # Pad with the prompt's first token: so the repetition penalty sees no token that is not in
-        # the prompt.
-        ids = torch.tensor([[prompt[0]] * (width - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        padded = []
+        attended = []
+        for prompt in prompts:
+            missing = width - len(prompt)
+            # Pad with the prompt's first token: so the repetition penalty sees no token that is not
+            # in the prompt.
+            padded.append([prompt[0]] * missing + prompt)
+            attended.append([0] * missing + [1] * len(prompt))
+        ids = torch.tensor(padded)  # [prompts, width]
+        mask = torch.tensor(attended)
 
         def check_and_show(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             """Raise an error for NaN and infinities, which `generate` would accept, and show the
@@ -176,12 +198,16 @@ class Answerer:
             max_new_tokens=self.longest_answer(width),
             pad_token_id=self._pad,
             logits_processor=LogitsProcessorList([check_and_show]),
+            # A rank whose answers have ended goes on until all have: every rank must all-gather.
             synced_gpus=is_sharded,
         )
         if is_sharded:
             free_unsharded(self.model)
-        new = [tokens[width:].tolist() for tokens in sequences]
-        answers = [Answer(self._text(tokens), self._ends.isdisjoint(tokens)) for tokens in new]
+        answers = []
+        for sequence in sequences:
+            generated = sequence[width:].tolist()
+            is_truncated = self._ends.isdisjoint(generated)
+            answers.append(Answer(self._text(generated), is_truncated))
         if show is not None:
             show(answers[0].text[shown:])
         return answers
@@ -189,5 +215,5 @@ class Answerer:
     def _text(self, tokens: list[int]) -> str:
         """Decode the tokens before the end. If other answers of the batch are longer, padding
         follows the end."""
-        end = next((place for place, token in enumerate(tokens) if token in self._ends), None)
-        return str(self.tokenizer.decode(tokens[:end], skip_special_tokens=True))
+        before_end = list(takewhile(lambda token: token not in self._ends, tokens))
+        return str(self.tokenizer.decode(before_end, skip_special_tokens=True))

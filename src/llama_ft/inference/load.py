@@ -21,7 +21,8 @@ from llama_ft.config import (
     base_model_of,
 )
 from llama_ft.config.paths import TOKENIZER_FILES
-from llama_ft.inference.flags import ModelFlags, find_result, settings_beside
+from llama_ft.inference.flags import ModelFlags, find_result, settings_of_run
+from llama_ft.models.quantized import quantization_name
 from llama_ft.phases import NULL_MONITOR
 from llama_ft.runtime import PRECISIONS, Precision, Ranks, advise_precision
 
@@ -84,31 +85,37 @@ def open_model(
     chosen, note = ranks.broadcast_from_rank0(
         lambda: advise_precision(asked, is_free, ranks.device)
     )
-    if (result := find_result(Path(place).expanduser())) and result[0] in ("checkpoint", "run"):
-        held = result[1]
+    kind, held = find_result(Path(place).expanduser()) or ("", Path())
+    if kind in ("checkpoint", "run"):
+        # Rank 0 alone compares checksums, which reads the whole checkpoint.
         place = str(ranks.broadcast_from_rank0(lambda: checkpoint.find_valid(held).folder))
+    # The first process of each node downloads the model; the others find it in the Hub's cache.
     with ranks.local_main_process_first():
         found = _find(place, flags, ranks, build_model, base_of, tokenizer)
     request = _request(found, flags, PRECISIONS[chosen].compute)
     built = build_model(request, ranks, NULL_MONITOR)
     model = built.model
+    # Without an adapter, build_model has loaded the trained weights in the place of the base's.
     if found.trained is not None and built.adapter is not None:
         checkpoint.restore_weights(found.trained, model)
     model.requires_grad_(False)
     if found.objective == "reward" or (built.has_score and model.config.pad_token_id is None):
+        # Transformers reads the score at the last token that is not pad_token_id.
         pad = data.pad_token_id(found.tokenizer, models.vocabulary_size(model.config))
         found.tokenizer.pad_token_id = pad
         model.config.get_text_config().pad_token_id = pad
     if not built.has_score:
         if (found.base / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(found.base)
-        # and that of a message
+        # the base model's end of a text, and the chat template's end of a message
         ends = data.stop_token_ids(found.tokenizer, model.generation_config.eos_token_id)
         model.generation_config.eos_token_id = ends or None
     where = f"{found.place} (with {found.base})" if found.place != found.base else str(found.base)
     sharding = f"sharded across {ranks.world_size} ranks" if flags.enable_fsdp else ""
-    bits = models.quantization_name(model)
-    about = ", ".join(filter(None, (where, chosen[:4], bits, sharding, str(ranks.device), note)))
+    bits = quantization_name(model)
+    compute = chosen[:4]  # "bf16" of bf16_pure
+    facts = (where, compute, bits, sharding, str(ranks.device), note)
+    about = ", ".join(fact for fact in facts if fact)
     model.eval()
     return LoadedModel(built, found.tokenizer, about)
 
@@ -123,30 +130,13 @@ def _find(
 ) -> _Found:
     trust = flags.trust_remote_code
     ask_hub = ranks.local_rank == 0
-    is_demo = place == "demo"
-    local = (
-        data.build_demo(data.cache_dir()).model_dir
-        if is_demo
-        else models.local_folder(place, "MODEL", ask_hub)
-    )
+    if place == "demo":
+        local = data.build_demo(data.cache_dir()).model_dir
+    else:
+        local = models.local_folder(place, "MODEL", ask_hub)
     kind, held = find_result(local) or ("model", local)
-    if kind == "checkpoint":  # handled and compared with its base model as in an export
-        valid = checkpoint.Checkpoint(held)
-        export = checkpoint.Exporter.prepare(
-            valid, build_model, flags.base_model, flags.tokenizer_name, trust, merge=True
-        )
-        peft = export.config.peft if export.adapter is not None else None
-        objective = export.config.preference.objective
-        return _Found(
-            export.base,
-            valid.folder,
-            export.tokenizer,
-            export.config,
-            peft,
-            export.new,
-            valid,
-            objective,
-        )
+    if kind == "checkpoint":
+        return _find_checkpoint(held, flags, build_model)
     base = held
     new = None
     peft = None
@@ -161,21 +151,36 @@ def _find(
         peft = PeftConfig(use_peft=True, from_peft_checkpoint=str(held))
     if tokenizer is None:
         has_own = any((held / file).is_file() for file in TOKENIZER_FILES)
-        other = flags.tokenizer_name
-        folder = (
-            models.local_folder(other, "--tokenizer_name", weights=False)
-            if other
-            else held
-            if has_own
-            else base
-        )
+        folder = held if has_own else base
+        if flags.tokenizer_name:
+            folder = models.local_folder(flags.tokenizer_name, "--tokenizer_name", weights=False)
         tokenizer = models.load_tokenizer(folder, trust)
     if base_of is not None:
         new = models.find_new_tokens(
             tokenizer, base, models.load_model_config(base, trust), base_of.model
         )
-    run = base_of or settings_beside(kind, held)
+    run = base_of or settings_of_run(kind, held)
     return _Found(base, held, tokenizer, run, peft, new, objective=objective)
+
+
+def _find_checkpoint(folder: Path, flags: ModelFlags, build_model: models.BuildModel) -> _Found:
+    """Return the parts of a checkpoint. They are found, and compared with the base model, as in an
+    export."""
+    valid = checkpoint.Checkpoint(folder)
+    trust = flags.trust_remote_code
+    export = checkpoint.Exporter.prepare(
+        valid, build_model, flags.base_model, flags.tokenizer_name, trust, merge=True
+    )
+    return _Found(
+        base=export.base,
+        place=valid.folder,
+        tokenizer=export.tokenizer,
+        run=export.config,
+        peft=export.config.peft if export.adapter is not None else None,
+        new=export.new,
+        trained=valid,
+        objective=export.config.preference.objective,
+    )
 
 
 def _request(found: _Found, flags: ModelFlags, dtype: torch.dtype) -> models.ModelRequest:
@@ -205,5 +210,6 @@ def _request(found: _Found, flags: ModelFlags, dtype: torch.dtype) -> models.Mod
         is_sharded=flags.enable_fsdp,
         trained=found.trained.weights() if found.trained is not None else None,
         storage=Precision(dtype, dtype, dtype, dtype),
+        # the dtype that training has quantized from, so that the quantized weights are the same
         quantized_from=PRECISIONS[found.run.train.precision].frozen if found.run else dtype,
     )

@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
 
@@ -71,7 +70,10 @@ def refuse_or_skip(errors: list[str], skip: bool) -> None:
     count = plural(len(errors), "bad sample")
     if not skip:
         raise UserError(*shown, f"--prompts: {count}. --skip_bad_rows skips such samples.")
-    log.warning("\n  ".join([f"skipped {count}:", *shown, *["..."] * (len(errors) > len(shown))]))
+    lines = [f"skipped {count}:", *shown]
+    if len(errors) > len(shown):
+        lines.append("...")
+    log.warning("\n  ".join(lines))
 
 
 def read_prompts(
@@ -97,7 +99,8 @@ def read_prompts(
             ({"prompt": line}, line) for line in lines
         ]
     else:
-        if problem := data_problem(name):
+        problem = data_problem(name)
+        if problem:
             raise UserError(f"--prompts {name}: {problem}")
         config = DataConfig(dataset=name, columns=list(columns))
         source = Source(name, "", lambda: samples_of_file(Path(name).expanduser()))
@@ -135,8 +138,10 @@ def _asked(sample: Sample) -> Messages | str:
         raise BadSample(PROMPT_FORMS)
     chat = sample[column]
     if isinstance(chat, list) and chat and isinstance(chat[-1], dict):
-        role = ROLES.get(str(chat[-1].get("from", chat[-1].get("role"))))
-        chat = chat if role == "assistant" else [*chat, {"role": "assistant", "content": "."}]
+        last = chat[-1]
+        named = last.get("from", last.get("role"))  # ShareGPT's name of the field, or the usual one
+        if ROLES.get(str(named)) != "assistant":
+            chat = [*chat, {"role": "assistant", "content": "."}]
     return chat_messages({**sample, column: chat}, column)[:-1]
 
 
@@ -182,11 +187,15 @@ def answer_prompts(
     with output_of(options, ranks) as out:
         start = 0
         while start < len(prompts):
-            alike = takewhile(lambda limit: limit == limits[start], limits[start : start + batch])  # noqa: B023
-            # prompts near the end of the context have batches of their own
-            stop = start + len(list(alike))
+            # Prompts near the end of the context have batches of their own: `answer` takes prompts
+            # with one limit.
+            most = min(start + batch, len(prompts))
+            stop = start
+            while stop < most and limits[stop] == limits[start]:
+                stop += 1
             everyone = [list[Answer]()] * ranks.world_size
-            # every rank joins the all-gathers
+            # A rank without a prompt answers the first one again, because every rank must join the
+            # all-gathers of the weights. Nobody reads that answer.
             mine = tokens[start:stop][ranks.rank :: ranks.world_size] or tokens[:1]
             dist.all_gather_object(everyone, answerer.answer(mine))
             for index, (sample, _) in enumerate(prompts[start:stop]):
@@ -204,8 +213,7 @@ def score_prompts(
     samples: Sequence[Sample], opened: LoadedModel, options: InferenceFlags, ranks: Ranks
 ) -> None:
     """Write samples with a reward model's score of their response, `score`, or of pairs
-    `score_chosen` and
-    `score_rejected`: tokenized as in training. All ranks compute all scores.
+    `score_chosen` and `score_rejected`: tokenized as in training. All ranks compute all scores.
 
     Args:
         samples: samples in a format of the training data, or pairs.
@@ -218,7 +226,7 @@ def score_prompts(
             "MODEL is a reward model, which scores responses. Use --prompts with chats or pairs."
         )
     model = opened.model
-    config = opened.model.config.get_text_config()
+    config = model.config.get_text_config()
     context = getattr(config, "max_position_embeddings", None) or sys.maxsize
     encoder = Encoder(opened.tokenizer, context)
     tokens = list[torch.Tensor]()
@@ -226,48 +234,57 @@ def score_prompts(
     bad = list[str]()
     for number, sample in enumerate(samples, 1):
         try:
-            kind = (
-                PREFERENCE
-                if "chosen" in sample
-                else find_format(f"prompt {number}", sample.keys(), "auto")
-            )
-            try:
-                examples = (two_examples if kind == PREFERENCE else one_example)(
-                    sample, kind, encoder
-                )
-            except ChatDiffers as chat:
-                if kind == PREFERENCE:
-                    raise BadSample(chat.reason) from None
-                # the last response, after the prompt as the model gets it
-                examples = one_example(encoder.piece_rows(chat, sample)[-1], "messages", encoder)
-            if (longest := max(len(ids) for ids, _ in examples)) > context:
+            responses = _responses(sample, number, encoder)
+            longest = max(len(ids) for ids in responses)
+            if longest > context:
                 raise BadSample(f"it has {longest} tokens, and the model {context} positions.")
         except BadSample as error:
             bad.append(f"--prompts: {_name(number, options)}: {error}")
             continue
         usable.append(sample)
-        tokens += [torch.tensor(ids) for ids, _ in examples]
+        tokens += [torch.tensor(ids) for ids in responses]
     refuse_or_skip(bad, options.skip_bad_rows)
     scores = list[float]()
     for start in range(0, len(tokens), options.batch_size):
         part = tokens[start : start + options.batch_size]
-        ids = pad_sequence(part, batch_first=True, padding_value=config.pad_token_id).to(
-            ranks.device
-        )
-        mask = pad_sequence([torch.ones_like(sample) for sample in part], batch_first=True).to(
-            ranks.device
-        )
-        scores += model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, 0].tolist()
+        ones = [torch.ones_like(ids) for ids in part]
+        # Padding is on the right: the score is read at the last token that is not padding.
+        ids = pad_sequence(part, batch_first=True, padding_value=config.pad_token_id)
+        mask = pad_sequence(ones, batch_first=True)
+        ids = ids.to(ranks.device)
+        mask = mask.to(ranks.device)
+        output = model(input_ids=ids, attention_mask=mask, use_cache=False)
+        scores += output.logits[:, 0].tolist()
     free_unsharded(model)
-    left = iter(scores)
+    remaining = iter(scores)
     with output_of(options, ranks) as out:
         for sample in usable if ranks.is_main else ():
             names = ("score_chosen", "score_rejected") if "chosen" in sample else ("score",)
-            _write({**sample, **{name: next(left) for name in names}}, out)
+            scored = {name: next(remaining) for name in names}
+            _write({**sample, **scored}, out)
+
+
+def _responses(sample: Sample, number: int, encoder: Encoder) -> list[list[int]]:
+    """Return the token ids of a sample's response after its prompt; of a pair those of both."""
+    if "chosen" in sample:
+        try:
+            examples = two_examples(sample, PREFERENCE, encoder)
+        except ChatDiffers as chat:
+            raise BadSample(chat.reason) from None
+    else:
+        kind = find_format(f"prompt {number}", sample.keys(), "auto")
+        try:
+            examples = one_example(sample, kind, encoder)
+        except ChatDiffers as chat:
+            # the last response, after the prompt as the model gets it
+            last = encoder.piece_rows(chat, sample)[-1]
+            examples = one_example(last, "messages", encoder)
+    return [ids for ids, _ in examples]
 
 
 def _write(sample: Sample, out: IO[str]) -> None:
-    print(json.dumps(sample, ensure_ascii=False, default=str), file=out, flush=True)
+    line = json.dumps(sample, ensure_ascii=False, default=str)
+    print(line, file=out, flush=True)
 
 
 def output_of(options: InferenceFlags, ranks: Ranks) -> AbstractContextManager[IO[str]]:
@@ -332,13 +349,15 @@ def _answered(asked: Messages, answerer: Answerer, ranks: Ranks) -> Messages:
     show("\n")
     if note:
         log.info(note)
-    return [*asked, {"role": "assistant", "content": "".join(parts[:-1])}]
+    text = "".join(parts[:-1])  # without the line break
+    return [*asked, {"role": "assistant", "content": text}]
 
 
 def print_part(text: str) -> None:
     """Print a part of an answer. In a terminal control characters are replaced, so a model cannot
     move the cursor."""
-    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
+    shown = printable(text) if sys.stdout.isatty() else text
+    print(shown, end="", flush=True)
 
 
 def _read() -> str | None:

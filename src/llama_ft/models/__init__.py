@@ -1,10 +1,7 @@
 """Load a checkpoint directory as a sharded model: build it on the meta device, add adapters, shard
 it, load weights."""
 
-from llama_ft.models.quantized import (  # first: it imports bitsandbytes, as peft does
-    quantization_name,
-    total_weights,
-)
+from llama_ft.models.quantized import total_weights  # first: it imports bitsandbytes, as peft does
 
 # isort: split
 from llama_ft.models.activation_checkpointing import checkpoint_activations
@@ -19,41 +16,18 @@ from llama_ft.models.build import (
     resolve_context_length,
     vocabulary_size,
 )
-from llama_ft.models.built import (
-    Adapter,
-    BuildModel,
-    BuiltModel,
-    ModelRequest,
-    StoredModel,
-    Unit,
-    settings_to_read,
-)
-from llama_ft.models.chunked_loss import (
-    LossFunction,
-    cross_entropy,
-    use_chunked_loss,
-)
+from llama_ft.models.built import BuildModel, BuiltModel, ModelRequest
+from llama_ft.models.chunked_loss import use_chunked_loss
 from llama_ft.models.compiled import choose_liger, compile_layers, fuse_layers, without_graphs
 from llama_ft.models.dtypes import set_storage_dtypes
 from llama_ft.models.embedding_noise import add_embedding_noise
 from llama_ft.models.fsdp import apply_fsdp, shard_degree, unit_table
 from llama_ft.models.load_weights import LoadSettings, load_weights
-from llama_ft.models.lora import (
-    adapter_off,
-    describe_experts,
-    expert_parameters,
-    inject_lora,
-)
+from llama_ft.models.lora import describe_experts, inject_lora
 from llama_ft.models.new_tokens import NewTokens
 from llama_ft.models.packed_attention import packed_arguments, use_packed_attention
-from llama_ft.models.quantization import Quantization, choose_quantization, quantize_linears
-from llama_ft.models.routers import (
-    router_arguments,
-    router_loss,
-    use_router_loss,
-)
+from llama_ft.models.quantization import choose_quantization, quantize_linears
+from llama_ft.models.routers import use_router_loss
 from llama_ft.models.score_head import choose_head
-from llama_ft.models.shards import ShardGroup
 from llama_ft.models.source import fingerprint
 from llama_ft.models.text_part import auto_class
-from llama_ft.models.transformers_private import noted

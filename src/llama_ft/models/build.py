@@ -23,6 +23,7 @@ from llama_ft.config.paths import TO_SAFETENSORS, folder_problem, looks_local, s
 from llama_ft.errors import UserError, plural, reason
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.new_tokens import NewTokens, find_growth
+from llama_ft.models.replaced import replace_method
 from llama_ft.models.rope import use_rope_per_sample
 from llama_ft.models.score_head import add_score
 from llama_ft.models.source import listed
@@ -42,7 +43,12 @@ NEEDED_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 DUPLICATES = ["consolidated*", "original/*"]
 
 
-def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = True) -> Path:
+def local_folder(
+    name: str,
+    flag: str,
+    ask_hub: bool = True,
+    weights: bool = True,
+) -> Path:
     """Return the directory of a model or tokenizer: `name` itself if it is a directory, else the
     Hub's cache, also if the Hub cannot be reached. Raises UserError if it does not exist, has no
     safetensors, or access is denied.
@@ -54,8 +60,10 @@ def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = Tru
             the files.
         weights: the weights (safetensors) are needed, too.
     """
-    if (folder := Path(name).expanduser()).is_dir():
-        if problem := special_file(folder):
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        problem = special_file(folder)
+        if problem:
             raise UserError(f"{flag} {name}: {problem}")
         return folder
     if looks_local(name):
@@ -66,14 +74,12 @@ def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = Tru
             name, allow_patterns=patterns, ignore_patterns=DUPLICATES, local_files_only=not ask_hub
         )
     except (HFValidationError, HTTPError, OSError) as error:
-        gated = (
-            f"Ask for access at {constants.ENDPOINT}/{name}"
-            if isinstance(error, GatedRepoError)
-            else None
-        )
+        advice = "Use a local directory, or owner/model"
+        if isinstance(error, GatedRepoError):
+            advice = f"Ask for access at {constants.ENDPOINT}/{name}"
         raise UserError(
             f"{flag} {name}: no such directory, and {constants.ENDPOINT} does not provide it ({reason(error)}).\n"
-            f"{gated or 'Use a local directory, or owner/model'}; `hf auth login` logs in (or set HF_TOKEN)."
+            f"{advice}; `hf auth login` logs in (or set HF_TOKEN)."
         ) from error
     if weights and not any(Path(found).glob("*.safetensors")):
         raise UserError(
@@ -85,7 +91,8 @@ def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = Tru
 def portable_name(name: str, folder: Path) -> str:
     """Return the model's name for files that outlive the run: its Hub name, or its directory's
     absolute path."""
-    return str(folder.resolve()) if name == "demo" or Path(name).expanduser().is_dir() else name
+    is_local = name == "demo" or Path(name).expanduser().is_dir()
+    return str(folder.resolve()) if is_local else name
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -152,20 +159,51 @@ def build_on_meta(
         UserError: Transformers does not have the model, it has no text decoder, or a package for
             its code or its attention is missing.
     """
-    auto = auto_class(config, model.trust_remote_code)
     if new is not None:
         config.get_text_config().vocab_size = new.rows
+    skeleton = _make_skeleton(config, model)
+    skeleton.tie_weights()
+    has_score = names_score(config)
+    if has_score:
+        add_score(skeleton)
+    # By class names, which fully_shard changes.
+    conversions = get_model_conversion_mapping(skeleton)
+    left_out = LeftOut([], {})
+    # Chameleon's config does not say that it takes images, but its class does.
+    takes_images = "image" in skeleton.input_modalities
+    is_multimodal = takes_more_than_text(skeleton.config) or takes_images
+    if is_multimodal:
+        left_out = keep_text_part(skeleton)
+    if _is_encoder(skeleton, config, is_multimodal):
+        raise UserError(
+            f"--model_name {model.model_name}: {type(skeleton).__name__} is an encoder here, not a decoder."
+        )
+    use_rope_per_sample(skeleton)
+    for module in skeleton.modules():
+        if hasattr(module, "_rescale_layers"):
+            # In eval mode RWKV divides weights in place, and hidden states by as much: against
+            # overflows of fp16. Quantized weights cannot be divided, and an export would have
+            # divided ones.
+            replace_method(module, "_rescale_layers", _keep_layers)
+    grown = find_growth(skeleton, new)
+    return BuiltModel(skeleton, folder, conversions, left_out, grown, has_score)
+
+
+def _make_skeleton(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel:
+    """Let Transformers build the checkpoint's class without weights. Raises the errors of
+    `build_on_meta`."""
+    auto = auto_class(config, model.trust_remote_code)
+    attention = None if model.attn_implementation == "auto" else model.attn_implementation
     try:
+        # Parameters and buffers get shapes and dtypes only, and Transformers initializes nothing.
         with torch.device("meta"):
             skeleton: PreTrainedModel = auto.from_config(
                 config,
                 dtype=torch.float32,
-                attn_implementation=None
-                if model.attn_implementation == "auto"
-                else model.attn_implementation,
+                attn_implementation=attention,
                 trust_remote_code=model.trust_remote_code,
             )
-    # as above: KeyError of a name it does not know, RuntimeError of a negative size
+    # many classes: KeyError of a name it does not know, RuntimeError of a negative size
     except Exception as error:
         if isinstance(error, ImportError) and model.attn_implementation.startswith("flash"):
             problem = f"--attn_implementation {model.attn_implementation}: {reason(error)}."
@@ -179,45 +217,25 @@ def build_on_meta(
             f"--model_name {model.model_name}: transformers cannot build a causal language model of model_type "
             f"{config.model_type} ({type(error).__name__}: {reason(error)})."
         ) from error
-    skeleton.tie_weights()
-    has_score = names_score(config)
-    if has_score:
-        add_score(skeleton)
-    # By class names, which fully_shard changes.
-    conversions = get_model_conversion_mapping(skeleton)
-    left_out = LeftOut([], {})
-    # Chameleon's config does not say that it takes images, but its class does.
-    if (
-        is_multimodal := takes_more_than_text(skeleton.config)
-        or "image" in skeleton.input_modalities
-    ):
-        left_out = keep_text_part(skeleton)
-    # Transformers builds BERT and similar encoders with a warning only. Their tokens see the next
-    # ones, so the loss falls to 0. PaliGemma's text part is such an encoder, too, but its config
-    # does not say so.
+    return skeleton
+
+
+def _is_encoder(skeleton: PreTrainedModel, config: PretrainedConfig, is_multimodal: bool) -> bool:
+    """Return whether tokens see the next ones, so that the loss would fall to 0. Transformers builds
+    BERT and similar encoders with a warning only. PaliGemma's text part is such an encoder, too, but
+    its config does not say so."""
     are_causal = [module.is_causal for module in skeleton.modules() if hasattr(module, "is_causal")]
+    if any(are_causal):
+        return False
     masks = set[str]()
     for kind in type(skeleton).__mro__:
         file = sys.modules[kind.__module__]
         masks.update(name for name in vars(file) if "_mask" in name)
     # GPT-NeoX Japanese
     is_always_causal = "create_causal_mask" in masks and "create_bidirectional_mask" not in masks
-    is_encoder = not (getattr(config, "is_decoder", True) or is_always_causal) or (
-        is_multimodal and bool(are_causal)
-    )
-    if is_encoder and not any(are_causal):
-        raise UserError(
-            f"--model_name {model.model_name}: {type(skeleton).__name__} is an encoder here, not a decoder."
-        )
-    use_rope_per_sample(skeleton)
-    for module in skeleton.modules():
-        if hasattr(module, "_rescale_layers"):
-            # In eval mode RWKV divides weights in place, and hidden states by as much: against
-            # overflows of fp16. Quantized weights cannot be divided, and an export would have
-            # divided ones.
-            module._rescale_layers = _keep_layers  # type: ignore[assignment]
-    grown = find_growth(skeleton, new)
-    return BuiltModel(skeleton, folder, conversions, left_out, grown, has_score)
+    is_decoder = getattr(config, "is_decoder", True) or is_always_causal
+    has_attention = bool(are_causal)
+    return not is_decoder or (is_multimodal and has_attention)
 
 
 def _keep_layers() -> None:
@@ -273,8 +291,11 @@ def reads(module: nn.Module, child: str, parameters: Iterable[str]) -> bool:
     device or shape."""
     names = "|".join(parameters)
     read = re.compile(rf"self\.{child}\.({names})\b(?!\.(dtype|device|shape)|\[|, torch)")
-    kinds: list[Any] = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
-    return any(read.search(_source_of(kind)) for kind in kinds)
+    kind: Any
+    for kind in type(module).__mro__:
+        if issubclass(kind, nn.Module) and read.search(_source_of(kind)):
+            return True
+    return False
 
 
 @cache
@@ -285,7 +306,7 @@ def _source_of(kind: Any) -> str:
     return ""
 
 
-def function_beside(module: nn.Module, name: str) -> Callable[..., Any]:
+def function_of_file(module: nn.Module, name: str) -> Callable[..., Any]:
     """Return a function of the file that defines a module's class (not the subclass that
     fully_shard derives)."""
     files = [sys.modules[kind.__module__] for kind in type(module).__mro__]
@@ -295,7 +316,8 @@ def function_beside(module: nn.Module, name: str) -> Callable[..., Any]:
 
 def freeze_first_layers(model: PreTrainedModel, count: int) -> None:
     """Freeze the first `count` decoder layers."""
-    if count >= len(layers := decoder_layers(model)):
+    layers = decoder_layers(model)
+    if count >= len(layers):
         raise UserError(
             f"--num_freeze_layers {count}: this model has {len(layers)} decoder layers; freeze fewer."
         )
@@ -329,13 +351,17 @@ def find_new_tokens(
     if not model.resize_embeddings:
         return None
     stored: int = model_config.get_text_config().vocab_size
-    names = {id_: token for token, id_ in tokenizer.get_vocab().items()}
-    known = load_tokenizer(folder, model.trust_remote_code).get_vocab()
-    ids = sorted(id_ for id_, token in names.items() if id_ >= stored or known.get(token) != id_)
+    tokens = {id_: token for token, id_ in tokenizer.get_vocab().items()}
+    models_own = load_tokenizer(folder, model.trust_remote_code).get_vocab()
+    ids = []
+    for id_, token in sorted(tokens.items()):
+        if id_ >= stored or models_own.get(token) != id_:
+            ids.append(id_)
     last = max(ids, default=-1)
     new = NewTokens(ids, stored, rows=max(stored, last + 1))
+    names = listed([tokens[id_] for id_ in ids])
     log.info(
-        f"--resize_embeddings: {plural(len(ids), 'new token')} ({listed([names[i] for i in ids])}). The embedding has "
+        f"--resize_embeddings: {plural(len(ids), 'new token')} ({names}). The embedding has "
         f"{new.rows:,} rows. The {new.rows - stored:,} new ones start as the mean of the others."
     )
     return new if ids else None

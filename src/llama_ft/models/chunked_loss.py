@@ -15,15 +15,18 @@ model's own LM head runs, with its adapter, soft cap or scale, sharded or not.
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models.built import BuiltModel
+from llama_ft.models.replaced import replace_method
 from llama_ft.models.text_part import TextOutput
 
 # Number of logits in memory: on CUDA 512 positions of Llama 3's 128,256 logits, 0.6 GiB in bf16 and
@@ -37,6 +40,7 @@ FEWEST_POSITIONS = 128
 # torch adds two dtypes by a cast copy, which would be large for a whole LM head
 ROWS_ADDED_AT_ONCE = 4096
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+LogitsFunction = Callable[[torch.Tensor], torch.Tensor]  # hidden [n, width] -> logits [n, vocab]
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -59,30 +63,56 @@ def use_chunked_loss(built: BuiltModel) -> bool:
     change the model, unless its forward is a decoder followed by an LM head.
     """
     model = cast(PreTrainedModel, built.model.get_submodule(built.left_out.causal))
-    names = {id(module): name for name, module in model.named_children()}
     head = model.get_output_embeddings()
-    embedding = model.get_input_embeddings()
-    decoder = next((child for child in model.children() if embedding in child.modules()), model)
-    if id(decoder) not in names or id(head) not in names or decoder is model:
+    decoder = _find_decoder(model, head)
+    if decoder is None:
         return False
-    reached = {id(parameter) for parameter in [*decoder.parameters(), *head.parameters()]}
-    others = [parameter for parameter in model.parameters() if id(parameter) not in reached]
-    if any(parameter.requires_grad for parameter in others):
-        # ModernBERT has a layer between decoder and LM head, which would get no gradient
-        return False
+    names = {id(module): name for name, module in model.named_children()}
     logits_of = _head_function(model, names[id(decoder)], names[id(head)])
-    width = getattr(head, "in_features", None) or model.config.get_text_config().hidden_size
-    try:
-        on_meta = logits_of(torch.empty(2, width, device="meta", dtype=model.dtype))
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
-        return False  # forward changes the hidden states between decoder and LM head
-    if on_meta.shape[:-1] != (2,):
+    vocabulary = _logits_per_position(logits_of, model, head)
+    if vocabulary is None:
         return False
-    vocabulary = on_meta.shape[-1]
-    plain_forward = model.forward
-    plain_head = head.forward
+    replace_method(model, "forward", _forward_with_loss(model, decoder, head))
+    replace_method(head, "forward", _head_with_loss(head, logits_of, vocabulary))
+    return True
 
-    @wraps(plain_forward)  # generate() inspects the names of its parameters
+
+def _find_decoder(model: PreTrainedModel, head: nn.Module | None) -> nn.Module | None:
+    """Return the decoder of a model that is a decoder followed by `head`; None of other models."""
+    children = list(model.children())
+    embedding = model.get_input_embeddings()
+    decoder = next((child for child in children if embedding in child.modules()), None)
+    if decoder is None or head is None or head not in children:
+        return None
+    reached = {id(parameter) for parameter in decoder.parameters()}
+    reached |= {id(parameter) for parameter in head.parameters()}
+    for parameter in model.parameters():
+        # ModernBERT has a layer between decoder and LM head, which would get no gradient
+        if parameter.requires_grad and id(parameter) not in reached:
+            return None
+    return decoder
+
+
+def _logits_per_position(
+    logits_of: LogitsFunction, model: PreTrainedModel, head: nn.Module
+) -> int | None:
+    """Return the number of logits per position; None if the LM head cannot run on its own."""
+    width = getattr(head, "in_features", None) or model.config.get_text_config().hidden_size
+    hidden = torch.empty(2, width, device="meta", dtype=model.dtype)
+    try:
+        logits = logits_of(hidden)
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
+        return None  # forward changes the hidden states between decoder and LM head
+    return logits.shape[-1] if logits.shape[:-1] == (2,) else None
+
+
+def _forward_with_loss(
+    model: PreTrainedModel, decoder: nn.Module, head: nn.Module
+) -> Callable[..., Any]:
+    """Return a `forward` of the model that returns a loss if it is called with targets."""
+    plain = model.forward
+
+    @wraps(plain)  # generate() inspects the names of its parameters
     def forward(
         *args: Any,
         positions: torch.Tensor | None = None,
@@ -92,22 +122,36 @@ def use_chunked_loss(built: BuiltModel) -> bool:
         **kwargs: Any,
     ) -> Any:
         if positions is None or targets is None:
-            return plain_forward(*args, **kwargs)
+            return plain(*args, **kwargs)
         count = len(targets)
+        added = -count % (FEWEST_POSITIONS // 2)
         # repeat the last position: its loss is as finite as before
-        if more := -count % (FEWEST_POSITIONS // 2):
-            if count:
-                positions = torch.cat([positions, positions[-1:].expand(more)])
-                targets = torch.cat([targets, targets[-1:].expand(more)])
+        if added and count:
+            positions = torch.cat([positions, positions[-1:].expand(added)])
+            targets = torch.cat([targets, targets[-1:].expand(added)])
         decoded = decoder(*args, **kwargs)
         # [targets, width]
         hidden = decoded.last_hidden_state.flatten(0, 1).index_select(0, positions)
         loss = head(hidden, loss_of=(targets, count, loss_fn, per_token))
         return loss, getattr(decoded, "router_logits", None)
 
-    def head_forward(hidden: torch.Tensor, *args: Any, loss_of: Any = None, **kwargs: Any) -> Any:
+    return forward
+
+
+def _head_with_loss(
+    head: nn.Module, logits_of: LogitsFunction, vocabulary: int
+) -> Callable[..., Any]:
+    """Return a `forward` of the LM head that returns a loss if it is called with `loss_of`."""
+    plain = head.forward
+
+    def forward(
+        hidden: torch.Tensor,
+        *args: Any,
+        loss_of: Any = None,  # see _forward_with_loss
+        **kwargs: Any,
+    ) -> Any:
         if loss_of is None:
-            return plain_head(hidden, *args, **kwargs)
+            return plain(hidden, *args, **kwargs)
         targets, count, loss_fn, per_token = loss_of
 
         def losses_of(chunk: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -115,29 +159,21 @@ def use_chunked_loss(built: BuiltModel) -> bool:
 
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
         tiles = LOGITS_AT_ONCE[hidden.device.type] // (vocabulary * FEWEST_POSITIONS)
-        arguments = (
-            hidden,
-            targets,
-            count,
-            losses_of,
-            FEWEST_POSITIONS * max(2 if trained else 1, tiles),
-        )
-        if per_token or not (torch.is_grad_enabled() and (hidden.requires_grad or trained)):
-            losses = _ChunkedLoss.apply(*arguments, True, *trained)
+        fewest_tiles = 2 if trained else 1
+        size = FEWEST_POSITIONS * max(fewest_tiles, tiles)
+        chunks = _Chunks(losses_of, size, trained)
+        needs_gradients = torch.is_grad_enabled() and (hidden.requires_grad or trained)
+        if per_token or not needs_gradients:
+            losses = _ChunkedLoss.apply(hidden, targets, count, chunks, True, *trained)
             return losses if per_token else losses.sum()
-        return _ChunkedLoss.apply(*arguments, False, *trained)
+        return _ChunkedLoss.apply(hidden, targets, count, chunks, False, *trained)
 
-    model.forward = forward
-    head.forward = head_forward
-    return True
+    return forward
 
 
-def _head_function(
-    model: PreTrainedModel, decoder: str, head: str
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function hidden states [n, width] -> logits [n, vocab]. It runs the model's own
-    forward, with its soft caps and scales, on a stub that returns the hidden states as the
-    decoder's output."""
+def _head_function(model: PreTrainedModel, decoder: str, head: str) -> LogitsFunction:
+    """Return a function hidden states -> logits. It runs the model's own forward, with its soft caps
+    and scales, on a stub that returns the hidden states as the decoder's output."""
     view = copy.copy(model)  # shares all parameters
     view._modules = dict(model._modules)
     modules: dict[str, Any] = view._modules
@@ -147,10 +183,9 @@ def _head_function(
     forward = type(model).forward
 
     def logits_of(hidden: torch.Tensor) -> torch.Tensor:
-        return cast(
-            torch.Tensor,
-            forward(view, inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits.squeeze(0),
-        )
+        output = forward(view, inputs_embeds=hidden.unsqueeze(0), use_cache=False)
+        logits: torch.Tensor = output.logits
+        return logits.squeeze(0)
 
     return logits_of
 
@@ -163,7 +198,8 @@ class CrossEntropy(torch.autograd.Function):
         # The largest probability is 1 / sum(exp(logits - largest)), so the loss follows from the
         # softmax.
         probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
-        log_sum = logits.amax(dim=-1).float() - probabilities.amax(dim=-1).log()
+        largest = logits.amax(dim=-1).float()
+        log_sum = largest - probabilities.amax(dim=-1).log()
         ctx.dtype = logits.dtype
         ctx.targets = targets.unsqueeze(1)
         ctx.probabilities = probabilities if ctx.needs_input_grad[0] else None
@@ -173,37 +209,86 @@ class CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, factors: torch.Tensor) -> Any:
         gradient = ctx.probabilities
         ctx.probabilities = None
-        gradient.scatter_add_(1, ctx.targets, torch.full_like(ctx.targets, -1, dtype=torch.float32))
+        minus_one = torch.full_like(ctx.targets, -1, dtype=torch.float32)
+        gradient.scatter_add_(1, ctx.targets, minus_one)
         return gradient.mul_(factors.unsqueeze(1)).to(ctx.dtype), None
 
 
-class _ChunkedLoss(torch.autograd.Function):
-    """The loss of the first `count` of hidden states [targets, width], in chunks of `size`. For a
-    sum, the forward pass computes gradients and the backward pass scales them. For losses per
-    token, only the backward pass knows the factor of each loss: it recomputes the logits, with the
-    random numbers of the forward pass."""
+@dataclass(frozen=True)
+class _Chunks:
+    """The LM head and its loss, and how the positions are divided into chunks."""
 
+    losses_of: LossFunction  # hidden states and targets of a chunk -> its losses
+    size: int  # positions per chunk
+    trained: Sequence[torch.Tensor]  # the LM head's trained parameters
+
+    def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each position."""
+        chunks = hidden.split(self.size)
+        wanted = targets.split(self.size)
+        pairs = zip(chunks, wanted, strict=True)
+        return torch.cat([self.losses_of(*pair) for pair in pairs])
+
+    def sum_and_gradients(
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        factors: torch.Tensor,
+        for_hidden: bool,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the sum of losses weighted by `factors`, and the gradients of that sum: of the
+        hidden states if `for_hidden`, then of `trained`."""
+        count = len(factors)
+        factors = functional.pad(factors, (0, len(targets) - count))
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        by_hidden = [torch.empty_like(hidden)] if for_hidden else []
+        by_trained = list[torch.Tensor]()
+        # without targets, once: gradients are zero then
+        for start in range(0, max(1, len(targets)), self.size):
+            part = slice(start, start + self.size)
+            chunk = hidden[part].detach().requires_grad_(for_hidden)
+            with torch.enable_grad():
+                losses = self.losses_of(chunk, targets[part])
+            total += losses.detach()[: max(0, count - start)].sum()
+            inputs = [chunk, *self.trained] if for_hidden else self.trained
+            weights = factors[part].to(losses.dtype)
+            gradients = torch.autograd.grad(losses, inputs, weights, materialize_grads=True)
+            found = list(gradients)
+            # Nothing may keep a chunk's gradients longer: those of a large LM head take a gigabyte.
+            del gradients
+            if for_hidden:
+                by_hidden[0][part] = found.pop(0)
+            by_trained = found if start == 0 else _add_up(by_trained, found)
+        return total, by_hidden + by_trained
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The loss of the first `count` of hidden states [targets, width], chunk by chunk. For a sum,
+    the forward pass computes gradients and the backward pass scales them. For losses per token,
+    only the backward pass knows the factor of each loss: it recomputes the logits, with the random
+    numbers of the forward pass."""
+
+    # `trained` are arguments, although `chunks` has them: autograd gives gradients to arguments.
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Any,
-        targets: Any,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
         count: int,
-        losses_of: Any,
-        size: int,
+        chunks: _Chunks,
         per_token: bool,
-        *trained: Any,
+        *trained: torch.Tensor,
     ) -> Any:
-        ctx.arguments = (losses_of, size, trained, ctx.needs_input_grad[0])
+        ctx.chunks = chunks
+        ctx.for_hidden = ctx.needs_input_grad[0]
         ctx.gradients = None
         if per_token:
             ctx.inputs = (hidden.detach(), targets)
             ctx.random = (torch.get_rng_state(), get_device_states(hidden))
-            chunks = zip(hidden.split(size), targets.split(size), strict=True)
             # FSDP warns about views
-            return torch.cat([losses_of(*chunk) for chunk in chunks])[:count].clone()
+            return chunks.losses(hidden, targets)[:count].clone()
         ones = torch.ones(count, device=targets.device)
-        total, ctx.gradients = _sum_and_gradients(hidden, targets, ones, *ctx.arguments)
+        total, ctx.gradients = chunks.sum_and_gradients(hidden, targets, ones, ctx.for_hidden)
         return total
 
     @staticmethod
@@ -214,63 +299,32 @@ class _ChunkedLoss(torch.autograd.Function):
             for gradient in gradients:
                 gradient.mul_(factors)
         else:
-            (hidden, targets), (cpu_state, states) = ctx.inputs, ctx.random
-            with torch.random.fork_rng(devices=states[0], device_type=factors.device.type):
+            hidden, targets = ctx.inputs
+            cpu_state, (devices, device_states) = ctx.random
+            with torch.random.fork_rng(devices=devices, device_type=factors.device.type):
                 torch.set_rng_state(cpu_state)
-                set_device_states(*states)
-                _, gradients = _sum_and_gradients(hidden, targets, factors, *ctx.arguments)
+                set_device_states(devices, device_states)
+                _, gradients = ctx.chunks.sum_and_gradients(
+                    hidden, targets, factors, ctx.for_hidden
+                )
         # Autograd rounds them to the parameters' dtype only now, after the division by the number
         # of targets: the sum itself can exceed the range of fp16.
-        by_hidden = [gradients.pop(0)] if ctx.needs_input_grad[0] else [None]
-        return *by_hidden, *[None] * 5, *gradients
+        by_hidden = gradients.pop(0) if ctx.for_hidden else None
+        # none for targets, count, chunks and per_token
+        return by_hidden, None, None, None, None, *gradients
 
 
-def _sum_and_gradients(
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    factors: torch.Tensor,
-    losses_of: LossFunction,
-    size: int,
-    trained: Sequence[torch.Tensor],
-    for_hidden: bool,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the sum of losses weighted by `factors`, and the gradients of that sum: of the hidden
-    states if `for_hidden`, then of `trained`."""
-    count = len(factors)
-    factors = functional.pad(factors, (0, len(targets) - len(factors)))
-    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    by_hidden = [torch.empty_like(hidden)] if for_hidden else []
-    by_trained = list[torch.Tensor]()
-    # without targets, once: gradients are zero then
-    for start in range(0, max(1, len(targets)), size):
-        part = slice(start, start + size)
-        chunk = hidden[part].detach().requires_grad_(for_hidden)
-        with torch.enable_grad():
-            losses = losses_of(chunk, targets[part])
-        total += losses.detach()[: max(0, count - start)].sum()
-        inputs = [chunk, *trained] if for_hidden else trained
-        found = list(
-            torch.autograd.grad(
-                losses, inputs, factors[part].to(losses.dtype), materialize_grads=True
-            )
-        )
-        if for_hidden:
-            by_hidden[0][part] = found.pop(0)
-        # In fp32, because rounding to 16 bits in each chunk would accumulate. Nothing may keep a
-        # chunk's gradients
-        # longer: those of a large LM head take a gigabyte.
-        by_trained = (
-            found
-            if start == 0
-            else [_add_up(*each) for each in zip(by_trained, found, strict=True)]
-        )
-    return total, by_hidden + by_trained
-
-
-def _add_up(total: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-    total = total.float()
-    for part, added in zip(
-        total.split(ROWS_ADDED_AT_ONCE), more.split(ROWS_ADDED_AT_ONCE), strict=True
-    ):
-        part.add_(added)
-    return total
+def _add_up(
+    totals: list[torch.Tensor],
+    added: list[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Add in fp32, because rounding to 16 bits in each chunk would accumulate."""
+    sums = []
+    for total, more in zip(totals, added, strict=True):
+        wide = total.float()  # no copy after the first time
+        blocks = wide.split(ROWS_ADDED_AT_ONCE)
+        added_blocks = more.split(ROWS_ADDED_AT_ONCE)
+        for rows, added_rows in zip(blocks, added_blocks, strict=True):
+            rows.add_(added_rows)
+        sums.append(wide)
+    return sums

@@ -17,6 +17,7 @@ from llama_ft.errors import UserError, reason
 from llama_ft.models.build import decoder_layers
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.packed_samples import report_missing_kernels
+from llama_ft.models.replaced import replace_method
 from llama_ft.runtime.console import log
 
 # Dimensions of a layer's arguments that change between steps: samples and tokens; for packed
@@ -58,7 +59,7 @@ def compile_layers(built: BuiltModel, backend: str = "inductor") -> None:
     compiled = torch.compile(_forward, backend=backend)
     layers = decoder_layers(model)
     for layer in layers:
-        layer.forward = partial(_forward_or_graph, layer, compiled)
+        replace_method(layer, "forward", partial(_forward_or_graph, layer, compiled))
     log.info(f"{len(layers)} decoder layers will be compiled at the first step.")
 
 
@@ -68,10 +69,15 @@ def _forward(layer: nn.Module, *args: Any, **keywords: Any) -> Any:
     return type(layer).forward(layer, *args, **keywords)
 
 
-def _forward_or_graph(layer: nn.Module, compiled: Any, *args: Any, **keywords: Any) -> Any:
-    return (compiled if keywords.get("past_key_values") is None else _forward)(
-        layer, *args, **keywords
-    )
+def _forward_or_graph(
+    layer: nn.Module,
+    compiled: Any,
+    *args: Any,
+    **keywords: Any,
+) -> Any:
+    has_cache = keywords.get("past_key_values") is not None
+    run = _forward if has_cache else compiled
+    return run(layer, *args, **keywords)
 
 
 def without_graphs(model: nn.Module) -> AbstractContextManager[Any]:
@@ -138,7 +144,7 @@ def fuse_layers(
     if _is_cuda(device) and not settings.compile:
         for module in model.modules():
             if "forward" not in vars(module) and _formula(type(module)) == _formula(LlamaRMSNorm):
-                module.forward = partial(_rms_norm, module)
+                replace_method(module, "forward", partial(_rms_norm, module))
 
 
 def _is_cuda(device: torch.device) -> bool:

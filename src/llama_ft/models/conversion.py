@@ -10,7 +10,6 @@ rows only:
 """
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -99,13 +98,12 @@ class ConvertedSource(WeightSource):
             for name, tensor in group.made.items():
                 self._groups[name] = group
                 self.tensors[name] = StoredTensor(file, tuple(tensor.shape), tensor.dtype)
-        self.tensors |= {name: source.tensors[stored] for name, stored in self.renamed.items()}
-        self.tensors |= {
-            name: replace(source.tensors[name], is_left_out=True) for name in self._left_out
-        }
-        self.tensors |= {
-            name: replace(source.tensors[name], is_ignored=True) for name in self._ignored
-        }
+        for name, stored in self.renamed.items():
+            self.tensors[name] = source.tensors[stored]
+        for name in self._left_out:
+            self.tensors[name] = replace(source.tensors[name], is_left_out=True)
+        for name in self._ignored:
+            self.tensors[name] = replace(source.tensors[name], is_ignored=True)
         same_names = all(name == stored for name, stored in self.renamed.items())
         untouched = self._left_out or self._ignored
         self.changes_nothing = same_names and not self._groups and not untouched
@@ -120,21 +118,22 @@ class ConvertedSource(WeightSource):
         known = {
             checkpoint_key(name): tensor for name, tensor in every if not is_adapter_weight(name)
         }
-        beside = dict.fromkeys(built.left_out.tensors, True)
-        all_known = known | beside
+        left_out = dict.fromkeys(built.left_out.tensors, True)
+        all_known = known | left_out
         transforms = deepcopy(built.conversions)
         renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
         converters = [
             transform for transform in transforms if isinstance(transform, WeightConverter)
         ]
-        taken: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        # model's name -> pattern of the converter -> stored names
+        taken = dict[str, dict[str, list[str]]]()
         for stored in sorted(self._source.tensors, key=dot_natural_key):
             name, pattern = rename_source_key(
                 stored, renamings, converters, model.base_model_prefix, all_known
             )
             if name not in known and stored in known:
                 name, pattern = rename_source_key(stored, [], [], model.base_model_prefix, known)
-            if name in beside or is_part(name, beside):
+            if name in left_out or is_part(name, left_out):
                 self._left_out.append(stored)
             elif name not in known:
                 if is_ignored(model, name):
@@ -142,7 +141,8 @@ class ConvertedSource(WeightSource):
                 else:  # account_for reports it. Experts of an unknown layer share one `name`.
                     self.renamed[name if pattern is None else stored] = stored
             elif pattern is not None:
-                taken[name][pattern].append(stored)
+                by_pattern = taken.setdefault(name, {})
+                by_pattern.setdefault(pattern, []).append(stored)
             elif name in self.renamed:
                 raise UserError(
                     f"{self.renamed[name]} and {stored} would both be the model's {name}."
@@ -150,13 +150,12 @@ class ConvertedSource(WeightSource):
             else:
                 self.renamed[name] = stored
         self.used = [transform for transform in transforms if transform.was_used()]
-        by_pattern = {
-            pattern: converter for converter in converters for pattern in converter.source_patterns
-        }
-        return [
-            (name, by_pattern[next(iter(patterns))], dict(patterns))
-            for name, patterns in taken.items()
-        ]
+        converter_of = _by_pattern(converters)
+        groups = []
+        for name, collected in taken.items():
+            any_pattern = next(iter(collected))
+            groups.append((name, converter_of[any_pattern], collected))
+        return groups
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read rows [start, stop) in the stored dtype. Experts are read singly, other groups once
@@ -202,9 +201,7 @@ def saved_layout(built: BuiltModel, tensors: dict[str, torch.Tensor]) -> list[Sa
     transforms = [transform.reverse_transform() for transform in reversed(built.conversions)]
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    by_pattern = {
-        pattern: converter for converter in converters for pattern in converter.source_patterns
-    }
+    converter_of = _by_pattern(converters)
     context = _context(built.model)
     groups = dict[str, _Group | str]()
     for name in tensors if not converters else sorted(tensors, key=dot_natural_key):
@@ -212,24 +209,37 @@ def saved_layout(built: BuiltModel, tensors: dict[str, torch.Tensor]) -> list[Sa
         if pattern is None:
             groups[apply_renamings(name, renamings)] = name
         else:
-            group = groups.setdefault(target, _Group(target, by_pattern[pattern], {}, context))
+            new_group = _Group(target, converter_of[pattern], {}, context)
+            group = groups.setdefault(target, new_group)
             assert isinstance(group, _Group)
             group.collected.setdefault(pattern, []).append(name)
-    return [
-        SavedGroup([group], {target: tuple(tensors[group].shape)})
-        if isinstance(group, str)
-        else _reverted(group, tensors, renamings)
-        for target, group in groups.items()
-    ]
+    layout = []
+    for target, group in groups.items():
+        if isinstance(group, str):
+            shape = tuple(tensors[group].shape)
+            layout.append(SavedGroup([group], {target: shape}))
+        else:
+            layout.append(_reverted(group, tensors, renamings))
+    return layout
+
+
+def _by_pattern(converters: list[WeightConverter]) -> dict[str, WeightConverter]:
+    """Return the converter of each pattern of names."""
+    found = dict[str, WeightConverter]()
+    for converter in converters:
+        found |= dict.fromkeys(converter.source_patterns, converter)
+    return found
 
 
 def _reverted(
     group: "_Group", tensors: dict[str, torch.Tensor], renamings: list[WeightRenaming]
 ) -> SavedGroup:
-    made = group.convert(lambda name: torch.empty(tensors[name].shape, device="meta"))
-    shapes = {
-        apply_renamings(name, renamings): tuple(tensor.shape) for name, tensor in made.items()
-    }
+    def empty(name: str) -> torch.Tensor:
+        return torch.empty(tensors[name].shape, device="meta")
+
+    shapes = dict[str, tuple[int, ...]]()
+    for name, tensor in group.convert(empty).items():
+        shapes[apply_renamings(name, renamings)] = tuple(tensor.shape)
     parameters = group.in_order()
     operations = group.converter.operations
     splits_rows = isinstance(operations[-1], SplitModulelist) and operations[-1].dim == 0
@@ -281,9 +291,10 @@ class _Group:
                 converter.add_tensor(self.target, name, pattern, take(name))  # type: ignore[arg-type]
         made = converter.convert(self.target, **self.context)
         # Transformers returns some tensors in a list of one.
-        return {
-            name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()
-        }
+        tensors = {}
+        for name, tensor in made.items():
+            tensors[name] = tensor[0] if isinstance(tensor, list) else tensor
+        return tensors
 
 
 def _context(model: PreTrainedModel) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from llama_ft.models.build import reads
 from llama_ft.models.quantized import QuantizedStacks
+from llama_ft.models.replaced import replace_method
 from llama_ft.models.transformers_private import private
 from llama_ft.runtime.devices import Precision
 
@@ -38,9 +39,9 @@ def set_storage_dtypes(model: nn.Module, precision: Precision) -> None:
                 module._buffers[name] = buffer.to(precision.compute)
     for parameter in model.parameters():
         if parameter.is_floating_point():  # quantized weights are integers
-            parameter.data = parameter.data.to(
-                precision.trained if parameter.requires_grad else precision.frozen
-            )
+            dtype = precision.trained if parameter.requires_grad else precision.frozen
+            # .data: the parameter object stays, and with it ties of embedding and LM head
+            parameter.data = parameter.data.to(dtype)
     for module in fp32_modules(model, precision.compute):
         module.float()
     if precision.compute != torch.float32:
@@ -89,12 +90,14 @@ def _use_fp32_kernels(model: nn.Module) -> None:
     of their inputs."""
     for module in model.modules():
         if type(module).__name__ in FP32_KERNELS:
-            module.forward = partial(_in_fp32, module.forward)
+            replace_method(module, "forward", partial(_in_fp32, module.forward))
 
 
 def _in_fp32(forward: Callable[..., Any], **inputs: torch.Tensor | None) -> Any:
     dtypes = {tensor.dtype for tensor in inputs.values() if tensor is not None}
     (dtype,) = dtypes - {torch.float32} or {torch.float32}
-    wide = {name: tensor if tensor is None else tensor.float() for name, tensor in inputs.items()}
+    wide = dict[str, torch.Tensor | None]()
+    for name, tensor in inputs.items():
+        wide[name] = None if tensor is None else tensor.float()
     first, *others = forward(**wide)
     return first.to(dtype), *others

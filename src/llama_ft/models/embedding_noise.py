@@ -21,7 +21,11 @@ def add_embedding_noise(model: PreTrainedModel, alpha: float) -> None:
     """
     padded_lengths: torch.Tensor | None = None  # of the current micro-batch, [samples, 1]
 
-    def note_padding(_: nn.Module, __: Any, arguments: dict[str, Any]) -> None:
+    def record_padding(
+        _model: nn.Module,
+        _args: tuple[Any, ...],
+        arguments: dict[str, Any],
+    ) -> None:
         nonlocal padded_lengths
         mask = arguments.get("attention_mask")
         padded_lengths = None
@@ -34,8 +38,9 @@ def add_embedding_noise(model: PreTrainedModel, alpha: float) -> None:
         packed = current_samples()
         if packed is not None:
             # not repeat_interleave: the planner's fake tensors cannot know the size of its result
-            of_tokens = torch.cat([torch.full((length,), length) for length in packed.lengths])
-            lengths = sent(of_tokens.unsqueeze(0), embedded.device)
+            per_sample = [torch.full((length,), length) for length in packed.lengths]
+            per_token = torch.cat(per_sample).unsqueeze(0)  # [1, tokens]
+            lengths = sent(per_token, embedded.device)
         elif padded_lengths is not None:
             lengths = padded_lengths
         else:
@@ -45,5 +50,5 @@ def add_embedding_noise(model: PreTrainedModel, alpha: float) -> None:
         noise = torch.empty_like(embedded).uniform_(-1, 1)
         return embedded + noise * size.to(embedded.dtype)
 
-    model.register_forward_pre_hook(note_padding, with_kwargs=True)
+    model.register_forward_pre_hook(record_padding, with_kwargs=True)
     model.get_input_embeddings().register_forward_hook(noisy)

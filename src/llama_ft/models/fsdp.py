@@ -119,7 +119,11 @@ def _used_as_stored(
     return ready | adapters | in_fp32
 
 
-def _modules_to_wrap(built: BuiltModel, fsdp: FSDPConfig, kept: list[nn.Module]) -> list[nn.Module]:
+def _modules_to_wrap(
+    built: BuiltModel,
+    fsdp: FSDPConfig,
+    kept: list[nn.Module],
+) -> list[nn.Module]:
     """Return the modules of the wrap policy, innermost first. `kept` are units already."""
     if fsdp.fsdp_wrap_policy == "size":
         return _modules_by_size(built, fsdp.min_num_params, kept)
@@ -129,11 +133,8 @@ def _modules_to_wrap(built: BuiltModel, fsdp: FSDPConfig, kept: list[nn.Module])
         raise UserError("this model has no list of decoder layers. Use --fsdp_wrap_policy size.")
     if fsdp.fsdp_wrap_policy == "transformer":
         return layers
-    ends = [
-        module
-        for module in (model.get_input_embeddings(), model.get_output_embeddings())
-        if module is not None
-    ]
+    both = (model.get_input_embeddings(), model.get_output_embeddings())
+    ends = [module for module in both if module is not None]
     weights = list[nn.Parameter]()
     for module in ends:
         weights += module.parameters()
@@ -147,7 +148,11 @@ def _modules_to_wrap(built: BuiltModel, fsdp: FSDPConfig, kept: list[nn.Module])
     return layers + large_ends
 
 
-def _modules_by_size(built: BuiltModel, least: int, kept: list[nn.Module]) -> list[nn.Module]:
+def _modules_by_size(
+    built: BuiltModel,
+    least: int,
+    kept: list[nn.Module],
+) -> list[nn.Module]:
     """Return modules, innermost first, with at least `least` parameters that no unit inside them
     holds. It does not split the LM head, which is called for one chunk of positions at a time
     (chunked_loss); modules that run sample by sample, because ranks have different numbers of
@@ -169,21 +174,28 @@ def _modules_by_size(built: BuiltModel, least: int, kept: list[nn.Module]) -> li
         if module not in whole and not isinstance(module, BaseTunerLayer):
             for child in module.children():
                 visit(child)
-        own = {id(p): p for p in module.parameters() if id(p) not in held}
+        own = _parameters_without(module, held)
         # fully_shard all-gathers around `forward`, which containers do not have.
-        is_unit = module is not model and not isinstance(
-            module, nn.ModuleList | nn.ModuleDict | nn.ParameterDict
-        )
-        if (
-            is_unit
-            and all(times[key] == 1 for key in own)
-            and sum(p.numel() for p in own.values()) >= least
-        ):
+        containers = nn.ModuleList | nn.ModuleDict | nn.ParameterDict
+        if module is model or isinstance(module, containers):
+            return
+        has_tied = any(times[key] > 1 for key in own)
+        count = sum(parameter.numel() for parameter in own.values())
+        if count >= least and not has_tied:
             wrapped.append(module)
             held.update(own)
 
     visit(model)
     return wrapped
+
+
+def _parameters_without(
+    module: nn.Module,
+    held: Set[int],
+) -> dict[int, nn.Parameter]:
+    """Return a module's parameters by their ids, without those that another unit holds."""
+    parameters = {id(parameter): parameter for parameter in module.parameters()}
+    return {key: parameter for key, parameter in parameters.items() if key not in held}
 
 
 def _describe_units(
@@ -198,15 +210,16 @@ def _describe_units(
     held: set[int] = set()
     units = []
     for module in [*modules, model]:
-        own = {id(p): p for p in module.parameters() if id(p) not in held}
+        own = _parameters_without(module, held)
         held.update(own)
-        count = sum(quantized.get(key, p.numel()) for key, p in own.items())
-        gathered = sum(
-            p.numel()
-            * (compute if p.is_floating_point() and module not in kept else p.dtype).itemsize
-            for p in own.values()
-            if p not in ready
-        )
+        count = 0
+        gathered = 0
+        for key, parameter in own.items():
+            count += quantized.get(key, parameter.numel())
+            is_cast = parameter.is_floating_point() and module not in kept
+            dtype = compute if is_cast else parameter.dtype
+            if parameter not in ready:
+                gathered += parameter.numel() * dtype.itemsize
         units.append(Unit(names[module], type(module).__name__, count, gathered))
     return units
 

@@ -75,66 +75,108 @@ def load_weights(
     """
     model = built.model
     adapter = built.adapter
-    peft = settings.peft
     seed = settings.seed
     device = ranks.device
     group = ShardGroup(ranks.mesh)
     replaced = trained if adapter is None else None
     loader = open_loader(built.folder, built, group, settings.scatter, seed, replaced)
     keys = account_for(model, loader.headers, built.folder)
-    saved_adapter = None
-    is_new = adapter is not None and trained is None
-    if adapter is not None and is_new and peft.from_peft_checkpoint:
-        file = Path(peft.from_peft_checkpoint) / ADAPTER_WEIGHTS
-        saved_adapter = open_loader(file, built, group, settings.scatter)
-        check_saved_adapter(saved_adapter.headers, model, adapter, file)
+    adapter_loader = None
+    if adapter is not None and trained is None:
+        adapter_loader = _open_saved_adapter(built, group, settings)
     _allocate(model, device, ranks.storage_device)
     with torch.no_grad():
-        parameters = dict(model.named_parameters())
-        threads = torch.get_num_threads()
-        quantized = {id(weight.weight): weight for weight in quantized_weights(model)}
-        for name, parameter in parameters.items():
-            if weight := quantized.get(id(parameter)):
-                # Quantization is many small operations. If other programs use the cores, waiting
-                # for all threads after each takes longer than the work: 26 s instead of 3 s for 450
-                # M weights in 8 bits on 4 cores.
-                torch.set_num_threads(1)
-                loader.fill(_to_quantized(weight, keys[name], settings.quantized_from, device))
-                torch.set_num_threads(threads)
-            elif name in keys:
-                loader.fill(_as_stored(parameter, keys[name], loader.headers))
-        if adapter is not None and saved_adapter is not None:
+        _fill_base(model, keys, loader, settings.quantized_from, device)
+        if adapter is not None and adapter_loader is not None:
+            parameters = dict(model.named_parameters())
             for name, key in adapter.keys.items():
-                saved_adapter.fill(_as_stored(parameters[name], key, saved_adapter.headers))
-            saved_adapter.finish()
-        elif adapter is not None and is_new:
-            for name, value in first_values(adapter, seed):
-                first, last = group.own_rows(len(value))
-                local_shard(parameters[name]).copy_(value[first:last])
-            stored = {id(parameters[name]): key for name, key in keys.items()}
-            for layer in lora_layers(model) if adapter.trained_rank else ():
-                key = stored[id(layer.get_base_layer().weight)]
-                _fill_singular_values(layer, key, loader, adapter, peft.init_lora_weights, device)
-            for name, rows in model.named_modules():
-                if isinstance(rows, TokenRows) and rows.tied_adapter is None:
-                    copies = rows.trainable_tokens_delta["default"]
-                    ids = rows.token_indices["default"]
-                    loader.fill(
-                        _as_stored(copies, keys[f"{name}.base_layer.weight"], loader.headers, ids)
-                    )
+                load = _as_stored(parameters[name], key, adapter_loader.headers)
+                adapter_loader.fill(load)
+            adapter_loader.finish()
+        elif adapter is not None and trained is None:
+            _fill_new_adapter(built, keys, loader, settings, device)
         loader.finish()
-        if is_new and saved_adapter is None:
+        if adapter is not None and trained is None and adapter_loader is None:
+            # after `finish`: they are computed from loaded weights
             _set_dora_magnitudes(model)
         _fill_buffers(model, loader)
-    if quantized and device.type == "cuda":
+    if device.type == "cuda" and quantized_weights(model):
         # raises earlier errors here; bitsandbytes' next call would exit
         torch.cuda.synchronize(device)
     for name, _ in model.named_buffers():
-        if (key := checkpoint_key(name)) in loader.headers:
+        key = checkpoint_key(name)
+        if key in loader.headers:
             keys[name] = key
     dtypes = {name: loader.headers[key].dtype for name, key in keys.items()}
     untouched = {name: header for name, header in loader.headers.items() if header.is_untouched}
     return StoredModel(dtypes, untouched)
+
+
+def _open_saved_adapter(
+    built: BuiltModel, group: ShardGroup, settings: LoadSettings
+) -> Loader | None:
+    """Open the adapter that is continued; None if a new one is trained."""
+    folder = settings.peft.from_peft_checkpoint
+    if not folder:
+        return None
+    assert built.adapter is not None
+    file = Path(folder) / ADAPTER_WEIGHTS
+    loader = open_loader(file, built, group, settings.scatter)
+    check_saved_adapter(loader.headers, built.model, built.adapter, file)
+    return loader
+
+
+def _fill_base(
+    model: PreTrainedModel,
+    keys: dict[str, str],
+    loader: Loader,
+    quantized_from: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Load the weights of the base model. `keys`: parameter -> its name in the checkpoint."""
+    quantized = {id(weight.weight): weight for weight in quantized_weights(model)}
+    threads = torch.get_num_threads()
+    for name, parameter in model.named_parameters():
+        weight = quantized.get(id(parameter))
+        if weight is not None:
+            # Quantization is many small operations. If other programs use the cores, waiting for
+            # all threads after each takes longer than the work: 26 s instead of 3 s for 450 M
+            # weights in 8 bits on 4 cores.
+            torch.set_num_threads(1)
+            loader.fill(_to_quantized(weight, keys[name], quantized_from, device))
+            torch.set_num_threads(threads)
+        elif name in keys:
+            loader.fill(_as_stored(parameter, keys[name], loader.headers))
+
+
+def _fill_new_adapter(
+    built: BuiltModel,
+    keys: dict[str, str],
+    loader: Loader,
+    settings: LoadSettings,
+    device: torch.device,
+) -> None:
+    """Set the first values of a new adapter. PiSSA's and those of new tokens come from the base
+    model's weights."""
+    model = built.model
+    adapter = built.adapter
+    assert adapter is not None
+    parameters = dict(model.named_parameters())
+    for name, value in first_values(adapter, settings.seed):
+        first, last = loader.group.own_rows(len(value))
+        local_shard(parameters[name]).copy_(value[first:last])
+    if adapter.trained_rank:
+        stored = {id(parameters[name]): key for name, key in keys.items()}
+        for layer in lora_layers(model):
+            key = stored[id(layer.get_base_layer().weight)]
+            kind = settings.peft.init_lora_weights
+            _fill_singular_values(layer, key, loader, adapter, kind, device)
+    for name, module in model.named_modules():
+        if isinstance(module, TokenRows) and module.tied_adapter is None:
+            copies = module.trainable_tokens_delta["default"]
+            ids = module.token_indices["default"]
+            key = keys[f"{name}.base_layer.weight"]
+            loader.fill(_as_stored(copies, key, loader.headers, ids))
 
 
 def _as_stored(
@@ -148,7 +190,9 @@ def _as_stored(
     def make(source: WeightSource, start: int, stop: int) -> list[torch.Tensor]:
         if ids is None:
             return [source.read_rows(key, start, stop)]
-        rows = [source.read_rows(key, id_, id_ + 1) for id_ in ids[start:stop]]
+        rows = []
+        for id_ in ids[start:stop]:
+            rows.append(source.read_rows(key, id_, id_ + 1))
         return [torch.cat(rows)]
 
     shard = local_shard(parameter)
@@ -158,15 +202,21 @@ def _as_stored(
 
 
 def _fill_singular_values(
-    layer: Any, key: str, loader: Loader, adapter: Adapter, kind: str, device: torch.device
+    layer: Any,
+    key: str,
+    loader: Loader,
+    adapter: Adapter,
+    kind: str,
+    device: torch.device,
 ) -> None:
     """Set PiSSA's initial A [2r, in] and B [out, 2r] of a layer (see lora.py), from the weight
-    named `key`."""
+    named `key`. They are computed on `device`."""
 
-    @cache
+    @cache  # A and B have one decomposition
     def factors() -> tuple[torch.Tensor, torch.Tensor]:
         rank = adapter.trained_rank
-        weight = cast(WeightSource, loader.source).read(key).to(device, torch.float32)
+        source = cast(WeightSource, loader.source)
+        weight = source.read(key).to(device, torch.float32)
         weight = weight.T if layer.fan_in_fan_out else weight
         if kind == "pissa":
             u, values, v = torch.linalg.svd(weight, full_matrices=False)
@@ -184,24 +234,16 @@ def _fill_singular_values(
         doubled_b = torch.cat([b, -b], dim=1)
         return doubled_a, doubled_b
 
-    a = layer.lora_A["default"].weight
-    b = layer.lora_B["default"].weight
-    loader.fill(
-        ShardLoad(
-            [local_shard(a)],
-            tuple(a.shape),
-            [a.dtype],
-            lambda _, *rows: [factors()[0][slice(*rows)]],
-        )
-    )
-    loader.fill(
-        ShardLoad(
-            [local_shard(b)],
-            tuple(b.shape),
-            [b.dtype],
-            lambda _, *rows: [factors()[1][slice(*rows)]],
-        )
-    )
+    def rows_of_a(_: WeightSource, start: int, stop: int) -> list[torch.Tensor]:
+        return [factors()[0][start:stop]]
+
+    def rows_of_b(_: WeightSource, start: int, stop: int) -> list[torch.Tensor]:
+        return [factors()[1][start:stop]]
+
+    for part, make in ((layer.lora_A, rows_of_a), (layer.lora_B, rows_of_b)):
+        weight = part["default"].weight
+        shape = tuple(weight.shape)
+        loader.fill(ShardLoad([local_shard(weight)], shape, [weight.dtype], make))
 
 
 def _to_quantized(
@@ -298,6 +340,7 @@ def _allocate(model: nn.Module, device: torch.device, storage_device: torch.devi
         for name, parameter in module.named_parameters(recurse=False):
             places[id(parameter)].append((module, name))
     model.to_empty(device=storage_device)
+    # With CPU offload only parameters are stored on the host. Buffers are not sharded.
     if storage_device != device:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -325,8 +368,10 @@ def _fill_buffers(model: PreTrainedModel, loader: Loader) -> None:
     frequencies). Raises UserError if it does not compute one of them."""
     computed = {}
     for name, buffer in model.named_buffers():
-        if (key := checkpoint_key(name)) not in loader.headers:
-            computed[name] = buffer, buffer._version  # the version counts writes
+        key = checkpoint_key(name)
+        if key not in loader.headers:
+            # autograd's counter of in-place writes
+            computed[name] = (buffer, buffer._version)
             continue
         if loader.source is not None:
             buffer.copy_(loader.source.read(key))

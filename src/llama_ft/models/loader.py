@@ -61,8 +61,10 @@ class Loader:
         see `finish`."""
         if not self.scatter:
             self._keep(load, *self.group.own_rows(load.shape[0]))
+        elif self.group.in_first_copy and self.source is None:
+            self._receive(load)
         elif self.group.in_first_copy:
-            (self._receive if self.source is None else self._send)(load)
+            self._send(load)
         if self.scatter and self.group.has_copies:
             self.finish()  # only one communicator at a time
             for shard in load.shards:
@@ -72,12 +74,14 @@ class Loader:
         """Wait until at most `most_bytes` are being sent. With a limit above 0, reading and sending
         overlap."""
         while self.in_flight and sum(sent.nbytes for _, sent in self.in_flight) > most_bytes:
-            self.in_flight.popleft()[0].wait()
+            work, _ = self.in_flight.popleft()
+            work.wait()
 
     def _keep(self, load: ShardLoad, start: int, stop: int) -> None:
         assert self.source is not None
         for first, last in row_blocks(load.shape, start, stop, load.block_elements):
-            for shard, rows in zip(load.shards, load.make(self.source, first, last), strict=True):
+            made = load.make(self.source, first, last)
+            for shard, rows in zip(load.shards, made, strict=True):
                 shard[first - start : last - start].copy_(rows)
 
     def _send(self, load: ShardLoad) -> None:
@@ -88,12 +92,12 @@ class Loader:
         own, *others = row_ranges(load.shape[0], self.group.size)
         for destination, (start, stop) in enumerate(others, start=1):
             for first, last in row_blocks(load.shape, start, stop, load.block_elements):
-                for rows, wire in zip(load.make(self.source, first, last), load.wire, strict=True):
+                made = load.make(self.source, first, last)
+                for rows, wire in zip(made, load.wire, strict=True):
                     block = rows.to(device=device, dtype=wire).contiguous()
                     self.finish(BYTES_IN_FLIGHT - block.nbytes)
-                    self.in_flight.append(
-                        (cast(dist.Work, dist.isend(block, dst=destination)), block)
-                    )
+                    work = cast(dist.Work, dist.isend(block, dst=destination))
+                    self.in_flight.append((work, block))
         self._keep(load, *own)
         if len(load.shards) > 1:
             self.finish()  # quantized blocks are small, and keeping them would fragment the heap

@@ -82,33 +82,24 @@ def inject_lora(
     _check_names(model, settings)
     if saved:
         size = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
-        if others := {id_ for id_ in rows_trained(settings) if id_ >= size}:
+        others = {id_ for id_ in rows_trained(settings) if id_ >= size}
+        if others:
             problem = f"this adapter trains {len(others)} new tokens that the model, of {size} tokens, lacks"
             raise UserError(
                 f"--from_peft_checkpoint: {problem}. Use --resize_embeddings and its --tokenizer_name."
             )
-    elif new is not None and (rows := _rows_to_train(model, settings, new.ids)):
-        if not isinstance(settings, LoraConfig):
+    elif new is not None:
+        rows = _rows_to_train(model, settings, new.ids)
+        if rows is not None and not isinstance(settings, LoraConfig):
             raise UserError(
                 f"--resize_embeddings: {peft.peft_method} cannot train single tokens. Use lora."
             )
-        settings.trainable_token_indices = rows
+        if rows is not None:
+            settings.trainable_token_indices = rows
     if settings.target_modules == "all-linear":
-        read = read_linears(model)
-        excluded = [
-            name
-            for name, module in model.named_modules()
-            if module in read or not _takes_adapter(model, settings, name, module)
-        ]
-        settings.exclude_modules = excluded or None
-        # PEFT's all-linear covers experts of some architectures only. They have no dropout and no
-        # magnitudes.
-        is_plain = (
-            isinstance(settings, LoraConfig) and not settings.lora_dropout and not settings.use_dora
-        )
-        if is_plain and (experts := expert_names(model)):
-            settings.target_parameters = sorted({*experts, *(settings.target_parameters or ())})
-    if (towers := built.left_out.modules) and not isinstance(settings.exclude_modules, str):
+        _target_all_linear(model, settings)
+    towers = built.left_out.modules
+    if towers and not isinstance(settings.exclude_modules, str):
         # The checkpoint's class has them, with layers of the same names, when PEFT loads the
         # adapter into it.
         already_excluded = settings.exclude_modules or ()
@@ -119,6 +110,23 @@ def inject_lora(
         _check_for_pissa(model, peft)
         return replace(adapter, trained_rank=peft.r)
     return adapter
+
+
+def _target_all_linear(model: PreTrainedModel, settings: Any) -> None:
+    """Exclude layers that cannot have an adapter from PEFT's "all-linear", and add stacked experts,
+    which it covers for some architectures only."""
+    read = read_linears(model)
+    excluded = [
+        name
+        for name, module in model.named_modules()
+        if module in read or not _takes_adapter(model, settings, name, module)
+    ]
+    settings.exclude_modules = excluded or None
+    if not isinstance(settings, LoraConfig) or settings.lora_dropout or settings.use_dora:
+        return  # PEFT's adapters of experts have no dropout and no magnitudes
+    experts = expert_names(model)
+    if experts:
+        settings.target_parameters = sorted({*experts, *(settings.target_parameters or ())})
 
 
 def inject_adapter(model: PreTrainedModel, settings: Any) -> Adapter:
@@ -196,7 +204,8 @@ def _names_that_load(
         loaded = convert_adapter(adapted, settings, tensors)
         return [key for key in names if loaded.get(key) is not stored[key]]
 
-    if not (open_keys := lost(written)):
+    open_keys = lost(written)
+    if not open_keys:
         return written
     transforms = get_model_conversion_mapping(adapted.get_base_model())
     renamings = [
@@ -211,7 +220,8 @@ def _names_that_load(
             names[key] = PEFT_PREFIX + renamed
         open_keys = lost(names)
         written |= {key: name for key, name in names.items() if key not in open_keys}
-    if open_keys := lost(written):
+    open_keys = lost(written)
+    if open_keys:
         raise UserError(
             f"--use_peft: PEFT would not load these tensors of the adapter again: {listed(open_keys)}.\n"
             "Name other layers: --target_modules q_proj,v_proj."
@@ -496,7 +506,9 @@ def first_values(adapter: Adapter, seed: int) -> Iterator[tuple[str, torch.Tenso
             for method in dir(layer)
             if re.fullmatch(r"reset_\w+_parameters", method)
         ]
-        given = [adapter.config.init_lora_weights] if isinstance(adapter.config, LoraConfig) else []
+        # LoRA's reset function takes one more argument than those of other methods.
+        is_lora = isinstance(adapter.config, LoraConfig)
+        arguments = [adapter.config.init_lora_weights] if is_lora else []
         meta = dict(layer.named_parameters())
         on_cpu = {
             part: torch.empty_like(parameter, device="cpu") for part, parameter in meta.items()
@@ -511,7 +523,7 @@ def first_values(adapter: Adapter, seed: int) -> Iterator[tuple[str, torch.Tenso
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(int.from_bytes(digest[:7]))
                 for reset in methods:
-                    reset("default", *given)
+                    reset("default", *arguments)
             if value._version == version:
                 raise UserError(
                     f"--peft_method: peft does not initialize {name}.{part} here. Use lora."

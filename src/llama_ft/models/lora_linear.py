@@ -23,6 +23,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
 from llama_ft.models.quantized import SCHEMES, QuantizedLinear, QuantizedStacks, frozen_matmul
+from llama_ft.models.replaced import become
 
 _LIBRARY = torch.library.Library("llama_ft", "DEF")
 _LIBRARY.define(
@@ -32,9 +33,17 @@ _LIBRARY.define(
 
 
 def _lora_linear(
-    x: Any, u: Any, weight: Any, scale: Any, bias: Any, b: Any, scaling: float, scheme: str
+    x: Any,
+    u: Any,
+    weight: Any,
+    scale: Any,
+    bias: Any,
+    b: Any,
+    scaling: float,
+    scheme: str,
 ) -> Any:
-    """Compute y [n, out] from x [n, in] and u [n, r]."""
+    """Compute y [n, out] from x [n, in] and u [n, r]. The schema above has one parameter for each
+    operand: operators take tensors, numbers and strings, and no objects."""
     if scale is None:
         y = functional.linear(x, weight, bias)
     else:
@@ -100,12 +109,15 @@ class _LowRank(torch.autograd.Function):
             u = (flat * mask) @ small.t() * (1 / (1 - dropout))
         ctx.save_for_backward(x, mask, u, weight, scale, a, b)
         ctx.mark_non_differentiable(u)
-        return x.new_zeros(()).expand(*x.shape[:-1], len(b)), u
+        output_shape = (*x.shape[:-1], len(b))
+        zeros = x.new_zeros(()).expand(output_shape)
+        return zeros, u
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
         x, mask, u, weight, scale, a, b = ctx.saved_tensors
-        (scaling, keep), trained = ctx.factors, a.dtype
+        scaling, keep = ctx.factors
+        trained = a.dtype
         # cast again: kept casts would be a copy of every adapter
         a = a.to(x.dtype)
         b = b.to(x.dtype)
@@ -116,25 +128,35 @@ class _LowRank(torch.autograd.Function):
         dx = None
         da = t.t() @ (flat if mask is None else flat * mask)
         if ctx.needs_input_grad[0]:
-            w = weight if scale is None else SCHEMES[ctx.scheme].dequantize(weight, scale, x.dtype)
+            w = weight
+            if scale is not None:
+                w = SCHEMES[ctx.scheme].dequantize(weight, scale, x.dtype)
             dx = g @ w
-            dx = (
-                dx.addmm_(t, a, alpha=scaling)
-                if mask is None
-                else dx.addcmul_(t @ a, mask, value=scaling / keep)
-            )
+            if mask is None:
+                dx = dx.addmm_(t, a, alpha=scaling)
+            else:
+                dx = dx.addcmul_(t @ a, mask, value=scaling / keep)
             dx = dx.view(x.shape)
         da = da.mul_(scaling / keep)
         db = (g.t() @ u).mul_(scaling)
-        return dx, None, None, da.to(trained), db.to(trained), None, None, None
+        da = da.to(trained)
+        db = db.to(trained)
+        # none for weight, scale, scaling, dropout and scheme
+        return dx, None, None, da, db, None, None, None
 
 
 class _Matmul(torch.autograd.Function):
     """Computes y. Its gradient is passed on to `zeros`."""
 
     @staticmethod
-    def forward(ctx: Any, zeros: torch.Tensor, x: torch.Tensor, *others: Any) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.llama_ft.lora_linear(x.reshape(-1, x.shape[-1]), *others)
+    def forward(
+        ctx: Any,
+        zeros: torch.Tensor,
+        x: torch.Tensor,
+        *others: Any,
+    ) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        y: torch.Tensor = torch.ops.llama_ft.lora_linear(flat, *others)
         # no view: Llama 4 adds to it in place
         whole: torch.Tensor = torch.ops.aten._unsafe_view(y, zeros.shape)
         return whole
@@ -148,73 +170,67 @@ class FusedLora(LoraLinear):
     """PEFT's layer with the fused forward pass above if it is equivalent, otherwise with PEFT's
     own."""
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         """Compute [..., out] from x [..., in]."""
         names = [name for name in self.active_adapters if name in self.lora_A]
-        if (
-            args
-            or kwargs
-            or self.disable_adapters
-            or self.merged
-            or len(names) != 1
-            or not self._is_plain(names[0], x)
-        ):
+        is_changed = args or kwargs or self.disable_adapters or self.merged
+        if is_changed or len(names) != 1 or not self._is_plain(names[0], x):
             return super().forward(x, *args, **kwargs)
         name = names[0]
         base = self.base_layer
-        dropout = self.lora_dropout[names[0]]
-        scale, scheme = (
-            (base.scale, base.scheme_name) if isinstance(base, QuantizedLinear) else (None, "")
-        )
+        dropout = self.lora_dropout[name]
+        scale = None
+        scheme = ""
+        if isinstance(base, QuantizedLinear):
+            scale = base.scale
+            scheme = base.scheme_name
         p = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
+        weight = base.weight
         a = cast(Any, self.lora_A[name]).weight
         b = cast(Any, self.lora_B[name]).weight
         scaling = self.scaling[name]
-        zeros, u = _LowRank.apply(x, base.weight, scale, a, b, scaling, p, scheme)
+        zeros, u = _LowRank.apply(x, weight, scale, a, b, scaling, p, scheme)
+        # Detached: _LowRank has the backward pass of x and b, and `zeros` leads to it.
         b = b.detach().to(x.dtype)
-        return _Matmul.apply(
-            zeros, x.detach(), u, base.weight, scale, base.bias, b, scaling, scheme
-        )
+        x = x.detach()
+        return _Matmul.apply(zeros, x, u, weight, scale, base.bias, b, scaling, scheme)
 
     def _is_plain(self, name: str, x: torch.Tensor) -> bool:
         """Return whether the fused forward pass is equivalent to PEFT's."""
         a = self.lora_A[name].weight
         b = self.lora_B[name].weight
         base = cast(Any, self.base_layer)
-        if (
-            not self.has_plain_form(name)
-            or a.dtype != b.dtype
-            or a.dtype not in (x.dtype, torch.float32)
-        ):
+        if not self.has_plain_form(name):
+            return False
+        if a.dtype != b.dtype or a.dtype not in (x.dtype, torch.float32):
             return False
         is_trained = a.requires_grad and b.requires_grad or not torch.is_grad_enabled()
         # autocast does not support meta
         has_autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
-        return (
-            is_trained
-            and not has_autocast
-            and (isinstance(base, QuantizedLinear) or base.weight.dtype == x.dtype)
-        )
+        if not is_trained or has_autocast:
+            return False
+        return isinstance(base, QuantizedLinear) or base.weight.dtype == x.dtype
 
     def has_plain_form(self, name: str) -> bool:
         """Return whether an adapter is a plain LoRA on a frozen linear layer without an FSDP unit
         inside, whose class fully_shard would change. Its weights may be fp32: they are cast to the
         input's dtype."""
         base: Any = self.base_layer
-        a, b, dropout = cast(
-            tuple[Any, ...], (self.lora_A[name], self.lora_B[name], self.lora_dropout[name])
-        )
-        if (
-            name in self.lora_variant
-            or type(a) is not nn.Linear
-            or type(b) is not nn.Linear
-            or self.lora_bias[name]
-        ):
+        a: Any = self.lora_A[name]
+        b: Any = self.lora_B[name]
+        dropout: Any = self.lora_dropout[name]
+        if name in self.lora_variant or self.lora_bias[name]:
             return False
-        if type(base) not in (nn.Linear, QuantizedLinear) or type(dropout) not in (
-            nn.Identity,
-            nn.Dropout,
-        ):
+        if type(a) is not nn.Linear or type(b) is not nn.Linear:
+            return False
+        if type(base) not in (nn.Linear, QuantizedLinear):
+            return False
+        if type(dropout) not in (nn.Identity, nn.Dropout):
             return False
         return not any(parameter.requires_grad for parameter in base.parameters())
 
@@ -222,15 +238,15 @@ class FusedLora(LoraLinear):
 def cast_where_used(model: nn.Module) -> set[nn.Parameter]:
     """Return the adapter weights that `FusedLora` casts to its compute dtype, so that fully_shard
     need not."""
-    layers = [module for module in model.modules() if isinstance(module, FusedLora)]
-    named = [
-        (layer, name) for layer in layers for name in layer.lora_A if layer.has_plain_form(name)
-    ]
-    return {
-        cast(Any, part[name]).weight
-        for layer, name in named
-        for part in (layer.lora_A, layer.lora_B)
-    }
+    found = set[nn.Parameter]()
+    for module in model.modules():
+        if not isinstance(module, FusedLora):
+            continue
+        for name in module.lora_A:
+            if module.has_plain_form(name):
+                found.add(cast(Any, module.lora_A[name]).weight)
+                found.add(cast(Any, module.lora_B[name]).weight)
+    return found
 
 
 class QuantizedStackLora(ParamWrapper):
@@ -260,9 +276,10 @@ def use_fused_lora(model: nn.Module) -> None:
     stacks."""
     for module in model.modules():
         if type(module) is LoraLinear:
-            module.__class__ = FusedLora
-        elif type(module) is ParamWrapper and isinstance(
-            stacks := module.get_base_layer(), QuantizedStacks
-        ):
+            become(module, FusedLora)
+        elif type(module) is ParamWrapper:
+            stacks = module.get_base_layer()
+            if not isinstance(stacks, QuantizedStacks):
+                continue
             if module.parameter_name in stacks.stack_shapes:
-                module.__class__ = QuantizedStackLora
+                become(module, QuantizedStackLora)

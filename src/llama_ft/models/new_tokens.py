@@ -11,6 +11,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
 from llama_ft.models.quantized import QuantizedLinear
+from llama_ft.models.replaced import become
 from llama_ft.models.source import WeightSource, blocks
 
 
@@ -48,7 +49,8 @@ class GrownSource(WeightSource):
         self.tensors = dict(source.tensors)
         for name, header in headers.items():
             if header.shape[:1] == (self._stored_rows,):
-                self.tensors[name] = replace(header, shape=(growth.rows, *header.shape[1:]))
+                shape = (growth.rows, *header.shape[1:])
+                self.tensors[name] = replace(header, shape=shape)
                 self._means[name] = None
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -68,8 +70,10 @@ class GrownSource(WeightSource):
         mean = self._means[name]
         if mean is None:
             # fp64: the result must not depend on the block size or the number of threads.
-            sums = (block.sum(dim=0, dtype=torch.float64) for block in blocks(self._source, name))
-            mean_fp64 = torch.as_tensor(sum(sums)) / self._stored_rows
+            total: torch.Tensor | int = 0
+            for block in blocks(self._source, name):
+                total += block.sum(dim=0, dtype=torch.float64)
+            mean_fp64 = torch.as_tensor(total) / self._stored_rows
             mean = mean_fp64.to(self.tensors[name].dtype)
             self._means[name] = mean
         return mean
@@ -115,7 +119,8 @@ class TokenRows(TrainableTokensLayer):
             return logits.index_copy_(-1, self._slots, F.linear(x, rows))
         slot = self._slots[x]  # [batch, length]
         trained = F.embedding(slot.clamp(min=0), rows)  # [batch, length, width]
-        if (scale := self._get_embed_scale()) is not None:
+        scale = self._get_embed_scale()  # Gemma's embeddings multiply by it
+        if scale is not None:
             trained = trained * scale.to(trained.dtype)
         return torch.where((slot < 0).unsqueeze(-1), base(x), trained)
 
@@ -132,4 +137,4 @@ def use_token_rows(model: nn.Module) -> None:
                     f"--resize_embeddings: {head}, quantized or with a bias, cannot train new tokens."
                 )
             layer.trainable_tokens_original.clear()  # PEFT keeps it for unmerging
-            layer.__class__ = TokenRows
+            become(layer, TokenRows)

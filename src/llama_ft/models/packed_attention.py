@@ -25,7 +25,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models import attention_kernels
-from llama_ft.models.build import function_beside
+from llama_ft.models.build import function_of_file
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.packed_samples import (
     PackedSamples,
@@ -67,7 +67,8 @@ def use_packed_attention(built: BuiltModel) -> TokenMixers:
     ):
         AttentionInterface.register(f"packed_{name}", attention)
         AttentionMaskInterface.register(f"packed_{name}", partial(_mask_if_given, mask))
-    if (attends := private(model.config, "_attn_implementation")) in ("sdpa", "eager"):
+    attends = private(model.config, "_attn_implementation")
+    if attends in ("sdpa", "eager"):
         model.config._attn_implementation = f"packed_{attends}"
     if attends == "sdpa":
         attention_kernels.activate_flash_attention_3(model.config)
@@ -78,7 +79,11 @@ def use_packed_attention(built: BuiltModel) -> TokenMixers:
     return mixers
 
 
-def packed_arguments(built: BuiltModel, lengths: list[int], device: torch.device) -> dict[str, Any]:
+def packed_arguments(
+    built: BuiltModel,
+    lengths: list[int],
+    device: torch.device,
+) -> dict[str, Any]:
     """Return the arguments of a model prepared by `use_packed_attention`, in addition to input_ids,
     for packed samples of `lengths` tokens. `device`: where the model computes."""
     model = built.model
@@ -89,16 +94,16 @@ def packed_arguments(built: BuiltModel, lengths: list[int], device: torch.device
     position_ids = noted(sent(positions.unsqueeze(0), device), needs_no_mask=True)
     arguments: dict[str, Any] = {"position_ids": position_ids, "attention_mask": None}
     if mixers.needs_scope:  # for some models, such as Mamba, forward takes neither
-        known = inspect.signature(model.base_model.forward).parameters
-        arguments = {name: value for name, value in arguments.items() if name in known}
-    equal_length = samples.longest % attention_kernels.CUDNN_LENGTHS == 0 and len(set(lengths)) == 1
+        parameters = inspect.signature(model.base_model.forward).parameters
+        arguments = {name: value for name, value in arguments.items() if name in parameters}
+    repeats_often = samples.longest % attention_kernels.CUDNN_LENGTHS == 0
+    equal_length = repeats_often and len(set(lengths)) == 1
     indices = None
     if mixers.with_kernels:
-        of_samples = torch.repeat_interleave(
-            torch.arange(len(lengths), dtype=torch.int32), torch.tensor(lengths)
-        )
-        indices = sent(of_samples.unsqueeze(0), device)
-    arguments |= {"packed_samples": replace(samples, equal_length=equal_length, indices=indices)}
+        numbers = torch.arange(len(lengths), dtype=torch.int32)
+        per_token = torch.repeat_interleave(numbers, torch.tensor(lengths))
+        indices = sent(per_token.unsqueeze(0), device)
+    arguments["packed_samples"] = replace(samples, equal_length=equal_length, indices=indices)
     # as Transformers passes them on
     if "flash" in (private(model.config, "_attn_implementation") or ""):
         arguments |= {"cu_seq_lens_q": samples.offsets, "cu_seq_lens_k": samples.offsets}
@@ -107,7 +112,10 @@ def packed_arguments(built: BuiltModel, lengths: list[int], device: torch.device
 
 
 def _begin(
-    mixers: TokenMixers, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    mixers: TokenMixers,
+    model: PreTrainedModel,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[Any, ...]:
     """Set the samples for token mixers. Only the attention functions here get them as an
     argument."""
@@ -143,33 +151,26 @@ def _packed_sdpa(
     samples = _samples_of(module, packed_samples)
     window = arguments.get("sliding_window")
     tensors = (query, key, value)
-    per_sample = partial(
-        _sample_by_sample,
-        sdpa_attention_forward,
-        module,
-        *tensors,
-        attention_mask,
-        samples,
-        arguments,
-    )
+    attend = partial(sdpa_attention_forward, module, **arguments)
     # The kernels below support none of these.
     extras = [arguments.get(name) for name in ("softcap", "s_aux", "position_bias")]
     has_extras = bool(arguments.get("dropout")) or any(extra is not None for extra in extras)
     if samples is None or attention_mask is not None or has_extras:
-        return per_sample()
+        return _sample_by_sample(attend, tensors, attention_mask, samples, window)
     equal_length = samples.equal_length and (window or samples.longest) >= samples.longest
     capability = attention_kernels.capability_of(query)
     widths = (query.shape[-1], value.shape[-1])
     kernel = attention_kernels.choose_kernel(capability, query.dtype, widths, equal_length)
     if kernel == "cudnn":
-        alike = [
-            part[0].unflatten(1, (-1, samples.longest)).transpose(0, 1)
-            for part in (query, key, value)
-        ]
+        # As a batch: [1, heads, tokens, width] -> [samples, heads, tokens of a sample, width].
+        batches = []
+        for sequence in tensors:
+            by_sample = sequence[0].unflatten(1, (-1, samples.longest))
+            batches.append(by_sample.transpose(0, 1))
         # cuDNN is disabled for all other calls. Flash attention is for shapes that cuDNN does not
         # support.
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
-            output = cast(Any, sdpa_attention_forward)(module, *alike, None, **arguments)[0]
+            output = cast(Any, attend)(*batches, None)[0]
         return output.flatten(0, 1).unsqueeze(0), None
     if kernel == "varlen":
         output = varlen_attn(
@@ -185,7 +186,12 @@ def _packed_sdpa(
             **shared_heads(query, key),
         )
         return cast(torch.Tensor, output).unsqueeze(0), None
-    return per_sample(kernel)
+    has_cache = query.shape[2] != key.shape[2]
+    if kernel == "own" or has_cache:
+        return _sample_by_sample(attend, tensors, None, samples, window)
+    is_efficient = kernel == "efficient"
+    scale = arguments.get("scaling")
+    return _call_kernel_per_sample(tensors, samples, scale, window, is_efficient)
 
 
 def _packed_eager(
@@ -195,12 +201,15 @@ def _packed_eager(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     packed_samples: PackedSamples | None = None,
-    **extra: Any,
+    **arguments: Any,
 ) -> Attention:
     """The model's own eager attention, with its soft caps and sinks, for packed sequences."""
-    eager = function_beside(module, "eager_attention_forward")
+    eager = function_of_file(module, "eager_attention_forward")
+    attend = partial(eager, module, **arguments)
+    tensors = (query, key, value)
     samples = _samples_of(module, packed_samples)
-    return _sample_by_sample(eager, module, query, key, value, attention_mask, samples, extra)
+    window = arguments.get("sliding_window")
+    return _sample_by_sample(attend, tensors, attention_mask, samples, window)
 
 
 def _samples_of(module: nn.Module, samples: PackedSamples | None) -> PackedSamples | None:
@@ -230,17 +239,20 @@ class _SampleAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Any, key: Any, value: Any, lengths: Any, *how: Any
     ) -> torch.Tensor:
-        ctx.lengths, (*ctx.how, is_efficient) = lengths, how  # scale, window
+        scale, window, is_efficient = how
+        ctx.lengths = lengths
+        ctx.how = (scale, window)
         ctx.groups = query.shape[1] // key.shape[1] if is_efficient else 1
         # The memory layout that the memory-efficient kernel's backward pass assumes for any
-        # strides.
-        output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]).transpose(1, 2)
+        # strides: [1, tokens, heads, head_dim].
+        _, heads, tokens, _ = query.shape
+        memory = query.new_empty(1, tokens, heads, value.shape[3])
+        output = memory.transpose(1, 2)
         compute = _efficient_forward if query.is_cuda else _cpu_forward
         sums = []
         for sample, *shared, sample_output in _samples(lengths, query, key, value, output):
-            made, log_sums = compute(
-                [sample, *(repeat_kv(part, ctx.groups) for part in shared)], *ctx.how
-            )
+            repeated = [repeat_kv(part, ctx.groups) for part in shared]
+            made, log_sums = compute([sample, *repeated], *ctx.how)
             # in a plan, torch's fake kernel returns the query's width
             sample_output.copy_(made[..., : value.shape[3]])
             sums.append(log_sums)
@@ -252,21 +264,26 @@ class _SampleAttention(torch.autograd.Function):
         query, key, value, output, *sums = ctx.saved_tensors
         gradients = [torch.empty_like(whole) for whole in (query, key, value)]
         samples = _samples(ctx.lengths, gradient, query, key, value, output)
+        targets = _samples(ctx.lengths, *gradients)
         compute = _efficient_backward if query.is_cuda else _cpu_backward
-        for sample, log_sums, targets in zip(
-            samples, sums, _samples(ctx.lengths, *gradients), strict=True
-        ):
+        for sample, log_sums, of_sample in zip(samples, sums, targets, strict=True):
+            # the keys and values among [gradient, query, key, value, output]
             sample[2:4] = [repeat_kv(part, ctx.groups) for part in sample[2:4]]
-            for target, part in zip(targets, compute(sample, log_sums, *ctx.how), strict=True):
-                target.copy_(
-                    part
-                    if part.shape == target.shape
-                    else part.unflatten(1, (-1, ctx.groups)).sum(2)
-                )
+            parts = compute(sample, log_sums, *ctx.how)
+            for target, part in zip(of_sample, parts, strict=True):
+                if part.shape != target.shape:
+                    # the sum over the query heads that share a key head
+                    part = part.unflatten(1, (-1, ctx.groups)).sum(2)
+                target.copy_(part)
+        # none for lengths, scale, window and is_efficient
         return *gradients, None, None, None, None
 
 
-def _cpu_forward(sample: list[torch.Tensor], scale: float | None, window: int | None) -> Any:
+def _cpu_forward(
+    sample: list[torch.Tensor],
+    scale: float | None,
+    window: int | None,
+) -> Any:
     mask = _sample_mask(sample[0].shape[2], window, sample[0])
     return ATEN._scaled_dot_product_flash_attention_for_cpu(
         *sample, 0.0, mask is None, attn_mask=mask, scale=scale
@@ -274,12 +291,16 @@ def _cpu_forward(sample: list[torch.Tensor], scale: float | None, window: int | 
 
 
 def _cpu_backward(
-    sample: list[torch.Tensor], log_sums: torch.Tensor, scale: float | None, window: int | None
+    sample: list[torch.Tensor],
+    log_sums: torch.Tensor,
+    scale: float | None,
+    window: int | None,
 ) -> Any:
     length = sample[0].shape[2]
-    if sample[0].itemsize == 2 and (more := -length % KERNEL_LENGTH_MULTIPLE):
-        sample = [functional.pad(part, (0, 0, 0, more)) for part in sample]
-        log_sums = functional.pad(log_sums, (0, more))
+    added = -length % KERNEL_LENGTH_MULTIPLE
+    if sample[0].itemsize == 2 and added:
+        sample = [functional.pad(part, (0, 0, 0, added)) for part in sample]
+        log_sums = functional.pad(log_sums, (0, added))
     mask = _sample_mask(length, window, sample[0])
     found = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
         *sample, log_sums, 0.0, mask is None, attn_mask=mask, scale=scale
@@ -287,7 +308,11 @@ def _cpu_backward(
     return [part[:, :, :length] for part in found]
 
 
-def _efficient_forward(sample: list[torch.Tensor], scale: float | None, window: int | None) -> Any:
+def _efficient_forward(
+    sample: list[torch.Tensor],
+    scale: float | None,
+    window: int | None,
+) -> Any:
     parts = [part.transpose(1, 2) for part in sample]
     how = {"scale": scale, "window_size": window}
     made, log_sums, *_ = ATEN._efficient_attention_forward(
@@ -301,7 +326,9 @@ def _efficient_backward(
 ) -> Any:
     # Not autograd: torch's derivative of the forward operator ignores the window.
     gradient, *parts, output = (part.transpose(1, 2) for part in sample)
-    inputs = (gradient, *parts, None, output, None, None, *[output.shape[1]] * 2, log_sums)
+    length = output.shape[1]
+    # None: no bias, and no offsets of several sequences
+    inputs = (gradient, *parts, None, output, None, None, length, length, log_sums)
     # used only with dropout
     no_seeds = (log_sums, log_sums)
     how = {"scale": scale, "window_size": window}
@@ -309,40 +336,50 @@ def _efficient_backward(
     return [part.transpose(1, 2) for part in found]
 
 
-def _samples(lengths: tuple[int, ...], *sequences: torch.Tensor) -> list[list[torch.Tensor]]:
+def _samples(
+    lengths: tuple[int, ...],
+    *sequences: torch.Tensor,
+) -> list[list[torch.Tensor]]:
     """Return views of each sample of sequences [1, heads, tokens, width]."""
     views = [whole.split(lengths, dim=2) for whole in sequences]  # by sequence, then by sample
     return [list(sample) for sample in zip(*views, strict=True)]
 
 
 @torch.compiler.disable(reason="a graph would hold for one tuple of lengths")
+def _call_kernel_per_sample(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # query, key, value
+    samples: PackedSamples,
+    scale: float | None,
+    window: int | None,
+    is_efficient: bool,
+) -> Attention:
+    """Call the memory-efficient kernel, or that of the CPU, for each sample."""
+    how = (scale, window, is_efficient)
+    output = _SampleAttention.apply(*tensors, samples.lengths, *how)
+    return output.transpose(1, 2), None
+
+
+@torch.compiler.disable(reason="a graph would hold for one tuple of lengths")
 def _sample_by_sample(
-    attention: Callable[..., Attention],
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    attend: "partial[Attention]",  # takes query, key, value and a mask
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     attention_mask: torch.Tensor | None,
     packed_samples: PackedSamples | None,
-    arguments: dict[str, Any],
-    kernel: str = "own",
+    window: int | None,
 ) -> Attention:
+    """Call an attention function for each sample."""
+    query, key, _ = tensors
     if attention_mask is not None or query.shape[2] != key.shape[2]:  # padded samples, or a cache
-        return attention(module, query, key, value, attention_mask, **arguments)
+        return attend(*tensors, attention_mask)
     lengths = packed_samples.lengths if packed_samples is not None else (query.shape[2],)
-    if kernel != "own":
-        how = arguments.get("scaling"), arguments.get("sliding_window"), kernel == "efficient"
-        return _SampleAttention.apply(query, key, value, lengths, *how).transpose(1, 2), None
+    makes_causal = attend.func is sdpa_attention_forward
     outputs = []
-    for sample in _samples(lengths, query, key, value):
-        mask = _sample_mask(
-            sample[0].shape[2],
-            arguments.get("sliding_window"),
-            sample[0],
-            attention is sdpa_attention_forward,
-        )
-        outputs.append(attention(module, *sample, mask, **arguments)[0])
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
+    for sample in _samples(lengths, *tensors):
+        sample_query = sample[0]
+        mask = _sample_mask(sample_query.shape[2], window, sample_query, makes_causal)
+        outputs.append(attend(*sample, mask)[0])
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    return output, None
 
 
 def _sample_mask(
@@ -353,9 +390,9 @@ def _sample_mask(
     if may_be_causal and (window is None or length <= window):
         return None
     tokens = query.shape[2]
-    allowed = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
+    every = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device)
+    allowed = every.tril()
     if window is not None:
         allowed = allowed.triu(1 - window)
-    return torch.zeros_like(allowed, dtype=query.dtype).masked_fill(~allowed, -torch.inf)[
-        None, None
-    ]
+    added = torch.zeros_like(allowed, dtype=query.dtype)
+    return added.masked_fill(~allowed, -torch.inf)[None, None]

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_utils import PreTrainedModel
 
+from llama_ft.models.replaced import replace_method
 from llama_ft.models.transformers_private import private
 from llama_ft.runtime.console import log
 from llama_ft.runtime.devices import sent
@@ -62,8 +63,9 @@ class PackedSamples:
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "PackedSamples":
         """Create it from the tokens of each sample, for a model that computes on `device`."""
-        ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        return cls(tuple(lengths), sent(ends, device), max(lengths))
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        offsets = sent(ends.to(torch.int32), device)  # varlen kernels want int32
+        return cls(tuple(lengths), offsets, max(lengths))
 
     def positions(self) -> torch.Tensor:
         """Return the position of each token in its sample, int64 [tokens], on the device."""
@@ -84,7 +86,7 @@ class PackedSamples:
         return PackedSamples.of(parts, self.offsets.device)
 
 
-_CURRENT: ContextVar[PackedSamples | None] = ContextVar("packed rows", default=None)
+_CURRENT: ContextVar[PackedSamples | None] = ContextVar("packed samples", default=None)
 current_samples = _CURRENT.get  # samples of the current sequence; None if it is not packed
 set_samples = _CURRENT.set
 
@@ -221,16 +223,26 @@ class TokenMixers:
                 start += length
             return _joined(outputs, samples.lengths)
 
-        mixer.forward = forward
+        replace_method(mixer, "forward", forward)
 
 
-def _checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+def _checkpointed(
+    checkpoint: Callable[..., Any],
+    function: Callable[..., Any],
+    *args: Any,
+) -> Any:
+    """Call torch's `checkpoint` of a function. Recomputation happens in the backward pass, where
+    the samples of the micro-batch are no longer set: so they are bound to the function."""
     if torch.compiler.is_compiling():  # there, samples are an argument
         return checkpoint(function, *args)
     return checkpoint(partial(_with_samples, current_samples(), function), *args)
 
 
-def _with_samples(samples: PackedSamples | None, function: Callable[..., Any], *args: Any) -> Any:
+def _with_samples(
+    samples: PackedSamples | None,
+    function: Callable[..., Any],
+    *args: Any,
+) -> Any:
     with samples_of(samples):
         return function(*args)
 
@@ -259,7 +271,8 @@ class _Part:
             return type(value)(self.of(each) for each in value)
         if not isinstance(value, torch.Tensor):
             return value
-        is_mask = value.ndim in (2, 4) and value.shape[-2:] == (self.total, self.total)
+        has_all_pairs = value.shape[-2:] == (self.total, self.total)
+        is_mask = has_all_pairs and value.ndim in (2, 4)
         if is_mask:
             dims = [-2, -1]
         else:
@@ -286,8 +299,9 @@ def _joined(outputs: list[Any], lengths: tuple[int, ...]) -> Any:
 def _tokens_dim(outputs: Sequence[torch.Tensor], lengths: tuple[int, ...]) -> int:
     """Return the dimension of the tokens: the last but one, or an earlier one if layers have several
     streams (HY 4's hyper-connections: [1, tokens, streams, width])."""
-    dims = [dim for dim in (-2, 1, 0) if -outputs[0].ndim <= dim < outputs[0].ndim]
-    for dim in dims:
+    dimensions = outputs[0].ndim
+    possible = [dim for dim in (-2, 1, 0) if -dimensions <= dim < dimensions]
+    for dim in possible:
         sizes = tuple(output.shape[dim] for output in outputs)
         if sizes == lengths:
             return dim
@@ -327,19 +341,23 @@ def report_missing_kernels(model: nn.Module, device: torch.device) -> None:
         if missing:
             slow[_own_type(module).__name__] = missing
     if slow:
-        packages = " ".join(sorted(set[str]().union(*slow.values())))
+        missing_packages = set[str]().union(*slow.values())
+        packages = " ".join(sorted(missing_packages))
         log.warning(
             f"{', '.join(sorted(slow))}: PyTorch's own operations compute these layers, several times slower than "
             f"their kernels. Install them: pip install {packages}"
         )
 
 
-def _layers_and_mixers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+def _layers_and_mixers(
+    model: nn.Module,
+) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the decoder layers, and the outermost token mixers, in layers or before them (an
     embedding of n-grams). Modules that only pass their cache on to attention are not mixers
     themselves."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    stacks = [modules for modules in lists if any(map(_looks_back, modules.modules()))] or lists
+    look_back = [modules for modules in lists if any(map(_looks_back, modules.modules()))]
+    stacks = look_back or lists
     inside = set[nn.Module]()
     for stack in stacks:
         inside.update(_inside(stack))
@@ -347,9 +365,10 @@ def _layers_and_mixers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Modul
     for stack in stacks:
         if stack not in inside:
             layers |= {layer: _own_type(layer) for layer in stack}
-    around = {
-        module for module in model.modules() if not layers.keys().isdisjoint(module.modules())
-    }
+    around = set[nn.Module]()
+    for module in model.modules():
+        if not layers.keys().isdisjoint(module.modules()):
+            around.add(module)
 
     def visit(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
@@ -361,9 +380,10 @@ def _layers_and_mixers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Modul
                 yield from visit(child)
 
     mixers = list(dict.fromkeys(visit(model)))
-    with_mixers = {
-        kind for layer, kind in layers.items() if not set(mixers).isdisjoint(layer.modules())
-    }
+    with_mixers = set[type[Any]]()
+    for layer, kind in layers.items():
+        if not set(mixers).isdisjoint(layer.modules()):
+            with_mixers.add(kind)
     alone = [layer for layer, kind in layers.items() if kind not in with_mixers]
     return list(layers), mixers + [layer for layer in alone if _looks_back(layer) or not mixers]
 

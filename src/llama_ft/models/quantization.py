@@ -7,7 +7,7 @@ across rows. It is converted to fp32, one scale per block, without a loss.
 
 import json
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from contextlib import suppress
 from copy import copy
 from typing import Any, NamedTuple, TypeGuard, cast
@@ -74,9 +74,8 @@ def choose_quantization(
         asked = four_bit if settings.mode == "4bit" else Int8(settings.int8_threshold)
         return Quantization(asked, settings.skip_modules, is_stored=False)
     note: dict[str, Any] = stored if isinstance(stored, dict) else stored.to_dict()
-    if (method := note.get("quant_method", "bitsandbytes")) != "bitsandbytes" or not note.get(
-        "load_in_4bit"
-    ):
+    method = note.get("quant_method", "bitsandbytes")
+    if method != "bitsandbytes" or not note.get("load_in_4bit"):
         raise UserError(
             f"--model_name: quantized with {method}, not in bitsandbytes' 4 bits. Use the original model."
         )
@@ -96,32 +95,18 @@ def quantize_linears(built: BuiltModel, quantization: Quantization) -> str:
     Return a log text. Raises UserError if no linear layer remains to be quantized, or a name to
     skip does not exist in the model."""
     model = built.model
-    scheme, named, is_stored, _ = quantization
-    own = [] if is_stored and named is not None else get_keys_to_not_convert(model)
-    if not is_stored:
-        # HY 4's indexer casts its input to the dtype of this weight, which would be that of bytes.
-        own = [*own, *(private(model, "_keep_in_fp32_modules_strict") or ())]
-    skip = [
-        *(named or ()),
-        *(private(model, "_keep_in_fp32_modules") or ()),
-        *own,
-        *[SCORE] * built.has_score,
-    ]
+    scheme, _, is_stored, quantizes_stacks = quantization
+    skip = _skipped_patterns(built, quantization)
     read = read_linears(model)  # not called, so a quantized layer could not replace them
     linears = {
         name: module
         for name, module in model.named_modules()
         if _is_linear(module) and module not in read
     }
-    stacks = _stacked_weights(model) if quantization.stacks else {}
+    stacks = _stacked_weights(model) if quantizes_stacks else {}
     names = [*linears, *stacks]
-    for pattern in () if is_stored else named or ():
-        if all(should_convert_module(name, [pattern]) for name in names):
-            last_parts = [name.rsplit(".", 1)[-1] for name in names]
-            ends = ", ".join(dict.fromkeys(last_parts))
-            raise UserError(
-                f"--skip_modules [{pattern}]: no linear layer's name ends in it. They end in: {ends}."
-            )
+    if not is_stored:
+        _check_skipped(quantization.skip or (), names)
     gates = set() if is_stored else _gates(model)
     chosen = {
         name: module
@@ -147,18 +132,7 @@ def quantize_linears(built: BuiltModel, quantization: Quantization) -> str:
         )
     for name, linear in whole.items():
         model.set_submodule(name, QuantizedLinear(linear, scheme, is_stored))
-    stacked = dict[str, int]()  # name -> number of weights
-    by_module = dict[str, list[str]]()  # name of the module -> its stacked weights
-    for name, weight in stacks.items():
-        module_name, _, part = name.rpartition(".")
-        is_skipped = not (
-            should_convert_module(name, skip) and should_convert_module(module_name, skip)
-        )
-        if weight.shape[-1] % scheme.block_size == 0 and not is_skipped:
-            stacked[name] = weight.numel()
-            by_module.setdefault(module_name, []).append(part)
-    for module_name, parts in by_module.items():
-        quantize_stacks(model.get_submodule(module_name), parts, scheme)
+    stacked = _quantize_stacks(model, stacks, scheme, skip)
     weights = sum(linear.weight.numel() for linear in whole.values())
     weights += sum(stacked.values())
     unchanged = [name for name in names if name not in whole | stacked]
@@ -167,6 +141,55 @@ def quantize_linears(built: BuiltModel, quantization: Quantization) -> str:
         f"Quantized to {scheme.name}: {len(whole)} linear layers{experts}, {weights:,} of {total_weights(model):,} "
         f"weights; not quantized: {listed(unchanged)}"
     )
+
+
+def _skipped_patterns(built: BuiltModel, quantization: Quantization) -> list[str]:
+    """Return names, ends of names or patterns of layers that are not quantized, as
+    should_convert_module takes them."""
+    model = built.model
+    skip = list(quantization.skip or ())
+    skip += private(model, "_keep_in_fp32_modules") or ()
+    if not quantization.is_stored or quantization.skip is None:
+        skip += get_keys_to_not_convert(model)
+    if not quantization.is_stored:
+        # HY 4's indexer casts its input to the dtype of this weight, which would be that of bytes.
+        skip += private(model, "_keep_in_fp32_modules_strict") or ()
+    if built.has_score:
+        skip.append(SCORE)
+    return skip
+
+
+def _check_skipped(patterns: Iterable[str], names: list[str]) -> None:
+    """Raise a UserError for a pattern of --skip_modules that none of the names matches."""
+    for pattern in patterns:
+        if all(should_convert_module(name, [pattern]) for name in names):
+            last_parts = [name.rsplit(".", 1)[-1] for name in names]
+            ends = ", ".join(dict.fromkeys(last_parts))
+            raise UserError(
+                f"--skip_modules [{pattern}]: no linear layer's name ends in it. They end in: {ends}."
+            )
+
+
+def _quantize_stacks(
+    model: nn.Module,
+    stacks: dict[str, nn.Parameter],
+    scheme: Scheme,
+    skip: list[str],
+) -> dict[str, int]:
+    """Quantize the stacked weights that are not skipped. Return their names and numbers of
+    weights."""
+    stacked = dict[str, int]()
+    by_module = dict[str, list[str]]()  # name of the module -> its stacked weights
+    for name, weight in stacks.items():
+        module_name, _, part = name.rpartition(".")
+        # by its own name or its module's
+        is_chosen = should_convert_module(name, skip) and should_convert_module(module_name, skip)
+        if is_chosen and weight.shape[-1] % scheme.block_size == 0:
+            stacked[name] = weight.numel()
+            by_module.setdefault(module_name, []).append(part)
+    for module_name, parts in by_module.items():
+        quantize_stacks(model.get_submodule(module_name), parts, scheme)
+    return stacked
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:

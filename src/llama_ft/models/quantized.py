@@ -39,6 +39,7 @@ import bitsandbytes  # noqa: E402, F401  # registers torch.ops.bitsandbytes
 if _is_ours:
     del os.environ["TORCHDYNAMO_DISABLE"]
 
+from llama_ft.models.replaced import become  # noqa: E402
 from llama_ft.runtime.one_kernel import OneKernel  # noqa: E402
 
 OPS = torch.ops.bitsandbytes
@@ -179,7 +180,11 @@ class _FrozenMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme
+        ctx: Any,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        scheme: Scheme,
     ) -> Any:
         ctx.save_for_backward(weight, scale)
         ctx.scheme = scheme
@@ -202,7 +207,10 @@ class QuantizedWeight(NamedTuple):
     is_stored: bool  # the checkpoint holds it quantized
 
 
-def _frozen_parameters(shape: tuple[int, ...], scheme: Scheme) -> tuple[nn.Parameter, nn.Parameter]:
+def _frozen_parameters(
+    shape: tuple[int, ...],
+    scheme: Scheme,
+) -> tuple[nn.Parameter, nn.Parameter]:
     """Return weight and scale, on the meta device, for a weight of `shape`."""
     *stacked, rows, columns = shape
     weight = torch.empty(
@@ -371,7 +379,7 @@ def quantize_stacks(module: nn.Module, names: list[str], scheme: Scheme) -> None
     """Quantize stacked weights of a module on the meta device; see `QuantizedStacks`."""
     shapes = {name: tuple(module.get_parameter(name).shape) for name in names}
     kind = type(module)
-    module.__class__ = type(f"Quantized{kind.__name__}", (QuantizedStacks, kind), {})
+    become(module, type(f"Quantized{kind.__name__}", (QuantizedStacks, kind), {}))
     assert isinstance(module, QuantizedStacks)
     module.scheme = scheme
     module.is_stored = False

@@ -7,7 +7,7 @@ Here each sample gets the factors that it has alone:
     factors  short long
 """
 
-from collections.abc import Callable
+import inspect
 from functools import partial
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from llama_ft.models.packed_samples import PackedSamples, current_samples
 
-Rotary = Callable[..., tuple[torch.Tensor, ...]]
+Rotary = tuple[torch.Tensor, ...]  # cosine and sine
 
 
 class _SampleLengths:
@@ -25,7 +25,12 @@ class _SampleLengths:
     def __init__(self) -> None:
         self._mask: torch.Tensor | None = None
 
-    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         """Keep the mask of a padded batch, [samples, tokens]. A hook before the forward pass."""
         mask = kwargs.get("attention_mask")
         is_padding_mask = isinstance(mask, torch.Tensor) and mask.ndim == 2
@@ -38,9 +43,9 @@ class _SampleLengths:
     def per_token(self, tokens: int) -> torch.Tensor | None:
         """Return the length of each token's sample, on the device: [1, tokens] of a packed
         sequence, [samples, 1] of a padded batch. None for other calls."""
-        rows: PackedSamples | None = current_samples()
-        if rows is not None:
-            lengths = rows.offsets.diff()
+        samples: PackedSamples | None = current_samples()
+        if samples is not None:
+            lengths = samples.offsets.diff()
             return torch.repeat_interleave(lengths, lengths, output_size=tokens).unsqueeze(0)
         return None if self._mask is None else self._mask.sum(dim=1, keepdim=True)
 
@@ -51,7 +56,7 @@ def use_rope_per_sample(model: nn.Module) -> None:
     lengths = _SampleLengths()
     rotaries = [module for module in model.modules() if has_longrope(module)]
     for rotary in rotaries:
-        rotary.forward = partial(_rotary_per_sample, rotary, rotary.forward, lengths)
+        rotary.register_forward_hook(partial(_choose_factors, lengths), with_kwargs=True)
     if rotaries:
         model.register_forward_pre_hook(lengths.begin, with_kwargs=True)
         model.register_forward_hook(lengths.end, always_call=True)
@@ -87,24 +92,26 @@ def _original_positions(rotary: nn.Module, layer_type: str | None) -> int | None
     return parameters["original_max_position_embeddings"] if kinds == "longrope" else None
 
 
-def _rotary_per_sample(
-    rotary: nn.Module,
-    plain: Rotary,
+def _choose_factors(
     lengths: _SampleLengths,
-    x: torch.Tensor,
-    position_ids: torch.Tensor,
-    layer_type: str | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """Return cosine and sine, [samples, tokens, head_dim]. `plain` is Transformers' own forward,
-    which chooses the factors by the largest of the position_ids."""
-    named = {} if layer_type is None else {"layer_type": layer_type}
-    original = _original_positions(rotary, layer_type)
-    of_samples = lengths.per_token(position_ids.shape[-1])
-    if original is None or of_samples is None:
-        return plain(x, position_ids, **named)
-    short = plain(x, position_ids.clamp(max=original - 1), **named)
-    # The long factors if any sample is long. Then only long samples use them.
-    long = plain(x, position_ids, **named)
-    is_long = (of_samples > original).unsqueeze(-1)
-    pairs = zip(long, short, strict=True)
+    rotary: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Rotary,
+) -> Rotary:
+    """Return cosine and sine, [samples, tokens, head_dim], of each sample's own factors. A hook
+    after the forward pass. `output` has the long factors if any sample is long, because Transformers
+    chooses by the largest of the position_ids."""
+    call = inspect.signature(rotary.forward).bind(*args, **kwargs)
+    position_ids = call.arguments["position_ids"]
+    original = _original_positions(rotary, call.arguments.get("layer_type"))
+    sample_lengths = lengths.per_token(position_ids.shape[-1])
+    if original is None or sample_lengths is None:
+        return output
+    # Not a call of the module, which would call this hook again.
+    call.arguments["position_ids"] = position_ids.clamp(max=original - 1)
+    short = rotary.forward(*call.args, **call.kwargs)
+    # Then only long samples use the long factors.
+    is_long = (sample_lengths > original).unsqueeze(-1)
+    pairs = zip(output, short, strict=True)
     return tuple(torch.where(is_long, of_long, of_short) for of_long, of_short in pairs)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
-from llama_ft.models.build import function_beside
+from llama_ft.models.build import function_of_file
 from llama_ft.models.built import BuiltModel
 from llama_ft.runtime.console import log
 
@@ -104,12 +104,12 @@ def router_loss(
     )
     sent = probabilities = torch.zeros(experts, device=counts.device)
     for layer in layers:
-        of_token = layer.softmax(dim=-1)
-        chosen = of_token.topk(per_token, dim=-1).indices.flatten()
+        token_probabilities = layer.softmax(dim=-1)  # [tokens, experts]
+        chosen = token_probabilities.topk(per_token, dim=-1).indices.flatten()
         sent = sent.scatter_add(0, chosen, counts.repeat_interleave(per_token))
-        counted = of_token.float() * counts.unsqueeze(1)  # [tokens, experts]
+        counted = token_probabilities.float() * counts.unsqueeze(1)
         probabilities = probabilities + counted.sum(dim=0)
-        del counted
+        del counted  # autograd keeps what it needs; this is freed before the next layer's
     targets = torch.full((1,), float(target_tokens), device=counts.device)
     total_count = counts.sum().view(1) * len(layers)
     totals = torch.cat([sent, total_count, targets])
@@ -124,7 +124,7 @@ def _own_coefficient(model: PreTrainedModel) -> float | None:
     """Return the coefficient in the model's config; None if the file of its class does not define
     the formula above."""
     try:
-        formula = function_beside(model, "load_balancing_loss_func")
+        formula = function_of_file(model, "load_balancing_loss_func")
     except StopIteration:
         return None
     if list(inspect.signature(formula).parameters) != STANDARD:

@@ -1,7 +1,7 @@
 """Reward models: a decoder with a scalar head `score` in the place of the LM head, in the layout of
 Transformers' AutoModelForSequenceClassification with num_labels 1.
 
-    hidden [tokens, width]  --last token of each row-->  hidden [rows, width]  --score [1, width]-->  scores [rows]
+    hidden [tokens, width]  --last token of each sample-->  [samples, width]  --score [1, width]-->  scores [samples]
 
 The last token is the last one that is not `pad_token_id`, as in Transformers' classes.
 config.json's `architectures` tells such a model, and `choose_head` writes it there. A causal
@@ -19,6 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from llama_ft.errors import UserError
+from llama_ft.models.replaced import replace_method
 from llama_ft.models.source import StoredTensor, WeightSource
 from llama_ft.models.text_part import names_score, takes_more_than_text
 
@@ -56,9 +57,9 @@ def choose_head(config: PretrainedConfig, objective: str) -> None:
 
 
 def add_score(model: PreTrainedModel) -> None:
-    """Have a skeleton return scores, float32 [rows], and its routers' logits (`router_logits`), if
-    it is called with `positions`: where in the flattened micro-batch the last tokens are. No other
-    position goes through the head.
+    """Have a skeleton return scores, float32 [samples], and its routers' logits (`router_logits`),
+    if it is called with `positions`: where in the flattened micro-batch the last tokens are. No
+    other position goes through the head.
 
     Raises:
         UserError: its class has no linear layer `score` with one output and no bias.
@@ -75,15 +76,21 @@ def add_score(model: PreTrainedModel) -> None:
         )
 
     @wraps(plain)
-    def forward(*args: Any, positions: torch.Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(
+        *args: Any,
+        positions: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
         if positions is None:
             return plain(*args, **kwargs)
         decoded = model.base_model(*args, **kwargs)
-        hidden = decoded.last_hidden_state.flatten(0, 1).index_select(0, positions)  # [rows, width]
-        scores = getattr(model, SCORE)(hidden).squeeze(1).to(torch.float32, copy=True)
+        every = decoded.last_hidden_state.flatten(0, 1)
+        hidden = every.index_select(0, positions)  # [samples, width]
+        head = getattr(model, SCORE)
+        scores = head(hidden).squeeze(1).to(torch.float32, copy=True)
         return scores, getattr(decoded, "router_logits", None)
 
-    model.forward = forward
+    replace_method(model, "forward", forward)
 
 
 class ScoredSource(WeightSource):
@@ -112,11 +119,13 @@ class ScoredSource(WeightSource):
         ]
         largest = max(weights, key=lambda header: header.nbytes)
         config = model.config.get_text_config()
-        self.tensors[WEIGHT] = StoredTensor(largest.file, (1, config.hidden_size), largest.dtype)
+        shape = (1, config.hidden_size)
+        self.tensors[WEIGHT] = StoredTensor(largest.file, shape, largest.dtype)
+        # A seed per tensor, like those of an adapter (lora.first_values). manual_seed takes 64 bits.
         digest = hashlib.sha256(f"{seed}/{WEIGHT}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
         deviation = getattr(config, "initializer_range", 0.02)
-        values = torch.randn(1, config.hidden_size, generator=generator) * deviation
+        values = torch.randn(shape, generator=generator) * deviation
         self._made[WEIGHT] = values.to(largest.dtype)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ smaller or empty (65 rows on 8 ranks: seven times 9 and once 2).
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,9 @@ from torch.distributed.tensor import DTensor
 
 def row_ranges(rows: int, shards: int) -> list[tuple[int, int]]:
     """Return the rows [start, stop) of each shard."""
-    size = -(-rows // shards)
-    return [(min(shard * size, rows), min((shard + 1) * size, rows)) for shard in range(shards)]
+    size = -(-rows // shards)  # rounded up
+    starts = [min(shard * size, rows) for shard in range(shards + 1)]
+    return list(pairwise(starts))
 
 
 def local_shard(parameter: torch.Tensor) -> torch.Tensor:
@@ -58,7 +60,11 @@ class ShardGroup:
         if self._replicas is not None and shard.numel():
             dist.broadcast(shard, src=self.index, group=self._replicas)
 
-    def gather_rows(self, parameter: nn.Parameter, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    def gather_rows(
+        self,
+        parameter: nn.Parameter,
+        dtype: torch.dtype,
+    ) -> Iterator[torch.Tensor]:
         """On rank 0, yield the parameter's rows shard by shard, on the host in `dtype`. On other
         ranks, send them. No rank holds more than two shards at once."""
         shard = local_shard(parameter)
@@ -70,10 +76,10 @@ class ShardGroup:
             return
         if shard.numel():
             yield shard.to(dtype).cpu()
-        for source, (start, stop) in enumerate(row_ranges(parameter.shape[0], self.size)):
-            if source and stop > start:
-                rows = torch.empty(
-                    (stop - start, *parameter.shape[1:]), dtype=dtype, device=shard.device
-                )
+        _, *others = row_ranges(parameter.shape[0], self.size)
+        for source, (start, stop) in enumerate(others, start=1):
+            if stop > start:
+                shape = (stop - start, *parameter.shape[1:])
+                rows = torch.empty(shape, dtype=dtype, device=shard.device)
                 dist.recv(rows, src=source)
                 yield rows.cpu()

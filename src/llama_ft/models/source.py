@@ -61,7 +61,9 @@ class WeightSource(Protocol):
 
     def read(self, name: str) -> torch.Tensor:
         """Read a whole tensor in the stored dtype."""
-        return self.read_rows(name, 0, next(iter(self.tensors[name].shape), 1))
+        shape = self.tensors[name].shape
+        rows = shape[0] if shape else 1
+        return self.read_rows(name, 0, rows)
 
 
 class SafetensorsSource(WeightSource):
@@ -102,7 +104,8 @@ class OverlaidSource(WeightSource):
 
     def __init__(self, under: WeightSource, over: WeightSource) -> None:
         self.tensors = under.tensors | over.tensors
-        self._holders = dict.fromkeys(under.tensors, under) | dict.fromkeys(over.tensors, over)
+        self._holders = dict.fromkeys(under.tensors, under)
+        self._holders |= dict.fromkeys(over.tensors, over)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See `WeightSource`."""
@@ -111,15 +114,17 @@ class OverlaidSource(WeightSource):
 
 def listed(names: list[str], most: int = 8) -> str:
     """Return names for a message. Those beyond `most` are only counted."""
-    return ", ".join(names[:most]) + (
-        f", ... and {len(names) - most} more" if len(names) > most else ""
-    )
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f", ... and {len(names) - most} more"
+    return text
 
 
 def open_weights(folder: Path) -> WeightSource:
     """Open the weights of a model directory. Raises UserError if there are none or a file cannot be
     read."""
-    if files := weight_files(folder):
+    files = weight_files(folder)
+    if files:
         return SafetensorsSource(files)
     raise UserError(f"{folder}: no {SINGLE_FILE} or {INDEX_FILE} here. {TO_SAFETENSORS}")
 
@@ -128,8 +133,9 @@ def fingerprint(folder: Path) -> str:
     """Return a hash of config.json, and of the size and samples of each file of weights. It
     identifies a model without reading it completely. Fine-tuning changes all of a tensor, so the
     samples change."""
-    settings = json.loads((folder / "config.json").read_text())
-    lasting = {name: value for name, value in settings.items() if name not in IGNORED_CONFIG_KEYS}
+    lasting = json.loads((folder / "config.json").read_text())
+    for name in IGNORED_CONFIG_KEYS:
+        lasting.pop(name, None)
     digest = xxhash.xxh3_128(json.dumps(lasting, sort_keys=True).encode())
     for file in filter(Path.exists, weight_files(folder)):  # loading will report missing files
         size = file.stat().st_size
@@ -153,7 +159,8 @@ def row_blocks(
 ) -> Iterator[tuple[int, int]]:
     """Split rows [start, stop) of a tensor into blocks of at most `most` elements, or of one
     row."""
-    rows = max(1, most // max(1, torch.Size(shape[1:]).numel()))
+    row_elements = max(1, torch.Size(shape[1:]).numel())
+    rows = max(1, most // row_elements)
     for first in range(start, stop, rows):
         yield first, min(first + rows, stop)
 
@@ -166,7 +173,8 @@ def weight_files(folder: Path) -> list[Path]:
     if not index.exists():
         return [_regular(single)] if single.exists() else []
     try:
-        names = {Path(name) for name in json.loads(index.read_text())["weight_map"].values()}
+        weight_map = json.loads(index.read_text())["weight_map"]
+        names = {Path(name) for name in weight_map.values()}
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(f"{index}: not a safetensors index ({error}).") from error
     for name in names:

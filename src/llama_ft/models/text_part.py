@@ -32,6 +32,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from llama_ft.errors import UserError
+from llama_ft.models.replaced import replace_method
 
 CLASSES: dict[Any, Any] = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -86,25 +87,24 @@ def auto_class(config: PretrainedConfig, trust_remote_code: bool = False) -> Any
         return AutoModelForCausalLM
     if names_score(config) and not config.is_encoder_decoder:
         return AutoModelForSequenceClassification
-    known = {
-        auto: names[config.model_type]
-        for auto, names in CLASSES.items()
-        if config.model_type in names
-    }
     named = (config.architectures or [config.model_type])[0]
-    own = [
-        auto
-        for auto, names in known.items()
-        if named in (names if isinstance(names, tuple) else (names,))
-    ]
-    chosen = (own or [*known] or [None])[-1 if takes_more_than_text(config) else 0]
+    possible = []  # classes that know this model_type
+    exact = []  # those among them that make the named class
+    for auto, by_model_type in CLASSES.items():
+        if config.model_type not in by_model_type:
+            continue
+        made = by_model_type[config.model_type]
+        possible.append(auto)
+        if named in (made if isinstance(made, tuple) else (made,)):
+            exact.append(auto)
+    candidates = exact or possible or [None]
+    # AutoModelForMultimodalLM is the last of CLASSES.
+    chosen = candidates[-1] if takes_more_than_text(config) else candidates[0]
     if chosen is None or (chosen is AutoModelForMultimodalLM and config.is_encoder_decoder):
         supported = " or ".join(auto.__name__ for auto in CLASSES)
-        why = (
-            "no text decoder"
-            if chosen is None
-            else "no text decoder that works without its encoder"
-        )
+        why = "no text decoder"
+        if chosen is not None:
+            why = "no text decoder that works without its encoder"
         raise UserError(
             f"--model_name: {named} (model_type {config.model_type}) has {why}.\n"
             f"Supported are models that Transformers loads with {supported}."
@@ -139,7 +139,7 @@ def keep_text_part(model: PreTrainedModel) -> LeftOut:
 
     def take_out_towers(owner: nn.Module) -> None:
         for name, child in list(owner.named_children()):
-            parts = [part for part in child.children() if any(map(_is_model, part.modules()))]
+            parts = [part for part in child.children() if _contains_model(part)]
             holds_text = _holds(child, embedding) or _holds(child, head)
             holds_several_models = len(parts) > 1 and not _is_model(child)
             if holds_text or holds_several_models:
@@ -153,14 +153,19 @@ def keep_text_part(model: PreTrainedModel) -> LeftOut:
         # else its own forward calls decoder and head
         if not _holds(owner, head) or _holds(decoder, head):
             inner = next(child for child in owner.children() if _holds(child, decoder))
-            owner.forward = _text_forward(owner, inner, lacks_head=not _holds(decoder, head))
-            beside = [name for name, child in owner.named_children() if child is not inner]
-            for name in [*beside, *owner._parameters, *owner._buffers]:
+            forward = _text_forward(owner, inner, lacks_head=not _holds(decoder, head))
+            replace_method(owner, "forward", forward)
+            siblings = [name for name, child in owner.named_children() if child is not inner]
+            for name in [*siblings, *owner._parameters, *owner._buffers]:
                 take_out(owner, name)
     take_out_towers(model)
     kept = model.state_dict().keys()
-    tensors = {name: tensor.numel() for name, tensor in before.items() if name not in kept}
-    causal = names[decoder] if _holds(decoder, embedding) and _holds(decoder, head) else ""
+    tensors = dict[str, int]()
+    for name, tensor in before.items():
+        if name not in kept:
+            tensors[name] = tensor.numel()
+    makes_logits = _holds(decoder, embedding) and _holds(decoder, head)
+    causal = names[decoder] if makes_logits else ""
     return LeftOut(found, tensors, causal)
 
 
@@ -172,7 +177,15 @@ def _is_model(module: nn.Module) -> bool:
     return isinstance(module, PreTrainedModel)
 
 
-def _text_forward(owner: nn.Module, inner: nn.Module, lacks_head: bool) -> Callable[..., Any]:
+def _contains_model(module: nn.Module) -> bool:
+    return any(_is_model(part) for part in module.modules())
+
+
+def _text_forward(
+    owner: nn.Module,
+    inner: nn.Module,
+    lacks_head: bool,
+) -> Callable[..., Any]:
     """Return a forward of `owner` that passes its arguments on to `inner`, except those on
     images."""
     own = list(inspect.signature(owner.forward).parameters)
@@ -181,8 +194,8 @@ def _text_forward(owner: nn.Module, inner: nn.Module, lacks_head: bool) -> Calla
 
     @wraps(owner.forward)  # generate() inspects the names of its parameters
     def forward(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(own, args, strict=False)) | kwargs
-        for_inner = {name: value for name, value in given.items() if name not in images}
+        arguments = dict(zip(own, args, strict=False)) | kwargs
+        for_inner = {name: value for name, value in arguments.items() if name not in images}
         output = inner(**for_inner)
         return TextOutput(**output) if lacks_head else output
 

@@ -18,15 +18,10 @@ from torch.nn.utils.rnn import pad_sequence
 from llama_ft.data import IGNORED, Batch, Encoder, one_example
 from llama_ft.data.formats import Sample, SampleFormat
 from llama_ft.data.tokenize import Example
-from llama_ft.models import (
-    BuiltModel,
-    LossFunction,
-    cross_entropy,
-    noted,
-    packed_arguments,
-    router_arguments,
-    router_loss,
-)
+from llama_ft.models import BuiltModel, packed_arguments
+from llama_ft.models.chunked_loss import LossFunction, cross_entropy
+from llama_ft.models.routers import router_arguments, router_loss
+from llama_ft.models.transformers_private import noted
 from llama_ft.runtime import Ranks, sent
 
 PAD_MULTIPLE = {"cuda": 1, "cpu": 64}  # tokens of a packed micro-batch are a multiple of these

@@ -41,6 +41,7 @@ from llama_ft.data import (
 )
 from llama_ft.errors import RunFailure, UserError, plural, reason
 from llama_ft.models import BuiltModel
+from llama_ft.models.lora import adapter_off
 from llama_ft.models.source import listed
 from llama_ft.phases import PhaseMonitor
 from llama_ft.runtime import Ranks, log, sent
@@ -71,7 +72,7 @@ class AdapterOff:
 
     def log_probabilities(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> torch.Tensor:
         """See `Reference`."""
-        with models.adapter_off(built.model):
+        with adapter_off(built.model):
             return score_examples(built, batch, ranks)
 
 

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from llama_ft.data import Batch, Encoder, two_examples
 from llama_ft.data.formats import Sample, SampleFormat
 from llama_ft.data.tokenize import Example
-from llama_ft.models import BuiltModel, router_loss
+from llama_ft.models import BuiltModel
+from llama_ft.models.routers import router_loss
 from llama_ft.runtime import Ranks, sent
 from llama_ft.training.objective import LossSum, model_inputs, with_router_loss
 

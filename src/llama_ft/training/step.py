@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from llama_ft.config import TrainConfig
 from llama_ft.data import Batch
 from llama_ft.errors import RunFailure
-from llama_ft.models import BuiltModel, ShardGroup
+from llama_ft.models import BuiltModel
 from llama_ft.models.lora import clear_frozen_half
-from llama_ft.models.shards import local_shard
+from llama_ft.models.shards import ShardGroup, local_shard
 from llama_ft.phases import NULL_MONITOR, PhaseMonitor
 from llama_ft.runtime import Ranks
 from llama_ft.training.objective import LossSum, Objective, logged_means
