@@ -27,10 +27,8 @@ if __name__ == "__main__":
     batch = Batch(ids, ids, [30, 30], False, ["a", "b"])
     for name, case in cases.items():
         with runtime.start("cpu", case.get("shards", "world")) as job:
-            folder, precision = (
-                Path(case["model"]),
-                runtime.PRECISIONS[case.get("precision", "fp32")],
-            )
+            folder = Path(case["model"])
+            precision = runtime.PRECISIONS[case.get("precision", "fp32")]
             tokenizer = models.load_tokenizer(folder, False)
             model_config = models.load_model_config(folder, False)
             settings = ModelConfig(model_name=str(folder))

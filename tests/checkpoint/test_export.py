@@ -140,7 +140,8 @@ def test_plain_pytorch_reads_a_checkpoint_on_one_process(results: Path, tiny_mod
         for there, path in here.items():
             code = code.replace(there, path)
         exec(code, names)
-    model, optimizer = names["model"], names["optimizer"]
+    model = names["model"]
+    optimizer = names["optimizer"]
     saved = torch.load(results / "full" / "logits.pt", weights_only=True)
     assert (logits_of(model, saved) - saved["logits"]).abs().max() < 1e-5
 

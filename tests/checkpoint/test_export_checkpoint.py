@@ -88,7 +88,8 @@ def test_a_fully_tuned_model_is_what_transformers_would_save(
     checkpoint = save_checkpoint(tmp_path, trained, settings_of(base, **settings))
     prepare(checkpoint).write_model(tmp_path / "out", None, 60_000)
     reference.to(dtype).save_pretrained(tmp_path / "reference")
-    ours, theirs = stored(tmp_path / "out"), stored(tmp_path / "reference")
+    ours = stored(tmp_path / "out")
+    theirs = stored(tmp_path / "reference")
     assert ours.keys() == theirs.keys() == stored(base).keys()
     for key, tensor in theirs.items():
         assert ours[key].dtype == tensor.dtype == dtype and torch.equal(ours[key], tensor), key
@@ -196,7 +197,8 @@ def test_an_adapter_is_what_peft_would_save(
     checkpoint = save_checkpoint(tmp_path, trained, settings_of(base, {**LORA, **settings}))
     prepare(checkpoint).write_adapter(tmp_path / "adapter", None)
     reference.save_pretrained(tmp_path / "reference", save_embedding_layers=False)
-    ours, theirs = stored(tmp_path / "adapter"), stored(tmp_path / "reference")
+    ours = stored(tmp_path / "adapter")
+    theirs = stored(tmp_path / "reference")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     targets = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())[
@@ -230,7 +232,8 @@ def test_a_base_that_has_moved_or_does_not_fit_is_refused_with_the_way_out(
 def test_a_corrupted_checkpoint_is_refused_by_file_and_a_run_falls_back(
     bases: Path, tmp_path: Path
 ) -> None:
-    weights, config = tuned(load(bases / "llama")), settings_of(bases / "llama")
+    weights = tuned(load(bases / "llama"))
+    config = settings_of(bases / "llama")
     older, newer = (save_checkpoint(tmp_path, weights, config, step) for step in (1, 2))
     assert find_valid(tmp_path).folder == newer
     file = newer / "shard-00002-model-00001-of-00001.safetensors"
@@ -259,7 +262,8 @@ def test_the_card_tells_base_data_settings_and_loss_but_no_folders_and_secrets(
         write_model_card(tmp_path, base, trainer)
         return (tmp_path / "README.md").read_text()
 
-    local, of_hub = card("/home/someone/Llama-3.1-8B"), card("meta-llama/Llama-3.1-8B")
+    local = card("/home/someone/Llama-3.1-8B")
+    of_hub = card("meta-llama/Llama-3.1-8B")
     _, front, body = local.split("---\n", 2)
     assert yaml.safe_load(front) == {
         "library_name": "peft",
@@ -301,7 +305,8 @@ def test_the_card_names_the_adapters_method(tmp_path: Path) -> None:
 class Hub:
     """In place of huggingface_hub.HfApi, with one repository."""
 
-    private, uploaded = False, set[str]()
+    private = False
+    uploaded = set[str]()
 
     def create_repo(self, name: str, private: bool, exist_ok: bool) -> str:
         return f"https://hub/{name}"
@@ -316,7 +321,8 @@ class Hub:
 def test_a_folder_is_uploaded_but_what_must_stay_private_not_to_a_public_repository(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, hub = load_script(REPOSITORY / "recipes" / "export.py"), Hub()
+    recipe = load_script(REPOSITORY / "recipes" / "export.py")
+    hub = Hub()
     monkeypatch.setattr(recipe, "HfApi", lambda: hub)
     write_model_card(tmp_path, "meta-llama/Llama-3.1-8B")
     with pytest.raises(RunFailure, match="is public"):
@@ -324,6 +330,7 @@ def test_a_folder_is_uploaded_but_what_must_stay_private_not_to_a_public_reposit
     assert hub.uploaded == set()
     assert recipe.upload(tmp_path, "me/model", private=False) == "https://hub/me/model"
     assert hub.uploaded == {"README.md"}
-    hub.private, hub.uploaded = True, set()
+    hub.private = True
+    hub.uploaded = set()
     recipe.upload(tmp_path, "me/model", private=True)
     assert hub.uploaded == {"README.md"}

@@ -86,12 +86,14 @@ def test_the_merged_model_is_the_adapted_one(case: str, bases: Path, tmp_path: P
     # peft's merge changes embedding and head together although only one was adapted
     if case.startswith("tied, "):
         assert json.loads((merged / "config.json").read_text())["tie_word_embeddings"] is False
-        tensors, before = stored(merged), stored(base)["model.embed_tokens.weight"]
+        tensors = stored(merged)
+        before = stored(base)["model.embed_tokens.weight"]
         changed = "lm_head.weight" if "head" in case else "model.embed_tokens.weight"
         [kept] = {"lm_head.weight", "model.embed_tokens.weight"} - {changed}
         assert torch.equal(tensors[kept], before) and not torch.equal(tensors[changed], before)
     else:
-        reference, weights = adapted.merge_and_unload().state_dict(), load(merged).state_dict()
+        reference = adapted.merge_and_unload().state_dict()
+        weights = load(merged).state_dict()
         assert weights.keys() == reference.keys()
         for name, tensor in reference.items():
             torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
@@ -133,7 +135,8 @@ def test_what_the_adapter_does_not_change_stays_bit_by_bit(bases: Path, tmp_path
         adapter = save_adapter(
             place, tmp_path / target, target_modules=[target], fan_in_fan_out=place == short
         )
-        before, after = stored(named), stored(merge(adapter, place, tmp_path / f"{target}-merged"))
+        before = stored(named)
+        after = stored(merge(adapter, place, tmp_path / f"{target}-merged"))
         assert before.keys() == after.keys()
         for name, tensor in before.items():
             assert after[name].dtype == tensor.dtype

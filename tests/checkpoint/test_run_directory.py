@@ -30,7 +30,9 @@ time.sleep(60)
 @pytest.fixture
 def busy(tmp_path: Path) -> Iterator[tuple[Path, int]]:
     """A run's directory in which another process works, and that process."""
-    folder, script, told = tmp_path / "run", tmp_path / "at_work.py", tmp_path / "pid"
+    folder = tmp_path / "run"
+    script = tmp_path / "at_work.py"
+    told = tmp_path / "pid"
     script.write_text(AT_WORK)
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(forked, script, folder, told)

@@ -54,7 +54,8 @@ def test_neither_saving_nor_restoring_makes_a_step(
     save: Save, runtime: Ranks, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """torch's utilities make one where an optimizer has no states."""
-    train, model = OPTIMIZERS[name], torch.nn.Linear(96, 64)
+    train = OPTIMIZERS[name]
+    model = torch.nn.Linear(96, 64)
     optimizer = build_optimizer(model, train)
     monkeypatch.setattr(type(optimizer), "step", lambda *_, **__: pytest.fail("a hidden step"))
     checkpoint = save(model, optimizer, train)
@@ -67,7 +68,8 @@ def test_neither_saving_nor_restoring_makes_a_step(
 
 
 def test_the_settings_are_those_of_the_new_run(save: Save, runtime: Ranks) -> None:
-    train, model = TrainConfig(lr=1e-3, weight_decay=0.5), torch.nn.Linear(96, 64)
+    train = TrainConfig(lr=1e-3, weight_decay=0.5)
+    model = torch.nn.Linear(96, 64)
     optimizer = build_optimizer(model, train)
     step(model, optimizer)
     checkpoint = save(model, optimizer, train)
@@ -87,10 +89,8 @@ def test_compiled_layers_that_recompute_are_saved_under_their_own_names(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    train, model = (
-        TrainConfig(activation_checkpointing="full"),
-        AutoModelForCausalLM.from_pretrained(tied_model),
-    )
+    train = TrainConfig(activation_checkpointing="full")
+    model = AutoModelForCausalLM.from_pretrained(tied_model)
     names = [name for name, _ in model.named_parameters()]
     checkpoint_activations(BuiltModel(model), train)
     compile_layers(BuiltModel(model), backend="eager")
@@ -125,11 +125,13 @@ UNFIT: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 def test_what_does_not_fit_is_told_before_anything_is_read(
     save: Save, runtime: Ranks, kind: str
 ) -> None:
-    train, model = TrainConfig(), torch.nn.Linear(96, 64)
+    train = TrainConfig()
+    model = torch.nn.Linear(96, 64)
     change, message = UNFIT[kind]
     checkpoint = save(model, build_optimizer(model, train), train)
     (file,) = checkpoint.folder.glob("*.safetensors")
-    metadata, tensors = safe_open(file, "pt").metadata(), load_file(file)
+    metadata = safe_open(file, "pt").metadata()
+    tensors = load_file(file)
     change(tensors)
     save_file(tensors, file, metadata)
     torch.nn.init.zeros_(model.weight)
@@ -141,7 +143,8 @@ def test_what_does_not_fit_is_told_before_anything_is_read(
 def test_a_restored_checkpoint_that_is_deleted_gives_its_space_back(
     save: Save, runtime: Ranks, tmp_path: Path
 ) -> None:
-    train, model = TrainConfig(), torch.nn.Linear(96, 64)
+    train = TrainConfig()
+    model = torch.nn.Linear(96, 64)
     checkpoint = save(model, build_optimizer(model, train), train)
     restore(checkpoint, model, build_optimizer(model, train), runtime)
     assert checkpoint.weights().read("weight").shape == (64, 96)

@@ -132,7 +132,8 @@ def test_what_is_written_late_are_the_values_of_the_moment_of_the_save(
     before = {f"model.{name}": p.detach().clone() for name, p in model.named_parameters()}
     for name, parameter in model.named_parameters():
         before[f"optimizer.state.{name}.exp_avg"] = optimizer.state[parameter]["exp_avg"].clone()
-    writer, aside = new_writer(), tmp_path / "checkpoints" / ".writing-step-000001"
+    writer = new_writer()
+    aside = tmp_path / "checkpoints" / ".writing-step-000001"
     aside.mkdir(parents=True)
     os.mkfifo(aside / shard_file(0))
     writer.save(1, model, optimizer, STATE)
@@ -150,10 +151,8 @@ class Tied(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = (
-            torch.nn.Linear(4, 4, bias=False),
-            torch.nn.Linear(4, 4, bias=False),
-        )
+        self.first = torch.nn.Linear(4, 4, bias=False)
+        self.second = torch.nn.Linear(4, 4, bias=False)
         self.second.weight = self.first.weight
         self.register_buffer("counts", torch.zeros(3))
 

@@ -35,7 +35,8 @@ def main(folder: Path, cases: list[dict[str, Any]]) -> None:
             rows = data.plan_training(
                 Config(train=settings, data=config), tokenized, 200, 8, 0, None, job
             )
-            steps, message = [], ""
+            steps = []
+            message = ""
             try:
                 if case.get("first_samples"):
                     rows.first_samples()

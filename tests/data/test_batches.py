@@ -43,7 +43,8 @@ def test_every_row_is_seen_once_an_epoch_and_no_rank_has_more_tokens(
     ranks = plans(world_size, micro_batch, accumulation, pack_length=pack_length)
     assert ranks[0].steps_per_epoch == math.ceil(len(ranks[0]) / global_batch)
     for epoch in (0, 1):
-        seen, light = list[int](), 0
+        seen = list[int]()
+        light = 0
         for step in range(ranks[0].steps_per_epoch):
             shares = [plan.step(epoch, step) for plan in ranks]
             assert len({len(share.micro_batches) for share in shares}) == 1
@@ -89,7 +90,8 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(pack_length: int | 
 
 
 def test_order_is_a_function_of_seed_epoch_and_step_alone() -> None:
-    first, again = plans(2, 2, 2)[1], plans(2, 2, 2)[1]
+    first = plans(2, 2, 2)[1]
+    again = plans(2, 2, 2)[1]
     forward = {(epoch, step): first.step(epoch, step) for epoch in range(3) for step in range(5)}
     backward = {key: again.step(*key) for key in reversed(forward)}
     assert forward == backward

@@ -239,7 +239,8 @@ def text(make_tokenizer: MakeTokenizer) -> Callable[..., str]:
     return shown
 
 
-QWEN_START, QWEN_HI = "<|im_start|> assistant Ċ", "<|im_start|> user Ċ Hi <|im_end|> Ċ"
+QWEN_START = "<|im_start|> assistant Ċ"
+QWEN_HI = "<|im_start|> user Ċ Hi <|im_end|> Ċ"
 QWEN_EMPTY = "[<think>] [ĊĊ] [</think>] [ĊĊ]"
 OSS_CHANNEL = "[<|channel|>] [f] [i] [n] [a] [l] [<|message|>]"
 OSS_OPEN = f"<|start|> user <|message|> Hi <|end|> <|start|> assistant {OSS_CHANNEL}"

@@ -26,7 +26,8 @@ def test_answers_are_docstrings_of_the_running_python(demo: Demo) -> None:
 
 
 def test_no_answer_and_no_question_of_the_validation_rows_is_trained_on(demo: Demo) -> None:
-    train, validation = rows(demo.train_file), rows(demo.validation_file)
+    train = rows(demo.train_file)
+    validation = rows(demo.validation_file)
     for column in ("output", "instruction"):
         assert not {row[column].lower() for row in train} & {
             row[column].lower() for row in validation

@@ -369,7 +369,8 @@ def test_system_and_history_of_alpaca_rows_are_turns(history: object) -> None:
 
 
 def test_a_system_column_is_the_system_turn_of_a_chat_that_has_none() -> None:
-    brief, own = said("system", "Be brief."), said("system", "Be kind.")
+    brief = said("system", "Be brief.")
+    own = said("system", "Be kind.")
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "yes"}]
     assert sharegpt_messages({"system": "Be brief.", "conversations": turns}) == [
         brief,
@@ -397,7 +398,8 @@ def test_pairs_are_texts_or_chats_with_or_without_a_column_for_the_prompt() -> N
     texts = [("Hi ", "yes"), ("Hi ", "no")]
     assert pair_contents({"prompt": "Hi ", "chosen": "yes", "rejected": "no"}) == texts
     assert pair_contents({"chosen": "Hi yes", "rejected": "Hi no"}) == texts
-    system, earlier = said("system", "Be brief."), {**ANSWER, "weight": 0}
+    system = said("system", "Be brief.")
+    earlier = {**ANSWER, "weight": 0}
     for prompt in ([USER, ANSWER, USER], [system, USER, ANSWER, USER]):
         before = [earlier if it is ANSWER else it for it in prompt]
         chats = [[*before, ANSWER], [*before, NO]]

@@ -212,7 +212,8 @@ def test_formats_and_the_columns_that_are_used_and_ignored_are_printed(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     rows = [{**row, "system": "Be brief.", "id": 1} for row in pairs(2)]
-    first, second = write_jsonl(tmp_path / "a.jsonl", rows), write_jsonl(tmp_path / "b.jsonl", rows)
+    first = write_jsonl(tmp_path / "a.jsonl", rows)
+    second = write_jsonl(tmp_path / "b.jsonl", rows)
     chats = [
         {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "no"}]}
     ]
@@ -236,7 +237,8 @@ def test_formats_and_the_columns_that_are_used_and_ignored_are_printed(
 def test_cache_is_used_until_something_changes(
     llama3: PreTrainedTokenizerFast, chatml: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    path, cache = write_jsonl(tmp_path / "my.jsonl", pairs(30)), tmp_path / "cache"
+    path = write_jsonl(tmp_path / "my.jsonl", pairs(30))
+    cache = tmp_path / "cache"
     prepared(path, llama3, cache)
     (first,) = cached(cache)
     written = (cache / "tokenized" / first / "train.arrow").stat().st_mtime_ns
@@ -300,10 +302,8 @@ def test_ids_beyond_the_models_vocabulary_are_refused_whether_cached_or_not(
 ) -> None:
     """The tokenizer may be larger: what counts is which ids the rows hold."""
     tokenized = [{"input_ids": ids, "labels": ids} for ids in ([5, 6], [7, 40, 9], [40, 1])]
-    path, config = (
-        write_jsonl(tmp_path / "my.jsonl", tokenized),
-        DataConfig(dataset=str(tmp_path / "my.jsonl")),
-    )
+    path = write_jsonl(tmp_path / "my.jsonl", tokenized)
+    config = DataConfig(dataset=str(tmp_path / "my.jsonl"))
     for _ in range(2):
         with pytest.raises(
             UserError, match=rf"{path}: token 40 \(.*\) is outside the model's vocabulary of 40"

@@ -15,7 +15,8 @@ from llama_ft.data.reshape import repaired, reshaped
 from llama_ft.data.sources import Source, open_source
 from llama_ft.errors import UserError
 
-USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+USER = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "Hello"}
 
 
 @pytest.fixture
@@ -25,7 +26,8 @@ def read(tmp_path: Path) -> Callable[..., Source]:
     def opened(name: str, content: str | bytes, **settings: Any) -> Source:
         file = tmp_path / name
         file.write_bytes(content.encode() if isinstance(content, str) else content)
-        config, none = DataConfig(dataset=str(file), **settings), PreTrainedTokenizerBase()
+        config = DataConfig(dataset=str(file), **settings)
+        none = PreTrainedTokenizerBase()
         source = open_source(str(file), "train", config=config, tokenizer=none, cache=tmp_path)
         return reshaped(source, config, config.max_samples)
 

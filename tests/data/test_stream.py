@@ -11,7 +11,9 @@ from conftest import write_rows
 from forked import forked
 
 JOB = Path(__file__).parent / "stream_job.py"
-ROWS, BUFFER, STEPS = 900, 300, 90
+ROWS = 900
+BUFFER = 300
+STEPS = 90
 CASE: dict[str, Any] = {
     "file": "rows.jsonl",
     "first": 1,

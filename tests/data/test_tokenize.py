@@ -122,7 +122,8 @@ def test_template_that_rewrites_earlier_turns_is_refused_for_the_row(
 
 
 def test_tokenized_row_has_ids_of_the_tokenizer_only(llama3: PreTrainedTokenizerFast) -> None:
-    encoder, beyond = Encoder(llama3, 100), len(llama3)
+    encoder = Encoder(llama3, 100)
+    beyond = len(llama3)
     for row, place in (
         ({"input_ids": [1, beyond]}, r"the token 313"),
         ({"input_ids": [1, 2], "labels": [1, -1]}, r"the token -1"),

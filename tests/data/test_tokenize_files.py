@@ -81,7 +81,9 @@ def test_rows_on_disk_are_what_the_encoder_makes_of_each_row(
     llama3: PreTrainedTokenizerFast, tmp_path: Path, odd_rows: Path
 ) -> None:
     data = prepared(odd_rows, llama3, tmp_path, 3, truncation="split", skip_bad_rows=True)
-    encoder, expected, whole = Encoder(llama3, 40, "split"), [], []
+    encoder = Encoder(llama3, 40, "split")
+    expected = []
+    whole = []
     for number, line in enumerate(odd_rows.read_text().splitlines(), start=1):
         if line != "{" and "output" in (row := json.loads(line)):
             expected += [(f"{odd_rows}:{number}", piece) for piece in encoder.encode(row, "alpaca")]
@@ -365,7 +367,8 @@ def test_examples_of_one_row_stay_together(
         plain is not None and data is not None and (group_size(plain), group_size(data)) == (1, 2)
     )
     assert data["source"][::2] == data["source"][1::2] and len(data) < 2 * len(rows)
-    lengths, seen = example_lengths(data), list[int]()
+    lengths = example_lengths(data)
+    seen = list[int]()
     for rank in range(world_size):
         shape = {"global_batch": 4, "world_size": world_size, "rank": rank, "micro_batch": 1}
         plan = BatchSampler.of(data, pack_length=pack_length, seed=1, **shape)
@@ -417,14 +420,16 @@ def test_a_completion_with_a_label_comes_with_its_prompt_and_another_completion(
         limits: dict[str, Any] = {"context_length": 14, "cache": tmp_path, "want_validation": False}
         return prepare(config, llama3, examples=unpaired_examples, **limits)
 
-    rows, encoder = completions(21), Encoder(llama3, 99)
+    rows = completions(21)
+    encoder = Encoder(llama3, 99)
     rows[5]["completion"] *= 9  # too long by itself
     data = built(
         "my.jsonl",
         [*rows[:8], {"prompt": "Hi", "completion": "", "label": 1}, *rows[8:]],
         skip_bad_rows=True,
     )
-    found, at = data.train, 0
+    found = data.train
+    at = 0
     assert found is not None and set(found["group"]) == {2}
     whole = [encoder.tokenize(row, "prompt_completion") for row in rows]
     starts = [next(n for n, label in enumerate(labels) if label != -100) for _, labels in whole]
@@ -472,7 +477,8 @@ def test_a_completion_with_a_label_comes_with_its_prompt_and_another_completion(
         for it in both
         for key in list(it)[1:]
     ]
-    pairs_of, unpaired = built("pairs.jsonl", both).train, built("apart.jsonl", apart).train
+    pairs_of = built("pairs.jsonl", both).train
+    unpaired = built("apart.jsonl", apart).train
     assert pairs_of is not None and unpaired is not None
     assert all(
         pairs_of[name][:] == unpaired[name][:] for name in ("input_ids", "labels", "desirable")

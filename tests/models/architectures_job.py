@@ -43,7 +43,8 @@ if __name__ == "__main__":
         ]
         config, _ = load(settings + flags, finetuning.DEMO_CONFIG)
         with runtime.start("cpu", models.shard_degree(config.fsdp)) as job:
-            folder, result = Path(config.model.model_name), work / "results" / name
+            folder = Path(config.model.model_name)
+            result = work / "results" / name
             model_config = models.load_model_config(folder, False)
             request = models.ModelRequest(config, folder, model_config)
             built = finetuning.build_model(request, job, NULL_MONITOR)

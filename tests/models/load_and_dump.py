@@ -16,7 +16,8 @@ if __name__ == "__main__":
     out = Path(sys.argv[1]).parent
     for name, case in cases.items():
         with runtime.start("cpu", case["shard_degree"]) as job:
-            folder, precision = Path(case["model"]), runtime.PRECISIONS[case["precision"]]
+            folder = Path(case["model"])
+            precision = runtime.PRECISIONS[case["precision"]]
             model_config = models.load_model_config(folder, False)
             settings = ModelConfig(model_name=str(folder))
             built = models.build_on_meta(model_config, settings, folder=folder)

@@ -16,7 +16,9 @@ from llama_ft.config import TrainConfig
 from llama_ft.models import BuiltModel, checkpoint_activations
 from llama_ft.models.lora_linear import use_fused_lora
 
-LAYERS, HIDDEN, TOKENS = 4, 64, 48
+LAYERS = 4
+HIDDEN = 64
+TOKENS = 48
 WAYS = [("full", 2), ("every_k", 2), ("every_k", 3), ("selective", 2)]
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
@@ -90,7 +92,8 @@ def measure(model: nn.Module) -> tuple[Counter[str], Counter[str], int]:
 def test_gradients_are_those_without_checkpointing_to_the_last_bit(
     how: str, k: int, lora: bool
 ) -> None:
-    expected, found = gradients(llama("off", lora=lora)), gradients(llama(how, k, lora=lora))
+    expected = gradients(llama("off", lora=lora))
+    found = gradients(llama(how, k, lora=lora))
     assert found.keys() == expected.keys() and len(found) > 2 * LAYERS
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
@@ -127,7 +130,8 @@ def test_only_the_inputs_of_recomputed_layers_are_offloaded(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a device to copy from, a copy on the CPU stands in for the one in pinned memory."""
-    expected, moved = gradients(llama("off", lora=True)), []
+    expected = gradients(llama("off", lora=True))
+    moved = []
 
     class Copy(torch.autograd.graph.saved_tensors_hooks):
         def __init__(self, **_: Any) -> None:

@@ -37,7 +37,8 @@ LONG_ROPE = {
     "short_factor": [1.1] * 8,
     "long_factor": [2.0] * 8,
 }
-TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+TIED = {"tie_word_embeddings": True}
+UNTIED = {"tie_word_embeddings": False}
 EXPERTS = {"num_experts_per_tok": 2, "router_jitter_noise": 0.0}
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
@@ -371,7 +372,8 @@ def test_the_first_loss_and_gradient_are_those_of_plain_transformers(
 def test_the_result_reloads_with_the_trained_logits(
     work: Path, architecture: str, method: str
 ) -> None:
-    folder, result = work / "models" / architecture, work / "results" / architecture / method
+    folder = work / "models" / architecture
+    result = work / "results" / architecture / method
     seen = torch.load(result / "seen.pt", weights_only=True)
     rows = torch.load(work / "rows.pt", weights_only=True)
 
@@ -386,7 +388,8 @@ def test_the_result_reloads_with_the_trained_logits(
     assert (after - seen["logits"]).abs().max() < 1e-4
     assert (before - seen["logits"]).abs().max() > 1e-2, "the step has changed something"
     if "LoRA" not in method:
-        was, now = stored(folder), stored(result / "model")
+        was = stored(folder)
+        now = stored(result / "model")
         assert was.keys() == now.keys(), "saved in the layout it came in"
         towers = [
             name for name in was if re.search("visi|visual|projector|image_embed|audio_embed", name)

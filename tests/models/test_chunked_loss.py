@@ -157,7 +157,8 @@ def test_losses_per_token_have_the_gradients_of_their_sum_with_dropout_too(
 ) -> None:
     settings = {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
     get_peft_model(llama, LoraConfig(r=4, lora_dropout=0.5, **settings))
-    llama, results = taught(llama).train(), []
+    llama = taught(llama).train()
+    results = []
     for per_token in (False, True):
         torch.manual_seed(5)
         results.append(loss_and_gradients(llama, True, per_token))
@@ -190,7 +191,9 @@ def test_chunks_have_few_shapes(
 ) -> None:
     """In chunks of 32, as the head is trained; the last is filled up to 8, and what fills it counts
     nothing."""
-    positions, wanted, seen = POSITIONS[:targets], TARGETS[:targets], list[int]()
+    positions = POSITIONS[:targets]
+    wanted = TARGETS[:targets]
+    seen = list[int]()
     logits = llama(input_ids=ROWS, use_cache=False).logits.flatten(0, 1)[positions]
     expected = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
     plain = chunked_loss.CrossEntropy.forward

@@ -57,7 +57,8 @@ def varlen_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def backward(
         gradient: Any, q: Any, k: Any, v: Any, output: Any, sums: Any, ends: Any, *_: Any, **__: Any
     ) -> Any:
-        kernel, found = "_scaled_dot_product_flash_attention_for_cpu", []
+        kernel = "_scaled_dot_product_flash_attention_for_cpu"
+        found = []
         for gradients, *row in rows_of(ends, gradient, q, k, v):
             computed = getattr(torch.ops.aten, kernel)(*row, 0.0, True)
             found.append(
@@ -100,7 +101,8 @@ def test_one_graph_trains_on_packs_of_any_rows_and_one_evaluates(
 ) -> None:
     torch._dynamo.reset()
     counters.clear()
-    plain, compiled = llama(how), llama(how)
+    plain = llama(how)
+    compiled = llama(how)
     compile_layers(compiled, backend="aot_eager")
     assert list(compiled.model.state_dict()) == list(plain.model.state_dict())
     for lengths in PACKS:
@@ -136,14 +138,17 @@ def test_with_the_adapter_off_in_turns_one_graph_more_is_made(varlen_on_the_cpu:
     """The reference of DPO is the model with its adapter off."""
     torch._dynamo.reset()
     counters.clear()
-    base, plain, graphs = llama("off"), llama("off"), list[int]()
+    base = llama("off")
+    plain = llama("off")
+    graphs = list[int]()
     settings = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
     get_peft_model(plain.model, settings)
     use_fused_lora(plain.model)
     compiled = copy.deepcopy(plain)
     compile_layers(compiled, backend="aot_eager")
     for lengths in PACKS[:4:3]:
-        before, reference = counters["stats"]["unique_graphs"], forward(base, lengths)
+        before = counters["stats"]["unique_graphs"]
+        reference = forward(base, lengths)
         compiled.model.eval()
         with torch.no_grad(), adapter_off(compiled.model):
             torch.testing.assert_close(forward(compiled, lengths), reference)

@@ -80,7 +80,8 @@ def test_gradients_are_the_same_with_parameters_offloaded(runtime: Ranks) -> Non
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 50}
     config = LlamaConfig(**shape, num_hidden_layers=2)
-    plain, offloaded = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    plain = LlamaForCausalLM(config)
+    offloaded = LlamaForCausalLM(config)
     offloaded.load_state_dict(plain.state_dict())
     settings = FSDPConfig(enable_fsdp=True, fsdp_cpu_offload=True)
     apply_fsdp(BuiltModel(offloaded), runtime.mesh, settings, PRECISIONS["fp32"])
@@ -104,7 +105,8 @@ def test_gradients_are_the_same_with_parameters_offloaded(runtime: Ranks) -> Non
 def test_offloaded_4_bit_layers_of_one_process_are_copied_for_each_pass_and_train_the_same(
     runtime: Ranks,
 ) -> None:
-    seen, precision = [], PRECISIONS["bf16_mixed"]
+    seen = []
+    precision = PRECISIONS["bf16_mixed"]
     for is_offloaded in (False, True):
         torch.manual_seed(0)
         model = llama()
@@ -169,7 +171,8 @@ class Collectives(TorchDispatchMode):
 def test_one_process_leaves_to_fully_shard_only_what_it_has_to_cast(
     precision: str, also_trained: list[str], runtime: Ranks
 ) -> None:
-    dtypes, model = PRECISIONS[precision], llama().to_empty(device="cpu")
+    dtypes = PRECISIONS[precision]
+    model = llama().to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     settings = LoraConfig(r=2, target_modules="all-linear", modules_to_save=also_trained or None)

@@ -21,7 +21,8 @@ from llama_ft.models import choose_liger, fuse_layers
 from llama_ft.models.compiled import AUTO_LIGER
 from llama_ft.run import Setup
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -67,11 +68,9 @@ def test_the_fused_norm_computes_what_llama_computes(dtype: torch.dtype, roundin
     """The plain one rounds twice in 16 bits, the fused one once: neither is further from float64
     than that."""
     torch.manual_seed(0)
-    norm, inputs, gradient = (
-        LlamaRMSNorm(96, eps=1e-5).to(dtype),
-        torch.randn(50, 96) * 3,
-        torch.randn(50, 96),
-    )
+    norm = LlamaRMSNorm(96, eps=1e-5).to(dtype)
+    inputs = torch.randn(50, 96) * 3
+    gradient = torch.randn(50, 96)
     norm.weight.data.normal_()
     fused = torch.nn.Sequential(LlamaRMSNorm(96, eps=1e-5).to(dtype))
     fused.load_state_dict({"0.weight": norm.weight.data})
@@ -85,7 +84,8 @@ def test_the_fused_norm_computes_what_llama_computes(dtype: torch.dtype, roundin
 
     weight = norm.weight.detach().double().requires_grad_()
     exact = passes(lambda x: functional.rms_norm(x, (96,), weight, 1e-5), weight, torch.float64)
-    plain, ours = passes(norm, norm.weight, dtype), passes(fused, fused[0].weight, dtype)
+    plain = passes(norm, norm.weight, dtype)
+    ours = passes(fused, fused[0].weight, dtype)
     assert "forward" in vars(fused[0])
     for one, other, reference in zip(plain, ours, exact, strict=True):
         allowed = 4 * rounding * reference.norm()

@@ -96,7 +96,8 @@ def held(
 
     @functools.cache
     def launch(world_size: int) -> dict[str, list[Held]]:
-        out, cases = tmp_path_factory.mktemp(f"held{world_size}"), {}
+        out = tmp_path_factory.mktemp(f"held{world_size}")
+        cases = {}
         for name, (model, settings) in CASES.items():
             degree = {"shard_degree": 2 if world_size == 4 else 1} if name == "copies" else {}
             plain = {
@@ -203,7 +204,8 @@ def expected_of(model: torch.nn.Module) -> Held:
                 module.weight.SCB.view(torch.int32),
             )
         elif isinstance(module, bitsandbytes.nn.Linear4bit):
-            state, rows = module.weight.quant_state, module.out_features
+            state = module.weight.quant_state
+            rows = module.out_features
             if module.in_features % 64:
                 continue  # blocks across rows: ours to quantize, and left as it is
             absmax = state.absmax
@@ -229,7 +231,8 @@ def test_every_rank_holds_its_rows_of_what_bitsandbytes_makes_of_the_whole_model
     case: str,
 ) -> None:
     folder = folders["whole" if case.startswith("stored-") else "odd"]
-    expected, plain = of_bitsandbytes(case), reference(folder, torch.bfloat16)
+    expected = of_bitsandbytes(case)
+    plain = reference(folder, torch.bfloat16)
     # two layers of each have rows of 65 or 24 inputs
     assert len(expected) == (20 if case in ("nf4", "fp4") else 28)
     for rank, shards in enumerate(held(world_size)[f"{case}-{way}"]):

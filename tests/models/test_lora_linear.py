@@ -13,7 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llama_ft.models.lora_linear import FusedLora, use_fused_lora
 from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme
 
-IN, OUT, RANK, ROWS = 128, 96, 4, (3, 50)
+IN = 128
+OUT = 96
+RANK = 4
+ROWS = (3, 50)
 TOKENS = ROWS[0] * ROWS[1]
 SCHEMES: dict[str, Scheme | None] = {
     "plain": None,
@@ -36,7 +39,8 @@ def model_of(
             layer = QuantizedLinear(nn.Linear(IN, OUT, bias=False), scheme)
         packed = scheme.quantize(model[0].weight.data)
         layer.weight, layer.scale = (nn.Parameter(tensor, requires_grad=False) for tensor in packed)
-        layer.bias, model[0] = model[0].bias, layer
+        layer.bias = model[0].bias
+        model[0] = layer
     settings = {
         "r": RANK,
         "lora_alpha": 12,
@@ -109,11 +113,9 @@ def test_dropout_on_cuda_has_the_gradients_of_autograd(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     model = model_of(bias=True, lora_dropout=0.3)
     use_fused_lora(model)
-    base, a, b = (
-        layer_of(model).base_layer,
-        layer_of(model).lora_A["default"],
-        layer_of(model).lora_B["default"],
-    )
+    base = layer_of(model).base_layer
+    a = layer_of(model).lora_A["default"]
+    b = layer_of(model).lora_B["default"]
 
     def by_autograd(x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(TOKENS, IN)
@@ -134,7 +136,8 @@ def test_dropout_on_cuda_has_the_gradients_of_autograd(monkeypatch: pytest.Monke
 def test_kept_are_the_input_the_small_product_and_a_byte_an_element_for_the_mask(
     scheme: str, dropout: float
 ) -> None:
-    model, kept = model_of(SCHEMES[scheme], dtype=torch.bfloat16, lora_dropout=dropout), {}
+    model = model_of(SCHEMES[scheme], dtype=torch.bfloat16, lora_dropout=dropout)
+    kept = {}
     use_fused_lora(model)
     inputs = torch.randn(*ROWS, IN, dtype=torch.bfloat16, requires_grad=True) * 1
     own = {p.data_ptr() for p in model.parameters()} | {inputs.data_ptr()}

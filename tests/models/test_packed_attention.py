@@ -23,7 +23,9 @@ from llama_ft.models.attention_kernels import AMPERE, HOPPER, T4
 from llama_ft.models.rope import use_rope_per_sample
 
 CPU = torch.device("cpu")
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
 LENGTHS = [3, 11, 1, 7, 4]  # longer and shorter than the windows of 4 and 5 below
 SHAPE = {
     "hidden_size": 32,
@@ -116,7 +118,8 @@ def packed_logits(built: BuiltModel, parts: list[torch.Tensor]) -> torch.Tensor:
 def test_loss_and_gradient_of_each_row_are_those_of_the_row_alone(
     name: str, attention: str
 ) -> None:
-    model, parts = make(name, attention), rows()
+    model = make(name, attention)
+    parts = rows()
     alone = [
         loss_of(model(input_ids=row[None], attention_mask=torch.ones(1, len(row))).logits[0], row)
         for row in parts
@@ -144,7 +147,8 @@ def test_loss_and_gradient_of_each_row_are_those_of_the_row_alone(
 
 @pytest.mark.parametrize("name", ["Phi3", "Phimoe"])
 def test_samples_of_a_padded_batch_have_the_longrope_factors_of_their_own_length(name: str) -> None:
-    model, parts = make(name, "sdpa"), rows()
+    model = make(name, "sdpa")
+    parts = rows()
     alone = [model(input_ids=row[None]).logits[0] for row in parts]
     padded = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
     mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
@@ -158,7 +162,8 @@ def test_samples_of_a_padded_batch_have_the_longrope_factors_of_their_own_length
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_padded_batches_and_generation_still_go_through_transformers_own(attention: str) -> None:
-    model, parts = make("Mistral", attention), rows([9, 7])
+    model = make("Mistral", attention)
+    parts = rows([9, 7])
     prompt = {"input_ids": parts[0][None], "attention_mask": torch.ones(1, 9, dtype=torch.int64)}
     padded = torch.stack([parts[0], torch.nn.functional.pad(parts[1], (0, 2))])
     mask = torch.tensor([[1] * 9, [1] * 7 + [0] * 2])
@@ -179,7 +184,9 @@ class Seen(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest, self.attended, self.heads = 0, list[int](), list[tuple[int, int, bool]]()
+        self.largest = 0
+        self.attended = list[int]()
+        self.heads = list[tuple[int, int, bool]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -214,7 +221,8 @@ def test_a_pack_costs_its_rows_own_attention_and_no_mask_over_all_of_it(
 @pytest.mark.parametrize("window", [None, 6])
 def test_rows_on_the_cpu_have_the_same_gradients_in_16_bits(window: int | None) -> None:
     """There the backward pass takes rows that are padded."""
-    lengths, generator = (64, 64, 33, 5, 32, 1, 150, 151), torch.Generator().manual_seed(0)
+    lengths = (64, 64, 33, 5, 32, 1, 150, 151)
+    generator = torch.Generator().manual_seed(0)
     wide = [
         torch.randn(1, heads, sum(lengths), 8, generator=generator).bfloat16().float()
         for heads in (4, 2, 2, 4)
@@ -258,7 +266,9 @@ def emulated_backward(
 def test_the_memory_efficient_kernel_gets_what_the_cpu_kernel_computes(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lengths, generator, found = (64, 33, 5, 1), torch.Generator().manual_seed(0), []
+    lengths = (64, 33, 5, 1)
+    generator = torch.Generator().manual_seed(0)
+    found = []
     wide = [torch.randn(1, heads, sum(lengths), 8, generator=generator) for heads in (4, 2, 2, 4)]
     library = torch.library.Library("aten", "IMPL")
     library.impl("_efficient_attention_forward", emulated, "CPU")
@@ -323,7 +333,9 @@ def test_rows_of_one_length_reach_cudnn_on_hopper_though_it_is_off(
 def test_without_flash_attention_heads_of_padded_rows_share_no_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, ids, found = make("Llama", "sdpa"), torch.arange(32).view(2, 16), []
+    model = make("Llama", "sdpa")
+    ids = torch.arange(32).view(2, 16)
+    found = []
     for capability, heads in ((None, 2), (HOPPER, 4)):
         monkeypatch.setattr(attention_kernels, "capability_of", lambda _, it=capability: it)
         with Seen() as seen:

@@ -123,7 +123,8 @@ def loss_and_norm(model: PreTrainedModel, loss: torch.Tensor) -> tuple[float, fl
 def test_loss_and_gradient_of_packed_rows_are_those_of_each_row_alone(
     name: str, checkpointing: Any, runtime: Ranks
 ) -> None:
-    model, rows = make(name), samples()
+    model = make(name)
+    rows = samples()
     alone = torch.zeros(())
     for ids in rows["input_ids"]:
         row = torch.tensor([ids])

@@ -88,7 +88,8 @@ def test_values_and_gradients_are_those_of_bitsandbytes_layers(
     """Their forward pass multiplies by the weight, their backward pass by the weight they
     dequantize."""
     torch.manual_seed(0)
-    weight, bias = torch.randn(40, 256, dtype=dtype), torch.randn(40, dtype=dtype)
+    weight = torch.randn(40, 256, dtype=dtype)
+    bias = torch.randn(40, dtype=dtype)
     inputs = torch.randn(2, 5, 256, dtype=dtype)
     seen = []
     for layer in (
@@ -110,7 +111,8 @@ def test_values_and_gradients_are_those_of_bitsandbytes_layers(
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_only_parameters_are_kept_for_the_backward_pass(name: str) -> None:
-    layer, kept = layer_of(SCHEMES[name], torch.randn(40, 256)), []
+    layer = layer_of(SCHEMES[name], torch.randn(40, 256))
+    kept = []
     inputs = torch.randn(3, 256, requires_grad=True) * 1.0
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
@@ -181,25 +183,27 @@ def moe_models(model_type: str, scheme: Scheme, experts_implementation: str) -> 
     )
     ours = copy.deepcopy(plain)
     quantize_linears(BuiltModel(ours), Quantization(scheme, None, is_stored=False))
-    four_bit, found = (
-        isinstance(scheme, FourBit),
-        {id(it.weight): it for it in quantized_weights(ours)},
-    )
+    four_bit = isinstance(scheme, FourBit)
+    found = {id(it.weight): it for it in quantized_weights(ours)}
     for name, parameter in list(ours.named_parameters()):
         if (quantized := found.get(id(parameter))) is None:
             continue
-        weight, packed, scales = plain.get_parameter(name).data, [], []
+        weight = plain.get_parameter(name).data
+        packed = []
+        scales = []
         for matrix in weight if weight.dim() == 3 else [weight]:
             if four_bit:
                 data, state = functional.quantize_4bit(matrix, blocksize=64, quant_type="nf4")
-                rounded, scale = functional.dequantize_4bit(data, state), state.absmax
+                rounded = functional.dequantize_4bit(data, state)
+                scale = state.absmax
             else:
                 data, scale, _ = functional.int8_vectorwise_quant(matrix.half())
                 rounded = functional.int8_vectorwise_dequant(data, scale)
             matrix.copy_(rounded)
             packed.append(data)
             scales.append(scale)
-        module, last = ours.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        module = ours.get_submodule(name.rpartition(".")[0])
+        last = name.rpartition(".")[2]
         scale_name = "scale" if isinstance(module, QuantizedLinear) else f"{last}_scale"
         for part, values, like in (
             (last, packed, parameter),
@@ -220,7 +224,8 @@ def moe_models(model_type: str, scheme: Scheme, experts_implementation: str) -> 
 def test_experts_compute_with_the_weights_that_bitsandbytes_gives_back(
     model_type: str, name: str, experts_implementation: str, is_checkpointed: bool
 ) -> None:
-    seen, ids = [], torch.arange(40)[None]
+    seen = []
+    ids = torch.arange(40)[None]
     for model in moe_models(model_type, SCHEMES[name], experts_implementation):
         if is_checkpointed:
             model.activation_checkpointing_enable({"use_reentrant": False})
@@ -245,7 +250,8 @@ def test_dequantized_experts_are_released_after_each_layer(
     )
     if is_checkpointed:
         ours.activation_checkpointing_enable({"use_reentrant": False})
-    dequantized, read = [], QuantizedStacks._dequantized
+    dequantized = []
+    read = QuantizedStacks._dequantized
 
     def noting(*given: Any) -> torch.Tensor:
         value = read(*given)

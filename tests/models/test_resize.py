@@ -18,14 +18,19 @@ from llama_ft.models import NewTokens, build_on_meta, inject_lora, load_model_co
 from llama_ft.models.new_tokens import use_token_rows
 
 Make = Callable[..., Path]
-STORED, GROWN, STEPS, GLOBAL_BATCH, LEARNING_RATE = 301, 303, 4, 8, 1e-2
+STORED = 301
+GROWN = 303
+STEPS = 4
+GLOBAL_BATCH = 8
+LEARNING_RATE = 1e-2
 NEW = [301, 302]
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% generation %}{{ message['content'] }}<|im_end|>"
     "{% endgeneration %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LORA = ["--use_peft", "--lora_dropout", "0", "--target_modules", "all-linear"]
-SCATTER, TINY_UNITS = ["--low_cpu_fsdp"], ["--fsdp_wrap_policy", "size", "--min_num_params", "20"]
+SCATTER = ["--low_cpu_fsdp"]
+TINY_UNITS = ["--fsdp_wrap_policy", "size", "--min_num_params", "20"]
 # Case -> base model, flags.
 CASES: dict[str, tuple[str, list[str]]] = {
     "full": ("untied", []),
@@ -133,7 +138,8 @@ def runs(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     ]
     common += f"--precision fp32 --batching_strategy padding --lr {LEARNING_RATE} --lr_scheduler constant".split()
     common += "--save_steps 2 --save_every_epoch false".split()
-    folder, flags = tmp_path_factory.mktemp("runs"), {}
+    folder = tmp_path_factory.mktemp("runs")
+    flags = {}
     for case, (base, own) in CASES.items():
         others = [] if "--min_num_params" in own else ["--min_num_params", "1000"]
         others += (
@@ -240,7 +246,8 @@ def test_with_lora_the_new_rows_are_trained_and_no_others(
 
 def test_both_ways_of_loading_and_a_resumed_run_give_the_same_bits(runs: dict[str, Path]) -> None:
     for one, other in (("lora", "lora, scattered"), ("lora, tied", "resumed")):
-        mine, theirs = stored(runs[one] / "model"), stored(runs[other] / "model")
+        mine = stored(runs[one] / "model")
+        theirs = stored(runs[other] / "model")
         assert mine.keys() == theirs.keys() and all(
             torch.equal(mine[name], theirs[name]) for name in mine
         ), other
@@ -256,7 +263,8 @@ def test_a_checkpoint_gives_the_same_result_and_merged_what_peft_merges(
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    result, is_lora = runs[case] / "model", "--use_peft" in CASES[case][1]
+    result = runs[case] / "model"
+    is_lora = "--use_peft" in CASES[case][1]
     exporter = Exporter.prepare(
         find_valid(runs[case]), build_model(), None, None, trust_remote_code=False, merge=is_lora
     )

@@ -65,7 +65,8 @@ def check_against_transformers(folder: Path) -> None:
     )
     assert keys.keys() == expected.keys()
     for name, parameter in expected.items():
-        key, rows = keys[name], parameter.shape[0]
+        key = keys[name]
+        rows = parameter.shape[0]
         assert source.tensors[key].shape == tuple(parameter.shape)
         assert torch.equal(source.read(key).float(), parameter), name
         parts = [source.read_rows(key, start, min(start + 3, rows)) for start in range(0, rows, 3)]
@@ -172,7 +173,8 @@ def test_a_fingerprint_knows_a_model_from_any_that_was_tuned_or_set_otherwise(
     tmp_path: Path,
 ) -> None:
     folder = save(tmp_path / "model", "llama", vocab_size=20_000)
-    file, original = folder / "model.safetensors", fingerprint(folder)
+    file = folder / "model.safetensors"
+    original = fingerprint(folder)
     assert file.stat().st_size > 3 * SAMPLES * SAMPLE_BYTES, "most of it is not read"
     tensors = load_file(file)
     for name in (

@@ -14,12 +14,10 @@ from llama_ft import training
 
 RECIPE = Path(__file__).resolve().parent.parent.parent / "recipes" / "finetuning.py"
 ACCUMULATE = training.accumulate_gradients
-lags, bad_step, file, flags = (
-    sys.argv[1] == "True",
-    int(sys.argv[2]),
-    Path(sys.argv[3]),
-    sys.argv[4:],
-)
+lags = sys.argv[1] == "True"
+bad_step = int(sys.argv[2])
+file = Path(sys.argv[3])
+flags = sys.argv[4:]
 sums: list[float] = []
 
 

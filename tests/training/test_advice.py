@@ -10,11 +10,9 @@ def settings(
     model_name: str = "org/model", dataset: str = "x.csv", use_peft: bool = False, **train: object
 ) -> Config:
     config = Config()
-    config.model.model_name, config.data.dataset, config.peft.use_peft = (
-        model_name,
-        dataset,
-        use_peft,
-    )
+    config.model.model_name = model_name
+    config.data.dataset = dataset
+    config.peft.use_peft = use_peft
     vars(config.train).update(train)
     return config
 

@@ -9,10 +9,14 @@ from conftest import losses, metrics, run_cases, write_jsonl
 
 from llama_ft.training.train_state import INITIAL_FACTOR, STEPS_TO_GROWTH, LossScale
 
-STEPS, ROWS, LEARNING_RATE = 10, 8, 3e-3
+STEPS = 10
+ROWS = 8
+LEARNING_RATE = 3e-3
 JOB = Path(__file__).with_name("train_in_fp16.py")
-TOO_MUCH, OVERFLOWS = 2.0**26, 2
-INFINITE, NAN = float("inf"), float("nan")
+TOO_MUCH = 2.0**26
+OVERFLOWS = 2
+INFINITE = float("inf")
+NAN = float("nan")
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +89,8 @@ def test_gradients_that_overflow_skip_the_step_and_halve_the_scale_until_they_fi
     assert scales[: len(skipped)] == [TOO_MUCH / 2 ** (n + 1) for n in range(len(skipped))]
     assert set(scales[len(skipped) :]) == {scales[len(skipped) - 1]}
     assert lines[-1]["train/skipped_steps"] == len(skipped)
-    waiting, going = (
-        losses(runs["overflowing"])[: len(skipped)],
-        losses(runs["overflowing"])[len(skipped) :],
-    )
+    waiting = losses(runs["overflowing"])[: len(skipped)]
+    going = losses(runs["overflowing"])[len(skipped) :]
     assert waiting == pytest.approx([going[0]] * len(skipped), rel=1e-6), (
         "a skipped step changes no weight"
     )

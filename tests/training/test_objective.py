@@ -56,7 +56,8 @@ def batch(rows: list[list[int]], labels: list[list[int]], length: int) -> Batch:
 
 
 def test_padding_adds_nothing_to_the_loss_or_the_gradient(model: LlamaForCausalLM) -> None:
-    rows, labels = [[1, 5, 9, 30, 2], [7, 8]], [[-100, 5, 9, 30, 2], [-100, 8]]
+    rows = [[1, 5, 9, 30, 2], [7, 8]]
+    labels = [[-100, 5, 9, 30, 2], [-100, 8]]
     together = token_loss_sum(BuiltModel(model), batch(rows, labels, 9), CPU)
     padded = torch.autograd.grad(together, list(model.parameters()))
     theirs = model(input_ids=torch.tensor([rows[0]]), labels=torch.tensor([labels[0]])).loss
@@ -94,11 +95,9 @@ def test_packs_are_filled_up_so_that_few_shapes_are_compiled(
     built.has_chunked_loss = use_chunked_loss(built)
     assert built.has_chunked_loss
     ids = torch.randint(0, 300, (1, sum(lengths)))
-    pack, results, seen = (
-        Batch(ids, ids.clone(), lengths, True, ["x"] * len(lengths)),
-        [],
-        list[int](),
-    )
+    pack = Batch(ids, ids.clone(), lengths, True, ["x"] * len(lengths))
+    results = []
+    seen = list[int]()
     embedding = model.get_input_embeddings()
     embedding.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
     for multiple in (1, 64):
@@ -111,8 +110,10 @@ def test_packs_are_filled_up_so_that_few_shapes_are_compiled(
 
 def test_smoothed_labels_and_noisy_embeddings_are_of_training_only(model: LlamaForCausalLM) -> None:
     rows = torch.tensor([[1, 5, 9, 30, 2]])
-    one, runtime = batch(rows.tolist(), rows.tolist(), 5), SimpleNamespace(device=CPU)
-    noisy, smoothed = copy.deepcopy(model), objective.SupervisedFineTuning(0.1)
+    one = batch(rows.tolist(), rows.tolist(), 5)
+    runtime = SimpleNamespace(device=CPU)
+    noisy = copy.deepcopy(model)
+    smoothed = objective.SupervisedFineTuning(0.1)
     add_embedding_noise(noisy, 5.0)
     built = BuiltModel(noisy)
     built.has_chunked_loss = use_chunked_loss(built)
@@ -209,10 +210,12 @@ def test_where_config_json_asks_for_it_routers_are_trained_to_share_tokens_evenl
 ) -> None:
     ids = torch.randint(3, 320, (2, 20), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
-    theirs, ours = with_routers(name), with_routers(name)
+    theirs = with_routers(name)
+    ours = with_routers(name)
     built = BuiltModel(ours)
     if is_packed:
-        ids, labels = ids.view(1, 40), labels.view(1, 40)
+        ids = ids.view(1, 40)
+        labels = labels.view(1, 40)
         labels[0, 25] = -100
         layout = {"position_ids": torch.cat([torch.arange(25), torch.arange(15)])[None]}
         built.mixers = use_packed_attention(built)
@@ -232,7 +235,8 @@ def test_where_config_json_asks_for_it_routers_are_trained_to_share_tokens_evenl
     torch.testing.assert_close(loss, expected.loss)
     for (key, parameter), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-6, msg=key)
-    of_tokens, method = expected.loss - 0.5 * expected.aux_loss, objective.SupervisedFineTuning()
+    of_tokens = expected.loss - 0.5 * expected.aux_loss
+    method = objective.SupervisedFineTuning()
     ours.config.output_router_logits = False
     for coefficient, more in ((None, 0.0), (0.25, 0.25), (0.0, 0.0)):
         built.router_coefficient = use_router_loss(ours, coefficient)

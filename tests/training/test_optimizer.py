@@ -173,7 +173,8 @@ def test_8_bit_states_are_bit_for_bit_those_of_bitsandbytes(launch: Path) -> Non
     """Where its blocks end with the row, that is; and a single row is one for both."""
     from bitsandbytes.optim import AdamW8bit
 
-    found, expected = torch.load(launch / "AdamW8bit.pt")["end"], reference(AdamW8bit, "AdamW8bit")
+    found = torch.load(launch / "AdamW8bit.pt")["end"]
+    expected = reference(AdamW8bit, "AdamW8bit")
     for name in ("weights.blocks", "weights.one_row", "weights.bias", "weights.single"):
         assert torch.equal(found[name], expected[name]), name
     assert not torch.equal(found["weights.ragged"], expected["weights.ragged"]), (
@@ -193,7 +194,8 @@ def test_a_fresh_optimizer_goes_on_bit_for_bit_and_copies_of_a_shard_stay_equal(
 
 def test_compensated_bf16_weights_follow_fp32_ones_that_plain_bf16_loses() -> None:
     """Steps of 1e-5 on weights around 1, whose bf16 neighbours are 0.004 and 0.008 away."""
-    steps, lr = 100, 1e-5
+    steps = 100
+    lr = 1e-5
     generator = torch.Generator().manual_seed(0)
     start = (torch.rand(4096, generator=generator) + 0.5).bfloat16()
     exact, plain, kahan, stochastic = (torch.nn.Parameter(start.clone()) for _ in range(4))
@@ -238,7 +240,8 @@ def test_in_a_graph_for_any_number_of_rows_an_update_is_the_same(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(anyprecision, "PIECE", 512)
-    expected, graphs = three_steps(dtype), []
+    expected = three_steps(dtype)
+    graphs = []
     monkeypatch.setattr(one_kernel, "runs_compiled", lambda _: True)
 
     def count(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:

@@ -22,7 +22,8 @@ from llama_ft.training.reference import AdapterOff, StoredReference
 # Chosen and rejected of two prompts of two tokens.
 ROWS = [[1, 5, 9, 30, 2], [1, 5, 7, 8], [4, 6, 2], [4, 6, 11, 12, 13, 2]]
 PROMPT = 2
-DPO, IPO = {"objective": "dpo", "beta": 0.3}, {"objective": "ipo", "beta": 0.3}
+DPO = {"objective": "dpo", "beta": 0.3}
+IPO = {"objective": "ipo", "beta": 0.3}
 CASES = [DPO, {**DPO, "label_smoothing": 0.2}, IPO, {"objective": "simpo", "beta": 2.0, "simpo_gamma": 0.7},
          {"objective": "orpo", "beta": 0.4},
          {"objective": "kto", "beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.7}]  # fmt: skip
@@ -60,7 +61,8 @@ def batch(is_packed: bool, objective: str = "dpo") -> Batch:
         else ROWS
     )
     labels = [[-100] * PROMPT + row[PROMPT:] for row in tokens]
-    lengths, sources = [len(row) for row in tokens], ["x"] * len(tokens)
+    lengths = [len(row) for row in tokens]
+    sources = ["x"] * len(tokens)
     told: Any = [True, None, False, None] * 2 if objective == "kto" else [None] * len(tokens)
     if is_packed:
         return Batch(
@@ -118,7 +120,8 @@ def expected(
     """The sum of the losses of the pairs as TRL's trainers have them, one pair a micro-batch, and
     the rewards. `rows`: tokens and where the response begins, chosen and rejected in turn. With kto
     all are one micro-batch."""
-    losses, rewards = [], list[Any]()
+    losses = []
+    rewards = list[Any]()
     kl = divergence(rows, model, reference) if objective == "kto" else 0
     for chosen, rejected in zip(rows[::2], rows[1::2], strict=True):
         ours = [log_probabilities(model, *row) for row in (chosen, rejected)]
@@ -161,7 +164,9 @@ def test_losses_rewards_and_gradients_are_those_of_the_formulas(
     is_packed: bool,
     in_chunks: bool,
 ) -> None:
-    theirs, reference, stored = copy.deepcopy(model), model, None
+    theirs = copy.deepcopy(model)
+    reference = model
+    stored = None
     is_kto = settings["objective"] == "kto"
     if not has_adapter:
         reference = frozen
@@ -241,7 +246,8 @@ def test_the_reference_has_neither_adapter_nor_dropout(
     get_peft_model(ours, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear"))
     for layer in ours.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    objective, reference = Preferences(PreferenceConfig(**DPO)), AdapterOff()
+    objective = Preferences(PreferenceConfig(**DPO))
+    reference = AdapterOff()
     built = BuiltModel(ours)
     ours.train()
     noisy = objective.loss(built, batch(False), runtime)

@@ -58,7 +58,8 @@ def test_each_row_has_its_number_wherever_it_stands(stored: StoredReference, run
 def test_a_row_that_was_not_scored_is_an_error_and_no_number(
     stored: StoredReference, runtime: Any
 ) -> None:
-    known, other = batch(False), copy.deepcopy(batch(False))
+    known = batch(False)
+    other = copy.deepcopy(batch(False))
     other.labels[2, 1] = other.input_ids[2, 1]  # the same tokens, one more of them in the loss
     other.locations[2] = "pairs.jsonl:3"
     stored.log_probabilities(BuiltModel(made(0)), known, runtime)
@@ -69,7 +70,8 @@ def test_a_row_that_was_not_scored_is_an_error_and_no_number(
 def test_the_file_holds_the_numbers_bit_for_bit(
     stored: StoredReference, runtime: Any, tmp_path: Path
 ) -> None:
-    read, file = StoredReference(), tmp_path / "reference.safetensors"
+    read = StoredReference()
+    file = tmp_path / "reference.safetensors"
     stored.save(file, FINGERPRINT)
     read.load(file, {name: FINGERPRINT[name] for name in ("dataset", "precision")})
     built = BuiltModel(made(0))
@@ -125,7 +127,8 @@ def test_another_reference_scores_all_rows_and_is_freed(
         validation="0.3",
     )
     config = Config(model=ModelConfig(model_name=str(tiny_model)), preference=settings, data=data)
-    objective, tokenizer = build_objective(config), AutoTokenizer.from_pretrained(tiny_model)
+    objective = build_objective(config)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     length: Any = {"context_length": 64, "cache": tmp_path, "want_validation": True}
     dataset = prepare(data, tokenizer, **length, examples=objective.examples)
     scoring = ReferencePass(objective, config, tiny_model, tokenizer, dataset, 64, 0, runtime)

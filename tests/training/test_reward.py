@@ -52,12 +52,14 @@ def model() -> Any:
 def test_loss_gradients_and_logged_scores_are_those_of_transformers(
     model: Any, runtime: Any, is_packed: bool, pad: int
 ) -> None:
-    theirs, padded = copy.deepcopy(model), batch(False)
+    theirs = copy.deepcopy(model)
+    padded = batch(False)
     theirs.config.pad_token_id = pad
     ids = torch.where(padded.attention_mask == 1, padded.input_ids, pad)
     ours = copy.deepcopy(theirs).train()
     scores = theirs(input_ids=ids, attention_mask=padded.attention_mask).logits[:, 0]
-    chosen, rejected = scores[0::2], scores[1::2]
+    chosen = scores[0::2]
+    rejected = scores[1::2]
     loss = (-logsigmoid(chosen - rejected) + 0.05 * (chosen + rejected) ** 2).sum()
     loss.backward()
     add_score(ours)
