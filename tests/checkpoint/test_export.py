@@ -77,7 +77,7 @@ def test_a_full_model_reloads_with_the_trained_logits(results: Path, case: str) 
     )
 
 
-def test_frozen_layers_are_the_checkpoints_to_the_bit_though_bf16_held_them(
+def test_frozen_layers_are_bit_identical_although_training_held_them_in_bf16(
     results: Path, tiny_model: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -107,7 +107,7 @@ def test_an_adapter_reloads_in_peft_with_the_trained_logits_and_changes_the_base
 
 
 @pytest.mark.parametrize("case", ["full", "tied", "lora", "dora", "head"])
-def test_a_checkpoint_gives_the_trained_weights_back(results: Path, case: str) -> None:
+def test_a_checkpoint_restores_the_trained_weights(results: Path, case: str) -> None:
     saved = torch.load(results / case / "logits.pt", weights_only=True)
     assert torch.equal(saved["from checkpoint"], saved["logits"])
 
@@ -175,7 +175,7 @@ def test_plain_pytorch_reads_a_checkpoint_on_one_process(results: Path, tiny_mod
 
 
 @pytest.mark.parametrize("value", ["x", {"a": 1}, [2, "x"]])
-def test_a_wrong_end_token_is_told_before_training(
+def test_a_wrong_end_token_is_an_error_before_training(
     tiny_model: Path, tmp_path: Path, value: object
 ) -> None:
     from llama_ft.checkpoint.export import check_export

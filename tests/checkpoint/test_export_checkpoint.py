@@ -77,7 +77,7 @@ FULL: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", FULL)
-def test_a_fully_tuned_model_is_what_transformers_would_save(
+def test_an_exported_full_model_equals_the_one_that_transformers_saves(
     case: str, bases: Path, tmp_path: Path
 ) -> None:
     name, settings = FULL[case]
@@ -102,7 +102,9 @@ def test_a_fully_tuned_model_is_what_transformers_would_save(
     assert len(files) > 1 and files == set(index["weight_map"].values())
 
 
-def test_what_stands_beside_the_weights_is_carried_over(bases: Path, tmp_path: Path) -> None:
+def test_code_configs_and_the_chat_template_are_exported_with_the_weights(
+    bases: Path, tmp_path: Path
+) -> None:
     from transformers import AutoTokenizer
 
     base = tmp_path / "base"
@@ -187,7 +189,7 @@ EXPERTS = {
     "settings",
     [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"], "use_rslora": True}, EXPERTS],
 )
-def test_an_adapter_is_what_peft_would_save(
+def test_an_exported_adapter_equals_the_one_that_peft_saves(
     settings: dict[str, Any], bases: Path, tmp_path: Path
 ) -> None:
     from peft import PeftModel
@@ -210,7 +212,7 @@ def test_an_adapter_is_what_peft_would_save(
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_a_base_that_has_moved_or_does_not_fit_is_refused_with_the_way_out(
+def test_a_base_that_has_moved_or_does_not_fit_is_rejected_with_a_way_out(
     bases: Path, tmp_path: Path
 ) -> None:
     weights = dict(tuned(load(bases / "llama")))
@@ -229,7 +231,7 @@ def test_a_base_that_has_moved_or_does_not_fit_is_refused_with_the_way_out(
         prepare(save_checkpoint(tmp_path / "cut", weights, settings_of(bases / "llama")))
 
 
-def test_a_corrupted_checkpoint_is_refused_by_file_and_a_run_falls_back(
+def test_a_corrupted_checkpoint_is_rejected_by_file_and_the_run_uses_an_older_one(
     bases: Path, tmp_path: Path
 ) -> None:
     weights = tuned(load(bases / "llama"))
@@ -248,7 +250,7 @@ def test_a_corrupted_checkpoint_is_refused_by_file_and_a_run_falls_back(
         find_valid(tmp_path)
 
 
-def test_the_card_tells_base_data_settings_and_loss_but_no_folders_and_secrets(
+def test_the_model_card_has_base_data_settings_and_loss_but_no_paths_and_secrets(
     tmp_path: Path,
 ) -> None:
     urls = ["http://me:hunter2@host/a.jsonl", "https://host/b?X-Amz-Signature=hunter2"]
@@ -289,7 +291,7 @@ def test_the_card_tells_base_data_settings_and_loss_but_no_folders_and_secrets(
         )
 
 
-def test_the_card_names_the_adapters_method(tmp_path: Path) -> None:
+def test_the_model_card_names_the_adapter_method(tmp_path: Path) -> None:
     config = dataclasses.asdict(
         settings_of(
             tmp_path, {"use_peft": True, "peft_method": "loha", "target_modules": ["q_proj"]}
@@ -318,7 +320,7 @@ class Hub:
         self.uploaded = {file.name for file in folder_path.iterdir()}
 
 
-def test_a_folder_is_uploaded_but_what_must_stay_private_not_to_a_public_repository(
+def test_a_directory_is_uploaded_but_private_models_not_to_a_public_repository(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = load_script(REPOSITORY / "recipes" / "export.py")

@@ -67,7 +67,7 @@ def test_neither_saving_nor_restoring_makes_a_step(
     assert counters == ([] if train.optimizer == "SGD" else [0, 0])
 
 
-def test_the_settings_are_those_of_the_new_run(save: Save, runtime: Ranks) -> None:
+def test_restored_optimizers_have_the_settings_of_the_new_run(save: Save, runtime: Ranks) -> None:
     train = TrainConfig(lr=1e-3, weight_decay=0.5)
     model = torch.nn.Linear(96, 64)
     optimizer = build_optimizer(model, train)
@@ -84,7 +84,7 @@ def test_the_settings_are_those_of_the_new_run(save: Save, runtime: Ranks) -> No
     )
 
 
-def test_compiled_layers_that_recompute_are_saved_under_their_own_names(
+def test_compiled_and_checkpointed_layers_are_saved_under_their_usual_names(
     save: Save, runtime: Ranks, tied_model: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -122,7 +122,7 @@ UNFIT: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", UNFIT)
-def test_what_does_not_fit_is_told_before_anything_is_read(
+def test_tensors_that_do_not_fit_are_an_error_before_anything_is_read(
     save: Save, runtime: Ranks, kind: str
 ) -> None:
     train = TrainConfig()
@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_told_before_anything_is_read(
     assert not model.weight.any()
 
 
-def test_a_restored_checkpoint_that_is_deleted_gives_its_space_back(
+def test_deleting_a_restored_checkpoint_frees_its_disk_space(
     save: Save, runtime: Ranks, tmp_path: Path
 ) -> None:
     train = TrainConfig()

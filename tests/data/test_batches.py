@@ -36,7 +36,7 @@ def plans(
 
 @pytest.mark.parametrize("pack_length", [None, 60])
 @pytest.mark.parametrize(("world_size", "micro_batch", "accumulation"), LAYOUTS)
-def test_every_row_is_seen_once_an_epoch_and_no_rank_has_more_tokens(
+def test_every_sample_is_seen_once_per_epoch_within_the_token_limit(
     world_size: int, micro_batch: int, accumulation: int, pack_length: int | None
 ) -> None:
     global_batch = world_size * micro_batch * accumulation
@@ -106,7 +106,7 @@ def test_order_is_a_function_of_seed_epoch_and_step_alone() -> None:
 @pytest.mark.parametrize(
     ("rows", "world_size", "batch_size"), list(itertools.product([1, 5, 16], [1, 2, 4], [1, 3]))
 )
-def test_evaluation_sees_every_row_once(rows: int, world_size: int, batch_size: int) -> None:
+def test_evaluation_sees_every_sample_once(rows: int, world_size: int, batch_size: int) -> None:
     lengths = numpy.arange(rows) % 7 + 1
     ranks = [
         evaluation_batches(lengths, world_size, rank, batch_size) for rank in range(world_size)
@@ -128,7 +128,7 @@ def test_evaluation_sees_every_row_once(rows: int, world_size: int, batch_size: 
     assert evaluation_batches(numpy.ones(10), 2, 1, 2, 2) == [[1, 3], [5, 7]]  # max_batches
 
 
-def test_padded_rows_of_a_step_are_of_like_length() -> None:
+def test_padded_samples_of_a_step_have_similar_lengths() -> None:
     lengths = numpy.random.default_rng(0).integers(1, 500, 4000)
     plan = BatchSampler(
         lengths, lengths, global_batch=8, world_size=1, rank=0, micro_batch=8, seed=1
@@ -154,7 +154,7 @@ def rows() -> Dataset:
     )
 
 
-def test_rows_are_padded_on_the_right_without_mask_or_label(rows: Dataset) -> None:
+def test_samples_are_padded_on_the_right_without_mask_or_label(rows: Dataset) -> None:
     batch = collate(rows, [2, 0], pad_token_id=9)
     assert batch.input_ids.tolist() == [[4, 5, 9], [1, 2, 3]]
     assert batch.attention_mask.tolist() == [[1, 1, 0], [1, 1, 1]]
@@ -164,7 +164,7 @@ def test_rows_are_padded_on_the_right_without_mask_or_label(rows: Dataset) -> No
     assert (batch.tokens, batch.target_tokens) == (5, 3)
 
 
-def test_packed_rows_follow_one_another_and_no_row_predicts_the_next(rows: Dataset) -> None:
+def test_packed_samples_are_concatenated_and_none_predicts_the_next(rows: Dataset) -> None:
     batch = collate(rows, [2, 1, 0], pad_token_id=9, is_packed=True)
     assert batch.input_ids.tolist() == [[4, 5, *range(20), 1, 2, 3]]
     assert batch.labels.tolist() == [[-100, 5, -100, *range(1, 20), -100, 2, 3]]
@@ -183,7 +183,7 @@ def test_packed_rows_follow_one_another_and_no_row_predicts_the_next(rows: Datas
     assert plan.step(0, 0) == ([[]], 3, 3)
 
 
-def test_pad_token_falls_back_to_the_end_of_turn(
+def test_pad_token_falls_back_to_the_end_of_turn_token(
     demo: Demo,
     llama3: PreTrainedTokenizerFast,
     make_tokenizer: Callable[..., PreTrainedTokenizerFast],
@@ -229,7 +229,7 @@ def least_number(lengths: numpy.ndarray, pack_length: int) -> int:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("capacity", [CAPACITY, 5 * CAPACITY])  # searched, and best-fit
-def test_packed_sequences_are_few(kind: str, capacity: int) -> None:
+def test_packing_needs_few_sequences(kind: str, capacity: int) -> None:
     lengths = KINDS[kind]
     packs, tokens = pack_samples(lengths, capacity)
     least = least_number(lengths, capacity)

@@ -355,7 +355,7 @@ CALLED = '{"name": "f", "arguments": {"x": 1}}'
         ),
     ],
 )
-def test_calls_of_tools_are_answers(
+def test_tool_calls_are_in_the_loss(
     text: Callable[..., str], template: str, tools: Any, expected: str
 ) -> None:
     assert text(template, WITH_TOOLS, tools=tools) == expected
@@ -393,14 +393,16 @@ def test_calls_of_tools_are_answers(
         ),
     ],
 )
-def test_what_a_template_would_lose_is_refused(
+def test_chats_with_content_that_a_template_drops_are_rejected(
     text: Callable[..., str], template: str, chat: list[Message], tools: Any, lost: str
 ) -> None:
     with pytest.raises(BadSample, match=f"drops {lost}"):
         text(template, chat, tools=tools)
 
 
-def test_thoughts_are_trained_where_the_model_thinks_them(text: Callable[..., str]) -> None:
+def test_reasoning_content_is_in_the_loss_where_the_template_writes_it(
+    text: Callable[..., str],
+) -> None:
     chat = [
         user("Hi"),
         assistant("<think>\na\n</think>\n\nyes"),
@@ -465,7 +467,7 @@ def test_a_response_of_nothing_but_reasoning_content_cannot_lose_it() -> None:
 
 
 @pytest.mark.parametrize("template", [GEMMA, MISTRAL, PHI3, BUILT_IN["chatml"], BUILT_IN["alpaca"]])
-def test_weights_and_labels_choose_among_the_answers(
+def test_weights_and_labels_select_the_responses_in_the_loss(
     text: Callable[..., str], template: str
 ) -> None:
     def trained(messages: list[Message], labels: str) -> list[str]:
@@ -506,7 +508,7 @@ def test_chatml_begins_with_the_bos_that_the_tokenizer_adds(
     ] == [0]
 
 
-def test_a_template_file_is_taken_and_saved_with_the_tokenizer(
+def test_a_template_file_is_used_and_saved_with_the_tokenizer(
     plain: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.jinja"
@@ -524,7 +526,7 @@ def test_a_template_file_is_taken_and_saved_with_the_tokenizer(
         (b"{{ messages | shorten }}", "mine.jinja, line 1: No filter named 'shorten'"),
     ],
 )
-def test_a_template_file_that_cannot_be_used_is_refused(
+def test_an_unusable_template_file_is_rejected(
     plain: PreTrainedTokenizerFast, tmp_path: Path, content: bytes, message: str
 ) -> None:
     file = tmp_path / "mine.jinja"
@@ -551,7 +553,7 @@ MACRO = b"{% macro deeper() %}{{ deeper() }}{% endmacro %}{{ deeper() }}"
         (b" " * 2**21, "not a template .larger than 1,048,576 bytes"),
     ],
 )
-def test_a_template_without_bounds_is_refused(
+def test_a_template_that_needs_too_much_time_or_memory_is_rejected(
     plain: PreTrainedTokenizerFast, tmp_path: Path, content: bytes, told: str
 ) -> None:
     file = tmp_path / "mine.jinja"
@@ -561,7 +563,7 @@ def test_a_template_without_bounds_is_refused(
 
 
 @pytest.mark.parametrize("wanted", [None, "chatml"])
-def test_a_template_without_its_tokens_is_refused_unless_they_may_be_added(
+def test_a_template_without_its_tokens_is_rejected_unless_they_may_be_added(
     plain: PreTrainedTokenizerFast, wanted: str | None
 ) -> None:
     plain.chat_template = BUILT_IN["chatml"]
@@ -582,6 +584,6 @@ def test_a_template_without_its_tokens_is_refused_unless_they_may_be_added(
     ]
 
 
-def test_what_a_template_writes_does_not_depend_on_the_day() -> None:
+def test_templates_render_the_same_text_on_every_day() -> None:
     template = "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }} {{ date_string }}"
     assert render_chat(template, {}, ONE)[0] == "2024-07-26 00:00:00.000000 26 Jul 2024"

@@ -25,7 +25,7 @@ def test_answers_are_docstrings_of_the_running_python(demo: Demo) -> None:
     assert answers["class JSONDecoder(object)"] == inspect.getdoc(json.JSONDecoder)
 
 
-def test_no_answer_and_no_question_of_the_validation_rows_is_trained_on(demo: Demo) -> None:
+def test_no_prompt_and_no_response_of_the_validation_set_is_in_the_training_set(demo: Demo) -> None:
     train = rows(demo.train_file)
     validation = rows(demo.validation_file)
     for column in ("output", "instruction"):
@@ -51,7 +51,7 @@ def test_another_process_builds_the_same_bytes_whatever_its_rank(
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
-def test_tokenizer_and_generation_know_the_end_of_a_turn(demo: Demo) -> None:
+def test_tokenizer_and_generation_config_have_the_end_of_turn_token(demo: Demo) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo.model_dir)
     generation = GenerationConfig.from_pretrained(demo.model_dir)
     assert len(tokenizer) == 8192
@@ -66,7 +66,7 @@ def test_tokenizer_and_generation_know_the_end_of_a_turn(demo: Demo) -> None:
 
 
 @pytest.mark.parametrize("is_reached", [True, False])
-def test_without_the_package_the_quickstart_takes_the_hub_or_says_that_it_takes_the_demo(
+def test_without_the_package_the_quickstart_uses_the_hub_or_reports_that_it_uses_the_demo(
     is_reached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []

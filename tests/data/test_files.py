@@ -37,7 +37,7 @@ def test_jsonl_counts_blank_lines_and_takes_a_byte_order_mark(tmp_path: Path) ->
         (b"[" * 100_000, "malformed JSON: "),
     ],
 )
-def test_unusable_line_of_jsonl_is_told_and_the_next_is_read(
+def test_a_malformed_line_of_jsonl_is_reported_and_the_next_one_is_read(
     tmp_path: Path, line: bytes, text: str
 ) -> None:
     path = written(tmp_path / "my.jsonl", b'{"a": 1}\n' + line + b'\n{"a": 3}\n')
@@ -72,7 +72,7 @@ def test_csv_counts_rows_after_the_header(tmp_path: Path) -> None:
     ]
 
 
-def test_csv_row_with_other_fields_than_the_header_is_told(tmp_path: Path) -> None:
+def test_a_csv_row_with_other_fields_than_the_header_is_reported(tmp_path: Path) -> None:
     (_, problem), (_, too_few), (_, good) = samples_of_file(
         written(tmp_path / "my.csv", "a,b\n1,2,3\n1\n1,2\n")
     )
@@ -105,7 +105,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_file_holds_the_same_rows_here_and_behind_a_url(
+def test_every_file_format_has_the_same_samples_on_disk_and_behind_a_url(
     tmp_path: Path, name: str
 ) -> None:
     KINDS[name](tmp_path / name)
@@ -118,7 +118,7 @@ def test_every_kind_of_file_holds_the_same_rows_here_and_behind_a_url(
     assert remote[0][0].startswith(url)
 
 
-def test_keys_that_only_other_objects_have_are_no_nulls_in_parquet(tmp_path: Path) -> None:
+def test_keys_of_other_objects_are_not_nulls_in_parquet(tmp_path: Path) -> None:
     turns = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "yes", "weight": 0},
@@ -149,7 +149,7 @@ def test_keys_that_only_other_objects_have_are_no_nulls_in_parquet(tmp_path: Pat
         ),
     ],
 )
-def test_file_that_cannot_be_read_on_is_told(
+def test_an_unreadable_rest_of_a_file_is_reported(
     tmp_path: Path, name: str, content: bytes, text: str
 ) -> None:
     path = written(tmp_path / name, content)
@@ -158,7 +158,7 @@ def test_file_that_cannot_be_read_on_is_told(
     assert caught.value.messages[0].removeprefix(f"{path}: ").startswith(text.format(path=path))
 
 
-def test_a_line_without_end_is_refused(tmp_path: Path) -> None:
+def test_a_line_without_end_is_rejected(tmp_path: Path) -> None:
     path = written(tmp_path / "my.jsonl", b'{"a": 1}\n{"a": "' + b"x" * LONGEST_LINE)
     with pytest.raises(UserError, match="after .*my.jsonl:1: line 2 is longer than 67,108,864 b"):
         list(samples_of_file(path))
@@ -168,7 +168,7 @@ def test_a_line_without_end_is_refused(tmp_path: Path) -> None:
     ("host", "why"),
     [("127.0.0.1:9", "connection refused"), ("no-such-host.invalid", "host not found")],
 )
-def test_a_host_that_does_not_answer_is_no_missing_file(host: str, why: str) -> None:
+def test_an_unreachable_host_is_not_reported_as_a_missing_file(host: str, why: str) -> None:
     with pytest.raises(UserError) as told:
         list(samples_of_file(f"http://me:hunter2@{host}/my.jsonl"))
     assert (

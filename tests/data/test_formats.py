@@ -54,7 +54,7 @@ def said(role: str, content: object, **more: object) -> dict[str, Any]:
         ("input_ids labels attention_mask", "tokenized"),
     ],
 )
-def test_format_is_told_by_the_columns(columns: str, expected: str) -> None:
+def test_the_format_is_found_by_the_columns(columns: str, expected: str) -> None:
     assert (
         find_format("my.jsonl", columns.split(), "auto")
         == find_format("x", columns.split(), expected)
@@ -270,15 +270,13 @@ def answered(**changes: object) -> Sample:
         (tools_of, {"tools": ["f"]}, '"tools" is ["f"]; expected a list of objects'),
     ],
 )
-def test_the_field_that_is_wrong_is_named(
-    read: Callable[[Sample], object], row: Sample, text: str
-) -> None:
+def test_the_wrong_field_is_named(read: Callable[[Sample], object], row: Sample, text: str) -> None:
     with pytest.raises(BadSample) as caught:
         read(row)
     assert str(caught.value).startswith(text)
 
 
-def test_tool_turns_follow_an_assistant_that_may_say_nothing() -> None:
+def test_tool_messages_follow_an_assistant_message_that_may_be_empty() -> None:
     call = {
         "role": "assistant",
         "content": None,
@@ -291,7 +289,7 @@ def test_tool_turns_follow_an_assistant_that_may_say_nothing() -> None:
     assert checked[1] == {"role": "assistant", "content": "", "tool_calls": [{"type": "function"}]}
 
 
-def test_tokens_without_labels_are_all_trained_on_but_for_those_masked_out() -> None:
+def test_tokens_without_labels_are_in_the_loss_unless_masked() -> None:
     assert tokenized_sample(
         {"input_ids": [1, 2, 3], "labels": None, "attention_mask": [0, 1, 1]}
     ) == (
@@ -300,7 +298,7 @@ def test_tokens_without_labels_are_all_trained_on_but_for_those_masked_out() -> 
     )
 
 
-def test_openai_rows_keep_weights_and_get_text_and_arguments_as_templates_want_them() -> None:
+def test_openai_chats_keep_weights_and_get_the_text_and_arguments_that_templates_need() -> None:
     call = {
         "id": "1",
         "type": "function",
@@ -331,7 +329,7 @@ def test_tools_are_a_list_or_its_json_text(tools: object, expected: object) -> N
     assert tools_of({"tools": tools}) == expected
 
 
-def test_sharegpt_turns_become_messages() -> None:
+def test_sharegpt_conversations_become_messages() -> None:
     first = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"}]
     second = [{"from": "gpt", "value": "Hello", "weight": 0}, {"from": "human", "value": "2 + 2?"}]
     turns = [*first, *second, {"from": "gpt", "value": "4", "weight": None}]
@@ -347,7 +345,7 @@ def test_sharegpt_turns_become_messages() -> None:
 
 
 @pytest.mark.parametrize("history", [[["A", "B"], ["C", "D"]], '[["A", "B"], ["C", "D"]]'])
-def test_system_and_history_of_alpaca_rows_are_turns(history: object) -> None:
+def test_system_and_history_of_alpaca_samples_become_messages(history: object) -> None:
     row = {
         "instruction": "Hi",
         "input": "",
@@ -368,7 +366,7 @@ def test_system_and_history_of_alpaca_rows_are_turns(history: object) -> None:
     assert alpaca_messages({**row, "system": None, "history": None}) == [USER, ANSWER]
 
 
-def test_a_system_column_is_the_system_turn_of_a_chat_that_has_none() -> None:
+def test_a_system_column_is_the_system_message_of_a_chat_that_has_none() -> None:
     brief = said("system", "Be brief.")
     own = said("system", "Be kind.")
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "yes"}]
@@ -388,7 +386,7 @@ def test_a_system_column_is_the_system_turn_of_a_chat_that_has_none() -> None:
     assert prompt_completion(row) == ("Be brief.\n\nHi ", "yes")
 
 
-def test_prompt_and_completion_are_texts_or_one_chat_whose_completion_alone_is_trained_on() -> None:
+def test_prompt_and_completion_are_texts_or_a_chat_with_only_the_completion_in_the_loss() -> None:
     assert prompt_completion({"prompt": "Hi ", "completion": "yes"}) == ("Hi ", "yes")
     row = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
     assert prompt_completion(row) == [USER, {**ANSWER, "weight": 0}, USER, ANSWER]
@@ -417,7 +415,7 @@ def test_pairs_are_texts_or_chats_with_or_without_a_column_for_the_prompt() -> N
 
 
 @pytest.mark.parametrize("label", [True, 1, "True", "true", "1", 1.0])
-def test_a_label_is_a_truth_value_a_number_or_the_text_of_one(label: Any) -> None:
+def test_a_label_is_a_boolean_a_number_or_the_text_of_one(label: Any) -> None:
     row = {"prompt": [USER], "completion": [ANSWER], "label": label}
     assert labelled(row) == [USER, ANSWER] and is_desirable(row)
     opposite = (
@@ -445,7 +443,7 @@ for wanted in ("auto", "question_answers"):
 
 
 @pytest.mark.slow
-def test_a_format_of_the_page_is_one_change_of_one_file(
+def test_the_format_of_the_tutorial_changes_one_file(
     save_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = Page("docs/development/add-a-format.md")

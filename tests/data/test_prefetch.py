@@ -20,7 +20,7 @@ def numbers(
         closed.set()
 
 
-def test_items_come_in_order_and_a_few_are_made_ahead() -> None:
+def test_items_come_in_order_and_a_few_are_prefetched() -> None:
     made: list[int] = []
     with Prefetcher(numbers(made, threading.Event(), 20), 2) as ahead:
         items = iter(ahead)
@@ -33,7 +33,7 @@ def test_items_come_in_order_and_a_few_are_made_ahead() -> None:
         assert list(items) == list(range(1, 20))
 
 
-def test_leaving_early_closes_what_makes_them() -> None:
+def test_leaving_early_closes_the_generator() -> None:
     closed = threading.Event()
     with Prefetcher(numbers([], closed)) as ahead:
         for number in ahead:

@@ -37,7 +37,7 @@ def cached(cache: Path) -> set[str]:
     return {path.name for path in (cache / "tokenized").iterdir()}
 
 
-def test_rows_come_out_as_tokens_labels_counts_and_places(
+def test_samples_become_tokens_labels_counts_and_locations(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     path = write_jsonl(tmp_path / "my.jsonl", pairs(3))
@@ -58,7 +58,7 @@ def test_rows_come_out_as_tokens_labels_counts_and_places(
     assert data.summary[2].split() == ["training", "3", "45", "6", "15", "0", "0"]
 
 
-def test_first_bad_rows_are_reported_together(
+def test_the_first_bad_samples_are_reported_together(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     bad = {"messages": [{"role": "user", "content": "Hi"}, {"role": "asistant", "content": "yes"}]}
@@ -172,7 +172,7 @@ def test_training_samples_as_validation_set_are_warned_of(
         ),
     ],
 )
-def test_a_split_without_rows_is_refused(
+def test_a_split_without_samples_is_rejected(
     llama3: PreTrainedTokenizerFast,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -185,7 +185,7 @@ def test_a_split_without_rows_is_refused(
         prepared(write_jsonl(Path("my.jsonl"), pairs(3)), llama3, tmp_path / "cache", **settings)
 
 
-def test_fraction_of_the_rows_does_not_depend_on_their_order(
+def test_the_validation_fraction_does_not_depend_on_the_order_of_samples(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     rows = pairs(200)
@@ -297,7 +297,7 @@ def test_bit_flips_in_the_cache_do_not_change_the_samples(
     assert cached(cache) == {key}
 
 
-def test_ids_beyond_the_models_vocabulary_are_refused_whether_cached_or_not(
+def test_ids_outside_the_vocabulary_are_rejected_whether_cached_or_not(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     """The tokenizer may be larger: what counts is which ids the rows hold."""

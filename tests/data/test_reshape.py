@@ -46,7 +46,7 @@ def rows(source: Source) -> list[Any]:
         ("Frage\tAntwort", ["question=Frage", "output=Antwort"]),
     ],
 )
-def test_columns_are_taken_by_usual_names_or_by_those_given(
+def test_columns_are_found_by_usual_names_or_by_the_setting(
     read: Callable[..., Source], header: str, columns: list[str]
 ) -> None:
     delimiter = next(mark for mark in ",;\t" if mark in header)
@@ -56,14 +56,16 @@ def test_columns_are_taken_by_usual_names_or_by_those_given(
 
 
 @pytest.mark.parametrize("columns", [["question=Nothing"], ["nothing=a"], ["question"]])
-def test_a_column_that_is_not_there_or_not_known_is_refused(
+def test_missing_and_unknown_columns_are_rejected(
     read: Callable[..., Source], columns: list[str]
 ) -> None:
     with pytest.raises(UserError, match="--columns"):
         read("a.jsonl", '{"a": "Why?", "b": "So."}', columns=columns)
 
 
-def test_only_the_first_samples_and_slices_of_local_files(read: Callable[..., Source]) -> None:
+def test_the_first_samples_and_slices_of_local_files_can_be_selected(
+    read: Callable[..., Source],
+) -> None:
     lines = "\n".join(json.dumps({"text": str(number)}) for number in range(9))
     assert rows(read("a.jsonl", lines, max_samples=2)) == [{"text": "0"}, {"text": "1"}]
     assert rows(read("a.jsonl", lines, dataset_split="train[3:5]")) == [
@@ -74,14 +76,16 @@ def test_only_the_first_samples_and_slices_of_local_files(read: Callable[..., So
     assert len(identities) == 3  # the cache must tell them apart
 
 
-def test_utf_16_is_read_and_other_encodings_name_a_way_out(read: Callable[..., Source]) -> None:
+def test_utf_16_is_read_and_other_encodings_are_rejected_with_a_way_out(
+    read: Callable[..., Source],
+) -> None:
     text = "instruction,output\nWarum?,Völlig klar\n"
     assert rows(read("a.csv", text.encode("utf-16")))[0]["output"] == "Völlig klar"
     with pytest.raises(UserError, match="iconv"):
         rows(read("b.csv", text.encode("cp1252")))
 
 
-def test_chats_are_repaired_into_what_the_format_takes() -> None:
+def test_chats_are_repaired_to_fit_the_format() -> None:
     call = {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'}
     chat = [
         {"from": "gpt", "value": "Welcome"}, {"from": "human", "value": "Add"}, {"from": "human", "value": "one"}, call,

@@ -13,7 +13,7 @@ from llama_ft.runtime import configure_console, console
 ROW = {"instruction": "Hi é", "output": "yes é no"}
 
 
-def test_samples_are_printed_by_rank_0_with_their_place_and_what_is_trained_on(
+def test_rank_0_prints_samples_with_their_location_and_loss_tokens(
     chatml: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [encoded] = Encoder(chatml, 100).encode(ROW, "alpaca")
@@ -32,13 +32,13 @@ def test_samples_are_printed_by_rank_0_with_their_place_and_what_is_trained_on(
     assert console.file.getvalue().count("a.jsonl:3") == 1
 
 
-def test_of_a_long_row_the_beginning_is_shown(chatml: PreTrainedTokenizerFast) -> None:
+def test_the_beginning_of_a_long_sample_is_printed(chatml: PreTrainedTokenizerFast) -> None:
     ids = chatml("Hi" + " yes" * 98 + " no")["input_ids"]
     text = marked_text(ids, [-100] * 3 + ids[3:], chatml, 5)
     assert text == "Hi yes yes[[ yes yes]] ... 95 more tokens"
 
 
-def test_of_the_first_batch_the_first_row_is_shown(chatml: PreTrainedTokenizerFast) -> None:
+def test_the_first_sample_of_the_first_batch_is_printed(chatml: PreTrainedTokenizerFast) -> None:
     ids = [chatml(text)["input_ids"] for text in ("Hi yes no", "no yes", "yes yes")]
     more = {"source": "a.jsonl:1", "desirable": None}
     rows = Dataset.from_list([{"input_ids": it, "labels": [-100, *it[1:]], **more} for it in ids])

@@ -54,7 +54,7 @@ def prepared(path: Path, tokenizer: Any, **settings: Any) -> TokenizedData:
     )
 
 
-def test_the_data_report_says_what_chats_became_and_why(
+def test_the_data_report_counts_split_chats_and_gives_the_reason(
     qwen3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     whole = {"messages": chats(1)[0]["messages"][:2]}

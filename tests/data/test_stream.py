@@ -101,7 +101,7 @@ def together(alone: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[s
 
 
 @pytest.mark.parametrize("way", ["packed", "padded"])
-def test_a_pass_has_every_row_once_in_shuffled_windows(
+def test_an_epoch_has_every_sample_once_in_shuffled_windows(
     alone: dict[str, dict[str, Any]], way: str
 ) -> None:
     steps = alone[way]["steps"]
@@ -128,7 +128,7 @@ def test_batches_do_not_depend_on_the_number_of_ranks(
             ]
 
 
-def test_from_any_position_on_the_steps_are_the_same(
+def test_steps_after_any_position_are_the_same(
     alone: dict[str, dict[str, Any]], together: dict[str, dict[str, Any]]
 ) -> None:
     results = {name: result for name, result in together.items() if name.startswith("from-")}
@@ -139,7 +139,7 @@ def test_from_any_position_on_the_steps_are_the_same(
             assert [step[key] for step in result["steps"]] == [step[key] for step in rest]
 
 
-def test_it_ends_wherever_each_rank_is_with_the_next_window(
+def test_the_stream_ends_wherever_the_ranks_are_in_the_next_window(
     together: dict[str, dict[str, Any]],
 ) -> None:
     for number in range(12):
@@ -147,11 +147,13 @@ def test_it_ends_wherever_each_rank_is_with_the_next_window(
         assert len(result["steps"]) == number % 6 + 1 and result["message"] == ""
 
 
-def test_rows_too_long_at_the_beginning_do_not_end_it(alone: dict[str, dict[str, Any]]) -> None:
+def test_samples_that_are_too_long_at_the_beginning_do_not_end_the_stream(
+    alone: dict[str, dict[str, Any]],
+) -> None:
     assert alone["long"]["message"] == "" and len(alone["long"]["steps"]) == 3
 
 
-def test_a_bad_row_ends_it_on_all_ranks_or_is_left_out(
+def test_a_bad_sample_ends_the_stream_on_all_ranks_or_is_skipped(
     alone: dict[str, dict[str, Any]], together: dict[str, dict[str, Any]]
 ) -> None:
     for results in (alone, together):

@@ -77,7 +77,7 @@ def test_several_processes_write_the_same_files_as_one(
     assert multiprocessing.active_children() == []
 
 
-def test_rows_on_disk_are_what_the_encoder_makes_of_each_row(
+def test_samples_on_disk_are_those_of_the_encoder(
     llama3: PreTrainedTokenizerFast, tmp_path: Path, odd_rows: Path
 ) -> None:
     data = prepared(odd_rows, llama3, tmp_path, 3, truncation="split", skip_bad_rows=True)
@@ -104,7 +104,7 @@ def test_rows_on_disk_are_what_the_encoder_makes_of_each_row(
 
 
 @pytest.mark.parametrize("truncation", ["right", "left", "drop", "split"])
-def test_the_table_counts_what_became_of_each_row(
+def test_the_table_counts_kept_truncated_and_skipped_samples(
     llama3: PreTrainedTokenizerFast, tmp_path: Path, truncation: str
 ) -> None:
     """Ten rows of 15 tokens, one of 94, and one of 72 whose answer is at its end."""
@@ -160,7 +160,7 @@ def when_tokenizing(act: Callable[[Any], None]) -> threading.Thread:
     ],
     ids=["a worker is killed", "Ctrl-C"],
 )
-def test_a_kill_or_ctrl_c_ends_it_and_leaves_no_process_and_no_folder(
+def test_a_killed_worker_or_ctrl_c_ends_tokenizing_and_leaves_nothing_behind(
     llama3: PreTrainedTokenizerFast,
     tmp_path: Path,
     number: int,
@@ -179,7 +179,7 @@ def test_a_kill_or_ctrl_c_ends_it_and_leaves_no_process_and_no_folder(
     assert multiprocessing.active_children() == [] and built(tmp_path) == []
 
 
-def test_a_process_killed_while_it_sends_its_tokens_ends_the_run_too(
+def test_a_worker_killed_while_it_sends_its_tokens_ends_tokenizing(
     llama3: PreTrainedTokenizerFast,
 ) -> None:
     """The rest of what it began to send never comes: who waits for that, waits forever."""
@@ -201,7 +201,7 @@ def test_a_process_killed_while_it_sends_its_tokens_ends_the_run_too(
     thread.join()
 
 
-def test_a_killed_run_leaves_no_process_and_its_folder_is_removed_by_the_next(
+def test_a_killed_run_leaves_no_process_and_the_next_run_removes_its_directory(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     path = write_jsonl(tmp_path / "my.jsonl", pairs(100_000, "yes " * 20))
@@ -246,7 +246,7 @@ def state_of(pid: str) -> str:
         return "Z"
 
 
-def test_fingerprint_is_that_of_the_tokens_however_they_are_laid_out(
+def test_the_fingerprint_depends_on_the_tokens_alone(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     """Rows left out shift the boundaries of chunks, and another place of the file changes
@@ -266,7 +266,7 @@ def test_fingerprint_is_that_of_the_tokens_however_they_are_laid_out(
     assert one == two and one != swapped
 
 
-def test_fingerprint_of_streamed_rows_is_of_all_that_decides_their_tokens_but_not_of_their_place(
+def test_the_fingerprint_of_a_stream_depends_on_everything_that_affects_its_tokens(
     save_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     save_model(tmp_path / "model")
@@ -325,7 +325,7 @@ with runtime.start("cpu", 1, False, None, 60) as job:
 """
 
 
-def test_ranks_with_other_rows_than_rank_0_end_the_run_and_a_damaged_cache_is_rebuilt(
+def test_ranks_with_other_samples_than_rank_0_end_the_run_and_a_corrupted_cache_is_rebuilt(
     save_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     save_model(tmp_path / "model")
@@ -349,7 +349,7 @@ def right_and_wrong(row: Any, sample_format: str, encoder: Encoder) -> list[Any]
 
 @pytest.mark.parametrize("pack_length", [None, 60])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_examples_of_one_row_stay_together(
+def test_examples_of_one_sample_stay_together(
     llama3: PreTrainedTokenizerFast, tmp_path: Path, pack_length: int | None, world_size: int
 ) -> None:
     rows = [

@@ -89,7 +89,7 @@ def measure(model: nn.Module) -> tuple[Counter[str], Counter[str], int]:
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full tuning", "lora with dropout"])
 @pytest.mark.parametrize(("how", "k"), WAYS)
-def test_gradients_are_those_without_checkpointing_to_the_last_bit(
+def test_gradients_equal_those_without_checkpointing_bit_for_bit(
     how: str, k: int, lora: bool
 ) -> None:
     expected = gradients(llama("off", lora=lora))
@@ -98,9 +98,7 @@ def test_gradients_are_those_without_checkpointing_to_the_last_bit(
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
-def test_full_runs_matrix_products_and_attention_again_and_selective_runs_only_the_rest_again() -> (
-    None
-):
+def test_full_recomputes_matmuls_and_attention_and_selective_only_the_rest() -> None:
     ran = {how: measure(llama(how))[1] for how in ("off", "full", "selective")}
     forward_runs = measure(llama("off"))[0]
     more = {how: ran[how] - ran["off"] for how in ("full", "selective")}
@@ -113,7 +111,7 @@ def test_full_runs_matrix_products_and_attention_again_and_selective_runs_only_t
         assert more["selective"][cheap] == more["full"][cheap] >= LAYERS
 
 
-def test_selective_keeps_what_layers_with_an_adapter_put_out_and_nothing_within() -> None:
+def test_selective_keeps_only_the_outputs_of_adapted_layers() -> None:
     ran = {how: measure(llama(how, lora=True)) for how in ("off", "full", "selective")}
     assert ran["off"][0]["llama_ft::lora_linear"] == 7 * LAYERS
     again = {how: ran[how][1]["llama_ft::lora_linear"] for how in ran}

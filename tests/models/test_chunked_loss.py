@@ -108,12 +108,12 @@ def architecture(name: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in ALL_LOGITS])
-def test_architectures_have_the_loss_and_gradients_of_all_their_logits(name: str) -> None:
+def test_chunked_loss_and_gradients_equal_those_of_all_logits(name: str) -> None:
     check(taught(architecture(name)), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ALL_LOGITS)
-def test_other_architectures_keep_all_their_logits(name: str) -> None:
+def test_other_architectures_compute_all_logits_at_once(name: str) -> None:
     assert not use_chunked_loss(BuiltModel(architecture(name)))
 
 
@@ -124,7 +124,9 @@ def llama() -> Iterator[LlamaForCausalLM]:
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_adapters_on_and_beside_the_head(llama: LlamaForCausalLM, adapter: str) -> None:
+def test_chunked_loss_supports_adapters_on_the_head_and_elsewhere(
+    llama: LlamaForCausalLM, adapter: str
+) -> None:
     get_peft_model(llama, LoraConfig(**LORA, **ADAPTERS[adapter]))
     use_fused_lora(llama)
     for name, parameter in llama.named_parameters():
@@ -134,7 +136,7 @@ def test_adapters_on_and_beside_the_head(llama: LlamaForCausalLM, adapter: str) 
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_in_16_bits_it_is_as_near_to_fp32_as_all_logits_at_once(
+def test_in_16_bits_chunks_are_as_close_to_fp32_as_all_logits_at_once(
     llama: LlamaForCausalLM, per_token: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In pieces of 2: what is rounded to 16 bits 42 times shows."""
@@ -152,7 +154,7 @@ def test_in_16_bits_it_is_as_near_to_fp32_as_all_logits_at_once(
         assert error < 1.2 * their_error + 1e-3, name
 
 
-def test_losses_per_token_have_the_gradients_of_their_sum_with_dropout_too(
+def test_losses_per_token_have_the_gradients_of_their_sum_even_with_dropout(
     llama: LlamaForCausalLM,
 ) -> None:
     settings = {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
@@ -165,7 +167,7 @@ def test_losses_per_token_have_the_gradients_of_their_sum_with_dropout_too(
     torch.testing.assert_close(*results)
 
 
-def test_in_fp16_the_gradient_of_the_head_may_exceed_fp16_before_it_is_divided(
+def test_in_fp16_the_sum_of_the_head_gradients_may_exceed_the_range_of_fp16(
     llama: LlamaForCausalLM,
 ) -> None:
     """Each piece of 16 targets has a gradient below 65,504, all 83 together do not."""

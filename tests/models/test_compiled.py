@@ -96,7 +96,7 @@ def forward(built: BuiltModel, lengths: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("how", ["off", "full"])
-def test_one_graph_trains_on_packs_of_any_rows_and_one_evaluates(
+def test_one_graph_trains_on_all_packed_sequences_and_one_evaluates(
     how: str, varlen_on_the_cpu: None
 ) -> None:
     torch._dynamo.reset()
@@ -134,7 +134,7 @@ def test_one_graph_trains_on_packs_of_any_rows_and_one_evaluates(
     assert torch.equal(*answers) and counters["stats"]["unique_graphs"] == graphs
 
 
-def test_with_the_adapter_off_in_turns_one_graph_more_is_made(varlen_on_the_cpu: None) -> None:
+def test_switching_the_adapter_off_and_on_compiles_one_more_graph(varlen_on_the_cpu: None) -> None:
     """The reference of DPO is the model with its adapter off."""
     torch._dynamo.reset()
     counters.clear()

@@ -117,7 +117,9 @@ def test_the_routers_that_transformers_keeps_in_fp32_stay_in_fp32(
     assert fp32_modules(model, torch.float32) == []
 
 
-def test_two_ranks_train_fp32_routers_as_units_of_their_own(tmp_path: Path, save_tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_two_ranks_train_fp32_routers_as_separate_fsdp_units(
+    tmp_path: Path, save_tokenizer
+) -> None:  # type: ignore[no-untyped-def]
     folder = save_model(tmp_path / "base", "inkling2_text")
     save_tokenizer(folder)
     generator = torch.Generator().manual_seed(1)

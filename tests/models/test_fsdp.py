@@ -44,7 +44,7 @@ def units_of(model: torch.nn.Module, **fsdp: object) -> list[Unit]:
 LAYERS = [f"model.layers.{n}" for n in range(4)]
 
 
-def test_layers_are_units_and_with_hybrid_big_embeddings_and_heads_too() -> None:
+def test_layers_are_fsdp_units_and_large_embeddings_and_heads_with_the_hybrid_policy() -> None:
     units = units_of(llama(), fsdp_wrap_policy="transformer")
     assert [unit.name for unit in units] == [*LAYERS, ""] and units[
         -1
@@ -54,7 +54,7 @@ def test_layers_are_units_and_with_hybrid_big_embeddings_and_heads_too() -> None
     assert [unit.name for unit in units_of(llama(), min_num_params=70_000)] == [*LAYERS, ""]
 
 
-def test_the_size_policy_wraps_innermost_first_and_leaves_no_unit_below_the_limit_but_the_root() -> (
+def test_the_size_policy_wraps_innermost_modules_first_and_only_the_root_is_below_the_limit() -> (
     None
 ):
     units = units_of(llama(), fsdp_wrap_policy="size", min_num_params=20_000)
@@ -63,7 +63,7 @@ def test_the_size_policy_wraps_innermost_first_and_leaves_no_unit_below_the_limi
     assert {"model.layers.0.mlp", "model.embed_tokens"} < {unit.name for unit in units}
 
 
-def test_the_strategy_says_how_many_ranks_share_a_copy_of_the_model() -> None:
+def test_the_sharding_strategy_determines_how_many_ranks_share_a_model() -> None:
     assert shard_degree(FSDPConfig()) == 1
     assert shard_degree(FSDPConfig(enable_fsdp=True)) == "world"
     assert shard_degree(FSDPConfig(enable_fsdp=True, sharding_strategy="NO_SHARD")) == 1
@@ -76,7 +76,7 @@ def test_the_strategy_says_how_many_ranks_share_a_copy_of_the_model() -> None:
     )
 
 
-def test_gradients_are_the_same_with_parameters_offloaded(runtime: Ranks) -> None:
+def test_offloading_parameters_does_not_change_gradients(runtime: Ranks) -> None:
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 50}
     config = LlamaConfig(**shape, num_hidden_layers=2)
@@ -102,7 +102,7 @@ def test_gradients_are_the_same_with_parameters_offloaded(runtime: Ranks) -> Non
         torch.testing.assert_close(found.grad.full_tensor(), expected.grad, msg=name)
 
 
-def test_offloaded_4_bit_layers_of_one_process_are_copied_for_each_pass_and_train_the_same(
+def test_offloaded_4_bit_layers_are_copied_per_pass_and_train_the_same(
     runtime: Ranks,
 ) -> None:
     seen = []
@@ -168,7 +168,7 @@ class Collectives(TorchDispatchMode):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_pure", "bf16_mixed", "fp16"])
 @pytest.mark.parametrize("also_trained", [[], ["lm_head"]])
-def test_one_process_leaves_to_fully_shard_only_what_it_has_to_cast(
+def test_on_one_process_fully_shard_manages_only_parameters_that_are_cast(
     precision: str, also_trained: list[str], runtime: Ranks
 ) -> None:
     dtypes = PRECISIONS[precision]

@@ -97,7 +97,7 @@ def test_the_fused_norm_computes_what_llama_computes(dtype: torch.dtype, roundin
     )
 
 
-def test_liger_is_chosen_where_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liger_is_chosen_if_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     llama = AutoConfig.for_model("llama", **SHAPE)
     assert choose_liger("auto", llama, False, CPU) == (False, "")
     assert choose_liger("auto", llama, True, CUDA) == (False, "Fused kernels: torch.compile's.")
@@ -116,7 +116,7 @@ def test_liger_is_chosen_where_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -
 
 
 @needs_liger
-def test_liger_is_not_chosen_for_what_it_would_compute_wrong() -> None:
+def test_liger_is_not_chosen_if_its_result_would_be_wrong() -> None:
     assert choose_liger("auto", AutoConfig.for_model("llama", **SHAPE), False, CUDA) == (
         True,
         "Fused kernels: Liger's.",
@@ -151,7 +151,7 @@ def test_ligers_own_kernels_compute_what_each_architecture_computes(kinds: list[
         ), line
 
 
-def test_a_resumed_run_keeps_its_choice_or_stops() -> None:
+def test_a_resumed_run_keeps_its_kernels_or_stops() -> None:
     def resume(stored: bool) -> bool | str:
         trainer = {"config": {"model": {"use_liger": stored}}}
         ranks = SimpleNamespace(device=CPU, broadcast_from_rank0=lambda function: function())

@@ -91,7 +91,7 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)]
 )
-def test_outputs_and_gradients_are_those_of_peft(
+def test_fused_lora_has_the_outputs_and_gradients_of_peft(
     dtype: torch.dtype, tolerance: float, scheme: str, bias: bool, dropout: float
 ) -> None:
     seen = []
@@ -133,7 +133,7 @@ def test_dropout_on_cuda_has_the_gradients_of_autograd(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_kept_are_the_input_the_small_product_and_a_byte_an_element_for_the_mask(
+def test_fused_lora_saves_its_input_the_product_with_a_and_one_byte_per_mask_element(
     scheme: str, dropout: float
 ) -> None:
     model = model_of(SCHEMES[scheme], dtype=torch.bfloat16, lora_dropout=dropout)
@@ -155,7 +155,9 @@ def test_kept_are_the_input_the_small_product_and_a_byte_an_element_for_the_mask
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_compiled_it_is_one_graph_with_the_same_results(scheme: str, dropout: float) -> None:
+def test_compiled_fused_lora_is_one_graph_with_the_same_results(
+    scheme: str, dropout: float
+) -> None:
     model = model_of(SCHEMES[scheme], True, lora_dropout=dropout)
     use_fused_lora(model)
     expected = passes(model, model, torch.float32)
@@ -167,7 +169,7 @@ def test_compiled_it_is_one_graph_with_the_same_results(scheme: str, dropout: fl
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_adapters_in_fp32_are_cast_where_they_are_used(scheme: str, dropout: float) -> None:
+def test_adapters_in_fp32_are_cast_when_they_are_used(scheme: str, dropout: float) -> None:
     seen = []
     for is_cast in (True, False):
         model = model_of(SCHEMES[scheme], dtype=torch.bfloat16, lora_dropout=dropout)
@@ -198,7 +200,7 @@ ELSEWHERE: dict[str, tuple[dict[str, Any], Callable[[PeftModel], Any]]] = {
 
 
 @pytest.mark.parametrize("case", ELSEWHERE)
-def test_elsewhere_it_is_pefts_own(case: str) -> None:
+def test_unsupported_adapters_use_the_forward_pass_of_peft(case: str) -> None:
     settings, change = ELSEWHERE[case]
     seen = []
     for is_fused in (True, False):

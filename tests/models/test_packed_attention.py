@@ -115,7 +115,7 @@ def packed_logits(built: BuiltModel, parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("name", "attention"), CASES)
-def test_loss_and_gradient_of_each_row_are_those_of_the_row_alone(
+def test_each_packed_sample_has_the_loss_and_gradients_of_the_sample_alone(
     name: str, attention: str
 ) -> None:
     model = make(name, attention)
@@ -161,7 +161,7 @@ def test_samples_of_a_padded_batch_have_the_longrope_factors_of_their_own_length
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_padded_batches_and_generation_still_go_through_transformers_own(attention: str) -> None:
+def test_padded_batches_and_generation_use_the_attention_of_transformers(attention: str) -> None:
     model = make("Mistral", attention)
     parts = rows([9, 7])
     prompt = {"input_ids": parts[0][None], "attention_mask": torch.ones(1, 9, dtype=torch.int64)}
@@ -204,7 +204,7 @@ class Seen(TorchDispatchMode):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
-def test_a_pack_costs_its_rows_own_attention_and_no_mask_over_all_of_it(
+def test_a_packed_sequence_costs_the_attention_of_its_samples_and_no_mask_over_all_tokens(
     name: str, attention: str
 ) -> None:
     lengths = [64] * 16
@@ -219,7 +219,7 @@ def test_a_pack_costs_its_rows_own_attention_and_no_mask_over_all_of_it(
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_rows_on_the_cpu_have_the_same_gradients_in_16_bits(window: int | None) -> None:
+def test_samples_on_the_cpu_have_the_same_gradients_in_16_bits(window: int | None) -> None:
     """There the backward pass takes rows that are padded."""
     lengths = (64, 64, 33, 5, 32, 1, 150, 151)
     generator = torch.Generator().manual_seed(0)
@@ -263,7 +263,7 @@ def emulated_backward(
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_the_memory_efficient_kernel_gets_what_the_cpu_kernel_computes(
+def test_the_memory_efficient_kernel_has_the_results_of_the_cpu_kernel(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths = (64, 33, 5, 1)
@@ -313,7 +313,7 @@ def test_the_kernel_follows_from_device_dtype_and_shape(
     assert attention_kernels.choose_kernel(capability, dtype, widths, equal_length) == kernel
 
 
-def test_rows_of_one_length_reach_cudnn_on_hopper_though_it_is_off(
+def test_samples_of_equal_length_use_cudnn_on_hopper_although_it_is_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = make("Llama", "sdpa").bfloat16()
@@ -330,7 +330,7 @@ def test_rows_of_one_length_reach_cudnn_on_hopper_though_it_is_off(
     torch.testing.assert_close(alike, by_row)
 
 
-def test_without_flash_attention_heads_of_padded_rows_share_no_keys(
+def test_without_flash_attention_heads_of_padded_samples_share_no_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = make("Llama", "sdpa")

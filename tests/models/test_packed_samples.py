@@ -120,7 +120,7 @@ def loss_and_norm(model: PreTrainedModel, loss: torch.Tensor) -> tuple[float, fl
     ("name", "checkpointing"),
     [*((name, "off") for name in MODELS), ("Qwen3_5Text", "full"), ("Bamba", "selective")],
 )
-def test_loss_and_gradient_of_packed_rows_are_those_of_each_row_alone(
+def test_packed_samples_have_the_loss_and_gradient_norm_of_the_samples_alone(
     name: str, checkpointing: Any, runtime: Ranks
 ) -> None:
     model = make(name)
@@ -148,7 +148,7 @@ def test_loss_and_gradient_of_packed_rows_are_those_of_each_row_alone(
     assert found[1] == pytest.approx(norm, rel=1e-4)
 
 
-def test_what_runs_row_by_row_is_not_compiled() -> None:
+def test_layers_that_run_per_sample_are_not_compiled() -> None:
     model = make("Lfm2")
     built = BuiltModel(model)
     built.mixers = use_packed_attention(built)

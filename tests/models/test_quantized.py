@@ -82,7 +82,7 @@ def bitsandbytes_layer(scheme: Scheme, weight: torch.Tensor, bias: torch.Tensor)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_values_and_gradients_are_those_of_bitsandbytes_layers(
+def test_quantized_layers_have_the_values_and_gradients_of_bitsandbytes(
     name: str, dtype: torch.dtype
 ) -> None:
     """Their forward pass multiplies by the weight, their backward pass by the weight they
@@ -133,7 +133,7 @@ def skeleton_of(folder: Path) -> tuple[PretrainedConfig, PreTrainedModel]:
     return config, build_on_meta(config, ModelConfig(model_name=str(folder)))
 
 
-def test_what_is_left_out_is_listed(tiny_model: Path) -> None:
+def test_layers_that_are_not_quantized_are_listed(tiny_model: Path) -> None:
     config, built = skeleton_of(tiny_model)
     model = built.model
     weights = model.num_parameters()
@@ -221,7 +221,7 @@ def moe_models(model_type: str, scheme: Scheme, experts_implementation: str) -> 
 @pytest.mark.parametrize("experts_implementation", ["grouped_mm", "eager"])
 @pytest.mark.parametrize("name", ["nf4", "8bit"])
 @pytest.mark.parametrize("model_type", EXPERTS)
-def test_experts_compute_with_the_weights_that_bitsandbytes_gives_back(
+def test_experts_compute_with_the_weights_that_bitsandbytes_dequantizes(
     model_type: str, name: str, experts_implementation: str, is_checkpointed: bool
 ) -> None:
     seen = []
@@ -274,7 +274,7 @@ def test_dequantized_experts_are_released_after_each_layer(
         ("qwen2_moe", {"num_experts": 4}, ["shared_expert_gate"]),
     ],
 )
-def test_routers_and_gates_stay_as_they_are(
+def test_routers_and_gates_are_not_quantized(
     model_type: str, settings: dict[str, Any], gates: list[str]
 ) -> None:
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_layers": 2, "vocab_size": 320}
@@ -309,7 +309,7 @@ def test_routers_and_gates_stay_as_they_are(
         ({}, False, {"load_in_4bit": True}, "--use_peft"),
     ],
 )
-def test_what_cannot_be_quantized_is_refused_with_the_way_out(
+def test_models_that_cannot_be_quantized_are_rejected_with_a_way_out(
     tiny_model: Path,
     settings: dict[str, Any],
     use_peft: bool,
@@ -325,7 +325,7 @@ def test_what_cannot_be_quantized_is_refused_with_the_way_out(
         quantize_linears(built, quantization)
 
 
-def test_transformers_conv1d_is_named_as_what_cannot_be_quantized() -> None:
+def test_transformers_conv1d_cannot_be_quantized() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model("gpt2", n_embd=64, n_head=4, n_layer=1)

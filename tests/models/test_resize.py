@@ -196,7 +196,7 @@ def base_of(case: str, bases: Path, new: str = "mean") -> Any:
     return model
 
 
-def test_the_losses_are_those_of_a_plain_resized_model(runs: dict[str, Path], bases: Path) -> None:
+def test_losses_equal_those_of_a_plain_resized_model(runs: dict[str, Path], bases: Path) -> None:
     from peft import PeftModel
 
     for case, run in runs.items():
@@ -214,7 +214,7 @@ def test_the_losses_are_those_of_a_plain_resized_model(runs: dict[str, Path], ba
         assert len(found) == STEPS and found[-1] < 0.95 * found[0], case
 
 
-def test_the_result_loads_into_plain_transformers_and_peft_as_it_was_trained(
+def test_the_result_loads_into_plain_transformers_and_peft_with_the_trained_loss(
     runs: dict[str, Path], bases: Path
 ) -> None:
     for case, run in runs.items():
@@ -224,7 +224,7 @@ def test_the_result_loads_into_plain_transformers_and_peft_as_it_was_trained(
             assert loss == pytest.approx(held_out, rel=1e-5), case
 
 
-def test_with_lora_the_new_rows_are_trained_and_no_others(
+def test_lora_trains_only_the_new_rows_of_the_embeddings(
     runs: dict[str, Path], bases: Path
 ) -> None:
     for case, (_, flags) in CASES.items():
@@ -257,7 +257,7 @@ def test_both_ways_of_loading_and_a_resumed_run_give_the_same_bits(runs: dict[st
 @pytest.mark.parametrize(
     "case", ["full, tied", "lora", "lora, tied", "lora, spare rows", "lora, 4bit"]
 )
-def test_a_checkpoint_gives_the_same_result_and_merged_what_peft_merges(
+def test_a_checkpoint_exports_to_the_same_result_and_merges_as_peft_does(
     case: str, runs: dict[str, Path], bases: Path, tmp_path: Path
 ) -> None:
     from peft import PeftModel
@@ -289,7 +289,7 @@ def test_a_checkpoint_gives_the_same_result_and_merged_what_peft_merges(
 
 
 @pytest.mark.parametrize("kind", ["untied", "scaled", "gpt2"])
-def test_token_rows_compute_and_learn_what_pefts_own_layer_does(kind: str) -> None:
+def test_token_rows_have_the_outputs_and_gradients_of_pefts_layer(kind: str) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig
 
@@ -340,7 +340,7 @@ def test_token_rows_compute_and_learn_what_pefts_own_layer_does(kind: str) -> No
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_what_new_rows_cannot_be_trained_with_is_refused(bases: Path) -> None:
+def test_settings_that_new_token_rows_do_not_support_are_rejected(bases: Path) -> None:
     def refused(base: str, new: NewTokens | None, message: str, **settings: Any) -> None:
         built = build_on_meta(
             load_model_config(bases / base, False), ModelConfig(model_name=base), new

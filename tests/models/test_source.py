@@ -134,7 +134,7 @@ def conversions() -> Iterator[None]:
     conversion_mapping.USER_REGISTERED_MAPPINGS.clear()
 
 
-def test_rows_that_a_conversion_mixes_are_those_of_transformers(
+def test_rows_that_a_conversion_interleaves_equal_those_of_transformers(
     tmp_path: Path, conversions: None
 ) -> None:
     mixed = WeightConverter("mlp.mixed.weight", "mlp.gate_proj.weight", [Interleave(dim=0)])
@@ -151,7 +151,7 @@ def test_rows_that_a_conversion_mixes_are_those_of_transformers(
     check_against_transformers(folder)
 
 
-def test_an_expert_that_is_missing_is_refused(tmp_path: Path) -> None:
+def test_a_missing_expert_is_rejected(tmp_path: Path) -> None:
     file = save(folder := tmp_path, "mixtral") / "model.safetensors"
     save_file(
         {
@@ -169,7 +169,7 @@ def test_an_expert_that_is_missing_is_refused(tmp_path: Path) -> None:
         account_for(model.model, open_source(folder, model).tensors, folder)
 
 
-def test_a_fingerprint_knows_a_model_from_any_that_was_tuned_or_set_otherwise(
+def test_a_fingerprint_changes_with_weights_and_settings(
     tmp_path: Path,
 ) -> None:
     folder = save(tmp_path / "model", "llama", vocab_size=20_000)

@@ -76,7 +76,7 @@ def rows(*lengths: int) -> Dataset:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_model_that_keeps_rows_apart_passes_and_is_left_as_it_was(
+def test_a_model_that_keeps_samples_apart_passes_and_is_unchanged(
     attention: str, dtype: torch.dtype, runtime: Ranks
 ) -> None:
     built = make(attention, dtype, runtime)
@@ -90,7 +90,7 @@ def test_a_model_that_keeps_rows_apart_passes_and_is_left_as_it_was(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_that_takes_no_notice_of_rows_runs_row_by_row(
+def test_attention_that_ignores_sample_boundaries_runs_per_sample(
     dtype: torch.dtype, runtime: Ranks
 ) -> None:
     built = make("deaf", dtype, runtime)
@@ -99,7 +99,7 @@ def test_attention_that_takes_no_notice_of_rows_runs_row_by_row(
     assert built.mixers.names() == "LlamaAttention"
 
 
-def test_position_embeddings_that_count_tokens_run_row_by_row(runtime: Ranks) -> None:
+def test_position_embeddings_that_count_tokens_run_per_sample(runtime: Ranks) -> None:
     torch.manual_seed(0)
     shape = {
         "d_model": 32,
@@ -143,7 +143,7 @@ def test_position_embeddings_that_look_up_positions_get_those_of_each_sample(
 
 
 @pytest.mark.parametrize(("value", "problem"), [(float("nan"), "NaN"), (0.0, "are all equal")])
-def test_broken_weights_are_not_reported_as_trouble_of_packing(
+def test_broken_weights_are_not_reported_as_a_packing_problem(
     value: float, problem: str, runtime: Ranks
 ) -> None:
     built = make("sdpa", torch.float32, runtime)
@@ -164,7 +164,7 @@ class Failing(LlamaForCausalLM):
         return super().forward(*args, **arguments)
 
 
-def test_an_exception_of_the_model_for_packed_samples_says_padding(runtime: Ranks) -> None:
+def test_an_exception_of_the_model_for_packed_samples_suggests_padding(runtime: Ranks) -> None:
     model = Failing(LlamaConfig(vocab_size=101, **SHAPE))
     built = BuiltModel(model)
     built.mixers = use_packed_attention(built)
@@ -182,7 +182,7 @@ class Summing(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_that_sees_other_rows_behind_its_layers_is_rejected(
+def test_a_model_that_mixes_samples_after_its_layers_is_rejected(
     dtype: torch.dtype, runtime: Ranks
 ) -> None:
     torch.manual_seed(0)
@@ -201,7 +201,7 @@ def test_a_model_that_sees_other_rows_behind_its_layers_is_rejected(
     # no row has 25 tokens
     [(MistralConfig, 64, ""), (PhimoeConfig, 64, "PhimoeAttention"), (PhimoeConfig, 24, "")],
 )
-def test_a_model_that_loses_its_sliding_window_in_a_pack_runs_row_by_row(
+def test_a_model_that_loses_its_sliding_window_in_a_packed_sequence_runs_per_sample(
     kind: type[PretrainedConfig], longest: int, by_row: str, dtype: torch.dtype, runtime: Ranks
 ) -> None:
     torch.manual_seed(0)
@@ -227,7 +227,7 @@ class Sharper(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize(("kind", "is_kept"), [(LlamaForCausalLM, True), (Sharper, False)])
-def test_a_loss_in_pieces_that_is_not_that_of_the_logits_is_given_up(
+def test_a_chunked_loss_that_differs_from_that_of_the_logits_is_switched_off(
     kind: type[LlamaForCausalLM], is_kept: bool, runtime: Ranks, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)

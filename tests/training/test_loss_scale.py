@@ -113,7 +113,7 @@ def test_the_factor_moves_as_torchs_grad_scaler_moves_it() -> None:
     assert ours.factor == INITIAL_FACTOR / 2, "fell twice, and has grown once"
 
 
-def test_what_no_smaller_scale_helps_ends_the_run_instead_of_skipping() -> None:
+def test_a_loss_of_nan_or_a_minimal_scale_ends_the_run_instead_of_skipping() -> None:
     scale = LossScale(INITIAL_FACTOR)
     assert not scale.update(1, NAN, NAN) and not scale.update(1, INFINITE, INFINITE)
     assert scale.factor == INITIAL_FACTOR and scale.skipped_steps == 0

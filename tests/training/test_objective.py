@@ -78,7 +78,7 @@ def test_padding_adds_nothing_to_the_loss_or_the_gradient(model: LlamaForCausalL
     ("lengths", "router_loss", "filled"),
     [([40, 60], False, 128), ([40, 60], True, 100), ([5, 3], False, 8)],
 )
-def test_packs_are_filled_up_so_that_few_shapes_are_compiled(
+def test_packed_sequences_are_padded_to_few_shapes(
     lengths: list[int], router_loss: bool, filled: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not if the routers' auxiliary loss counts all tokens, or positions would go beyond those of
@@ -108,7 +108,9 @@ def test_packs_are_filled_up_so_that_few_shapes_are_compiled(
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
-def test_smoothed_labels_and_noisy_embeddings_are_of_training_only(model: LlamaForCausalLM) -> None:
+def test_label_smoothing_and_embedding_noise_apply_to_training_only(
+    model: LlamaForCausalLM,
+) -> None:
     rows = torch.tensor([[1, 5, 9, 30, 2]])
     one = batch(rows.tolist(), rows.tolist(), 5)
     runtime = SimpleNamespace(device=CPU)
@@ -205,7 +207,7 @@ def with_routers(name: str) -> PreTrainedModel:
 @pytest.mark.parametrize("in_pieces", [True, False])
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3 MoE", "Granite MoE"])
-def test_where_config_json_asks_for_it_routers_are_trained_to_share_tokens_evenly(
+def test_router_auxiliary_losses_of_config_json_equal_those_of_transformers(
     runtime: Any, name: str, is_packed: bool, in_pieces: bool
 ) -> None:
     ids = torch.randint(3, 320, (2, 20), generator=torch.Generator().manual_seed(1))

@@ -52,7 +52,7 @@ def test_every_step_has_the_learning_rate_of_transformers(
     assert rates(30, lr_scheduler="step", gamma=0.85) == pytest.approx(by_epoch)
 
 
-def test_a_least_rate_and_a_share_of_steps_are_those_of_transformers() -> None:
+def test_minimum_rate_and_warmup_ratio_equal_those_of_transformers() -> None:
     from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -64,7 +64,7 @@ def test_a_least_rate_and_a_share_of_steps_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize(("total", "steps"), [(1, 0), (20, 2), (21, 20)])
-def test_a_warm_up_as_long_as_the_run_is_a_tenth_of_it(total: int, steps: int) -> None:
+def test_a_warmup_as_long_as_the_run_becomes_a_tenth_of_it(total: int, steps: int) -> None:
     found = rates(total, lr_scheduler="constant", warmup_steps=20)
     assert found[steps:] == [1.0] * (total - steps) and all(rate < 1 for rate in found[:steps])
 
@@ -161,7 +161,7 @@ def largest_error(
         ("Lion", Lion, 1e-5, 0),
     ],
 )
-def test_on_shards_it_does_what_torchs_own_does_and_goes_on_in_one_process(
+def test_sharded_optimizers_equal_torchs_and_resume_on_one_process(
     launch: Path, runtime: Ranks, case: str, make: Any, of_torch: float, of_two_ranks: float
 ) -> None:
     end = torch.load(launch / f"{case}.pt")["end"]
@@ -169,7 +169,7 @@ def test_on_shards_it_does_what_torchs_own_does_and_goes_on_in_one_process(
     assert largest_error(go_on(case, launch / case, runtime), end, case) <= of_two_ranks
 
 
-def test_8_bit_states_are_bit_for_bit_those_of_bitsandbytes(launch: Path) -> None:
+def test_eight_bit_states_are_bit_identical_to_those_of_bitsandbytes(launch: Path) -> None:
     """Where its blocks end with the row, that is; and a single row is one for both."""
     from bitsandbytes.optim import AdamW8bit
 
@@ -183,7 +183,7 @@ def test_8_bit_states_are_bit_for_bit_those_of_bitsandbytes(launch: Path) -> Non
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_fresh_optimizer_goes_on_bit_for_bit_and_copies_of_a_shard_stay_equal(
+def test_a_restored_optimizer_resumes_bit_for_bit_and_replicas_stay_equal(
     launch: Path, case: str
 ) -> None:
     result = torch.load(launch / f"{case}.pt")
@@ -192,7 +192,7 @@ def test_a_fresh_optimizer_goes_on_bit_for_bit_and_copies_of_a_shard_stay_equal(
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_compensated_bf16_weights_follow_fp32_ones_that_plain_bf16_loses() -> None:
+def test_compensated_bf16_weights_follow_fp32_weights_and_plain_bf16_does_not() -> None:
     """Steps of 1e-5 on weights around 1, whose bf16 neighbours are 0.004 and 0.008 away."""
     steps = 100
     lr = 1e-5
@@ -236,7 +236,7 @@ def three_steps(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_in_a_graph_for_any_number_of_rows_an_update_is_the_same(
+def test_a_compiled_update_for_any_number_of_rows_gives_the_same_weights(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(anyprecision, "PIECE", 512)
@@ -262,7 +262,7 @@ def test_in_a_graph_for_any_number_of_rows_an_update_is_the_same(
     assert {shape[1] for of_one in shapes[:2] for shape in of_one if len(shape) == 2} == {128}
 
 
-def test_where_compiling_fails_it_is_computed_uncompiled_with_one_warning(
+def test_if_compiling_fails_the_update_runs_uncompiled_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = three_steps(torch.bfloat16)

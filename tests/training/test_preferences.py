@@ -155,7 +155,7 @@ def expected(
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("has_adapter", [True, False])
 @pytest.mark.parametrize("settings", CASES, ids=str)
-def test_losses_rewards_and_gradients_are_those_of_the_formulas(
+def test_losses_rewards_and_gradients_equal_the_formulas(
     model: LlamaForCausalLM,
     frozen: LlamaForCausalLM,
     runtime: Any,

@@ -39,7 +39,9 @@ def stored(runtime: Any) -> StoredReference:
     return stored
 
 
-def test_each_row_has_its_number_wherever_it_stands(stored: StoredReference, runtime: Any) -> None:
+def test_each_example_has_its_log_probability_in_any_batch(
+    stored: StoredReference, runtime: Any
+) -> None:
     """Padded instead of packed, in another order, and beside another row: no model is asked."""
     model: Any = None
     expected = [log_probabilities(made(0), row).sum().item() for row in ROWS]
@@ -55,9 +57,7 @@ def test_each_row_has_its_number_wherever_it_stands(stored: StoredReference, run
     assert stored.log_probabilities(model, FILLER, runtime).tolist() == [0.0]
 
 
-def test_a_row_that_was_not_scored_is_an_error_and_no_number(
-    stored: StoredReference, runtime: Any
-) -> None:
+def test_an_example_that_was_not_scored_is_an_error(stored: StoredReference, runtime: Any) -> None:
     known = batch(False)
     other = copy.deepcopy(batch(False))
     other.labels[2, 1] = other.input_ids[2, 1]  # the same tokens, one more of them in the loss
@@ -67,7 +67,7 @@ def test_a_row_that_was_not_scored_is_an_error_and_no_number(
         stored.log_probabilities(BuiltModel(made(0)), other, runtime)
 
 
-def test_the_file_holds_the_numbers_bit_for_bit(
+def test_the_file_holds_the_log_probabilities_bit_for_bit(
     stored: StoredReference, runtime: Any, tmp_path: Path
 ) -> None:
     read = StoredReference()
@@ -80,7 +80,7 @@ def test_the_file_holds_the_numbers_bit_for_bit(
 
 
 @pytest.mark.parametrize("name", FINGERPRINT)
-def test_a_file_of_another_run_is_refused(
+def test_a_file_of_another_run_is_rejected(
     stored: StoredReference, tmp_path: Path, name: str
 ) -> None:
     stored.save(tmp_path / "file", FINGERPRINT)
@@ -90,9 +90,7 @@ def test_a_file_of_another_run_is_refused(
         StoredReference().load(tmp_path / "file", {**FINGERPRINT, name: "other"})
 
 
-def test_a_file_that_is_missing_or_corrupted_anywhere_is_not_read(
-    stored: StoredReference, tmp_path: Path
-) -> None:
+def test_a_missing_or_corrupted_file_is_rejected(stored: StoredReference, tmp_path: Path) -> None:
     file = tmp_path / "file"
     stored.save(file, FINGERPRINT)
     content = file.read_bytes()
@@ -109,7 +107,7 @@ def test_a_file_that_is_missing_or_corrupted_anywhere_is_not_read(
             StoredReference().load(tmp_path / name, FINGERPRINT)
 
 
-def test_another_reference_scores_all_rows_and_is_freed(
+def test_a_reference_model_scores_all_examples_and_is_freed(
     finetuning: ModuleType, runtime: Any, tiny_model: Path, tied_model: Path, tmp_path: Path
 ) -> None:
     parameters = list[Any]()
@@ -142,7 +140,7 @@ def test_another_reference_scores_all_rows_and_is_freed(
         assert found.isfinite().all() and len(found) == len(rows) > 0 and (found < 0).all()
 
 
-def test_a_reference_with_other_tokens_is_refused(tiny_model: Path) -> None:
+def test_a_reference_model_with_other_tokens_is_rejected(tiny_model: Path) -> None:
     ours, theirs = (AutoTokenizer.from_pretrained(tiny_model) for _ in range(2))
     check_same_tokens("base", theirs, ours)
     theirs.add_tokens(["<tool>"])

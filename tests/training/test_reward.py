@@ -161,7 +161,7 @@ def test_a_new_head_depends_on_the_seed_alone_and_a_stored_one_is_kept(
         ),
     ],
 )
-def test_heads_that_do_not_fit_are_rejected_by_name(
+def test_unsupported_heads_are_rejected_by_name(
     config: dict[str, Any], objective: str, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))

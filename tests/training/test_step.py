@@ -22,7 +22,9 @@ TIMES = ("perf/", "memory/")
 
 @pytest.mark.parametrize("clipping", [True, False])
 @pytest.mark.parametrize("scale", [1.0, 64.0])
-def test_norm_and_clipping_are_torchs(runtime: Ranks, clipping: bool, scale: float) -> None:
+def test_gradient_norm_and_clipping_equal_torchs(
+    runtime: Ranks, clipping: bool, scale: float
+) -> None:
     torch.manual_seed(0)
     model, reference = (torch.nn.Linear(5, 3) for _ in range(2))
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
@@ -83,7 +85,7 @@ def job(
     return run
 
 
-def test_a_loss_read_a_step_late_is_logged_all_the_same(job: Callable[..., Any]) -> None:
+def test_a_loss_read_one_step_late_is_logged_for_its_own_step(job: Callable[..., Any]) -> None:
     runs = [
         job(f"lags-{lags}", lags, 0, "--validation", "0.3", "--eval_steps", "3")
         for lags in (True, False)
@@ -101,7 +103,7 @@ def test_a_loss_read_a_step_late_is_logged_all_the_same(job: Callable[..., Any])
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor"])
-def test_after_a_step_that_failed_no_weight_changes_however_late_it_is_read(
+def test_after_a_failed_step_no_weight_changes_even_if_its_loss_is_read_late(
     job: Callable[..., Any], optimizer: str
 ) -> None:
     finished, sums, folder = job(optimizer, True, 3, "--optimizer", optimizer)
