@@ -32,14 +32,14 @@ def busy(tmp_path: Path) -> Iterator[tuple[Path, int]]:
     """A run's directory in which another process works, and that process."""
     folder = tmp_path / "run"
     script = tmp_path / "at_work.py"
-    told = tmp_path / "pid"
+    pid_link = tmp_path / "pid"
     script.write_text(AT_WORK)
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(forked, script, folder, told)
-        while not told.is_symlink():
+        other = pool.submit(forked, script, folder, pid_link)
+        while not pid_link.is_symlink():
             assert not other.done(), other.result().output
             time.sleep(0.01)
-        pid = int(os.readlink(told))
+        pid = int(os.readlink(pid_link))
         (folder / "metrics.jsonl").write_text('{"step": 1}\n')
         yield folder, pid
         if not other.done():

@@ -1,4 +1,4 @@
-"""Iterates over streamed rows as the training loop does, and writes down what each step had:
+"""Iterates over streamed samples as the training loop does, and writes down what each step had:
 folder, cases as JSON."""
 
 import json
@@ -32,16 +32,16 @@ def main(folder: Path, cases: list[dict[str, Any]]) -> None:
             tokenized = data.prepare(
                 config, tokenizer, context_length=200, cache=folder, want_validation=False
             )
-            rows = data.plan_training(
+            samples = data.plan_training(
                 Config(train=settings, data=config), tokenized, 200, 8, 0, None, job
             )
             steps = []
             message = ""
             try:
                 if case.get("first_samples"):
-                    rows.first_samples()
+                    samples.first_samples()
                 with data.Prefetcher(
-                    rows.steps(case["first"], case["last"], case["position"])
+                    samples.steps(case["first"], case["last"], case["position"])
                 ) as feed:
                     for todo in feed:
                         time.sleep(case.get("pause", 0) * job.rank * (todo.step % 3))
@@ -55,7 +55,7 @@ def main(folder: Path, cases: list[dict[str, Any]]) -> None:
                         steps.append(
                             {
                                 "step": todo.step,
-                                "rows": sorted(
+                                "samples": sorted(
                                     int(place) for places in everyone for place in places
                                 ),
                                 "targets": todo.target_tokens,

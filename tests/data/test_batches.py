@@ -1,4 +1,4 @@
-"""The order of rows, and how they become tensors."""
+"""The order of samples, and how they become tensors."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from llama_ft.data import Demo, collate, evaluation_batches, pad_token_id
 from llama_ft.data.batches import BatchSampler, pack_samples
 
-LENGTHS = [(7 * row) % 53 + 2 for row in range(103)]
+LENGTHS = [(7 * sample) % 53 + 2 for sample in range(103)]
 TARGETS = [length // 2 for length in LENGTHS]
 LAYOUTS = [(1, 4, 1), (1, 1, 4), (2, 2, 2), (3, 2, 2), (8, 2, 1), (4, 4, 16)]
 
@@ -49,7 +49,7 @@ def test_every_sample_is_seen_once_per_epoch_within_the_token_limit(
             shares = [plan.step(epoch, step) for plan in ranks]
             assert len({len(share.micro_batches) for share in shares}) == 1
             tokens = [
-                [sum(LENGTHS[row] for row in batch) for batch in share.micro_batches]
+                [sum(LENGTHS[sample] for sample in batch) for batch in share.micro_batches]
                 for share in shares
             ]
             if pack_length is None:
@@ -65,9 +65,13 @@ def test_every_sample_is_seen_once_per_epoch_within_the_token_limit(
                     for counts in tokens
                     for count in counts
                 )
-            rows = [row for share in shares for batch in share.micro_batches for row in batch]
-            assert {share.target_tokens for share in shares} == {sum(TARGETS[row] for row in rows)}
-            seen += rows
+            samples = [
+                sample for share in shares for batch in share.micro_batches for sample in batch
+            ]
+            assert {share.target_tokens for share in shares} == {
+                sum(TARGETS[sample] for sample in samples)
+            }
+            seen += samples
         assert sorted(seen) == list(range(103))
         assert light <= 1  # one pack of an epoch takes what is left
 
@@ -77,7 +81,12 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(pack_length: int | 
     def global_batches(*layout: int) -> list[set[int]]:
         ranks = plans(*layout, pack_length=pack_length)
         return [
-            {row for plan in ranks for batch in plan.step(1, step).micro_batches for row in batch}
+            {
+                sample
+                for plan in ranks
+                for batch in plan.step(1, step).micro_batches
+                for sample in batch
+            }
             for step in range(ranks[0].steps_per_epoch)
         ]
 
@@ -104,10 +113,10 @@ def test_order_is_a_function_of_seed_epoch_and_step_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "world_size", "batch_size"), list(itertools.product([1, 5, 16], [1, 2, 4], [1, 3]))
+    ("samples", "world_size", "batch_size"), list(itertools.product([1, 5, 16], [1, 2, 4], [1, 3]))
 )
-def test_evaluation_sees_every_sample_once(rows: int, world_size: int, batch_size: int) -> None:
-    lengths = numpy.arange(rows) % 7 + 1
+def test_evaluation_sees_every_sample_once(samples: int, world_size: int, batch_size: int) -> None:
+    lengths = numpy.arange(samples) % 7 + 1
     ranks = [
         evaluation_batches(lengths, world_size, rank, batch_size) for rank in range(world_size)
     ]
@@ -116,13 +125,13 @@ def test_evaluation_sees_every_sample_once(rows: int, world_size: int, batch_siz
         for rank in range(world_size)
     ]
     assert len({len(batches) for batches in packed}) == 1
-    assert sorted(row for batches in packed for batch in batches for row in batch) == list(
-        range(rows)
+    assert sorted(sample for batches in packed for batch in batches for sample in batch) == list(
+        range(samples)
     )
     assert all(lengths[batch].sum() <= 9 * batch_size for batches in packed for batch in batches)
     assert len({len(batches) for batches in ranks}) == 1
-    assert sorted(row for batches in ranks for batch in batches for row in batch) == list(
-        range(rows)
+    assert sorted(sample for batches in ranks for batch in batches for sample in batch) == list(
+        range(samples)
     )
     assert all(len(batch) <= batch_size for batches in ranks for batch in batches)
     assert evaluation_batches(numpy.ones(10), 2, 1, 2, 2) == [[1, 3], [5, 7]]  # max_batches
@@ -142,7 +151,7 @@ def test_padded_samples_of_a_step_have_similar_lengths() -> None:
 
 
 @pytest.fixture
-def rows() -> Dataset:
+def samples() -> Dataset:
     return Dataset.from_dict(
         {
             "input_ids": [[1, 2, 3], list(range(20)), [4, 5]],
@@ -154,8 +163,8 @@ def rows() -> Dataset:
     )
 
 
-def test_samples_are_padded_on_the_right_without_mask_or_label(rows: Dataset) -> None:
-    batch = collate(rows, [2, 0], pad_token_id=9)
+def test_samples_are_padded_on_the_right_without_mask_or_label(samples: Dataset) -> None:
+    batch = collate(samples, [2, 0], pad_token_id=9)
     assert batch.input_ids.tolist() == [[4, 5, 9], [1, 2, 3]]
     assert batch.attention_mask.tolist() == [[1, 1, 0], [1, 1, 1]]
     assert batch.labels.tolist() == [[-100, 5, -100], [-100, 2, 3]]
@@ -164,14 +173,14 @@ def test_samples_are_padded_on_the_right_without_mask_or_label(rows: Dataset) ->
     assert (batch.tokens, batch.target_tokens) == (5, 3)
 
 
-def test_packed_samples_are_concatenated_and_none_predicts_the_next(rows: Dataset) -> None:
-    batch = collate(rows, [2, 1, 0], pad_token_id=9, is_packed=True)
+def test_packed_samples_are_concatenated_and_none_predicts_the_next(samples: Dataset) -> None:
+    batch = collate(samples, [2, 1, 0], pad_token_id=9, is_packed=True)
     assert batch.input_ids.tolist() == [[4, 5, *range(20), 1, 2, 3]]
     assert batch.labels.tolist() == [[-100, 5, -100, *range(1, 20), -100, 2, 3]]
     assert batch.example_lengths == [2, 20, 3] and batch.locations == ["a:3", "a:2", "a:1"]
     assert (batch.tokens, batch.target_tokens) == (25, 22) and batch.input_ids.dtype == torch.int64
-    for is_packed in (True, False):  # a rank without rows
-        empty = collate(rows, [], pad_token_id=9, is_packed=is_packed)
+    for is_packed in (True, False):  # a rank without samples
+        empty = collate(samples, [], pad_token_id=9, is_packed=is_packed)
         assert (empty.input_ids.tolist(), empty.labels.tolist(), empty.locations) == (
             [[1, 2, 3]],
             [[-100] * 3],
@@ -199,9 +208,9 @@ CAPACITY = 2048
 
 
 def natural(
-    draw: Callable[[int], numpy.ndarray], rows: int = 20_000, longest: int = CAPACITY
+    draw: Callable[[int], numpy.ndarray], samples: int = 20_000, longest: int = CAPACITY
 ) -> numpy.ndarray:
-    return numpy.clip(draw(rows), 1, longest).astype(numpy.int64)
+    return numpy.clip(draw(samples), 1, longest).astype(numpy.int64)
 
 
 KINDS = {
@@ -215,8 +224,8 @@ KINDS = {
 
 
 def least_number(lengths: numpy.ndarray, pack_length: int) -> int:
-    """A bound no packing can go below (Martello and Toth's L2): for every size, rows that leave no
-    room for rows of that size count whole, and the small ones fill what the middle ones leave."""
+    """A bound no packing can go below (Martello and Toth's L2): for every size, samples that leave no
+    room for samples of that size count whole, and the small ones fill what the middle ones leave."""
     best = math.ceil(lengths.sum() / pack_length)
     for small in numpy.unique(lengths[2 * lengths <= pack_length]).tolist():
         alone = lengths > pack_length - small

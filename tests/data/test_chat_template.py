@@ -89,7 +89,7 @@ MISTRAL = """
     {%- endif %}
 {%- endfor %}
 """
-# The thought is cut off wherever it stands, but an answer is opened with one.
+# Reasoning content is always dropped, but the generation prompt opens it.
 DEEPSEEK_R1 = """
 {{- bos_token }}
 {%- for m in messages %}
@@ -108,7 +108,7 @@ GPT_OSS = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}
 """
-# Qwen 3.5's without thinking: the generation prompt holds an empty thought.
+# Qwen 3.5's without thinking: the generation prompt has empty reasoning content.
 NO_THINKING = QWEN3.replace(
     "assistant\n' }}{% endif %}", "assistant\n<think>\n\n</think>\n\n' }}{% endif %}"
 ).replace("{%- set said", "{%- set thought = m.reasoning_content or thought %}{%- set said")
@@ -197,9 +197,9 @@ def tokens(make_tokenizer: MakeTokenizer) -> Callable[..., str]:
         tokenizer = make_tokenizer(
             special, template, **{key: it for key, it in named.items() if it in special}
         )
-        row = {"messages": messages, "tools": tools}
+        sample = {"messages": messages, "tools": tools}
         samples = []
-        for encoded in Encoder(tokenizer, 10_000, labels=labels).encode(row, "messages"):
+        for encoded in Encoder(tokenizer, 10_000, labels=labels).encode(sample, "messages"):
             assert all(
                 label in (-100, token)
                 for token, label in zip(encoded.input_ids, encoded.labels, strict=True)
@@ -540,7 +540,7 @@ MACRO = b"{% macro deeper() %}{{ deeper() }}{% endmacro %}{{ deeper() }}"
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (LOOP, "does not end within 5 s"),
         (b"{{ 7 ** (10 ** 9) }}", "does not end within 5 s"),
@@ -554,11 +554,11 @@ MACRO = b"{% macro deeper() %}{{ deeper() }}{% endmacro %}{{ deeper() }}"
     ],
 )
 def test_a_template_that_needs_too_much_time_or_memory_is_rejected(
-    plain: PreTrainedTokenizerFast, tmp_path: Path, content: bytes, told: str
+    plain: PreTrainedTokenizerFast, tmp_path: Path, content: bytes, message: str
 ) -> None:
     file = tmp_path / "mine.jinja"
     file.write_bytes(content)
-    with pytest.raises(UserError, match=f"(?s)mine.jinja.*{told}"):
+    with pytest.raises(UserError, match=f"(?s)mine.jinja.*{message}"):
         ensure_chat_template(plain, str(file))
 
 

@@ -13,24 +13,25 @@ from transformers import AutoTokenizer, GenerationConfig
 from llama_ft.data import Demo, smollm2
 
 
-def rows(file: Path) -> list[dict[str, str]]:
+def samples(file: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def test_answers_are_docstrings_of_the_running_python(demo: Demo) -> None:
     answers = {
-        row["input"]: row["output"] for row in rows(demo.train_file) + rows(demo.validation_file)
+        sample["input"]: sample["output"]
+        for sample in samples(demo.train_file) + samples(demo.validation_file)
     }
     assert answers["def fnmatch(name, pat)"] == inspect.getdoc(__import__("fnmatch").fnmatch)
     assert answers["class JSONDecoder(object)"] == inspect.getdoc(json.JSONDecoder)
 
 
 def test_no_prompt_and_no_response_of_the_validation_set_is_in_the_training_set(demo: Demo) -> None:
-    train = rows(demo.train_file)
-    validation = rows(demo.validation_file)
+    train = samples(demo.train_file)
+    validation = samples(demo.validation_file)
     for column in ("output", "instruction"):
-        assert not {row[column].lower() for row in train} & {
-            row[column].lower() for row in validation
+        assert not {sample[column].lower() for sample in train} & {
+            sample[column].lower() for sample in validation
         }
 
 

@@ -49,11 +49,11 @@ def test_a_malformed_line_of_jsonl_is_reported_and_the_next_one_is_read(
 
 def test_json_array_counts_rows(tmp_path: Path) -> None:
     path = written(tmp_path / "my.json", json.dumps([{"a": 1}, {"a": [2]}, 3], indent=1))
-    rows = list(samples_of_file(path))
-    assert rows[:2] == [(f"{path} row 1", {"a": 1}), (f"{path} row 2", {"a": [2]})]
-    assert isinstance(rows[2][1], BadSample)
+    samples = list(samples_of_file(path))
+    assert samples[:2] == [(f"{path} row 1", {"a": 1}), (f"{path} row 2", {"a": [2]})]
+    assert isinstance(samples[2][1], BadSample)
     path.write_text('{"a": 1}\n{"a": 2}\n')  # or one object per line
-    assert [row for _, row in samples_of_file(path)] == [{"a": 1}, {"a": 2}]
+    assert [sample for _, sample in samples_of_file(path)] == [{"a": 1}, {"a": 2}]
     assert (
         list(samples_of_file(written(path, " [ ] \n")))
         == list(samples_of_file(written(path, "")))
@@ -80,8 +80,8 @@ def test_a_csv_row_with_other_fields_than_the_header_is_reported(tmp_path: Path)
     assert good == {"a": "1", "b": "2"}
 
 
-ROWS = [{"instruction": f"Hi {number}", "output": "é"} for number in range(5)]
-LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+SAMPLES = [{"instruction": f"Hi {number}", "output": "é"} for number in range(5)]
+LINES = "".join(json.dumps(sample) + "\n" for sample in SAMPLES).encode()
 CSV = b"instruction,output\n" + b"".join(f"Hi {number},é\n".encode() for number in range(5))
 
 
@@ -96,11 +96,13 @@ KINDS: dict[str, Callable[[Path], object]] = {
         gzip.compress(LINES[:60]) + gzip.compress(LINES[60:])
     ),
     "my.jsonl.zst": lambda path: path.write_bytes(zstd(LINES[:60]) + zstd(LINES[60:])),
-    "my.json": lambda path: path.write_text(json.dumps(ROWS, indent=2, ensure_ascii=False)),
-    "array.jsonl": lambda path: path.write_text(json.dumps(ROWS)),
+    "my.json": lambda path: path.write_text(json.dumps(SAMPLES, indent=2, ensure_ascii=False)),
+    "array.jsonl": lambda path: path.write_text(json.dumps(SAMPLES)),
     "MY.CSV": lambda path: path.write_bytes(CSV),
     "my.csv.zst": lambda path: path.write_bytes(zstd(CSV)),
-    "my.parquet": lambda path: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path),
+    "my.parquet": lambda path: pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(SAMPLES), path
+    ),
 }
 
 
@@ -109,12 +111,12 @@ def test_every_file_format_has_the_same_samples_on_disk_and_behind_a_url(
     tmp_path: Path, name: str
 ) -> None:
     KINDS[name](tmp_path / name)
-    assert [row for _, row in samples_of_file(tmp_path / name)] == ROWS
+    assert [sample for _, sample in samples_of_file(tmp_path / name)] == SAMPLES
     url = f"memory://{tmp_path.name}/{name}"
     with fsspec.open(url, "wb") as file:
         file.write((tmp_path / name).read_bytes())
     remote = list(samples_of_file(url))
-    assert [row for _, row in remote] == ROWS
+    assert [sample for _, sample in remote] == SAMPLES
     assert remote[0][0].startswith(url)
 
 
@@ -125,8 +127,8 @@ def test_keys_of_other_objects_are_not_nulls_in_parquet(tmp_path: Path) -> None:
     ]
     table = pyarrow.Table.from_pylist([{"messages": turns, "id": None, "labels": [1, 2]}])
     pyarrow.parquet.write_table(table, tmp_path / "my.parquet")
-    [(_, row)] = samples_of_file(tmp_path / "my.parquet")
-    assert row == {"messages": turns, "id": None, "labels": [1, 2]}
+    [(_, sample)] = samples_of_file(tmp_path / "my.parquet")
+    assert sample == {"messages": turns, "id": None, "labels": [1, 2]}
 
 
 @pytest.mark.parametrize(
@@ -169,18 +171,18 @@ def test_a_line_without_end_is_rejected(tmp_path: Path) -> None:
     [("127.0.0.1:9", "connection refused"), ("no-such-host.invalid", "host not found")],
 )
 def test_an_unreachable_host_is_not_reported_as_a_missing_file(host: str, why: str) -> None:
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         list(samples_of_file(f"http://me:hunter2@{host}/my.jsonl"))
     assert (
-        str(told.value)
+        str(raised.value)
         == f"error: http://***@{host}/my.jsonl: cannot be read: the host does not answer ({why})."
     )
 
 
 @pytest.mark.parametrize("name", ["my.jsonl", "my.jsonl.gz"])
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
-    row = json.dumps({"text": "x" * 1000})
-    text = "\n".join([row] * 30_001)
+    sample = json.dumps({"text": "x" * 1000})
+    text = "\n".join([sample] * 30_001)
     path = written(
         tmp_path / name, gzip.compress(text.encode(), 1) if name.endswith(".gz") else text
     )

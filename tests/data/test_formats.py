@@ -1,4 +1,4 @@
-"""What rows become, and which field is named in rows that cannot be used."""
+"""What samples become, and which field is named in samples that cannot be used."""
 
 import json
 import os
@@ -96,7 +96,7 @@ def answered(**changes: object) -> Sample:
 
 
 @pytest.mark.parametrize(
-    ("read", "row", "text"),
+    ("read", "sample", "text"),
     [
         (alpaca_messages, {"output": "yes"}, '"instruction" is missing'),
         (alpaca_messages, {"instruction": "Hi", "output": " "}, '"output" is " "'),
@@ -270,9 +270,11 @@ def answered(**changes: object) -> Sample:
         (tools_of, {"tools": ["f"]}, '"tools" is ["f"]; expected a list of objects'),
     ],
 )
-def test_the_wrong_field_is_named(read: Callable[[Sample], object], row: Sample, text: str) -> None:
+def test_the_wrong_field_is_named(
+    read: Callable[[Sample], object], sample: Sample, text: str
+) -> None:
     with pytest.raises(BadSample) as caught:
-        read(row)
+        read(sample)
     assert str(caught.value).startswith(text)
 
 
@@ -315,7 +317,7 @@ def test_openai_chats_keep_weights_and_get_the_text_and_arguments_that_templates
     assert checked[0]["content"] == "How warm is it?"
     assert checked[1]["weight"] == 0
     assert checked[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"city": "Lima"}}
-    assert call["function"]["arguments"] == '{"city": "Lima"}'  # the row itself stays as it is
+    assert call["function"]["arguments"] == '{"city": "Lima"}'  # the sample itself is unchanged
     assert (
         chat_messages({"messages": [said("developer", "x"), USER, ANSWER]})[0]["role"] == "system"
     )
@@ -346,7 +348,7 @@ def test_sharegpt_conversations_become_messages() -> None:
 
 @pytest.mark.parametrize("history", [[["A", "B"], ["C", "D"]], '[["A", "B"], ["C", "D"]]'])
 def test_system_and_history_of_alpaca_samples_become_messages(history: object) -> None:
-    row = {
+    sample = {
         "instruction": "Hi",
         "input": "",
         "output": "yes",
@@ -361,9 +363,9 @@ def test_system_and_history_of_alpaca_samples_become_messages(history: object) -
         USER,
         ANSWER,
     ]
-    assert alpaca_messages(row) == [said("system", "Be brief."), *turns]
-    assert alpaca_messages({**row, "system": " ", "history": ""}) == [USER, ANSWER]
-    assert alpaca_messages({**row, "system": None, "history": None}) == [USER, ANSWER]
+    assert alpaca_messages(sample) == [said("system", "Be brief."), *turns]
+    assert alpaca_messages({**sample, "system": " ", "history": ""}) == [USER, ANSWER]
+    assert alpaca_messages({**sample, "system": None, "history": None}) == [USER, ANSWER]
 
 
 def test_a_system_column_is_the_system_message_of_a_chat_that_has_none() -> None:
@@ -380,16 +382,16 @@ def test_a_system_column_is_the_system_message_of_a_chat_that_has_none() -> None
         USER,
         ANSWER,
     ]
-    row = {"system": "Be brief.", "prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
-    assert prompt_completion(row) == [brief, USER, {**ANSWER, "weight": 0}, USER, ANSWER]
-    row = {"system": "Be brief.", "prompt": "Hi ", "completion": "yes"}
-    assert prompt_completion(row) == ("Be brief.\n\nHi ", "yes")
+    sample = {"system": "Be brief.", "prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
+    assert prompt_completion(sample) == [brief, USER, {**ANSWER, "weight": 0}, USER, ANSWER]
+    sample = {"system": "Be brief.", "prompt": "Hi ", "completion": "yes"}
+    assert prompt_completion(sample) == ("Be brief.\n\nHi ", "yes")
 
 
 def test_prompt_and_completion_are_texts_or_a_chat_with_only_the_completion_in_the_loss() -> None:
     assert prompt_completion({"prompt": "Hi ", "completion": "yes"}) == ("Hi ", "yes")
-    row = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
-    assert prompt_completion(row) == [USER, {**ANSWER, "weight": 0}, USER, ANSWER]
+    sample = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
+    assert prompt_completion(sample) == [USER, {**ANSWER, "weight": 0}, USER, ANSWER]
 
 
 def test_pairs_are_texts_or_chats_with_or_without_a_column_for_the_prompt() -> None:
@@ -409,15 +411,15 @@ def test_pairs_are_texts_or_chats_with_or_without_a_column_for_the_prompt() -> N
         [USER, ANSWER],
         [USER, NO],
     ]
-    row = {"system": "Be brief.", "chosen": [USER, ANSWER], "rejected": [USER, NO]}
-    assert pair_contents(row) == [[system, USER, ANSWER], [system, USER, NO]]
-    assert FORMATS["preference"].read(row) == [system, USER, ANSWER]
+    sample = {"system": "Be brief.", "chosen": [USER, ANSWER], "rejected": [USER, NO]}
+    assert pair_contents(sample) == [[system, USER, ANSWER], [system, USER, NO]]
+    assert FORMATS["preference"].read(sample) == [system, USER, ANSWER]
 
 
 @pytest.mark.parametrize("label", [True, 1, "True", "true", "1", 1.0])
 def test_a_label_is_a_boolean_a_number_or_the_text_of_one(label: Any) -> None:
-    row = {"prompt": [USER], "completion": [ANSWER], "label": label}
-    assert labelled(row) == [USER, ANSWER] and is_desirable(row)
+    sample = {"prompt": [USER], "completion": [ANSWER], "label": label}
+    assert labelled(sample) == [USER, ANSWER] and is_desirable(sample)
     opposite = (
         str(not label)
         if isinstance(label, str) and len(label) > 1
@@ -437,8 +439,8 @@ from llama_ft.config import DataConfig
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 for wanted in ("auto", "question_answers"):
     config = DataConfig(dataset="my_data.jsonl", dataset_format=wanted, chat_template="alpaca")
-    rows = data.prepare(config, tokenizer, context_length=99, cache=Path("cache"), want_validation=False).train
-    print([tokenizer.decode([label for label in row if label >= 0]) for row in rows["labels"]])
+    samples = data.prepare(config, tokenizer, context_length=99, cache=Path("cache"), want_validation=False).train
+    print([tokenizer.decode([label for label in labels if label >= 0]) for labels in samples["labels"]])
 """
 
 
@@ -454,8 +456,8 @@ def test_the_format_of_the_tutorial_changes_one_file(
     )
     shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
     (tmp_path / "change.diff").write_text(page.blocks("diff")[0])
-    (row,) = page.blocks("json")
-    (tmp_path / "my_data.jsonl").write_text(json.dumps(json.loads(row)))
+    (sample,) = page.blocks("json")
+    (tmp_path / "my_data.jsonl").write_text(json.dumps(json.loads(sample)))
     command = [sys.executable, "-c", TOKENIZE, str(save_model(tmp_path / "model"))]
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
     subprocess.run(["git", "apply", "change.diff"], cwd=tmp_path, check=True)

@@ -1,4 +1,4 @@
-"""From --dataset to tokenized rows: what is kept, what is said, and when the cache is used."""
+"""From --dataset to tokenized samples: what is kept, what is said, and when the cache is used."""
 
 import json
 import logging
@@ -43,10 +43,10 @@ def test_samples_become_tokens_labels_counts_and_locations(
     path = write_jsonl(tmp_path / "my.jsonl", pairs(3))
     data = prepared(path, llama3, tmp_path / "cache")
     assert len(data.train) == 3
-    row = data.train[1]
-    assert set(row) == {"input_ids", "labels", "target_tokens", "group", "source", "desirable"}
-    assert row["source"] == f"{path}:2"
-    assert row["target_tokens"] == 2 == sum(label != -100 for label in row["labels"])
+    sample = data.train[1]
+    assert set(sample) == {"input_ids", "labels", "target_tokens", "group", "source", "desirable"}
+    assert sample["source"] == f"{path}:2"
+    assert sample["target_tokens"] == 2 == sum(label != -100 for label in sample["labels"])
     assert data.train.features["input_ids"].feature.dtype == "int32"
     assert data.validation is None
     assert data.report.chat_sample == [
@@ -188,12 +188,15 @@ def test_a_split_without_samples_is_rejected(
 def test_the_validation_fraction_does_not_depend_on_the_order_of_samples(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    rows = pairs(200)
+    samples = pairs(200)
     forward = prepared(
-        write_jsonl(tmp_path / "a.jsonl", rows), llama3, tmp_path / "cache", validation="0.2"
+        write_jsonl(tmp_path / "a.jsonl", samples), llama3, tmp_path / "cache", validation="0.2"
     )
     backward = prepared(
-        write_jsonl(tmp_path / "b.jsonl", rows[::-1]), llama3, tmp_path / "cache", validation="0.2"
+        write_jsonl(tmp_path / "b.jsonl", samples[::-1]),
+        llama3,
+        tmp_path / "cache",
+        validation="0.2",
     )
     assert forward.validation is not None and backward.validation is not None
     assert 20 < len(forward.validation) < 60
@@ -203,17 +206,17 @@ def test_the_validation_fraction_does_not_depend_on_the_order_of_samples(
         tmp_path / "a.jsonl", llama3, tmp_path / "cache", validation="0.2", want=False
     )
     assert unwanted.validation is None and unwanted.train["source"][:] == forward.train["source"][:]
-    assert not {str(row) for row in forward.train["input_ids"]} & {
-        str(row) for row in forward.validation["input_ids"]
+    assert not {str(sample) for sample in forward.train["input_ids"]} & {
+        str(sample) for sample in forward.validation["input_ids"]
     }
 
 
 def test_formats_and_the_columns_that_are_used_and_ignored_are_printed(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    rows = [{**row, "system": "Be brief.", "id": 1} for row in pairs(2)]
-    first = write_jsonl(tmp_path / "a.jsonl", rows)
-    second = write_jsonl(tmp_path / "b.jsonl", rows)
+    samples = [{**sample, "system": "Be brief.", "id": 1} for sample in pairs(2)]
+    first = write_jsonl(tmp_path / "a.jsonl", samples)
+    second = write_jsonl(tmp_path / "b.jsonl", samples)
     chats = [
         {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "no"}]}
     ]
@@ -300,7 +303,7 @@ def test_bit_flips_in_the_cache_do_not_change_the_samples(
 def test_ids_outside_the_vocabulary_are_rejected_whether_cached_or_not(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    """The tokenizer may be larger: what counts is which ids the rows hold."""
+    """The tokenizer may be larger: what counts is which ids the samples hold."""
     tokenized = [{"input_ids": ids, "labels": ids} for ids in ([5, 6], [7, 40, 9], [40, 1])]
     path = write_jsonl(tmp_path / "my.jsonl", tokenized)
     config = DataConfig(dataset=str(tmp_path / "my.jsonl"))

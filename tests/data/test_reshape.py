@@ -34,8 +34,8 @@ def read(tmp_path: Path) -> Callable[..., Source]:
     return opened
 
 
-def rows(source: Source) -> list[Any]:
-    return [row for _, row, _ in source.formatted_samples("auto")]
+def samples(source: Source) -> list[Any]:
+    return [sample for _, sample, _ in source.formatted_samples("auto")]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_columns_are_found_by_usual_names_or_by_the_setting(
 ) -> None:
     delimiter = next(mark for mark in ",;\t" if mark in header)
     source = read("a.csv", f"{header}\n{delimiter.join(['Why?', 'So.'])}\n", columns=columns)
-    assert rows(source) == [{"instruction": "Why?", "output": "So."}]
+    assert samples(source) == [{"instruction": "Why?", "output": "So."}]
     assert source.sample_format("auto") == "alpaca"
 
 
@@ -67,8 +67,8 @@ def test_the_first_samples_and_slices_of_local_files_can_be_selected(
     read: Callable[..., Source],
 ) -> None:
     lines = "\n".join(json.dumps({"text": str(number)}) for number in range(9))
-    assert rows(read("a.jsonl", lines, max_samples=2)) == [{"text": "0"}, {"text": "1"}]
-    assert rows(read("a.jsonl", lines, dataset_split="train[3:5]")) == [
+    assert samples(read("a.jsonl", lines, max_samples=2)) == [{"text": "0"}, {"text": "1"}]
+    assert samples(read("a.jsonl", lines, dataset_split="train[3:5]")) == [
         {"text": "3"},
         {"text": "4"},
     ]
@@ -80,9 +80,9 @@ def test_utf_16_is_read_and_other_encodings_are_rejected_with_a_way_out(
     read: Callable[..., Source],
 ) -> None:
     text = "instruction,output\nWarum?,Völlig klar\n"
-    assert rows(read("a.csv", text.encode("utf-16")))[0]["output"] == "Völlig klar"
+    assert samples(read("a.csv", text.encode("utf-16")))[0]["output"] == "Völlig klar"
     with pytest.raises(UserError, match="iconv"):
-        rows(read("b.csv", text.encode("cp1252")))
+        samples(read("b.csv", text.encode("cp1252")))
 
 
 def test_chats_are_repaired_to_fit_the_format() -> None:

@@ -26,15 +26,15 @@ R1_TOKENS = ["<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>",
 
 def chats(count: int, responses: int = 2) -> list[dict[str, Any]]:
     """Chats with reasoning content in every response."""
-    rows = []
+    samples = []
     for number in range(count):
         messages = []
         for turn in range(responses):
             messages.append({"role": "user", "content": f"Hi {number} {turn}"})
             answer = {"role": "assistant", "content": "yes", "reasoning_content": "no no"}
             messages.append(answer)
-        rows.append({"messages": messages})
-    return rows
+        samples.append({"messages": messages})
+    return samples
 
 
 @pytest.fixture
@@ -67,8 +67,8 @@ def test_the_data_report_counts_split_chats_and_gives_the_reason(
     [table, reason] = [line for line in data.summary if "became" in line or "inference" in line]
     after = sum(len(ids) for ids in data.train["input_ids"][1:])
     before = 0
-    for row in chats(2, responses=3):
-        before += len(qwen3.apply_chat_template(row["messages"], return_dict=False))
+    for sample in chats(2, responses=3):
+        before += len(qwen3.apply_chat_template(sample["messages"], return_dict=False))
     assert f"2 chats became 6 samples, one per response ({before:,} -> {after:,} tokens" in table
     assert f"{after / before:.2f}x" in table
     assert reason.startswith(f"  {path}:2: messages[1] is ")
@@ -105,11 +105,11 @@ def test_show_samples_shows_each_piece(
     show_samples(data.train, qwen3, 2)
     shown = console.file.getvalue()
     first, second = shown.split("response 2 of 2")
-    thought = "[[<think>\nno no\n</think>\n\nyes<|im_end|>]]"
+    response = "[[<think>\nno no\n</think>\n\nyes<|im_end|>]]"
     assert "my.jsonl:1, response 1 of 2: " in first
-    assert f"Hi 0 0<|im_end|>\n<|im_start|>assistant\n{thought}" in first
+    assert f"Hi 0 0<|im_end|>\n<|im_start|>assistant\n{response}" in first
     assert "<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>user\nHi 0 1" in second
-    assert f"Hi 0 1<|im_end|>\n<|im_start|>assistant\n{thought}" in second
+    assert f"Hi 0 1<|im_end|>\n<|im_start|>assistant\n{response}" in second
 
 
 def test_dropped_reasoning_content_is_neither_rendered_nor_taken_from_the_cache(
@@ -121,8 +121,8 @@ def test_dropped_reasoning_content_is_neither_rendered_nor_taken_from_the_cache(
     assert "no no" in qwen3.decode(kept.train[0]["input_ids"])
     # Qwen3's template writes empty reasoning content into the last message only
     assert len(dropped.train) == 4
-    for row in dropped.train:
-        trained = [label for label in row["labels"] if label != -100]
+    for sample in dropped.train:
+        trained = [label for label in sample["labels"] if label != -100]
         assert qwen3.decode(trained) == "<think>\n\n</think>\n\nyes<|im_end|>"
     assert kept.fingerprints() != dropped.fingerprints()
     assert "reasoning_content" not in json.dumps(dropped.report.chat_sample)
@@ -164,11 +164,11 @@ def test_a_piece_that_is_too_long_is_skipped_and_counted(
 def test_the_responses_of_pairs_follow_the_prompt_of_inference(r1: PreTrainedTokenizerFast) -> None:
     prompt = chats(1)[0]["messages"][:3]
     answers = [{"role": "assistant", "content": text} for text in ("yes", "no")]
-    row = {"prompt": prompt, "chosen": [answers[0]], "rejected": [answers[1]]}
+    sample = {"prompt": prompt, "chosen": [answers[0]], "rejected": [answers[1]]}
     encoder = Encoder(r1, 400)
     ids = r1.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
     for (input_ids, labels), answer in zip(
-        two_examples(row, "preference", encoder), answers, strict=True
+        two_examples(sample, "preference", encoder), answers, strict=True
     ):
         start = next(place for place, label in enumerate(labels) if label != -100)
         assert input_ids[:start] == ids
@@ -185,12 +185,12 @@ def test_pairs_whose_responses_would_have_to_be_split_are_rejected(
         {"role": "tool", "content": "Hi"},
         {"role": "assistant", "content": "yes"},
     ]
-    row = {
+    sample = {
         "prompt": [{"role": "user", "content": "Hi"}],
         "chosen": long,
         "rejected": [{"role": "assistant", "content": "no"}],
     }
-    path = write_jsonl(tmp_path / "my.jsonl", [row])
+    path = write_jsonl(tmp_path / "my.jsonl", [sample])
     config = DataConfig(dataset=str(path), dataset_format="preference")
     with pytest.raises(UserError, match=r"my.jsonl:1: .* Put all but the last message into the"):
         prepare(

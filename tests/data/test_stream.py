@@ -1,5 +1,5 @@
-"""Streamed rows: all of them once a pass, the same on any number of ranks, and from any position
-on."""
+"""Streamed samples: all of them once per epoch, the same on any number of ranks and from any
+position."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from conftest import write_rows
 from forked import forked
 
 JOB = Path(__file__).parent / "stream_job.py"
-ROWS = 900
+SAMPLES = 900
 BUFFER = 300
 STEPS = 90
 CASE: dict[str, Any] = {
@@ -32,7 +32,7 @@ def case(name: str, world_size: int, **changes: Any) -> dict[str, Any]:
 def folder(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stream")
     save_model(folder / "model")
-    write_rows(folder / "rows.jsonl", ROWS)
+    write_rows(folder / "rows.jsonl", SAMPLES)
     lines = (folder / "rows.jsonl").read_text().splitlines()
     (folder / "bad.jsonl").write_text(
         "\n".join([*lines[:700], '{"instruction": 3, "output": "x"}', *lines[700:]])
@@ -106,14 +106,21 @@ def test_an_epoch_has_every_sample_once_in_shuffled_windows(
 ) -> None:
     steps = alone[way]["steps"]
     end = next(number for number, step in enumerate(steps) if step["ends_epoch"]) + 1
-    seen = [row for step in steps[:end] for row in step["rows"]]
-    assert sorted(seen) == list(range(1, ROWS + 1)) and end < len(steps)
+    seen = [sample for step in steps[:end] for sample in step["samples"]]
+    assert sorted(seen) == list(range(1, SAMPLES + 1)) and end < len(steps)
     windows = {step["position"]["window"] for step in steps[:end]}
     assert len(windows) >= 2
-    first = [row for step in steps[:end] if step["position"]["window"] == 0 for row in step["rows"]]
-    assert BUFFER <= len(first) < ROWS and max(first) == len(first)  # the first rows of the file...
+    first = [
+        sample
+        for step in steps[:end]
+        if step["position"]["window"] == 0
+        for sample in step["samples"]
+    ]
+    assert BUFFER <= len(first) < SAMPLES and max(first) == len(
+        first
+    )  # the first samples of the file...
     assert first != sorted(first)  # ... in another order
-    again = [row for step in steps[end : 2 * end] for row in step["rows"]]
+    again = [sample for step in steps[end : 2 * end] for sample in step["samples"]]
     assert again and again[:20] != seen[:20]  # the second pass has an order of its own
     assert steps[end - 1]["epochs_seen"] == 1.0
 
@@ -122,7 +129,7 @@ def test_batches_do_not_depend_on_the_number_of_ranks(
     alone: dict[str, dict[str, Any]], together: dict[str, dict[str, Any]]
 ) -> None:
     for way in ("packed", "padded"):
-        for key in ("rows", "targets"):
+        for key in ("samples", "targets"):
             assert [step[key] for step in together[way]["steps"]] == [
                 step[key] for step in alone[way]["steps"]
             ]
@@ -135,7 +142,7 @@ def test_steps_after_any_position_are_the_same(
     assert len(results) == 5
     for name, result in results.items():
         rest = alone["packed"]["steps"][int(name.partition("-")[2]) + 1 :]
-        for key in ("rows", "position"):
+        for key in ("samples", "position"):
             assert [step[key] for step in result["steps"]] == [step[key] for step in rest]
 
 
@@ -162,4 +169,4 @@ def test_a_bad_sample_ends_the_stream_on_all_ranks_or_is_skipped(
             and "--skip_bad_rows" in results["bad"]["message"]
         )
     assert alone["skipped"]["message"] == ""
-    assert 701 not in [row for step in alone["skipped"]["steps"] for row in step["rows"]]
+    assert 701 not in [sample for step in alone["skipped"]["steps"] for sample in step["samples"]]

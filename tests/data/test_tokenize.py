@@ -84,10 +84,10 @@ def test_the_demo_template_has_the_assistant_mask_of_transformers(demo: Demo) ->
 
 
 def test_trimmed_offsets_give_the_same_loss_mask(chatml: PreTrainedTokenizerFast) -> None:
-    row = {"instruction": "Hi", "output": "\n\nyes no\n\n"}
-    before = shown(chatml, Encoder(chatml, 100).encode(row, "alpaca"))
+    sample = {"instruction": "Hi", "output": "\n\nyes no\n\n"}
+    before = shown(chatml, Encoder(chatml, 100).encode(sample, "alpaca"))
     chatml.backend_tokenizer.post_processor = ByteLevel(trim_offsets=True)
-    assert shown(chatml, Encoder(chatml, 100).encode(row, "alpaca")) == before
+    assert shown(chatml, Encoder(chatml, 100).encode(sample, "alpaca")) == before
     assert before.endswith("assistant Ċ [ĊĊ] [yes] [Ġno] [ĊĊ] [<|im_end|>] Ċ")
 
 
@@ -124,20 +124,20 @@ def test_a_template_that_rewrites_earlier_messages_is_rejected(
 def test_a_tokenized_sample_has_only_ids_of_the_tokenizer(llama3: PreTrainedTokenizerFast) -> None:
     encoder = Encoder(llama3, 100)
     beyond = len(llama3)
-    for row, place in (
+    for sample, place in (
         ({"input_ids": [1, beyond]}, r"the token 313"),
         ({"input_ids": [1, 2], "labels": [1, -1]}, r"the token -1"),
     ):
         with pytest.raises(BadSample, match=place):
-            encoder.encode(row, "tokenized")
+            encoder.encode(sample, "tokenized")
 
 
 def test_line_breaks_of_a_response_are_not_tokens_of_its_prompt(
     plain: PreTrainedTokenizerFast,
 ) -> None:
     ensure_chat_template(plain)
-    row = {"instruction": "Hi", "output": "\nyes"}
-    assert shown(plain, Encoder(plain, 100).encode(row, "alpaca")).endswith(
+    sample = {"instruction": "Hi", "output": "\nyes"}
+    assert shown(plain, Encoder(plain, 100).encode(sample, "alpaca")).endswith(
         "### Ġ Response : Ċ [Ċ] [yes] [</s>]"
     )
 
@@ -154,18 +154,18 @@ def test_half_a_character_is_a_bad_sample(llama3: PreTrainedTokenizerFast) -> No
 def test_completion_follows_its_prompt_with_the_tokens_of_running_text(
     llama3: PreTrainedTokenizerFast,
 ) -> None:
-    row = {"prompt": "Hi", "completion": " yes no"}
+    sample = {"prompt": "Hi", "completion": " yes no"}
     bos = "<|begin_of_text|>"
-    assert shown(llama3, Encoder(llama3, 100).encode(row, "prompt_completion")) == (
+    assert shown(llama3, Encoder(llama3, 100).encode(sample, "prompt_completion")) == (
         f"{bos} Hi [Ġyes] [Ġno] [<|eot_id|>]"
     )
-    assert shown(llama3, Encoder(llama3, 100, labels="all").encode(row, "prompt_completion")) == (
-        f"{bos} [Hi] [Ġyes] [Ġno] [<|eot_id|>]"
-    )
+    assert shown(
+        llama3, Encoder(llama3, 100, labels="all").encode(sample, "prompt_completion")
+    ) == (f"{bos} [Hi] [Ġyes] [Ġno] [<|eot_id|>]")
     # the prompt ends with the space that the completion's first token begins with
-    row = {"prompt": "Hi ", "completion": "yes"}
+    sample = {"prompt": "Hi ", "completion": "yes"}
     assert (
-        shown(llama3, Encoder(llama3, 100).encode(row, "prompt_completion"))
+        shown(llama3, Encoder(llama3, 100).encode(sample, "prompt_completion"))
         == f"{bos} Hi [Ġyes] [<|eot_id|>]"
     )
 

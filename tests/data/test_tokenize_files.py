@@ -1,4 +1,4 @@
-"""Tokenizing on several processes: the same files as on one, whatever the rows, and an end when
+"""Tokenizing on several processes: the same files as on one, whatever the samples, and an end when
 something is killed."""
 
 import json
@@ -46,14 +46,14 @@ def built(cache: Path) -> list[Path]:
 @pytest.fixture
 def odd_rows(tmp_path: Path) -> Path:
     """Some are bad, some too long, some have no answer in the context, some are twins."""
-    rows = pairs(11 * CHUNK_SAMPLES)
-    for number in range(0, len(rows), 7):
-        rows[number] = {"instruction": "Hi", "output": f"no {number}" + " yes" * (number % 90)}
-    for number in range(5, len(rows), 500):
-        rows[number] = "{" if number % 2 else {"instruction": "Hi"}
-    for number in range(9, len(rows), 100):
-        rows[number] = {"instruction": "Hi" * 60, "output": "yes", "number": number}
-    return write_jsonl(tmp_path / "odd.jsonl", rows)
+    samples = pairs(11 * CHUNK_SAMPLES)
+    for number in range(0, len(samples), 7):
+        samples[number] = {"instruction": "Hi", "output": f"no {number}" + " yes" * (number % 90)}
+    for number in range(5, len(samples), 500):
+        samples[number] = "{" if number % 2 else {"instruction": "Hi"}
+    for number in range(9, len(samples), 100):
+        samples[number] = {"instruction": "Hi" * 60, "output": "yes", "number": number}
+    return write_jsonl(tmp_path / "odd.jsonl", samples)
 
 
 @pytest.mark.parametrize("truncation", ["right", "split"])
@@ -85,9 +85,11 @@ def test_samples_on_disk_are_those_of_the_encoder(
     expected = []
     whole = []
     for number, line in enumerate(odd_rows.read_text().splitlines(), start=1):
-        if line != "{" and "output" in (row := json.loads(line)):
-            expected += [(f"{odd_rows}:{number}", piece) for piece in encoder.encode(row, "alpaca")]
-            [uncut] = Encoder(llama3, 10_000).encode(row, "alpaca")
+        if line != "{" and "output" in (sample := json.loads(line)):
+            expected += [
+                (f"{odd_rows}:{number}", piece) for piece in encoder.encode(sample, "alpaca")
+            ]
+            [uncut] = Encoder(llama3, 10_000).encode(sample, "alpaca")
             whole.append(len(uncut.input_ids))
     expected = [
         (place, it) for place, it in expected if any(label != -100 for label in it.labels[1:])
@@ -107,14 +109,14 @@ def test_samples_on_disk_are_those_of_the_encoder(
 def test_the_table_counts_kept_truncated_and_skipped_samples(
     llama3: PreTrainedTokenizerFast, tmp_path: Path, truncation: str
 ) -> None:
-    """Ten rows of 15 tokens, one of 94, and one of 72 whose answer is at its end."""
-    rows = [
+    """Ten samples of 15 tokens, one of 94, and one of 72 whose answer is at its end."""
+    samples = [
         *pairs(10),
         {"instruction": "Hi 0", "output": "yes" * 40},
         {"instruction": "Hi" * 60, "output": "yes"},
     ]
     data = prepared(
-        write_jsonl(tmp_path / "my.jsonl", rows), llama3, tmp_path, 1, truncation=truncation
+        write_jsonl(tmp_path / "my.jsonl", samples), llama3, tmp_path, 1, truncation=truncation
     )
     train = data.report.train
     assert train.longest == 94
@@ -149,7 +151,7 @@ def when_tokenizing(act: Callable[[Any], None]) -> threading.Thread:
 
 
 @pytest.mark.parametrize(
-    ("number", "ends_with", "told"),
+    ("number", "ends_with", "message"),
     [
         (
             signal.SIGKILL,
@@ -165,7 +167,7 @@ def test_a_killed_worker_or_ctrl_c_ends_tokenizing_and_leaves_nothing_behind(
     tmp_path: Path,
     number: int,
     ends_with: type[BaseException],
-    told: str | None,
+    message: str | None,
 ) -> None:
     path = write_jsonl(tmp_path / "my.jsonl", pairs(60_000, "yes " * 20))
     # a shell has background jobs ignore it
@@ -173,7 +175,7 @@ def test_a_killed_worker_or_ctrl_c_ends_tokenizing_and_leaves_nothing_behind(
     thread = when_tokenizing(
         lambda worker: os.kill(os.getpid() if number == signal.SIGINT else worker.pid, number)
     )
-    with pytest.raises(ends_with, match=told):
+    with pytest.raises(ends_with, match=message):
         prepared(path, llama3, tmp_path, 2)
     thread.join()
     assert multiprocessing.active_children() == [] and built(tmp_path) == []
@@ -251,16 +253,16 @@ def test_the_fingerprint_depends_on_the_tokens_alone(
 ) -> None:
     """Rows left out shift the boundaries of chunks, and another place of the file changes
     nothing."""
-    rows = pairs(600)
-    with_bad = [row for pair in zip(rows, ["{"] * 600, strict=True) for row in pair]
+    samples = pairs(600)
+    with_bad = [sample for pair in zip(samples, ["{"] * 600, strict=True) for sample in pair]
     one, two, swapped = (
         prepared(
             write_jsonl(tmp_path / name, lines), llama3, tmp_path, 1, skip_bad_rows=True
         ).fingerprints()
         for name, lines in (
-            ("a.jsonl", rows),
+            ("a.jsonl", samples),
             ("b.jsonl", with_bad),
-            ("c.jsonl", [rows[1], rows[0], *rows[2:]]),
+            ("c.jsonl", [samples[1], samples[0], *samples[2:]]),
         )
     )
     assert one == two and one != swapped
@@ -271,9 +273,9 @@ def test_the_fingerprint_of_a_stream_depends_on_everything_that_affects_its_toke
 ) -> None:
     save_model(tmp_path / "model")
 
-    def fingerprint(name: str, rows: list[Any], **settings: Any) -> str:
+    def fingerprint(name: str, samples: list[Any], **settings: Any) -> str:
         config = DataConfig(
-            dataset=str(write_jsonl(tmp_path / name, rows)), streaming=True, **settings
+            dataset=str(write_jsonl(tmp_path / name, samples)), streaming=True, **settings
         )
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
         data = prepare(config, tokenizer, context_length=40, cache=tmp_path, want_validation=False)
@@ -304,9 +306,9 @@ folder = Path(sys.argv[1])
 with runtime.start("cpu", 1, False, None, 60) as job:
     for name in ("same.jsonl", f"other-{job.rank}.jsonl"):
         config, tokenizer = DataConfig(dataset=str(folder / name)), AutoTokenizer.from_pretrained(folder / "model")
-        rows = data.prepare(config, tokenizer, context_length=40, cache=folder, want_validation=False)
+        samples = data.prepare(config, tokenizer, context_length=40, cache=folder, want_validation=False)
         try:
-            data.plan_training(Config(data=config), rows, 40, 2, 0, None, job)
+            data.plan_training(Config(data=config), samples, 40, 2, 0, None, job)
             print(job.rank, "planned", flush=True)
         except UserError as error:
             print(job.rank, error, flush=True)
@@ -317,11 +319,11 @@ with runtime.start("cpu", 1, False, None, 60) as job:
             file.write_bytes(content)
     config = DataConfig(dataset=str(folder / "same.jsonl"))
     with job.local_main_process_first():
-        rows = data.prepare(
+        samples = data.prepare(
             config, tokenizer, context_length=40, cache=folder, want_validation=False, verify_cache=job.local_rank == 0
         )
     places = [f"{folder}/same.jsonl:{line}" for line in (1, 2, 3, 4)]
-    print(job.rank, "rows again", rows.train["source"][:] == places, rows.train["input_ids"][:][0][:2], flush=True)
+    print(job.rank, "samples again", samples.train["source"][:] == places, flush=True)
 """
 
 
@@ -329,20 +331,20 @@ def test_ranks_with_other_samples_than_rank_0_end_the_run_and_a_corrupted_cache_
     save_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     save_model(tmp_path / "model")
-    for name, rows in (("same", pairs(4)), ("other-0", pairs(4)), ("other-1", pairs(4)[::-1])):
-        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    for name, samples in (("same", pairs(4)), ("other-0", pairs(4)), ("other-1", pairs(4)[::-1])):
+        write_jsonl(tmp_path / f"{name}.jsonl", samples)
     (tmp_path / "job.py").write_text(OTHER_ROWS)
     finished = forked(tmp_path / "job.py", tmp_path, ranks=2, timeout=60)
     assert finished.output.count("planned") == 2
     assert finished.output.count("error: --dataset: rank 1 has other samples than rank 0.") == 2
     assert finished.output.count("train.arrow is damaged or missing") == 1
-    assert finished.output.count("rows again True") == 2
+    assert finished.output.count("samples again True") == 2
 
 
-def right_and_wrong(row: Any, sample_format: str, encoder: Encoder) -> list[Any]:
-    """What an objective over pairs makes of a row: its answer, and another one."""
+def right_and_wrong(sample: Any, sample_format: str, encoder: Encoder) -> list[Any]:
+    """What an objective over pairs makes of a sample: its response, and another one."""
     return [
-        encoder.tokenize({**row, "output": row["output"] + more}, sample_format)
+        encoder.tokenize({**sample, "output": sample["output"] + more}, sample_format)
         for more in ("", " no" * 3)
     ]
 
@@ -352,21 +354,21 @@ def right_and_wrong(row: Any, sample_format: str, encoder: Encoder) -> list[Any]
 def test_examples_of_one_sample_stay_together(
     llama3: PreTrainedTokenizerFast, tmp_path: Path, pack_length: int | None, world_size: int
 ) -> None:
-    rows = [
+    samples = [
         {"instruction": f"Hi {number}", "output": "yes" * (1 + number % 9)}
         for number in range(1, 41)
     ]
-    rows[7]["output"] += " yes" * 100  # dropped with its twin
-    config = DataConfig(dataset=str(write_jsonl(tmp_path / "my.jsonl", rows)), truncation="drop")
+    samples[7]["output"] += " yes" * 100  # dropped with its twin
+    config = DataConfig(dataset=str(write_jsonl(tmp_path / "my.jsonl", samples)), truncation="drop")
     kwargs: dict[str, Any] = {"context_length": 60, "cache": tmp_path, "want_validation": False}
     plain = prepare(
-        DataConfig(dataset=str(write_jsonl(tmp_path / "ok.jsonl", rows[9:12]))), llama3, **kwargs
+        DataConfig(dataset=str(write_jsonl(tmp_path / "ok.jsonl", samples[9:12]))), llama3, **kwargs
     ).train
     data = prepare(config, llama3, examples=right_and_wrong, **kwargs).train
     assert (
         plain is not None and data is not None and (group_size(plain), group_size(data)) == (1, 2)
     )
-    assert data["source"][::2] == data["source"][1::2] and len(data) < 2 * len(rows)
+    assert data["source"][::2] == data["source"][1::2] and len(data) < 2 * len(samples)
     lengths = example_lengths(data)
     seen = list[int]()
     for rank in range(world_size):
@@ -375,8 +377,8 @@ def test_examples_of_one_sample_stay_together(
         for step in range(plan.steps_per_epoch):
             share = plan.step(0, step)
             for indices in share.micro_batches:
-                assert all(row % 2 == 0 for row in indices[::2]) and indices[1::2] == [
-                    row + 1 for row in indices[::2]
+                assert all(sample % 2 == 0 for sample in indices[::2]) and indices[1::2] == [
+                    sample + 1 for sample in indices[::2]
                 ]
                 batch = collate(data, indices, 0, pack_length is not None)
                 if indices:
@@ -391,11 +393,13 @@ def test_examples_of_one_sample_stay_together(
         evaluation_batches(lengths, world_size, rank, 2, 0, pack_length, 2)
         for rank in range(world_size)
     ]
-    assert sorted(row for batches in held for batch in batches for row in batch) == list(
+    assert sorted(sample for batches in held for batch in batches for sample in batch) == list(
         range(len(data))
     )
     assert all(
-        batch[::2] == [row - 1 for row in batch[1::2]] for batches in held for batch in batches
+        batch[::2] == [sample - 1 for sample in batch[1::2]]
+        for batches in held
+        for batch in batches
     )
 
 
@@ -414,24 +418,24 @@ def completions(count: int) -> list[dict[str, Any]]:
 def test_a_completion_with_a_label_comes_with_its_prompt_and_another_completion(
     llama3: PreTrainedTokenizerFast, tmp_path: Path, truncation: Any
 ) -> None:
-    def built(name: str, rows: list[Any], **changes: Any) -> TokenizedData:
+    def built(name: str, samples: list[Any], **changes: Any) -> TokenizedData:
         settings = {"dataset_format": "unpaired_preference", "truncation": truncation, **changes}
-        config = DataConfig(dataset=str(write_jsonl(tmp_path / name, rows)), **settings)
+        config = DataConfig(dataset=str(write_jsonl(tmp_path / name, samples)), **settings)
         limits: dict[str, Any] = {"context_length": 14, "cache": tmp_path, "want_validation": False}
         return prepare(config, llama3, examples=unpaired_examples, **limits)
 
-    rows = completions(21)
+    samples = completions(21)
     encoder = Encoder(llama3, 99)
-    rows[5]["completion"] *= 9  # too long by itself
+    samples[5]["completion"] *= 9  # too long by itself
     data = built(
         "my.jsonl",
-        [*rows[:8], {"prompt": "Hi", "completion": "", "label": 1}, *rows[8:]],
+        [*samples[:8], {"prompt": "Hi", "completion": "", "label": 1}, *samples[8:]],
         skip_bad_rows=True,
     )
     found = data.train
     at = 0
     assert found is not None and set(found["group"]) == {2}
-    whole = [encoder.tokenize(row, "prompt_completion") for row in rows]
+    whole = [encoder.tokenize(sample, "prompt_completion") for sample in samples]
     starts = [next(n for n, label in enumerate(labels) if label != -100) for _, labels in whole]
     for number, (ids, labels) in enumerate(whole):
         if number == 5 and truncation == "drop":
@@ -442,13 +446,16 @@ def test_a_completion_with_a_label_comes_with_its_prompt_and_another_completion(
             for mine, its in zip(whole[number], whole[other], strict=True)
         ]
         longest = max(14, len(ids))
-        assert [found[at + n]["desirable"] for n in (0, 1)] == [rows[number]["label"], None]
-        for row, expected in (
+        assert [found[at + n]["desirable"] for n in (0, 1)] == [samples[number]["label"], None]
+        for sample, expected in (
             (found[at], (ids, labels)),
             (found[at + 1], [it[:longest] for it in joined]),
         ):
             cut = slice(-14, None) if truncation == "left" else slice(14)
-            assert (row["input_ids"], row["labels"][1:]) == (expected[0][cut], expected[1][cut][1:])
+            assert (sample["input_ids"], sample["labels"][1:]) == (
+                expected[0][cut],
+                expected[1][cut][1:],
+            )
         at += 2
     assert at == len(found) and data.report.bad_samples == 1
     plan = BatchSampler.of(
@@ -461,7 +468,7 @@ def test_a_completion_with_a_label_comes_with_its_prompt_and_another_completion(
         )
     flipped = built(
         "other.jsonl",
-        [{**row, "label": str(row["label"] ^ (n == 3))} for n, row in enumerate(rows)],
+        [{**sample, "label": str(sample["label"] ^ (n == 3))} for n, sample in enumerate(samples)],
     )
     assert flipped.train is not None and flipped.train["input_ids"][:] == found["input_ids"][:]
     assert flipped.fingerprints() != data.fingerprints()
@@ -470,7 +477,7 @@ def test_a_completion_with_a_label_comes_with_its_prompt_and_another_completion(
         in data.summary
     )
     with pytest.raises(UserError, match="one.jsonl: all 3 completions have the label False"):
-        built("one.jsonl", [{**row, "label": 0} for row in rows[:3]])
+        built("one.jsonl", [{**sample, "label": 0} for sample in samples[:3]])
     both = [{"prompt": "Hi", "chosen": " yes", "rejected": f" no {n}"} for n in range(3)]
     apart = [
         {"prompt": "Hi", "completion": it[key], "label": key == "chosen"}

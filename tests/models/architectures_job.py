@@ -18,12 +18,12 @@ from llama_ft.config import CheckpointConfig, load
 from llama_ft.phases import NULL_MONITOR
 from llama_ft.training.step import free_unsharded
 
-LENGTHS = [[24, 16], [20, 12]]  # of the rows each rank has: one pack, or a padded batch
+LENGTHS = [[24, 16], [20, 12]]  # samples per rank: one packed sequence, or a padded batch
 
 if __name__ == "__main__":
     work = Path(sys.argv[1]).parent
     tokenizer = models.load_tokenizer(work / "tokenizer", False)
-    rows = torch.load(work / "rows.pt", weights_only=True)  # [ranks, positions]
+    tokens = torch.load(work / "tokens.pt", weights_only=True)  # [ranks, positions]
     targets = sum(length - 1 for lengths in LENGTHS for length in lengths)
     for name, flags in json.loads((work / "cases.json").read_text()).items():
         started = time.monotonic()
@@ -50,7 +50,7 @@ if __name__ == "__main__":
             built = finetuning.build_model(request, job, NULL_MONITOR)
             model = built.model
             lengths = LENGTHS[job.rank]
-            parts = [part.tolist() for part in rows[job.rank][: sum(lengths)].split(lengths)]
+            parts = [part.tolist() for part in tokens[job.rank][: sum(lengths)].split(lengths)]
             own = Dataset.from_dict(
                 {"input_ids": parts, "labels": parts, "source": [name] * 2, "desirable": [None] * 2}
             )
@@ -69,7 +69,7 @@ if __name__ == "__main__":
             training.update_weights(optimizer, 1e-2)
             model.eval()
             with torch.no_grad():
-                logits = model(input_ids=rows, use_cache=False).logits
+                logits = model(input_ids=tokens, use_cache=False).logits
             free_unsharded(model)
             card = partial(checkpoint.write_model_card, base_model=config.model.model_name)
             is_whole = built.adapter is None

@@ -163,7 +163,7 @@ SIZED: dict[tuple[str, str], list[str]] = {
 FURTHER = ("Qwen3 MoE", "Phi-2", "Phi-3.5 MoE", "GPT-NeoX", "Falcon", "OPT", "BLOOM", "gpt-oss", "DeepSeek V3",
            "Granite MoE", "Granite MoE, balanced", "Falcon-H1", "Gemma 3n text", "Gemma 4 text", "Llama 4 text",
            "ModernBERT decoder", "Nemotron-H", "BioGPT", "GPT-J", "LFM2", "Mamba", *MULTIMODAL)  # fmt: skip
-LENGTHS = [[24, 16], [20, 12]]  # of the two rows of each rank; the windows are of 16
+LENGTHS = [[24, 16], [20, 12]]  # the two samples of each rank; the windows have 16 tokens
 NOT_QUANTIZED = ("GPT-2",)  # its layers are not nn.Linear; refused, see test_quantized.py
 TWO_WAYS = ("full, rank 0 reads", "LoRA 4bit")
 # The fast tests have all five ways of three (own head, tied head, experts), and two of the others;
@@ -200,7 +200,7 @@ PARAMETERS = [
 
 @pytest.fixture(scope="module")
 def models(save_tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with models/, a tokenizer, and a batch in rows.pt."""
+    """A folder with models/, a tokenizer, and a batch in tokens.pt."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
     work = tmp_path_factory.mktemp("architectures")
@@ -227,7 +227,8 @@ def models(save_tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 buffer.uniform_(-0.5, 0.5)
         model.save_pretrained(work / "models" / name, max_shard_size="100KB")
     torch.save(
-        torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(1)), work / "rows.pt"
+        torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(1)),
+        work / "tokens.pt",
     )
     return work
 
@@ -329,7 +330,7 @@ def test_the_first_loss_and_gradient_are_those_of_plain_transformers(
 ) -> None:
     result = work / "results" / architecture / method
     seen = torch.load(result / "seen.pt", weights_only=True)
-    rows = torch.load(work / "rows.pt", weights_only=True)
+    tokens = torch.load(work / "tokens.pt", weights_only=True)
     model = loaded(
         work / "models" / architecture, method, result / "model" if "LoRA" in method else None
     ).train()
@@ -341,7 +342,7 @@ def test_the_first_loss_and_gradient_are_those_of_plain_transformers(
             parameter.data = base.norm(dim=1)
     parts = [
         it[None]
-        for row, own in zip(rows, LENGTHS, strict=True)
+        for row, own in zip(tokens, LENGTHS, strict=True)
         for it in row[: sum(own)].split(own)
     ]
     outputs = [model(input_ids=part, labels=part, use_cache=False) for part in parts]
@@ -375,11 +376,11 @@ def test_the_result_reloads_with_the_trained_logits(
     folder = work / "models" / architecture
     result = work / "results" / architecture / method
     seen = torch.load(result / "seen.pt", weights_only=True)
-    rows = torch.load(work / "rows.pt", weights_only=True)
+    tokens = torch.load(work / "tokens.pt", weights_only=True)
 
     def logits(model: torch.nn.Module) -> torch.Tensor:
         with torch.no_grad():  # in eval mode bitsandbytes computes something else on some CPUs
-            return model.train("bit" in method)(input_ids=rows).logits
+            return model.train("bit" in method)(input_ids=tokens).logits
 
     before = logits(loaded(folder, method))
     after = logits(

@@ -16,12 +16,12 @@ from llama_ft.models import BuiltModel, chunked_loss, use_chunked_loss
 from llama_ft.models.lora_linear import use_fused_lora
 
 VOCABULARY = 320
-ROWS = torch.randint(3, VOCABULARY, (2, 50), generator=torch.Generator().manual_seed(1))
+INPUT_IDS = torch.randint(3, VOCABULARY, (2, 50), generator=torch.Generator().manual_seed(1))
 POSITIONS = torch.randperm(100, generator=torch.Generator().manual_seed(2))[:83].sort().values
 TARGETS = torch.randint(0, VOCABULARY, (83,), generator=torch.Generator().manual_seed(3))
 LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0}
 ADAPTERS: dict[str, dict[str, Any]] = {
-    "beside the head": {"target_modules": ["q_proj", "lm_head"]},
+    "on the head and elsewhere": {"target_modules": ["q_proj", "lm_head"]},
     "not on the head": {"target_modules": ["q_proj"]},
     "the head in full": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "some rows of the head": {
@@ -61,7 +61,7 @@ def loss_and_gradients(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     if in_pieces:
         loss, _ = model(
-            input_ids=ROWS,
+            input_ids=INPUT_IDS,
             use_cache=False,
             positions=POSITIONS,
             targets=TARGETS,
@@ -69,7 +69,7 @@ def loss_and_gradients(
         )
         loss = loss.sum()
     else:
-        logits = model(input_ids=ROWS, use_cache=False).logits.flatten(0, 1)[POSITIONS]
+        logits = model(input_ids=INPUT_IDS, use_cache=False).logits.flatten(0, 1)[POSITIONS]
         loss = torch.nn.functional.cross_entropy(logits.float(), TARGETS, reduction="sum")
     (loss / 83).backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -82,7 +82,7 @@ def check(model: PreTrainedModel, **tolerance: float) -> None:
     loss, ours = loss_and_gradients(model, in_pieces=True)
     with torch.no_grad():
         evaluated, _ = model.eval()(
-            input_ids=ROWS, use_cache=False, positions=POSITIONS, targets=TARGETS
+            input_ids=INPUT_IDS, use_cache=False, positions=POSITIONS, targets=TARGETS
         )
     torch.testing.assert_close(evaluated, expected, **tolerance)
     torch.testing.assert_close(loss, expected, **tolerance)
@@ -174,14 +174,14 @@ def test_in_fp16_the_sum_of_the_head_gradients_may_exceed_the_range_of_fp16(
     torch.nn.init.constant_(llama.model.norm.weight, 1000.0)
     torch.nn.init.normal_(llama.lm_head.weight, std=1e-4)
     targets = torch.zeros_like(TARGETS)
-    logits = llama(input_ids=ROWS, use_cache=False).logits.flatten(0, 1)[POSITIONS]
+    logits = llama(input_ids=INPUT_IDS, use_cache=False).logits.flatten(0, 1)[POSITIONS]
     expected = torch.autograd.grad(
         torch.nn.functional.cross_entropy(logits, targets), llama.lm_head.weight
     )[0]
     assert (83 * expected).abs().max() > 65_504
     llama = taught(llama.half())
     (
-        llama(input_ids=ROWS, use_cache=False, positions=POSITIONS, targets=targets)[0] / 83
+        llama(input_ids=INPUT_IDS, use_cache=False, positions=POSITIONS, targets=targets)[0] / 83
     ).backward()
     found = llama.lm_head.weight.grad.float()
     assert (found - expected).norm() < 0.01 * expected.norm()
@@ -196,7 +196,7 @@ def test_chunks_have_few_shapes(
     positions = POSITIONS[:targets]
     wanted = TARGETS[:targets]
     seen = list[int]()
-    logits = llama(input_ids=ROWS, use_cache=False).logits.flatten(0, 1)[positions]
+    logits = llama(input_ids=INPUT_IDS, use_cache=False).logits.flatten(0, 1)[positions]
     expected = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
     plain = chunked_loss.CrossEntropy.forward
     monkeypatch.setattr(
@@ -204,7 +204,7 @@ def test_chunks_have_few_shapes(
         "forward",
         lambda ctx, *each: (seen.append(len(each[1])), plain(ctx, *each))[1],
     )
-    inputs = {"input_ids": ROWS, "use_cache": False, "positions": positions, "targets": wanted}
+    inputs = {"input_ids": INPUT_IDS, "use_cache": False, "positions": positions, "targets": wanted}
     found = taught(llama)(**inputs, per_token=True)[0]
     torch.testing.assert_close(found, expected)
     assert seen == {83: [32, 32, 24], 16: [16], 1: [8], 0: [0]}[targets]

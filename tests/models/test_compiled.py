@@ -28,15 +28,23 @@ from llama_ft.models.packed_attention import use_packed_attention
 
 # in dynamic_sources; before, numbers vary after their first change
 KNOWS_DIMENSIONS = torch.__version__ >= "2.13"
-PACKS = [[10, 6], [16], [4, 4, 8], [3, 3, 3, 3, 3], [1, 14], [24], [12, 12]]  # tokens of their rows
+PACKS = [
+    [10, 6],
+    [16],
+    [4, 4, 8],
+    [3, 3, 3, 3, 3],
+    [1, 14],
+    [24],
+    [12, 12],
+]  # tokens of their samples
 
 
 @pytest.fixture
 def varlen_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch's variable-length kernel, which is CUDA's, computed row by row on the CPU: compiled
+    """torch's variable-length kernel, which is CUDA's, computed sample by sample on the CPU: compiled
     layers see the operator and its arguments as they do on a GPU."""
 
-    def rows_of(ends: torch.Tensor, *tensors: torch.Tensor) -> list[list[torch.Tensor]]:
+    def samples_of(ends: torch.Tensor, *tensors: torch.Tensor) -> list[list[torch.Tensor]]:
         return [
             [it[start:end].transpose(0, 1)[None] for it in tensors]
             for start, end in pairwise(ends.tolist())
@@ -48,21 +56,27 @@ def varlen_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, *rest: Any, **_: Any
     ) -> Any:
-        rows = [
-            F.scaled_dot_product_attention(*r, is_causal=True, enable_gqa=True)
-            for r in rows_of(ends, q, k, v)
+        samples = [
+            F.scaled_dot_product_attention(*sample, is_causal=True, enable_gqa=True)
+            for sample in samples_of(ends, q, k, v)
         ]
-        return joined(rows), torch.zeros(q.shape[1], q.shape[0]), torch.zeros(2, dtype=torch.uint64)
+        return (
+            joined(samples),
+            torch.zeros(q.shape[1], q.shape[0]),
+            torch.zeros(2, dtype=torch.uint64),
+        )
 
     def backward(
         gradient: Any, q: Any, k: Any, v: Any, output: Any, sums: Any, ends: Any, *_: Any, **__: Any
     ) -> Any:
         kernel = "_scaled_dot_product_flash_attention_for_cpu"
         found = []
-        for gradients, *row in rows_of(ends, gradient, q, k, v):
-            computed = getattr(torch.ops.aten, kernel)(*row, 0.0, True)
+        for gradients, *sample in samples_of(ends, gradient, q, k, v):
+            computed = getattr(torch.ops.aten, kernel)(*sample, 0.0, True)
             found.append(
-                getattr(torch.ops.aten, f"{kernel}_backward")(gradients, *row, *computed, 0.0, True)
+                getattr(torch.ops.aten, f"{kernel}_backward")(
+                    gradients, *sample, *computed, 0.0, True
+                )
             )
         return tuple(map(joined, zip(*found, strict=True)))
 

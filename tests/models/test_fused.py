@@ -105,11 +105,11 @@ def test_liger_is_chosen_if_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(UserError, match="need CUDA"):
         choose_liger(True, llama, False, CPU)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
-    use, told = choose_liger("auto", llama, False, CUDA)
+    use, reason = choose_liger("auto", llama, False, CUDA)
     assert (
         not use
-        and told.startswith("Fused kernels: torch's RMSNorm")
-        and "cannot be imported" in told
+        and reason.startswith("Fused kernels: torch's RMSNorm")
+        and "cannot be imported" in reason
     )
     with pytest.raises(UserError, match="cannot be imported"):
         choose_liger(True, llama, False, CUDA)

@@ -177,7 +177,7 @@ def test_settings_that_a_layer_does_not_support_are_named(
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         (
             {"target_parameters": ["experts.w1"]},
@@ -192,14 +192,14 @@ def test_settings_that_a_layer_does_not_support_are_named(
 )
 def test_unknown_target_modules_and_adapter_types_are_named(
     settings: dict[str, Any],
-    told: str,
+    message: str,
     tiny_model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         inject_lora(skeleton(tiny_model), PeftConfig(use_peft=True, **settings), "base")
 
 

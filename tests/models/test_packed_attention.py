@@ -1,4 +1,4 @@
-"""Rows of a pack are computed as if each stood alone: the reference is transformers on one row at a
+"""Packed samples are computed as if each stood alone: the reference is transformers on one sample at a
 time."""
 
 import math
@@ -97,13 +97,13 @@ def make(name: str, attention: str, **settings: Any) -> PreTrainedModel:
     return model
 
 
-def rows(lengths: list[int] = LENGTHS) -> list[torch.Tensor]:
+def samples(lengths: list[int] = LENGTHS) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(1, 101, (length,), generator=generator) for length in lengths]
 
 
-def loss_of(logits: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(logits[:-1].float(), row[1:], reduction="sum")
+def loss_of(logits: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits[:-1].float(), sample[1:], reduction="sum")
 
 
 def packed_logits(built: BuiltModel, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -119,10 +119,13 @@ def test_each_packed_sample_has_the_loss_and_gradients_of_the_sample_alone(
     name: str, attention: str
 ) -> None:
     model = make(name, attention)
-    parts = rows()
+    parts = samples()
     alone = [
-        loss_of(model(input_ids=row[None], attention_mask=torch.ones(1, len(row))).logits[0], row)
-        for row in parts
+        loss_of(
+            model(input_ids=sample[None], attention_mask=torch.ones(1, len(sample))).logits[0],
+            sample,
+        )
+        for sample in parts
     ]
     sum(alone).backward()  # type: ignore[union-attr]
     expected = {
@@ -135,8 +138,8 @@ def test_each_packed_sample_has_the_loss_and_gradients_of_the_sample_alone(
     built.mixers = use_packed_attention(built)
     use_rope_per_sample(model)
     together = [
-        loss_of(logits, row)
-        for logits, row in zip(packed_logits(built, parts).split(LENGTHS), parts, strict=True)
+        loss_of(logits, sample)
+        for logits, sample in zip(packed_logits(built, parts).split(LENGTHS), parts, strict=True)
     ]
     torch.testing.assert_close(torch.stack(together), torch.stack(alone), rtol=1e-5, atol=1e-5)
     sum(together).backward()  # type: ignore[union-attr]
@@ -148,22 +151,22 @@ def test_each_packed_sample_has_the_loss_and_gradients_of_the_sample_alone(
 @pytest.mark.parametrize("name", ["Phi3", "Phimoe"])
 def test_samples_of_a_padded_batch_have_the_longrope_factors_of_their_own_length(name: str) -> None:
     model = make(name, "sdpa")
-    parts = rows()
-    alone = [model(input_ids=row[None]).logits[0] for row in parts]
+    parts = samples()
+    alone = [model(input_ids=sample[None]).logits[0] for sample in parts]
     padded = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
     mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
     logits = model(input_ids=padded, attention_mask=mask).logits
     assert (logits[0, :3] - alone[0]).abs().max() > 1e-2, "all have those of the longest sample"
     use_rope_per_sample(model)
     logits = model(input_ids=padded, attention_mask=mask).logits
-    for row, expected in zip(logits, alone, strict=True):
-        torch.testing.assert_close(row[: len(expected)], expected, rtol=1e-4, atol=1e-4)
+    for sample, expected in zip(logits, alone, strict=True):
+        torch.testing.assert_close(sample[: len(expected)], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_padded_batches_and_generation_use_the_attention_of_transformers(attention: str) -> None:
     model = make("Mistral", attention)
-    parts = rows([9, 7])
+    parts = samples([9, 7])
     prompt = {"input_ids": parts[0][None], "attention_mask": torch.ones(1, 9, dtype=torch.int64)}
     padded = torch.stack([parts[0], torch.nn.functional.pad(parts[1], (0, 2))])
     mask = torch.tensor([[1] * 9, [1] * 7 + [0] * 2])
@@ -212,7 +215,7 @@ def test_a_packed_sequence_costs_the_attention_of_its_samples_and_no_mask_over_a
     built = BuiltModel(model)
     built.mixers = use_packed_attention(built)
     with Seen() as seen, torch.no_grad():
-        packed_logits(built, rows(lengths))
+        packed_logits(built, samples(lengths))
     assert seen.largest < sum(lengths) ** 2 / 8  # the largest are the logits, tokens x 101
     if attention == "sdpa":
         assert seen.attended == lengths * 2  # two layers
@@ -220,7 +223,7 @@ def test_a_packed_sequence_costs_the_attention_of_its_samples_and_no_mask_over_a
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_samples_on_the_cpu_have_the_same_gradients_in_16_bits(window: int | None) -> None:
-    """There the backward pass takes rows that are padded."""
+    """The backward pass on the CPU takes padded samples."""
     lengths = (64, 64, 33, 5, 32, 1, 150, 151)
     generator = torch.Generator().manual_seed(0)
     wide = [
@@ -319,15 +322,15 @@ def test_samples_of_equal_length_use_cudnn_on_hopper_although_it_is_off(
     model = make("Llama", "sdpa").bfloat16()
     built = BuiltModel(model)
     built.mixers = use_packed_attention(built)
-    by_row = packed_logits(built, rows([128, 128]))
+    per_sample = packed_logits(built, samples([128, 128]))
     monkeypatch.setattr(attention_kernels, "capability_of", lambda _: HOPPER)
     torch.backends.cuda.enable_cudnn_sdp(False)
     with Seen() as seen:
-        alike = packed_logits(built, rows([128, 128]))
+        alike = packed_logits(built, samples([128, 128]))
     assert seen.attended == [128, 128] * 2 and seen.heads == [(4, 2, True)] * 2  # two layers
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(True)
-    torch.testing.assert_close(alike, by_row)
+    torch.testing.assert_close(alike, per_sample)
 
 
 def test_without_flash_attention_heads_of_padded_samples_share_no_keys(

@@ -1,5 +1,5 @@
 """Layers with a state along the sequence, and attention without an interface, under packing: the
-reference is transformers on one row at a time."""
+reference is transformers on one sample at a time."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ MAMBA = {
     "mamba_n_groups": 1,
     "mamba_chunk_size": 8,
 }
-# Class -> what differs from SHAPE, and what runs row by row. With what transformers' own generation
+# Class -> what differs from SHAPE, and what runs per sample. With what transformers' own generation
 # calls a cache.
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen3_5Text": ({**DELTA, "head_dim": 16}, "Qwen3_5GatedDeltaNet"),
@@ -124,12 +124,12 @@ def test_packed_samples_have_the_loss_and_gradient_norm_of_the_samples_alone(
     name: str, checkpointing: Any, runtime: Ranks
 ) -> None:
     model = make(name)
-    rows = samples()
+    dataset = samples()
     alone = torch.zeros(())
-    for ids in rows["input_ids"]:
-        row = torch.tensor([ids])
-        logits = model(input_ids=row, use_cache=False).logits[0, :-1].float()
-        alone = alone + torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum")
+    for ids in dataset["input_ids"]:
+        sample = torch.tensor([ids])
+        logits = model(input_ids=sample, use_cache=False).logits[0, :-1].float()
+        alone = alone + torch.nn.functional.cross_entropy(logits, sample[0, 1:], reduction="sum")
     loss, norm = loss_and_norm(model, alone)
     built = BuiltModel(model)
     built.mixers = use_packed_attention(built)
@@ -137,12 +137,12 @@ def test_packed_samples_have_the_loss_and_gradient_norm_of_the_samples_alone(
     checkpoint_activations(built, TrainConfig(activation_checkpointing=checkpointing))
     packed = (
         SupervisedFineTuning()
-        .loss(built, collate(rows, range(len(LENGTHS)), 0, True), runtime)
+        .loss(built, collate(dataset, range(len(LENGTHS)), 0, True), runtime)
         .loss
     )
     # Another sequence is computed before the backward pass: recomputed layers still see their own
-    # rows.
-    SupervisedFineTuning().loss(built, collate(rows, [4, 0], 0, True), runtime)
+    # samples.
+    SupervisedFineTuning().loss(built, collate(dataset, [4, 0], 0, True), runtime)
     found = loss_and_norm(model, packed)
     assert found[0] == pytest.approx(loss, rel=1e-5)
     assert found[1] == pytest.approx(norm, rel=1e-4)

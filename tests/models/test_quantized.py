@@ -296,7 +296,7 @@ def test_routers_and_gates_are_not_quantized(
 
 
 @pytest.mark.parametrize(
-    ("settings", "use_peft", "stored", "told"),
+    ("settings", "use_peft", "stored", "message"),
     [
         ({"mode": "8bit", "skip_modules": ["q_prj"]}, True, None, "q_prj"),
         (
@@ -314,12 +314,12 @@ def test_models_that_cannot_be_quantized_are_rejected_with_a_way_out(
     settings: dict[str, Any],
     use_peft: bool,
     stored: dict[str, Any] | None,
-    told: str,
+    message: str,
 ) -> None:
     config, built = skeleton_of(tiny_model)
     if stored is not None:
         config.quantization_config = stored
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         quantization = choose_quantization(QuantizationConfig(**settings), config, use_peft)
         assert quantization is not None
         quantize_linears(built, quantization)

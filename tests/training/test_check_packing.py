@@ -1,4 +1,4 @@
-"""The check before training that a model's rows do not see each other in a pack."""
+"""The check before training that packed samples do not attend to each other."""
 
 import random
 
@@ -62,7 +62,7 @@ def make(attention: str, dtype: torch.dtype, runtime: Ranks) -> BuiltModel:
     return built
 
 
-def rows(*lengths: int) -> Dataset:
+def samples(*lengths: int) -> Dataset:
     ids = [random.Random(n).choices(range(101), k=length) for n, length in enumerate(lengths)]
     return Dataset.from_dict(
         {
@@ -83,7 +83,7 @@ def test_a_model_that_keeps_samples_apart_passes_and_is_unchanged(
     model = built.model
     before = [parameter.to_local().clone() for parameter in model.parameters()]
     for lengths in ((40, 30, 20, 10), (3, 1, 2), (12, 12)):
-        check_packing(built, rows(*lengths), 64, dtype, runtime)
+        check_packing(built, samples(*lengths), 64, dtype, runtime)
     assert model.training
     for parameter, expected in zip(model.parameters(), before, strict=True):
         assert parameter.grad is None and torch.equal(parameter.to_local(), expected)
@@ -95,7 +95,7 @@ def test_attention_that_ignores_sample_boundaries_runs_per_sample(
 ) -> None:
     built = make("deaf", dtype, runtime)
     assert built.mixers is not None and not built.mixers.per_sample
-    check_packing(built, rows(40, 30, 20, 10), 64, dtype, runtime)
+    check_packing(built, samples(40, 30, 20, 10), 64, dtype, runtime)
     assert built.mixers.names() == "LlamaAttention"
 
 
@@ -113,7 +113,7 @@ def test_position_embeddings_that_count_tokens_run_per_sample(runtime: Ranks) ->
     )
     built = BuiltModel(model)
     built.mixers = use_packed_attention(built)
-    check_packing(built, rows(40, 30, 20, 10), 64, torch.float32, runtime)
+    check_packing(built, samples(40, 30, 20, 10), 64, torch.float32, runtime)
     assert built.mixers.names() == "BartLearnedPositionalEmbedding"
 
 
@@ -138,7 +138,7 @@ def test_position_embeddings_that_look_up_positions_get_those_of_each_sample(
     model = AutoModelForCausalLM.from_config(kind(is_encoder_decoder=False, **shape))
     built = BuiltModel(model)
     built.mixers = use_packed_attention(built)
-    check_packing(built, rows(40, 30, 20, 10), 64, torch.float32, runtime)
+    check_packing(built, samples(40, 30, 20, 10), 64, torch.float32, runtime)
     assert built.mixers.names().endswith("PositionalEmbedding")
 
 
@@ -151,7 +151,7 @@ def test_broken_weights_are_not_reported_as_a_packing_problem(
         for parameter in built.model.parameters():
             parameter.fill_(value)
     with pytest.raises(UserError, match=problem) as error:
-        check_packing(built, rows(40, 30), 64, torch.float32, runtime)
+        check_packing(built, samples(40, 30), 64, torch.float32, runtime)
     assert "padding" not in str(error.value)
 
 
@@ -169,7 +169,7 @@ def test_an_exception_of_the_model_for_packed_samples_suggests_padding(runtime: 
     built = BuiltModel(model)
     built.mixers = use_packed_attention(built)
     with pytest.raises(UserError, match="(?s)tensor a .48.*Use --batching_strategy padding.$"):
-        check_packing(built, rows(40, 30), 64, torch.float32, runtime)
+        check_packing(built, samples(40, 30), 64, torch.float32, runtime)
 
 
 class Summing(LlamaForCausalLM):
@@ -192,17 +192,21 @@ def test_a_model_that_mixes_samples_after_its_layers_is_rejected(
     with pytest.raises(
         UserError, match="(?s)Summing does not keep.*Use --batching_strategy padding.$"
     ):
-        check_packing(built, rows(40, 30, 20, 10), 64, dtype, runtime)
+        check_packing(built, samples(40, 30, 20, 10), 64, dtype, runtime)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("kind", "longest", "by_row"),
-    # no row has 25 tokens
+    ("kind", "longest", "per_sample_mixers"),
+    # no sample has 25 tokens
     [(MistralConfig, 64, ""), (PhimoeConfig, 64, "PhimoeAttention"), (PhimoeConfig, 24, "")],
 )
 def test_a_model_that_loses_its_sliding_window_in_a_packed_sequence_runs_per_sample(
-    kind: type[PretrainedConfig], longest: int, by_row: str, dtype: torch.dtype, runtime: Ranks
+    kind: type[PretrainedConfig],
+    longest: int,
+    per_sample_mixers: str,
+    dtype: torch.dtype,
+    runtime: Ranks,
 ) -> None:
     torch.manual_seed(0)
     config = kind(
@@ -213,8 +217,8 @@ def test_a_model_that_loses_its_sliding_window_in_a_packed_sequence_runs_per_sam
     built = BuiltModel(model)
     built.mixers = use_packed_attention(built)
     model.to(dtype)
-    check_packing(built, rows(7, 5), longest, dtype, runtime)
-    assert built.mixers.names() == by_row
+    check_packing(built, samples(7, 5), longest, dtype, runtime)
+    assert built.mixers.names() == per_sample_mixers
 
 
 class Sharper(LlamaForCausalLM):
@@ -244,7 +248,7 @@ def test_a_chunked_loss_that_differs_from_that_of_the_logits_is_switched_off(
     fully_shard(model, mesh=runtime.mesh)
     with caplog.at_level("WARNING", logger="llama_ft"):
         model.train()
-        check_packing(built, rows(40, 30), 64, torch.float32, runtime)
+        check_packing(built, samples(40, 30), 64, torch.float32, runtime)
     assert built.has_chunked_loss == is_kept
     assert ("Chunked cross-entropy is off" in caplog.text) != is_kept
 
@@ -268,7 +272,7 @@ def test_longrope_factors_of_the_longest_sample_for_all_are_an_error(
     built.mixers = use_packed_attention(built)
     if per_sample:
         use_rope_per_sample(model)
-        check_packing(built, rows(16, 16), 64, torch.float32, runtime)
+        check_packing(built, samples(16, 16), 64, torch.float32, runtime)
         return
     with pytest.raises(UserError, match="does not keep packed samples apart"):
-        check_packing(built, rows(16, 16), 64, torch.float32, runtime)
+        check_packing(built, samples(16, 16), 64, torch.float32, runtime)

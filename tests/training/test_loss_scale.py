@@ -10,7 +10,7 @@ from conftest import losses, metrics, run_cases, write_jsonl
 from llama_ft.training.train_state import INITIAL_FACTOR, STEPS_TO_GROWTH, LossScale
 
 STEPS = 10
-ROWS = 8
+SAMPLES = 8
 LEARNING_RATE = 3e-3
 JOB = Path(__file__).with_name("train_in_fp16.py")
 TOO_MUCH = 2.0**26
@@ -20,26 +20,28 @@ NAN = float("nan")
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One global batch of tokenized rows, so that every step sees the same."""
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One global batch of tokenized samples, so that every step sees the same."""
     generator = torch.Generator().manual_seed(1)
     ids = [
         torch.randint(0, 301, (6 + 3 * number,), generator=generator).tolist()
-        for number in range(ROWS)
+        for number in range(SAMPLES)
     ]
-    file = tmp_path_factory.mktemp("fp16") / "rows.jsonl"
-    return write_jsonl(file, [{"input_ids": row, "labels": row} for row in ids])
+    file = tmp_path_factory.mktemp("fp16") / "samples.jsonl"
+    return write_jsonl(file, [{"input_ids": sample, "labels": sample} for sample in ids])
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_model: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(
+    tiny_model: Path, samples: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """Output directories of the runs in fp16, all in one launch of 2 ranks."""
     folder = tmp_path_factory.mktemp("fp16_runs")
     flags = [
         "--model_name",
         str(tiny_model),
         "--dataset",
-        str(rows),
+        str(samples),
         "--precision",
         "fp16",
         "--lr",
@@ -54,11 +56,11 @@ def runs(tiny_model: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory)
         "2",
         "--enable_fsdp",
     ]
-    # the longest row: a step takes all packs, and both ranks have some
+    # the longest sample: a step has all packed sequences, and both ranks have some
     flags += ["--context_length", "27"]
     flags += [
         "--gradient_accumulation_steps",
-        str(ROWS // 4),
+        str(SAMPLES // 4),
         "--no_save_model",
         "--gradient_clipping",
     ]

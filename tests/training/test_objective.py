@@ -46,24 +46,29 @@ def model() -> LlamaForCausalLM:
     )
 
 
-def batch(rows: list[list[int]], labels: list[list[int]], length: int) -> Batch:
+def batch(samples: list[list[int]], labels: list[list[int]], length: int) -> Batch:
     def padded(values: list[list[int]], fill: int) -> torch.Tensor:
-        return torch.tensor([row + [fill] * (length - len(row)) for row in values])
+        return torch.tensor([sample + [fill] * (length - len(sample)) for sample in values])
 
     return Batch(
-        padded(rows, 0), padded(labels, -100), [len(row) for row in rows], False, ["x"] * len(rows)
+        padded(samples, 0),
+        padded(labels, -100),
+        [len(sample) for sample in samples],
+        False,
+        ["x"] * len(samples),
     )
 
 
 def test_padding_adds_nothing_to_the_loss_or_the_gradient(model: LlamaForCausalLM) -> None:
-    rows = [[1, 5, 9, 30, 2], [7, 8]]
+    samples = [[1, 5, 9, 30, 2], [7, 8]]
     labels = [[-100, 5, 9, 30, 2], [-100, 8]]
-    together = token_loss_sum(BuiltModel(model), batch(rows, labels, 9), CPU)
+    together = token_loss_sum(BuiltModel(model), batch(samples, labels, 9), CPU)
     padded = torch.autograd.grad(together, list(model.parameters()))
-    theirs = model(input_ids=torch.tensor([rows[0]]), labels=torch.tensor([labels[0]])).loss
-    pairs = zip(rows, labels, strict=True)
+    theirs = model(input_ids=torch.tensor([samples[0]]), labels=torch.tensor([labels[0]])).loss
+    pairs = zip(samples, labels, strict=True)
     first, second = (
-        token_loss_sum(BuiltModel(model), batch([row], [own], len(row)), CPU) for row, own in pairs
+        token_loss_sum(BuiltModel(model), batch([sample], [own], len(sample)), CPU)
+        for sample, own in pairs
     )
     torch.testing.assert_close(first, theirs * 4)
     apart = first + second
@@ -82,7 +87,7 @@ def test_packed_sequences_are_padded_to_few_shapes(
     lengths: list[int], router_loss: bool, filled: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not if the routers' auxiliary loss counts all tokens, or positions would go beyond those of
-    the longest row."""
+    the longest sample."""
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(
@@ -111,8 +116,8 @@ def test_packed_sequences_are_padded_to_few_shapes(
 def test_label_smoothing_and_embedding_noise_apply_to_training_only(
     model: LlamaForCausalLM,
 ) -> None:
-    rows = torch.tensor([[1, 5, 9, 30, 2]])
-    one = batch(rows.tolist(), rows.tolist(), 5)
+    samples = torch.tensor([[1, 5, 9, 30, 2]])
+    one = batch(samples.tolist(), samples.tolist(), 5)
     runtime = SimpleNamespace(device=CPU)
     noisy = copy.deepcopy(model)
     smoothed = objective.SupervisedFineTuning(0.1)
@@ -124,12 +129,12 @@ def test_label_smoothing_and_embedding_noise_apply_to_training_only(
         noise = torch.empty(1, 5, 32).uniform_(-1, 1) * (
             5.0 / (5 * 32) ** 0.5 if is_training else 0
         )
-        embedded = model.get_input_embeddings()(rows) + noise
+        embedded = model.get_input_embeddings()(samples) + noise
         logits = model.lm_head(
             model.model(inputs_embeds=embedded, use_cache=False).last_hidden_state
         )[0, :-1]
         expected = functional.cross_entropy(
-            logits, rows[0, 1:], reduction="sum", label_smoothing=0.1 * is_training
+            logits, samples[0, 1:], reduction="sum", label_smoothing=0.1 * is_training
         )
         torch.manual_seed(7)
         noisy.train(is_training)
@@ -187,12 +192,12 @@ def test_forward_and_backward_make_the_host_wait_for_nothing(
     ours = BuiltModel(LlamaForCausalLM(model.config))
     if is_packed:
         ours.mixers = use_packed_attention(ours)
-    rows = [[3 + n for n in range(length)] for length in lengths]
+    samples = [[3 + n for n in range(length)] for length in lengths]
     pack = Batch(
-        torch.tensor([sum(rows, [])]), torch.tensor([sum(rows, [])]), lengths, True, ["x"] * 2
+        torch.tensor([sum(samples, [])]), torch.tensor([sum(samples, [])]), lengths, True, ["x"] * 2
     )
     with gpu_child.CountWaits() as counter:
-        token_loss_sum(ours, pack if is_packed else batch(rows, rows, 4), CPU).backward()
+        token_loss_sum(ours, pack if is_packed else batch(samples, samples, 4), CPU).backward()
     assert [wait for wait in counter.found if not wait.endswith(gpu_child.ON_HOST)] == []
 
 

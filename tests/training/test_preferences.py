@@ -20,7 +20,7 @@ from llama_ft.training.preferences import Preferences
 from llama_ft.training.reference import AdapterOff, StoredReference
 
 # Chosen and rejected of two prompts of two tokens.
-ROWS = [[1, 5, 9, 30, 2], [1, 5, 7, 8], [4, 6, 2], [4, 6, 11, 12, 13, 2]]
+EXAMPLES = [[1, 5, 9, 30, 2], [1, 5, 7, 8], [4, 6, 2], [4, 6, 11, 12, 13, 2]]
 PROMPT = 2
 DPO = {"objective": "dpo", "beta": 0.3}
 IPO = {"objective": "ipo", "beta": 0.3}
@@ -54,16 +54,16 @@ def made(seed: int) -> LlamaForCausalLM:
 
 
 def batch(is_packed: bool, objective: str = "dpo") -> Batch:
-    own = [(row, PROMPT) for row in ROWS]
+    own = [(example, PROMPT) for example in EXAMPLES]
     tokens = (
-        [row for both in zip(own, mismatched(own), strict=True) for row, _ in both]
+        [example for both in zip(own, mismatched(own), strict=True) for example, _ in both]
         if objective == "kto"
-        else ROWS
+        else EXAMPLES
     )
-    labels = [[-100] * PROMPT + row[PROMPT:] for row in tokens]
-    lengths = [len(row) for row in tokens]
+    labels = [[-100] * PROMPT + example[PROMPT:] for example in tokens]
+    lengths = [len(example) for example in tokens]
     sources = ["x"] * len(tokens)
-    told: Any = [True, None, False, None] * 2 if objective == "kto" else [None] * len(tokens)
+    desirable: Any = [True, None, False, None] * 2 if objective == "kto" else [None] * len(tokens)
     if is_packed:
         return Batch(
             torch.tensor([sum(tokens, [])]),
@@ -71,13 +71,13 @@ def batch(is_packed: bool, objective: str = "dpo") -> Batch:
             lengths,
             True,
             sources,
-            told,
+            desirable,
         )
     ids, aims = (
-        torch.tensor([it + [fill] * (7 - len(it)) for it in rows])
-        for rows, fill in ((tokens, 0), (labels, -100))
+        torch.tensor([it + [fill] * (7 - len(it)) for it in examples])
+        for examples, fill in ((tokens, 0), (labels, -100))
     )
-    return Batch(ids, aims, lengths, False, sources, told)
+    return Batch(ids, aims, lengths, False, sources, desirable)
 
 
 def method(settings: dict[str, Any], stored: StoredReference | None = None) -> Any:
@@ -86,31 +86,31 @@ def method(settings: dict[str, Any], stored: StoredReference | None = None) -> A
     )
 
 
-def mismatched(rows: list[tuple[list[int], int]]) -> list[tuple[list[int], int]]:
+def mismatched(examples: list[tuple[list[int], int]]) -> list[tuple[list[int], int]]:
     """Each prompt with the response that stands half the list further."""
-    others = rows[len(rows) // 2 :] + rows[: len(rows) // 2]
+    others = examples[len(examples) // 2 :] + examples[: len(examples) // 2]
     return [
-        (row[:start] + other[begin:], start)
-        for (row, start), (other, begin) in zip(rows, others, strict=True)
+        (example[:start] + other[begin:], start)
+        for (example, start), (other, begin) in zip(examples, others, strict=True)
     ]
 
 
-def divergence(rows: list[tuple[list[int], int]], model: Any, reference: Any) -> torch.Tensor:
+def divergence(examples: list[tuple[list[int], int]], model: Any, reference: Any) -> torch.Tensor:
     with torch.no_grad():
         both = [
-            [log_probabilities(it, *row).sum() for it in (model, reference)]
-            for row in mismatched(rows)
+            [log_probabilities(it, *example).sum() for it in (model, reference)]
+            for example in mismatched(examples)
         ]
     return torch.stack([ours - theirs for ours, theirs in both]).mean().clamp(min=0)
 
 
-def log_probabilities(model: Any, row: list[int], start: int = PROMPT) -> torch.Tensor:
-    found = model(input_ids=torch.tensor([row])).logits[0].log_softmax(-1)
-    return torch.stack([found[place - 1, row[place]] for place in range(start, len(row))])
+def log_probabilities(model: Any, example: list[int], start: int = PROMPT) -> torch.Tensor:
+    found = model(input_ids=torch.tensor([example])).logits[0].log_softmax(-1)
+    return torch.stack([found[place - 1, example[place]] for place in range(start, len(example))])
 
 
 def expected(
-    rows: list[tuple[list[int], int]],
+    examples: list[tuple[list[int], int]],
     model: Any,
     reference: Any,
     beta: float,
@@ -118,14 +118,14 @@ def expected(
     **more: float,
 ) -> tuple[Any, list[Any]]:
     """The sum of the losses of the pairs as TRL's trainers have them, one pair a micro-batch, and
-    the rewards. `rows`: tokens and where the response begins, chosen and rejected in turn. With kto
+    the rewards. `examples`: tokens and where the response begins, chosen and rejected in turn. With kto
     all are one micro-batch."""
     losses = []
     rewards = list[Any]()
-    kl = divergence(rows, model, reference) if objective == "kto" else 0
-    for chosen, rejected in zip(rows[::2], rows[1::2], strict=True):
-        ours = [log_probabilities(model, *row) for row in (chosen, rejected)]
-        theirs = [log_probabilities(reference, *row).detach() for row in (chosen, rejected)]
+    kl = divergence(examples, model, reference) if objective == "kto" else 0
+    for chosen, rejected in zip(examples[::2], examples[1::2], strict=True):
+        ours = [log_probabilities(model, *example) for example in (chosen, rejected)]
+        theirs = [log_probabilities(reference, *example).detach() for example in (chosen, rejected)]
         if objective == "dpo":
             (c, r), s = (
                 [a.sum() - b.sum() for a, b in zip(ours, theirs, strict=True)],
@@ -186,7 +186,9 @@ def test_losses_rewards_and_gradients_equal_the_formulas(
     ours = copy.deepcopy(theirs).train()
     use_fused_lora(ours)
     trained = [name for name, parameter in ours.named_parameters() if parameter.requires_grad]
-    loss, rewards = expected([(row, PROMPT) for row in ROWS], theirs, reference, **settings)
+    loss, rewards = expected(
+        [(example, PROMPT) for example in EXAMPLES], theirs, reference, **settings
+    )
     loss.backward()
     built = BuiltModel(ours)
     if is_packed:
@@ -200,7 +202,7 @@ def test_losses_rewards_and_gradients_equal_the_formulas(
     for name, (a, b) in zip(("chosen", "rejected"), zip(*rewards, strict=True), strict=True):
         torch.testing.assert_close(summed.logged[f"rewards/{name}"], a + b, rtol=1e-4, atol=1e-5)
     if is_kto:
-        kl = divergence([(row, PROMPT) for row in ROWS], theirs, reference)
+        kl = divergence([(example, PROMPT) for example in EXAMPLES], theirs, reference)
         assert (kl > 0.1 or not has_adapter) and summed.logged["count/chosen"] == summed.logged[
             "count/rejected"
         ] == 2
@@ -260,7 +262,7 @@ def test_the_reference_has_neither_adapter_nor_dropout(
     ours.train()
     with torch.no_grad():
         assert reference.log_probabilities(built, batch(False), runtime).tolist() == pytest.approx(
-            [log_probabilities(model, row).sum().item() for row in ROWS], rel=1e-5
+            [log_probabilities(model, example).sum().item() for example in EXAMPLES], rel=1e-5
         )
 
 

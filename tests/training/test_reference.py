@@ -1,4 +1,4 @@
-"""Log-probabilities that are computed once, and found again by what a row holds."""
+"""Log-probabilities that are computed once, and found again by the tokens of an example."""
 
 import copy
 import weakref
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from recipes.test_runs import pairs
-from training.test_preferences import ROWS, batch, log_probabilities, made
+from training.test_preferences import EXAMPLES, batch, log_probabilities, made
 from transformers import AutoTokenizer
 
 from llama_ft.config import Config, DataConfig, ModelConfig, PreferenceConfig
@@ -26,8 +26,8 @@ FILLER = Batch(torch.tensor([[1, 5, 9]]), torch.full((1, 3), -100), [3], False, 
 
 @pytest.fixture
 def stored(runtime: Any) -> StoredReference:
-    """Of the rows, packed, by a model in training mode with dropout; a rank may also have a batch
-    without rows."""
+    """Of all examples, packed, by a model in training mode with dropout; a rank may also have a batch
+    without examples."""
     model = made(0).train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
@@ -42,14 +42,18 @@ def stored(runtime: Any) -> StoredReference:
 def test_each_example_has_its_log_probability_in_any_batch(
     stored: StoredReference, runtime: Any
 ) -> None:
-    """Padded instead of packed, in another order, and beside another row: no model is asked."""
+    """Padded instead of packed, in another order, and with other examples: no model is asked."""
     model: Any = None
-    expected = [log_probabilities(made(0), row).sum().item() for row in ROWS]
+    expected = [log_probabilities(made(0), example).sum().item() for example in EXAMPLES]
     for is_packed in (True, False):
         found = stored.log_probabilities(model, batch(is_packed), runtime)
         assert found.dtype == torch.float32 and found.tolist() == pytest.approx(expected, rel=1e-5)
     last = Batch(
-        torch.tensor([ROWS[3]]), torch.tensor([[-100, -100, *ROWS[3][2:]]]), [6], False, ["x"]
+        torch.tensor([EXAMPLES[3]]),
+        torch.tensor([[-100, -100, *EXAMPLES[3][2:]]]),
+        [6],
+        False,
+        ["x"],
     )
     assert stored.log_probabilities(model, last, runtime).tolist() == pytest.approx(
         expected[3:], rel=1e-5
@@ -132,12 +136,12 @@ def test_a_reference_model_scores_all_examples_and_is_freed(
     scoring = ReferencePass(objective, config, tiny_model, tokenizer, dataset, 64, 0, runtime)
     scoring.score_with_other_model(build_model, NULL_MONITOR)
     assert len(parameters) > 10 and not any(parameter() is not None for parameter in parameters)
-    for rows in (dataset.train, dataset.validation):
-        assert rows is not None
+    for samples in (dataset.train, dataset.validation):
+        assert samples is not None
         found = objective.reference.log_probabilities(
-            BuiltModel(made(0)), collate(rows, range(len(rows)), 0), runtime
+            BuiltModel(made(0)), collate(samples, range(len(samples)), 0), runtime
         )
-        assert found.isfinite().all() and len(found) == len(rows) > 0 and (found < 0).all()
+        assert found.isfinite().all() and len(found) == len(samples) > 0 and (found < 0).all()
 
 
 def test_a_reference_model_with_other_tokens_is_rejected(tiny_model: Path) -> None:

@@ -45,9 +45,7 @@ def model() -> Any:
     )
 
 
-@pytest.mark.parametrize(
-    "pad", [0, 2], ids=["padding is no token", "padded with the token that ends rows"]
-)
+@pytest.mark.parametrize("pad", [0, 2], ids=["padding is no token", "padded with the end token"])
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_loss_gradients_and_logged_scores_are_those_of_transformers(
     model: Any, runtime: Any, is_packed: bool, pad: int
