@@ -32,7 +32,7 @@ def three_ranks(folder: Path, tensor: torch.Tensor, chunks: list[torch.Tensor]) 
             own["optimizer.state.w.step"] = torch.tensor(5.0)
         if rows.numel():
             own["model.w"] = rows.contiguous()
-        offsets = {name: {"saved_offsets": [0] * it.ndim} for name, it in own.items()}
+        offsets = {name: {"saved_offsets": [0] * value.ndim} for name, value in own.items()}
         offsets |= {"model.w": {"saved_offsets": [start, 0]}}
         start += len(rows)
         save_file(own, folder / shard_file(rank), {"DCP_SHARDING_INFO": json.dumps(offsets)})

@@ -114,10 +114,10 @@ def test_compiled_and_checkpointed_layers_are_saved_under_their_usual_names(
 STATE = "optimizer.state.weight.exp_avg"
 UNFIT: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
     "codes": (
-        lambda it: it.update({STATE: it[STATE].byte()}),
+        lambda tensors: tensors.update({STATE: tensors[STATE].byte()}),
         r"\(64, 96\) torch.uint8 saved, \(64, 96\) needed",
     ),
-    "weight": (lambda it: it.pop("model.bias"), r"bias: absent saved, \(64,\) needed"),
+    "weight": (lambda tensors: tensors.pop("model.bias"), r"bias: absent saved, \(64,\) needed"),
 }
 
 

@@ -188,9 +188,8 @@ def test_a_file_holds_the_appended_rows_and_missing_rows_are_an_error(
         for rows in (rows for tensor in tensors.values() for rows in tensor.split(2)):
             file.append(rows)
     loaded = load((tmp_path / "whole").read_bytes())
-    assert loaded.keys() == tensors.keys() and all(
-        torch.equal(loaded[name], it) for name, it in tensors.items()
-    )
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
     with (
         pytest.raises(ValueError, match="bytes written"),
         SafetensorsFile(tmp_path / "short", tensors) as file,

@@ -194,9 +194,8 @@ def tokens(make_tokenizer: MakeTokenizer) -> Callable[..., str]:
     ) -> str:
         special = TOKENS[template]
         named = {"bos_token": "<s>", "eos_token": "</s>"}
-        tokenizer = make_tokenizer(
-            special, template, **{key: it for key, it in named.items() if it in special}
-        )
+        named = {name: token for name, token in named.items() if token in special}
+        tokenizer = make_tokenizer(special, template, **named)
         sample = {"messages": messages, "tools": tools}
         samples = []
         for encoded in Encoder(tokenizer, 10_000, labels=labels).encode(sample, "messages"):

@@ -41,15 +41,10 @@ def test_the_beginning_of_a_long_sample_is_printed(chatml: PreTrainedTokenizerFa
 def test_the_first_sample_of_the_first_batch_is_printed(chatml: PreTrainedTokenizerFast) -> None:
     ids = [chatml(text)["input_ids"] for text in ("Hi yes no", "no yes", "yes yes")]
     more = {"source": "a.jsonl:1", "desirable": None}
-    samples = Dataset.from_list(
-        [{"input_ids": it, "labels": [-100, *it[1:]], **more} for it in ids]
-    )
+    tokens = [{"input_ids": sample, "labels": [-100, *sample[1:]]} for sample in ids]
+    samples = Dataset.from_list([sample | more for sample in tokens])
     pad = chatml.convert_tokens_to_ids("no")
     shown = ["  3 tokens: Hi[[ yes no]]"]
     for is_packed in (True, False):
-        assert (
-            describe_first_batch(collate(samples, [0, 1, 2], pad, is_packed), chatml).splitlines()[
-                1:
-            ]
-            == shown
-        )
+        batch = collate(samples, [0, 1, 2], pad, is_packed)
+        assert describe_first_batch(batch, chatml).splitlines()[1:] == shown

@@ -91,10 +91,8 @@ def test_samples_on_disk_are_those_of_the_encoder(
             ]
             [uncut] = Encoder(llama3, 10_000).encode(sample, "alpaca")
             whole.append(len(uncut.input_ids))
-    expected = [
-        (place, it) for place, it in expected if any(label != -100 for label in it.labels[1:])
-    ]
-    assert data.train["source"][:] == [place for place, _ in expected]
+    expected = [(location, piece) for location, piece in expected if piece.target_tokens]
+    assert data.train["source"][:] == [location for location, _ in expected]
     assert data.train["input_ids"][:] == [piece.input_ids for _, piece in expected]
     assert data.train["labels"][:] == [piece.labels for _, piece in expected]
     counts = [sum(label != -100 for label in piece.labels[1:]) for _, piece in expected]
@@ -449,7 +447,7 @@ def test_a_completion_with_a_label_comes_with_its_prompt_and_another_completion(
         assert [found[at + n]["desirable"] for n in (0, 1)] == [samples[number]["label"], None]
         for sample, expected in (
             (found[at], (ids, labels)),
-            (found[at + 1], [it[:longest] for it in joined]),
+            (found[at + 1], [values[:longest] for values in joined]),
         ):
             cut = slice(-14, None) if truncation == "left" else slice(14)
             assert (sample["input_ids"], sample["labels"][1:]) == (
@@ -479,11 +477,10 @@ def test_a_completion_with_a_label_comes_with_its_prompt_and_another_completion(
     with pytest.raises(UserError, match="one.jsonl: all 3 completions have the label False"):
         built("one.jsonl", [{**sample, "label": 0} for sample in samples[:3]])
     both = [{"prompt": "Hi", "chosen": " yes", "rejected": f" no {n}"} for n in range(3)]
-    apart = [
-        {"prompt": "Hi", "completion": it[key], "label": key == "chosen"}
-        for it in both
-        for key in list(it)[1:]
-    ]
+    apart = []
+    for pair in both:
+        for key in ("chosen", "rejected"):
+            apart.append({"prompt": "Hi", "completion": pair[key], "label": key == "chosen"})
     pairs_of = built("pairs.jsonl", both).train
     unpaired = built("apart.jsonl", apart).train
     assert pairs_of is not None and unpaired is not None

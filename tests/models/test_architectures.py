@@ -340,28 +340,24 @@ def test_the_first_loss_and_gradient_are_those_of_plain_transformers(
         if "lora_magnitude_vector" in name:  # as it began: the norms of the rows
             base = model.get_parameter(name.replace("lora_magnitude_vector.default", "base_layer"))
             parameter.data = base.norm(dim=1)
-    parts = [
-        it[None]
-        for row, own in zip(tokens, LENGTHS, strict=True)
-        for it in row[: sum(own)].split(own)
-    ]
-    outputs = [model(input_ids=part, labels=part, use_cache=False) for part in parts]
-    targets = [part.shape[1] - 1 for part in parts]
-    losses = [it.loss * count for it, count in zip(outputs, targets, strict=True)]
+    samples = list[torch.Tensor]()
+    for of_rank, lengths in zip(tokens, LENGTHS, strict=True):
+        samples += of_rank[: sum(lengths)].split(lengths)
+    outputs = [model(input_ids=ids[None], labels=ids[None], use_cache=False) for ids in samples]
+    targets = [len(ids) - 1 for ids in samples]
+    losses = [output.loss * count for output, count in zip(outputs, targets, strict=True)]
     loss = sum(losses) / sum(targets)
     if architecture.endswith("balanced"):  # over the tokens of both ranks together
         from transformers.models.granitemoe.modeling_granitemoe import load_balancing_loss_func
 
-        of_parts = sum(
-            it.aux_loss * count for it, count in zip(outputs, targets, strict=True)
-        ) / sum(targets)
-        layers = tuple(
-            torch.cat(of_layer)
-            for of_layer in zip(*(it.router_logits for it in outputs), strict=True)
-        )
+        weighted = [out.aux_loss * count for out, count in zip(outputs, targets, strict=True)]
+        mean_of_samples = sum(weighted) / sum(targets)
+        router_logits = [output.router_logits for output in outputs]
+        layers = tuple(torch.cat(logits) for logits in zip(*router_logits, strict=True))
         balance = load_balancing_loss_func(layers, num_experts=5, top_k=2)
-        assert abs(balance - of_parts) > 1e-3
-        loss = loss - 0.5 * of_parts + (0.25 if method == "LoRA, padded" else 0.5) * balance
+        assert abs(balance - mean_of_samples) > 1e-3
+        coefficient = 0.25 if method == "LoRA, padded" else 0.5
+        loss = loss - 0.5 * mean_of_samples + coefficient * balance
         assert seen["logged"] == {"train/router_aux_loss": pytest.approx(balance.item(), rel=1e-5)}
     loss.backward()
     assert seen["loss"] == pytest.approx(loss.item(), rel=1e-5)

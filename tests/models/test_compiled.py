@@ -46,7 +46,7 @@ def varlen_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def samples_of(ends: torch.Tensor, *tensors: torch.Tensor) -> list[list[torch.Tensor]]:
         return [
-            [it[start:end].transpose(0, 1)[None] for it in tensors]
+            [tensor[start:end].transpose(0, 1)[None] for tensor in tensors]
             for start, end in pairwise(ends.tolist())
         ]
 
@@ -174,6 +174,5 @@ def test_switching_the_adapter_off_and_on_compiles_one_more_graph(varlen_on_the_
         assert (losses[0] - reference).abs() > 0.01
     assert graphs == [1, 0] or not KNOWS_DIMENSIONS
     losses[1].backward()
-    assert all(
-        (it.grad is None) == ("lora" not in name) for name, it in compiled.model.named_parameters()
-    )
+    for name, parameter in compiled.model.named_parameters():
+        assert (parameter.grad is None) == ("lora" not in name), name

@@ -137,7 +137,7 @@ def test_offloaded_4_bit_layers_are_copied_per_pass_and_train_the_same(
         assert isinstance(packed, DTensor) == is_offloaded and packed.device.type == "cpu"
         held: list[torch.Tensor] = []
         layer.mlp.register_forward_hook(
-            lambda it, *_, held=held: held.append(it.down_proj.base_layer.weight)
+            lambda mlp, *_, held=held: held.append(mlp.down_proj.base_layer.weight)
         )
         losses = []
         for _ in range(3):

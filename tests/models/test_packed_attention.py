@@ -340,7 +340,7 @@ def test_without_flash_attention_heads_of_padded_samples_share_no_keys(
     ids = torch.arange(32).view(2, 16)
     found = []
     for capability, heads in ((None, 2), (HOPPER, 4)):
-        monkeypatch.setattr(attention_kernels, "capability_of", lambda _, it=capability: it)
+        monkeypatch.setattr(attention_kernels, "capability_of", lambda _, value=capability: value)
         with Seen() as seen:
             found.append(model(input_ids=ids, use_cache=False).logits)
         assert [keys for _, keys, _ in seen.heads] == [heads] * 2
@@ -354,6 +354,6 @@ def test_flash_attention_3_is_for_hopper_without_dropout(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", activated.append)
     for capability, dropout in ((AMPERE, 0.0), (HOPPER, 0.1), (HOPPER, 0.0)):
         assert not activated
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda it=capability: it)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda value=capability: value)
         attention_kernels.activate_flash_attention_3(PretrainedConfig(attention_dropout=dropout))
     assert activated == ["FA3"]

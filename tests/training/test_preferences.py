@@ -54,12 +54,12 @@ def made(seed: int) -> LlamaForCausalLM:
 
 
 def batch(is_packed: bool, objective: str = "dpo") -> Batch:
-    own = [(example, PROMPT) for example in EXAMPLES]
-    tokens = (
-        [example for both in zip(own, mismatched(own), strict=True) for example, _ in both]
-        if objective == "kto"
-        else EXAMPLES
-    )
+    tokens = EXAMPLES
+    if objective == "kto":
+        examples = [(example, PROMPT) for example in EXAMPLES]
+        tokens = []
+        for (example, _), (other, _) in zip(examples, mismatched(examples), strict=True):
+            tokens += [example, other]
     labels = [[-100] * PROMPT + example[PROMPT:] for example in tokens]
     lengths = [len(example) for example in tokens]
     sources = ["x"] * len(tokens)
@@ -73,11 +73,9 @@ def batch(is_packed: bool, objective: str = "dpo") -> Batch:
             sources,
             desirable,
         )
-    ids, aims = (
-        torch.tensor([it + [fill] * (7 - len(it)) for it in examples])
-        for examples, fill in ((tokens, 0), (labels, -100))
-    )
-    return Batch(ids, aims, lengths, False, sources, desirable)
+    padded_ids = torch.tensor([ids + [0] * (7 - len(ids)) for ids in tokens])
+    padded_labels = torch.tensor([ids + [-100] * (7 - len(ids)) for ids in labels])
+    return Batch(padded_ids, padded_labels, lengths, False, sources, desirable)
 
 
 def method(settings: dict[str, Any], stored: StoredReference | None = None) -> Any:
@@ -96,12 +94,13 @@ def mismatched(examples: list[tuple[list[int], int]]) -> list[tuple[list[int], i
 
 
 def divergence(examples: list[tuple[list[int], int]], model: Any, reference: Any) -> torch.Tensor:
+    differences = []
     with torch.no_grad():
-        both = [
-            [log_probabilities(it, *example).sum() for it in (model, reference)]
-            for example in mismatched(examples)
-        ]
-    return torch.stack([ours - theirs for ours, theirs in both]).mean().clamp(min=0)
+        for example in mismatched(examples):
+            ours = log_probabilities(model, *example).sum()
+            theirs = log_probabilities(reference, *example).sum()
+            differences.append(ours - theirs)
+    return torch.stack(differences).mean().clamp(min=0)
 
 
 def log_probabilities(model: Any, example: list[int], start: int = PROMPT) -> torch.Tensor:
@@ -126,27 +125,27 @@ def expected(
     for chosen, rejected in zip(examples[::2], examples[1::2], strict=True):
         ours = [log_probabilities(model, *example) for example in (chosen, rejected)]
         theirs = [log_probabilities(reference, *example).detach() for example in (chosen, rejected)]
+        # log-ratios of the chosen and of the rejected response
+        c = ours[0].sum() - theirs[0].sum()
+        r = ours[1].sum() - theirs[1].sum()
+        if objective in ("simpo", "orpo"):
+            c = ours[0].mean()
+            r = ours[1].mean()
         if objective == "dpo":
-            (c, r), s = (
-                [a.sum() - b.sum() for a, b in zip(ours, theirs, strict=True)],
-                more.get("label_smoothing", 0),
-            )
-            losses.append(-logsigmoid(beta * (c - r)) * (1 - s) - logsigmoid(-beta * (c - r)) * s)
+            s = more.get("label_smoothing", 0)
+            loss = -logsigmoid(beta * (c - r)) * (1 - s) - logsigmoid(-beta * (c - r)) * s
         elif objective == "kto":
-            c, r = [a.sum() - b.sum() for a, b in zip(ours, theirs, strict=True)]
-            losses.append(more["desirable_weight"] * (1 - torch.sigmoid(beta * (c - kl))))
-            losses[-1] = losses[-1] + more["undesirable_weight"] * (
-                1 - torch.sigmoid(beta * (kl - r))
-            )
+            desirable = more["desirable_weight"] * (1 - torch.sigmoid(beta * (c - kl)))
+            undesirable = more["undesirable_weight"] * (1 - torch.sigmoid(beta * (kl - r)))
+            loss = desirable + undesirable
         elif objective == "ipo":
-            c, r = [a.sum() - b.sum() for a, b in zip(ours, theirs, strict=True)]
-            losses.append((c / len(ours[0]) - r / len(ours[1]) - 1 / (2 * beta)) ** 2)
+            loss = (c / len(ours[0]) - r / len(ours[1]) - 1 / (2 * beta)) ** 2
+        elif objective == "simpo":
+            loss = -logsigmoid(beta * (c - r - more["simpo_gamma"] / beta))
         else:
-            c, r = [it.mean() for it in ours]
-            losses.append(-logsigmoid(beta * (c - r - more.get("simpo_gamma", 0) / beta)))
-        if objective == "orpo":
             odds = (c - r) - (torch.log1p(-torch.exp(c)) - torch.log1p(-torch.exp(r)))
-            losses[-1] = -log_probabilities(model, chosen[0], 1).mean() - beta * logsigmoid(odds)
+            loss = -log_probabilities(model, chosen[0], 1).mean() - beta * logsigmoid(odds)
+        losses.append(loss)
         rewards.append((beta * c, beta * r))
     return torch.stack(losses).sum(), rewards
 

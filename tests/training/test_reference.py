@@ -79,8 +79,10 @@ def test_the_file_holds_the_log_probabilities_bit_for_bit(
     stored.save(file, FINGERPRINT)
     read.load(file, {name: FINGERPRINT[name] for name in ("dataset", "precision")})
     built = BuiltModel(made(0))
-    before, after = (it.log_probabilities(built, batch(True), runtime) for it in (stored, read))
-    assert before.equal(after) and [path.name for path in tmp_path.iterdir()] == [file.name]
+    before = stored.log_probabilities(built, batch(True), runtime)
+    after = read.log_probabilities(built, batch(True), runtime)
+    assert before.equal(after)
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
 @pytest.mark.parametrize("name", FINGERPRINT)
