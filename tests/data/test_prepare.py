@@ -288,14 +288,14 @@ def test_bit_flips_in_the_cache_do_not_change_the_samples(
     right = samples()
     (key,) = cached(cache)
     folder = cache / "tokenized" / key
-    for flip in range(14):
+    for flip in range(4):
         content = bytearray((folder / name).read_bytes())
-        content[(len(content) - 1) * flip // 13] ^= 1 << flip % 8
+        content[(len(content) - 1) * flip // 3] ^= 1 << flip
         (folder / name).write_bytes(content)
         assert samples() == right
     printed = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
     # a flip in sizes.json may change nothing but a space
-    assert 10 <= len(printed) <= 14 if name == "sizes.json" else len(printed) == 14
+    assert 2 <= len(printed) <= 4 if name == "sizes.json" else len(printed) == 4
     assert all(line.startswith(f"{folder}: ") for line in printed)
     assert cached(cache) == {key}
 

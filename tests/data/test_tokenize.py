@@ -4,7 +4,7 @@ not."""
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from tokenizers.processors import ByteLevel
@@ -196,6 +196,7 @@ def test_a_special_token_that_a_user_writes_does_not_move_the_labels(
     )
 
 
+@settings(deadline=None, derandomize=True)  # no time limit: a busy machine is not an error
 @given(
     trained=st.lists(st.booleans(), min_size=1, max_size=40),
     length=st.integers(2, 12),

@@ -6,11 +6,11 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,7 @@ def when_tokenizing(act: Callable[[Any], None]) -> threading.Thread:
         time.sleep(0.3)
         act(workers[0])
 
-    thread = threading.Thread(target=wait)
+    thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     return thread
 
@@ -180,25 +180,35 @@ def test_a_killed_worker_or_ctrl_c_ends_tokenizing_and_leaves_nothing_behind(
 
 
 def test_a_worker_killed_while_it_sends_its_tokens_ends_tokenizing(
-    llama3: PreTrainedTokenizerFast,
+    llama3: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest of what it began to send never comes: who waits for that, waits forever."""
+    receive = Connection._recv
 
-    def kill_when_receiving() -> None:
-        while not any(
-            frame.f_code.co_name == "_recv" and frame.f_locals["size"] > 1000
-            for frame in sys._current_frames().values()
-        ):
-            pass
-        for worker in multiprocessing.active_children():
-            os.kill(worker.pid, signal.SIGKILL)
+    def kill_the_sender(connection: Connection, size: int, *rest: Any) -> Any:
+        if size > 1000:  # the length has been received, most of the result has not been sent
+            for worker in multiprocessing.active_children():  # none in a worker
+                os.kill(worker.pid, signal.SIGKILL)
+        return receive(connection, size, *rest)
 
-    thread = threading.Thread(target=kill_when_receiving)
-    thread.start()
+    monkeypatch.setattr(Connection, "_recv", kill_the_sender)
     chunk = [("my.jsonl:1", pickle.dumps(({"input_ids": [5] * 1_000_000}, "tokenized")))]
     with pytest.raises(RunFailure, match="near my.jsonl:1"):
-        list(encode_chunks(iter([chunk] * 20), Encoder(llama3, 10**8), one_example, 2))
-    thread.join()
+        list(encode_chunks(iter([chunk] * 4), Encoder(llama3, 10**8), one_example, 2))
+
+
+TOKENIZE = """
+import os, sys
+from pathlib import Path
+from transformers import AutoTokenizer
+from llama_ft.config.settings import DataConfig
+from llama_ft.data import prepare
+folder = Path(sys.argv[1])
+tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+config = DataConfig(dataset=str(folder / "my.jsonl"), tokenize_processes=2)
+os.symlink(str(os.getpid()), folder / "pid")
+prepare(config, tokenizer, context_length=40, cache=folder / "cache", want_validation=True)
+"""
 
 
 def test_a_killed_run_leaves_no_process_and_the_next_run_removes_its_directory(
@@ -206,25 +216,21 @@ def test_a_killed_run_leaves_no_process_and_the_next_run_removes_its_directory(
 ) -> None:
     path = write_jsonl(tmp_path / "my.jsonl", pairs(100_000, "yes " * 20))
     llama3.save_pretrained(tmp_path / "tokenizer")
-    script = (
-        "import sys\nfrom pathlib import Path\nfrom transformers import AutoTokenizer\n"
-        "from llama_ft.config.settings import DataConfig\nfrom llama_ft.data import prepare\n"
-        f"tokenizer = AutoTokenizer.from_pretrained({str(tmp_path / 'tokenizer')!r})\n"
-        f"config = DataConfig(dataset={str(path)!r}, tokenize_processes=2)\n"
-        f"cache = Path({str(tmp_path / 'cache')!r})\n"
-        "prepare(config, tokenizer, context_length=40, cache=cache, want_validation=True)\n"
-    )
-    run = subprocess.Popen(
-        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
-    )
-    children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
-    while len(workers := children.read_text().split()) < 2:
-        assert run.poll() is None
-        time.sleep(0.05)
-    time.sleep(0.3)
-    run.kill()
-    run.wait()
-    deadline = time.monotonic() + 20
+    (tmp_path / "job.py").write_text(TOKENIZE)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(forked, tmp_path / "job.py", tmp_path)
+        pid = tmp_path / "pid"
+        workers: list[str] = []
+        while len(workers) < 2:
+            assert not run.done(), run.result().output
+            time.sleep(0.05)
+            if pid.is_symlink():
+                number = os.readlink(pid)
+                workers = Path(f"/proc/{number}/task/{number}/children").read_text().split()
+        time.sleep(0.3)
+        os.kill(int(number), signal.SIGKILL)
+        assert run.result().exit_code == -signal.SIGKILL
+    deadline = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() and "Z" not in state_of(pid) for pid in workers):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -19,7 +19,7 @@ from llama_ft.models.lora_linear import use_fused_lora
 LAYERS = 4
 HIDDEN = 64
 TOKENS = 48
-WAYS = [("full", 2), ("every_k", 2), ("every_k", 3), ("selective", 2)]
+WAYS = [("full", 2), ("every_k", 3), ("selective", 2)]
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 

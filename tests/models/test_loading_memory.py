@@ -89,11 +89,11 @@ def bounds(way: str, target: str) -> list[int]:
 @pytest.mark.parametrize(
     ("way", "target"),
     [
-        ("slices", "fp32"),
         ("slices", "4bit"),
         ("scatter", "fp32"),
-        ("scatter", "8bit"),
+        pytest.param("slices", "fp32", marks=pytest.mark.slow),
         pytest.param("slices", "8bit", marks=pytest.mark.slow),
+        pytest.param("scatter", "8bit", marks=pytest.mark.slow),
         pytest.param("scatter", "4bit", marks=pytest.mark.slow),
     ],
 )
