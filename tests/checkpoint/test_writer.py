@@ -176,9 +176,7 @@ def test_a_tied_parameter_is_written_once_and_a_buffer_is_not(
     assert torch.equal(model.second.weight, saved) and model.counts.tolist() == [7, 7, 7]
 
 
-def test_a_file_holds_the_appended_rows_and_missing_rows_are_an_error(
-    tmp_path: Path,
-) -> None:
+def test_a_file_holds_the_appended_rows_and_missing_rows_are_an_error(tmp_path: Path) -> None:
     tensors = {
         "a": torch.randn(5, 3),
         "b": torch.randn(4, 2).bfloat16(),

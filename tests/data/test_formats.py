@@ -294,10 +294,7 @@ def test_tool_messages_follow_an_assistant_message_that_may_be_empty() -> None:
 def test_tokens_without_labels_are_in_the_loss_unless_masked() -> None:
     assert tokenized_sample(
         {"input_ids": [1, 2, 3], "labels": None, "attention_mask": [0, 1, 1]}
-    ) == (
-        [2, 3],
-        [2, 3],
-    )
+    ) == ([2, 3], [2, 3])
 
 
 def test_openai_chats_keep_weights_and_get_the_text_and_arguments_that_templates_need() -> None:

@@ -102,9 +102,7 @@ def test_offloading_parameters_does_not_change_gradients(runtime: Ranks) -> None
         torch.testing.assert_close(found.grad.full_tensor(), expected.grad, msg=name)
 
 
-def test_offloaded_4_bit_layers_are_copied_per_pass_and_train_the_same(
-    runtime: Ranks,
-) -> None:
+def test_offloaded_4_bit_layers_are_copied_per_pass_and_train_the_same(runtime: Ranks) -> None:
     seen = []
     precision = PRECISIONS["bf16_mixed"]
     for is_offloaded in (False, True):

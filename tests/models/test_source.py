@@ -169,9 +169,7 @@ def test_a_missing_expert_is_rejected(tmp_path: Path) -> None:
         account_for(model.model, open_source(folder, model).tensors, folder)
 
 
-def test_a_fingerprint_changes_with_weights_and_settings(
-    tmp_path: Path,
-) -> None:
+def test_a_fingerprint_changes_with_weights_and_settings(tmp_path: Path) -> None:
     folder = save(tmp_path / "model", "llama", vocab_size=20_000)
     file = folder / "model.safetensors"
     original = fingerprint(folder)

@@ -9,17 +9,7 @@ from typing import Any
 import pytest
 import torch
 from forked import forked
-from training.optimizers_and_dump import (
-    CASES,
-    FOREIGN,
-    LR,
-    STEPS,
-    Lion,
-    build,
-    go_on,
-    train,
-    whole,
-)
+from training.optimizers_and_dump import CASES, FOREIGN, LR, STEPS, Lion, build, go_on, train, whole
 
 from llama_ft.config import TrainConfig
 from llama_ft.runtime import Ranks, one_kernel
