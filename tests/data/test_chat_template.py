@@ -89,25 +89,6 @@ MISTRAL = """
     {%- endif %}
 {%- endfor %}
 """
-# Reasoning content is always dropped, but the generation prompt opens it.
-DEEPSEEK_R1 = """
-{{- bos_token }}
-{%- for m in messages %}
-    {%- if m.role == 'user' %}{{- '<|User|>' + m.content }}
-    {%- elif m.role == 'tool' %}{{- '<|tool|>' + m.content }}
-    {%- else %}{{- '<|Assistant|>' + m.content.split('</think>')[-1] + '</s>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|Assistant|><think>\n' }}{% endif %}
-"""
-# A turn that is answered ends with another token than the last one.
-GPT_OSS = """
-{%- for m in messages %}
-    {{- '<|start|>' + m.role + ('<|channel|>final' if m.role == 'assistant' else '') + '<|message|>' + m.content }}
-    {{- '<|return|>' if loop.last and m.role == 'assistant' and not add_generation_prompt else '<|end|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}
-"""
 # Qwen 3.5's without thinking: the generation prompt has empty reasoning content.
 NO_THINKING = QWEN3.replace(
     "assistant\n' }}{% endif %}", "assistant\n<think>\n\n</think>\n\n' }}{% endif %}"
@@ -158,17 +139,6 @@ TOKENS = {
     GEMMA: ["<s>", "</s>", "<start_of_turn>", "<end_of_turn>"],
     PHI3: ["</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],
     MISTRAL: ["<s>", "</s>"],
-    DEEPSEEK_R1: [
-        "<s>",
-        "</s>",
-        "<|User|>",
-        "<|Assistant|>",
-        "<think>",
-        "</think>",
-        "<|call|>",
-        "<|tool|>",
-    ],
-    GPT_OSS: ["<|start|>", "<|end|>", "<|return|>", "<|channel|>", "<|message|>"],
     BUILT_IN["llama3"]: [
         "<|begin_of_text|>",
         "<|start_header_id|>",
@@ -241,8 +211,6 @@ def text(make_tokenizer: MakeTokenizer) -> Callable[..., str]:
 QWEN_START = "<|im_start|> assistant Ċ"
 QWEN_HI = "<|im_start|> user Ċ Hi <|im_end|> Ċ"
 QWEN_EMPTY = "[<think>] [ĊĊ] [</think>] [ĊĊ]"
-OSS_CHANNEL = "[<|channel|>] [f] [i] [n] [a] [l] [<|message|>]"
-OSS_OPEN = f"<|start|> user <|message|> Hi <|end|> <|start|> assistant {OSS_CHANNEL}"
 LLAMA_HI = "<|start_header_id|> user <|end_header_id|> ĊĊ Hi <|eot_id|>"
 LLAMA_OPEN = f"{LLAMA_HI} <|start_header_id|> assistant <|end_header_id|> ĊĊ"
 
@@ -275,19 +243,6 @@ LLAMA_OPEN = f"{LLAMA_HI} <|start_header_id|> assistant <|end_header_id|> ĊĊ"
             [system("no"), user("Hi"), assistant("yes"), user("yes"), assistant("no")],
             f"<s> [ I N S T ] Ġno ĊĊ Hi [ / I N S T ] [Ġyes] [</s>]{NEXT}"
             "<s> [ I N S T ] Ġ Hi [ / I N S T ] Ġyes </s> [ I N S T ] Ġno ĊĊ yes [ / I N S T ] [Ġno] [</s>]",
-        ),
-        (
-            DEEPSEEK_R1,
-            TWO,
-            f"<s> <|User|> Hi <|Assistant|> <think> Ċ [Ċ] [</think>] [ĊĊ] [yes] [</s>]{NEXT}"
-            "<s> <|User|> Hi <|Assistant|> yes </s> <|User|> Hi <|Assistant|> "
-            "<think> Ċ [Ċ] [</think>] [ĊĊ] [no] [</s>]",
-        ),
-        (
-            GPT_OSS,
-            TWO,
-            f"{OSS_OPEN} [yes] [<|return|>]{NEXT}"
-            f"{OSS_OPEN.replace('[', '').replace(']', '')} yes <|end|> {OSS_OPEN} [no] [<|return|>]",
         ),
         (
             BUILT_IN["llama3"],
@@ -413,11 +368,6 @@ def test_reasoning_content_is_in_the_loss_where_the_template_writes_it(
         f"[[<think>\na\n</think>\n\nyes<|im_end|>]]\n{NEXT}"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[<think>\nb\n</think>\n\nno<|im_end|>]]\n"
-    )
-    assert text(DEEPSEEK_R1, chat) == (
-        f"<s><|User|>Hi<|Assistant|><think>\n[[a\n</think>\n\nyes</s>]]{NEXT}"
-        "<s><|User|>Hi<|Assistant|>\n\nyes</s>"
-        "<|User|>Hi<|Assistant|><think>\n[[b\n</think>\n\nno</s>]]"
     )
 
 

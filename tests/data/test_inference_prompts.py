@@ -256,6 +256,12 @@ def test_reasoning_templates_accept_chats_with_tools_and_reasoning(
         samples = Encoder(tokenizer_of(STOCK[name]), 100_000).encode(sample, "messages")
         counts[name] = len(samples)
     assert counts == dict.fromkeys(counts, 3)
+    # a template that drops the reasoning content of earlier messages, behind a prompt that opens it
+    sample = {"messages": CHATS["tags"].messages}
+    samples = Encoder(tokenizer_of(STOCK["deepseek_r1_distill"]), 100_000).encode(
+        sample, "messages"
+    )
+    assert len(samples) == 2
 
 
 def test_the_last_response_alone_is_in_the_loss_with_labels_completion(

@@ -136,7 +136,7 @@ def test_dropped_reasoning_content_is_neither_rendered_nor_taken_from_the_cache(
 def test_several_processes_split_chats_as_one_does(
     qwen3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    path = write_jsonl(tmp_path / "my.jsonl", chats(600))
+    path = write_jsonl(tmp_path / "my.jsonl", chats(300))  # of two chunks
     tables = []
     for processes in (1, 2):
         config = DataConfig(dataset=str(path), tokenize_processes=processes)
@@ -144,7 +144,7 @@ def test_several_processes_split_chats_as_one_does(
         data = prepare(config, qwen3, context_length=400, cache=cache, want_validation=False)
         tables.append((data.train["source"][:], data.fingerprints(), data.summary))
     assert tables[0] == tables[1]
-    assert len(tables[0][0]) == 1200
+    assert len(tables[0][0]) == 600
 
 
 def test_a_piece_that_is_too_long_is_skipped_and_counted(

@@ -127,38 +127,21 @@ def mean_loss(model: Any, samples: Path, train: int = 0) -> list[float]:
 @pytest.fixture(scope="module")
 def runs(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Case -> its run on two ranks, all of one launch."""
-    common = ["--resize_embeddings", "--tokenizer_name", f"{bases}/tokens", "--enable_fsdp"]
-    common += [
-        "--dataset",
-        f"{bases}/samples.jsonl",
-        "--validation",
-        f"{bases}/samples.jsonl",
-        "--num_epochs",
-        str(STEPS),
-    ]
-    common += f"--precision fp32 --batching_strategy padding --lr {LEARNING_RATE} --lr_scheduler constant".split()
-    common += "--save_steps 2 --save_every_epoch false".split()
+    text = f"--resize_embeddings --tokenizer_name {bases}/tokens --enable_fsdp"
+    text += f" --dataset {bases}/samples.jsonl --validation {bases}/samples.jsonl"
+    text += f" --num_epochs {STEPS} --batch_size_training {GLOBAL_BATCH // 2} --precision fp32"
+    text += f" --batching_strategy padding --lr {LEARNING_RATE} --lr_scheduler constant"
+    text += " --save_steps 2 --save_every_epoch false"
     folder = tmp_path_factory.mktemp("runs")
     flags = {}
     for case, (base, own) in CASES.items():
-        others = [] if "--min_num_params" in own else ["--min_num_params", "1000"]
-        others += (
-            ["--from_peft_checkpoint", f"{bases}/{base}-adapter"]
-            if case.startswith("from an adapter")
-            else []
-        )
-        others += [
-            "--batch_size_training",
-            str(GLOBAL_BATCH // 2),
-            "--model_name",
-            f"{bases}/{base}",
-        ]
-        flags[case] = [*common, *own, *others]
-    flags["resumed"] = [
-        *flags["lora, tied"],
-        "--resume",
-        f"{folder}/lora, tied/checkpoints/step-000002",
-    ]
+        flags[case] = [*text.split(), "--model_name", f"{bases}/{base}", *own]
+        if "--min_num_params" not in own:
+            flags[case] += ["--min_num_params", "1000"]
+        if case.startswith("from an adapter"):
+            flags[case] += ["--from_peft_checkpoint", f"{bases}/{base}-adapter"]
+    checkpoint = f"{folder}/lora, tied/checkpoints/step-000002"
+    flags["resumed"] = [*flags["lora, tied"], "--resume", checkpoint]
     found = {case: folder / case for case in flags}
     run_cases(
         folder, [[*own, "--output_dir", str(found[case])] for case, own in flags.items()], ranks=2

@@ -37,34 +37,12 @@ def runs(
 ) -> dict[str, Path]:
     """Output directories of the runs in fp16, all in one launch of 2 ranks."""
     folder = tmp_path_factory.mktemp("fp16_runs")
-    flags = [
-        "--model_name",
-        str(tiny_model),
-        "--dataset",
-        str(samples),
-        "--precision",
-        "fp16",
-        "--lr",
-        str(LEARNING_RATE),
-    ]
-    flags += [
-        "--lr_scheduler",
-        "constant",
-        "--num_epochs",
-        str(STEPS),
-        "--batch_size_training",
-        "2",
-        "--enable_fsdp",
-    ]
+    text = f"--model_name {tiny_model} --dataset {samples} --precision fp16 --lr {LEARNING_RATE}"
+    text += f" --lr_scheduler constant --num_epochs {STEPS} --batch_size_training 2 --enable_fsdp"
     # the longest sample: a step has all packed sequences, and both ranks have some
-    flags += ["--context_length", "27"]
-    flags += [
-        "--gradient_accumulation_steps",
-        str(SAMPLES // 4),
-        "--no_save_model",
-        "--gradient_clipping",
-    ]
-    flags += ["--gradient_clipping_threshold", "0.5"]
+    text += f" --context_length 27 --gradient_accumulation_steps {SAMPLES // 4}"
+    text += " --no_save_model --gradient_clipping --gradient_clipping_threshold 0.5"
+    flags = text.split()
     scales = {"usual": INITIAL_FACTOR, "overflowing": TOO_MUCH, "fp32": 1.0}
     cases = [
         (scale, [*flags, "--output_dir", str(folder / name)]) for name, scale in scales.items()
