@@ -241,7 +241,7 @@ def test_streamed_chats_are_split_too(qwen3: PreTrainedTokenizerFast, tmp_path: 
     qwen3.save_pretrained(tmp_path)
     path = write_jsonl(tmp_path / "my.jsonl", chats(4, responses=3))
     (tmp_path / "job.py").write_text(STREAM)
-    finished = forked(tmp_path / "job.py", tmp_path, ranks=1, timeout=60)
+    finished = forked(tmp_path / "job.py", tmp_path, ranks=1)
     assert finished.exit_code == 0, finished.output
     places = [f"{path}:{line}, response {n} of 3" for line in (1, 2, 3, 4) for n in (1, 2, 3)]
     assert json.dumps(places) in finished.output.replace("'", '"')

@@ -47,7 +47,7 @@ def run(folder: Path, world_size: int, cases: list[dict[str, Any]]) -> dict[str,
     """What rank 0 has written down of each case; the other ranks must agree."""
     file = folder / f"cases-{world_size}-{cases[0]['name']}.json"
     file.write_text(json.dumps(cases))
-    finished = forked(JOB, folder, file, ranks=world_size, timeout=120)
+    finished = forked(JOB, folder, file, ranks=world_size)
     assert finished.exit_code == 0, finished.output
     results = {}
     for name in (one["name"] for one in cases):

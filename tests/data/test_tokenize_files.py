@@ -298,7 +298,7 @@ def test_the_fingerprint_of_a_stream_depends_on_everything_that_affects_its_toke
     assert fingerprint("a.jsonl", pairs(3), chat_template=str(template)) != first
 
 
-OTHER_ROWS = """
+OTHER_SAMPLES = """
 import sys
 from datasets import Dataset
 from transformers import AutoTokenizer
@@ -337,8 +337,8 @@ def test_ranks_with_other_samples_than_rank_0_end_the_run_and_a_corrupted_cache_
     save_model(tmp_path / "model")
     for name, samples in (("same", pairs(4)), ("other-0", pairs(4)), ("other-1", pairs(4)[::-1])):
         write_jsonl(tmp_path / f"{name}.jsonl", samples)
-    (tmp_path / "job.py").write_text(OTHER_ROWS)
-    finished = forked(tmp_path / "job.py", tmp_path, ranks=2, timeout=60)
+    (tmp_path / "job.py").write_text(OTHER_SAMPLES)
+    finished = forked(tmp_path / "job.py", tmp_path, ranks=2)
     assert finished.output.count("planned") == 2
     assert finished.output.count("error: --dataset: rank 1 has other samples than rank 0.") == 2
     assert finished.output.count("train.arrow is damaged or missing") == 1
@@ -347,10 +347,8 @@ def test_ranks_with_other_samples_than_rank_0_end_the_run_and_a_corrupted_cache_
 
 def right_and_wrong(sample: Any, sample_format: str, encoder: Encoder) -> list[Any]:
     """What an objective over pairs makes of a sample: its response, and another one."""
-    return [
-        encoder.tokenize({**sample, "output": sample["output"] + more}, sample_format)
-        for more in ("", " no" * 3)
-    ]
+    wrong = {**sample, "output": sample["output"] + " no" * 3}
+    return [encoder.tokenize(sample, sample_format), encoder.tokenize(wrong, sample_format)]
 
 
 @pytest.mark.parametrize("pack_length", [None, 60])
@@ -358,20 +356,15 @@ def right_and_wrong(sample: Any, sample_format: str, encoder: Encoder) -> list[A
 def test_examples_of_one_sample_stay_together(
     llama3: PreTrainedTokenizerFast, tmp_path: Path, pack_length: int | None, world_size: int
 ) -> None:
-    samples = [
-        {"instruction": f"Hi {number}", "output": "yes" * (1 + number % 9)}
-        for number in range(1, 41)
-    ]
+    samples = []
+    for number in range(1, 41):
+        samples.append({"instruction": f"Hi {number}", "output": "yes" * (1 + number % 9)})
     samples[7]["output"] += " yes" * 100  # dropped with its twin
     config = DataConfig(dataset=str(write_jsonl(tmp_path / "my.jsonl", samples)), truncation="drop")
     kwargs: dict[str, Any] = {"context_length": 60, "cache": tmp_path, "want_validation": False}
-    plain = prepare(
-        DataConfig(dataset=str(write_jsonl(tmp_path / "ok.jsonl", samples[9:12]))), llama3, **kwargs
-    ).train
+    assert group_size(prepare(config, llama3, **kwargs).train) == 1
     data = prepare(config, llama3, examples=right_and_wrong, **kwargs).train
-    assert (
-        plain is not None and data is not None and (group_size(plain), group_size(data)) == (1, 2)
-    )
+    assert group_size(data) == 2
     assert data["source"][::2] == data["source"][1::2] and len(data) < 2 * len(samples)
     lengths = example_lengths(data)
     seen = list[int]()
@@ -379,121 +372,117 @@ def test_examples_of_one_sample_stay_together(
         shape = {"global_batch": 4, "world_size": world_size, "rank": rank, "micro_batch": 1}
         plan = BatchSampler.of(data, pack_length=pack_length, seed=1, **shape)
         for step in range(plan.steps_per_epoch):
-            share = plan.step(0, step)
-            for indices in share.micro_batches:
-                assert all(sample % 2 == 0 for sample in indices[::2]) and indices[1::2] == [
-                    sample + 1 for sample in indices[::2]
-                ]
-                batch = collate(data, indices, 0, pack_length is not None)
-                if indices:
-                    assert (
-                        batch.example_lengths == lengths[indices].tolist()
-                        and batch.locations[::2] == batch.locations[1::2]
-                    )
-                    assert pack_length is None or batch.tokens <= 2 * pack_length
+            for indices in plan.step(0, step).micro_batches:
+                check_pairs(indices)
                 seen += indices
+                if not indices:
+                    continue
+                batch = collate(data, indices, 0, pack_length is not None)
+                assert batch.example_lengths == lengths[indices].tolist()
+                assert batch.locations[::2] == batch.locations[1::2]
+                assert pack_length is None or batch.tokens <= 2 * pack_length
     assert sorted(seen) == list(range(len(data)))
-    held = [
-        evaluation_batches(lengths, world_size, rank, 2, 0, pack_length, 2)
-        for rank in range(world_size)
-    ]
-    assert sorted(sample for batches in held for batch in batches for sample in batch) == list(
-        range(len(data))
-    )
-    assert all(
-        batch[::2] == [sample - 1 for sample in batch[1::2]]
-        for batches in held
-        for batch in batches
-    )
+    evaluated = list[int]()
+    for rank in range(world_size):
+        for indices in evaluation_batches(lengths, world_size, rank, 2, 0, pack_length, 2):
+            check_pairs(indices)
+            evaluated += indices
+    assert sorted(evaluated) == list(range(len(data)))
+
+
+def check_pairs(indices: list[int]) -> None:
+    """An even index is followed by its successor."""
+    for first, second in zip(indices[::2], indices[1::2], strict=True):
+        assert first % 2 == 0 and second == first + 1
 
 
 def completions(count: int) -> list[dict[str, Any]]:
-    return [
-        {
-            "prompt": f"Hi {n}" + "?" * (n % 3),
-            "completion": " yes" * (1 + n % 5),
-            "label": n % 4 > 0,
-        }
-        for n in range(count)
-    ]
+    samples = []
+    for n in range(count):
+        prompt = f"Hi {n}" + "?" * (n % 3)
+        samples.append({"prompt": prompt, "completion": " yes" * (1 + n % 5), "label": n % 4 > 0})
+    return samples
+
+
+@pytest.fixture
+def unpaired(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> Callable[..., TokenizedData]:
+    """Tokenizes completions with a label, as KTO trains on them."""
+
+    def build(samples: list[Any], **changes: Any) -> TokenizedData:
+        file = write_jsonl(tmp_path / "my.jsonl", samples)
+        settings = {"dataset_format": "unpaired_preference", **changes}
+        config = DataConfig(dataset=str(file), **settings)
+        limits: dict[str, Any] = {"context_length": 14, "cache": tmp_path, "want_validation": False}
+        return prepare(config, llama3, examples=unpaired_examples, **limits)
+
+    return build
 
 
 @pytest.mark.parametrize("truncation", ["right", "left", "drop"])
 def test_a_completion_with_a_label_comes_with_its_prompt_and_another_completion(
-    llama3: PreTrainedTokenizerFast, tmp_path: Path, truncation: Any
+    llama3: PreTrainedTokenizerFast, unpaired: Callable[..., TokenizedData], truncation: Any
 ) -> None:
-    def built(name: str, samples: list[Any], **changes: Any) -> TokenizedData:
-        settings = {"dataset_format": "unpaired_preference", "truncation": truncation, **changes}
-        config = DataConfig(dataset=str(write_jsonl(tmp_path / name, samples)), **settings)
-        limits: dict[str, Any] = {"context_length": 14, "cache": tmp_path, "want_validation": False}
-        return prepare(config, llama3, examples=unpaired_examples, **limits)
-
     samples = completions(21)
-    encoder = Encoder(llama3, 99)
     samples[5]["completion"] *= 9  # too long by itself
-    data = built(
-        "my.jsonl",
-        [*samples[:8], {"prompt": "Hi", "completion": "", "label": 1}, *samples[8:]],
-        skip_bad_rows=True,
-    )
-    found = data.train
-    at = 0
-    assert found is not None and set(found["group"]) == {2}
+    bad = {"prompt": "Hi", "completion": "", "label": 1}
+    data = unpaired([*samples[:8], bad, *samples[8:]], truncation=truncation, skip_bad_rows=True)
+    examples = data.train
+    assert set(examples["group"]) == {2}
+    encoder = Encoder(llama3, 99)
     whole = [encoder.tokenize(sample, "prompt_completion") for sample in samples]
     starts = [next(n for n, label in enumerate(labels) if label != -100) for _, labels in whole]
+    kept = slice(-14, None) if truncation == "left" else slice(14)
+    at = 0
     for number, (ids, labels) in enumerate(whole):
         if number == 5 and truncation == "drop":
             continue
         other = (number + 10) % 21
-        joined = [
-            mine[: starts[number]] + its[starts[other] :]
-            for mine, its in zip(whole[number], whole[other], strict=True)
-        ]
+        other_ids, other_labels = whole[other]
         longest = max(14, len(ids))
-        assert [found[at + n]["desirable"] for n in (0, 1)] == [samples[number]["label"], None]
-        for sample, expected in (
-            (found[at], (ids, labels)),
-            (found[at + 1], [values[:longest] for values in joined]),
-        ):
-            cut = slice(-14, None) if truncation == "left" else slice(14)
-            assert (sample["input_ids"], sample["labels"][1:]) == (
-                expected[0][cut],
-                expected[1][cut][1:],
-            )
+        joined_ids = (ids[: starts[number]] + other_ids[starts[other] :])[:longest]
+        joined_labels = (labels[: starts[number]] + other_labels[starts[other] :])[:longest]
+        own = examples[at]
+        mismatched = examples[at + 1]
+        assert own["desirable"] == samples[number]["label"]
+        assert mismatched["desirable"] is None
+        assert own["input_ids"] == ids[kept]
+        assert own["labels"][1:] == labels[kept][1:]
+        assert mismatched["input_ids"] == joined_ids[kept]
+        assert mismatched["labels"][1:] == joined_labels[kept][1:]
         at += 2
-    assert at == len(found) and data.report.bad_samples == 1
-    plan = BatchSampler.of(
-        found, pack_length=14, global_batch=1, world_size=1, rank=0, micro_batch=1, seed=1
-    )
+    assert at == len(examples) and data.report.bad_samples == 1
+    counts = f"{15 - (truncation == 'drop')} desirable, 6 undesirable"
+    assert f"labels of the training data: {counts}" in data.summary
+    shape = {"global_batch": 1, "world_size": 1, "rank": 0, "micro_batch": 1}
+    plan = BatchSampler.of(examples, pack_length=14, seed=1, **shape)
     for step in range(plan.steps_per_epoch):
-        batch = collate(found, plan.step(0, step).micro_batches[0], 0, True)
-        assert sum(batch.example_lengths[::2]) <= 14 and batch.desirable[1::2] == [None] * (
-            len(batch.locations) // 2
-        )
-    flipped = built(
-        "other.jsonl",
-        [{**sample, "label": str(sample["label"] ^ (n == 3))} for n, sample in enumerate(samples)],
-    )
-    assert flipped.train is not None and flipped.train["input_ids"][:] == found["input_ids"][:]
+        batch = collate(examples, plan.step(0, step).micro_batches[0], 0, True)
+        assert sum(batch.example_lengths[::2]) <= 14
+        assert batch.desirable[1::2] == [None] * (len(batch.locations) // 2)
+
+
+def test_labels_of_completions_are_part_of_the_fingerprint(
+    unpaired: Callable[..., TokenizedData],
+) -> None:
+    samples = completions(21)
+    data = unpaired(samples)
+    samples[3]["label"] = not samples[3]["label"]
+    flipped = unpaired([{**sample, "label": str(sample["label"])} for sample in samples])
+    assert flipped.train["input_ids"][:] == data.train["input_ids"][:]
     assert flipped.fingerprints() != data.fingerprints()
-    assert (
-        f"labels of the training data: {15 - (truncation == 'drop')} desirable, 6 undesirable"
-        in data.summary
-    )
-    with pytest.raises(UserError, match="one.jsonl: all 3 completions have the label False"):
-        built("one.jsonl", [{**sample, "label": 0} for sample in samples[:3]])
-    both = [{"prompt": "Hi", "chosen": " yes", "rejected": f" no {n}"} for n in range(3)]
+    with pytest.raises(UserError, match="my.jsonl: all 3 completions have the label False"):
+        unpaired([{**sample, "label": 0} for sample in samples[:3]])
+
+
+def test_pairs_become_completions_with_labels(unpaired: Callable[..., TokenizedData]) -> None:
+    pairs = [{"prompt": "Hi", "chosen": " yes", "rejected": f" no {n}"} for n in range(3)]
     apart = []
-    for pair in both:
+    for pair in pairs:
         for key in ("chosen", "rejected"):
             apart.append({"prompt": "Hi", "completion": pair[key], "label": key == "chosen"})
-    pairs_of = built("pairs.jsonl", both).train
-    unpaired = built("apart.jsonl", apart).train
-    assert pairs_of is not None and unpaired is not None
-    assert all(
-        pairs_of[name][:] == unpaired[name][:] for name in ("input_ids", "labels", "desirable")
-    )
-    with pytest.raises(
-        UserError, match='same.jsonl:1: "rejected" is "no"; expected another response'
-    ):
-        built("same.jsonl", [{"prompt": "Hi", "chosen": "no", "rejected": "no"}])
+    from_pairs = unpaired(pairs).train
+    from_completions = unpaired(apart).train
+    for name in ("input_ids", "labels", "desirable"):
+        assert from_pairs[name][:] == from_completions[name][:]
+    with pytest.raises(UserError, match='my.jsonl:1: "rejected" is "no"; expected another respo'):
+        unpaired([{"prompt": "Hi", "chosen": "no", "rejected": "no"}])
