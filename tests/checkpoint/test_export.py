@@ -152,10 +152,10 @@ def test_plain_pytorch_reads_a_checkpoint_on_one_process(results: Path, tiny_mod
     weight = model.model.layers[1].mlp.down_proj.weight
     name = "optimizer.state.model.layers.1.mlp.down_proj.weight.exp_avg"
     pieces = [load_file(file)[name] for file in files]
-    assert len(pieces[0]) == 11 and torch.equal(
-        optimizer.state[weight]["exp_avg"], torch.cat(pieces)
-    )
-    assert optimizer.state[weight]["step"].item() == 3 and optimizer.param_groups[0]["lr"] == 1e-5
+    assert len(pieces[0]) == 11
+    assert torch.equal(optimizer.state[weight]["exp_avg"], torch.cat(pieces))
+    assert optimizer.state[weight]["step"].item() == 3
+    assert optimizer.param_groups[0]["lr"] == 1e-5
     for rank, file in enumerate(files):
         header = safe_open(file, "pt").metadata()
         offsets = json.loads(header.pop("DCP_SHARDING_INFO"))

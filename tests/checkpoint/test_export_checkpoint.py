@@ -92,7 +92,8 @@ def test_an_exported_full_model_equals_the_one_that_transformers_saves(
     theirs = stored(tmp_path / "reference")
     assert ours.keys() == theirs.keys() == stored(base).keys()
     for key, tensor in theirs.items():
-        assert ours[key].dtype == tensor.dtype == dtype and torch.equal(ours[key], tensor), key
+        assert ours[key].dtype == tensor.dtype == dtype, key
+        assert torch.equal(ours[key], tensor), key
     exported = load(tmp_path / "out", dtype="auto")
     assert exported.dtype == dtype
     assert torch.equal(logits(exported), logits(load(tmp_path / "reference", dtype="auto")))
@@ -281,14 +282,11 @@ def test_the_model_card_has_base_data_settings_and_loss_but_no_paths_and_secrets
     assert (
         facts.items() >= {"optimizer steps": 12, "validation loss": 1.5, "lr": 2e-3, "r": 4}.items()
     )
-    assert (
-        "base_model: meta-llama/Llama-3.1-8B" in of_hub
-        and 'from_pretrained("meta-llama/Llama-3.1-8B")' in of_hub
-    )
+    assert "base_model: meta-llama/Llama-3.1-8B" in of_hub
+    assert 'from_pretrained("meta-llama/Llama-3.1-8B")' in of_hub
     for config["data"]["dataset"] in (urls[0], [{"path": url} for url in urls]):
-        assert "hunter2" not in card("/models/base") and "http://***@host/a.jsonl" in card(
-            "/models/base"
-        )
+        assert "hunter2" not in card("/models/base")
+        assert "http://***@host/a.jsonl" in card("/models/base")
 
 
 def test_the_model_card_names_the_adapter_method(tmp_path: Path) -> None:

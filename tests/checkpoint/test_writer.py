@@ -173,7 +173,8 @@ def test_a_tied_parameter_is_written_once_and_a_buffer_is_not(
     torch.nn.init.zeros_(model.first.weight)
     model.counts.fill_(7)
     restore_weights(checkpoint, model)
-    assert torch.equal(model.second.weight, saved) and model.counts.tolist() == [7, 7, 7]
+    assert torch.equal(model.second.weight, saved)
+    assert model.counts.tolist() == [7, 7, 7]
 
 
 def test_a_file_holds_the_appended_rows_and_missing_rows_are_an_error(tmp_path: Path) -> None:

@@ -177,8 +177,10 @@ def test_packed_samples_are_concatenated_and_none_predicts_the_next(samples: Dat
     batch = collate(samples, [2, 1, 0], pad_token_id=9, is_packed=True)
     assert batch.input_ids.tolist() == [[4, 5, *range(20), 1, 2, 3]]
     assert batch.labels.tolist() == [[-100, 5, -100, *range(1, 20), -100, 2, 3]]
-    assert batch.example_lengths == [2, 20, 3] and batch.locations == ["a:3", "a:2", "a:1"]
-    assert (batch.tokens, batch.target_tokens) == (25, 22) and batch.input_ids.dtype == torch.int64
+    assert batch.example_lengths == [2, 20, 3]
+    assert batch.locations == ["a:3", "a:2", "a:1"]
+    assert (batch.tokens, batch.target_tokens) == (25, 22)
+    assert batch.input_ids.dtype == torch.int64
     for is_packed in (True, False):  # a rank without samples
         empty = collate(samples, [], pad_token_id=9, is_packed=is_packed)
         assert (empty.input_ids.tolist(), empty.labels.tolist(), empty.locations) == (

@@ -205,7 +205,8 @@ def test_the_validation_fraction_does_not_depend_on_the_order_of_samples(
     unwanted = prepared(
         tmp_path / "a.jsonl", llama3, tmp_path / "cache", validation="0.2", want=False
     )
-    assert unwanted.validation is None and unwanted.train["source"][:] == forward.train["source"][:]
+    assert unwanted.validation is None
+    assert unwanted.train["source"][:] == forward.train["source"][:]
     assert not {str(sample) for sample in forward.train["input_ids"]} & {
         str(sample) for sample in forward.validation["input_ids"]
     }
@@ -232,9 +233,8 @@ def test_formats_and_the_columns_that_are_used_and_ignored_are_printed(
         f"{third}: format messages, columns messages; ignored: id, text",
         f"{second}: {alpaca}",
     ]
-    assert data.validation is not None and "Be brief." in llama3.decode(
-        data.validation[0]["input_ids"]
-    )
+    assert data.validation is not None
+    assert "Be brief." in llama3.decode(data.validation[0]["input_ids"])
 
 
 def test_cache_is_used_until_something_changes(

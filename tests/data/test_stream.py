@@ -107,7 +107,8 @@ def test_an_epoch_has_every_sample_once_in_shuffled_windows(
     steps = alone[way]["steps"]
     end = next(number for number, step in enumerate(steps) if step["ends_epoch"]) + 1
     seen = [sample for step in steps[:end] for sample in step["samples"]]
-    assert sorted(seen) == list(range(1, SAMPLES + 1)) and end < len(steps)
+    assert sorted(seen) == list(range(1, SAMPLES + 1))
+    assert end < len(steps)
     windows = {step["position"]["window"] for step in steps[:end]}
     assert len(windows) >= 2
     first = [
@@ -164,9 +165,7 @@ def test_a_bad_sample_ends_the_stream_on_all_ranks_or_is_skipped(
     alone: dict[str, dict[str, Any]], together: dict[str, dict[str, Any]]
 ) -> None:
     for results in (alone, together):
-        assert (
-            "bad.jsonl:701" in results["bad"]["message"]
-            and "--skip_bad_rows" in results["bad"]["message"]
-        )
+        assert "bad.jsonl:701" in results["bad"]["message"]
+        assert "--skip_bad_rows" in results["bad"]["message"]
     assert alone["skipped"]["message"] == ""
     assert 701 not in [sample for step in alone["skipped"]["steps"] for sample in step["samples"]]

@@ -208,7 +208,8 @@ def test_each_kept_label_is_predicted_exactly_once_from_its_own_prefix(
     pieces = length_policy(length, truncation).fit(ids, labels)
     predicted = []
     for piece in pieces:
-        assert 1 <= len(piece.input_ids) <= length and len(piece.labels) == len(piece.input_ids)
+        assert 1 <= len(piece.input_ids) <= length
+        assert len(piece.labels) == len(piece.input_ids)
         assert piece.input_ids == list(range(piece.input_ids[0], piece.input_ids[-1] + 1))
         now = [label for label in piece.labels[1:] if label != IGNORED]
         assert now == [token for token in piece.input_ids[1:] if labels[token - 1000] != IGNORED]

@@ -365,7 +365,8 @@ def test_examples_of_one_sample_stay_together(
     assert group_size(prepare(config, llama3, **kwargs).train) == 1
     data = prepare(config, llama3, examples=right_and_wrong, **kwargs).train
     assert group_size(data) == 2
-    assert data["source"][::2] == data["source"][1::2] and len(data) < 2 * len(samples)
+    assert data["source"][::2] == data["source"][1::2]
+    assert len(data) < 2 * len(samples)
     lengths = example_lengths(data)
     seen = list[int]()
     for rank in range(world_size):

@@ -411,4 +411,5 @@ def test_the_result_reloads_with_the_trained_logits(case: Case) -> None:
     towers = [name for name in was if TOWERS.search(name)]
     assert (len(towers) > 20) == (case.architecture in MULTIMODAL)
     for name in towers:
-        assert torch.equal(was[name], now[name]) and was[name].dtype == now[name].dtype, name
+        assert torch.equal(was[name], now[name]), name
+        assert was[name].dtype == now[name].dtype, name

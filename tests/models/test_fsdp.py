@@ -46,9 +46,8 @@ LAYERS = [f"model.layers.{n}" for n in range(4)]
 
 def test_layers_are_fsdp_units_and_large_embeddings_and_heads_with_the_hybrid_policy() -> None:
     units = units_of(llama(), fsdp_wrap_policy="transformer")
-    assert [unit.name for unit in units] == [*LAYERS, ""] and units[
-        -1
-    ].parameters == 2 * 64 * 1000 + 64
+    assert [unit.name for unit in units] == [*LAYERS, ""]
+    assert units[-1].parameters == 2 * 64 * 1000 + 64
     ends = ["model.embed_tokens", "lm_head", ""]
     assert [unit.name for unit in units_of(llama(), min_num_params=60_000)] == [*LAYERS, *ends]
     assert [unit.name for unit in units_of(llama(), min_num_params=70_000)] == [*LAYERS, ""]
@@ -148,7 +147,8 @@ def test_offloaded_4_bit_layers_are_copied_per_pass_and_train_the_same(runtime: 
             optimizer.zero_grad()
             losses.append(loss.item())
         seen.append(losses)
-    assert seen[0] == seen[1] and seen[0][0] != seen[0][2]
+    assert seen[0] == seen[1]
+    assert seen[0][0] != seen[0][2]
 
 
 class Collectives(TorchDispatchMode):

@@ -89,12 +89,11 @@ def test_the_fused_norm_computes_what_llama_computes(dtype: torch.dtype, roundin
     assert "forward" in vars(fused[0])
     for one, other, reference in zip(plain, ours, exact, strict=True):
         allowed = 4 * rounding * reference.norm()
-        assert (one - reference).norm() < allowed and (other - reference).norm() < allowed
+        assert (one - reference).norm() < allowed
+        assert (other - reference).norm() < allowed
     mixed = inputs.bfloat16()
-    assert (
-        torch.equal(fused.float()(mixed), norm.float()(mixed))
-        and fused(mixed).dtype == torch.float32
-    )
+    assert torch.equal(fused.float()(mixed), norm.float()(mixed))
+    assert fused(mixed).dtype == torch.float32
 
 
 def test_liger_is_chosen_if_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,11 +105,9 @@ def test_liger_is_chosen_if_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> N
         choose_liger(True, llama, False, CPU)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
     use, reason = choose_liger("auto", llama, False, CUDA)
-    assert (
-        not use
-        and reason.startswith("Fused kernels: torch's RMSNorm")
-        and "cannot be imported" in reason
-    )
+    assert not use
+    assert reason.startswith("Fused kernels: torch's RMSNorm")
+    assert "cannot be imported" in reason
     with pytest.raises(UserError, match="cannot be imported"):
         choose_liger(True, llama, False, CUDA)
 
@@ -146,9 +143,8 @@ def test_ligers_own_kernels_compute_what_each_architecture_computes(kinds: list[
     assert finished.exit_code == 0 and len(lines) == 2 * len(kinds), finished.output
     for line in lines:
         assert line["choice"][0] is True
-        assert (
-            line["loss"][1] == pytest.approx(line["loss"][0], rel=1e-6) and line["error"] < 2e-6
-        ), line
+        assert line["loss"][1] == pytest.approx(line["loss"][0], rel=1e-6), line
+        assert line["error"] < 2e-6, line
 
 
 def test_a_resumed_run_keeps_its_kernels_or_stops() -> None:

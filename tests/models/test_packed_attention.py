@@ -259,7 +259,8 @@ def emulated_backward(
     gradient: Any, q: Any, k: Any, v: Any, _: Any, output: Any, *rest: Any, **how: Any
 ) -> Any:
     assert output.is_contiguous()  # the kernel reads it as such, whatever its strides are
-    assert rest[2:4] == (q.shape[1], k.shape[1]) and rest[4].shape[2] % 32 == 0
+    assert rest[2:4] == (q.shape[1], k.shape[1])
+    assert rest[4].shape[2] % 32 == 0
     return *torch.func.vjp(lambda *parts: emulated(*parts, **how)[0], q, k, v)[1](
         gradient
     ), torch.zeros(())

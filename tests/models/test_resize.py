@@ -233,9 +233,8 @@ def test_both_ways_of_loading_and_a_resumed_run_give_the_same_bits(runs: dict[st
     for one, other in (("lora", "lora, scattered"), ("lora, tied", "resumed")):
         mine = stored(runs[one] / "model")
         theirs = stored(runs[other] / "model")
-        assert mine.keys() == theirs.keys() and all(
-            torch.equal(mine[name], theirs[name]) for name in mine
-        ), other
+        assert mine.keys() == theirs.keys(), other
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine), other
         assert losses(runs[one]) == losses(runs[other])
 
 

@@ -56,7 +56,8 @@ def test_minimum_rate_and_warmup_ratio_equal_those_of_transformers() -> None:
 @pytest.mark.parametrize(("total", "steps"), [(1, 0), (20, 2), (21, 20)])
 def test_a_warmup_as_long_as_the_run_becomes_a_tenth_of_it(total: int, steps: int) -> None:
     found = rates(total, lr_scheduler="constant", warmup_steps=20)
-    assert found[steps:] == [1.0] * (total - steps) and all(rate < 1 for rate in found[:steps])
+    assert found[steps:] == [1.0] * (total - steps)
+    assert all(rate < 1 for rate in found[:steps])
 
 
 def test_lora_plus_has_the_groups_of_peft() -> None:
@@ -99,10 +100,10 @@ def test_norms_and_biases_are_not_decayed_and_frozen_weights_not_optimized() -> 
     model.experts_bias = torch.nn.Parameter(torch.zeros(2, 2))  # one row per expert
     optimizer = build_optimizer(model, TrainConfig(weight_decay=0.1))
     decayed, spared = optimizer.param_groups
-    assert [p.shape for p in decayed["params"]] == [(4, 3)] and decayed["weight_decay"] == 0.1
-    assert [p.shape for p in spared["params"]] == [(2, 2), (4,), (4,), (4,)] and spared[
-        "weight_decay"
-    ] == 0
+    assert [p.shape for p in decayed["params"]] == [(4, 3)]
+    assert decayed["weight_decay"] == 0.1
+    assert [p.shape for p in spared["params"]] == [(2, 2), (4,), (4,), (4,)]
+    assert spared["weight_decay"] == 0
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,8 @@ def test_each_example_has_its_log_probability_in_any_batch(
     expected = [log_probabilities(made(0), example).sum().item() for example in EXAMPLES]
     for is_packed in (True, False):
         found = stored.log_probabilities(model, batch(is_packed), runtime)
-        assert found.dtype == torch.float32 and found.tolist() == pytest.approx(expected, rel=1e-5)
+        assert found.dtype == torch.float32
+        assert found.tolist() == pytest.approx(expected, rel=1e-5)
     last = Batch(
         torch.tensor([EXAMPLES[3]]),
         torch.tensor([[-100, -100, *EXAMPLES[3][2:]]]),
@@ -143,7 +144,9 @@ def test_a_reference_model_scores_all_examples_and_is_freed(
         found = objective.reference.log_probabilities(
             BuiltModel(made(0)), collate(samples, range(len(samples)), 0), runtime
         )
-        assert found.isfinite().all() and len(found) == len(samples) > 0 and (found < 0).all()
+        assert found.isfinite().all()
+        assert len(found) == len(samples) > 0
+        assert (found < 0).all()
 
 
 def test_a_reference_model_with_other_tokens_is_rejected(tiny_model: Path) -> None:

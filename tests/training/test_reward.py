@@ -88,9 +88,8 @@ def test_a_rank_without_pairs_adds_nothing(model: Any, runtime: Any) -> None:
     filler = Batch(torch.tensor([[1, 5, 9]]), torch.full((1, 3), -100), [3], False, [])
     summed = RewardModeling(0.05).loss(BuiltModel(ours, has_score=True), filler, runtime)
     summed.loss.backward()
-    assert summed.count == summed.loss.item() == 0 and not any(
-        value.item() for value in summed.logged.values()
-    )
+    assert summed.count == summed.loss.item() == 0
+    assert not any(value.item() for value in summed.logged.values())
     assert not any(parameter.grad.any() for parameter in ours.parameters())
 
 
@@ -116,7 +115,8 @@ def test_a_new_head_depends_on_the_seed_alone_and_a_stored_one_is_kept(
     skeleton = scored(tmp_path / "lm")
     first, again, other = (head(tmp_path / "lm", skeleton, seed) for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
-    assert first.dtype == torch.bfloat16 and 0.2 < first.float().std().item() < 0.4
+    assert first.dtype == torch.bfloat16
+    assert 0.2 < first.float().std().item() < 0.4
     assert (
         open_source(tmp_path / "lm", skeleton).tensors.keys()
         == dict(skeleton.model.named_parameters()).keys()
@@ -129,9 +129,8 @@ def test_a_new_head_depends_on_the_seed_alone_and_a_stored_one_is_kept(
     quantization = choose_quantization(
         QuantizationConfig(mode="4bit"), skeleton.model.config, use_peft=True
     )
-    assert quantization is not None and quantize_linears(skeleton, quantization).endswith(
-        "not quantized: score"
-    )
+    assert quantization is not None
+    assert quantize_linears(skeleton, quantization).endswith("not quantized: score")
 
 
 @pytest.mark.parametrize(
