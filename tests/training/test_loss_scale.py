@@ -9,7 +9,7 @@ from conftest import losses, metrics, run_cases, write_jsonl
 
 from llama_ft.training.train_state import INITIAL_FACTOR, STEPS_TO_GROWTH, LossScale
 
-STEPS = 10
+STEPS = 6
 SAMPLES = 8
 LEARNING_RATE = 3e-3
 JOB = Path(__file__).with_name("train_in_fp16.py")
