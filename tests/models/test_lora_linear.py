@@ -120,7 +120,8 @@ def test_dropout_on_cuda_has_the_gradients_of_autograd(monkeypatch: pytest.Monke
     def by_autograd(x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(TOKENS, IN)
         dropped, _ = torch.native_dropout(flat, 0.3, True)
-        return (base(flat) + dropped @ a.weight.t() @ b.weight.t() * (12 / RANK)).view(*ROWS, OUT)
+        added = dropped @ a.weight.t() @ b.weight.t() * (12 / RANK)
+        return (base(flat) + added).view(*ROWS, OUT)
 
     with Calls() as calls:
         found = passes(model, model, torch.float32)

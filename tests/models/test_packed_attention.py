@@ -97,6 +97,13 @@ def make(name: str, attention: str, **settings: Any) -> PreTrainedModel:
     return model
 
 
+def packed(model: PreTrainedModel) -> BuiltModel:
+    """The model, whose attention keeps packed samples apart."""
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
+    return built
+
+
 def samples(lengths: list[int] = LENGTHS) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(1, 101, (length,), generator=generator) for length in lengths]
@@ -108,10 +115,8 @@ def loss_of(logits: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
 
 def packed_logits(built: BuiltModel, parts: list[torch.Tensor]) -> torch.Tensor:
     layout = packed_arguments(built, [len(part) for part in parts], CPU)
-    logits: torch.Tensor = built.model(
-        input_ids=torch.cat(parts)[None], use_cache=False, **layout
-    ).logits[0]
-    return logits
+    output = built.model(input_ids=torch.cat(parts)[None], use_cache=False, **layout)
+    return output.logits[0]
 
 
 @pytest.mark.parametrize(("name", "attention"), CASES)
@@ -120,29 +125,23 @@ def test_each_packed_sample_has_the_loss_and_gradients_of_the_sample_alone(
 ) -> None:
     model = make(name, attention)
     parts = samples()
-    alone = [
-        loss_of(
-            model(input_ids=sample[None], attention_mask=torch.ones(1, len(sample))).logits[0],
-            sample,
-        )
-        for sample in parts
-    ]
-    sum(alone).backward()  # type: ignore[union-attr]
+    alone = []
+    for sample in parts:
+        output = model(input_ids=sample[None], attention_mask=torch.ones(1, len(sample)))
+        alone.append(loss_of(output.logits[0], sample))
+    torch.stack(alone).sum().backward()
     expected = {
         key: parameter.grad.clone()
         for key, parameter in model.named_parameters()
         if parameter.grad is not None
     }
     model.zero_grad()
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
+    built = packed(model)
     use_rope_per_sample(model)
-    together = [
-        loss_of(logits, sample)
-        for logits, sample in zip(packed_logits(built, parts).split(LENGTHS), parts, strict=True)
-    ]
+    of_samples = packed_logits(built, parts).split(LENGTHS)
+    together = [loss_of(logits, part) for logits, part in zip(of_samples, parts, strict=True)]
     torch.testing.assert_close(torch.stack(together), torch.stack(alone), rtol=1e-5, atol=1e-5)
-    sum(together).backward()  # type: ignore[union-attr]
+    torch.stack(together).sum().backward()
     for key, parameter in model.named_parameters():
         if key in expected:
             torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-4, atol=1e-4, msg=key)
@@ -171,14 +170,14 @@ def test_padded_batches_and_generation_use_the_attention_of_transformers(attenti
     padded = torch.stack([parts[0], torch.nn.functional.pad(parts[1], (0, 2))])
     mask = torch.tensor([[1] * 9, [1] * 7 + [0] * 2])
     wanted = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    before = model(input_ids=padded, attention_mask=mask).logits, model.generate(**prompt, **wanted)  # type: ignore[operator]
+    logits = model(input_ids=padded, attention_mask=mask).logits
+    answer = model.generate(**prompt, **wanted)  # type: ignore[operator]
     dense = model(input_ids=padded).logits
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
-    after = model(input_ids=padded, attention_mask=mask).logits, model.generate(**prompt, **wanted)  # type: ignore[operator]
-    torch.testing.assert_close(after[0], before[0])
+    built = packed(model)
+    again = built.model(input_ids=padded, attention_mask=mask).logits
+    torch.testing.assert_close(again, logits)
     torch.testing.assert_close(model(input_ids=padded).logits, dense)
-    assert after[1].tolist() == before[1].tolist()
+    assert model.generate(**prompt, **wanted).tolist() == answer.tolist()  # type: ignore[operator]
 
 
 class Seen(TorchDispatchMode):
@@ -212,8 +211,7 @@ def test_a_packed_sequence_costs_the_attention_of_its_samples_and_no_mask_over_a
 ) -> None:
     lengths = [64] * 16
     model = make(name, attention)
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
+    built = packed(model)
     with Seen() as seen, torch.no_grad():
         packed_logits(built, samples(lengths))
     assert seen.largest < sum(lengths) ** 2 / 8  # the largest are the logits, tokens x 101
@@ -244,15 +242,12 @@ def emulated(q: Any, k: Any, v: Any, *_: Any, scale: float, window_size: int | N
     """The memory-efficient kernel by its formula: output, sums, and what is unused."""
     length = q.shape[1]
     allowed = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - (window_size or length))
-    scores = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * scale).masked_fill(~allowed, -math.inf)
+    scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * scale
+    scores = scores.masked_fill(~allowed, -math.inf)
+    output = scores.softmax(-1) @ v.transpose(1, 2)
     sums = torch.nn.functional.pad(scores.logsumexp(-1), (0, -length % 32))
-    return (
-        (scores.softmax(-1) @ v.transpose(1, 2)).transpose(1, 2),
-        sums,
-        *[torch.zeros(())] * 2,
-        length,
-        length,
-    )
+    unused = torch.zeros(())
+    return output.transpose(1, 2), sums, unused, unused, length, length
 
 
 def emulated_backward(
@@ -261,9 +256,8 @@ def emulated_backward(
     assert output.is_contiguous()  # the kernel reads it as such, whatever its strides are
     assert rest[2:4] == (q.shape[1], k.shape[1])
     assert rest[4].shape[2] % 32 == 0
-    return *torch.func.vjp(lambda *parts: emulated(*parts, **how)[0], q, k, v)[1](
-        gradient
-    ), torch.zeros(())
+    _, backward = torch.func.vjp(lambda *parts: emulated(*parts, **how)[0], q, k, v)
+    return *backward(gradient), torch.zeros(())
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -280,13 +274,11 @@ def test_the_memory_efficient_kernel_has_the_results_of_the_cpu_kernel(
     for kind in ("cpu", "plan of a GPU", "GPU"):
         if kind == "GPU":
             for way in ("forward", "backward"):
-                monkeypatch.setattr(
-                    packed_attention, f"_cpu_{way}", getattr(packed_attention, f"_efficient_{way}")
-                )
+                kernel = getattr(packed_attention, f"_efficient_{way}")
+                monkeypatch.setattr(packed_attention, f"_cpu_{way}", kernel)
         inputs = [part.clone().requires_grad_() for part in wide[:3]]
-        output = packed_attention._SampleAttention.apply(
-            *inputs, lengths, 0.3, window, kind != "cpu"
-        )
+        is_gpu = kind != "cpu"
+        output = packed_attention._SampleAttention.apply(*inputs, lengths, 0.3, window, is_gpu)
         found.append([output, *torch.autograd.grad(output, inputs, wide[3])])
     library._destroy()
     for exact, *others in zip(*found, strict=True):
@@ -321,8 +313,7 @@ def test_samples_of_equal_length_use_cudnn_on_hopper_although_it_is_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = make("Llama", "sdpa").bfloat16()
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
+    built = packed(model)
     per_sample = packed_logits(built, samples([128, 128]))
     monkeypatch.setattr(attention_kernels, "capability_of", lambda _: HOPPER)
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -84,28 +84,22 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
 
 def make(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    settings = (
-        {**SHAPE, **MODELS[name][0]} if name != "GPTJ" else {**MODELS[name][0], "vocab_size": 101}
-    )
-    for dropout in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
-        settings |= {dropout: 0.0} if name == "GPTJ" else {}
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        getattr(transformers, f"{name}Config")(**settings)
-    )
+    settings, _ = MODELS[name]
+    if name == "GPTJ":  # has other names for the rest of SHAPE
+        no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        settings = settings | no_dropout | {"vocab_size": 101}
+    else:
+        settings = SHAPE | settings
+    config = getattr(transformers, f"{name}Config")(**settings)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return model.train()
 
 
 def samples() -> Dataset:
     generator = torch.Generator().manual_seed(1)
     ids = [torch.randint(1, 101, (length,), generator=generator).tolist() for length in LENGTHS]
-    return Dataset.from_dict(
-        {
-            "input_ids": ids,
-            "labels": ids,
-            "source": ["x"] * len(ids),
-            "desirable": [None] * len(ids),
-        }
-    )
+    other = {"source": ["x"] * len(ids), "desirable": [None] * len(ids)}
+    return Dataset.from_dict({"input_ids": ids, "labels": ids, **other})
 
 
 def loss_and_norm(model: PreTrainedModel, loss: torch.Tensor) -> tuple[float, float]:

@@ -69,7 +69,9 @@ def check_against_transformers(folder: Path) -> None:
         rows = parameter.shape[0]
         assert source.tensors[key].shape == tuple(parameter.shape)
         assert torch.equal(source.read(key).float(), parameter), name
-        parts = [source.read_rows(key, start, min(start + 3, rows)) for start in range(0, rows, 3)]
+        parts = []
+        for start in range(0, rows, 3):
+            parts.append(source.read_rows(key, start, min(start + 3, rows)))
         assert torch.equal(torch.cat(parts).float(), parameter), name
 
 

@@ -23,6 +23,7 @@ from transformers import (
     PretrainedConfig,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, use_chunked_loss, use_packed_attention
@@ -54,24 +55,24 @@ def make(attention: str, dtype: torch.dtype, runtime: Ranks) -> BuiltModel:
     # initial weights: hardest to tell apart
     model = LlamaForCausalLM(LlamaConfig(vocab_size=101, **SHAPE))
     model.config._attn_implementation = attention
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
+    built = packed(model)
     model.to(dtype)
     fully_shard(model, mesh=runtime.mesh)
     model.train()
     return built
 
 
+def packed(model: PreTrainedModel) -> BuiltModel:
+    """The model, whose attention keeps packed samples apart."""
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
+    return built
+
+
 def samples(*lengths: int) -> Dataset:
     ids = [random.Random(n).choices(range(101), k=length) for n, length in enumerate(lengths)]
-    return Dataset.from_dict(
-        {
-            "input_ids": ids,
-            "labels": ids,
-            "source": ["x"] * len(ids),
-            "desirable": [None] * len(ids),
-        }
-    )
+    other = {"source": ["x"] * len(ids), "desirable": [None] * len(ids)}
+    return Dataset.from_dict({"input_ids": ids, "labels": ids, **other})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -111,8 +112,7 @@ def test_position_embeddings_that_count_tokens_run_per_sample(runtime: Ranks) ->
     model = AutoModelForCausalLM.from_config(
         BartConfig(vocab_size=101, is_encoder_decoder=False, **shape)
     )
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
+    built = packed(model)
     check_packing(built, samples(40, 30, 20, 10), 64, torch.float32, runtime)
     assert built.mixers.names() == "BartLearnedPositionalEmbedding"
 
@@ -136,8 +136,7 @@ def test_position_embeddings_that_look_up_positions_get_those_of_each_sample(
         "pad_token_id": 0,
     }
     model = AutoModelForCausalLM.from_config(kind(is_encoder_decoder=False, **shape))
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
+    built = packed(model)
     check_packing(built, samples(40, 30, 20, 10), 64, torch.float32, runtime)
     assert built.mixers.names().endswith("PositionalEmbedding")
 
@@ -166,8 +165,7 @@ class Failing(LlamaForCausalLM):
 
 def test_an_exception_of_the_model_for_packed_samples_suggests_padding(runtime: Ranks) -> None:
     model = Failing(LlamaConfig(vocab_size=101, **SHAPE))
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
+    built = packed(model)
     with pytest.raises(UserError, match="(?s)tensor a .48.*Use --batching_strategy padding.$"):
         check_packing(built, samples(40, 30), 64, torch.float32, runtime)
 
@@ -187,8 +185,7 @@ def test_a_model_that_mixes_samples_after_its_layers_is_rejected(
 ) -> None:
     torch.manual_seed(0)
     model = Summing(LlamaConfig(vocab_size=101, **SHAPE)).to(dtype)
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
+    built = packed(model)
     with pytest.raises(
         UserError, match="(?s)Summing does not keep.*Use --batching_strategy padding.$"
     ):
@@ -214,8 +211,7 @@ def test_a_model_that_loses_its_sliding_window_in_a_packed_sequence_runs_per_sam
     )
     config.router_jitter_noise = 0.0
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
+    built = packed(model)
     model.to(dtype)
     check_packing(built, samples(7, 5), longest, dtype, runtime)
     assert built.mixers.names() == per_sample_mixers
@@ -237,8 +233,7 @@ def test_a_chunked_loss_that_differs_from_that_of_the_logits_is_switched_off(
     torch.manual_seed(0)
     with torch.device("meta"):
         model = kind(LlamaConfig(vocab_size=101, **SHAPE))
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
+    built = packed(model)
     built.has_chunked_loss = use_chunked_loss(built)
     assert built.has_chunked_loss
     model.to_empty(device="cpu")
@@ -268,8 +263,7 @@ def test_longrope_factors_of_the_longest_sample_for_all_are_an_error(
         **SHAPE,
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
+    built = packed(model)
     if per_sample:
         use_rope_per_sample(model)
         check_packing(built, samples(16, 16), 64, torch.float32, runtime)

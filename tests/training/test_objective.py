@@ -50,13 +50,9 @@ def batch(samples: list[list[int]], labels: list[list[int]], length: int) -> Bat
     def padded(values: list[list[int]], fill: int) -> torch.Tensor:
         return torch.tensor([sample + [fill] * (length - len(sample)) for sample in values])
 
-    return Batch(
-        padded(samples, 0),
-        padded(labels, -100),
-        [len(sample) for sample in samples],
-        False,
-        ["x"] * len(samples),
-    )
+    lengths = [len(sample) for sample in samples]
+    locations = ["x"] * len(samples)
+    return Batch(padded(samples, 0), padded(labels, -100), lengths, False, locations)
 
 
 def test_padding_adds_nothing_to_the_loss_or_the_gradient(model: LlamaForCausalLM) -> None:
@@ -193,11 +189,12 @@ def test_forward_and_backward_make_the_host_wait_for_nothing(
     if is_packed:
         ours.mixers = use_packed_attention(ours)
     samples = [[3 + n for n in range(length)] for length in lengths]
-    pack = Batch(
-        torch.tensor([sum(samples, [])]), torch.tensor([sum(samples, [])]), lengths, True, ["x"] * 2
-    )
+    measured = batch(samples, samples, 4)
+    if is_packed:
+        ids = torch.tensor([sum(samples, [])])
+        measured = Batch(ids, ids.clone(), lengths, True, ["x"] * 2)
     with gpu_child.CountWaits() as counter:
-        token_loss_sum(ours, pack if is_packed else batch(samples, samples, 4), CPU).backward()
+        token_loss_sum(ours, measured, CPU).backward()
     assert [wait for wait in counter.found if not wait.endswith(gpu_child.ON_HOST)] == []
 
 

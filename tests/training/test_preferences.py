@@ -2,6 +2,7 @@
 itself."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from llama_ft.training.reference import AdapterOff, StoredReference
 # Chosen and rejected of two prompts of two tokens.
 EXAMPLES = [[1, 5, 9, 30, 2], [1, 5, 7, 8], [4, 6, 2], [4, 6, 11, 12, 13, 2]]
 PROMPT = 2
+# The batch of a rank that has none.
+FILLER = Batch(torch.tensor([[1, 5, 9]]), torch.full((1, 3), -100), [3], False, [])
 DPO = {"objective": "dpo", "beta": 0.3}
 IPO = {"objective": "ipo", "beta": 0.3}
 CASES = [DPO, {**DPO, "label_smoothing": 0.2}, IPO, {"objective": "simpo", "beta": 2.0, "simpo_gamma": 0.7},
@@ -200,8 +203,10 @@ def test_losses_rewards_and_gradients_equal_the_formulas(
     summed.loss.backward()
     assert summed.count == (4 if is_kto else 2)
     torch.testing.assert_close(summed.loss, loss, rtol=1e-5, atol=1e-5)
-    for name, (a, b) in zip(("chosen", "rejected"), zip(*rewards, strict=True), strict=True):
-        torch.testing.assert_close(summed.logged[f"rewards/{name}"], a + b, rtol=1e-4, atol=1e-5)
+    chosen, rejected = (sum(rewards) for rewards in zip(*rewards, strict=True))
+    close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+    close(summed.logged["rewards/chosen"], chosen)
+    close(summed.logged["rewards/rejected"], rejected)
     if is_kto:
         kl = divergence([(example, PROMPT) for example in EXAMPLES], theirs, reference)
         assert kl > 0.1 or not has_adapter
@@ -209,9 +214,7 @@ def test_losses_rewards_and_gradients_equal_the_formulas(
         torch.testing.assert_close(summed.logged["kl"], kl * 4, rtol=1e-5, atol=1e-5)
     else:
         assert summed.logged["rewards/accuracies"] == sum(c > r for c, r in rewards)
-    assert [
-        name for name, parameter in ours.named_parameters() if parameter.requires_grad
-    ] == trained
+    assert trained == [name for name, weight in ours.named_parameters() if weight.requires_grad]
     for (name, mine), parameter in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert (mine.grad is None) == (parameter.grad is None), name
         if mine.grad is not None:
@@ -227,11 +230,10 @@ def test_a_rank_without_pairs_adds_nothing(
 ) -> None:
     """It logs the same numbers, since the ranks add them up together."""
     ours = copy.deepcopy(model)
-    filler = Batch(torch.tensor([[1, 5, 9]]), torch.full((1, 3), -100), [3], False, [])
     objective = method(settings)
     built = BuiltModel(ours)
     usual = objective.loss(built, batch(False, settings["objective"]), runtime)
-    summed = objective.loss(built, filler, runtime)
+    summed = objective.loss(built, FILLER, runtime)
     summed.loss.backward()
     assert summed.count == summed.loss.item() == 0
     assert summed.logged.keys() == usual.logged.keys()

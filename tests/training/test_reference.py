@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from recipes.test_runs import pairs
-from training.test_preferences import EXAMPLES, batch, log_probabilities, made
+from training.test_preferences import EXAMPLES, FILLER, batch, log_probabilities, made
 from transformers import AutoTokenizer
 
 from llama_ft.config import Config, DataConfig, ModelConfig, PreferenceConfig
@@ -21,7 +21,6 @@ from llama_ft.training import build_objective
 from llama_ft.training.reference import ReferencePass, StoredReference, check_same_tokens
 
 FINGERPRINT = {"model": "abc", "dataset": "def", "precision": "fp32"}
-FILLER = Batch(torch.tensor([[1, 5, 9]]), torch.full((1, 3), -100), [3], False, [])
 
 
 @pytest.fixture

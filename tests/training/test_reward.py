@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
-from training.test_preferences import batch
+from training.test_preferences import FILLER, batch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from llama_ft.config import ModelConfig, QuantizationConfig
@@ -62,14 +62,11 @@ def test_loss_gradients_and_logged_scores_are_those_of_transformers(
     loss.backward()
     add_score(ours)
     built = BuiltModel(ours, has_score=True)
+    examples = Batch(ids, padded.labels, padded.example_lengths, False, padded.locations)
     if is_packed:
         built.mixers = use_packed_attention(built)
-    given = (
-        batch(True)
-        if is_packed
-        else Batch(ids, padded.labels, padded.example_lengths, False, padded.locations)
-    )
-    summed = RewardModeling(0.05).loss(built, given, runtime)
+        examples = batch(True)
+    summed = RewardModeling(0.05).loss(built, examples, runtime)
     summed.loss.backward()
     assert summed.count == 2
     torch.testing.assert_close(summed.loss, loss, rtol=1e-5, atol=1e-6)
@@ -85,8 +82,7 @@ def test_loss_gradients_and_logged_scores_are_those_of_transformers(
 def test_a_rank_without_pairs_adds_nothing(model: Any, runtime: Any) -> None:
     ours = copy.deepcopy(model).train()
     add_score(ours)
-    filler = Batch(torch.tensor([[1, 5, 9]]), torch.full((1, 3), -100), [3], False, [])
-    summed = RewardModeling(0.05).loss(BuiltModel(ours, has_score=True), filler, runtime)
+    summed = RewardModeling(0.05).loss(BuiltModel(ours, has_score=True), FILLER, runtime)
     summed.loss.backward()
     assert summed.count == summed.loss.item() == 0
     assert not any(value.item() for value in summed.logged.values())
