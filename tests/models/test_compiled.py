@@ -96,7 +96,7 @@ def llama(how: str) -> BuiltModel:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=3, vocab_size=100))
+    model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=2, vocab_size=100))
     built = BuiltModel(model.train())
     built.mixers = use_packed_attention(built)
     checkpoint_activations(built, TrainConfig(activation_checkpointing=how))
@@ -137,15 +137,16 @@ def test_one_graph_trains_on_all_packed_sequences_and_one_evaluates(
         with without_graphs(compiled.model):
             assert torch.equal(forward(compiled, [5, 3]), forward(plain, [5, 3]))
         assert counters["stats"]["unique_graphs"] == for_training
-        for built in (plain, compiled):
-            losses = [forward(built, lengths) for lengths in PACKS]
+        for lengths in PACKS:
+            torch.testing.assert_close(forward(compiled, lengths), forward(plain, lengths))
     graphs = counters["stats"]["unique_graphs"]
     assert graphs == 2 if KNOWS_DIMENSIONS else graphs - for_training < len(PACKS)
     answers = [
         built.model.generate(torch.arange(5)[None], max_new_tokens=4, do_sample=False)
         for built in (plain, compiled)
     ]
-    assert torch.equal(*answers) and counters["stats"]["unique_graphs"] == graphs
+    assert torch.equal(*answers)
+    assert counters["stats"]["unique_graphs"] == graphs
 
 
 def test_switching_the_adapter_off_and_on_compiles_one_more_graph(varlen_on_the_cpu: None) -> None:
@@ -155,7 +156,7 @@ def test_switching_the_adapter_off_and_on_compiles_one_more_graph(varlen_on_the_
     base = llama("off")
     plain = llama("off")
     graphs = list[int]()
-    settings = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    settings = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     get_peft_model(plain.model, settings)
     use_fused_lora(plain.model)
     compiled = copy.deepcopy(plain)
