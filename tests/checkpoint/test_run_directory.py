@@ -23,7 +23,7 @@ from pathlib import Path
 from llama_ft.checkpoint.run_directory import _lock
 lock = _lock(Path(sys.argv[1]))
 os.symlink(str(os.getpid()), sys.argv[2])
-time.sleep(60)
+time.sleep(600)  # killed before
 """
 
 

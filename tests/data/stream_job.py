@@ -17,7 +17,7 @@ from llama_ft.errors import UserError
 def main(folder: Path, cases: list[dict[str, Any]]) -> None:
     """Run the cases, one after the other, on the ranks there are."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    with runtime.start("cpu", 1, False, None, 60) as job:
+    with runtime.start("cpu", 1, False, None, 60) as ranks:
         for case in cases:
             way = "packing" if case["pack_length"] else "padding"
             config = DataConfig(
@@ -33,7 +33,7 @@ def main(folder: Path, cases: list[dict[str, Any]]) -> None:
                 config, tokenizer, context_length=200, cache=folder, want_validation=False
             )
             samples = data.plan_training(
-                Config(train=settings, data=config), tokenized, 200, 8, 0, None, job
+                Config(train=settings, data=config), tokenized, 200, 8, 0, None, ranks
             )
             steps = []
             message = ""
@@ -44,13 +44,13 @@ def main(folder: Path, cases: list[dict[str, Any]]) -> None:
                     samples.steps(case["first"], case["last"], case["position"])
                 ) as feed:
                     for todo in feed:
-                        time.sleep(case.get("pause", 0) * job.rank * (todo.step % 3))
+                        time.sleep(case.get("pause", 0) * ranks.rank * (todo.step % 3))
                         own = [
                             place.rpartition(":")[2]
                             for batch in todo.batches
                             for place in batch.locations
                         ]
-                        everyone: list[Any] = [None] * job.world_size
+                        everyone: list[Any] = [None] * ranks.world_size
                         runtime.process_group.dist.all_gather_object(everyone, own)
                         steps.append(
                             {
@@ -67,7 +67,7 @@ def main(folder: Path, cases: list[dict[str, Any]]) -> None:
                         )
             except UserError as error:
                 message = str(error)
-            (folder / f"{case['name']}-{job.world_size}-{job.rank}.json").write_text(
+            (folder / f"{case['name']}-{ranks.world_size}-{ranks.rank}.json").write_text(
                 json.dumps({"steps": steps, "message": message})
             )
 

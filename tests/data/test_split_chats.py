@@ -222,13 +222,13 @@ from llama_ft import data, runtime
 from llama_ft.config import Config, DataConfig, TrainConfig
 folder = Path(sys.argv[1])
 tokenizer = AutoTokenizer.from_pretrained(folder)
-with runtime.start("cpu", 1, False, None, 60) as job:
+with runtime.start("cpu", 1, False, None, 60) as ranks:
     config = DataConfig(
         dataset=str(folder / "my.jsonl"), streaming=True, batching_strategy="padding", shuffle_buffer=100
     )
     train = TrainConfig(max_train_step=3, batch_size_training=4)
     found = data.prepare(config, tokenizer, context_length=400, cache=folder, want_validation=False)
-    batches = data.plan_training(Config(train=train, data=config), found, 400, 4, 0, None, job)
+    batches = data.plan_training(Config(train=train, data=config), found, 400, 4, 0, None, ranks)
     places = []
     with data.Prefetcher(batches.steps(1, 3, {})) as steps:
         for step in steps:

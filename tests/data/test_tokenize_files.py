@@ -307,27 +307,29 @@ from llama_ft.config import Config, DataConfig
 from llama_ft.errors import UserError
 from pathlib import Path
 folder = Path(sys.argv[1])
-with runtime.start("cpu", 1, False, None, 60) as job:
-    for name in ("same.jsonl", f"other-{job.rank}.jsonl"):
-        config, tokenizer = DataConfig(dataset=str(folder / name)), AutoTokenizer.from_pretrained(folder / "model")
+with runtime.start("cpu", 1, False, None, 60) as ranks:
+    for name in ("same.jsonl", f"other-{ranks.rank}.jsonl"):
+        config = DataConfig(dataset=str(folder / name))
+        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
         samples = data.prepare(config, tokenizer, context_length=40, cache=folder, want_validation=False)
         try:
-            data.plan_training(Config(data=config), samples, 40, 2, 0, None, job)
-            print(job.rank, "planned", flush=True)
+            data.plan_training(Config(data=config), samples, 40, 2, 0, None, ranks)
+            print(ranks.rank, "planned", flush=True)
         except UserError as error:
-            print(job.rank, error, flush=True)
-    if job.is_main:
+            print(ranks.rank, error, flush=True)
+    if ranks.is_main:
         for file in (folder / "tokenized").glob("*/train.arrow"):
             content = bytearray(file.read_bytes())
             content[len(content) // 2] ^= 1
             file.write_bytes(content)
     config = DataConfig(dataset=str(folder / "same.jsonl"))
-    with job.local_main_process_first():
+    with ranks.local_main_process_first():
         samples = data.prepare(
-            config, tokenizer, context_length=40, cache=folder, want_validation=False, verify_cache=job.local_rank == 0
+            config, tokenizer, context_length=40, cache=folder, want_validation=False,
+            verify_cache=ranks.local_rank == 0,
         )
     places = [f"{folder}/same.jsonl:{line}" for line in (1, 2, 3, 4)]
-    print(job.rank, "samples again", samples.train["source"][:] == places, flush=True)
+    print(ranks.rank, "samples again", samples.train["source"][:] == places, flush=True)
 """
 
 

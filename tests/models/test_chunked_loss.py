@@ -42,7 +42,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", {"cpu": VOCABULARY * 16})
 
 
-def taught(model: PreTrainedModel) -> PreTrainedModel:
+def with_chunked_loss(model: PreTrainedModel) -> PreTrainedModel:
     """The model with its weights, made ready on the meta device as the recipe does."""
     weights = dict(model.state_dict())
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -109,7 +109,7 @@ def architecture(name: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in ALL_LOGITS])
 def test_chunked_loss_and_gradients_equal_those_of_all_logits(name: str) -> None:
-    check(taught(architecture(name)), rtol=1e-5, atol=1e-5)
+    check(with_chunked_loss(architecture(name)), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ALL_LOGITS)
@@ -132,7 +132,7 @@ def test_chunked_loss_supports_adapters_on_the_head_and_elsewhere(
     for name, parameter in llama.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
-    check(taught(llama), rtol=1e-5, atol=1e-5)
+    check(with_chunked_loss(llama), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -143,7 +143,7 @@ def test_in_16_bits_chunks_are_as_close_to_fp32_as_all_logits_at_once(
     monkeypatch.setattr(chunked_loss, "FEWEST_POSITIONS", 2)
     monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", {"cpu": 1})
     exact = loss_and_gradients(llama, in_pieces=False)[1]
-    llama = taught(llama.bfloat16())
+    llama = with_chunked_loss(llama.bfloat16())
     _, theirs = loss_and_gradients(llama, False, per_token)
     _, ours = loss_and_gradients(llama, True, per_token)
     for name, gradient in exact.items():
@@ -157,7 +157,7 @@ def test_losses_per_token_have_the_gradients_of_their_sum_even_with_dropout(
 ) -> None:
     settings = {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
     get_peft_model(llama, LoraConfig(r=4, lora_dropout=0.5, **settings))
-    llama = taught(llama).train()
+    llama = with_chunked_loss(llama).train()
     results = []
     for per_token in (False, True):
         torch.manual_seed(5)
@@ -177,7 +177,7 @@ def test_in_fp16_the_sum_of_the_head_gradients_may_exceed_the_range_of_fp16(
         torch.nn.functional.cross_entropy(logits, targets), llama.lm_head.weight
     )[0]
     assert (83 * expected).abs().max() > 65_504
-    llama = taught(llama.half())
+    llama = with_chunked_loss(llama.half())
     (
         llama(input_ids=INPUT_IDS, use_cache=False, positions=POSITIONS, targets=targets)[0] / 83
     ).backward()
@@ -203,7 +203,7 @@ def test_chunks_have_few_shapes(
         lambda ctx, *each: (seen.append(len(each[1])), plain(ctx, *each))[1],
     )
     inputs = {"input_ids": INPUT_IDS, "use_cache": False, "positions": positions, "targets": wanted}
-    found = taught(llama)(**inputs, per_token=True)[0]
+    found = with_chunked_loss(llama)(**inputs, per_token=True)[0]
     torch.testing.assert_close(found, expected)
     assert seen == {83: [32, 32, 24], 16: [16], 1: [8], 0: [0]}[targets]
 
@@ -222,7 +222,7 @@ class Largest(TorchDispatchMode):
 
 def test_no_tensor_is_as_large_as_the_logits(llama: LlamaForCausalLM) -> None:
     weights = max(parameter.numel() for parameter in llama.parameters())
-    llama = taught(llama)
+    llama = with_chunked_loss(llama)
     with Largest() as at_once:
         loss_and_gradients(llama, in_pieces=False)
     with Largest() as in_pieces:

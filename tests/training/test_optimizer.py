@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 from forked import forked
-from training.optimizers_and_dump import CASES, FOREIGN, LR, STEPS, Lion, build, go_on, train, whole
+from training.optimizers_and_dump import (
+    CASES,
+    FOREIGN,
+    LR,
+    STEPS,
+    Lion,
+    build,
+    resumed,
+    train,
+    whole,
+)
 
 from llama_ft.config import TrainConfig
 from llama_ft.runtime import Ranks, one_kernel
@@ -157,7 +167,7 @@ def test_sharded_optimizers_equal_torchs_and_resume_on_one_process(
 ) -> None:
     end = torch.load(launch / f"{case}.pt")["end"]
     assert largest_error(end, reference(make, case), case) < of_torch
-    assert largest_error(go_on(case, launch / case, runtime), end, case) <= of_two_ranks
+    assert largest_error(resumed(case, launch / case, runtime), end, case) <= of_two_ranks
 
 
 def test_eight_bit_states_are_bit_identical_to_those_of_bitsandbytes(launch: Path) -> None:
