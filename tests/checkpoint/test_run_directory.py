@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def busy(tmp_path: Path) -> Iterator[tuple[Path, int]]:
         (folder / "metrics.jsonl").write_text('{"step": 1}\n')
         yield folder, pid
         if not other.done():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has been killed and is not reported yet
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_a_directory_that_another_process_uses_is_rejected_and_unchanged(
