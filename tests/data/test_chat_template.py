@@ -270,15 +270,6 @@ CALLED = '{"name": "f", "arguments": {"x": 1}}'
     ("template", "tools", "expected"),
     [
         (
-            QWEN3,
-            None,
-            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-            f"[[<think>\n\n</think>\n\n<tool_call>\n{CALLED}\n</tool_call><|im_end|>]]\n{NEXT}"
-            "<|im_start|>user\nHi<|im_end|>\n"
-            f"<|im_start|>assistant\n<tool_call>\n{CALLED}\n</tool_call><|im_end|>\n"
-            "<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n[[<think>\n\n</think>\n\nyes<|im_end|>]]\n",
-        ),
-        (
             MISTRAL,
             TOOLS,
             '<s>[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "f", "parameters": {}}}]'

@@ -1,6 +1,5 @@
 """Chats that become one sample per response, from --dataset to the report."""
 
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +11,9 @@ from forked import forked
 from transformers import PreTrainedTokenizerFast
 
 from llama_ft.config.settings import DataConfig
-from llama_ft.data import TokenizedData, prepare, show_samples, two_examples
-from llama_ft.data.formats import BadSample
+from llama_ft.data import TokenizedData, prepare, two_examples
 from llama_ft.data.tokenize import Encoder
 from llama_ft.errors import UserError
-from llama_ft.runtime import configure_console, console
 
 QWEN3 = Path(__file__).with_name("chat_templates") / "qwen3.jinja"
 R1 = Path(__file__).with_name("chat_templates") / "deepseek_r1_distill.jinja"
@@ -94,22 +91,6 @@ def test_all_pieces_of_a_chat_are_on_one_side_of_the_validation_split(
     assert not sides[0] & sides[1]
     assert len(sides[1]) > 5
     assert data.report.validation.split_samples == 3 * len(sides[1])
-
-
-def test_show_samples_shows_each_piece(
-    qwen3: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = prepared(write_jsonl(tmp_path / "my.jsonl", chats(1)), qwen3)
-    monkeypatch.setattr(console, "file", io.StringIO())
-    configure_console(rank=0)
-    show_samples(data.train, qwen3, 2)
-    shown = console.file.getvalue()
-    first, second = shown.split("response 2 of 2")
-    response = "[[<think>\nno no\n</think>\n\nyes<|im_end|>]]"
-    assert "my.jsonl:1, response 1 of 2: " in first
-    assert f"Hi 0 0<|im_end|>\n<|im_start|>assistant\n{response}" in first
-    assert "<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>user\nHi 0 1" in second
-    assert f"Hi 0 1<|im_end|>\n<|im_start|>assistant\n{response}" in second
 
 
 def test_dropped_reasoning_content_is_neither_rendered_nor_taken_from_the_cache(
@@ -201,17 +182,6 @@ def test_pairs_whose_responses_would_have_to_be_split_are_rejected(
             want_validation=False,
             examples=two_examples,
         )
-
-
-def test_a_response_that_is_only_reasoning_content_is_a_bad_sample(
-    qwen3: PreTrainedTokenizerFast,
-) -> None:
-    messages = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "<think>\nno\n</think>"},
-    ]
-    with pytest.raises(BadSample, match="has nothing but reasoning content"):
-        Encoder(qwen3, 100, reasoning_content="drop").encode({"messages": messages}, "messages")
 
 
 STREAM = """

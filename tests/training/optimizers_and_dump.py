@@ -58,8 +58,6 @@ class Lion(torch.optim.Optimizer):
 
 # Optimizers that a user may put into the recipe.
 FOREIGN = {
-    "torch_AdamW": torch.optim.AdamW,
-    "torch_SGD": torch.optim.SGD,
     "RMSprop": partial(torch.optim.RMSprop, momentum=0.9, centered=True),
     "Lion": Lion,
 }

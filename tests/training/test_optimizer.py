@@ -156,8 +156,6 @@ def largest_error(
         ("Adafactor", torch.optim.Adafactor, 1e-5, 1e-5),
         ("AdamW8bit", torch.optim.AdamW, 0.03, 0),
         ("anyprecision", torch.optim.AdamW, 0.01, 0.05),
-        ("torch_AdamW", torch.optim.AdamW, 1e-5, 1e-5),
-        ("torch_SGD", torch.optim.SGD, 1e-5, 1e-5),
         ("RMSprop", FOREIGN["RMSprop"], 1e-5, 1e-5),
         ("Lion", Lion, 1e-5, 0),
     ],
