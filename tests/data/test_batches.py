@@ -58,7 +58,7 @@ def test_every_sample_is_seen_once_per_epoch_within_the_token_limit(
                 )
             else:
                 assert max(map(max, tokens)) <= pack_length * micro_batch
-            # every micro-batch has all its packs
+            # every micro-batch has all its packed sequences
             if pack_length and (step + 1) * global_batch <= len(ranks[0]):
                 light += sum(
                     count < 0.95 * pack_length * micro_batch
@@ -73,7 +73,7 @@ def test_every_sample_is_seen_once_per_epoch_within_the_token_limit(
             }
             seen += samples
         assert sorted(seen) == list(range(103))
-        assert light <= 1  # one pack of an epoch takes what is left
+        assert light <= 1  # one packed sequence per epoch has the rest
 
 
 @pytest.mark.parametrize("pack_length", [None, 60])
@@ -242,18 +242,18 @@ def least_number(lengths: numpy.ndarray, pack_length: int) -> int:
 @pytest.mark.parametrize("capacity", [CAPACITY, 5 * CAPACITY])  # searched, and best-fit
 def test_packing_needs_few_sequences(kind: str, capacity: int) -> None:
     lengths = KINDS[kind]
-    packs, tokens = pack_samples(lengths, capacity)
+    sequences, tokens = pack_samples(lengths, capacity)
     least = least_number(lengths, capacity)
-    assert len(packs) <= math.ceil((1.002 if capacity == CAPACITY else 1.02) * least)
+    assert len(sequences) <= math.ceil((1.002 if capacity == CAPACITY else 1.02) * least)
     longest_first = numpy.sort(lengths)[::-1]
-    each_once = numpy.sort(numpy.concatenate(packs))
+    each_once = numpy.sort(numpy.concatenate(sequences))
     assert numpy.array_equal(each_once, numpy.arange(len(lengths)))
-    assert [longest_first[slots].sum() for slots in packs] == tokens.tolist()
+    assert [longest_first[slots].sum() for slots in sequences] == tokens.tolist()
     assert max(tokens) <= capacity
 
 
 def test_packed_sequences_of_the_quickstart_are_nearly_full() -> None:
     # like docstrings of 256 tokens at most: many truncated ones, many in the middle
     lengths = natural(lambda n: numpy.random.default_rng(1).lognormal(4.5, 0.6, n), 5000, 256)
-    packs, _ = pack_samples(lengths, 256)
-    assert len(packs) <= 1.002 * least_number(lengths, 256)
+    sequences, _ = pack_samples(lengths, 256)
+    assert len(sequences) <= 1.002 * least_number(lengths, 256)

@@ -28,15 +28,8 @@ from llama_ft.models.packed_attention import use_packed_attention
 
 # in dynamic_sources; before, numbers vary after their first change
 KNOWS_DIMENSIONS = torch.__version__ >= "2.13"
-PACKS = [
-    [10, 6],
-    [16],
-    [4, 4, 8],
-    [3, 3, 3, 3, 3],
-    [1, 14],
-    [24],
-    [12, 12],
-]  # tokens of their samples
+# Tokens of the samples in each.
+PACKED_SEQUENCES = [[10, 6], [16], [4, 4, 8], [3, 3, 3, 3, 3], [1, 14], [24], [12, 12]]
 
 
 @pytest.fixture
@@ -119,13 +112,13 @@ def test_one_graph_trains_on_all_packed_sequences_and_one_evaluates(
     compiled = llama(how)
     compile_layers(compiled, backend="aot_eager")
     assert list(compiled.model.state_dict()) == list(plain.model.state_dict())
-    for lengths in PACKS:
+    for lengths in PACKED_SEQUENCES:
         losses = [forward(built, lengths) for built in (plain, compiled)]
         for loss in losses:
             loss.backward()
         torch.testing.assert_close(*losses)
     for_training = counters["stats"]["unique_graphs"]
-    assert for_training == 1 if KNOWS_DIMENSIONS else for_training < len(PACKS)
+    assert for_training == 1 if KNOWS_DIMENSIONS else for_training < len(PACKED_SEQUENCES)
     assert not counters["graph_break"]
     for (name, parameter), other in zip(
         plain.model.named_parameters(), compiled.model.parameters(), strict=True
@@ -137,10 +130,10 @@ def test_one_graph_trains_on_all_packed_sequences_and_one_evaluates(
         with without_graphs(compiled.model):
             assert torch.equal(forward(compiled, [5, 3]), forward(plain, [5, 3]))
         assert counters["stats"]["unique_graphs"] == for_training
-        for lengths in PACKS:
+        for lengths in PACKED_SEQUENCES:
             torch.testing.assert_close(forward(compiled, lengths), forward(plain, lengths))
     graphs = counters["stats"]["unique_graphs"]
-    assert graphs == 2 if KNOWS_DIMENSIONS else graphs - for_training < len(PACKS)
+    assert graphs == 2 if KNOWS_DIMENSIONS else graphs - for_training < len(PACKED_SEQUENCES)
     answers = [
         built.model.generate(torch.arange(5)[None], max_new_tokens=4, do_sample=False)
         for built in (plain, compiled)
@@ -161,7 +154,7 @@ def test_switching_the_adapter_off_and_on_compiles_one_more_graph(varlen_on_the_
     use_fused_lora(plain.model)
     compiled = copy.deepcopy(plain)
     compile_layers(compiled, backend="aot_eager")
-    for lengths in PACKS[:4:3]:
+    for lengths in PACKED_SEQUENCES[:4:3]:
         before = counters["stats"]["unique_graphs"]
         reference = forward(base, lengths)
         compiled.model.eval()

@@ -96,14 +96,14 @@ def test_packed_sequences_are_padded_to_few_shapes(
     built.has_chunked_loss = use_chunked_loss(built)
     assert built.has_chunked_loss
     ids = torch.randint(0, 300, (1, sum(lengths)))
-    pack = Batch(ids, ids.clone(), lengths, True, ["x"] * len(lengths))
+    packed = Batch(ids, ids.clone(), lengths, True, ["x"] * len(lengths))
     results = []
     seen = list[int]()
     embedding = model.get_input_embeddings()
     embedding.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
     for multiple in (1, 64):
         monkeypatch.setitem(objective.PAD_MULTIPLE, "cpu", multiple)
-        loss = token_loss_sum(built, pack, CPU)
+        loss = token_loss_sum(built, packed, CPU)
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     assert seen == [sum(lengths), filled]
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
