@@ -11,9 +11,9 @@ from conftest import write_rows
 from forked import forked
 
 JOB = Path(__file__).parent / "stream_job.py"
-SAMPLES = 900
-BUFFER = 300
-STEPS = 90
+SAMPLES = 600
+BUFFER = 200
+STEPS = 60
 CASE: dict[str, Any] = {
     "file": "rows.jsonl",
     "first": 1,
@@ -35,7 +35,7 @@ def folder(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     write_rows(folder / "rows.jsonl", SAMPLES)
     lines = (folder / "rows.jsonl").read_text().splitlines()
     (folder / "bad.jsonl").write_text(
-        "\n".join([*lines[:700], '{"instruction": 3, "output": "x"}', *lines[700:]])
+        "\n".join([*lines[:450], '{"instruction": 3, "output": "x"}', *lines[450:]])
     )
     (folder / "few.jsonl").write_text("\n".join(lines[:60]))
     long = json.dumps({"instruction": "a", "output": "word " * 220_000})
@@ -71,7 +71,7 @@ def alone(folder: Path) -> dict[str, dict[str, Any]]:
     }
     cases = [
         case("packed", 1),
-        case("padded", 1, pack_length=None, last=130),
+        case("padded", 1, pack_length=None, last=90),
         case("bad", 1, file="bad.jsonl"),
         case("skipped", 1, file="bad.jsonl", config={"skip_bad_rows": True}),
         case("long", 1, **too_long),
@@ -94,7 +94,7 @@ def together(alone: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[s
     ]
     cases += [
         case("packed", 2),
-        case("padded", 2, pack_length=None, last=130),
+        case("padded", 2, pack_length=None, last=90),
         case("bad", 2, file="bad.jsonl"),
     ]
     return run(folder, 2, cases)
@@ -166,7 +166,7 @@ def test_a_bad_sample_ends_the_stream_on_all_ranks_or_is_skipped(
     alone: dict[str, dict[str, Any]], together: dict[str, dict[str, Any]]
 ) -> None:
     for results in (alone, together):
-        assert "bad.jsonl:701" in results["bad"]["message"]
+        assert "bad.jsonl:451" in results["bad"]["message"]
         assert "--skip_bad_rows" in results["bad"]["message"]
     assert alone["skipped"]["message"] == ""
-    assert 701 not in [sample for step in alone["skipped"]["steps"] for sample in step["samples"]]
+    assert 451 not in [sample for step in alone["skipped"]["steps"] for sample in step["samples"]]
