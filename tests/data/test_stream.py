@@ -111,16 +111,13 @@ def test_an_epoch_has_every_sample_once_in_shuffled_windows(
     assert end < len(steps)
     windows = {step["position"]["window"] for step in steps[:end]}
     assert len(windows) >= 2
-    first = [
-        sample
-        for step in steps[:end]
-        if step["position"]["window"] == 0
-        for sample in step["samples"]
-    ]
-    assert BUFFER <= len(first) < SAMPLES and max(first) == len(
-        first
-    )  # the first samples of the file...
-    assert first != sorted(first)  # ... in another order
+    first = list[int]()
+    for step in steps[:end]:
+        if step["position"]["window"] == 0:
+            first += step["samples"]
+    assert BUFFER <= len(first) < SAMPLES
+    assert max(first) == len(first), "the first samples of the file"
+    assert first != sorted(first), "in another order"
     again = [sample for step in steps[end : 2 * end] for sample in step["samples"]]
     assert again and again[:20] != seen[:20]  # the second pass has an order of its own
     assert steps[end - 1]["epochs_seen"] == 1.0
