@@ -26,11 +26,9 @@ if __name__ == "__main__":
     ids = torch.arange(60).view(2, 30) * 5
     batch = Batch(ids, ids, [30, 30], False, ["a", "b"])
     for name, case in cases.items():
-        with runtime.start("cpu", case.get("shards", "world")) as job:
-            folder, precision = (
-                Path(case["model"]),
-                runtime.PRECISIONS[case.get("precision", "fp32")],
-            )
+        with runtime.start("cpu", case.get("shards", "world")) as ranks:
+            folder = Path(case["model"])
+            precision = runtime.PRECISIONS[case.get("precision", "fp32")]
             tokenizer = models.load_tokenizer(folder, False)
             model_config = models.load_model_config(folder, False)
             settings = ModelConfig(model_name=str(folder))
@@ -42,21 +40,26 @@ if __name__ == "__main__":
             models.freeze_first_layers(model, case.get("frozen_layers", 0))
             models.set_storage_dtypes(model, precision)
             models.apply_fsdp(
-                built, job.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision
+                built, ranks.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision
             )
             how = models.LoadSettings(peft, 0, precision.frozen, scatter=True)
-            built.stored = models.load_weights(built, job, how)
+            built.stored = models.load_weights(built, ranks, how)
             optimizer = training.build_optimizer(model, TrainConfig(lr=1e-2))
             model.train()
             for _ in range(3):
                 training.accumulate_gradients(
-                    built, training.SupervisedFineTuning(), [batch], 58 * job.world_size, False, job
+                    built,
+                    training.SupervisedFineTuning(),
+                    [batch],
+                    58 * ranks.world_size,
+                    False,
+                    ranks,
                 )
                 training.update_weights(optimizer, 1e-2)
 
             target = out / name
             target.mkdir(exist_ok=True)
-            writer = checkpoint.CheckpointWriter(target, CheckpointConfig(), {}, job)
+            writer = checkpoint.CheckpointWriter(target, CheckpointConfig(), {}, ranks)
             writer.save(3, model, optimizer, {"epoch": 0.5})
             model.eval()
             with torch.no_grad():
@@ -66,7 +69,7 @@ if __name__ == "__main__":
             card = partial(write_card, target / "model")
             is_whole = built.adapter is None
             export = checkpoint.export_model if is_whole else checkpoint.export_adapter
-            export(built, target / "model", saving, tokenizer, card, job)
+            export(built, target / "model", saving, tokenizer, card, ranks)
 
             # Spoil the trained weights, then take them back from the checkpoint.
             with torch.no_grad():
@@ -77,7 +80,7 @@ if __name__ == "__main__":
             checkpoint.restore_weights(checkpoint.Checkpoint(writer.last), model)
             with torch.no_grad():
                 again = model(input_ids=ids, use_cache=False).logits
-            if job.is_main:
+            if ranks.is_main:
                 torch.save(
                     {"ids": ids, "logits": logits, "from checkpoint": again}, target / "logits.pt"
                 )

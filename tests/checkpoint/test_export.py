@@ -77,7 +77,7 @@ def test_a_full_model_reloads_with_the_trained_logits(results: Path, case: str) 
     )
 
 
-def test_frozen_layers_are_the_checkpoints_to_the_bit_though_bf16_held_them(
+def test_frozen_layers_are_bit_identical_although_training_held_them_in_bf16(
     results: Path, tiny_model: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -107,7 +107,7 @@ def test_an_adapter_reloads_in_peft_with_the_trained_logits_and_changes_the_base
 
 
 @pytest.mark.parametrize("case", ["full", "tied", "lora", "dora", "head"])
-def test_a_checkpoint_gives_the_trained_weights_back(results: Path, case: str) -> None:
+def test_a_checkpoint_restores_the_trained_weights(results: Path, case: str) -> None:
     saved = torch.load(results / case / "logits.pt", weights_only=True)
     assert torch.equal(saved["from checkpoint"], saved["logits"])
 
@@ -140,7 +140,8 @@ def test_plain_pytorch_reads_a_checkpoint_on_one_process(results: Path, tiny_mod
         for there, path in here.items():
             code = code.replace(there, path)
         exec(code, names)
-    model, optimizer = names["model"], names["optimizer"]
+    model = names["model"]
+    optimizer = names["optimizer"]
     saved = torch.load(results / "full" / "logits.pt", weights_only=True)
     assert (logits_of(model, saved) - saved["logits"]).abs().max() < 1e-5
 
@@ -151,10 +152,10 @@ def test_plain_pytorch_reads_a_checkpoint_on_one_process(results: Path, tiny_mod
     weight = model.model.layers[1].mlp.down_proj.weight
     name = "optimizer.state.model.layers.1.mlp.down_proj.weight.exp_avg"
     pieces = [load_file(file)[name] for file in files]
-    assert len(pieces[0]) == 11 and torch.equal(
-        optimizer.state[weight]["exp_avg"], torch.cat(pieces)
-    )
-    assert optimizer.state[weight]["step"].item() == 3 and optimizer.param_groups[0]["lr"] == 1e-5
+    assert len(pieces[0]) == 11
+    assert torch.equal(optimizer.state[weight]["exp_avg"], torch.cat(pieces))
+    assert optimizer.state[weight]["step"].item() == 3
+    assert optimizer.param_groups[0]["lr"] == 1e-5
     for rank, file in enumerate(files):
         header = safe_open(file, "pt").metadata()
         offsets = json.loads(header.pop("DCP_SHARDING_INFO"))
@@ -174,7 +175,7 @@ def test_plain_pytorch_reads_a_checkpoint_on_one_process(results: Path, tiny_mod
 
 
 @pytest.mark.parametrize("value", ["x", {"a": 1}, [2, "x"]])
-def test_a_wrong_end_token_is_told_before_training(
+def test_a_wrong_end_token_is_an_error_before_training(
     tiny_model: Path, tmp_path: Path, value: object
 ) -> None:
     from llama_ft.checkpoint.export import check_export

@@ -77,7 +77,7 @@ FULL: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", FULL)
-def test_a_fully_tuned_model_is_what_transformers_would_save(
+def test_an_exported_full_model_equals_the_one_that_transformers_saves(
     case: str, bases: Path, tmp_path: Path
 ) -> None:
     name, settings = FULL[case]
@@ -88,10 +88,12 @@ def test_a_fully_tuned_model_is_what_transformers_would_save(
     checkpoint = save_checkpoint(tmp_path, trained, settings_of(base, **settings))
     prepare(checkpoint).write_model(tmp_path / "out", None, 60_000)
     reference.to(dtype).save_pretrained(tmp_path / "reference")
-    ours, theirs = stored(tmp_path / "out"), stored(tmp_path / "reference")
+    ours = stored(tmp_path / "out")
+    theirs = stored(tmp_path / "reference")
     assert ours.keys() == theirs.keys() == stored(base).keys()
     for key, tensor in theirs.items():
-        assert ours[key].dtype == tensor.dtype == dtype and torch.equal(ours[key], tensor), key
+        assert ours[key].dtype == tensor.dtype == dtype, key
+        assert torch.equal(ours[key], tensor), key
     exported = load(tmp_path / "out", dtype="auto")
     assert exported.dtype == dtype
     assert torch.equal(logits(exported), logits(load(tmp_path / "reference", dtype="auto")))
@@ -101,7 +103,9 @@ def test_a_fully_tuned_model_is_what_transformers_would_save(
     assert len(files) > 1 and files == set(index["weight_map"].values())
 
 
-def test_what_stands_beside_the_weights_is_carried_over(bases: Path, tmp_path: Path) -> None:
+def test_code_configs_and_the_chat_template_are_exported_with_the_weights(
+    bases: Path, tmp_path: Path
+) -> None:
     from transformers import AutoTokenizer
 
     base = tmp_path / "base"
@@ -186,7 +190,7 @@ EXPERTS = {
     "settings",
     [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"], "use_rslora": True}, EXPERTS],
 )
-def test_an_adapter_is_what_peft_would_save(
+def test_an_exported_adapter_equals_the_one_that_peft_saves(
     settings: dict[str, Any], bases: Path, tmp_path: Path
 ) -> None:
     from peft import PeftModel
@@ -196,7 +200,8 @@ def test_an_adapter_is_what_peft_would_save(
     checkpoint = save_checkpoint(tmp_path, trained, settings_of(base, {**LORA, **settings}))
     prepare(checkpoint).write_adapter(tmp_path / "adapter", None)
     reference.save_pretrained(tmp_path / "reference", save_embedding_layers=False)
-    ours, theirs = stored(tmp_path / "adapter"), stored(tmp_path / "reference")
+    ours = stored(tmp_path / "adapter")
+    theirs = stored(tmp_path / "reference")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     targets = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())[
@@ -208,7 +213,7 @@ def test_an_adapter_is_what_peft_would_save(
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_a_base_that_has_moved_or_does_not_fit_is_refused_with_the_way_out(
+def test_a_base_that_has_moved_or_does_not_fit_is_rejected_with_a_way_out(
     bases: Path, tmp_path: Path
 ) -> None:
     weights = dict(tuned(load(bases / "llama")))
@@ -227,10 +232,11 @@ def test_a_base_that_has_moved_or_does_not_fit_is_refused_with_the_way_out(
         prepare(save_checkpoint(tmp_path / "cut", weights, settings_of(bases / "llama")))
 
 
-def test_a_corrupted_checkpoint_is_refused_by_file_and_a_run_falls_back(
+def test_a_corrupted_checkpoint_is_rejected_by_file_and_the_run_uses_an_older_one(
     bases: Path, tmp_path: Path
 ) -> None:
-    weights, config = tuned(load(bases / "llama")), settings_of(bases / "llama")
+    weights = tuned(load(bases / "llama"))
+    config = settings_of(bases / "llama")
     older, newer = (save_checkpoint(tmp_path, weights, config, step) for step in (1, 2))
     assert find_valid(tmp_path).folder == newer
     file = newer / "shard-00002-model-00001-of-00001.safetensors"
@@ -245,7 +251,7 @@ def test_a_corrupted_checkpoint_is_refused_by_file_and_a_run_falls_back(
         find_valid(tmp_path)
 
 
-def test_the_card_tells_base_data_settings_and_loss_but_no_folders_and_secrets(
+def test_the_model_card_has_base_data_settings_and_loss_but_no_paths_and_secrets(
     tmp_path: Path,
 ) -> None:
     urls = ["http://me:hunter2@host/a.jsonl", "https://host/b?X-Amz-Signature=hunter2"]
@@ -259,7 +265,8 @@ def test_the_card_tells_base_data_settings_and_loss_but_no_folders_and_secrets(
         write_model_card(tmp_path, base, trainer)
         return (tmp_path / "README.md").read_text()
 
-    local, of_hub = card("/home/someone/Llama-3.1-8B"), card("meta-llama/Llama-3.1-8B")
+    local = card("/home/someone/Llama-3.1-8B")
+    of_hub = card("meta-llama/Llama-3.1-8B")
     _, front, body = local.split("---\n", 2)
     assert yaml.safe_load(front) == {
         "library_name": "peft",
@@ -275,17 +282,14 @@ def test_the_card_tells_base_data_settings_and_loss_but_no_folders_and_secrets(
     assert (
         facts.items() >= {"optimizer steps": 12, "validation loss": 1.5, "lr": 2e-3, "r": 4}.items()
     )
-    assert (
-        "base_model: meta-llama/Llama-3.1-8B" in of_hub
-        and 'from_pretrained("meta-llama/Llama-3.1-8B")' in of_hub
-    )
+    assert "base_model: meta-llama/Llama-3.1-8B" in of_hub
+    assert 'from_pretrained("meta-llama/Llama-3.1-8B")' in of_hub
     for config["data"]["dataset"] in (urls[0], [{"path": url} for url in urls]):
-        assert "hunter2" not in card("/models/base") and "http://***@host/a.jsonl" in card(
-            "/models/base"
-        )
+        assert "hunter2" not in card("/models/base")
+        assert "http://***@host/a.jsonl" in card("/models/base")
 
 
-def test_the_card_names_the_adapters_method(tmp_path: Path) -> None:
+def test_the_model_card_names_the_adapter_method(tmp_path: Path) -> None:
     config = dataclasses.asdict(
         settings_of(
             tmp_path, {"use_peft": True, "peft_method": "loha", "target_modules": ["q_proj"]}
@@ -301,7 +305,8 @@ def test_the_card_names_the_adapters_method(tmp_path: Path) -> None:
 class Hub:
     """In place of huggingface_hub.HfApi, with one repository."""
 
-    private, uploaded = False, set[str]()
+    private = False
+    uploaded = set[str]()
 
     def create_repo(self, name: str, private: bool, exist_ok: bool) -> str:
         return f"https://hub/{name}"
@@ -313,10 +318,11 @@ class Hub:
         self.uploaded = {file.name for file in folder_path.iterdir()}
 
 
-def test_a_folder_is_uploaded_but_what_must_stay_private_not_to_a_public_repository(
+def test_a_directory_is_uploaded_but_private_models_not_to_a_public_repository(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, hub = load_script(REPOSITORY / "recipes" / "export.py"), Hub()
+    recipe = load_script(REPOSITORY / "recipes" / "export.py")
+    hub = Hub()
     monkeypatch.setattr(recipe, "HfApi", lambda: hub)
     write_model_card(tmp_path, "meta-llama/Llama-3.1-8B")
     with pytest.raises(RunFailure, match="is public"):
@@ -324,6 +330,7 @@ def test_a_folder_is_uploaded_but_what_must_stay_private_not_to_a_public_reposit
     assert hub.uploaded == set()
     assert recipe.upload(tmp_path, "me/model", private=False) == "https://hub/me/model"
     assert hub.uploaded == {"README.md"}
-    hub.private, hub.uploaded = True, set()
+    hub.private = True
+    hub.uploaded = set()
     recipe.upload(tmp_path, "me/model", private=True)
     assert hub.uploaded == {"README.md"}

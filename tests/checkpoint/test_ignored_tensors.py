@@ -158,7 +158,7 @@ def runs(
     return folder, run_cases(folder, cases, ranks=2).output
 
 
-def test_a_run_copies_them_and_says_so_once(runs: tuple[Path, str]) -> None:
+def test_a_run_copies_ignored_tensors_and_logs_it_once(runs: tuple[Path, str]) -> None:
     folder, output = runs
     was = stored(folder / "base")
     now = stored(folder / "full" / "model")
@@ -169,7 +169,7 @@ def test_a_run_copies_them_and_says_so_once(runs: tuple[Path, str]) -> None:
     assert output.count(line) == 1, output
 
 
-def test_a_merged_adapter_and_a_checkpoint_have_them(
+def test_a_merged_adapter_and_an_exported_checkpoint_have_ignored_tensors(
     runs: tuple[Path, str], tmp_path: Path
 ) -> None:
     folder, _ = runs

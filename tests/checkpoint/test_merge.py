@@ -73,7 +73,9 @@ def merge(adapter: Path, base: Path, folder: Path, save_dtype: torch.dtype | Non
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_merged_model_is_the_adapted_one(case: str, bases: Path, tmp_path: Path) -> None:
+def test_the_merged_model_has_the_logits_of_the_adapted_one(
+    case: str, bases: Path, tmp_path: Path
+) -> None:
     from peft import PeftModel
 
     base = bases / CASES[case][0]
@@ -86,12 +88,15 @@ def test_the_merged_model_is_the_adapted_one(case: str, bases: Path, tmp_path: P
     # peft's merge changes embedding and head together although only one was adapted
     if case.startswith("tied, "):
         assert json.loads((merged / "config.json").read_text())["tie_word_embeddings"] is False
-        tensors, before = stored(merged), stored(base)["model.embed_tokens.weight"]
+        tensors = stored(merged)
+        before = stored(base)["model.embed_tokens.weight"]
         changed = "lm_head.weight" if "head" in case else "model.embed_tokens.weight"
         [kept] = {"lm_head.weight", "model.embed_tokens.weight"} - {changed}
-        assert torch.equal(tensors[kept], before) and not torch.equal(tensors[changed], before)
+        assert torch.equal(tensors[kept], before)
+        assert not torch.equal(tensors[changed], before)
     else:
-        reference, weights = adapted.merge_and_unload().state_dict(), load(merged).state_dict()
+        reference = adapted.merge_and_unload().state_dict()
+        weights = load(merged).state_dict()
         assert weights.keys() == reference.keys()
         for name, tensor in reference.items():
             torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
@@ -118,7 +123,9 @@ def test_each_tensor_of_an_adapter_is_read_once(
     assert set(reads.values()) == {1}
 
 
-def test_what_the_adapter_does_not_change_stays_bit_by_bit(bases: Path, tmp_path: Path) -> None:
+def test_tensors_that_the_adapter_does_not_change_are_bit_identical(
+    bases: Path, tmp_path: Path
+) -> None:
     base = shutil.copytree(
         bases / "mixtral", tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors*")
     )
@@ -133,14 +140,15 @@ def test_what_the_adapter_does_not_change_stays_bit_by_bit(bases: Path, tmp_path
         adapter = save_adapter(
             place, tmp_path / target, target_modules=[target], fan_in_fan_out=place == short
         )
-        before, after = stored(named), stored(merge(adapter, place, tmp_path / f"{target}-merged"))
+        before = stored(named)
+        after = stored(merge(adapter, place, tmp_path / f"{target}-merged"))
         assert before.keys() == after.keys()
         for name, tensor in before.items():
             assert after[name].dtype == tensor.dtype
             assert torch.equal(after[name], tensor) != (f"{target}.weight" in name), name
 
 
-def test_a_merged_model_is_rounded_once_from_fp32_and_has_the_adapters_tokenizer(
+def test_a_merged_model_is_rounded_once_from_fp32_and_has_the_tokenizer_of_the_adapter(
     bases: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoTokenizer
@@ -167,7 +175,9 @@ def refusal(adapter: Path, base: Path, tmp_path: Path) -> str:
     return str(error.value)
 
 
-def test_another_base_or_tensor_is_refused_with_what_differs(bases: Path, tmp_path: Path) -> None:
+def test_another_base_or_tensor_is_rejected_with_the_difference(
+    bases: Path, tmp_path: Path
+) -> None:
     base = shutil.copytree(bases / "llama", tmp_path / "base")
     assert "Embedding" in refusal(
         save_adapter(base, tmp_path / "e", target_modules=["embed_tokens"]), base, tmp_path
@@ -197,7 +207,7 @@ def test_another_base_or_tensor_is_refused_with_what_differs(bases: Path, tmp_pa
         ({"use_something_new": True}, "use_something_new = True"),
     ],
 )
-def test_other_adapters_are_refused_by_name(
+def test_unsupported_adapters_are_rejected_by_name(
     settings: dict[str, Any], named: str, bases: Path, tmp_path: Path
 ) -> None:
     adapter = save_adapter(bases / "llama", tmp_path / "adapter", target_modules=ATTENTION)

@@ -32,7 +32,7 @@ def three_ranks(folder: Path, tensor: torch.Tensor, chunks: list[torch.Tensor]) 
             own["optimizer.state.w.step"] = torch.tensor(5.0)
         if rows.numel():
             own["model.w"] = rows.contiguous()
-        offsets = {name: {"saved_offsets": [0] * it.ndim} for name, it in own.items()}
+        offsets = {name: {"saved_offsets": [0] * value.ndim} for name, value in own.items()}
         offsets |= {"model.w": {"saved_offsets": [start, 0]}}
         start += len(rows)
         save_file(own, folder / shard_file(rank), {"DCP_SHARDING_INFO": json.dumps(offsets)})
@@ -42,7 +42,7 @@ def three_ranks(folder: Path, tensor: torch.Tensor, chunks: list[torch.Tensor]) 
     return Checkpoint(folder)
 
 
-def test_rows_are_put_together_whatever_ranks_wrote_them(tmp_path: Path) -> None:
+def test_rows_are_assembled_from_the_files_of_all_ranks(tmp_path: Path) -> None:
     tensor = torch.arange(14.0).view(7, 2)
     checkpoint = three_ranks(tmp_path / "c", tensor, [tensor[:3], tensor[3:], tensor[:0]])
     assert checkpoint.tensors["model.w"].shape == (7, 2)
@@ -87,7 +87,7 @@ def test_a_flipped_bit_anywhere_is_found_and_its_file_named(written: Path) -> No
 
 
 @pytest.mark.parametrize("name", [shard_file(0), "trainer.json", "checksums.txt"])
-def test_a_file_that_is_not_whole_is_found_and_named(written: Path, name: str) -> None:
+def test_a_truncated_or_missing_file_is_found_and_named(written: Path, name: str) -> None:
     file = written / name
     content = file.read_bytes()
     for damaged in (content[:-1], content + b"\n", b""):
@@ -115,7 +115,9 @@ def test_a_checkpoint_of_another_version_is_an_error(written: Path) -> None:
         Checkpoint(written)
 
 
-def test_a_pickle_in_the_place_of_a_tensor_file_is_never_run(written: Path, tmp_path: Path) -> None:
+def test_a_pickle_in_place_of_a_tensor_file_is_never_executed(
+    written: Path, tmp_path: Path
+) -> None:
     class Touch:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return (eval, (f"open({str(tmp_path / 'touched')!r}, 'w')",))

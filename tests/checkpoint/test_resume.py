@@ -24,7 +24,7 @@ def check(now: str, allowed: list[str] | None = None, before: str = "", **conten
     check_same_run(saved, resumed, allowed or [], places)
 
 
-def test_where_and_how_it_is_computed_may_differ() -> None:
+def test_paths_and_parallelism_may_differ() -> None:
     check(
         "--enable_fsdp --sharding_strategy HYBRID_SHARD --activation_checkpointing full --batch_size_training 2"
     )
@@ -34,14 +34,13 @@ def test_where_and_how_it_is_computed_may_differ() -> None:
     check("--dataset moved/rows.jsonl --tokenizer_name moved")
 
 
-def test_all_that_makes_another_run_is_told_old_and_new() -> None:
+def test_settings_that_make_another_run_are_reported_with_old_and_new_values() -> None:
     with pytest.raises(UserError) as refused:
         check("--seed 7 --use_peft --peft.r 4 --optimizer SGD", before="--use_peft", rows="d2")
     lines = str(refused.value).splitlines()
-    told = ["--optimizer is SGD, was AdamW", "--seed is 7, was 42", "--peft.r is 4, was 8"]
-    assert [
-        line.strip() for line in lines[1:4]
-    ] == told and "data.dataset is demo, and its content" in lines[4]
+    expected = ["--optimizer is SGD, was AdamW", "--seed is 7, was 42", "--peft.r is 4, was 8"]
+    assert [line.strip() for line in lines[1:4]] == expected
+    assert "data.dataset is demo, and its content" in lines[4]
     assert "do not fit another optimizer" in lines[5] and "--model_name FOLDER" in lines[6]
     with pytest.raises(UserError, match="--resume_allow_changes seed,r,dataset$"):
         check("--seed 7 --use_peft --peft.r 4", before="--use_peft", rows="d2")
@@ -56,9 +55,7 @@ def test_all_that_makes_another_run_is_told_old_and_new() -> None:
         check("--validation 0.2", before="--validation 0.1", held_out="v2")
 
 
-def test_settings_are_compared_before_it_is_known_what_they_hold_and_at_their_defaults_if_not_saved() -> (
-    None
-):
+def test_settings_are_compared_without_contents_and_with_defaults_if_not_saved() -> None:
     saved, _ = run()
     now, places = run("--gamma 0.5 --lr_scheduler step")
     del now["contents"], saved["config"]["train"]["gamma"], saved["config"]["train"]["lr_scheduler"]
@@ -66,7 +63,7 @@ def test_settings_are_compared_before_it_is_known_what_they_hold_and_at_their_de
         check_same_run(saved, now, [], places)
 
 
-def test_what_may_differ_are_settings_and_what_changes_losses_is_not_among_them() -> None:
+def test_settings_that_change_losses_may_not_differ() -> None:
     assert MAY_DIFFER <= SETTINGS.keys()
     assert MAY_DIFFER.isdisjoint(
         {"seed", "lr", "precision", "optimizer", "context_length", "r", "mode", "num_epochs"}

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +24,31 @@ from pathlib import Path
 from llama_ft.checkpoint.run_directory import _lock
 lock = _lock(Path(sys.argv[1]))
 os.symlink(str(os.getpid()), sys.argv[2])
-time.sleep(60)
+time.sleep(600)  # killed before
 """
 
 
 @pytest.fixture
 def busy(tmp_path: Path) -> Iterator[tuple[Path, int]]:
     """A run's directory in which another process works, and that process."""
-    folder, script, told = tmp_path / "run", tmp_path / "at_work.py", tmp_path / "pid"
+    folder = tmp_path / "run"
+    script = tmp_path / "at_work.py"
+    pid_link = tmp_path / "pid"
     script.write_text(AT_WORK)
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(forked, script, folder, told)
-        while not told.is_symlink():
+        other = pool.submit(forked, script, folder, pid_link)
+        while not pid_link.is_symlink():
             assert not other.done(), other.result().output
             time.sleep(0.01)
-        pid = int(os.readlink(told))
+        pid = int(os.readlink(pid_link))
         (folder / "metrics.jsonl").write_text('{"step": 1}\n')
         yield folder, pid
         if not other.done():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has been killed and is not reported yet
+                os.kill(pid, signal.SIGKILL)
 
 
-def test_a_directory_in_which_another_process_works_is_refused_and_left_alone(
+def test_a_directory_that_another_process_uses_is_rejected_and_unchanged(
     busy: tuple[Path, int], runtime: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_directory, "LOCK_WAIT_SECONDS", 0.0)
@@ -56,9 +60,7 @@ def test_a_directory_in_which_another_process_works_is_refused_and_left_alone(
         assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
-def test_a_process_that_was_killed_holds_no_directory(
-    busy: tuple[Path, int], runtime: Ranks
-) -> None:
+def test_a_killed_process_releases_its_directory(busy: tuple[Path, int], runtime: Ranks) -> None:
     folder, other = busy
     os.kill(other, signal.SIGKILL)  # and it need not be reaped
     assert (
@@ -86,7 +88,7 @@ def test_files_that_no_run_wrote_are_never_removed(
 
 
 @pytest.mark.parametrize("way", [{"overwrite": True}, {"resume": "auto"}])
-def test_what_was_set_aside_or_put_into_checkpoints_and_a_result_without_them_stay(
+def test_set_aside_checkpoints_other_directories_and_a_final_model_are_kept(
     way: dict[str, Any], tmp_path: Path, runtime: Ranks
 ) -> None:
     (tmp_path / RUN_MARKER).touch()
@@ -126,7 +128,7 @@ def test_links_to_other_directories_are_not_followed(tmp_path: Path, runtime: Ra
     assert not (folder / "checkpoints").exists() and (other / "step-000001").is_dir()
 
 
-def test_temporary_files_that_a_kill_has_left_are_deleted(tmp_path: Path, runtime: Ranks) -> None:
+def test_temporary_files_of_a_killed_run_are_deleted(tmp_path: Path, runtime: Ranks) -> None:
     (tmp_path / RUN_MARKER).touch()
     (tmp_path / ".facts.json.4711.tmp").write_text("half")
     (tmp_path / ".mine.tmp").write_text("mine")

@@ -54,7 +54,8 @@ def test_neither_saving_nor_restoring_makes_a_step(
     save: Save, runtime: Ranks, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """torch's utilities make one where an optimizer has no states."""
-    train, model = OPTIMIZERS[name], torch.nn.Linear(96, 64)
+    train = OPTIMIZERS[name]
+    model = torch.nn.Linear(96, 64)
     optimizer = build_optimizer(model, train)
     monkeypatch.setattr(type(optimizer), "step", lambda *_, **__: pytest.fail("a hidden step"))
     checkpoint = save(model, optimizer, train)
@@ -66,8 +67,9 @@ def test_neither_saving_nor_restoring_makes_a_step(
     assert counters == ([] if train.optimizer == "SGD" else [0, 0])
 
 
-def test_the_settings_are_those_of_the_new_run(save: Save, runtime: Ranks) -> None:
-    train, model = TrainConfig(lr=1e-3, weight_decay=0.5), torch.nn.Linear(96, 64)
+def test_restored_optimizers_have_the_settings_of_the_new_run(save: Save, runtime: Ranks) -> None:
+    train = TrainConfig(lr=1e-3, weight_decay=0.5)
+    model = torch.nn.Linear(96, 64)
     optimizer = build_optimizer(model, train)
     step(model, optimizer)
     checkpoint = save(model, optimizer, train)
@@ -82,15 +84,13 @@ def test_the_settings_are_those_of_the_new_run(save: Save, runtime: Ranks) -> No
     )
 
 
-def test_compiled_layers_that_recompute_are_saved_under_their_own_names(
+def test_compiled_and_checkpointed_layers_are_saved_under_their_usual_names(
     save: Save, runtime: Ranks, tied_model: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    train, model = (
-        TrainConfig(activation_checkpointing="full"),
-        AutoModelForCausalLM.from_pretrained(tied_model),
-    )
+    train = TrainConfig(activation_checkpointing="full")
+    model = AutoModelForCausalLM.from_pretrained(tied_model)
     names = [name for name, _ in model.named_parameters()]
     checkpoint_activations(BuiltModel(model), train)
     compile_layers(BuiltModel(model), backend="eager")
@@ -114,22 +114,24 @@ def test_compiled_layers_that_recompute_are_saved_under_their_own_names(
 STATE = "optimizer.state.weight.exp_avg"
 UNFIT: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
     "codes": (
-        lambda it: it.update({STATE: it[STATE].byte()}),
+        lambda tensors: tensors.update({STATE: tensors[STATE].byte()}),
         r"\(64, 96\) torch.uint8 saved, \(64, 96\) needed",
     ),
-    "weight": (lambda it: it.pop("model.bias"), r"bias: absent saved, \(64,\) needed"),
+    "weight": (lambda tensors: tensors.pop("model.bias"), r"bias: absent saved, \(64,\) needed"),
 }
 
 
 @pytest.mark.parametrize("kind", UNFIT)
-def test_what_does_not_fit_is_told_before_anything_is_read(
+def test_tensors_that_do_not_fit_are_an_error_before_anything_is_read(
     save: Save, runtime: Ranks, kind: str
 ) -> None:
-    train, model = TrainConfig(), torch.nn.Linear(96, 64)
+    train = TrainConfig()
+    model = torch.nn.Linear(96, 64)
     change, message = UNFIT[kind]
     checkpoint = save(model, build_optimizer(model, train), train)
     (file,) = checkpoint.folder.glob("*.safetensors")
-    metadata, tensors = safe_open(file, "pt").metadata(), load_file(file)
+    metadata = safe_open(file, "pt").metadata()
+    tensors = load_file(file)
     change(tensors)
     save_file(tensors, file, metadata)
     torch.nn.init.zeros_(model.weight)
@@ -138,10 +140,11 @@ def test_what_does_not_fit_is_told_before_anything_is_read(
     assert not model.weight.any()
 
 
-def test_a_restored_checkpoint_that_is_deleted_gives_its_space_back(
+def test_deleting_a_restored_checkpoint_frees_its_disk_space(
     save: Save, runtime: Ranks, tmp_path: Path
 ) -> None:
-    train, model = TrainConfig(), torch.nn.Linear(96, 64)
+    train = TrainConfig()
+    model = torch.nn.Linear(96, 64)
     checkpoint = save(model, build_optimizer(model, train), train)
     restore(checkpoint, model, build_optimizer(model, train), runtime)
     assert checkpoint.weights().read("weight").shape == (64, 96)

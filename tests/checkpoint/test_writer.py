@@ -43,7 +43,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in (folder / "checkpoints").iterdir()}
 
 
-def test_only_the_best_and_those_asked_for_are_kept_also_after_a_new_start(
+def test_only_the_best_and_requested_checkpoints_are_kept_even_after_a_restart(
     new_writer: Callable[..., CheckpointWriter], tmp_path: Path
 ) -> None:
     model, optimizer = trained()
@@ -70,7 +70,7 @@ def test_only_the_best_and_those_asked_for_are_kept_also_after_a_new_start(
     assert names(tmp_path) == {"step-000003", "step-000004", "step-000005", "best.json"}
 
 
-def test_checkpoints_that_a_kill_kept_from_being_deleted_are_deleted_at_the_next_start(
+def test_checkpoints_left_by_a_killed_run_are_deleted_at_the_next_start(
     new_writer: Callable[..., CheckpointWriter], tmp_path: Path
 ) -> None:
     model, optimizer = trained()
@@ -81,7 +81,7 @@ def test_checkpoints_that_a_kill_kept_from_being_deleted_are_deleted_at_the_next
         assert names(tmp_path) == {"step-000004", "step-000005"}
 
 
-def test_a_failed_save_is_told_at_the_next_step_and_the_old_one_stays(
+def test_a_failed_save_is_reported_at_the_next_step_and_keeps_the_old_checkpoint(
     new_writer: Callable[..., CheckpointWriter], tmp_path: Path
 ) -> None:
     model, optimizer = trained()
@@ -100,7 +100,7 @@ def test_a_failed_save_is_told_at_the_next_step_and_the_old_one_stays(
     assert not any(name.startswith(".writing") for name in names(tmp_path))
 
 
-def test_too_little_room_is_told_before_anything_is_written(
+def test_too_little_disk_space_is_an_error_before_anything_is_written(
     new_writer: Callable[..., CheckpointWriter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = trained()
@@ -111,7 +111,9 @@ def test_too_little_room_is_told_before_anything_is_written(
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_when_a_checkpoint_is_due(new_writer: Callable[..., CheckpointWriter]) -> None:
+def test_checkpoints_are_due_at_epochs_intervals_and_the_end(
+    new_writer: Callable[..., CheckpointWriter],
+) -> None:
     def due(**settings: object) -> list[bool]:
         writer = new_writer(**settings)
         steps = [(4, True, False), (4, False, True), (3, False, False), (4, False, False)]
@@ -124,7 +126,7 @@ def test_when_a_checkpoint_is_due(new_writer: Callable[..., CheckpointWriter]) -
     assert due(save_model=False, save_steps=3) == [False, True, True, False]
 
 
-def test_what_is_written_late_are_the_values_of_the_moment_of_the_save(
+def test_an_asynchronous_save_writes_the_values_at_the_time_of_the_save(
     new_writer: Callable[..., CheckpointWriter], tmp_path: Path
 ) -> None:
     """A pipe in the place of the file holds the write until somebody reads."""
@@ -132,7 +134,8 @@ def test_what_is_written_late_are_the_values_of_the_moment_of_the_save(
     before = {f"model.{name}": p.detach().clone() for name, p in model.named_parameters()}
     for name, parameter in model.named_parameters():
         before[f"optimizer.state.{name}.exp_avg"] = optimizer.state[parameter]["exp_avg"].clone()
-    writer, aside = new_writer(), tmp_path / "checkpoints" / ".writing-step-000001"
+    writer = new_writer()
+    aside = tmp_path / "checkpoints" / ".writing-step-000001"
     aside.mkdir(parents=True)
     os.mkfifo(aside / shard_file(0))
     writer.save(1, model, optimizer, STATE)
@@ -150,10 +153,8 @@ class Tied(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = (
-            torch.nn.Linear(4, 4, bias=False),
-            torch.nn.Linear(4, 4, bias=False),
-        )
+        self.first = torch.nn.Linear(4, 4, bias=False)
+        self.second = torch.nn.Linear(4, 4, bias=False)
         self.second.weight = self.first.weight
         self.register_buffer("counts", torch.zeros(3))
 
@@ -172,12 +173,11 @@ def test_a_tied_parameter_is_written_once_and_a_buffer_is_not(
     torch.nn.init.zeros_(model.first.weight)
     model.counts.fill_(7)
     restore_weights(checkpoint, model)
-    assert torch.equal(model.second.weight, saved) and model.counts.tolist() == [7, 7, 7]
+    assert torch.equal(model.second.weight, saved)
+    assert model.counts.tolist() == [7, 7, 7]
 
 
-def test_a_file_holds_the_rows_appended_and_one_with_rows_missing_is_an_error(
-    tmp_path: Path,
-) -> None:
+def test_a_file_holds_the_appended_rows_and_missing_rows_are_an_error(tmp_path: Path) -> None:
     tensors = {
         "a": torch.randn(5, 3),
         "b": torch.randn(4, 2).bfloat16(),
@@ -187,9 +187,8 @@ def test_a_file_holds_the_rows_appended_and_one_with_rows_missing_is_an_error(
         for rows in (rows for tensor in tensors.values() for rows in tensor.split(2)):
             file.append(rows)
     loaded = load((tmp_path / "whole").read_bytes())
-    assert loaded.keys() == tensors.keys() and all(
-        torch.equal(loaded[name], it) for name, it in tensors.items()
-    )
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
     with (
         pytest.raises(ValueError, match="bytes written"),
         SafetensorsFile(tmp_path / "short", tensors) as file,

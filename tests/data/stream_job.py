@@ -1,4 +1,4 @@
-"""Iterates over streamed rows as the training loop does, and writes down what each step had:
+"""Iterates over streamed samples as the training loop does, and writes down what each step had:
 folder, cases as JSON."""
 
 import json
@@ -17,7 +17,7 @@ from llama_ft.errors import UserError
 def main(folder: Path, cases: list[dict[str, Any]]) -> None:
     """Run the cases, one after the other, on the ranks there are."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    with runtime.start("cpu", 1, False, None, 60) as job:
+    with runtime.start("cpu", 1, False, None, 60) as ranks:
         for case in cases:
             way = "packing" if case["pack_length"] else "padding"
             config = DataConfig(
@@ -36,28 +36,29 @@ def main(folder: Path, cases: list[dict[str, Any]]) -> None:
                 cache=folder,
             )
             whole = Config(train=settings, data=config)
-            layout = data.training_layout(whole, 200, 0, job)
-            rows = data.plan_training(whole, tokenized, layout, 8, None, job)
-            steps, message = [], ""
+            layout = data.training_layout(whole, 200, 0, ranks)
+            samples = data.plan_training(whole, tokenized, layout, 8, None, ranks)
+            steps = []
+            message = ""
             try:
                 if case.get("first_samples"):
-                    rows.first_samples()
+                    samples.first_samples()
                 with data.Prefetcher(
-                    rows.steps(case["first"], case["last"], case["position"])
+                    samples.steps(case["first"], case["last"], case["position"])
                 ) as feed:
                     for todo in feed:
-                        time.sleep(case.get("pause", 0) * job.rank * (todo.step % 3))
+                        time.sleep(case.get("pause", 0) * ranks.rank * (todo.step % 3))
                         own = [
                             place.rpartition(":")[2]
                             for batch in todo.batches
                             for place in batch.locations
                         ]
-                        everyone: list[Any] = [None] * job.world_size
+                        everyone: list[Any] = [None] * ranks.world_size
                         runtime.process_group.dist.all_gather_object(everyone, own)
                         steps.append(
                             {
                                 "step": todo.step,
-                                "rows": sorted(
+                                "samples": sorted(
                                     int(place) for places in everyone for place in places
                                 ),
                                 "targets": todo.target_tokens,
@@ -69,7 +70,7 @@ def main(folder: Path, cases: list[dict[str, Any]]) -> None:
                         )
             except UserError as error:
                 message = str(error)
-            (folder / f"{case['name']}-{job.world_size}-{job.rank}.json").write_text(
+            (folder / f"{case['name']}-{ranks.world_size}-{ranks.rank}.json").write_text(
                 json.dumps({"steps": steps, "message": message})
             )
 

@@ -1,4 +1,4 @@
-"""The order of rows, and how they become tensors."""
+"""The order of samples, and how they become tensors."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from llama_ft.data import BatchLayout, Demo, collate, evaluation_batches, pad_token_id
 from llama_ft.data.batches import BatchSampler, pack_samples
 
-LENGTHS = [(7 * row) % 53 + 2 for row in range(103)]
+LENGTHS = [(7 * sample) % 53 + 2 for sample in range(103)]
 TARGETS = [length // 2 for length in LENGTHS]
 LAYOUTS = [(1, 4, 1), (1, 1, 4), (2, 2, 2), (3, 2, 2), (8, 2, 1), (4, 4, 16)]
 
@@ -40,19 +40,20 @@ def plans(
 
 @pytest.mark.parametrize("pack_length", [None, 60])
 @pytest.mark.parametrize(("world_size", "micro_batch", "accumulation"), LAYOUTS)
-def test_every_row_is_seen_once_an_epoch_and_no_rank_has_more_tokens(
+def test_every_sample_is_seen_once_per_epoch_within_the_token_limit(
     world_size: int, micro_batch: int, accumulation: int, pack_length: int | None
 ) -> None:
     global_batch = world_size * micro_batch * accumulation
     ranks = plans(world_size, micro_batch, accumulation, pack_length=pack_length)
     assert ranks[0].steps_per_epoch == math.ceil(len(ranks[0]) / global_batch)
     for epoch in (0, 1):
-        seen, light = list[int](), 0
+        seen = list[int]()
+        light = 0
         for step in range(ranks[0].steps_per_epoch):
             shares = [plan.step(epoch, step) for plan in ranks]
             assert len({len(share.micro_batches) for share in shares}) == 1
             tokens = [
-                [sum(LENGTHS[row] for row in batch) for batch in share.micro_batches]
+                [sum(LENGTHS[sample] for sample in batch) for batch in share.micro_batches]
                 for share in shares
             ]
             if pack_length is None:
@@ -61,18 +62,22 @@ def test_every_row_is_seen_once_an_epoch_and_no_rank_has_more_tokens(
                 )
             else:
                 assert max(map(max, tokens)) <= pack_length * micro_batch
-            # every micro-batch has all its packs
+            # every micro-batch has all its packed sequences
             if pack_length and (step + 1) * global_batch <= len(ranks[0]):
                 light += sum(
                     count < 0.95 * pack_length * micro_batch
                     for counts in tokens
                     for count in counts
                 )
-            rows = [row for share in shares for batch in share.micro_batches for row in batch]
-            assert {share.target_tokens for share in shares} == {sum(TARGETS[row] for row in rows)}
-            seen += rows
+            samples = [
+                sample for share in shares for batch in share.micro_batches for sample in batch
+            ]
+            assert {share.target_tokens for share in shares} == {
+                sum(TARGETS[sample] for sample in samples)
+            }
+            seen += samples
         assert sorted(seen) == list(range(103))
-        assert light <= 1  # one pack of an epoch takes what is left
+        assert light <= 1  # one packed sequence per epoch has the rest
 
 
 @pytest.mark.parametrize("pack_length", [None, 60])
@@ -80,7 +85,12 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(pack_length: int | 
     def global_batches(*layout: int) -> list[set[int]]:
         ranks = plans(*layout, pack_length=pack_length)
         return [
-            {row for plan in ranks for batch in plan.step(1, step).micro_batches for row in batch}
+            {
+                sample
+                for plan in ranks
+                for batch in plan.step(1, step).micro_batches
+                for sample in batch
+            }
             for step in range(ranks[0].steps_per_epoch)
         ]
 
@@ -93,7 +103,8 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(pack_length: int | 
 
 
 def test_order_is_a_function_of_seed_epoch_and_step_alone() -> None:
-    first, again = plans(2, 2, 2)[1], plans(2, 2, 2)[1]
+    first = plans(2, 2, 2)[1]
+    again = plans(2, 2, 2)[1]
     forward = {(epoch, step): first.step(epoch, step) for epoch in range(3) for step in range(5)}
     backward = {key: again.step(*key) for key in reversed(forward)}
     assert forward == backward
@@ -106,10 +117,10 @@ def test_order_is_a_function_of_seed_epoch_and_step_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "world_size", "batch_size"), list(itertools.product([1, 5, 16], [1, 2, 4], [1, 3]))
+    ("samples", "world_size", "batch_size"), list(itertools.product([1, 5, 16], [1, 2, 4], [1, 3]))
 )
-def test_evaluation_sees_every_row_once(rows: int, world_size: int, batch_size: int) -> None:
-    lengths = numpy.arange(rows) % 7 + 1
+def test_evaluation_sees_every_sample_once(samples: int, world_size: int, batch_size: int) -> None:
+    lengths = numpy.arange(samples) % 7 + 1
     layouts = [
         BatchLayout(world_size=world_size, rank=rank, micro_batch=batch_size)
         for rank in range(world_size)
@@ -117,20 +128,20 @@ def test_evaluation_sees_every_row_once(rows: int, world_size: int, batch_size: 
     ranks = [evaluation_batches(lengths, layout) for layout in layouts]
     packed = [evaluation_batches(lengths, replace(layout, pack_length=9)) for layout in layouts]
     assert len({len(batches) for batches in packed}) == 1
-    assert sorted(row for batches in packed for batch in batches for row in batch) == list(
-        range(rows)
+    assert sorted(sample for batches in packed for batch in batches for sample in batch) == list(
+        range(samples)
     )
     assert all(lengths[batch].sum() <= 9 * batch_size for batches in packed for batch in batches)
     assert len({len(batches) for batches in ranks}) == 1
-    assert sorted(row for batches in ranks for batch in batches for row in batch) == list(
-        range(rows)
+    assert sorted(sample for batches in ranks for batch in batches for sample in batch) == list(
+        range(samples)
     )
     assert all(len(batch) <= batch_size for batches in ranks for batch in batches)
     layout = BatchLayout(world_size=2, rank=1, micro_batch=2)
     assert evaluation_batches(numpy.ones(10), layout, max_batches=2) == [[1, 3], [5, 7]]
 
 
-def test_padded_rows_of_a_step_are_of_like_length() -> None:
+def test_padded_samples_of_a_step_have_similar_lengths() -> None:
     lengths = numpy.random.default_rng(0).integers(1, 500, 4000)
     layout = BatchLayout(world_size=1, rank=0, micro_batch=8)
     plan = BatchSampler(lengths, lengths, layout, global_batch=8, seed=1)
@@ -143,7 +154,7 @@ def test_padded_rows_of_a_step_are_of_like_length() -> None:
 
 
 @pytest.fixture
-def rows() -> Dataset:
+def samples() -> Dataset:
     return Dataset.from_dict(
         {
             "input_ids": [[1, 2, 3], list(range(20)), [4, 5]],
@@ -155,8 +166,8 @@ def rows() -> Dataset:
     )
 
 
-def test_rows_are_padded_on_the_right_without_mask_or_label(rows: Dataset) -> None:
-    batch = collate(rows, [2, 0], pad_token_id=9)
+def test_samples_are_padded_on_the_right_without_mask_or_label(samples: Dataset) -> None:
+    batch = collate(samples, [2, 0], pad_token_id=9)
     assert batch.input_ids.tolist() == [[4, 5, 9], [1, 2, 3]]
     assert batch.attention_mask.tolist() == [[1, 1, 0], [1, 1, 1]]
     assert batch.labels.tolist() == [[-100, 5, -100], [-100, 2, 3]]
@@ -165,14 +176,16 @@ def test_rows_are_padded_on_the_right_without_mask_or_label(rows: Dataset) -> No
     assert (batch.tokens, batch.target_tokens) == (5, 3)
 
 
-def test_packed_rows_follow_one_another_and_no_row_predicts_the_next(rows: Dataset) -> None:
-    batch = collate(rows, [2, 1, 0], pad_token_id=9, is_packed=True)
+def test_packed_samples_are_concatenated_and_none_predicts_the_next(samples: Dataset) -> None:
+    batch = collate(samples, [2, 1, 0], pad_token_id=9, is_packed=True)
     assert batch.input_ids.tolist() == [[4, 5, *range(20), 1, 2, 3]]
     assert batch.labels.tolist() == [[-100, 5, -100, *range(1, 20), -100, 2, 3]]
-    assert batch.example_lengths == [2, 20, 3] and batch.locations == ["a:3", "a:2", "a:1"]
-    assert (batch.tokens, batch.target_tokens) == (25, 22) and batch.input_ids.dtype == torch.int64
-    for is_packed in (True, False):  # a rank without rows
-        empty = collate(rows, [], pad_token_id=9, is_packed=is_packed)
+    assert batch.example_lengths == [2, 20, 3]
+    assert batch.locations == ["a:3", "a:2", "a:1"]
+    assert (batch.tokens, batch.target_tokens) == (25, 22)
+    assert batch.input_ids.dtype == torch.int64
+    for is_packed in (True, False):  # a rank without samples
+        empty = collate(samples, [], pad_token_id=9, is_packed=is_packed)
         assert (empty.input_ids.tolist(), empty.labels.tolist(), empty.locations) == (
             [[1, 2, 3]],
             [[-100] * 3],
@@ -183,7 +196,7 @@ def test_packed_rows_follow_one_another_and_no_row_predicts_the_next(rows: Datas
     assert plan.step(0, 0) == ([[]], 3, 3)
 
 
-def test_pad_token_falls_back_to_the_end_of_turn(
+def test_pad_token_falls_back_to_the_end_of_turn_token(
     demo: Demo,
     llama3: PreTrainedTokenizerFast,
     make_tokenizer: Callable[..., PreTrainedTokenizerFast],
@@ -199,9 +212,9 @@ CAPACITY = 2048
 
 
 def natural(
-    draw: Callable[[int], numpy.ndarray], rows: int = 20_000, longest: int = CAPACITY
+    draw: Callable[[int], numpy.ndarray], samples: int = 20_000, longest: int = CAPACITY
 ) -> numpy.ndarray:
-    return numpy.clip(draw(rows), 1, longest).astype(numpy.int64)
+    return numpy.clip(draw(samples), 1, longest).astype(numpy.int64)
 
 
 KINDS = {
@@ -215,8 +228,8 @@ KINDS = {
 
 
 def least_number(lengths: numpy.ndarray, pack_length: int) -> int:
-    """A bound no packing can go below (Martello and Toth's L2): for every size, rows that leave no
-    room for rows of that size count whole, and the small ones fill what the middle ones leave."""
+    """A bound no packing can go below (Martello and Toth's L2): for every size, samples that leave no
+    room for samples of that size count whole, and the small ones fill what the middle ones leave."""
     best = math.ceil(lengths.sum() / pack_length)
     for small in numpy.unique(lengths[2 * lengths <= pack_length]).tolist():
         alone = lengths > pack_length - small
@@ -229,20 +242,20 @@ def least_number(lengths: numpy.ndarray, pack_length: int) -> int:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("capacity", [CAPACITY, 5 * CAPACITY])  # searched, and best-fit
-def test_packed_sequences_are_few(kind: str, capacity: int) -> None:
+def test_packing_needs_few_sequences(kind: str, capacity: int) -> None:
     lengths = KINDS[kind]
-    packs, tokens = pack_samples(lengths, capacity)
+    sequences, tokens = pack_samples(lengths, capacity)
     least = least_number(lengths, capacity)
-    assert len(packs) <= math.ceil((1.002 if capacity == CAPACITY else 1.02) * least)
+    assert len(sequences) <= math.ceil((1.002 if capacity == CAPACITY else 1.02) * least)
     longest_first = numpy.sort(lengths)[::-1]
-    each_once = numpy.sort(numpy.concatenate(packs))
+    each_once = numpy.sort(numpy.concatenate(sequences))
     assert numpy.array_equal(each_once, numpy.arange(len(lengths)))
-    assert [longest_first[slots].sum() for slots in packs] == tokens.tolist()
+    assert [longest_first[slots].sum() for slots in sequences] == tokens.tolist()
     assert max(tokens) <= capacity
 
 
 def test_packed_sequences_of_the_quickstart_are_nearly_full() -> None:
     # like docstrings of 256 tokens at most: many truncated ones, many in the middle
     lengths = natural(lambda n: numpy.random.default_rng(1).lognormal(4.5, 0.6, n), 5000, 256)
-    packs, _ = pack_samples(lengths, 256)
-    assert len(packs) <= 1.002 * least_number(lengths, 256)
+    sequences, _ = pack_samples(lengths, 256)
+    assert len(sequences) <= 1.002 * least_number(lengths, 256)

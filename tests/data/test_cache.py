@@ -10,7 +10,7 @@ from llama_ft.data.cache import SIZES, build_once
 from llama_ft.errors import RunFailure
 
 
-def test_cache_folder_follows_the_environment(
+def test_the_cache_directory_follows_the_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
@@ -22,14 +22,14 @@ def test_cache_folder_follows_the_environment(
     assert cache_dir() == Path.home() / ".cache" / "llama_ft"
 
 
-def test_finished_folder_is_not_built_again(tmp_path: Path) -> None:
+def test_a_finished_directory_is_not_built_again(tmp_path: Path) -> None:
     for text in ("first", "second"):
         build_once(tmp_path / "a", lambda folder, text=text: (folder / "done").write_text(text))
     assert (tmp_path / "a" / "done").read_text() == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_folder_of_a_faster_process_is_taken(tmp_path: Path) -> None:
+def test_the_directory_of_a_faster_process_is_used(tmp_path: Path) -> None:
     def build(folder: Path) -> None:
         (folder / "done").write_text("ours")
         if not (tmp_path / "a").exists():
@@ -63,7 +63,7 @@ def damage(file: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["missing", "cut", "grown", "not UTF-8", "bit 3", "bit 17", *JUNK])
 @pytest.mark.parametrize("name", ["a.txt", "inner/b.txt", SIZES])
-def test_damaged_folder_is_named_and_built_again(
+def test_a_corrupted_directory_is_named_and_built_again(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -94,7 +94,7 @@ def test_damaged_folder_is_named_and_built_again(
     assert len(caplog.records) == 1
 
 
-def test_full_disk_is_told_and_nothing_is_left(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_nothing_is_left(tmp_path: Path) -> None:
     def build(folder: Path) -> None:
         (folder / "half").write_text("half")
         Path("/dev/full").write_text("more")

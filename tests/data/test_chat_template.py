@@ -13,7 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from llama_ft.config.paths import BUILT_IN_TEMPLATES
-from llama_ft.data import Encoder, ensure_chat_template
+from llama_ft.data import Encoder, ensure_chat_template, template_limits
 from llama_ft.data.chat_template import BUILT_IN, render_chat
 from llama_ft.data.formats import BadSample, Message
 from llama_ft.data.loss_mask import ChatDiffers, ChatRenderer, drop_reasoning
@@ -89,26 +89,7 @@ MISTRAL = """
     {%- endif %}
 {%- endfor %}
 """
-# The thought is cut off wherever it stands, but an answer is opened with one.
-DEEPSEEK_R1 = """
-{{- bos_token }}
-{%- for m in messages %}
-    {%- if m.role == 'user' %}{{- '<|User|>' + m.content }}
-    {%- elif m.role == 'tool' %}{{- '<|tool|>' + m.content }}
-    {%- else %}{{- '<|Assistant|>' + m.content.split('</think>')[-1] + '</s>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|Assistant|><think>\n' }}{% endif %}
-"""
-# A turn that is answered ends with another token than the last one.
-GPT_OSS = """
-{%- for m in messages %}
-    {{- '<|start|>' + m.role + ('<|channel|>final' if m.role == 'assistant' else '') + '<|message|>' + m.content }}
-    {{- '<|return|>' if loop.last and m.role == 'assistant' and not add_generation_prompt else '<|end|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}
-"""
-# Qwen 3.5's without thinking: the generation prompt holds an empty thought.
+# Qwen 3.5's without thinking: the generation prompt has empty reasoning content.
 NO_THINKING = QWEN3.replace(
     "assistant\n' }}{% endif %}", "assistant\n<think>\n\n</think>\n\n' }}{% endif %}"
 ).replace("{%- set said", "{%- set thought = m.reasoning_content or thought %}{%- set said")
@@ -158,17 +139,6 @@ TOKENS = {
     GEMMA: ["<s>", "</s>", "<start_of_turn>", "<end_of_turn>"],
     PHI3: ["</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],
     MISTRAL: ["<s>", "</s>"],
-    DEEPSEEK_R1: [
-        "<s>",
-        "</s>",
-        "<|User|>",
-        "<|Assistant|>",
-        "<think>",
-        "</think>",
-        "<|call|>",
-        "<|tool|>",
-    ],
-    GPT_OSS: ["<|start|>", "<|end|>", "<|return|>", "<|channel|>", "<|message|>"],
     BUILT_IN["llama3"]: [
         "<|begin_of_text|>",
         "<|start_header_id|>",
@@ -194,12 +164,11 @@ def tokens(make_tokenizer: MakeTokenizer) -> Callable[..., str]:
     ) -> str:
         special = TOKENS[template]
         named = {"bos_token": "<s>", "eos_token": "</s>"}
-        tokenizer = make_tokenizer(
-            special, template, **{key: it for key, it in named.items() if it in special}
-        )
-        row = {"messages": messages, "tools": tools}
+        named = {name: token for name, token in named.items() if token in special}
+        tokenizer = make_tokenizer(special, template, **named)
+        sample = {"messages": messages, "tools": tools}
         samples = []
-        for encoded in Encoder(tokenizer, 10_000, labels=labels).encode(row, "messages"):
+        for encoded in Encoder(tokenizer, 10_000, labels=labels).encode(sample, "messages"):
             assert all(
                 label in (-100, token)
                 for token, label in zip(encoded.input_ids, encoded.labels, strict=True)
@@ -239,10 +208,9 @@ def text(make_tokenizer: MakeTokenizer) -> Callable[..., str]:
     return shown
 
 
-QWEN_START, QWEN_HI = "<|im_start|> assistant Ċ", "<|im_start|> user Ċ Hi <|im_end|> Ċ"
+QWEN_START = "<|im_start|> assistant Ċ"
+QWEN_HI = "<|im_start|> user Ċ Hi <|im_end|> Ċ"
 QWEN_EMPTY = "[<think>] [ĊĊ] [</think>] [ĊĊ]"
-OSS_CHANNEL = "[<|channel|>] [f] [i] [n] [a] [l] [<|message|>]"
-OSS_OPEN = f"<|start|> user <|message|> Hi <|end|> <|start|> assistant {OSS_CHANNEL}"
 LLAMA_HI = "<|start_header_id|> user <|end_header_id|> ĊĊ Hi <|eot_id|>"
 LLAMA_OPEN = f"{LLAMA_HI} <|start_header_id|> assistant <|end_header_id|> ĊĊ"
 
@@ -277,19 +245,6 @@ LLAMA_OPEN = f"{LLAMA_HI} <|start_header_id|> assistant <|end_header_id|> ĊĊ"
             "<s> [ I N S T ] Ġ Hi [ / I N S T ] Ġyes </s> [ I N S T ] Ġno ĊĊ yes [ / I N S T ] [Ġno] [</s>]",
         ),
         (
-            DEEPSEEK_R1,
-            TWO,
-            f"<s> <|User|> Hi <|Assistant|> <think> Ċ [Ċ] [</think>] [ĊĊ] [yes] [</s>]{NEXT}"
-            "<s> <|User|> Hi <|Assistant|> yes </s> <|User|> Hi <|Assistant|> "
-            "<think> Ċ [Ċ] [</think>] [ĊĊ] [no] [</s>]",
-        ),
-        (
-            GPT_OSS,
-            TWO,
-            f"{OSS_OPEN} [yes] [<|return|>]{NEXT}"
-            f"{OSS_OPEN.replace('[', '').replace(']', '')} yes <|end|> {OSS_OPEN} [no] [<|return|>]",
-        ),
-        (
             BUILT_IN["llama3"],
             WITH_SYSTEM,
             "<|begin_of_text|> <|start_header_id|> system <|end_header_id|> ĊĊ no <|eot_id|> "
@@ -314,15 +269,6 @@ CALLED = '{"name": "f", "arguments": {"x": 1}}'
 @pytest.mark.parametrize(
     ("template", "tools", "expected"),
     [
-        (
-            QWEN3,
-            None,
-            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-            f"[[<think>\n\n</think>\n\n<tool_call>\n{CALLED}\n</tool_call><|im_end|>]]\n{NEXT}"
-            "<|im_start|>user\nHi<|im_end|>\n"
-            f"<|im_start|>assistant\n<tool_call>\n{CALLED}\n</tool_call><|im_end|>\n"
-            "<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n[[<think>\n\n</think>\n\nyes<|im_end|>]]\n",
-        ),
         (
             MISTRAL,
             TOOLS,
@@ -354,7 +300,7 @@ CALLED = '{"name": "f", "arguments": {"x": 1}}'
         ),
     ],
 )
-def test_calls_of_tools_are_answers(
+def test_tool_calls_are_in_the_loss(
     text: Callable[..., str], template: str, tools: Any, expected: str
 ) -> None:
     assert text(template, WITH_TOOLS, tools=tools) == expected
@@ -392,14 +338,16 @@ def test_calls_of_tools_are_answers(
         ),
     ],
 )
-def test_what_a_template_would_lose_is_refused(
+def test_chats_with_content_that_a_template_drops_are_rejected(
     text: Callable[..., str], template: str, chat: list[Message], tools: Any, lost: str
 ) -> None:
     with pytest.raises(BadSample, match=f"drops {lost}"):
         text(template, chat, tools=tools)
 
 
-def test_thoughts_are_trained_where_the_model_thinks_them(text: Callable[..., str]) -> None:
+def test_reasoning_content_is_in_the_loss_where_the_template_writes_it(
+    text: Callable[..., str],
+) -> None:
     chat = [
         user("Hi"),
         assistant("<think>\na\n</think>\n\nyes"),
@@ -411,11 +359,6 @@ def test_thoughts_are_trained_where_the_model_thinks_them(text: Callable[..., st
         f"[[<think>\na\n</think>\n\nyes<|im_end|>]]\n{NEXT}"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[<think>\nb\n</think>\n\nno<|im_end|>]]\n"
-    )
-    assert text(DEEPSEEK_R1, chat) == (
-        f"<s><|User|>Hi<|Assistant|><think>\n[[a\n</think>\n\nyes</s>]]{NEXT}"
-        "<s><|User|>Hi<|Assistant|>\n\nyes</s>"
-        "<|User|>Hi<|Assistant|><think>\n[[b\n</think>\n\nno</s>]]"
     )
 
 
@@ -464,7 +407,7 @@ def test_a_response_of_nothing_but_reasoning_content_cannot_lose_it() -> None:
 
 
 @pytest.mark.parametrize("template", [GEMMA, MISTRAL, PHI3, BUILT_IN["chatml"], BUILT_IN["alpaca"]])
-def test_weights_and_labels_choose_among_the_answers(
+def test_weights_and_labels_select_the_responses_in_the_loss(
     text: Callable[..., str], template: str
 ) -> None:
     def trained(messages: list[Message], labels: str) -> list[str]:
@@ -505,7 +448,7 @@ def test_chatml_begins_with_the_bos_that_the_tokenizer_adds(
     ] == [0]
 
 
-def test_a_template_file_is_taken_and_saved_with_the_tokenizer(
+def test_a_template_file_is_used_and_saved_with_the_tokenizer(
     plain: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.jinja"
@@ -523,7 +466,7 @@ def test_a_template_file_is_taken_and_saved_with_the_tokenizer(
         (b"{{ messages | shorten }}", "mine.jinja, line 1: No filter named 'shorten'"),
     ],
 )
-def test_a_template_file_that_cannot_be_used_is_refused(
+def test_an_unusable_template_file_is_rejected(
     plain: PreTrainedTokenizerFast, tmp_path: Path, content: bytes, message: str
 ) -> None:
     file = tmp_path / "mine.jinja"
@@ -537,10 +480,8 @@ MACRO = b"{% macro deeper() %}{{ deeper() }}{% endmacro %}{{ deeper() }}"
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
-        (LOOP, "does not end within 5 s"),
-        (b"{{ 7 ** (10 ** 9) }}", "does not end within 5 s"),
         (b"{{ 'a' * 10 ** 11 }}", "takes more than 1 GiB"),
         (b"{{ messages[0].content * 10 ** 9 }}", "takes more than 1 GiB"),
         (MACRO, "nested too deeply"),
@@ -550,17 +491,28 @@ MACRO = b"{% macro deeper() %}{{ deeper() }}{% endmacro %}{{ deeper() }}"
         (b" " * 2**21, "not a template .larger than 1,048,576 bytes"),
     ],
 )
-def test_a_template_without_bounds_is_refused(
-    plain: PreTrainedTokenizerFast, tmp_path: Path, content: bytes, told: str
+def test_a_template_that_exceeds_a_limit_is_rejected(
+    plain: PreTrainedTokenizerFast, tmp_path: Path, content: bytes, message: str
 ) -> None:
     file = tmp_path / "mine.jinja"
     file.write_bytes(content)
-    with pytest.raises(UserError, match=f"(?s)mine.jinja.*{told}"):
+    with pytest.raises(UserError, match=f"(?s)mine.jinja.*{message}"):
+        ensure_chat_template(plain, str(file))
+
+
+@pytest.mark.parametrize("content", [LOOP, b"{{ 7 ** (10 ** 9) }}"])
+def test_a_template_that_does_not_end_is_rejected(
+    plain: PreTrainedTokenizerFast, tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_limits, "CPU_SECONDS", 1)
+    file = tmp_path / "mine.jinja"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match="(?s)mine.jinja.*does not end within 1 s"):
         ensure_chat_template(plain, str(file))
 
 
 @pytest.mark.parametrize("wanted", [None, "chatml"])
-def test_a_template_without_its_tokens_is_refused_unless_they_may_be_added(
+def test_a_template_without_its_tokens_is_rejected_unless_they_may_be_added(
     plain: PreTrainedTokenizerFast, wanted: str | None
 ) -> None:
     plain.chat_template = BUILT_IN["chatml"]
@@ -581,6 +533,6 @@ def test_a_template_without_its_tokens_is_refused_unless_they_may_be_added(
     ]
 
 
-def test_what_a_template_writes_does_not_depend_on_the_day() -> None:
+def test_templates_render_the_same_text_on_every_day() -> None:
     template = "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }} {{ date_string }}"
     assert render_chat(template, {}, ONE)[0] == "2024-07-26 00:00:00.000000 26 Jul 2024"

@@ -13,23 +13,25 @@ from transformers import AutoTokenizer, GenerationConfig
 from llama_ft.data import Demo, smollm2
 
 
-def rows(file: Path) -> list[dict[str, str]]:
+def samples(file: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def test_answers_are_docstrings_of_the_running_python(demo: Demo) -> None:
     answers = {
-        row["input"]: row["output"] for row in rows(demo.train_file) + rows(demo.validation_file)
+        sample["input"]: sample["output"]
+        for sample in samples(demo.train_file) + samples(demo.validation_file)
     }
     assert answers["def fnmatch(name, pat)"] == inspect.getdoc(__import__("fnmatch").fnmatch)
     assert answers["class JSONDecoder(object)"] == inspect.getdoc(json.JSONDecoder)
 
 
-def test_no_answer_and_no_question_of_the_validation_rows_is_trained_on(demo: Demo) -> None:
-    train, validation = rows(demo.train_file), rows(demo.validation_file)
+def test_no_prompt_and_no_response_of_the_validation_set_is_in_the_training_set(demo: Demo) -> None:
+    train = samples(demo.train_file)
+    validation = samples(demo.validation_file)
     for column in ("output", "instruction"):
-        assert not {row[column].lower() for row in train} & {
-            row[column].lower() for row in validation
+        assert not {sample[column].lower() for sample in train} & {
+            sample[column].lower() for sample in validation
         }
 
 
@@ -50,7 +52,7 @@ def test_another_process_builds_the_same_bytes_whatever_its_rank(
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
-def test_tokenizer_and_generation_know_the_end_of_a_turn(demo: Demo) -> None:
+def test_tokenizer_and_generation_config_have_the_end_of_turn_token(demo: Demo) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo.model_dir)
     generation = GenerationConfig.from_pretrained(demo.model_dir)
     assert len(tokenizer) == 8192
@@ -65,7 +67,7 @@ def test_tokenizer_and_generation_know_the_end_of_a_turn(demo: Demo) -> None:
 
 
 @pytest.mark.parametrize("is_reached", [True, False])
-def test_without_the_package_the_quickstart_takes_the_hub_or_says_that_it_takes_the_demo(
+def test_without_the_package_the_quickstart_uses_the_hub_or_reports_that_it_uses_the_demo(
     is_reached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -83,8 +85,6 @@ def test_without_the_package_the_quickstart_takes_the_hub_or_says_that_it_takes_
     if is_reached:
         assert model == smollm2.HUB_NAME and "Apache-2.0" in about
     else:
-        assert (
-            model == ""
-            and "Name or service not known" in about
-            and "random weights takes its place" in about
-        )
+        assert model == ""
+        assert "Name or service not known" in about
+        assert "random weights takes its place" in about

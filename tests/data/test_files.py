@@ -37,7 +37,7 @@ def test_jsonl_counts_blank_lines_and_takes_a_byte_order_mark(tmp_path: Path) ->
         (b"[" * 100_000, "malformed JSON: "),
     ],
 )
-def test_unusable_line_of_jsonl_is_told_and_the_next_is_read(
+def test_a_malformed_line_of_jsonl_is_reported_and_the_next_one_is_read(
     tmp_path: Path, line: bytes, text: str
 ) -> None:
     path = written(tmp_path / "my.jsonl", b'{"a": 1}\n' + line + b'\n{"a": 3}\n')
@@ -49,11 +49,11 @@ def test_unusable_line_of_jsonl_is_told_and_the_next_is_read(
 
 def test_json_array_counts_rows(tmp_path: Path) -> None:
     path = written(tmp_path / "my.json", json.dumps([{"a": 1}, {"a": [2]}, 3], indent=1))
-    rows = list(samples_of_file(path))
-    assert rows[:2] == [(f"{path} row 1", {"a": 1}), (f"{path} row 2", {"a": [2]})]
-    assert isinstance(rows[2][1], BadSample)
+    samples = list(samples_of_file(path))
+    assert samples[:2] == [(f"{path} row 1", {"a": 1}), (f"{path} row 2", {"a": [2]})]
+    assert isinstance(samples[2][1], BadSample)
     path.write_text('{"a": 1}\n{"a": 2}\n')  # or one object per line
-    assert [row for _, row in samples_of_file(path)] == [{"a": 1}, {"a": 2}]
+    assert [sample for _, sample in samples_of_file(path)] == [{"a": 1}, {"a": 2}]
     assert (
         list(samples_of_file(written(path, " [ ] \n")))
         == list(samples_of_file(written(path, "")))
@@ -72,7 +72,7 @@ def test_csv_counts_rows_after_the_header(tmp_path: Path) -> None:
     ]
 
 
-def test_csv_row_with_other_fields_than_the_header_is_told(tmp_path: Path) -> None:
+def test_a_csv_row_with_other_fields_than_the_header_is_reported(tmp_path: Path) -> None:
     (_, problem), (_, too_few), (_, good) = samples_of_file(
         written(tmp_path / "my.csv", "a,b\n1,2,3\n1\n1,2\n")
     )
@@ -80,8 +80,8 @@ def test_csv_row_with_other_fields_than_the_header_is_told(tmp_path: Path) -> No
     assert good == {"a": "1", "b": "2"}
 
 
-ROWS = [{"instruction": f"Hi {number}", "output": "é"} for number in range(5)]
-LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+SAMPLES = [{"instruction": f"Hi {number}", "output": "é"} for number in range(5)]
+LINES = "".join(json.dumps(sample) + "\n" for sample in SAMPLES).encode()
 CSV = b"instruction,output\n" + b"".join(f"Hi {number},é\n".encode() for number in range(5))
 
 
@@ -96,37 +96,39 @@ KINDS: dict[str, Callable[[Path], object]] = {
         gzip.compress(LINES[:60]) + gzip.compress(LINES[60:])
     ),
     "my.jsonl.zst": lambda path: path.write_bytes(zstd(LINES[:60]) + zstd(LINES[60:])),
-    "my.json": lambda path: path.write_text(json.dumps(ROWS, indent=2, ensure_ascii=False)),
-    "array.jsonl": lambda path: path.write_text(json.dumps(ROWS)),
+    "my.json": lambda path: path.write_text(json.dumps(SAMPLES, indent=2, ensure_ascii=False)),
+    "array.jsonl": lambda path: path.write_text(json.dumps(SAMPLES)),
     "MY.CSV": lambda path: path.write_bytes(CSV),
     "my.csv.zst": lambda path: path.write_bytes(zstd(CSV)),
-    "my.parquet": lambda path: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path),
+    "my.parquet": lambda path: pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(SAMPLES), path
+    ),
 }
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_file_holds_the_same_rows_here_and_behind_a_url(
+def test_every_file_format_has_the_same_samples_on_disk_and_behind_a_url(
     tmp_path: Path, name: str
 ) -> None:
     KINDS[name](tmp_path / name)
-    assert [row for _, row in samples_of_file(tmp_path / name)] == ROWS
+    assert [sample for _, sample in samples_of_file(tmp_path / name)] == SAMPLES
     url = f"memory://{tmp_path.name}/{name}"
     with fsspec.open(url, "wb") as file:
         file.write((tmp_path / name).read_bytes())
     remote = list(samples_of_file(url))
-    assert [row for _, row in remote] == ROWS
+    assert [sample for _, sample in remote] == SAMPLES
     assert remote[0][0].startswith(url)
 
 
-def test_keys_that_only_other_objects_have_are_no_nulls_in_parquet(tmp_path: Path) -> None:
+def test_keys_of_other_objects_are_not_nulls_in_parquet(tmp_path: Path) -> None:
     turns = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "yes", "weight": 0},
     ]
     table = pyarrow.Table.from_pylist([{"messages": turns, "id": None, "labels": [1, 2]}])
     pyarrow.parquet.write_table(table, tmp_path / "my.parquet")
-    [(_, row)] = samples_of_file(tmp_path / "my.parquet")
-    assert row == {"messages": turns, "id": None, "labels": [1, 2]}
+    [(_, sample)] = samples_of_file(tmp_path / "my.parquet")
+    assert sample == {"messages": turns, "id": None, "labels": [1, 2]}
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,7 @@ def test_keys_that_only_other_objects_have_are_no_nulls_in_parquet(tmp_path: Pat
         ),
     ],
 )
-def test_file_that_cannot_be_read_on_is_told(
+def test_an_unreadable_rest_of_a_file_is_reported(
     tmp_path: Path, name: str, content: bytes, text: str
 ) -> None:
     path = written(tmp_path / name, content)
@@ -158,7 +160,7 @@ def test_file_that_cannot_be_read_on_is_told(
     assert caught.value.messages[0].removeprefix(f"{path}: ").startswith(text.format(path=path))
 
 
-def test_a_line_without_end_is_refused(tmp_path: Path) -> None:
+def test_a_line_without_end_is_rejected(tmp_path: Path) -> None:
     path = written(tmp_path / "my.jsonl", b'{"a": 1}\n{"a": "' + b"x" * LONGEST_LINE)
     with pytest.raises(UserError, match="after .*my.jsonl:1: line 2 is longer than 67,108,864 b"):
         list(samples_of_file(path))
@@ -168,25 +170,25 @@ def test_a_line_without_end_is_refused(tmp_path: Path) -> None:
     ("host", "why"),
     [("127.0.0.1:9", "connection refused"), ("no-such-host.invalid", "host not found")],
 )
-def test_a_host_that_does_not_answer_is_no_missing_file(host: str, why: str) -> None:
-    with pytest.raises(UserError) as told:
+def test_an_unreachable_host_is_not_reported_as_a_missing_file(host: str, why: str) -> None:
+    with pytest.raises(UserError) as raised:
         list(samples_of_file(f"http://me:hunter2@{host}/my.jsonl"))
     assert (
-        str(told.value)
+        str(raised.value)
         == f"error: http://***@{host}/my.jsonl: cannot be read: the host does not answer ({why})."
     )
 
 
 @pytest.mark.parametrize("name", ["my.jsonl", "my.jsonl.gz"])
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
-    row = json.dumps({"text": "x" * 1000})
-    text = "\n".join([row] * 30_001)
+    sample = json.dumps({"text": "x" * 10_000})
+    text = "\n".join([sample] * 3_001)
     path = written(
         tmp_path / name, gzip.compress(text.encode(), 1) if name.endswith(".gz") else text
     )
     del text
     tracemalloc.start()
-    assert sum(1 for _ in samples_of_file(path)) == 30_001
+    assert sum(1 for _ in samples_of_file(path)) == 3_001
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 10 * 2**20

@@ -221,9 +221,9 @@ def test_each_loss_token_has_the_prefix_and_the_text_of_inference(
     encoder = Encoder(tokenizer, 100_000)
     accepted = []
     for title, chat in CHATS.items():
-        row = {"messages": chat.messages, "tools": chat.tools}
+        sample = {"messages": chat.messages, "tools": chat.tools}
         try:
-            samples = encoder.encode(row, "messages")
+            samples = encoder.encode(sample, "messages")
         except BadSample as error:
             # nothing is dropped in silence
             assert re.search("drops|rejects this chat|differently|ends with empty", str(error)), (
@@ -250,12 +250,18 @@ def test_reasoning_templates_accept_chats_with_tools_and_reasoning(
     tokenizer_of: Callable[[str], PreTrainedTokenizerFast],
 ) -> None:
     chat = CHATS["tools and reasoning"]
-    row = {"messages": chat.messages, "tools": chat.tools}
+    sample = {"messages": chat.messages, "tools": chat.tools}
     counts = {}
     for name in ("qwen3", "qwen3_5_think", "nemotron_3_nano", "glm4moe", "gptoss", "gemma4_v5"):
-        samples = Encoder(tokenizer_of(STOCK[name]), 100_000).encode(row, "messages")
+        samples = Encoder(tokenizer_of(STOCK[name]), 100_000).encode(sample, "messages")
         counts[name] = len(samples)
     assert counts == dict.fromkeys(counts, 3)
+    # a template that drops the reasoning content of earlier messages, behind a prompt that opens it
+    sample = {"messages": CHATS["tags"].messages}
+    samples = Encoder(tokenizer_of(STOCK["deepseek_r1_distill"]), 100_000).encode(
+        sample, "messages"
+    )
+    assert len(samples) == 2
 
 
 def test_the_last_response_alone_is_in_the_loss_with_labels_completion(

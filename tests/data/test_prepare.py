@@ -1,4 +1,4 @@
-"""From --dataset to tokenized rows: what is kept, what is said, and when the cache is used."""
+"""From --dataset to tokenized samples: what is kept, what is said, and when the cache is used."""
 
 import json
 import logging
@@ -40,16 +40,16 @@ def cached(cache: Path) -> set[str]:
     return {path.name for path in (cache / "tokenized").iterdir()}
 
 
-def test_rows_come_out_as_tokens_labels_counts_and_places(
+def test_samples_become_tokens_labels_counts_and_locations(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     path = write_jsonl(tmp_path / "my.jsonl", pairs(3))
     data = prepared(path, llama3, tmp_path / "cache")
     assert len(data.train) == 3
-    row = data.train[1]
-    assert set(row) == {"input_ids", "labels", "target_tokens", "group", "source", "desirable"}
-    assert row["source"] == f"{path}:2"
-    assert row["target_tokens"] == 2 == sum(label != -100 for label in row["labels"])
+    sample = data.train[1]
+    assert set(sample) == {"input_ids", "labels", "target_tokens", "group", "source", "desirable"}
+    assert sample["source"] == f"{path}:2"
+    assert sample["target_tokens"] == 2 == sum(label != -100 for label in sample["labels"])
     assert data.train.features["input_ids"].feature.dtype == "int32"
     assert data.validation is None
     assert data.report.chat_sample == [
@@ -61,7 +61,7 @@ def test_rows_come_out_as_tokens_labels_counts_and_places(
     assert data.summary[2].split() == ["training", "3", "45", "6", "15", "0", "0"]
 
 
-def test_first_bad_rows_are_reported_together(
+def test_the_first_bad_samples_are_reported_together(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     bad = {"messages": [{"role": "user", "content": "Hi"}, {"role": "asistant", "content": "yes"}]}
@@ -177,7 +177,7 @@ def test_training_samples_as_validation_set_are_warned_of(
         ),
     ],
 )
-def test_a_split_without_rows_is_refused(
+def test_a_split_without_samples_is_rejected(
     llama3: PreTrainedTokenizerFast,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -190,15 +190,18 @@ def test_a_split_without_rows_is_refused(
         prepared(write_jsonl(Path("my.jsonl"), pairs(3)), llama3, tmp_path / "cache", **settings)
 
 
-def test_fraction_of_the_rows_does_not_depend_on_their_order(
+def test_the_validation_fraction_does_not_depend_on_the_order_of_samples(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    rows = pairs(200)
+    samples = pairs(200)
     forward = prepared(
-        write_jsonl(tmp_path / "a.jsonl", rows), llama3, tmp_path / "cache", validation="0.2"
+        write_jsonl(tmp_path / "a.jsonl", samples), llama3, tmp_path / "cache", validation="0.2"
     )
     backward = prepared(
-        write_jsonl(tmp_path / "b.jsonl", rows[::-1]), llama3, tmp_path / "cache", validation="0.2"
+        write_jsonl(tmp_path / "b.jsonl", samples[::-1]),
+        llama3,
+        tmp_path / "cache",
+        validation="0.2",
     )
     assert forward.validation is not None and backward.validation is not None
     assert 20 < len(forward.validation) < 60
@@ -207,17 +210,19 @@ def test_fraction_of_the_rows_does_not_depend_on_their_order(
     unwanted = prepared(
         tmp_path / "a.jsonl", llama3, tmp_path / "cache", validation="0.2", want=False
     )
-    assert unwanted.validation is None and unwanted.train["source"][:] == forward.train["source"][:]
-    assert not {str(row) for row in forward.train["input_ids"]} & {
-        str(row) for row in forward.validation["input_ids"]
+    assert unwanted.validation is None
+    assert unwanted.train["source"][:] == forward.train["source"][:]
+    assert not {str(sample) for sample in forward.train["input_ids"]} & {
+        str(sample) for sample in forward.validation["input_ids"]
     }
 
 
 def test_formats_and_the_columns_that_are_used_and_ignored_are_printed(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    rows = [{**row, "system": "Be brief.", "id": 1} for row in pairs(2)]
-    first, second = write_jsonl(tmp_path / "a.jsonl", rows), write_jsonl(tmp_path / "b.jsonl", rows)
+    samples = [{**sample, "system": "Be brief.", "id": 1} for sample in pairs(2)]
+    first = write_jsonl(tmp_path / "a.jsonl", samples)
+    second = write_jsonl(tmp_path / "b.jsonl", samples)
     chats = [
         {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "no"}]}
     ]
@@ -236,15 +241,15 @@ def test_formats_and_the_columns_that_are_used_and_ignored_are_printed(
         f"{third}: format messages, columns messages; ignored: id, text",
         f"{second}: {alpaca}",
     ]
-    assert data.validation is not None and "Be brief." in llama3.decode(
-        data.validation[0]["input_ids"]
-    )
+    assert data.validation is not None
+    assert "Be brief." in llama3.decode(data.validation[0]["input_ids"])
 
 
 def test_cache_is_used_until_something_changes(
     llama3: PreTrainedTokenizerFast, chatml: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    path, cache = write_jsonl(tmp_path / "my.jsonl", pairs(30)), tmp_path / "cache"
+    path = write_jsonl(tmp_path / "my.jsonl", pairs(30))
+    cache = tmp_path / "cache"
     prepared(path, llama3, cache)
     (first,) = cached(cache)
     written = (cache / "tokenized" / first / "train.arrow").stat().st_mtime_ns
@@ -291,27 +296,25 @@ def test_bit_flips_in_the_cache_do_not_change_the_samples(
     right = samples()
     (key,) = cached(cache)
     folder = cache / "tokenized" / key
-    for flip in range(14):
+    for flip in range(4):
         content = bytearray((folder / name).read_bytes())
-        content[(len(content) - 1) * flip // 13] ^= 1 << flip % 8
+        content[(len(content) - 1) * flip // 3] ^= 1 << flip
         (folder / name).write_bytes(content)
         assert samples() == right
     printed = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
     # a flip in sizes.json may change nothing but a space
-    assert 10 <= len(printed) <= 14 if name == "sizes.json" else len(printed) == 14
+    assert 2 <= len(printed) <= 4 if name == "sizes.json" else len(printed) == 4
     assert all(line.startswith(f"{folder}: ") for line in printed)
     assert cached(cache) == {key}
 
 
-def test_ids_beyond_the_models_vocabulary_are_refused_whether_cached_or_not(
+def test_ids_outside_the_vocabulary_are_rejected_whether_cached_or_not(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    """The tokenizer may be larger: what counts is which ids the rows hold."""
+    """The tokenizer may be larger: what counts is which ids the samples hold."""
     tokenized = [{"input_ids": ids, "labels": ids} for ids in ([5, 6], [7, 40, 9], [40, 1])]
-    path, config = (
-        write_jsonl(tmp_path / "my.jsonl", tokenized),
-        DataConfig(dataset=str(tmp_path / "my.jsonl")),
-    )
+    path = write_jsonl(tmp_path / "my.jsonl", tokenized)
+    config = DataConfig(dataset=str(tmp_path / "my.jsonl"))
     for _ in range(2):
         with pytest.raises(
             UserError, match=rf"{path}: token 40 \(.*\) is outside the model's vocabulary of 40"

@@ -15,7 +15,8 @@ from llama_ft.data.reshape import repaired, reshaped
 from llama_ft.data.sources import Source, open_source
 from llama_ft.errors import UserError
 
-USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+USER = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "Hello"}
 
 
 @pytest.fixture
@@ -25,15 +26,16 @@ def read(tmp_path: Path) -> Callable[..., Source]:
     def opened(name: str, content: str | bytes, **settings: Any) -> Source:
         file = tmp_path / name
         file.write_bytes(content.encode() if isinstance(content, str) else content)
-        config, none = DataConfig(dataset=str(file), **settings), PreTrainedTokenizerBase()
+        config = DataConfig(dataset=str(file), **settings)
+        none = PreTrainedTokenizerBase()
         source = open_source(str(file), "train", config=config, tokenizer=none, cache=tmp_path)
         return reshaped(source, config, config.max_samples)
 
     return opened
 
 
-def rows(source: Source) -> list[Any]:
-    return [row for _, row, _ in source.formatted_samples("auto")]
+def samples(source: Source) -> list[Any]:
+    return [sample for _, sample, _ in source.formatted_samples("auto")]
 
 
 @pytest.mark.parametrize(
@@ -44,27 +46,29 @@ def rows(source: Source) -> list[Any]:
         ("Frage\tAntwort", ["question=Frage", "output=Antwort"]),
     ],
 )
-def test_columns_are_taken_by_usual_names_or_by_those_given(
+def test_columns_are_found_by_usual_names_or_by_the_setting(
     read: Callable[..., Source], header: str, columns: list[str]
 ) -> None:
     delimiter = next(mark for mark in ",;\t" if mark in header)
     source = read("a.csv", f"{header}\n{delimiter.join(['Why?', 'So.'])}\n", columns=columns)
-    assert rows(source) == [{"instruction": "Why?", "output": "So."}]
+    assert samples(source) == [{"instruction": "Why?", "output": "So."}]
     assert source.sample_format("auto") == "alpaca"
 
 
 @pytest.mark.parametrize("columns", [["question=Nothing"], ["nothing=a"], ["question"]])
-def test_a_column_that_is_not_there_or_not_known_is_refused(
+def test_missing_and_unknown_columns_are_rejected(
     read: Callable[..., Source], columns: list[str]
 ) -> None:
     with pytest.raises(UserError, match="--columns"):
         read("a.jsonl", '{"a": "Why?", "b": "So."}', columns=columns)
 
 
-def test_only_the_first_samples_and_slices_of_local_files(read: Callable[..., Source]) -> None:
+def test_the_first_samples_and_slices_of_local_files_can_be_selected(
+    read: Callable[..., Source],
+) -> None:
     lines = "\n".join(json.dumps({"text": str(number)}) for number in range(9))
-    assert rows(read("a.jsonl", lines, max_samples=2)) == [{"text": "0"}, {"text": "1"}]
-    assert rows(read("a.jsonl", lines, dataset_split="train[3:5]")) == [
+    assert samples(read("a.jsonl", lines, max_samples=2)) == [{"text": "0"}, {"text": "1"}]
+    assert samples(read("a.jsonl", lines, dataset_split="train[3:5]")) == [
         {"text": "3"},
         {"text": "4"},
     ]
@@ -72,14 +76,16 @@ def test_only_the_first_samples_and_slices_of_local_files(read: Callable[..., So
     assert len(identities) == 3  # the cache must tell them apart
 
 
-def test_utf_16_is_read_and_other_encodings_name_a_way_out(read: Callable[..., Source]) -> None:
+def test_utf_16_is_read_and_other_encodings_are_rejected_with_a_way_out(
+    read: Callable[..., Source],
+) -> None:
     text = "instruction,output\nWarum?,Völlig klar\n"
-    assert rows(read("a.csv", text.encode("utf-16")))[0]["output"] == "Völlig klar"
+    assert samples(read("a.csv", text.encode("utf-16")))[0]["output"] == "Völlig klar"
     with pytest.raises(UserError, match="iconv"):
-        rows(read("b.csv", text.encode("cp1252")))
+        samples(read("b.csv", text.encode("cp1252")))
 
 
-def test_chats_are_repaired_into_what_the_format_takes() -> None:
+def test_chats_are_repaired_to_fit_the_format() -> None:
     call = {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'}
     chat = [
         {"from": "gpt", "value": "Welcome"}, {"from": "human", "value": "Add"}, {"from": "human", "value": "one"}, call,

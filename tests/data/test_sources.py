@@ -39,7 +39,7 @@ def source_of(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> Opener:
         ("x = 1\n", ": f: LookupError: no such function"),
     ],
 )
-def test_what_is_wrong_with_a_function_is_told(
+def test_errors_of_dataset_functions_are_reported(
     source_of: Opener, tmp_path: Path, code: str, text: str
 ) -> None:
     path = tmp_path / "broken.py"
@@ -57,7 +57,7 @@ def test_what_is_wrong_with_a_function_is_told(
         ("bad.jsonl", "bad.jsonl:1: malformed JSON"),
     ],
 )
-def test_dataset_that_is_none_is_told(
+def test_a_dataset_that_does_not_exist_is_reported(
     source_of: Opener, tmp_path: Path, name: str, text: str
 ) -> None:
     (tmp_path / "my_data.jsonl").write_text("\n\n")
@@ -66,7 +66,7 @@ def test_dataset_that_is_none_is_told(
         source_of(str(tmp_path / name)).sample_format("auto")
 
 
-# What is read from where: every file has rows that name it.
+# What is read from where: every file has samples that name it.
 
 
 def write(path: Path, *texts: str, column: str = "text") -> str:
@@ -76,10 +76,10 @@ def write(path: Path, *texts: str, column: str = "text") -> str:
 
 
 def texts(source: Source) -> list[str]:
-    return [row["text"] for _, row in source.read() if not isinstance(row, BadSample)]
+    return [sample["text"] for _, sample in source.read() if not isinstance(sample, BadSample)]
 
 
-def test_folder_is_all_data_files_in_it_in_order_of_their_names(
+def test_a_directory_stands_for_all_its_data_files_in_order_of_their_names(
     source_of: Opener, tmp_path: Path
 ) -> None:
     write(tmp_path / "data/b.jsonl", "b")
@@ -93,7 +93,7 @@ def test_folder_is_all_data_files_in_it_in_order_of_their_names(
     assert not brings_validation(str(tmp_path / "data"))
 
 
-def test_urls_of_a_file_a_pattern_and_a_folder(source_of: Opener, tmp_path: Path) -> None:
+def test_urls_may_name_a_file_a_pattern_or_a_directory(source_of: Opener, tmp_path: Path) -> None:
     base = f"memory://{tmp_path.name}"
     for name in ("b.jsonl", "a.jsonl", "notes.txt"):
         with fsspec.open(f"{base}/{name}", "w") as file:
@@ -144,7 +144,7 @@ def test_files_named_by_split_are_splits(source_of: Opener, tmp_path: Path) -> N
         source_of(folder, dataset_split="train[:10%]")
 
 
-def test_folders_that_datasets_saved(source_of: Opener, tmp_path: Path) -> None:
+def test_directories_saved_by_datasets_are_read(source_of: Opener, tmp_path: Path) -> None:
     train = datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
     train.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": train, "validation": train.select([1])}).save_to_disk(
@@ -162,7 +162,9 @@ def test_folders_that_datasets_saved(source_of: Opener, tmp_path: Path) -> None:
         source_of(str(tmp_path / "one"), dataset_split="test")
 
 
-def test_identity_changes_with_what_is_in_the_files(source_of: Opener, tmp_path: Path) -> None:
+def test_the_identity_of_a_source_changes_with_its_contents(
+    source_of: Opener, tmp_path: Path
+) -> None:
     datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "saved")
     write(tmp_path / "data/a.jsonl", "a")
     url = f"memory://{tmp_path.name}-identity/a.jsonl"
@@ -200,28 +202,28 @@ def test_identity_changes_with_what_is_in_the_files(source_of: Opener, tmp_path:
 
 def taken(source: Source, wanted: str = "auto") -> Counter[str]:
     return Counter(
-        str(row["text"])
-        for _, row, *_ in source.formatted_samples(wanted)
-        if not isinstance(row, BadSample)
+        str(sample["text"])
+        for _, sample, *_ in source.formatted_samples(wanted)
+        if not isinstance(sample, BadSample)
     )
 
 
 @pytest.mark.parametrize("weight", [0.3, 1, 2, 2.5])
-def test_weight_is_how_often_each_row_is_taken(
+def test_the_weight_is_how_often_each_sample_is_used(
     source_of: Opener, tmp_path: Path, weight: float
 ) -> None:
-    rows = [f"row {number}" for number in range(4000)]
-    path = write(tmp_path / "a.jsonl", *rows)
+    samples = [f"row {number}" for number in range(4000)]
+    path = write(tmp_path / "a.jsonl", *samples)
     counts = taken(source_of([{"path": path, "weight": weight}]))
     assert set(counts.values()) <= {int(weight), int(weight) + 1} - {0}
     assert weight >= 1 <= len(counts) == 4000 or len(counts) < 4000
     assert counts.total() == pytest.approx(4000 * weight, rel=0.05)
     assert weight % 1 or counts.total() == 4000 * weight
-    write(tmp_path / "a.jsonl", *reversed(rows))  # the same rows, whatever their order
+    write(tmp_path / "a.jsonl", *reversed(samples))  # the same samples in another order
     assert taken(source_of([{"path": path, "weight": weight}])) == counts
 
 
-def test_mix_has_rows_of_all_its_parts_in_turns_each_in_its_own_format(
+def test_a_mixture_alternates_between_its_parts_each_in_its_own_format(
     source_of: Opener, tmp_path: Path
 ) -> None:
     plain = write(tmp_path / "plain.jsonl", "a", "b", "c", "d")
@@ -253,10 +255,10 @@ def downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
     def put(hub_name: str, **splits: list[dict]) -> str:
         owner, name = hub_name.split("/")
-        for split, rows in splits.items():
+        for split, samples in splits.items():
             (tmp_path / name).mkdir(exist_ok=True)
             (tmp_path / name / f"{split}.jsonl").write_text(
-                "".join(json.dumps(row) + "\n" for row in rows)
+                "".join(json.dumps(sample) + "\n" for sample in samples)
             )
         datasets.load_dataset(str(tmp_path / name), cache_dir=str(tmp_path / "cache"))
         (tmp_path / "cache" / name).rename(tmp_path / "cache" / f"{owner}___{name}")
@@ -268,9 +270,9 @@ def downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 def test_hub_dataset_is_read_from_the_cache_split_by_split(
     source_of: Opener, downloaded: Callable[..., str]
 ) -> None:
-    rows = [{"text": str(number)} for number in range(20)]
-    name = downloaded("org/first", train=rows, validation=rows[:2], test=rows[:1])
-    assert texts(source_of(name)) == [row["text"] for row in rows]
+    samples = [{"text": str(number)} for number in range(20)]
+    name = downloaded("org/first", train=samples, validation=samples[:2], test=samples[:1])
+    assert texts(source_of(name)) == [sample["text"] for sample in samples]
     assert texts(source_of(name, dataset_split="train[:10%]")) == ["0", "1"]
     assert texts(source_of(f"{name}:default", dataset_split="test")) == ["0"]
     assert texts(source_of(name, "validation")) == ["0", "1"]
@@ -281,7 +283,7 @@ def test_hub_dataset_is_read_from_the_cache_split_by_split(
         source_of(name, dataset_split="dev")
 
 
-def test_datasets_of_llama_recipes_become_alpaca_rows(
+def test_datasets_of_llama_recipes_become_alpaca_samples(
     source_of: Opener, downloaded: Callable[..., str]
 ) -> None:
     talk = {"id": "1", "dialogue": "A: Hi\nB: Ho", "summary": "They meet."}
@@ -292,21 +294,21 @@ def test_datasets_of_llama_recipes_become_alpaca_rows(
         test=[talk],
     )
     task = {"instruction": "Summarize this dialog.", "input": "A: Hi\nB: Ho"}
-    assert [row for _, row in source_of("samsum_dataset").read()] == [
+    assert [sample for _, sample in source_of("samsum_dataset").read()] == [
         {**task, "output": "They meet."}
     ]
     assert source_of("samsum").sample_format("auto") == "alpaca"
     assert brings_validation("samsum")
-    assert [row["output"] for _, row in source_of("samsum", "validation").read()] == ["Met."]  # type: ignore[index]
+    assert [sample["output"] for _, sample in source_of("samsum", "validation").read()] == ["Met."]  # type: ignore[index]
 
     jfleg = [{"sentence": "He go .", "corrections": ["He goes .", " ", "He went ."]}]
     downloaded(
         "jhu-clsp/jfleg", validation=jfleg, test=[{**jfleg[0], "corrections": ["He has gone ."]}]
     )
     grammar = list(source_of("grammar").read())
-    assert [row["output"] for _, row in grammar] == ["He goes .", "He went ."]  # type: ignore[index]
+    assert [sample["output"] for _, sample in grammar] == ["He goes .", "He went ."]  # type: ignore[index]
     assert grammar[0][1]["input"] == "He go ."  # type: ignore[index]
-    assert [row["output"] for _, row in source_of("grammar", "validation").read()] == [
+    assert [sample["output"] for _, sample in source_of("grammar", "validation").read()] == [
         "He has gone ."
     ]  # type: ignore
 

@@ -1,6 +1,5 @@
 """Chats that become one sample per response, from --dataset to the report."""
 
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +11,9 @@ from forked import forked
 from transformers import PreTrainedTokenizerFast
 
 from llama_ft.config.settings import DataConfig
-from llama_ft.data import DataRequest, TokenizedData, prepare, show_samples, two_examples
-from llama_ft.data.formats import BadSample
+from llama_ft.data import DataRequest, TokenizedData, prepare, two_examples
 from llama_ft.data.tokenize import Encoder
 from llama_ft.errors import UserError
-from llama_ft.runtime import configure_console, console
 
 QWEN3 = Path(__file__).with_name("chat_templates") / "qwen3.jinja"
 R1 = Path(__file__).with_name("chat_templates") / "deepseek_r1_distill.jinja"
@@ -26,15 +23,15 @@ R1_TOKENS = ["<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>",
 
 def chats(count: int, responses: int = 2) -> list[dict[str, Any]]:
     """Chats with reasoning content in every response."""
-    rows = []
+    samples = []
     for number in range(count):
         messages = []
         for turn in range(responses):
             messages.append({"role": "user", "content": f"Hi {number} {turn}"})
             answer = {"role": "assistant", "content": "yes", "reasoning_content": "no no"}
             messages.append(answer)
-        rows.append({"messages": messages})
-    return rows
+        samples.append({"messages": messages})
+    return samples
 
 
 @pytest.fixture
@@ -57,7 +54,7 @@ def prepared(path: Path, tokenizer: Any, **settings: Any) -> TokenizedData:
     )
 
 
-def test_the_data_report_says_what_chats_became_and_why(
+def test_the_data_report_counts_split_chats_and_gives_the_reason(
     qwen3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     whole = {"messages": chats(1)[0]["messages"][:2]}
@@ -70,8 +67,8 @@ def test_the_data_report_says_what_chats_became_and_why(
     [table, reason] = [line for line in data.summary if "became" in line or "inference" in line]
     after = sum(len(ids) for ids in data.train["input_ids"][1:])
     before = 0
-    for row in chats(2, responses=3):
-        before += len(qwen3.apply_chat_template(row["messages"], return_dict=False))
+    for sample in chats(2, responses=3):
+        before += len(qwen3.apply_chat_template(sample["messages"], return_dict=False))
     assert f"2 chats became 6 samples, one per response ({before:,} -> {after:,} tokens" in table
     assert f"{after / before:.2f}x" in table
     assert reason.startswith(f"  {path}:2: messages[1] is ")
@@ -99,22 +96,6 @@ def test_all_pieces_of_a_chat_are_on_one_side_of_the_validation_split(
     assert data.report.validation.split_samples == 3 * len(sides[1])
 
 
-def test_show_samples_shows_each_piece(
-    qwen3: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = prepared(write_jsonl(tmp_path / "my.jsonl", chats(1)), qwen3)
-    monkeypatch.setattr(console, "file", io.StringIO())
-    configure_console(rank=0)
-    show_samples(data.train, qwen3, 2)
-    shown = console.file.getvalue()
-    first, second = shown.split("response 2 of 2")
-    thought = "[[<think>\nno no\n</think>\n\nyes<|im_end|>]]"
-    assert "my.jsonl:1, response 1 of 2: " in first
-    assert f"Hi 0 0<|im_end|>\n<|im_start|>assistant\n{thought}" in first
-    assert "<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>user\nHi 0 1" in second
-    assert f"Hi 0 1<|im_end|>\n<|im_start|>assistant\n{thought}" in second
-
-
 def test_dropped_reasoning_content_is_neither_rendered_nor_taken_from_the_cache(
     qwen3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -124,8 +105,8 @@ def test_dropped_reasoning_content_is_neither_rendered_nor_taken_from_the_cache(
     assert "no no" in qwen3.decode(kept.train[0]["input_ids"])
     # Qwen3's template writes empty reasoning content into the last message only
     assert len(dropped.train) == 4
-    for row in dropped.train:
-        trained = [label for label in row["labels"] if label != -100]
+    for sample in dropped.train:
+        trained = [label for label in sample["labels"] if label != -100]
         assert qwen3.decode(trained) == "<think>\n\n</think>\n\nyes<|im_end|>"
     assert kept.fingerprints() != dropped.fingerprints()
     assert "reasoning_content" not in json.dumps(dropped.report.chat_sample)
@@ -139,7 +120,7 @@ def test_dropped_reasoning_content_is_neither_rendered_nor_taken_from_the_cache(
 def test_several_processes_split_chats_as_one_does(
     qwen3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    path = write_jsonl(tmp_path / "my.jsonl", chats(600))
+    path = write_jsonl(tmp_path / "my.jsonl", chats(300))  # of two chunks
     tables = []
     for processes in (1, 2):
         config = DataConfig(dataset=str(path), tokenize_processes=processes)
@@ -149,7 +130,7 @@ def test_several_processes_split_chats_as_one_does(
         )
         tables.append((data.train["source"][:], data.fingerprints(), data.summary))
     assert tables[0] == tables[1]
-    assert len(tables[0][0]) == 1200
+    assert len(tables[0][0]) == 600
 
 
 def test_a_piece_that_is_too_long_is_skipped_and_counted(
@@ -172,11 +153,11 @@ def test_a_piece_that_is_too_long_is_skipped_and_counted(
 def test_the_responses_of_pairs_follow_the_prompt_of_inference(r1: PreTrainedTokenizerFast) -> None:
     prompt = chats(1)[0]["messages"][:3]
     answers = [{"role": "assistant", "content": text} for text in ("yes", "no")]
-    row = {"prompt": prompt, "chosen": [answers[0]], "rejected": [answers[1]]}
+    sample = {"prompt": prompt, "chosen": [answers[0]], "rejected": [answers[1]]}
     encoder = Encoder(r1, 400)
     ids = r1.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
     for (input_ids, labels), answer in zip(
-        two_examples(row, "preference", encoder), answers, strict=True
+        two_examples(sample, "preference", encoder), answers, strict=True
     ):
         start = next(place for place, label in enumerate(labels) if label != -100)
         assert input_ids[:start] == ids
@@ -193,12 +174,12 @@ def test_pairs_whose_responses_would_have_to_be_split_are_rejected(
         {"role": "tool", "content": "Hi"},
         {"role": "assistant", "content": "yes"},
     ]
-    row = {
+    sample = {
         "prompt": [{"role": "user", "content": "Hi"}],
         "chosen": long,
         "rejected": [{"role": "assistant", "content": "no"}],
     }
-    path = write_jsonl(tmp_path / "my.jsonl", [row])
+    path = write_jsonl(tmp_path / "my.jsonl", [sample])
     config = DataConfig(dataset=str(path), dataset_format="preference")
     with pytest.raises(UserError, match=r"my.jsonl:1: .* Put all but the last message into the"):
         prepare(
@@ -209,17 +190,6 @@ def test_pairs_whose_responses_would_have_to_be_split_are_rejected(
         )
 
 
-def test_a_response_that_is_only_reasoning_content_is_a_bad_sample(
-    qwen3: PreTrainedTokenizerFast,
-) -> None:
-    messages = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "<think>\nno\n</think>"},
-    ]
-    with pytest.raises(BadSample, match="has nothing but reasoning content"):
-        Encoder(qwen3, 100, reasoning_content="drop").encode({"messages": messages}, "messages")
-
-
 STREAM = """
 import sys
 from pathlib import Path
@@ -228,7 +198,7 @@ from llama_ft import data, runtime
 from llama_ft.config import Config, DataConfig, TrainConfig
 folder = Path(sys.argv[1])
 tokenizer = AutoTokenizer.from_pretrained(folder)
-with runtime.start("cpu", 1, False, None, 60) as job:
+with runtime.start("cpu", 1, False, None, 60) as ranks:
     config = DataConfig(
         dataset=str(folder / "my.jsonl"), streaming=True, batching_strategy="padding", shuffle_buffer=100
     )
@@ -236,8 +206,8 @@ with runtime.start("cpu", 1, False, None, 60) as job:
     request = data.DataRequest(context_length=400, want_validation=False)
     found = data.prepare(config, tokenizer, request, cache=folder)
     config = Config(train=train, data=config)
-    layout = data.training_layout(config, 400, 0, job)
-    batches = data.plan_training(config, found, layout, 4, None, job)
+    layout = data.training_layout(config, 400, 0, ranks)
+    batches = data.plan_training(config, found, layout, 4, None, ranks)
     places = []
     with data.Prefetcher(batches.steps(1, 3, {})) as steps:
         for step in steps:
@@ -250,7 +220,7 @@ def test_streamed_chats_are_split_too(qwen3: PreTrainedTokenizerFast, tmp_path: 
     qwen3.save_pretrained(tmp_path)
     path = write_jsonl(tmp_path / "my.jsonl", chats(4, responses=3))
     (tmp_path / "job.py").write_text(STREAM)
-    finished = forked(tmp_path / "job.py", tmp_path, ranks=1, timeout=60)
+    finished = forked(tmp_path / "job.py", tmp_path, ranks=1)
     assert finished.exit_code == 0, finished.output
     places = [f"{path}:{line}, response {n} of 3" for line in (1, 2, 3, 4) for n in (1, 2, 3)]
     assert json.dumps(places) in finished.output.replace("'", '"')

@@ -1,5 +1,5 @@
-"""Streamed rows: all of them once a pass, the same on any number of ranks, and from any position
-on."""
+"""Streamed samples: all of them once per epoch, the same on any number of ranks and from any
+position."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,9 @@ from conftest import write_rows
 from forked import forked
 
 JOB = Path(__file__).parent / "stream_job.py"
-ROWS, BUFFER, STEPS = 900, 300, 90
+SAMPLES = 600
+BUFFER = 200
+STEPS = 60
 CASE: dict[str, Any] = {
     "file": "rows.jsonl",
     "first": 1,
@@ -30,10 +32,10 @@ def case(name: str, world_size: int, **changes: Any) -> dict[str, Any]:
 def folder(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stream")
     save_model(folder / "model")
-    write_rows(folder / "rows.jsonl", ROWS)
+    write_rows(folder / "rows.jsonl", SAMPLES)
     lines = (folder / "rows.jsonl").read_text().splitlines()
     (folder / "bad.jsonl").write_text(
-        "\n".join([*lines[:700], '{"instruction": 3, "output": "x"}', *lines[700:]])
+        "\n".join([*lines[:450], '{"instruction": 3, "output": "x"}', *lines[450:]])
     )
     (folder / "few.jsonl").write_text("\n".join(lines[:60]))
     long = json.dumps({"instruction": "a", "output": "word " * 220_000})
@@ -45,7 +47,7 @@ def run(folder: Path, world_size: int, cases: list[dict[str, Any]]) -> dict[str,
     """What rank 0 has written down of each case; the other ranks must agree."""
     file = folder / f"cases-{world_size}-{cases[0]['name']}.json"
     file.write_text(json.dumps(cases))
-    finished = forked(JOB, folder, file, ranks=world_size, timeout=120)
+    finished = forked(JOB, folder, file, ranks=world_size)
     assert finished.exit_code == 0, finished.output
     results = {}
     for name in (one["name"] for one in cases):
@@ -69,7 +71,7 @@ def alone(folder: Path) -> dict[str, dict[str, Any]]:
     }
     cases = [
         case("packed", 1),
-        case("padded", 1, pack_length=None, last=130),
+        case("padded", 1, pack_length=None, last=90),
         case("bad", 1, file="bad.jsonl"),
         case("skipped", 1, file="bad.jsonl", config={"skip_bad_rows": True}),
         case("long", 1, **too_long),
@@ -87,31 +89,36 @@ def together(alone: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[s
     cases = [case(f"from-{n}", 2, first=n + 2, position=steps[n]["position"]) for n in stops]
     # every window is a whole pass, and the ranks come to the end of one at different times
     cases += [
-        case(f"ends-{n}", 2, file="few.jsonl", last=n % 6 + 1, pause=0.01 * (1 + n % 4))
-        for n in range(12)
+        case(f"ends-{n}", 2, file="few.jsonl", last=n + 1, pause=0.01 * (1 + n % 4))
+        for n in range(6)
     ]
     cases += [
         case("packed", 2),
-        case("padded", 2, pack_length=None, last=130),
+        case("padded", 2, pack_length=None, last=90),
         case("bad", 2, file="bad.jsonl"),
     ]
     return run(folder, 2, cases)
 
 
 @pytest.mark.parametrize("way", ["packed", "padded"])
-def test_a_pass_has_every_row_once_in_shuffled_windows(
+def test_an_epoch_has_every_sample_once_in_shuffled_windows(
     alone: dict[str, dict[str, Any]], way: str
 ) -> None:
     steps = alone[way]["steps"]
     end = next(number for number, step in enumerate(steps) if step["ends_epoch"]) + 1
-    seen = [row for step in steps[:end] for row in step["rows"]]
-    assert sorted(seen) == list(range(1, ROWS + 1)) and end < len(steps)
+    seen = [sample for step in steps[:end] for sample in step["samples"]]
+    assert sorted(seen) == list(range(1, SAMPLES + 1))
+    assert end < len(steps)
     windows = {step["position"]["window"] for step in steps[:end]}
     assert len(windows) >= 2
-    first = [row for step in steps[:end] if step["position"]["window"] == 0 for row in step["rows"]]
-    assert BUFFER <= len(first) < ROWS and max(first) == len(first)  # the first rows of the file...
-    assert first != sorted(first)  # ... in another order
-    again = [row for step in steps[end : 2 * end] for row in step["rows"]]
+    first = list[int]()
+    for step in steps[:end]:
+        if step["position"]["window"] == 0:
+            first += step["samples"]
+    assert BUFFER <= len(first) < SAMPLES
+    assert max(first) == len(first), "the first samples of the file"
+    assert first != sorted(first), "in another order"
+    again = [sample for step in steps[end : 2 * end] for sample in step["samples"]]
     assert again and again[:20] != seen[:20]  # the second pass has an order of its own
     assert steps[end - 1]["epochs_seen"] == 1.0
 
@@ -120,42 +127,43 @@ def test_batches_do_not_depend_on_the_number_of_ranks(
     alone: dict[str, dict[str, Any]], together: dict[str, dict[str, Any]]
 ) -> None:
     for way in ("packed", "padded"):
-        for key in ("rows", "targets"):
+        for key in ("samples", "targets"):
             assert [step[key] for step in together[way]["steps"]] == [
                 step[key] for step in alone[way]["steps"]
             ]
 
 
-def test_from_any_position_on_the_steps_are_the_same(
+def test_steps_after_any_position_are_the_same(
     alone: dict[str, dict[str, Any]], together: dict[str, dict[str, Any]]
 ) -> None:
     results = {name: result for name, result in together.items() if name.startswith("from-")}
     assert len(results) == 5
     for name, result in results.items():
         rest = alone["packed"]["steps"][int(name.partition("-")[2]) + 1 :]
-        for key in ("rows", "position"):
+        for key in ("samples", "position"):
             assert [step[key] for step in result["steps"]] == [step[key] for step in rest]
 
 
-def test_it_ends_wherever_each_rank_is_with_the_next_window(
+def test_the_stream_ends_wherever_the_ranks_are_in_the_next_window(
     together: dict[str, dict[str, Any]],
 ) -> None:
-    for number in range(12):
+    for number in range(6):
         result = together[f"ends-{number}"]
-        assert len(result["steps"]) == number % 6 + 1 and result["message"] == ""
+        assert len(result["steps"]) == number + 1, number
+        assert result["message"] == "", number
 
 
-def test_rows_too_long_at_the_beginning_do_not_end_it(alone: dict[str, dict[str, Any]]) -> None:
+def test_samples_that_are_too_long_at_the_beginning_do_not_end_the_stream(
+    alone: dict[str, dict[str, Any]],
+) -> None:
     assert alone["long"]["message"] == "" and len(alone["long"]["steps"]) == 3
 
 
-def test_a_bad_row_ends_it_on_all_ranks_or_is_left_out(
+def test_a_bad_sample_ends_the_stream_on_all_ranks_or_is_skipped(
     alone: dict[str, dict[str, Any]], together: dict[str, dict[str, Any]]
 ) -> None:
     for results in (alone, together):
-        assert (
-            "bad.jsonl:701" in results["bad"]["message"]
-            and "--skip_bad_rows" in results["bad"]["message"]
-        )
+        assert "bad.jsonl:451" in results["bad"]["message"]
+        assert "--skip_bad_rows" in results["bad"]["message"]
     assert alone["skipped"]["message"] == ""
-    assert 701 not in [row for step in alone["skipped"]["steps"] for row in step["rows"]]
+    assert 451 not in [sample for step in alone["skipped"]["steps"] for sample in step["samples"]]

@@ -4,7 +4,7 @@ not."""
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from tokenizers.processors import ByteLevel
@@ -39,9 +39,7 @@ def shown(tokenizer: PreTrainedTokenizerFast, pieces: list[Encoded]) -> str:
     )
 
 
-def test_a_sample_with_images_beside_its_messages_is_rejected(
-    llama3: PreTrainedTokenizerFast,
-) -> None:
+def test_a_sample_with_images_is_rejected(llama3: PreTrainedTokenizerFast) -> None:
     encoder = Encoder(llama3, 100)
     with pytest.raises(
         BadSample, match=r'"images" is \["a.png"\]; expected nothing: only text is trained on'
@@ -50,7 +48,7 @@ def test_a_sample_with_images_beside_its_messages_is_rejected(
     assert encoder.encode({**CHAT, "images": []}, "messages") == encoder.encode(CHAT, "messages")
 
 
-def test_tokenizer_without_template_gets_the_built_in_one(plain: PreTrainedTokenizerFast) -> None:
+def test_a_tokenizer_without_template_gets_the_built_in_one(plain: PreTrainedTokenizerFast) -> None:
     assert "### Instruction:" in ensure_chat_template(plain)
     encoder = Encoder(plain, 100)
     assert shown(plain, encoder.encode(ALPACA, "alpaca")) == (
@@ -65,7 +63,7 @@ def test_tokenizer_without_template_gets_the_built_in_one(plain: PreTrainedToken
     )
 
 
-def test_demo_template_trains_every_answer_and_agrees_with_transformers_mask(demo: Demo) -> None:
+def test_the_demo_template_has_the_assistant_mask_of_transformers(demo: Demo) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo.model_dir)
     [encoded] = Encoder(tokenizer, 100).encode(CHAT, "messages")
     trained = [
@@ -83,11 +81,11 @@ def test_demo_template_trains_every_answer_and_agrees_with_transformers_mask(dem
     assert [int(label != -100) for label in encoded.labels] == reference["assistant_masks"]
 
 
-def test_offsets_without_white_space_give_the_same_mask(chatml: PreTrainedTokenizerFast) -> None:
-    row = {"instruction": "Hi", "output": "\n\nyes no\n\n"}
-    before = shown(chatml, Encoder(chatml, 100).encode(row, "alpaca"))
+def test_trimmed_offsets_give_the_same_loss_mask(chatml: PreTrainedTokenizerFast) -> None:
+    sample = {"instruction": "Hi", "output": "\n\nyes no\n\n"}
+    before = shown(chatml, Encoder(chatml, 100).encode(sample, "alpaca"))
     chatml.backend_tokenizer.post_processor = ByteLevel(trim_offsets=True)
-    assert shown(chatml, Encoder(chatml, 100).encode(row, "alpaca")) == before
+    assert shown(chatml, Encoder(chatml, 100).encode(sample, "alpaca")) == before
     assert before.endswith("assistant Ċ [ĊĊ] [yes] [Ġno] [ĊĊ] [<|im_end|>] Ċ")
 
 
@@ -105,12 +103,12 @@ def test_no_token_crosses_the_end_of_the_prompt_that_inference_has(
     )
 
 
-def test_token_of_white_space_over_the_edge_of_an_answer_is_not_trained() -> None:
+def test_a_white_space_token_across_the_start_of_a_response_is_not_in_the_loss() -> None:
     text = "A:\n\n\nyes"  # the prompt ends after the first line break
     assert tokens_of_spans(text, [(0, 2), (2, 4), (4, 5), (5, 8)], [(3, 8)]) == [(2, 4)]
 
 
-def test_template_that_rewrites_earlier_turns_is_refused_for_the_row(
+def test_a_template_that_rewrites_earlier_messages_is_rejected(
     make_tokenizer: Callable[..., PreTrainedTokenizerFast],
 ) -> None:
     template = (
@@ -121,27 +119,28 @@ def test_template_that_rewrites_earlier_turns_is_refused_for_the_row(
         Encoder(tokenizer, 100).encode(ALPACA, "alpaca")
 
 
-def test_tokenized_row_has_ids_of_the_tokenizer_only(llama3: PreTrainedTokenizerFast) -> None:
-    encoder, beyond = Encoder(llama3, 100), len(llama3)
-    for row, place in (
+def test_a_tokenized_sample_has_only_ids_of_the_tokenizer(llama3: PreTrainedTokenizerFast) -> None:
+    encoder = Encoder(llama3, 100)
+    beyond = len(llama3)
+    for sample, place in (
         ({"input_ids": [1, beyond]}, r"the token 313"),
         ({"input_ids": [1, 2], "labels": [1, -1]}, r"the token -1"),
     ):
         with pytest.raises(BadSample, match=place):
-            encoder.encode(row, "tokenized")
+            encoder.encode(sample, "tokenized")
 
 
-def test_line_breaks_of_an_answer_are_no_tokens_of_its_prompt(
+def test_line_breaks_of_a_response_are_not_tokens_of_its_prompt(
     plain: PreTrainedTokenizerFast,
 ) -> None:
     ensure_chat_template(plain)
-    row = {"instruction": "Hi", "output": "\nyes"}
-    assert shown(plain, Encoder(plain, 100).encode(row, "alpaca")).endswith(
+    sample = {"instruction": "Hi", "output": "\nyes"}
+    assert shown(plain, Encoder(plain, 100).encode(sample, "alpaca")).endswith(
         "### Ġ Response : Ċ [Ċ] [yes] [</s>]"
     )
 
 
-def test_half_a_character_is_a_bad_row(llama3: PreTrainedTokenizerFast) -> None:
+def test_half_a_character_is_a_bad_sample(llama3: PreTrainedTokenizerFast) -> None:
     with pytest.raises(BadSample, match=r"\\ud83d is half of a character"):
         Encoder(llama3, 100).encode({"instruction": "Hi \ud83d", "output": "yes"}, "alpaca")
     [whole] = Encoder(llama3, 100).encode(
@@ -153,23 +152,23 @@ def test_half_a_character_is_a_bad_row(llama3: PreTrainedTokenizerFast) -> None:
 def test_completion_follows_its_prompt_with_the_tokens_of_running_text(
     llama3: PreTrainedTokenizerFast,
 ) -> None:
-    row = {"prompt": "Hi", "completion": " yes no"}
+    sample = {"prompt": "Hi", "completion": " yes no"}
     bos = "<|begin_of_text|>"
-    assert shown(llama3, Encoder(llama3, 100).encode(row, "prompt_completion")) == (
+    assert shown(llama3, Encoder(llama3, 100).encode(sample, "prompt_completion")) == (
         f"{bos} Hi [Ġyes] [Ġno] [<|eot_id|>]"
     )
-    assert shown(llama3, Encoder(llama3, 100, labels="all").encode(row, "prompt_completion")) == (
-        f"{bos} [Hi] [Ġyes] [Ġno] [<|eot_id|>]"
-    )
+    assert shown(
+        llama3, Encoder(llama3, 100, labels="all").encode(sample, "prompt_completion")
+    ) == (f"{bos} [Hi] [Ġyes] [Ġno] [<|eot_id|>]")
     # the prompt ends with the space that the completion's first token begins with
-    row = {"prompt": "Hi ", "completion": "yes"}
+    sample = {"prompt": "Hi ", "completion": "yes"}
     assert (
-        shown(llama3, Encoder(llama3, 100).encode(row, "prompt_completion"))
+        shown(llama3, Encoder(llama3, 100).encode(sample, "prompt_completion"))
         == f"{bos} Hi [Ġyes] [<|eot_id|>]"
     )
 
 
-def test_plain_text_is_trained_on_throughout(
+def test_all_tokens_of_plain_text_are_in_the_loss(
     llama3: PreTrainedTokenizerFast, chatml: PreTrainedTokenizerFast
 ) -> None:
     assert shown(llama3, Encoder(llama3, 100).encode({"text": "Hi yes"}, "text")) == (
@@ -195,12 +194,13 @@ def test_a_special_token_that_a_user_writes_does_not_move_the_labels(
     )
 
 
+@settings(deadline=None, derandomize=True)  # no time limit: a busy machine is not an error
 @given(
     trained=st.lists(st.booleans(), min_size=1, max_size=40),
     length=st.integers(2, 12),
     truncation=st.sampled_from(["right", "left", "drop", "split"]),
 )
-def test_each_kept_label_is_predicted_exactly_once_from_what_stood_before_it(
+def test_each_kept_label_is_predicted_exactly_once_from_its_own_prefix(
     length_policy: Callable[..., Encoder], trained: list[bool], length: int, truncation: str
 ) -> None:
     ids = list(range(1000, 1000 + len(trained)))  # each token once, so that it tells its position
@@ -208,7 +208,8 @@ def test_each_kept_label_is_predicted_exactly_once_from_what_stood_before_it(
     pieces = length_policy(length, truncation).fit(ids, labels)
     predicted = []
     for piece in pieces:
-        assert 1 <= len(piece.input_ids) <= length and len(piece.labels) == len(piece.input_ids)
+        assert 1 <= len(piece.input_ids) <= length
+        assert len(piece.labels) == len(piece.input_ids)
         assert piece.input_ids == list(range(piece.input_ids[0], piece.input_ids[-1] + 1))
         now = [label for label in piece.labels[1:] if label != IGNORED]
         assert now == [token for token in piece.input_ids[1:] if labels[token - 1000] != IGNORED]

@@ -1,4 +1,4 @@
-"""Tokenizing on several processes: the same files as on one, whatever the rows, and an end when
+"""Tokenizing on several processes: the same files as on one, whatever the samples, and an end when
 something is killed."""
 
 import json
@@ -6,11 +6,11 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +57,14 @@ def built(cache: Path) -> list[Path]:
 @pytest.fixture
 def odd_rows(tmp_path: Path) -> Path:
     """Some are bad, some too long, some have no answer in the context, some are twins."""
-    rows = pairs(11 * CHUNK_SAMPLES)
-    for number in range(0, len(rows), 7):
-        rows[number] = {"instruction": "Hi", "output": f"no {number}" + " yes" * (number % 90)}
-    for number in range(5, len(rows), 500):
-        rows[number] = "{" if number % 2 else {"instruction": "Hi"}
-    for number in range(9, len(rows), 100):
-        rows[number] = {"instruction": "Hi" * 60, "output": "yes", "number": number}
-    return write_jsonl(tmp_path / "odd.jsonl", rows)
+    samples = pairs(11 * CHUNK_SAMPLES)
+    for number in range(0, len(samples), 7):
+        samples[number] = {"instruction": "Hi", "output": f"no {number}" + " yes" * (number % 90)}
+    for number in range(5, len(samples), 500):
+        samples[number] = "{" if number % 2 else {"instruction": "Hi"}
+    for number in range(9, len(samples), 100):
+        samples[number] = {"instruction": "Hi" * 60, "output": "yes", "number": number}
+    return write_jsonl(tmp_path / "odd.jsonl", samples)
 
 
 @pytest.mark.parametrize("truncation", ["right", "split"])
@@ -88,20 +88,22 @@ def test_several_processes_write_the_same_files_as_one(
     assert multiprocessing.active_children() == []
 
 
-def test_rows_on_disk_are_what_the_encoder_makes_of_each_row(
+def test_samples_on_disk_are_those_of_the_encoder(
     llama3: PreTrainedTokenizerFast, tmp_path: Path, odd_rows: Path
 ) -> None:
     data = prepared(odd_rows, llama3, tmp_path, 3, truncation="split", skip_bad_rows=True)
-    encoder, expected, whole = Encoder(llama3, 40, "split"), [], []
+    encoder = Encoder(llama3, 40, "split")
+    expected = []
+    whole = []
     for number, line in enumerate(odd_rows.read_text().splitlines(), start=1):
-        if line != "{" and "output" in (row := json.loads(line)):
-            expected += [(f"{odd_rows}:{number}", piece) for piece in encoder.encode(row, "alpaca")]
-            [uncut] = Encoder(llama3, 10_000).encode(row, "alpaca")
+        if line != "{" and "output" in (sample := json.loads(line)):
+            expected += [
+                (f"{odd_rows}:{number}", piece) for piece in encoder.encode(sample, "alpaca")
+            ]
+            [uncut] = Encoder(llama3, 10_000).encode(sample, "alpaca")
             whole.append(len(uncut.input_ids))
-    expected = [
-        (place, it) for place, it in expected if any(label != -100 for label in it.labels[1:])
-    ]
-    assert data.train["source"][:] == [place for place, _ in expected]
+    expected = [(location, piece) for location, piece in expected if piece.target_tokens]
+    assert data.train["source"][:] == [location for location, _ in expected]
     assert data.train["input_ids"][:] == [piece.input_ids for _, piece in expected]
     assert data.train["labels"][:] == [piece.labels for _, piece in expected]
     counts = [sum(label != -100 for label in piece.labels[1:]) for _, piece in expected]
@@ -113,17 +115,17 @@ def test_rows_on_disk_are_what_the_encoder_makes_of_each_row(
 
 
 @pytest.mark.parametrize("truncation", ["right", "left", "drop", "split"])
-def test_the_table_counts_what_became_of_each_row(
+def test_the_table_counts_kept_truncated_and_skipped_samples(
     llama3: PreTrainedTokenizerFast, tmp_path: Path, truncation: str
 ) -> None:
-    """Ten rows of 15 tokens, one of 94, and one of 72 whose answer is at its end."""
-    rows = [
+    """Ten samples of 15 tokens, one of 94, and one of 72 whose answer is at its end."""
+    samples = [
         *pairs(10),
         {"instruction": "Hi 0", "output": "yes" * 40},
         {"instruction": "Hi" * 60, "output": "yes"},
     ]
     data = prepared(
-        write_jsonl(tmp_path / "my.jsonl", rows), llama3, tmp_path, 1, truncation=truncation
+        write_jsonl(tmp_path / "my.jsonl", samples), llama3, tmp_path, 1, truncation=truncation
     )
     train = data.report.train
     assert train.longest == 94
@@ -152,13 +154,13 @@ def when_tokenizing(act: Callable[[Any], None]) -> threading.Thread:
         time.sleep(0.3)
         act(workers[0])
 
-    thread = threading.Thread(target=wait)
+    thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     return thread
 
 
 @pytest.mark.parametrize(
-    ("number", "ends_with", "told"),
+    ("number", "ends_with", "message"),
     [
         (
             signal.SIGKILL,
@@ -169,12 +171,12 @@ def when_tokenizing(act: Callable[[Any], None]) -> threading.Thread:
     ],
     ids=["a worker is killed", "Ctrl-C"],
 )
-def test_a_kill_or_ctrl_c_ends_it_and_leaves_no_process_and_no_folder(
+def test_a_killed_worker_or_ctrl_c_ends_tokenizing_and_leaves_nothing_behind(
     llama3: PreTrainedTokenizerFast,
     tmp_path: Path,
     number: int,
     ends_with: type[BaseException],
-    told: str | None,
+    message: str | None,
 ) -> None:
     path = write_jsonl(tmp_path / "my.jsonl", pairs(60_000, "yes " * 20))
     # a shell has background jobs ignore it
@@ -182,58 +184,64 @@ def test_a_kill_or_ctrl_c_ends_it_and_leaves_no_process_and_no_folder(
     thread = when_tokenizing(
         lambda worker: os.kill(os.getpid() if number == signal.SIGINT else worker.pid, number)
     )
-    with pytest.raises(ends_with, match=told):
+    with pytest.raises(ends_with, match=message):
         prepared(path, llama3, tmp_path, 2)
     thread.join()
     assert multiprocessing.active_children() == [] and built(tmp_path) == []
 
 
-def test_a_process_killed_while_it_sends_its_tokens_ends_the_run_too(
-    llama3: PreTrainedTokenizerFast,
+def test_a_worker_killed_while_it_sends_its_tokens_ends_tokenizing(
+    llama3: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest of what it began to send never comes: who waits for that, waits forever."""
+    receive = Connection._recv
 
-    def kill_when_receiving() -> None:
-        while not any(
-            frame.f_code.co_name == "_recv" and frame.f_locals["size"] > 1000
-            for frame in sys._current_frames().values()
-        ):
-            pass
-        for worker in multiprocessing.active_children():
-            os.kill(worker.pid, signal.SIGKILL)
+    def kill_the_sender(connection: Connection, size: int, *rest: Any) -> Any:
+        if size > 1000:  # the length has been received, most of the result has not been sent
+            for worker in multiprocessing.active_children():  # none in a worker
+                os.kill(worker.pid, signal.SIGKILL)
+        return receive(connection, size, *rest)
 
-    thread = threading.Thread(target=kill_when_receiving)
-    thread.start()
+    monkeypatch.setattr(Connection, "_recv", kill_the_sender)
     chunk = [("my.jsonl:1", pickle.dumps(({"input_ids": [5] * 1_000_000}, "tokenized")))]
     with pytest.raises(RunFailure, match="near my.jsonl:1"):
-        list(encode_chunks(iter([chunk] * 20), Encoder(llama3, 10**8), one_example, 2))
-    thread.join()
+        list(encode_chunks(iter([chunk] * 4), Encoder(llama3, 10**8), one_example, 2))
 
 
-def test_a_killed_run_leaves_no_process_and_its_folder_is_removed_by_the_next(
+TOKENIZE = """
+import os, sys
+from pathlib import Path
+from transformers import AutoTokenizer
+from llama_ft.config.settings import DataConfig
+from llama_ft.data import DataRequest, prepare
+folder = Path(sys.argv[1])
+tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+config = DataConfig(dataset=str(folder / "my.jsonl"), tokenize_processes=2)
+os.symlink(str(os.getpid()), folder / "pid")
+prepare(config, tokenizer, DataRequest(context_length=40, want_validation=True), folder / "cache")
+"""
+
+
+def test_a_killed_run_leaves_no_process_and_the_next_run_removes_its_directory(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     path = write_jsonl(tmp_path / "my.jsonl", pairs(100_000, "yes " * 20))
     llama3.save_pretrained(tmp_path / "tokenizer")
-    script = (
-        "import sys\nfrom pathlib import Path\nfrom transformers import AutoTokenizer\n"
-        "from llama_ft.config.settings import DataConfig\nfrom llama_ft.data import DataRequest, prepare\n"
-        f"tokenizer = AutoTokenizer.from_pretrained({str(tmp_path / 'tokenizer')!r})\n"
-        f"config = DataConfig(dataset={str(path)!r}, tokenize_processes=2)\n"
-        f"cache = Path({str(tmp_path / 'cache')!r})\n"
-        "prepare(config, tokenizer, DataRequest(context_length=40, want_validation=True), cache)\n"
-    )
-    run = subprocess.Popen(
-        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
-    )
-    children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
-    while len(workers := children.read_text().split()) < 2:
-        assert run.poll() is None
-        time.sleep(0.05)
-    time.sleep(0.3)
-    run.kill()
-    run.wait()
-    deadline = time.monotonic() + 20
+    (tmp_path / "job.py").write_text(TOKENIZE)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(forked, tmp_path / "job.py", tmp_path)
+        pid = tmp_path / "pid"
+        workers: list[str] = []
+        while len(workers) < 2:
+            assert not run.done(), run.result().output
+            time.sleep(0.05)
+            if pid.is_symlink():
+                number = os.readlink(pid)
+                workers = Path(f"/proc/{number}/task/{number}/children").read_text().split()
+        time.sleep(0.3)
+        os.kill(int(number), signal.SIGKILL)
+        assert run.result().exit_code == -signal.SIGKILL
+    deadline = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() and "Z" not in state_of(pid) for pid in workers):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -255,34 +263,34 @@ def state_of(pid: str) -> str:
         return "Z"
 
 
-def test_fingerprint_is_that_of_the_tokens_however_they_are_laid_out(
+def test_the_fingerprint_depends_on_the_tokens_alone(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     """Rows left out shift the boundaries of chunks, and another place of the file changes
     nothing."""
-    rows = pairs(600)
-    with_bad = [row for pair in zip(rows, ["{"] * 600, strict=True) for row in pair]
+    samples = pairs(600)
+    with_bad = [sample for pair in zip(samples, ["{"] * 600, strict=True) for sample in pair]
     one, two, swapped = (
         prepared(
             write_jsonl(tmp_path / name, lines), llama3, tmp_path, 1, skip_bad_rows=True
         ).fingerprints()
         for name, lines in (
-            ("a.jsonl", rows),
+            ("a.jsonl", samples),
             ("b.jsonl", with_bad),
-            ("c.jsonl", [rows[1], rows[0], *rows[2:]]),
+            ("c.jsonl", [samples[1], samples[0], *samples[2:]]),
         )
     )
     assert one == two and one != swapped
 
 
-def test_fingerprint_of_streamed_rows_is_of_all_that_decides_their_tokens_but_not_of_their_place(
+def test_the_fingerprint_of_a_stream_depends_on_everything_that_affects_its_tokens(
     save_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     save_model(tmp_path / "model")
 
-    def fingerprint(name: str, rows: list[Any], **settings: Any) -> str:
+    def fingerprint(name: str, samples: list[Any], **settings: Any) -> str:
         config = DataConfig(
-            dataset=str(write_jsonl(tmp_path / name, rows)), streaming=True, **settings
+            dataset=str(write_jsonl(tmp_path / name, samples)), streaming=True, **settings
         )
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
         data = prepare(
@@ -303,7 +311,7 @@ def test_fingerprint_of_streamed_rows_is_of_all_that_decides_their_tokens_but_no
     assert fingerprint("a.jsonl", pairs(3), chat_template=str(template)) != first
 
 
-OTHER_ROWS = """
+OTHER_SAMPLES = """
 import sys
 from datasets import Dataset
 from transformers import AutoTokenizer
@@ -312,197 +320,194 @@ from llama_ft.config import Config, DataConfig
 from llama_ft.errors import UserError
 from pathlib import Path
 folder = Path(sys.argv[1])
-with runtime.start("cpu", 1, False, None, 60) as job:
-    for name in ("same.jsonl", f"other-{job.rank}.jsonl"):
-        config, tokenizer = DataConfig(dataset=str(folder / name)), AutoTokenizer.from_pretrained(folder / "model")
+with runtime.start("cpu", 1, False, None, 60) as ranks:
+    for name in ("same.jsonl", f"other-{ranks.rank}.jsonl"):
+        config = DataConfig(dataset=str(folder / name))
+        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
         request = data.DataRequest(context_length=40, want_validation=False)
-        rows = data.prepare(config, tokenizer, request, cache=folder)
+        samples = data.prepare(config, tokenizer, request, cache=folder)
+        settings = Config(data=config)
+        layout = data.training_layout(settings, 40, 0, ranks)
         try:
-            settings = Config(data=config)
-            data.plan_training(settings, rows, data.training_layout(settings, 40, 0, job), 2, None, job)
-            print(job.rank, "planned", flush=True)
+            data.plan_training(settings, samples, layout, 2, None, ranks)
+            print(ranks.rank, "planned", flush=True)
         except UserError as error:
-            print(job.rank, error, flush=True)
-    if job.is_main:
+            print(ranks.rank, error, flush=True)
+    if ranks.is_main:
         for file in (folder / "tokenized").glob("*/train.arrow"):
             content = bytearray(file.read_bytes())
             content[len(content) // 2] ^= 1
             file.write_bytes(content)
     config = DataConfig(dataset=str(folder / "same.jsonl"))
-    with job.local_main_process_first():
-        rows = data.prepare(
-            config, tokenizer, request, cache=folder, verify_cache=job.local_rank == 0
+    with ranks.local_main_process_first():
+        samples = data.prepare(
+            config, tokenizer, request, cache=folder, verify_cache=ranks.local_rank == 0
         )
     places = [f"{folder}/same.jsonl:{line}" for line in (1, 2, 3, 4)]
-    print(job.rank, "rows again", rows.train["source"][:] == places, rows.train["input_ids"][:][0][:2], flush=True)
+    print(ranks.rank, "samples again", samples.train["source"][:] == places, flush=True)
 """
 
 
-def test_ranks_with_other_rows_than_rank_0_end_the_run_and_a_damaged_cache_is_rebuilt(
+def test_ranks_with_other_samples_than_rank_0_end_the_run_and_a_corrupted_cache_is_rebuilt(
     save_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     save_model(tmp_path / "model")
-    for name, rows in (("same", pairs(4)), ("other-0", pairs(4)), ("other-1", pairs(4)[::-1])):
-        write_jsonl(tmp_path / f"{name}.jsonl", rows)
-    (tmp_path / "job.py").write_text(OTHER_ROWS)
-    finished = forked(tmp_path / "job.py", tmp_path, ranks=2, timeout=60)
+    for name, samples in (("same", pairs(4)), ("other-0", pairs(4)), ("other-1", pairs(4)[::-1])):
+        write_jsonl(tmp_path / f"{name}.jsonl", samples)
+    (tmp_path / "job.py").write_text(OTHER_SAMPLES)
+    finished = forked(tmp_path / "job.py", tmp_path, ranks=2)
     assert finished.output.count("planned") == 2
     assert finished.output.count("error: --dataset: rank 1 has other samples than rank 0.") == 2
     assert finished.output.count("train.arrow is damaged or missing") == 1
-    assert finished.output.count("rows again True") == 2
+    assert finished.output.count("samples again True") == 2
 
 
-def right_and_wrong(row: Any, sample_format: str, encoder: Encoder) -> list[Any]:
-    """What an objective over pairs makes of a row: its answer, and another one."""
-    return [
-        encoder.tokenize({**row, "output": row["output"] + more}, sample_format)
-        for more in ("", " no" * 3)
-    ]
+def right_and_wrong(sample: Any, sample_format: str, encoder: Encoder) -> list[Any]:
+    """What an objective over pairs makes of a sample: its response, and another one."""
+    wrong = {**sample, "output": sample["output"] + " no" * 3}
+    return [encoder.tokenize(sample, sample_format), encoder.tokenize(wrong, sample_format)]
 
 
 @pytest.mark.parametrize("pack_length", [None, 60])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_examples_of_one_row_stay_together(
+def test_examples_of_one_sample_stay_together(
     llama3: PreTrainedTokenizerFast, tmp_path: Path, pack_length: int | None, world_size: int
 ) -> None:
-    rows = [
-        {"instruction": f"Hi {number}", "output": "yes" * (1 + number % 9)}
-        for number in range(1, 41)
-    ]
-    rows[7]["output"] += " yes" * 100  # dropped with its twin
-    config = DataConfig(dataset=str(write_jsonl(tmp_path / "my.jsonl", rows)), truncation="drop")
+    samples = []
+    for number in range(1, 41):
+        samples.append({"instruction": f"Hi {number}", "output": "yes" * (1 + number % 9)})
+    samples[7]["output"] += " yes" * 100  # dropped with its twin
+    config = DataConfig(dataset=str(write_jsonl(tmp_path / "my.jsonl", samples)), truncation="drop")
     kwargs: dict[str, Any] = {"context_length": 60, "want_validation": False}
-    plain = prepare(
-        DataConfig(dataset=str(write_jsonl(tmp_path / "ok.jsonl", rows[9:12]))),
-        llama3,
-        DataRequest(**kwargs),
-        cache=tmp_path,
-    ).train
-    data = prepare(
-        config,
-        llama3,
-        DataRequest(examples=right_and_wrong, **kwargs),
-        cache=tmp_path,
-    ).train
-    assert (
-        plain is not None and data is not None and (group_size(plain), group_size(data)) == (1, 2)
-    )
-    assert data["source"][::2] == data["source"][1::2] and len(data) < 2 * len(rows)
-    lengths, seen = example_lengths(data), list[int]()
+    single = prepare(config, llama3, DataRequest(**kwargs), cache=tmp_path).train
+    assert group_size(single) == 1
+    request = DataRequest(examples=right_and_wrong, **kwargs)
+    data = prepare(config, llama3, request, cache=tmp_path).train
+    assert group_size(data) == 2
+    assert data["source"][::2] == data["source"][1::2]
+    assert len(data) < 2 * len(samples)
+    lengths = example_lengths(data)
+    seen = list[int]()
     for rank in range(world_size):
         layout = BatchLayout(
             world_size=world_size, rank=rank, micro_batch=1, pack_length=pack_length
         )
         plan = BatchSampler.of(data, layout, global_batch=4, seed=1)
         for step in range(plan.steps_per_epoch):
-            share = plan.step(0, step)
-            for indices in share.micro_batches:
-                assert all(row % 2 == 0 for row in indices[::2]) and indices[1::2] == [
-                    row + 1 for row in indices[::2]
-                ]
-                batch = collate(data, indices, 0, pack_length is not None)
-                if indices:
-                    assert (
-                        batch.example_lengths == lengths[indices].tolist()
-                        and batch.locations[::2] == batch.locations[1::2]
-                    )
-                    assert pack_length is None or batch.tokens <= 2 * pack_length
+            for indices in plan.step(0, step).micro_batches:
+                check_pairs(indices)
                 seen += indices
+                if not indices:
+                    continue
+                batch = collate(data, indices, 0, pack_length is not None)
+                assert batch.example_lengths == lengths[indices].tolist()
+                assert batch.locations[::2] == batch.locations[1::2]
+                assert pack_length is None or batch.tokens <= 2 * pack_length
     assert sorted(seen) == list(range(len(data)))
-    layouts = [
-        BatchLayout(world_size=world_size, rank=rank, micro_batch=2, pack_length=pack_length)
-        for rank in range(world_size)
-    ]
-    held = [evaluation_batches(lengths, layout, examples_per_sample=2) for layout in layouts]
-    assert sorted(row for batches in held for batch in batches for row in batch) == list(
-        range(len(data))
-    )
-    assert all(
-        batch[::2] == [row - 1 for row in batch[1::2]] for batches in held for batch in batches
-    )
+    evaluated = list[int]()
+    for rank in range(world_size):
+        layout = BatchLayout(
+            world_size=world_size, rank=rank, micro_batch=2, pack_length=pack_length
+        )
+        for indices in evaluation_batches(lengths, layout, examples_per_sample=2):
+            check_pairs(indices)
+            evaluated += indices
+    assert sorted(evaluated) == list(range(len(data)))
+
+
+def check_pairs(indices: list[int]) -> None:
+    """An even index is followed by its successor."""
+    for first, second in zip(indices[::2], indices[1::2], strict=True):
+        assert first % 2 == 0 and second == first + 1
 
 
 def completions(count: int) -> list[dict[str, Any]]:
-    return [
-        {
-            "prompt": f"Hi {n}" + "?" * (n % 3),
-            "completion": " yes" * (1 + n % 5),
-            "label": n % 4 > 0,
-        }
-        for n in range(count)
-    ]
+    samples = []
+    for n in range(count):
+        prompt = f"Hi {n}" + "?" * (n % 3)
+        samples.append({"prompt": prompt, "completion": " yes" * (1 + n % 5), "label": n % 4 > 0})
+    return samples
+
+
+@pytest.fixture
+def unpaired(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> Callable[..., TokenizedData]:
+    """Tokenizes completions with a label, as KTO trains on them."""
+
+    def build(samples: list[Any], **changes: Any) -> TokenizedData:
+        file = write_jsonl(tmp_path / "my.jsonl", samples)
+        settings = {"dataset_format": "unpaired_preference", **changes}
+        config = DataConfig(dataset=str(file), **settings)
+        request = DataRequest(context_length=14, want_validation=False, examples=unpaired_examples)
+        return prepare(config, llama3, request, cache=tmp_path)
+
+    return build
 
 
 @pytest.mark.parametrize("truncation", ["right", "left", "drop"])
 def test_a_completion_with_a_label_comes_with_its_prompt_and_another_completion(
-    llama3: PreTrainedTokenizerFast, tmp_path: Path, truncation: Any
+    llama3: PreTrainedTokenizerFast, unpaired: Callable[..., TokenizedData], truncation: Any
 ) -> None:
-    def built(name: str, rows: list[Any], **changes: Any) -> TokenizedData:
-        settings = {"dataset_format": "unpaired_preference", "truncation": truncation, **changes}
-        config = DataConfig(dataset=str(write_jsonl(tmp_path / name, rows)), **settings)
-        request = DataRequest(context_length=14, want_validation=False, examples=unpaired_examples)
-        return prepare(config, llama3, request, cache=tmp_path)
-
-    rows, encoder = completions(21), Encoder(llama3, 99)
-    rows[5]["completion"] *= 9  # too long by itself
-    data = built(
-        "my.jsonl",
-        [*rows[:8], {"prompt": "Hi", "completion": "", "label": 1}, *rows[8:]],
-        skip_bad_rows=True,
-    )
-    found, at = data.train, 0
-    assert found is not None and set(found["group"]) == {2}
-    whole = [encoder.tokenize(row, "prompt_completion") for row in rows]
+    samples = completions(21)
+    samples[5]["completion"] *= 9  # too long by itself
+    bad = {"prompt": "Hi", "completion": "", "label": 1}
+    data = unpaired([*samples[:8], bad, *samples[8:]], truncation=truncation, skip_bad_rows=True)
+    examples = data.train
+    assert set(examples["group"]) == {2}
+    encoder = Encoder(llama3, 99)
+    whole = [encoder.tokenize(sample, "prompt_completion") for sample in samples]
     starts = [next(n for n, label in enumerate(labels) if label != -100) for _, labels in whole]
+    kept = slice(-14, None) if truncation == "left" else slice(14)
+    at = 0
     for number, (ids, labels) in enumerate(whole):
         if number == 5 and truncation == "drop":
             continue
         other = (number + 10) % 21
-        joined = [
-            mine[: starts[number]] + its[starts[other] :]
-            for mine, its in zip(whole[number], whole[other], strict=True)
-        ]
+        other_ids, other_labels = whole[other]
         longest = max(14, len(ids))
-        assert [found[at + n]["desirable"] for n in (0, 1)] == [rows[number]["label"], None]
-        for row, expected in (
-            (found[at], (ids, labels)),
-            (found[at + 1], [it[:longest] for it in joined]),
-        ):
-            cut = slice(-14, None) if truncation == "left" else slice(14)
-            assert (row["input_ids"], row["labels"][1:]) == (expected[0][cut], expected[1][cut][1:])
+        joined_ids = (ids[: starts[number]] + other_ids[starts[other] :])[:longest]
+        joined_labels = (labels[: starts[number]] + other_labels[starts[other] :])[:longest]
+        own = examples[at]
+        mismatched = examples[at + 1]
+        assert own["desirable"] == samples[number]["label"]
+        assert mismatched["desirable"] is None
+        assert own["input_ids"] == ids[kept]
+        assert own["labels"][1:] == labels[kept][1:]
+        assert mismatched["input_ids"] == joined_ids[kept]
+        assert mismatched["labels"][1:] == joined_labels[kept][1:]
         at += 2
-    assert at == len(found) and data.report.bad_samples == 1
-    layout = BatchLayout(world_size=1, rank=0, micro_batch=1, pack_length=14)
-    plan = BatchSampler.of(found, layout, global_batch=1, seed=1)
+    assert at == len(examples) and data.report.bad_samples == 1
+    counts = f"{15 - (truncation == 'drop')} desirable, 6 undesirable"
+    assert f"labels of the training data: {counts}" in data.summary
+    shape = {"global_batch": 1, "world_size": 1, "rank": 0, "micro_batch": 1}
+    plan = BatchSampler.of(examples, pack_length=14, seed=1, **shape)
     for step in range(plan.steps_per_epoch):
-        batch = collate(found, plan.step(0, step).micro_batches[0], 0, True)
-        assert sum(batch.example_lengths[::2]) <= 14 and batch.desirable[1::2] == [None] * (
-            len(batch.locations) // 2
-        )
-    flipped = built(
-        "other.jsonl",
-        [{**row, "label": str(row["label"] ^ (n == 3))} for n, row in enumerate(rows)],
-    )
-    assert flipped.train is not None and flipped.train["input_ids"][:] == found["input_ids"][:]
+        batch = collate(examples, plan.step(0, step).micro_batches[0], 0, True)
+        assert sum(batch.example_lengths[::2]) <= 14
+        assert batch.desirable[1::2] == [None] * (len(batch.locations) // 2)
+
+
+def test_labels_of_completions_are_part_of_the_fingerprint(
+    unpaired: Callable[..., TokenizedData],
+) -> None:
+    samples = completions(21)
+    data = unpaired(samples)
+    samples[3]["label"] = not samples[3]["label"]
+    flipped = unpaired([{**sample, "label": str(sample["label"])} for sample in samples])
+    assert flipped.train["input_ids"][:] == data.train["input_ids"][:]
     assert flipped.fingerprints() != data.fingerprints()
-    assert (
-        f"labels of the training data: {15 - (truncation == 'drop')} desirable, 6 undesirable"
-        in data.summary
-    )
-    with pytest.raises(UserError, match="one.jsonl: all 3 completions have the label False"):
-        built("one.jsonl", [{**row, "label": 0} for row in rows[:3]])
-    both = [{"prompt": "Hi", "chosen": " yes", "rejected": f" no {n}"} for n in range(3)]
-    apart = [
-        {"prompt": "Hi", "completion": it[key], "label": key == "chosen"}
-        for it in both
-        for key in list(it)[1:]
-    ]
-    pairs_of, unpaired = built("pairs.jsonl", both).train, built("apart.jsonl", apart).train
-    assert pairs_of is not None and unpaired is not None
-    assert all(
-        pairs_of[name][:] == unpaired[name][:] for name in ("input_ids", "labels", "desirable")
-    )
-    with pytest.raises(
-        UserError, match='same.jsonl:1: "rejected" is "no"; expected another response'
-    ):
-        built("same.jsonl", [{"prompt": "Hi", "chosen": "no", "rejected": "no"}])
+    with pytest.raises(UserError, match="my.jsonl: all 3 completions have the label False"):
+        unpaired([{**sample, "label": 0} for sample in samples[:3]])
+
+
+def test_pairs_become_completions_with_labels(unpaired: Callable[..., TokenizedData]) -> None:
+    pairs = [{"prompt": "Hi", "chosen": " yes", "rejected": f" no {n}"} for n in range(3)]
+    apart = []
+    for pair in pairs:
+        for key in ("chosen", "rejected"):
+            apart.append({"prompt": "Hi", "completion": pair[key], "label": key == "chosen"})
+    from_pairs = unpaired(pairs).train
+    from_completions = unpaired(apart).train
+    for name in ("input_ids", "labels", "desirable"):
+        assert from_pairs[name][:] == from_completions[name][:]
+    with pytest.raises(UserError, match='my.jsonl:1: "rejected" is "no"; expected another respo'):
+        unpaired([{"prompt": "Hi", "chosen": "no", "rejected": "no"}])

@@ -18,12 +18,12 @@ from llama_ft.config import CheckpointConfig, load
 from llama_ft.phases import NULL_MONITOR
 from llama_ft.training.step import free_unsharded
 
-LENGTHS = [[24, 16], [20, 12]]  # of the rows each rank has: one pack, or a padded batch
+LENGTHS = [[24, 16], [20, 12]]  # samples per rank: one packed sequence, or a padded batch
 
 if __name__ == "__main__":
     work = Path(sys.argv[1]).parent
     tokenizer = models.load_tokenizer(work / "tokenizer", False)
-    rows = torch.load(work / "rows.pt", weights_only=True)  # [ranks, positions]
+    tokens = torch.load(work / "tokens.pt", weights_only=True)  # [ranks, positions]
     targets = sum(length - 1 for lengths in LENGTHS for length in lengths)
     for name, flags in json.loads((work / "cases.json").read_text()).items():
         started = time.monotonic()
@@ -42,14 +42,15 @@ if __name__ == "__main__":
             *([] if "--min_num_params" in flags else ["--min_num_params", "1000"]),
         ]
         config, _ = load(settings + flags, finetuning.DEMO_CONFIG)
-        with runtime.start("cpu", models.shard_degree(config.fsdp)) as job:
-            folder, result = Path(config.model.model_name), work / "results" / name
+        with runtime.start("cpu", models.shard_degree(config.fsdp)) as ranks:
+            folder = Path(config.model.model_name)
+            result = work / "results" / name
             model_config = models.load_model_config(folder, False)
             request = models.ModelRequest(config, folder, model_config)
-            built = finetuning.build_model(request, job, NULL_MONITOR)
+            built = finetuning.build_model(request, ranks, NULL_MONITOR)
             model = built.model
-            lengths = LENGTHS[job.rank]
-            parts = [part.tolist() for part in rows[job.rank][: sum(lengths)].split(lengths)]
+            lengths = LENGTHS[ranks.rank]
+            parts = [part.tolist() for part in tokens[ranks.rank][: sum(lengths)].split(lengths)]
             own = Dataset.from_dict(
                 {"input_ids": parts, "labels": parts, "source": [name] * 2, "desirable": [None] * 2}
             )
@@ -57,25 +58,25 @@ if __name__ == "__main__":
             batch = data.collate(own, range(len(lengths)), 0, is_packed)
             # each architecture once
             if is_packed and not config.peft.use_peft and config.fsdp.low_cpu_fsdp:
-                training.check_packing(built, own, 256, torch.float32, job)
+                training.check_packing(built, own, 256, torch.float32, ranks)
             optimizer = training.build_optimizer(model, config.train)
             model.train()
             losses = training.accumulate_gradients(
-                built, training.SupervisedFineTuning(), [batch], targets, False, job
+                built, training.SupervisedFineTuning(), [batch], targets, False, ranks
             )
-            step = training.clip_and_reduce_norm(built, losses, targets, config.train, 1.0, job)
+            step = training.clip_and_reduce_norm(built, losses, targets, config.train, 1.0, ranks)
             (loss, norm), logged = step.read(), step.logged()
             training.update_weights(optimizer, 1e-2)
             model.eval()
             with torch.no_grad():
-                logits = model(input_ids=rows, use_cache=False).logits
+                logits = model(input_ids=tokens, use_cache=False).logits
             free_unsharded(model)
             card = partial(checkpoint.write_model_card, base_model=config.model.model_name)
             is_whole = built.adapter is None
             export = checkpoint.export_model if is_whole else checkpoint.export_adapter
             sizes = CheckpointConfig(max_shard_size="60KB")
-            export(built, result / "model", sizes, tokenizer, card, job)
-            if job.is_main:
+            export(built, result / "model", sizes, tokenizer, card, ranks)
+            if ranks.is_main:
                 torch.save(
                     {"loss": loss, "norm": norm, "logged": logged, "logits": logits},
                     result / "seen.pt",

@@ -15,8 +15,9 @@ if __name__ == "__main__":
     cases = json.loads(Path(sys.argv[1]).read_text())
     out = Path(sys.argv[1]).parent
     for name, case in cases.items():
-        with runtime.start("cpu", case["shard_degree"]) as job:
-            folder, precision = Path(case["model"]), runtime.PRECISIONS[case["precision"]]
+        with runtime.start("cpu", case["shard_degree"]) as ranks:
+            folder = Path(case["model"])
+            precision = runtime.PRECISIONS[case["precision"]]
             model_config = models.load_model_config(folder, False)
             settings = ModelConfig(model_name=str(folder))
             built = models.build_on_meta(model_config, settings, folder=folder)
@@ -29,12 +30,12 @@ if __name__ == "__main__":
                 built.adapter = models.inject_lora(built, peft, str(folder))
             models.set_storage_dtypes(model, precision)
             models.apply_fsdp(
-                built, job.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision
+                built, ranks.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision
             )
             how = models.LoadSettings(peft, 7, precision.frozen, case["scatter"])
-            models.load_weights(built, job, how)
+            models.load_weights(built, ranks, how)
             held = {
                 name: local_shard(parameter).clone() for name, parameter in model.named_parameters()
             }
             held |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-            torch.save(held, out / f"{name}-rank{job.rank}.pt")
+            torch.save(held, out / f"{name}-rank{ranks.rank}.pt")

@@ -16,8 +16,10 @@ from llama_ft.config import TrainConfig
 from llama_ft.models import BuiltModel, checkpoint_activations
 from llama_ft.models.lora_linear import use_fused_lora
 
-LAYERS, HIDDEN, TOKENS = 4, 64, 48
-WAYS = [("full", 2), ("every_k", 2), ("every_k", 3), ("selective", 2)]
+LAYERS = 4
+HIDDEN = 64
+TOKENS = 48
+WAYS = [("full", 2), ("every_k", 3), ("selective", 2)]
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -87,17 +89,16 @@ def measure(model: nn.Module) -> tuple[Counter[str], Counter[str], int]:
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full tuning", "lora with dropout"])
 @pytest.mark.parametrize(("how", "k"), WAYS)
-def test_gradients_are_those_without_checkpointing_to_the_last_bit(
+def test_gradients_equal_those_without_checkpointing_bit_for_bit(
     how: str, k: int, lora: bool
 ) -> None:
-    expected, found = gradients(llama("off", lora=lora)), gradients(llama(how, k, lora=lora))
+    expected = gradients(llama("off", lora=lora))
+    found = gradients(llama(how, k, lora=lora))
     assert found.keys() == expected.keys() and len(found) > 2 * LAYERS
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
-def test_full_runs_matrix_products_and_attention_again_and_selective_runs_only_the_rest_again() -> (
-    None
-):
+def test_full_recomputes_matmuls_and_attention_and_selective_only_the_rest() -> None:
     ran = {how: measure(llama(how))[1] for how in ("off", "full", "selective")}
     forward_runs = measure(llama("off"))[0]
     more = {how: ran[how] - ran["off"] for how in ("full", "selective")}
@@ -110,7 +111,7 @@ def test_full_runs_matrix_products_and_attention_again_and_selective_runs_only_t
         assert more["selective"][cheap] == more["full"][cheap] >= LAYERS
 
 
-def test_selective_keeps_what_layers_with_an_adapter_put_out_and_nothing_within() -> None:
+def test_selective_keeps_only_the_outputs_of_adapted_layers() -> None:
     ran = {how: measure(llama(how, lora=True)) for how in ("off", "full", "selective")}
     assert ran["off"][0]["llama_ft::lora_linear"] == 7 * LAYERS
     again = {how: ran[how][1]["llama_ft::lora_linear"] for how in ran}
@@ -127,7 +128,8 @@ def test_only_the_inputs_of_recomputed_layers_are_offloaded(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a device to copy from, a copy on the CPU stands in for the one in pinned memory."""
-    expected, moved = gradients(llama("off", lora=True)), []
+    expected = gradients(llama("off", lora=True))
+    moved = []
 
     class Copy(torch.autograd.graph.saved_tensors_hooks):
         def __init__(self, **_: Any) -> None:

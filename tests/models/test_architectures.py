@@ -4,7 +4,8 @@ process."""
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ LONG_ROPE = {
     "short_factor": [1.1] * 8,
     "long_factor": [2.0] * 8,
 }
-TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+TIED = {"tie_word_embeddings": True}
+UNTIED = {"tie_word_embeddings": False}
 EXPERTS = {"num_experts_per_tok": 2, "router_jitter_noise": 0.0}
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
@@ -162,7 +164,8 @@ SIZED: dict[tuple[str, str], list[str]] = {
 FURTHER = ("Qwen3 MoE", "Phi-2", "Phi-3.5 MoE", "GPT-NeoX", "Falcon", "OPT", "BLOOM", "gpt-oss", "DeepSeek V3",
            "Granite MoE", "Granite MoE, balanced", "Falcon-H1", "Gemma 3n text", "Gemma 4 text", "Llama 4 text",
            "ModernBERT decoder", "Nemotron-H", "BioGPT", "GPT-J", "LFM2", "Mamba", *MULTIMODAL)  # fmt: skip
-LENGTHS = [[24, 16], [20, 12]]  # of the two rows of each rank; the windows are of 16
+TOWERS = re.compile("visi|visual|projector|image_embed|audio_embed")
+LENGTHS = [[24, 16], [20, 12]]  # the two samples of each rank; the windows have 16 tokens
 NOT_QUANTIZED = ("GPT-2",)  # its layers are not nn.Linear; refused, see test_quantized.py
 TWO_WAYS = ("full, rank 0 reads", "LoRA 4bit")
 # The fast tests have all five ways of three (own head, tied head, experts), and two of the others;
@@ -193,13 +196,33 @@ def is_fast(architecture: str, method: str) -> bool:
 
 
 PARAMETERS = [
-    pytest.param(*case, marks=[] if is_fast(*case) else pytest.mark.slow) for case in CASES
+    pytest.param(
+        (architecture, method),
+        id=f"{architecture}-{method}",
+        marks=[] if is_fast(architecture, method) else pytest.mark.slow,
+    )
+    for architecture, method in CASES
 ]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trained and exported model, and what plain transformers and peft make of its files."""
+
+    architecture: str
+    method: str
+    tokens: torch.Tensor  # [ranks, positions]
+    seen: dict[str, Any]  # by the job: loss, gradient norm, logits after the step
+    base: Path
+    result: Path
+    model: torch.nn.Module  # the base; with LoRA the base with the trained adapter
+    before: torch.Tensor  # logits of the base
+    after: torch.Tensor  # logits of the result
 
 
 @pytest.fixture(scope="module")
 def models(save_tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with models/, a tokenizer, and a batch in rows.pt."""
+    """A folder with models/, a tokenizer, and a batch in tokens.pt."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
     work = tmp_path_factory.mktemp("architectures")
@@ -226,7 +249,8 @@ def models(save_tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 buffer.uniform_(-0.5, 0.5)
         model.save_pretrained(work / "models" / name, max_shard_size="100KB")
     torch.save(
-        torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(1)), work / "rows.pt"
+        torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(1)),
+        work / "tokens.pt",
     )
     return work
 
@@ -247,17 +271,37 @@ def launches(models: Path) -> Callable[[bool], None]:
     return launch
 
 
-@pytest.fixture
-def work(models: Path, launches: Callable[[bool], None], architecture: str, method: str) -> Path:
-    """The folder, in which the case has been run."""
-    launches(is_fast(architecture, method))
-    return models
-
-
-def loaded(folder: Path, method: str = "", adapter: Path | None = None) -> torch.nn.Module:
-    """A model in plain transformers and bitsandbytes, with an adapter in plain peft."""
-    from bitsandbytes import functional as bnb
+@pytest.fixture(scope="module", params=PARAMETERS)
+def case(
+    request: pytest.FixtureRequest, models: Path, launches: Callable[[bool], None]
+) -> Iterator[Case]:
+    """A case that has been run; both tests of it share the models."""
     from peft import PeftModel
+
+    architecture, method = request.param
+    launches(is_fast(architecture, method))
+    base = models / "models" / architecture
+    result = models / "results" / architecture / method
+    tokens = torch.load(models / "tokens.pt", weights_only=True)
+
+    def logits(model: torch.nn.Module) -> torch.Tensor:
+        with torch.no_grad():  # in eval mode bitsandbytes computes something else on some CPUs
+            return model.train("bit" in method)(input_ids=tokens).logits
+
+    model = loaded(base, method)
+    before = logits(model)
+    if "LoRA" in method:
+        model = PeftModel.from_pretrained(model, result / "model", is_trainable=True)
+        after = logits(model)
+    else:
+        after = logits(loaded(result / "model"))
+    seen = torch.load(result / "seen.pt", weights_only=True)
+    yield Case(architecture, method, tokens, seen, base, result / "model", model, before, after)
+
+
+def loaded(folder: Path, method: str = "") -> torch.nn.Module:
+    """A model in plain transformers and bitsandbytes."""
+    from bitsandbytes import functional as bnb
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, BitsAndBytesConfig
     from transformers.quantizers.base import get_keys_to_not_convert
 
@@ -294,7 +338,7 @@ def loaded(folder: Path, method: str = "", adapter: Path | None = None) -> torch
         model = auto.from_pretrained(folder, dtype=torch.float32, quantization_config=settings)
         for _, weight in stacked_experts(model, across):  # transformers leaves them as they are
             weight.copy_(torch.stack([rounded(matrix, "4bit" in method) for matrix in weight]))
-    return PeftModel.from_pretrained(model, adapter, is_trainable=True) if adapter else model
+    return model
 
 
 def stacked_experts(model: torch.nn.Module, block: int) -> list[tuple[str, torch.Tensor]]:
@@ -322,44 +366,33 @@ def rounded(matrix: torch.Tensor, four_bit: bool) -> torch.Tensor:
     return functional.int8_vectorwise_dequant(*functional.int8_vectorwise_quant(matrix.half())[:2])
 
 
-@pytest.mark.parametrize(("architecture", "method"), PARAMETERS)
-def test_the_first_loss_and_gradient_are_those_of_plain_transformers(
-    work: Path, architecture: str, method: str
-) -> None:
-    result = work / "results" / architecture / method
-    seen = torch.load(result / "seen.pt", weights_only=True)
-    rows = torch.load(work / "rows.pt", weights_only=True)
-    model = loaded(
-        work / "models" / architecture, method, result / "model" if "LoRA" in method else None
-    ).train()
+def test_the_first_loss_and_gradient_are_those_of_plain_transformers(case: Case) -> None:
+    model = case.model.train()
+    seen = case.seen
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.zeros_(parameter)
-        if "lora_magnitude_vector" in name:  # as it began: the norms of the rows
+        if "lora_magnitude_vector" in name:  # its initial value: the norms of the rows
             base = model.get_parameter(name.replace("lora_magnitude_vector.default", "base_layer"))
             parameter.data = base.norm(dim=1)
-    parts = [
-        it[None]
-        for row, own in zip(rows, LENGTHS, strict=True)
-        for it in row[: sum(own)].split(own)
-    ]
-    outputs = [model(input_ids=part, labels=part, use_cache=False) for part in parts]
-    targets = [part.shape[1] - 1 for part in parts]
-    losses = [it.loss * count for it, count in zip(outputs, targets, strict=True)]
+    samples = list[torch.Tensor]()
+    for of_rank, lengths in zip(case.tokens, LENGTHS, strict=True):
+        samples += of_rank[: sum(lengths)].split(lengths)
+    outputs = [model(input_ids=ids[None], labels=ids[None], use_cache=False) for ids in samples]
+    targets = [len(ids) - 1 for ids in samples]
+    losses = [output.loss * count for output, count in zip(outputs, targets, strict=True)]
     loss = sum(losses) / sum(targets)
-    if architecture.endswith("balanced"):  # over the tokens of both ranks together
+    if case.architecture.endswith("balanced"):  # over the tokens of both ranks together
         from transformers.models.granitemoe.modeling_granitemoe import load_balancing_loss_func
 
-        of_parts = sum(
-            it.aux_loss * count for it, count in zip(outputs, targets, strict=True)
-        ) / sum(targets)
-        layers = tuple(
-            torch.cat(of_layer)
-            for of_layer in zip(*(it.router_logits for it in outputs), strict=True)
-        )
+        weighted = [out.aux_loss * count for out, count in zip(outputs, targets, strict=True)]
+        mean_of_samples = sum(weighted) / sum(targets)
+        router_logits = [output.router_logits for output in outputs]
+        layers = tuple(torch.cat(logits) for logits in zip(*router_logits, strict=True))
         balance = load_balancing_loss_func(layers, num_experts=5, top_k=2)
-        assert abs(balance - of_parts) > 1e-3
-        loss = loss - 0.5 * of_parts + (0.25 if method == "LoRA, padded" else 0.5) * balance
+        assert abs(balance - mean_of_samples) > 1e-3
+        coefficient = 0.25 if case.method == "LoRA, padded" else 0.5
+        loss = loss - 0.5 * mean_of_samples + coefficient * balance
         assert seen["logged"] == {"train/router_aux_loss": pytest.approx(balance.item(), rel=1e-5)}
     loss.backward()
     assert seen["loss"] == pytest.approx(loss.item(), rel=1e-5)
@@ -367,32 +400,16 @@ def test_the_first_loss_and_gradient_are_those_of_plain_transformers(
     assert seen["norm"] == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), rel=1e-4)
 
 
-@pytest.mark.parametrize(("architecture", "method"), PARAMETERS)
-def test_the_result_reloads_with_the_trained_logits(
-    work: Path, architecture: str, method: str
-) -> None:
-    folder, result = work / "models" / architecture, work / "results" / architecture / method
-    seen = torch.load(result / "seen.pt", weights_only=True)
-    rows = torch.load(work / "rows.pt", weights_only=True)
-
-    def logits(model: torch.nn.Module) -> torch.Tensor:
-        with torch.no_grad():  # in eval mode bitsandbytes computes something else on some CPUs
-            return model.train("bit" in method)(input_ids=rows).logits
-
-    before = logits(loaded(folder, method))
-    after = logits(
-        loaded(folder, method, result / "model") if "LoRA" in method else loaded(result / "model")
-    )
-    assert (after - seen["logits"]).abs().max() < 1e-4
-    assert (before - seen["logits"]).abs().max() > 1e-2, "the step has changed something"
-    if "LoRA" not in method:
-        was, now = stored(folder), stored(result / "model")
-        assert was.keys() == now.keys(), "saved in the layout it came in"
-        towers = [
-            name for name in was if re.search("visi|visual|projector|image_embed|audio_embed", name)
-        ]
-        assert (len(towers) > 20) == (architecture in MULTIMODAL)
-        assert all(
-            torch.equal(was[name], now[name]) and was[name].dtype == now[name].dtype
-            for name in towers
-        )
+def test_the_result_reloads_with_the_trained_logits(case: Case) -> None:
+    assert (case.after - case.seen["logits"]).abs().max() < 1e-4
+    assert (case.before - case.seen["logits"]).abs().max() > 1e-2, "the step has changed something"
+    if "LoRA" in case.method:
+        return
+    was = stored(case.base)
+    now = stored(case.result)
+    assert was.keys() == now.keys(), "saved in the layout it came in"
+    towers = [name for name in was if TOWERS.search(name)]
+    assert (len(towers) > 20) == (case.architecture in MULTIMODAL)
+    for name in towers:
+        assert torch.equal(was[name], now[name]), name
+        assert was[name].dtype == now[name].dtype, name

@@ -60,7 +60,7 @@ def test_a_model_without_a_text_decoder_is_rejected_by_its_config_alone(
         ),
     ],
 )
-def test_a_model_in_which_tokens_see_the_next_ones_is_rejected(
+def test_a_model_whose_tokens_attend_to_later_ones_is_rejected(
     tmp_path: Path, model_type: str, settings: dict[str, object]
 ) -> None:
     with pytest.raises(UserError, match="is an encoder here"):
@@ -79,9 +79,7 @@ def test_an_unknown_architecture_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
-def test_a_tokenizer_without_its_files_is_refused_naming_them(
-    tmp_path: Path, model_type: str
-) -> None:
+def test_a_tokenizer_without_its_files_is_rejected_by_name(tmp_path: Path, model_type: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": model_type}))
     with pytest.raises(UserError, match=f"(?s){tmp_path}.*only special tokens.*--tokenizer_name"):
         load_tokenizer(tmp_path, False)
@@ -99,7 +97,7 @@ def test_a_tokenizer_without_its_files_is_refused_naming_them(
         ('{"weight_map": ' + '{"w": ' * 100_000, "not a safetensors index"),
     ],
 )
-def test_an_index_that_is_malformed_or_leaves_its_folder_is_refused(
+def test_an_index_that_is_malformed_or_leaves_its_directory_is_rejected(
     tmp_path: Path, index: str, problem: str
 ) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
@@ -108,7 +106,7 @@ def test_an_index_that_is_malformed_or_leaves_its_folder_is_refused(
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "part/pipe", "part"])
-def test_weights_that_are_no_file_are_refused_before_they_are_opened(
+def test_weights_that_are_not_a_regular_file_are_rejected_before_they_are_opened(
     tmp_path: Path, name: str
 ) -> None:
     """Opening a pipe waits until somebody writes into it."""
@@ -122,7 +120,7 @@ def test_weights_that_are_no_file_are_refused_before_they_are_opened(
         open_weights(tmp_path)
 
 
-def test_a_models_directory_with_a_pipe_or_a_device_is_refused(tmp_path: Path) -> None:
+def test_a_model_directory_with_a_device_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").symlink_to("/dev/zero")
     with pytest.raises(UserError, match="--model_name .*holds generation_config.json, which is a"):
@@ -130,14 +128,14 @@ def test_a_models_directory_with_a_pipe_or_a_device_is_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"attention_dropout": 5}, "attention_dropout is 5; expected 0 to 1"),
         ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10,000,000; expected at most 10,000"),
     ],
 )
-def test_numbers_that_no_model_has_are_refused(
-    tmp_path: Path, settings: dict[str, object], told: str
+def test_impossible_numbers_in_config_json_are_rejected(
+    tmp_path: Path, settings: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         build(tmp_path, {**SMALL, "model_type": "llama", **settings})

@@ -16,12 +16,12 @@ from llama_ft.models import BuiltModel, chunked_loss, use_chunked_loss
 from llama_ft.models.lora_linear import use_fused_lora
 
 VOCABULARY = 320
-ROWS = torch.randint(3, VOCABULARY, (2, 50), generator=torch.Generator().manual_seed(1))
+INPUT_IDS = torch.randint(3, VOCABULARY, (2, 50), generator=torch.Generator().manual_seed(1))
 POSITIONS = torch.randperm(100, generator=torch.Generator().manual_seed(2))[:83].sort().values
 TARGETS = torch.randint(0, VOCABULARY, (83,), generator=torch.Generator().manual_seed(3))
 LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0}
 ADAPTERS: dict[str, dict[str, Any]] = {
-    "beside the head": {"target_modules": ["q_proj", "lm_head"]},
+    "on the head and elsewhere": {"target_modules": ["q_proj", "lm_head"]},
     "not on the head": {"target_modules": ["q_proj"]},
     "the head in full": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "some rows of the head": {
@@ -42,7 +42,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", {"cpu": VOCABULARY * 16})
 
 
-def taught(model: PreTrainedModel) -> PreTrainedModel:
+def with_chunked_loss(model: PreTrainedModel) -> PreTrainedModel:
     """The model with its weights, made ready on the meta device as the recipe does."""
     weights = dict(model.state_dict())
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -61,7 +61,7 @@ def loss_and_gradients(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     if in_pieces:
         loss, _ = model(
-            input_ids=ROWS,
+            input_ids=INPUT_IDS,
             use_cache=False,
             positions=POSITIONS,
             targets=TARGETS,
@@ -69,7 +69,7 @@ def loss_and_gradients(
         )
         loss = loss.sum()
     else:
-        logits = model(input_ids=ROWS, use_cache=False).logits.flatten(0, 1)[POSITIONS]
+        logits = model(input_ids=INPUT_IDS, use_cache=False).logits.flatten(0, 1)[POSITIONS]
         loss = torch.nn.functional.cross_entropy(logits.float(), TARGETS, reduction="sum")
     (loss / 83).backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -82,7 +82,7 @@ def check(model: PreTrainedModel, **tolerance: float) -> None:
     loss, ours = loss_and_gradients(model, in_pieces=True)
     with torch.no_grad():
         evaluated, _ = model.eval()(
-            input_ids=ROWS, use_cache=False, positions=POSITIONS, targets=TARGETS
+            input_ids=INPUT_IDS, use_cache=False, positions=POSITIONS, targets=TARGETS
         )
     torch.testing.assert_close(evaluated, expected, **tolerance)
     torch.testing.assert_close(loss, expected, **tolerance)
@@ -108,12 +108,12 @@ def architecture(name: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in ALL_LOGITS])
-def test_architectures_have_the_loss_and_gradients_of_all_their_logits(name: str) -> None:
-    check(taught(architecture(name)), rtol=1e-5, atol=1e-5)
+def test_chunked_loss_and_gradients_equal_those_of_all_logits(name: str) -> None:
+    check(with_chunked_loss(architecture(name)), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ALL_LOGITS)
-def test_other_architectures_keep_all_their_logits(name: str) -> None:
+def test_other_architectures_compute_all_logits_at_once(name: str) -> None:
     assert not use_chunked_loss(BuiltModel(architecture(name)))
 
 
@@ -124,61 +124,62 @@ def llama() -> Iterator[LlamaForCausalLM]:
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_adapters_on_and_beside_the_head(llama: LlamaForCausalLM, adapter: str) -> None:
+def test_chunked_loss_supports_adapters_on_the_head_and_elsewhere(
+    llama: LlamaForCausalLM, adapter: str
+) -> None:
     get_peft_model(llama, LoraConfig(**LORA, **ADAPTERS[adapter]))
     use_fused_lora(llama)
     for name, parameter in llama.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
-    check(taught(llama), rtol=1e-5, atol=1e-5)
+    check(with_chunked_loss(llama), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_in_16_bits_it_is_as_near_to_fp32_as_all_logits_at_once(
+def test_in_16_bits_chunks_are_as_close_to_fp32_as_all_logits_at_once(
     llama: LlamaForCausalLM, per_token: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In pieces of 2: what is rounded to 16 bits 42 times shows."""
     monkeypatch.setattr(chunked_loss, "FEWEST_POSITIONS", 2)
     monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", {"cpu": 1})
     exact = loss_and_gradients(llama, in_pieces=False)[1]
-    llama = taught(llama.bfloat16())
-    theirs, ours = (
-        loss_and_gradients(llama, in_pieces, per_token)[1] for in_pieces in (False, True)
-    )
+    llama = with_chunked_loss(llama.bfloat16())
+    _, theirs = loss_and_gradients(llama, False, per_token)
+    _, ours = loss_and_gradients(llama, True, per_token)
     for name, gradient in exact.items():
-        error, their_error = (
-            (it[name].float() - gradient).norm() / gradient.norm() for it in (ours, theirs)
-        )
-        assert error < 1.2 * their_error + 1e-3, name
+        error = (ours[name].float() - gradient).norm()
+        their_error = (theirs[name].float() - gradient).norm()
+        assert error < 1.2 * their_error + 1e-3 * gradient.norm(), name
 
 
-def test_losses_per_token_have_the_gradients_of_their_sum_with_dropout_too(
+def test_losses_per_token_have_the_gradients_of_their_sum_even_with_dropout(
     llama: LlamaForCausalLM,
 ) -> None:
     settings = {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
     get_peft_model(llama, LoraConfig(r=4, lora_dropout=0.5, **settings))
-    llama, results = taught(llama).train(), []
+    llama = with_chunked_loss(llama).train()
+    results = []
     for per_token in (False, True):
         torch.manual_seed(5)
         results.append(loss_and_gradients(llama, True, per_token))
     torch.testing.assert_close(*results)
 
 
-def test_in_fp16_the_gradient_of_the_head_may_exceed_fp16_before_it_is_divided(
+def test_in_fp16_the_sum_of_the_head_gradients_may_exceed_the_range_of_fp16(
     llama: LlamaForCausalLM,
 ) -> None:
     """Each piece of 16 targets has a gradient below 65,504, all 83 together do not."""
     torch.nn.init.constant_(llama.model.norm.weight, 1000.0)
     torch.nn.init.normal_(llama.lm_head.weight, std=1e-4)
     targets = torch.zeros_like(TARGETS)
-    logits = llama(input_ids=ROWS, use_cache=False).logits.flatten(0, 1)[POSITIONS]
+    logits = llama(input_ids=INPUT_IDS, use_cache=False).logits.flatten(0, 1)[POSITIONS]
     expected = torch.autograd.grad(
         torch.nn.functional.cross_entropy(logits, targets), llama.lm_head.weight
     )[0]
     assert (83 * expected).abs().max() > 65_504
-    llama = taught(llama.half())
+    llama = with_chunked_loss(llama.half())
     (
-        llama(input_ids=ROWS, use_cache=False, positions=POSITIONS, targets=targets)[0] / 83
+        llama(input_ids=INPUT_IDS, use_cache=False, positions=POSITIONS, targets=targets)[0] / 83
     ).backward()
     found = llama.lm_head.weight.grad.float()
     assert (found - expected).norm() < 0.01 * expected.norm()
@@ -190,8 +191,10 @@ def test_chunks_have_few_shapes(
 ) -> None:
     """In chunks of 32, as the head is trained; the last is filled up to 8, and what fills it counts
     nothing."""
-    positions, wanted, seen = POSITIONS[:targets], TARGETS[:targets], list[int]()
-    logits = llama(input_ids=ROWS, use_cache=False).logits.flatten(0, 1)[positions]
+    positions = POSITIONS[:targets]
+    wanted = TARGETS[:targets]
+    seen = list[int]()
+    logits = llama(input_ids=INPUT_IDS, use_cache=False).logits.flatten(0, 1)[positions]
     expected = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
     plain = chunked_loss.CrossEntropy.forward
     monkeypatch.setattr(
@@ -199,8 +202,8 @@ def test_chunks_have_few_shapes(
         "forward",
         lambda ctx, *each: (seen.append(len(each[1])), plain(ctx, *each))[1],
     )
-    inputs = {"input_ids": ROWS, "use_cache": False, "positions": positions, "targets": wanted}
-    found = taught(llama)(**inputs, per_token=True)[0]
+    inputs = {"input_ids": INPUT_IDS, "use_cache": False, "positions": positions, "targets": wanted}
+    found = with_chunked_loss(llama)(**inputs, per_token=True)[0]
     torch.testing.assert_close(found, expected)
     assert seen == {83: [32, 32, 24], 16: [16], 1: [8], 0: [0]}[targets]
 
@@ -219,7 +222,7 @@ class Largest(TorchDispatchMode):
 
 def test_no_tensor_is_as_large_as_the_logits(llama: LlamaForCausalLM) -> None:
     weights = max(parameter.numel() for parameter in llama.parameters())
-    llama = taught(llama)
+    llama = with_chunked_loss(llama)
     with Largest() as at_once:
         loss_and_gradients(llama, in_pieces=False)
     with Largest() as in_pieces:

@@ -28,17 +28,18 @@ from llama_ft.models.packed_attention import use_packed_attention
 
 # in dynamic_sources; before, numbers vary after their first change
 KNOWS_DIMENSIONS = torch.__version__ >= "2.13"
-PACKS = [[10, 6], [16], [4, 4, 8], [3, 3, 3, 3, 3], [1, 14], [24], [12, 12]]  # tokens of their rows
+# Tokens of the samples in each.
+PACKED_SEQUENCES = [[10, 6], [16], [4, 4, 8], [3, 3, 3, 3, 3], [1, 14], [24], [12, 12]]
 
 
 @pytest.fixture
 def varlen_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch's variable-length kernel, which is CUDA's, computed row by row on the CPU: compiled
+    """torch's variable-length kernel, which is CUDA's, computed sample by sample on the CPU: compiled
     layers see the operator and its arguments as they do on a GPU."""
 
-    def rows_of(ends: torch.Tensor, *tensors: torch.Tensor) -> list[list[torch.Tensor]]:
+    def samples_of(ends: torch.Tensor, *tensors: torch.Tensor) -> list[list[torch.Tensor]]:
         return [
-            [it[start:end].transpose(0, 1)[None] for it in tensors]
+            [tensor[start:end].transpose(0, 1)[None] for tensor in tensors]
             for start, end in pairwise(ends.tolist())
         ]
 
@@ -48,20 +49,27 @@ def varlen_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, *rest: Any, **_: Any
     ) -> Any:
-        rows = [
-            F.scaled_dot_product_attention(*r, is_causal=True, enable_gqa=True)
-            for r in rows_of(ends, q, k, v)
+        samples = [
+            F.scaled_dot_product_attention(*sample, is_causal=True, enable_gqa=True)
+            for sample in samples_of(ends, q, k, v)
         ]
-        return joined(rows), torch.zeros(q.shape[1], q.shape[0]), torch.zeros(2, dtype=torch.uint64)
+        return (
+            joined(samples),
+            torch.zeros(q.shape[1], q.shape[0]),
+            torch.zeros(2, dtype=torch.uint64),
+        )
 
     def backward(
         gradient: Any, q: Any, k: Any, v: Any, output: Any, sums: Any, ends: Any, *_: Any, **__: Any
     ) -> Any:
-        kernel, found = "_scaled_dot_product_flash_attention_for_cpu", []
-        for gradients, *row in rows_of(ends, gradient, q, k, v):
-            computed = getattr(torch.ops.aten, kernel)(*row, 0.0, True)
+        kernel = "_scaled_dot_product_flash_attention_for_cpu"
+        found = []
+        for gradients, *sample in samples_of(ends, gradient, q, k, v):
+            computed = getattr(torch.ops.aten, kernel)(*sample, 0.0, True)
             found.append(
-                getattr(torch.ops.aten, f"{kernel}_backward")(gradients, *row, *computed, 0.0, True)
+                getattr(torch.ops.aten, f"{kernel}_backward")(
+                    gradients, *sample, *computed, 0.0, True
+                )
             )
         return tuple(map(joined, zip(*found, strict=True)))
 
@@ -81,7 +89,7 @@ def llama(how: str) -> BuiltModel:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=3, vocab_size=100))
+    model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=2, vocab_size=100))
     built = BuiltModel(model.train())
     built.mixers = use_packed_attention(built)
     checkpoint_activations(built, TrainConfig(activation_checkpointing=how))
@@ -95,21 +103,22 @@ def forward(built: BuiltModel, lengths: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("how", ["off", "full"])
-def test_one_graph_trains_on_packs_of_any_rows_and_one_evaluates(
+def test_one_graph_trains_on_all_packed_sequences_and_one_evaluates(
     how: str, varlen_on_the_cpu: None
 ) -> None:
     torch._dynamo.reset()
     counters.clear()
-    plain, compiled = llama(how), llama(how)
+    plain = llama(how)
+    compiled = llama(how)
     compile_layers(compiled, backend="aot_eager")
     assert list(compiled.model.state_dict()) == list(plain.model.state_dict())
-    for lengths in PACKS:
+    for lengths in PACKED_SEQUENCES:
         losses = [forward(built, lengths) for built in (plain, compiled)]
         for loss in losses:
             loss.backward()
         torch.testing.assert_close(*losses)
     for_training = counters["stats"]["unique_graphs"]
-    assert for_training == 1 if KNOWS_DIMENSIONS else for_training < len(PACKS)
+    assert for_training == 1 if KNOWS_DIMENSIONS else for_training < len(PACKED_SEQUENCES)
     assert not counters["graph_break"]
     for (name, parameter), other in zip(
         plain.model.named_parameters(), compiled.model.parameters(), strict=True
@@ -121,29 +130,33 @@ def test_one_graph_trains_on_packs_of_any_rows_and_one_evaluates(
         with without_graphs(compiled.model):
             assert torch.equal(forward(compiled, [5, 3]), forward(plain, [5, 3]))
         assert counters["stats"]["unique_graphs"] == for_training
-        for built in (plain, compiled):
-            losses = [forward(built, lengths) for lengths in PACKS]
+        for lengths in PACKED_SEQUENCES:
+            torch.testing.assert_close(forward(compiled, lengths), forward(plain, lengths))
     graphs = counters["stats"]["unique_graphs"]
-    assert graphs == 2 if KNOWS_DIMENSIONS else graphs - for_training < len(PACKS)
+    assert graphs == 2 if KNOWS_DIMENSIONS else graphs - for_training < len(PACKED_SEQUENCES)
     answers = [
         built.model.generate(torch.arange(5)[None], max_new_tokens=4, do_sample=False)
         for built in (plain, compiled)
     ]
-    assert torch.equal(*answers) and counters["stats"]["unique_graphs"] == graphs
+    assert torch.equal(*answers)
+    assert counters["stats"]["unique_graphs"] == graphs
 
 
-def test_with_the_adapter_off_in_turns_one_graph_more_is_made(varlen_on_the_cpu: None) -> None:
+def test_switching_the_adapter_off_and_on_compiles_one_more_graph(varlen_on_the_cpu: None) -> None:
     """The reference of DPO is the model with its adapter off."""
     torch._dynamo.reset()
     counters.clear()
-    base, plain, graphs = llama("off"), llama("off"), list[int]()
-    settings = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    base = llama("off")
+    plain = llama("off")
+    graphs = list[int]()
+    settings = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     get_peft_model(plain.model, settings)
     use_fused_lora(plain.model)
     compiled = copy.deepcopy(plain)
     compile_layers(compiled, backend="aot_eager")
-    for lengths in PACKS[:4:3]:
-        before, reference = counters["stats"]["unique_graphs"], forward(base, lengths)
+    for lengths in PACKED_SEQUENCES[:4:3]:
+        before = counters["stats"]["unique_graphs"]
+        reference = forward(base, lengths)
         compiled.model.eval()
         with torch.no_grad(), adapter_off(compiled.model):
             torch.testing.assert_close(forward(compiled, lengths), reference)
@@ -155,6 +168,5 @@ def test_with_the_adapter_off_in_turns_one_graph_more_is_made(varlen_on_the_cpu:
         assert (losses[0] - reference).abs() > 0.01
     assert graphs == [1, 0] or not KNOWS_DIMENSIONS
     losses[1].backward()
-    assert all(
-        (it.grad is None) == ("lora" not in name) for name, it in compiled.model.named_parameters()
-    )
+    for name, parameter in compiled.model.named_parameters():
+        assert (parameter.grad is None) == ("lora" not in name), name

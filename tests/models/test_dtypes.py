@@ -117,14 +117,16 @@ def test_the_routers_that_transformers_keeps_in_fp32_stay_in_fp32(
     assert fp32_modules(model, torch.float32) == []
 
 
-def test_two_ranks_train_fp32_routers_as_units_of_their_own(tmp_path: Path, save_tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_two_ranks_train_fp32_routers_as_separate_fsdp_units(
+    tmp_path: Path, save_tokenizer
+) -> None:  # type: ignore[no-untyped-def]
     folder = save_model(tmp_path / "base", "inkling2_text")
     save_tokenizer(folder)
     generator = torch.Generator().manual_seed(1)
-    rows = [torch.randint(3, 300, (24,), generator=generator).tolist() for _ in range(4)]
-    lines = [json.dumps({"input_ids": ids, "labels": ids}) for ids in rows]
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    common = f"--model_name {folder} --dataset {tmp_path}/rows.jsonl --device cpu --enable_fsdp"
+    samples = [torch.randint(3, 300, (24,), generator=generator).tolist() for _ in range(4)]
+    lines = [json.dumps({"input_ids": ids, "labels": ids}) for ids in samples]
+    (tmp_path / "samples.jsonl").write_text("\n".join(lines))
+    common = f"--model_name {folder} --dataset {tmp_path}/samples.jsonl --device cpu --enable_fsdp"
     common += " --batching_strategy padding --batch_size_training 2 --num_epochs 2 --lr 1e-2"
     common += " --min_num_params 1000 --sample_tokens 0"
     cases = {
@@ -137,7 +139,7 @@ def test_two_ranks_train_fp32_routers_as_units_of_their_own(tmp_path: Path, save
     output = run_cases(tmp_path, [line.split() for line in flags], ranks=2).output
     assert "Inkling2TopKRouter" in output, "a unit"
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    alone = [torch.tensor([ids]) for ids in rows]
+    alone = [torch.tensor([ids]) for ids in samples]
     expected = sum(plain(input_ids=ids, labels=ids).loss for ids in alone) / len(alone)
     expected.backward()
     gradients = [weight.grad for weight in plain.parameters() if weight.grad is not None]

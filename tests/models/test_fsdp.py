@@ -44,17 +44,16 @@ def units_of(model: torch.nn.Module, **fsdp: object) -> list[Unit]:
 LAYERS = [f"model.layers.{n}" for n in range(4)]
 
 
-def test_layers_are_units_and_with_hybrid_big_embeddings_and_heads_too() -> None:
+def test_layers_are_fsdp_units_and_large_embeddings_and_heads_with_the_hybrid_policy() -> None:
     units = units_of(llama(), fsdp_wrap_policy="transformer")
-    assert [unit.name for unit in units] == [*LAYERS, ""] and units[
-        -1
-    ].parameters == 2 * 64 * 1000 + 64
+    assert [unit.name for unit in units] == [*LAYERS, ""]
+    assert units[-1].parameters == 2 * 64 * 1000 + 64
     ends = ["model.embed_tokens", "lm_head", ""]
     assert [unit.name for unit in units_of(llama(), min_num_params=60_000)] == [*LAYERS, *ends]
     assert [unit.name for unit in units_of(llama(), min_num_params=70_000)] == [*LAYERS, ""]
 
 
-def test_the_size_policy_wraps_innermost_first_and_leaves_no_unit_below_the_limit_but_the_root() -> (
+def test_the_size_policy_wraps_innermost_modules_first_and_only_the_root_is_below_the_limit() -> (
     None
 ):
     units = units_of(llama(), fsdp_wrap_policy="size", min_num_params=20_000)
@@ -63,7 +62,7 @@ def test_the_size_policy_wraps_innermost_first_and_leaves_no_unit_below_the_limi
     assert {"model.layers.0.mlp", "model.embed_tokens"} < {unit.name for unit in units}
 
 
-def test_the_strategy_says_how_many_ranks_share_a_copy_of_the_model() -> None:
+def test_the_sharding_strategy_determines_how_many_ranks_share_a_model() -> None:
     assert shard_degree(FSDPConfig()) == 1
     assert shard_degree(FSDPConfig(enable_fsdp=True)) == "world"
     assert shard_degree(FSDPConfig(enable_fsdp=True, sharding_strategy="NO_SHARD")) == 1
@@ -76,11 +75,12 @@ def test_the_strategy_says_how_many_ranks_share_a_copy_of_the_model() -> None:
     )
 
 
-def test_gradients_are_the_same_with_parameters_offloaded(runtime: Ranks) -> None:
+def test_offloading_parameters_does_not_change_gradients(runtime: Ranks) -> None:
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 50}
     config = LlamaConfig(**shape, num_hidden_layers=2)
-    plain, offloaded = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    plain = LlamaForCausalLM(config)
+    offloaded = LlamaForCausalLM(config)
     offloaded.load_state_dict(plain.state_dict())
     settings = FSDPConfig(enable_fsdp=True, fsdp_cpu_offload=True)
     apply_fsdp(BuiltModel(offloaded), runtime.mesh, settings, PRECISIONS["fp32"])
@@ -101,10 +101,9 @@ def test_gradients_are_the_same_with_parameters_offloaded(runtime: Ranks) -> Non
         torch.testing.assert_close(found.grad.full_tensor(), expected.grad, msg=name)
 
 
-def test_offloaded_4_bit_layers_of_one_process_are_copied_for_each_pass_and_train_the_same(
-    runtime: Ranks,
-) -> None:
-    seen, precision = [], PRECISIONS["bf16_mixed"]
+def test_offloaded_4_bit_layers_are_copied_per_pass_and_train_the_same(runtime: Ranks) -> None:
+    seen = []
+    precision = PRECISIONS["bf16_mixed"]
     for is_offloaded in (False, True):
         torch.manual_seed(0)
         model = llama()
@@ -135,7 +134,7 @@ def test_offloaded_4_bit_layers_of_one_process_are_copied_for_each_pass_and_trai
         assert isinstance(packed, DTensor) == is_offloaded and packed.device.type == "cpu"
         held: list[torch.Tensor] = []
         layer.mlp.register_forward_hook(
-            lambda it, *_, held=held: held.append(it.down_proj.base_layer.weight)
+            lambda mlp, *_, held=held: held.append(mlp.down_proj.base_layer.weight)
         )
         losses = []
         for _ in range(3):
@@ -148,7 +147,8 @@ def test_offloaded_4_bit_layers_of_one_process_are_copied_for_each_pass_and_trai
             optimizer.zero_grad()
             losses.append(loss.item())
         seen.append(losses)
-    assert seen[0] == seen[1] and seen[0][0] != seen[0][2]
+    assert seen[0] == seen[1]
+    assert seen[0][0] != seen[0][2]
 
 
 class Collectives(TorchDispatchMode):
@@ -166,10 +166,11 @@ class Collectives(TorchDispatchMode):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_pure", "bf16_mixed", "fp16"])
 @pytest.mark.parametrize("also_trained", [[], ["lm_head"]])
-def test_one_process_leaves_to_fully_shard_only_what_it_has_to_cast(
+def test_on_one_process_fully_shard_manages_only_parameters_that_are_cast(
     precision: str, also_trained: list[str], runtime: Ranks
 ) -> None:
-    dtypes, model = PRECISIONS[precision], llama().to_empty(device="cpu")
+    dtypes = PRECISIONS[precision]
+    model = llama().to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     settings = LoraConfig(r=2, target_modules="all-linear", modules_to_save=also_trained or None)

@@ -21,7 +21,8 @@ from llama_ft.models import choose_liger, fuse_layers
 from llama_ft.models.compiled import AUTO_LIGER
 from llama_ft.run import Setup
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -67,11 +68,9 @@ def test_the_fused_norm_computes_what_llama_computes(dtype: torch.dtype, roundin
     """The plain one rounds twice in 16 bits, the fused one once: neither is further from float64
     than that."""
     torch.manual_seed(0)
-    norm, inputs, gradient = (
-        LlamaRMSNorm(96, eps=1e-5).to(dtype),
-        torch.randn(50, 96) * 3,
-        torch.randn(50, 96),
-    )
+    norm = LlamaRMSNorm(96, eps=1e-5).to(dtype)
+    inputs = torch.randn(50, 96) * 3
+    gradient = torch.randn(50, 96)
     norm.weight.data.normal_()
     fused = torch.nn.Sequential(LlamaRMSNorm(96, eps=1e-5).to(dtype))
     fused.load_state_dict({"0.weight": norm.weight.data})
@@ -85,19 +84,19 @@ def test_the_fused_norm_computes_what_llama_computes(dtype: torch.dtype, roundin
 
     weight = norm.weight.detach().double().requires_grad_()
     exact = passes(lambda x: functional.rms_norm(x, (96,), weight, 1e-5), weight, torch.float64)
-    plain, ours = passes(norm, norm.weight, dtype), passes(fused, fused[0].weight, dtype)
+    plain = passes(norm, norm.weight, dtype)
+    ours = passes(fused, fused[0].weight, dtype)
     assert "forward" in vars(fused[0])
     for one, other, reference in zip(plain, ours, exact, strict=True):
         allowed = 4 * rounding * reference.norm()
-        assert (one - reference).norm() < allowed and (other - reference).norm() < allowed
+        assert (one - reference).norm() < allowed
+        assert (other - reference).norm() < allowed
     mixed = inputs.bfloat16()
-    assert (
-        torch.equal(fused.float()(mixed), norm.float()(mixed))
-        and fused(mixed).dtype == torch.float32
-    )
+    assert torch.equal(fused.float()(mixed), norm.float()(mixed))
+    assert fused(mixed).dtype == torch.float32
 
 
-def test_liger_is_chosen_where_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liger_is_chosen_if_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     llama = AutoConfig.for_model("llama", **SHAPE)
     assert choose_liger("auto", llama, False, CPU) == (False, "")
     assert choose_liger("auto", llama, True, CUDA) == (False, "Fused kernels: torch.compile's.")
@@ -105,18 +104,16 @@ def test_liger_is_chosen_where_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(UserError, match="need CUDA"):
         choose_liger(True, llama, False, CPU)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
-    use, told = choose_liger("auto", llama, False, CUDA)
-    assert (
-        not use
-        and told.startswith("Fused kernels: torch's RMSNorm")
-        and "cannot be imported" in told
-    )
+    use, reason = choose_liger("auto", llama, False, CUDA)
+    assert not use
+    assert reason.startswith("Fused kernels: torch's RMSNorm")
+    assert "cannot be imported" in reason
     with pytest.raises(UserError, match="cannot be imported"):
         choose_liger(True, llama, False, CUDA)
 
 
 @needs_liger
-def test_liger_is_not_chosen_for_what_it_would_compute_wrong() -> None:
+def test_liger_is_not_chosen_if_its_result_would_be_wrong() -> None:
     assert choose_liger("auto", AutoConfig.for_model("llama", **SHAPE), False, CUDA) == (
         True,
         "Fused kernels: Liger's.",
@@ -137,7 +134,7 @@ def test_liger_is_not_chosen_for_what_it_would_compute_wrong() -> None:
 
 @needs_liger
 @pytest.mark.parametrize(
-    "kinds", [["gemma2", "llama", "phi3"], pytest.param(sorted(AUTO_LIGER), marks=pytest.mark.slow)]
+    "kinds", [["gemma2", "llama"], pytest.param(sorted(AUTO_LIGER), marks=pytest.mark.slow)]
 )
 def test_ligers_own_kernels_compute_what_each_architecture_computes(kinds: list[str]) -> None:
     job = [sys.executable, str(Path(__file__).with_name("liger_job.py")), *kinds]
@@ -146,12 +143,11 @@ def test_ligers_own_kernels_compute_what_each_architecture_computes(kinds: list[
     assert finished.exit_code == 0 and len(lines) == 2 * len(kinds), finished.output
     for line in lines:
         assert line["choice"][0] is True
-        assert (
-            line["loss"][1] == pytest.approx(line["loss"][0], rel=1e-6) and line["error"] < 2e-6
-        ), line
+        assert line["loss"][1] == pytest.approx(line["loss"][0], rel=1e-6), line
+        assert line["error"] < 2e-6, line
 
 
-def test_a_resumed_run_keeps_its_choice_or_stops() -> None:
+def test_a_resumed_run_keeps_its_kernels_or_stops() -> None:
     def resume(stored: bool) -> bool | str:
         trainer = {"config": {"model": {"use_liger": stored}}}
         ranks = SimpleNamespace(device=CPU, broadcast_from_rank0=lambda function: function())

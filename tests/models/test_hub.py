@@ -119,15 +119,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         ("my model", "owner/model"),
     ],
 )
-def test_each_refusal_of_the_hub_has_its_message(
+def test_each_http_error_of_the_hub_has_its_message(
     name: str, says: str, outcomes: list[dict[str, str]]
 ) -> None:
-    assert (
-        outcomes[0][name].startswith(f"error: --model_name {name}: ") and says in outcomes[0][name]
-    )
+    assert outcomes[0][name].startswith(f"error: --model_name {name}: ")
+    assert says in outcomes[0][name]
 
 
-def test_only_safetensors_are_downloaded_and_need_no_hub_then(
+def test_only_safetensors_are_downloaded_and_found_again_offline(
     outcomes: list[dict[str, str]],
 ) -> None:
     folder = Path(outcomes[0]["org/fine"])

@@ -96,7 +96,8 @@ def held(
 
     @functools.cache
     def launch(world_size: int) -> dict[str, list[Held]]:
-        out, cases = tmp_path_factory.mktemp(f"held{world_size}"), {}
+        out = tmp_path_factory.mktemp(f"held{world_size}")
+        cases = {}
         for name, (model, settings) in CASES.items():
             degree = {"shard_degree": 2 if world_size == 4 else 1} if name == "copies" else {}
             plain = {
@@ -165,7 +166,7 @@ def test_every_rank_holds_the_rows_torch_chunk_gives_it(
                 assert torch.equal(shards[key], rows), (name, rank, key)
 
 
-def test_a_buffer_that_nobody_fills_is_an_error(tiny_model: Path, runtime: Ranks) -> None:
+def test_a_buffer_without_values_is_an_error(tiny_model: Path, runtime: Ranks) -> None:
     config = load_model_config(tiny_model, False)
     built = build_on_meta(config, ModelConfig(model_name="mine"), folder=tiny_model)
     built.model.model.layers[1].register_buffer(
@@ -177,7 +178,7 @@ def test_a_buffer_that_nobody_fills_is_an_error(tiny_model: Path, runtime: Ranks
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", ["untied", "tied", "lora", "dora", "head"])
-def test_parameters_are_bit_identical_on_any_number_of_ranks_and_both_ways(
+def test_parameters_are_bit_identical_on_any_number_of_ranks_and_with_both_ways_of_loading(
     held: Callable[[int], dict[str, list[Held]]], case: str, world_size: int
 ) -> None:
     alone = held(1)[f"{case}-slices"][0]
@@ -203,7 +204,8 @@ def expected_of(model: torch.nn.Module) -> Held:
                 module.weight.SCB.view(torch.int32),
             )
         elif isinstance(module, bitsandbytes.nn.Linear4bit):
-            state, rows = module.weight.quant_state, module.out_features
+            state = module.weight.quant_state
+            rows = module.out_features
             if module.in_features % 64:
                 continue  # blocks across rows: ours to quantize, and left as it is
             absmax = state.absmax
@@ -220,7 +222,7 @@ def expected_of(model: torch.nn.Module) -> Held:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("way", ["slices", "scatter"])
 @pytest.mark.parametrize("case", [*MODES, *(f"stored-{name}" for name in STORED)])
-def test_every_rank_holds_its_rows_of_what_bitsandbytes_makes_of_the_whole_model(
+def test_every_rank_holds_its_rows_of_the_model_that_bitsandbytes_quantizes(
     held: Callable[[int], dict[str, list[Held]]],
     of_bitsandbytes: Callable[[str], Held],
     folders: dict[str, Path],
@@ -229,7 +231,8 @@ def test_every_rank_holds_its_rows_of_what_bitsandbytes_makes_of_the_whole_model
     case: str,
 ) -> None:
     folder = folders["whole" if case.startswith("stored-") else "odd"]
-    expected, plain = of_bitsandbytes(case), reference(folder, torch.bfloat16)
+    expected = of_bitsandbytes(case)
+    plain = reference(folder, torch.bfloat16)
     # two layers of each have rows of 65 or 24 inputs
     assert len(expected) == (20 if case in ("nf4", "fp4") else 28)
     for rank, shards in enumerate(held(world_size)[f"{case}-{way}"]):
@@ -246,7 +249,7 @@ def test_every_rank_holds_its_rows_of_what_bitsandbytes_makes_of_the_whole_model
             assert tensor.dtype == whole.dtype and torch.equal(tensor, rows), (rank, key)
 
 
-def test_rwkv_keeps_its_weights_in_eval_mode(tmp_path: Path) -> None:
+def test_rwkv_does_not_change_its_weights_in_eval_mode(tmp_path: Path) -> None:
     """Transformers divides them in place there, and an export would write divided ones."""
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "num_hidden_layers": 4, "attention_hidden_size": 32}

@@ -1,4 +1,4 @@
-"""Rows of a pack are computed as if each stood alone: the reference is transformers on one row at a
+"""Packed samples are computed as if each stood alone: the reference is transformers on one sample at a
 time."""
 
 import math
@@ -23,7 +23,9 @@ from llama_ft.models.attention_kernels import AMPERE, HOPPER, T4
 from llama_ft.models.rope import use_rope_per_sample
 
 CPU = torch.device("cpu")
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
 LENGTHS = [3, 11, 1, 7, 4]  # longer and shorter than the windows of 4 and 5 below
 SHAPE = {
     "hidden_size": 32,
@@ -95,48 +97,51 @@ def make(name: str, attention: str, **settings: Any) -> PreTrainedModel:
     return model
 
 
-def rows(lengths: list[int] = LENGTHS) -> list[torch.Tensor]:
+def packed(model: PreTrainedModel) -> BuiltModel:
+    """The model, whose attention keeps packed samples apart."""
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
+    return built
+
+
+def samples(lengths: list[int] = LENGTHS) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(1, 101, (length,), generator=generator) for length in lengths]
 
 
-def loss_of(logits: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(logits[:-1].float(), row[1:], reduction="sum")
+def loss_of(logits: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits[:-1].float(), sample[1:], reduction="sum")
 
 
 def packed_logits(built: BuiltModel, parts: list[torch.Tensor]) -> torch.Tensor:
     layout = packed_arguments(built, [len(part) for part in parts], CPU)
-    logits: torch.Tensor = built.model(
-        input_ids=torch.cat(parts)[None], use_cache=False, **layout
-    ).logits[0]
-    return logits
+    output = built.model(input_ids=torch.cat(parts)[None], use_cache=False, **layout)
+    return output.logits[0]
 
 
 @pytest.mark.parametrize(("name", "attention"), CASES)
-def test_loss_and_gradient_of_each_row_are_those_of_the_row_alone(
+def test_each_packed_sample_has_the_loss_and_gradients_of_the_sample_alone(
     name: str, attention: str
 ) -> None:
-    model, parts = make(name, attention), rows()
-    alone = [
-        loss_of(model(input_ids=row[None], attention_mask=torch.ones(1, len(row))).logits[0], row)
-        for row in parts
-    ]
-    sum(alone).backward()  # type: ignore[union-attr]
+    model = make(name, attention)
+    parts = samples()
+    alone = []
+    for sample in parts:
+        output = model(input_ids=sample[None], attention_mask=torch.ones(1, len(sample)))
+        alone.append(loss_of(output.logits[0], sample))
+    torch.stack(alone).sum().backward()
     expected = {
         key: parameter.grad.clone()
         for key, parameter in model.named_parameters()
         if parameter.grad is not None
     }
     model.zero_grad()
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
+    built = packed(model)
     use_rope_per_sample(model)
-    together = [
-        loss_of(logits, row)
-        for logits, row in zip(packed_logits(built, parts).split(LENGTHS), parts, strict=True)
-    ]
+    of_samples = packed_logits(built, parts).split(LENGTHS)
+    together = [loss_of(logits, part) for logits, part in zip(of_samples, parts, strict=True)]
     torch.testing.assert_close(torch.stack(together), torch.stack(alone), rtol=1e-5, atol=1e-5)
-    sum(together).backward()  # type: ignore[union-attr]
+    torch.stack(together).sum().backward()
     for key, parameter in model.named_parameters():
         if key in expected:
             torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-4, atol=1e-4, msg=key)
@@ -144,33 +149,35 @@ def test_loss_and_gradient_of_each_row_are_those_of_the_row_alone(
 
 @pytest.mark.parametrize("name", ["Phi3", "Phimoe"])
 def test_samples_of_a_padded_batch_have_the_longrope_factors_of_their_own_length(name: str) -> None:
-    model, parts = make(name, "sdpa"), rows()
-    alone = [model(input_ids=row[None]).logits[0] for row in parts]
+    model = make(name, "sdpa")
+    parts = samples()
+    alone = [model(input_ids=sample[None]).logits[0] for sample in parts]
     padded = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
     mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
     logits = model(input_ids=padded, attention_mask=mask).logits
     assert (logits[0, :3] - alone[0]).abs().max() > 1e-2, "all have those of the longest sample"
     use_rope_per_sample(model)
     logits = model(input_ids=padded, attention_mask=mask).logits
-    for row, expected in zip(logits, alone, strict=True):
-        torch.testing.assert_close(row[: len(expected)], expected, rtol=1e-4, atol=1e-4)
+    for sample, expected in zip(logits, alone, strict=True):
+        torch.testing.assert_close(sample[: len(expected)], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_padded_batches_and_generation_still_go_through_transformers_own(attention: str) -> None:
-    model, parts = make("Mistral", attention), rows([9, 7])
+def test_padded_batches_and_generation_use_the_attention_of_transformers(attention: str) -> None:
+    model = make("Mistral", attention)
+    parts = samples([9, 7])
     prompt = {"input_ids": parts[0][None], "attention_mask": torch.ones(1, 9, dtype=torch.int64)}
     padded = torch.stack([parts[0], torch.nn.functional.pad(parts[1], (0, 2))])
     mask = torch.tensor([[1] * 9, [1] * 7 + [0] * 2])
     wanted = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    before = model(input_ids=padded, attention_mask=mask).logits, model.generate(**prompt, **wanted)  # type: ignore[operator]
+    logits = model(input_ids=padded, attention_mask=mask).logits
+    answer = model.generate(**prompt, **wanted)  # type: ignore[operator]
     dense = model(input_ids=padded).logits
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
-    after = model(input_ids=padded, attention_mask=mask).logits, model.generate(**prompt, **wanted)  # type: ignore[operator]
-    torch.testing.assert_close(after[0], before[0])
+    built = packed(model)
+    again = built.model(input_ids=padded, attention_mask=mask).logits
+    torch.testing.assert_close(again, logits)
     torch.testing.assert_close(model(input_ids=padded).logits, dense)
-    assert after[1].tolist() == before[1].tolist()
+    assert model.generate(**prompt, **wanted).tolist() == answer.tolist()  # type: ignore[operator]
 
 
 class Seen(TorchDispatchMode):
@@ -179,7 +186,9 @@ class Seen(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest, self.attended, self.heads = 0, list[int](), list[tuple[int, int, bool]]()
+        self.largest = 0
+        self.attended = list[int]()
+        self.heads = list[tuple[int, int, bool]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -197,24 +206,24 @@ class Seen(TorchDispatchMode):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
-def test_a_pack_costs_its_rows_own_attention_and_no_mask_over_all_of_it(
+def test_a_packed_sequence_costs_the_attention_of_its_samples_and_no_mask_over_all_tokens(
     name: str, attention: str
 ) -> None:
     lengths = [64] * 16
     model = make(name, attention)
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
+    built = packed(model)
     with Seen() as seen, torch.no_grad():
-        packed_logits(built, rows(lengths))
+        packed_logits(built, samples(lengths))
     assert seen.largest < sum(lengths) ** 2 / 8  # the largest are the logits, tokens x 101
     if attention == "sdpa":
         assert seen.attended == lengths * 2  # two layers
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_rows_on_the_cpu_have_the_same_gradients_in_16_bits(window: int | None) -> None:
-    """There the backward pass takes rows that are padded."""
-    lengths, generator = (64, 64, 33, 5, 32, 1, 150, 151), torch.Generator().manual_seed(0)
+def test_samples_on_the_cpu_have_the_same_gradients_in_16_bits(window: int | None) -> None:
+    """The backward pass on the CPU takes padded samples."""
+    lengths = (64, 64, 33, 5, 32, 1, 150, 151)
+    generator = torch.Generator().manual_seed(0)
     wide = [
         torch.randn(1, heads, sum(lengths), 8, generator=generator).bfloat16().float()
         for heads in (4, 2, 2, 4)
@@ -233,32 +242,31 @@ def emulated(q: Any, k: Any, v: Any, *_: Any, scale: float, window_size: int | N
     """The memory-efficient kernel by its formula: output, sums, and what is unused."""
     length = q.shape[1]
     allowed = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - (window_size or length))
-    scores = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * scale).masked_fill(~allowed, -math.inf)
+    scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * scale
+    scores = scores.masked_fill(~allowed, -math.inf)
+    output = scores.softmax(-1) @ v.transpose(1, 2)
     sums = torch.nn.functional.pad(scores.logsumexp(-1), (0, -length % 32))
-    return (
-        (scores.softmax(-1) @ v.transpose(1, 2)).transpose(1, 2),
-        sums,
-        *[torch.zeros(())] * 2,
-        length,
-        length,
-    )
+    unused = torch.zeros(())
+    return output.transpose(1, 2), sums, unused, unused, length, length
 
 
 def emulated_backward(
     gradient: Any, q: Any, k: Any, v: Any, _: Any, output: Any, *rest: Any, **how: Any
 ) -> Any:
     assert output.is_contiguous()  # the kernel reads it as such, whatever its strides are
-    assert rest[2:4] == (q.shape[1], k.shape[1]) and rest[4].shape[2] % 32 == 0
-    return *torch.func.vjp(lambda *parts: emulated(*parts, **how)[0], q, k, v)[1](
-        gradient
-    ), torch.zeros(())
+    assert rest[2:4] == (q.shape[1], k.shape[1])
+    assert rest[4].shape[2] % 32 == 0
+    _, backward = torch.func.vjp(lambda *parts: emulated(*parts, **how)[0], q, k, v)
+    return *backward(gradient), torch.zeros(())
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_the_memory_efficient_kernel_gets_what_the_cpu_kernel_computes(
+def test_the_memory_efficient_kernel_has_the_results_of_the_cpu_kernel(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lengths, generator, found = (64, 33, 5, 1), torch.Generator().manual_seed(0), []
+    lengths = (64, 33, 5, 1)
+    generator = torch.Generator().manual_seed(0)
+    found = []
     wide = [torch.randn(1, heads, sum(lengths), 8, generator=generator) for heads in (4, 2, 2, 4)]
     library = torch.library.Library("aten", "IMPL")
     library.impl("_efficient_attention_forward", emulated, "CPU")
@@ -266,13 +274,11 @@ def test_the_memory_efficient_kernel_gets_what_the_cpu_kernel_computes(
     for kind in ("cpu", "plan of a GPU", "GPU"):
         if kind == "GPU":
             for way in ("forward", "backward"):
-                monkeypatch.setattr(
-                    packed_attention, f"_cpu_{way}", getattr(packed_attention, f"_efficient_{way}")
-                )
+                kernel = getattr(packed_attention, f"_efficient_{way}")
+                monkeypatch.setattr(packed_attention, f"_cpu_{way}", kernel)
         inputs = [part.clone().requires_grad_() for part in wide[:3]]
-        output = packed_attention._SampleAttention.apply(
-            *inputs, lengths, 0.3, window, kind != "cpu"
-        )
+        is_gpu = kind != "cpu"
+        output = packed_attention._SampleAttention.apply(*inputs, lengths, 0.3, window, is_gpu)
         found.append([output, *torch.autograd.grad(output, inputs, wide[3])])
     library._destroy()
     for exact, *others in zip(*found, strict=True):
@@ -303,29 +309,30 @@ def test_the_kernel_follows_from_device_dtype_and_shape(
     assert attention_kernels.choose_kernel(capability, dtype, widths, equal_length) == kernel
 
 
-def test_rows_of_one_length_reach_cudnn_on_hopper_though_it_is_off(
+def test_samples_of_equal_length_use_cudnn_on_hopper_although_it_is_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = make("Llama", "sdpa").bfloat16()
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
-    by_row = packed_logits(built, rows([128, 128]))
+    built = packed(model)
+    per_sample = packed_logits(built, samples([128, 128]))
     monkeypatch.setattr(attention_kernels, "capability_of", lambda _: HOPPER)
     torch.backends.cuda.enable_cudnn_sdp(False)
     with Seen() as seen:
-        alike = packed_logits(built, rows([128, 128]))
+        alike = packed_logits(built, samples([128, 128]))
     assert seen.attended == [128, 128] * 2 and seen.heads == [(4, 2, True)] * 2  # two layers
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(True)
-    torch.testing.assert_close(alike, by_row)
+    torch.testing.assert_close(alike, per_sample)
 
 
-def test_without_flash_attention_heads_of_padded_rows_share_no_keys(
+def test_without_flash_attention_heads_of_padded_samples_share_no_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, ids, found = make("Llama", "sdpa"), torch.arange(32).view(2, 16), []
+    model = make("Llama", "sdpa")
+    ids = torch.arange(32).view(2, 16)
+    found = []
     for capability, heads in ((None, 2), (HOPPER, 4)):
-        monkeypatch.setattr(attention_kernels, "capability_of", lambda _, it=capability: it)
+        monkeypatch.setattr(attention_kernels, "capability_of", lambda _, value=capability: value)
         with Seen() as seen:
             found.append(model(input_ids=ids, use_cache=False).logits)
         assert [keys for _, keys, _ in seen.heads] == [heads] * 2
@@ -339,6 +346,6 @@ def test_flash_attention_3_is_for_hopper_without_dropout(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", activated.append)
     for capability, dropout in ((AMPERE, 0.0), (HOPPER, 0.1), (HOPPER, 0.0)):
         assert not activated
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda it=capability: it)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda value=capability: value)
         attention_kernels.activate_flash_attention_3(PretrainedConfig(attention_dropout=dropout))
     assert activated == ["FA3"]

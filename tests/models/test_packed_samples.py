@@ -1,5 +1,5 @@
 """Layers with a state along the sequence, and attention without an interface, under packing: the
-reference is transformers on one row at a time."""
+reference is transformers on one sample at a time."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ MAMBA = {
     "mamba_n_groups": 1,
     "mamba_chunk_size": 8,
 }
-# Class -> what differs from SHAPE, and what runs row by row. With what transformers' own generation
+# Class -> what differs from SHAPE, and what runs per sample. With what transformers' own generation
 # calls a cache.
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen3_5Text": ({**DELTA, "head_dim": 16}, "Qwen3_5GatedDeltaNet"),
@@ -84,28 +84,22 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
 
 def make(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    settings = (
-        {**SHAPE, **MODELS[name][0]} if name != "GPTJ" else {**MODELS[name][0], "vocab_size": 101}
-    )
-    for dropout in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
-        settings |= {dropout: 0.0} if name == "GPTJ" else {}
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        getattr(transformers, f"{name}Config")(**settings)
-    )
+    settings, _ = MODELS[name]
+    if name == "GPTJ":  # has other names for the rest of SHAPE
+        no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        settings = settings | no_dropout | {"vocab_size": 101}
+    else:
+        settings = SHAPE | settings
+    config = getattr(transformers, f"{name}Config")(**settings)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return model.train()
 
 
 def samples() -> Dataset:
     generator = torch.Generator().manual_seed(1)
     ids = [torch.randint(1, 101, (length,), generator=generator).tolist() for length in LENGTHS]
-    return Dataset.from_dict(
-        {
-            "input_ids": ids,
-            "labels": ids,
-            "source": ["x"] * len(ids),
-            "desirable": [None] * len(ids),
-        }
-    )
+    other = {"source": ["x"] * len(ids), "desirable": [None] * len(ids)}
+    return Dataset.from_dict({"input_ids": ids, "labels": ids, **other})
 
 
 def loss_and_norm(model: PreTrainedModel, loss: torch.Tensor) -> tuple[float, float]:
@@ -120,15 +114,16 @@ def loss_and_norm(model: PreTrainedModel, loss: torch.Tensor) -> tuple[float, fl
     ("name", "checkpointing"),
     [*((name, "off") for name in MODELS), ("Qwen3_5Text", "full"), ("Bamba", "selective")],
 )
-def test_loss_and_gradient_of_packed_rows_are_those_of_each_row_alone(
+def test_packed_samples_have_the_loss_and_gradient_norm_of_the_samples_alone(
     name: str, checkpointing: Any, runtime: Ranks
 ) -> None:
-    model, rows = make(name), samples()
+    model = make(name)
+    dataset = samples()
     alone = torch.zeros(())
-    for ids in rows["input_ids"]:
-        row = torch.tensor([ids])
-        logits = model(input_ids=row, use_cache=False).logits[0, :-1].float()
-        alone = alone + torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum")
+    for ids in dataset["input_ids"]:
+        sample = torch.tensor([ids])
+        logits = model(input_ids=sample, use_cache=False).logits[0, :-1].float()
+        alone = alone + torch.nn.functional.cross_entropy(logits, sample[0, 1:], reduction="sum")
     loss, norm = loss_and_norm(model, alone)
     built = BuiltModel(model)
     built.mixers = use_packed_attention(built)
@@ -136,18 +131,18 @@ def test_loss_and_gradient_of_packed_rows_are_those_of_each_row_alone(
     checkpoint_activations(built, TrainConfig(activation_checkpointing=checkpointing))
     packed = (
         SupervisedFineTuning()
-        .loss(built, collate(rows, range(len(LENGTHS)), 0, True), runtime)
+        .loss(built, collate(dataset, range(len(LENGTHS)), 0, True), runtime)
         .loss
     )
     # Another sequence is computed before the backward pass: recomputed layers still see their own
-    # rows.
-    SupervisedFineTuning().loss(built, collate(rows, [4, 0], 0, True), runtime)
+    # samples.
+    SupervisedFineTuning().loss(built, collate(dataset, [4, 0], 0, True), runtime)
     found = loss_and_norm(model, packed)
     assert found[0] == pytest.approx(loss, rel=1e-5)
     assert found[1] == pytest.approx(norm, rel=1e-4)
 
 
-def test_what_runs_row_by_row_is_not_compiled() -> None:
+def test_layers_that_run_per_sample_are_not_compiled() -> None:
     model = make("Lfm2")
     built = BuiltModel(model)
     built.mixers = use_packed_attention(built)

@@ -18,14 +18,19 @@ from llama_ft.models import NewTokens, build_on_meta, inject_lora, load_model_co
 from llama_ft.models.new_tokens import use_token_rows
 
 Make = Callable[..., Path]
-STORED, GROWN, STEPS, GLOBAL_BATCH, LEARNING_RATE = 301, 303, 4, 8, 1e-2
+STORED = 301
+GROWN = 303
+STEPS = 4
+GLOBAL_BATCH = 8
+LEARNING_RATE = 1e-2
 NEW = [301, 302]
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% generation %}{{ message['content'] }}<|im_end|>"
     "{% endgeneration %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LORA = ["--use_peft", "--lora_dropout", "0", "--target_modules", "all-linear"]
-SCATTER, TINY_UNITS = ["--low_cpu_fsdp"], ["--fsdp_wrap_policy", "size", "--min_num_params", "20"]
+SCATTER = ["--low_cpu_fsdp"]
+TINY_UNITS = ["--fsdp_wrap_policy", "size", "--min_num_params", "20"]
 # Case -> base model, flags.
 CASES: dict[str, tuple[str, list[str]]] = {
     "full": ("untied", []),
@@ -33,16 +38,16 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "lora": ("untied", LORA),
     "lora, scattered": ("untied", [*LORA, *SCATTER]),
     "lora, tied": ("tied", LORA),
-    "lora, spare rows": ("spare", LORA),
+    "lora, spare embeddings": ("spare", LORA),
     "lora, head in full": ("untied", [*LORA, "--modules_to_save", "lm_head"]),
     "lora, 4bit": ("wide", [*LORA, "--quantization", "4bit", *SCATTER]),
-    "going on": ("untied", ["--use_peft", *TINY_UNITS, *SCATTER]),
+    "from an adapter": ("untied", ["--use_peft", *TINY_UNITS, *SCATTER]),
 }
 
 
 @pytest.fixture(scope="module")
 def bases(save_model: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Base models; `tokens`, their tokenizer with two special tokens more; `rows.jsonl`, rows with
+    """Base models; `tokens`, their tokenizer with two special tokens more; `samples.jsonl`, samples with
     these tokens; and an adapter of plain peft to go on from."""
     from peft import LoraConfig, get_peft_model
 
@@ -56,7 +61,7 @@ def bases(save_model: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(folder / "tokens")
     generator = torch.Generator().manual_seed(1)
-    with open(folder / "rows.jsonl", "w") as lines:
+    with open(folder / "samples.jsonl", "w") as lines:
         for number in range(GLOBAL_BATCH):
             ids = [
                 301,
@@ -78,23 +83,23 @@ def bases(save_model: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def resized(folder: Path, rows: int = GROWN, new: str = "mean", **settings: Any) -> Any:
+def resized(folder: Path, tokens: int = GROWN, new: str = "mean", **settings: Any) -> Any:
     """The base as its user would resize it; new rows are the mean of the others, or random."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, **{"dtype": torch.float32, **settings})
     stored = model.get_input_embeddings().num_embeddings
-    model.resize_token_embeddings(max(rows, stored), mean_resizing=False)
+    model.resize_token_embeddings(max(tokens, stored), mean_resizing=False)
     with torch.no_grad():
         for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-            if new == "mean" and stored < rows:
+            if new == "mean" and stored < tokens:
                 module.weight[stored:] = module.weight[:stored].mean(dim=0)
     return model
 
 
-def mean_loss(model: Any, rows: Path, train: int = 0) -> list[float]:
+def mean_loss(model: Any, samples: Path, train: int = 0) -> list[float]:
     """Loss over all target tokens, before each of `train` steps of plain AdamW; 0: only once."""
-    examples = [json.loads(line) for line in rows.read_text().splitlines()]
+    examples = [json.loads(line) for line in samples.read_text().splitlines()]
     targets = sum(label != -100 for example in examples for label in example["labels"][1:])
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     result = []
@@ -122,37 +127,21 @@ def mean_loss(model: Any, rows: Path, train: int = 0) -> list[float]:
 @pytest.fixture(scope="module")
 def runs(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Case -> its run on two ranks, all of one launch."""
-    common = ["--resize_embeddings", "--tokenizer_name", f"{bases}/tokens", "--enable_fsdp"]
-    common += [
-        "--dataset",
-        f"{bases}/rows.jsonl",
-        "--validation",
-        f"{bases}/rows.jsonl",
-        "--num_epochs",
-        str(STEPS),
-    ]
-    common += f"--precision fp32 --batching_strategy padding --lr {LEARNING_RATE} --lr_scheduler constant".split()
-    common += "--save_steps 2 --save_every_epoch false".split()
-    folder, flags = tmp_path_factory.mktemp("runs"), {}
+    text = f"--resize_embeddings --tokenizer_name {bases}/tokens --enable_fsdp"
+    text += f" --dataset {bases}/samples.jsonl --validation {bases}/samples.jsonl"
+    text += f" --num_epochs {STEPS} --batch_size_training {GLOBAL_BATCH // 2} --precision fp32"
+    text += f" --batching_strategy padding --lr {LEARNING_RATE} --lr_scheduler constant"
+    text += " --save_steps 2 --save_every_epoch false"
+    folder = tmp_path_factory.mktemp("runs")
+    flags = {}
     for case, (base, own) in CASES.items():
-        others = [] if "--min_num_params" in own else ["--min_num_params", "1000"]
-        others += (
-            ["--from_peft_checkpoint", f"{bases}/{base}-adapter"]
-            if case.startswith("going on")
-            else []
-        )
-        others += [
-            "--batch_size_training",
-            str(GLOBAL_BATCH // 2),
-            "--model_name",
-            f"{bases}/{base}",
-        ]
-        flags[case] = [*common, *own, *others]
-    flags["resumed"] = [
-        *flags["lora, tied"],
-        "--resume",
-        f"{folder}/lora, tied/checkpoints/step-000002",
-    ]
+        flags[case] = [*text.split(), "--model_name", f"{bases}/{base}", *own]
+        if "--min_num_params" not in own:
+            flags[case] += ["--min_num_params", "1000"]
+        if case.startswith("from an adapter"):
+            flags[case] += ["--from_peft_checkpoint", f"{bases}/{base}-adapter"]
+    checkpoint = f"{folder}/lora, tied/checkpoints/step-000002"
+    flags["resumed"] = [*flags["lora, tied"], "--resume", checkpoint]
     found = {case: folder / case for case in flags}
     run_cases(
         folder, [[*own, "--output_dir", str(found[case])] for case, own in flags.items()], ranks=2
@@ -190,7 +179,7 @@ def base_of(case: str, bases: Path, new: str = "mean") -> Any:
     return model
 
 
-def test_the_losses_are_those_of_a_plain_resized_model(runs: dict[str, Path], bases: Path) -> None:
+def test_losses_equal_those_of_a_plain_resized_model(runs: dict[str, Path], bases: Path) -> None:
     from peft import PeftModel
 
     for case, run in runs.items():
@@ -198,65 +187,68 @@ def test_the_losses_are_those_of_a_plain_resized_model(runs: dict[str, Path], ba
             continue
         base, flags = CASES[case]
         model = base_of(case, bases)
-        if case.startswith("going on"):
+        if case.startswith("from an adapter"):
             model = PeftModel.from_pretrained(model, bases / f"{base}-adapter", is_trainable=True)
         # others' adapters begin at random
-        whole = "--use_peft" not in flags or case.startswith("going on")
-        expected = mean_loss(model, bases / "rows.jsonl", train=STEPS if whole else 0)
+        whole = "--use_peft" not in flags or case.startswith("from an adapter")
+        expected = mean_loss(model, bases / "samples.jsonl", train=STEPS if whole else 0)
         found = losses(run)
         assert found[: len(expected)] == pytest.approx(expected, rel=1e-5), case
         assert len(found) == STEPS and found[-1] < 0.95 * found[0], case
 
 
-def test_the_result_loads_into_plain_transformers_and_peft_as_it_was_trained(
+def test_the_result_loads_into_plain_transformers_and_peft_with_the_trained_loss(
     runs: dict[str, Path], bases: Path
 ) -> None:
     for case, run in runs.items():
         if case != "resumed":
             held_out = metrics(run)[-1]["eval/loss"]
-            [loss] = mean_loss(reloaded(case, bases, run / "model"), bases / "rows.jsonl")
+            [loss] = mean_loss(reloaded(case, bases, run / "model"), bases / "samples.jsonl")
             assert loss == pytest.approx(held_out, rel=1e-5), case
 
 
-def test_with_lora_the_new_rows_are_trained_and_no_others(
+def test_lora_trains_only_the_new_rows_of_the_embeddings(
     runs: dict[str, Path], bases: Path
 ) -> None:
     for case, (_, flags) in CASES.items():
         if "--use_peft" not in flags:
             continue
         held = stored(runs[case] / "model")
-        rows = {name: tensor for name, tensor in held.items() if "trainable_tokens_delta" in name}
-        assert len(rows) == (1 if "tied" in case or "in full" in case else 2), case
+        new_rows = {
+            name: tensor for name, tensor in held.items() if "trainable_tokens_delta" in name
+        }
+        assert len(new_rows) == (1 if "tied" in case or "in full" in case else 2), case
         before = base_of(case, bases)
-        for name, tensor in rows.items():
+        for name, tensor in new_rows.items():
             weight = before.get_submodule(
                 name.removeprefix("base_model.model.").split(".token_")[0]
             ).weight
             assert tensor.shape == (2, weight.shape[1]) and tensor.dtype == torch.float32
             assert ((tensor - weight[NEW].float()).abs().amax(dim=1) > 1e-2).all(), (case, name)
-        others = [name for name in held.keys() - rows.keys() if ".lora_" not in name]
+        others = [name for name in held.keys() - new_rows.keys() if ".lora_" not in name]
         assert others == (["base_model.model.lm_head.weight"] if "in full" in case else []), case
 
 
 def test_both_ways_of_loading_and_a_resumed_run_give_the_same_bits(runs: dict[str, Path]) -> None:
     for one, other in (("lora", "lora, scattered"), ("lora, tied", "resumed")):
-        mine, theirs = stored(runs[one] / "model"), stored(runs[other] / "model")
-        assert mine.keys() == theirs.keys() and all(
-            torch.equal(mine[name], theirs[name]) for name in mine
-        ), other
+        mine = stored(runs[one] / "model")
+        theirs = stored(runs[other] / "model")
+        assert mine.keys() == theirs.keys(), other
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine), other
         assert losses(runs[one]) == losses(runs[other])
 
 
 @pytest.mark.parametrize(
-    "case", ["full, tied", "lora", "lora, tied", "lora, spare rows", "lora, 4bit"]
+    "case", ["full, tied", "lora", "lora, tied", "lora, spare embeddings", "lora, 4bit"]
 )
-def test_a_checkpoint_gives_the_same_result_and_merged_what_peft_merges(
+def test_a_checkpoint_exports_to_the_same_result_and_merges_as_peft_does(
     case: str, runs: dict[str, Path], bases: Path, tmp_path: Path
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    result, is_lora = runs[case] / "model", "--use_peft" in CASES[case][1]
+    result = runs[case] / "model"
+    is_lora = "--use_peft" in CASES[case][1]
     exporter = Exporter.prepare(
         find_valid(runs[case]), build_model(), None, None, trust_remote_code=False, merge=is_lora
     )
@@ -281,7 +273,7 @@ def test_a_checkpoint_gives_the_same_result_and_merged_what_peft_merges(
 
 
 @pytest.mark.parametrize("kind", ["untied", "scaled", "gpt2"])
-def test_token_rows_compute_and_learn_what_pefts_own_layer_does(kind: str) -> None:
+def test_token_rows_have_the_outputs_and_gradients_of_pefts_layer(kind: str) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig
 
@@ -315,24 +307,24 @@ def test_token_rows_compute_and_learn_what_pefts_own_layer_does(kind: str) -> No
         target_modules="all-linear", trainable_token_indices=dict.fromkeys(names, ids)
     )
     model = get_peft_model(model, settings)
-    rows = [
+    new_rows = [
         parameter
         for name, parameter in model.named_parameters()
         if "trainable_tokens_delta" in name
     ]
-    assert len(rows) == len(names)
-    for parameter in rows:
+    assert len(new_rows) == len(names)
+    for parameter in new_rows:
         torch.nn.init.normal_(parameter, std=0.1)
     results = []
     for _ in range(2):
         logits = model(input_ids=torch.tensor([[302, 7, 5, 5], [0, 302, 1, 300]])).logits
-        results.append([logits, *torch.autograd.grad(logits.sin().sum(), rows)])
+        results.append([logits, *torch.autograd.grad(logits.sin().sum(), new_rows)])
         use_token_rows(model)
     for theirs, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_what_new_rows_cannot_be_trained_with_is_refused(bases: Path) -> None:
+def test_settings_that_new_token_rows_do_not_support_are_rejected(bases: Path) -> None:
     def refused(base: str, new: NewTokens | None, message: str, **settings: Any) -> None:
         built = build_on_meta(
             load_model_config(bases / base, False), ModelConfig(model_name=base), new

@@ -28,7 +28,7 @@ ASKED = {"output_router_logits": True, "router_aux_loss_coef": 0.02}
         ("llama", {}, 0.3, "Transformers has no such loss for model_type llama", ""),
     ],
 )
-def test_the_coefficient_is_asked_for_or_config_jsons_and_a_line_says_it(
+def test_the_coefficient_comes_from_the_setting_or_config_json_and_is_logged(
     model_type: str,
     settings: dict[str, Any],
     coefficient: float | None,

@@ -65,10 +65,13 @@ def check_against_transformers(folder: Path) -> None:
     )
     assert keys.keys() == expected.keys()
     for name, parameter in expected.items():
-        key, rows = keys[name], parameter.shape[0]
+        key = keys[name]
+        rows = parameter.shape[0]
         assert source.tensors[key].shape == tuple(parameter.shape)
         assert torch.equal(source.read(key).float(), parameter), name
-        parts = [source.read_rows(key, start, min(start + 3, rows)) for start in range(0, rows, 3)]
+        parts = []
+        for start in range(0, rows, 3):
+            parts.append(source.read_rows(key, start, min(start + 3, rows)))
         assert torch.equal(torch.cat(parts).float(), parameter), name
 
 
@@ -133,7 +136,7 @@ def conversions() -> Iterator[None]:
     conversion_mapping.USER_REGISTERED_MAPPINGS.clear()
 
 
-def test_rows_that_a_conversion_mixes_are_those_of_transformers(
+def test_rows_that_a_conversion_interleaves_equal_those_of_transformers(
     tmp_path: Path, conversions: None
 ) -> None:
     mixed = WeightConverter("mlp.mixed.weight", "mlp.gate_proj.weight", [Interleave(dim=0)])
@@ -150,7 +153,7 @@ def test_rows_that_a_conversion_mixes_are_those_of_transformers(
     check_against_transformers(folder)
 
 
-def test_an_expert_that_is_missing_is_refused(tmp_path: Path) -> None:
+def test_a_missing_expert_is_rejected(tmp_path: Path) -> None:
     file = save(folder := tmp_path, "mixtral") / "model.safetensors"
     save_file(
         {
@@ -168,11 +171,10 @@ def test_an_expert_that_is_missing_is_refused(tmp_path: Path) -> None:
         account_for(model.model, open_source(folder, model).tensors, folder)
 
 
-def test_a_fingerprint_knows_a_model_from_any_that_was_tuned_or_set_otherwise(
-    tmp_path: Path,
-) -> None:
+def test_a_fingerprint_changes_with_weights_and_settings(tmp_path: Path) -> None:
     folder = save(tmp_path / "model", "llama", vocab_size=20_000)
-    file, original = folder / "model.safetensors", fingerprint(folder)
+    file = folder / "model.safetensors"
+    original = fingerprint(folder)
     assert file.stat().st_size > 3 * SAMPLES * SAMPLE_BYTES, "most of it is not read"
     tensors = load_file(file)
     for name in (

@@ -58,15 +58,13 @@ class Lion(torch.optim.Optimizer):
 
 # Optimizers that a user may put into the recipe.
 FOREIGN = {
-    "torch_AdamW": torch.optim.AdamW,
-    "torch_SGD": torch.optim.SGD,
     "RMSprop": partial(torch.optim.RMSprop, momentum=0.9, centered=True),
     "Lion": Lion,
 }
 CASES |= {name: TrainConfig(weight_decay=0.1, lr=LR) for name in FOREIGN}
 
 
-class Odd(torch.nn.Module):
+class OddShapes(torch.nn.Module):
     """Rows that do not divide by two, one row only, rows that are no whole blocks of 256, experts,
     vectors."""
 
@@ -87,7 +85,7 @@ class Odd(torch.nn.Module):
 def build(case: str, mesh: DeviceMesh | None) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """The model of a case, always the same, and its optimizer."""
     torch.manual_seed(0)
-    model = Odd().bfloat16() if CASES[case].precision == "bf16_pure" else Odd()
+    model = OddShapes().bfloat16() if CASES[case].precision == "bf16_pure" else OddShapes()
     if mesh is not None:
         fully_shard(model, mesh=mesh)
     if case not in FOREIGN:
@@ -103,7 +101,7 @@ def gradients(step: int) -> dict[str, torch.Tensor]:
     any."""
     torch.manual_seed(100 + step)
     found = {}
-    for name, parameter in Odd().named_parameters():
+    for name, parameter in OddShapes().named_parameters():
         size = (
             torch.rand(parameter.shape[0], *[1] * (parameter.ndim - 1)).mul_(8).exp2_().mul_(1e-3)
         )
@@ -133,30 +131,32 @@ def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def go_on(case: str, run: Path, job: runtime.Ranks) -> dict[str, torch.Tensor]:
+def resumed(case: str, run: Path, ranks: runtime.Ranks) -> dict[str, torch.Tensor]:
     """What a fresh model and optimizer become that load the checkpoint and take the other half of
     the steps."""
-    model, optimizer = build(case, job.mesh)
+    model, optimizer = build(case, ranks.mesh)
     saved = checkpoint.Checkpoint(run / "checkpoints" / f"step-{STEPS // 2:06d}")
-    checkpoint.restore(saved, model, optimizer, job)
+    checkpoint.restore(saved, model, optimizer, ranks)
     train(model, optimizer, range(STEPS // 2, STEPS))
     return whole(model)
 
 
 if __name__ == "__main__":
     out = Path(sys.argv[1])
-    with runtime.start("cpu", "world") as job:
+    with runtime.start("cpu", "world") as ranks:
         two_copies = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         for case in CASES:
-            model, optimizer = build(case, job.mesh)
+            model, optimizer = build(case, ranks.mesh)
             train(model, optimizer, range(STEPS // 2))
             (out / case).mkdir(exist_ok=True)
             about = {"config": {"train": dataclasses.asdict(CASES[case])}}
-            with checkpoint.CheckpointWriter(out / case, CheckpointConfig(), about, job) as writer:
+            with checkpoint.CheckpointWriter(
+                out / case, CheckpointConfig(), about, ranks
+            ) as writer:
                 writer.save(STEPS // 2, model, optimizer, {})
             train(model, optimizer, range(STEPS // 2, STEPS))
             result = {"end": whole(model)}
-            result["again"] = go_on(case, out / case, job)
+            result["again"] = resumed(case, out / case, ranks)
 
             model, optimizer = build(case, two_copies)
             train(model, optimizer, range(STEPS))
@@ -166,5 +166,5 @@ if __name__ == "__main__":
             copies: list[dict[str, torch.Tensor]] = [{}, {}]
             dist.all_gather_object(copies, mine)
             result["copies"] = copies
-            if job.is_main:
+            if ranks.is_main:
                 torch.save(result, out / f"{case}.pt")

@@ -10,11 +10,9 @@ def settings(
     model_name: str = "org/model", dataset: str = "x.csv", use_peft: bool = False, **train: object
 ) -> Config:
     config = Config()
-    config.model.model_name, config.data.dataset, config.peft.use_peft = (
-        model_name,
-        dataset,
-        use_peft,
-    )
+    config.model.model_name = model_name
+    config.data.dataset = dataset
+    config.peft.use_peft = use_peft
     vars(config.train).update(train)
     return config
 
@@ -31,12 +29,12 @@ def settings(
         (settings(dataset="demo", use_peft=True), "dataset is demo"),
     ],
 )
-def test_only_what_is_unusual_is_asked_about(config: Config, asked: str) -> None:
+def test_only_unusual_settings_are_asked_about(config: Config, asked: str) -> None:
     found = advice(config, False, global_batch=8, size=8)
     assert len(found) == bool(asked) and "".join(found).startswith(asked)
 
 
-def test_a_demo_that_was_asked_for_is_not_asked_about() -> None:
+def test_a_requested_demo_is_not_asked_about() -> None:
     assert not advice(settings(dataset="demo", use_peft=True), True, global_batch=8, size=8)
 
 

@@ -1,4 +1,4 @@
-"""The check before training that a model's rows do not see each other in a pack."""
+"""The check before training that packed samples do not attend to each other."""
 
 import random
 
@@ -23,6 +23,7 @@ from transformers import (
     PretrainedConfig,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, use_chunked_loss, use_packed_attention
@@ -54,52 +55,52 @@ def make(attention: str, dtype: torch.dtype, runtime: Ranks) -> BuiltModel:
     # initial weights: hardest to tell apart
     model = LlamaForCausalLM(LlamaConfig(vocab_size=101, **SHAPE))
     model.config._attn_implementation = attention
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
+    built = packed(model)
     model.to(dtype)
     fully_shard(model, mesh=runtime.mesh)
     model.train()
     return built
 
 
-def rows(*lengths: int) -> Dataset:
+def packed(model: PreTrainedModel) -> BuiltModel:
+    """The model, whose attention keeps packed samples apart."""
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
+    return built
+
+
+def samples(*lengths: int) -> Dataset:
     ids = [random.Random(n).choices(range(101), k=length) for n, length in enumerate(lengths)]
-    return Dataset.from_dict(
-        {
-            "input_ids": ids,
-            "labels": ids,
-            "source": ["x"] * len(ids),
-            "desirable": [None] * len(ids),
-        }
-    )
+    other = {"source": ["x"] * len(ids), "desirable": [None] * len(ids)}
+    return Dataset.from_dict({"input_ids": ids, "labels": ids, **other})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_model_that_keeps_rows_apart_passes_and_is_left_as_it_was(
+def test_a_model_that_keeps_samples_apart_passes_and_is_unchanged(
     attention: str, dtype: torch.dtype, runtime: Ranks
 ) -> None:
     built = make(attention, dtype, runtime)
     model = built.model
     before = [parameter.to_local().clone() for parameter in model.parameters()]
     for lengths in ((40, 30, 20, 10), (3, 1, 2), (12, 12)):
-        check_packing(built, rows(*lengths), 64, dtype, runtime)
+        check_packing(built, samples(*lengths), 64, dtype, runtime)
     assert model.training
     for parameter, expected in zip(model.parameters(), before, strict=True):
         assert parameter.grad is None and torch.equal(parameter.to_local(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_that_takes_no_notice_of_rows_runs_row_by_row(
+def test_attention_that_ignores_sample_boundaries_runs_per_sample(
     dtype: torch.dtype, runtime: Ranks
 ) -> None:
     built = make("deaf", dtype, runtime)
     assert built.mixers is not None and not built.mixers.per_sample
-    check_packing(built, rows(40, 30, 20, 10), 64, dtype, runtime)
+    check_packing(built, samples(40, 30, 20, 10), 64, dtype, runtime)
     assert built.mixers.names() == "LlamaAttention"
 
 
-def test_position_embeddings_that_count_tokens_run_row_by_row(runtime: Ranks) -> None:
+def test_position_embeddings_that_count_tokens_run_per_sample(runtime: Ranks) -> None:
     torch.manual_seed(0)
     shape = {
         "d_model": 32,
@@ -111,9 +112,8 @@ def test_position_embeddings_that_count_tokens_run_row_by_row(runtime: Ranks) ->
     model = AutoModelForCausalLM.from_config(
         BartConfig(vocab_size=101, is_encoder_decoder=False, **shape)
     )
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
-    check_packing(built, rows(40, 30, 20, 10), 64, torch.float32, runtime)
+    built = packed(model)
+    check_packing(built, samples(40, 30, 20, 10), 64, torch.float32, runtime)
     assert built.mixers.names() == "BartLearnedPositionalEmbedding"
 
 
@@ -136,14 +136,13 @@ def test_position_embeddings_that_look_up_positions_get_those_of_each_sample(
         "pad_token_id": 0,
     }
     model = AutoModelForCausalLM.from_config(kind(is_encoder_decoder=False, **shape))
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
-    check_packing(built, rows(40, 30, 20, 10), 64, torch.float32, runtime)
+    built = packed(model)
+    check_packing(built, samples(40, 30, 20, 10), 64, torch.float32, runtime)
     assert built.mixers.names().endswith("PositionalEmbedding")
 
 
 @pytest.mark.parametrize(("value", "problem"), [(float("nan"), "NaN"), (0.0, "are all equal")])
-def test_broken_weights_are_not_reported_as_trouble_of_packing(
+def test_broken_weights_are_not_reported_as_a_packing_problem(
     value: float, problem: str, runtime: Ranks
 ) -> None:
     built = make("sdpa", torch.float32, runtime)
@@ -151,7 +150,7 @@ def test_broken_weights_are_not_reported_as_trouble_of_packing(
         for parameter in built.model.parameters():
             parameter.fill_(value)
     with pytest.raises(UserError, match=problem) as error:
-        check_packing(built, rows(40, 30), 64, torch.float32, runtime)
+        check_packing(built, samples(40, 30), 64, torch.float32, runtime)
     assert "padding" not in str(error.value)
 
 
@@ -164,12 +163,11 @@ class Failing(LlamaForCausalLM):
         return super().forward(*args, **arguments)
 
 
-def test_an_exception_of_the_model_for_packed_samples_says_padding(runtime: Ranks) -> None:
+def test_an_exception_of_the_model_for_packed_samples_suggests_padding(runtime: Ranks) -> None:
     model = Failing(LlamaConfig(vocab_size=101, **SHAPE))
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
+    built = packed(model)
     with pytest.raises(UserError, match="(?s)tensor a .48.*Use --batching_strategy padding.$"):
-        check_packing(built, rows(40, 30), 64, torch.float32, runtime)
+        check_packing(built, samples(40, 30), 64, torch.float32, runtime)
 
 
 class Summing(LlamaForCausalLM):
@@ -182,27 +180,30 @@ class Summing(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_that_sees_other_rows_behind_its_layers_is_rejected(
+def test_a_model_that_mixes_samples_after_its_layers_is_rejected(
     dtype: torch.dtype, runtime: Ranks
 ) -> None:
     torch.manual_seed(0)
     model = Summing(LlamaConfig(vocab_size=101, **SHAPE)).to(dtype)
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
+    built = packed(model)
     with pytest.raises(
         UserError, match="(?s)Summing does not keep.*Use --batching_strategy padding.$"
     ):
-        check_packing(built, rows(40, 30, 20, 10), 64, dtype, runtime)
+        check_packing(built, samples(40, 30, 20, 10), 64, dtype, runtime)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("kind", "longest", "by_row"),
-    # no row has 25 tokens
+    ("kind", "longest", "per_sample_mixers"),
+    # no sample has 25 tokens
     [(MistralConfig, 64, ""), (PhimoeConfig, 64, "PhimoeAttention"), (PhimoeConfig, 24, "")],
 )
-def test_a_model_that_loses_its_sliding_window_in_a_pack_runs_row_by_row(
-    kind: type[PretrainedConfig], longest: int, by_row: str, dtype: torch.dtype, runtime: Ranks
+def test_a_model_that_loses_its_sliding_window_in_a_packed_sequence_runs_per_sample(
+    kind: type[PretrainedConfig],
+    longest: int,
+    per_sample_mixers: str,
+    dtype: torch.dtype,
+    runtime: Ranks,
 ) -> None:
     torch.manual_seed(0)
     config = kind(
@@ -210,11 +211,10 @@ def test_a_model_that_loses_its_sliding_window_in_a_pack_runs_row_by_row(
     )
     config.router_jitter_noise = 0.0
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
+    built = packed(model)
     model.to(dtype)
-    check_packing(built, rows(7, 5), longest, dtype, runtime)
-    assert built.mixers.names() == by_row
+    check_packing(built, samples(7, 5), longest, dtype, runtime)
+    assert built.mixers.names() == per_sample_mixers
 
 
 class Sharper(LlamaForCausalLM):
@@ -227,14 +227,13 @@ class Sharper(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize(("kind", "is_kept"), [(LlamaForCausalLM, True), (Sharper, False)])
-def test_a_loss_in_pieces_that_is_not_that_of_the_logits_is_given_up(
+def test_a_chunked_loss_that_differs_from_that_of_the_logits_is_switched_off(
     kind: type[LlamaForCausalLM], is_kept: bool, runtime: Ranks, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)
     with torch.device("meta"):
         model = kind(LlamaConfig(vocab_size=101, **SHAPE))
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
+    built = packed(model)
     built.has_chunked_loss = use_chunked_loss(built)
     assert built.has_chunked_loss
     model.to_empty(device="cpu")
@@ -244,7 +243,7 @@ def test_a_loss_in_pieces_that_is_not_that_of_the_logits_is_given_up(
     fully_shard(model, mesh=runtime.mesh)
     with caplog.at_level("WARNING", logger="llama_ft"):
         model.train()
-        check_packing(built, rows(40, 30), 64, torch.float32, runtime)
+        check_packing(built, samples(40, 30), 64, torch.float32, runtime)
     assert built.has_chunked_loss == is_kept
     assert ("Chunked cross-entropy is off" in caplog.text) != is_kept
 
@@ -264,11 +263,10 @@ def test_longrope_factors_of_the_longest_sample_for_all_are_an_error(
         **SHAPE,
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    built = BuiltModel(model)
-    built.mixers = use_packed_attention(built)
+    built = packed(model)
     if per_sample:
         use_rope_per_sample(model)
-        check_packing(built, rows(16, 16), 64, torch.float32, runtime)
+        check_packing(built, samples(16, 16), 64, torch.float32, runtime)
         return
     with pytest.raises(UserError, match="does not keep packed samples apart"):
-        check_packing(built, rows(16, 16), 64, torch.float32, runtime)
+        check_packing(built, samples(16, 16), 64, torch.float32, runtime)

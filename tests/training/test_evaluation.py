@@ -17,7 +17,7 @@ from llama_ft.training.train_state import BestLoss
         (0, 0.0, [1.0] + [2.0] * 50, (1.0, 1), False),
     ],
 )
-def test_the_run_stops_after_as_many_evaluations_without_improvement_as_patience_says(
+def test_early_stopping_ends_the_run_after_patience_evaluations_without_improvement(
     patience: int, min_delta: float, losses: list[float], best: tuple[float, int], stops: bool
 ) -> None:
     found = BestLoss(
@@ -30,7 +30,7 @@ def test_the_run_stops_after_as_many_evaluations_without_improvement_as_patience
     assert (found.loss, found.step) == best and found.should_stop == stops
 
 
-def test_without_a_chat_template_sample_prompts_are_texts_to_continue(
+def test_without_a_chat_template_sample_prompts_are_continued_as_text(
     tiny_model: Path, runtime: Ranks
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -46,23 +46,25 @@ def model() -> LlamaForCausalLM:
     )
 
 
-def batch(rows: list[list[int]], labels: list[list[int]], length: int) -> Batch:
+def batch(samples: list[list[int]], labels: list[list[int]], length: int) -> Batch:
     def padded(values: list[list[int]], fill: int) -> torch.Tensor:
-        return torch.tensor([row + [fill] * (length - len(row)) for row in values])
+        return torch.tensor([sample + [fill] * (length - len(sample)) for sample in values])
 
-    return Batch(
-        padded(rows, 0), padded(labels, -100), [len(row) for row in rows], False, ["x"] * len(rows)
-    )
+    lengths = [len(sample) for sample in samples]
+    locations = ["x"] * len(samples)
+    return Batch(padded(samples, 0), padded(labels, -100), lengths, False, locations)
 
 
 def test_padding_adds_nothing_to_the_loss_or_the_gradient(model: LlamaForCausalLM) -> None:
-    rows, labels = [[1, 5, 9, 30, 2], [7, 8]], [[-100, 5, 9, 30, 2], [-100, 8]]
-    together = token_loss_sum(BuiltModel(model), batch(rows, labels, 9), CPU)
+    samples = [[1, 5, 9, 30, 2], [7, 8]]
+    labels = [[-100, 5, 9, 30, 2], [-100, 8]]
+    together = token_loss_sum(BuiltModel(model), batch(samples, labels, 9), CPU)
     padded = torch.autograd.grad(together, list(model.parameters()))
-    theirs = model(input_ids=torch.tensor([rows[0]]), labels=torch.tensor([labels[0]])).loss
-    pairs = zip(rows, labels, strict=True)
+    theirs = model(input_ids=torch.tensor([samples[0]]), labels=torch.tensor([labels[0]])).loss
+    pairs = zip(samples, labels, strict=True)
     first, second = (
-        token_loss_sum(BuiltModel(model), batch([row], [own], len(row)), CPU) for row, own in pairs
+        token_loss_sum(BuiltModel(model), batch([sample], [own], len(sample)), CPU)
+        for sample, own in pairs
     )
     torch.testing.assert_close(first, theirs * 4)
     apart = first + second
@@ -77,11 +79,11 @@ def test_padding_adds_nothing_to_the_loss_or_the_gradient(model: LlamaForCausalL
     ("lengths", "router_loss", "filled"),
     [([40, 60], False, 128), ([40, 60], True, 100), ([5, 3], False, 8)],
 )
-def test_packs_are_filled_up_so_that_few_shapes_are_compiled(
+def test_packed_sequences_are_padded_to_few_shapes(
     lengths: list[int], router_loss: bool, filled: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not if the routers' auxiliary loss counts all tokens, or positions would go beyond those of
-    the longest row."""
+    the longest sample."""
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(
@@ -94,25 +96,27 @@ def test_packs_are_filled_up_so_that_few_shapes_are_compiled(
     built.has_chunked_loss = use_chunked_loss(built)
     assert built.has_chunked_loss
     ids = torch.randint(0, 300, (1, sum(lengths)))
-    pack, results, seen = (
-        Batch(ids, ids.clone(), lengths, True, ["x"] * len(lengths)),
-        [],
-        list[int](),
-    )
+    packed = Batch(ids, ids.clone(), lengths, True, ["x"] * len(lengths))
+    results = []
+    seen = list[int]()
     embedding = model.get_input_embeddings()
     embedding.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
     for multiple in (1, 64):
         monkeypatch.setitem(objective.PAD_MULTIPLE, "cpu", multiple)
-        loss = token_loss_sum(built, pack, CPU)
+        loss = token_loss_sum(built, packed, CPU)
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     assert seen == [sum(lengths), filled]
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
-def test_smoothed_labels_and_noisy_embeddings_are_of_training_only(model: LlamaForCausalLM) -> None:
-    rows = torch.tensor([[1, 5, 9, 30, 2]])
-    one, runtime = batch(rows.tolist(), rows.tolist(), 5), SimpleNamespace(device=CPU)
-    noisy, smoothed = copy.deepcopy(model), objective.SupervisedFineTuning(0.1)
+def test_label_smoothing_and_embedding_noise_apply_to_training_only(
+    model: LlamaForCausalLM,
+) -> None:
+    samples = torch.tensor([[1, 5, 9, 30, 2]])
+    one = batch(samples.tolist(), samples.tolist(), 5)
+    runtime = SimpleNamespace(device=CPU)
+    noisy = copy.deepcopy(model)
+    smoothed = objective.SupervisedFineTuning(0.1)
     add_embedding_noise(noisy, 5.0)
     built = BuiltModel(noisy)
     built.has_chunked_loss = use_chunked_loss(built)
@@ -121,12 +125,12 @@ def test_smoothed_labels_and_noisy_embeddings_are_of_training_only(model: LlamaF
         noise = torch.empty(1, 5, 32).uniform_(-1, 1) * (
             5.0 / (5 * 32) ** 0.5 if is_training else 0
         )
-        embedded = model.get_input_embeddings()(rows) + noise
+        embedded = model.get_input_embeddings()(samples) + noise
         logits = model.lm_head(
             model.model(inputs_embeds=embedded, use_cache=False).last_hidden_state
         )[0, :-1]
         expected = functional.cross_entropy(
-            logits, rows[0, 1:], reduction="sum", label_smoothing=0.1 * is_training
+            logits, samples[0, 1:], reduction="sum", label_smoothing=0.1 * is_training
         )
         torch.manual_seed(7)
         noisy.train(is_training)
@@ -184,12 +188,13 @@ def test_forward_and_backward_make_the_host_wait_for_nothing(
     ours = BuiltModel(LlamaForCausalLM(model.config))
     if is_packed:
         ours.mixers = use_packed_attention(ours)
-    rows = [[3 + n for n in range(length)] for length in lengths]
-    pack = Batch(
-        torch.tensor([sum(rows, [])]), torch.tensor([sum(rows, [])]), lengths, True, ["x"] * 2
-    )
+    samples = [[3 + n for n in range(length)] for length in lengths]
+    measured = batch(samples, samples, 4)
+    if is_packed:
+        ids = torch.tensor([sum(samples, [])])
+        measured = Batch(ids, ids.clone(), lengths, True, ["x"] * 2)
     with gpu_child.CountWaits() as counter:
-        token_loss_sum(ours, pack if is_packed else batch(rows, rows, 4), CPU).backward()
+        token_loss_sum(ours, measured, CPU).backward()
     assert [wait for wait in counter.found if not wait.endswith(gpu_child.ON_HOST)] == []
 
 
@@ -204,15 +209,17 @@ def with_routers(name: str) -> PreTrainedModel:
 @pytest.mark.parametrize("in_pieces", [True, False])
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3 MoE", "Granite MoE"])
-def test_where_config_json_asks_for_it_routers_are_trained_to_share_tokens_evenly(
+def test_router_auxiliary_losses_of_config_json_equal_those_of_transformers(
     runtime: Any, name: str, is_packed: bool, in_pieces: bool
 ) -> None:
     ids = torch.randint(3, 320, (2, 20), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
-    theirs, ours = with_routers(name), with_routers(name)
+    theirs = with_routers(name)
+    ours = with_routers(name)
     built = BuiltModel(ours)
     if is_packed:
-        ids, labels = ids.view(1, 40), labels.view(1, 40)
+        ids = ids.view(1, 40)
+        labels = labels.view(1, 40)
         labels[0, 25] = -100
         layout = {"position_ids": torch.cat([torch.arange(25), torch.arange(15)])[None]}
         built.mixers = use_packed_attention(built)
@@ -232,7 +239,8 @@ def test_where_config_json_asks_for_it_routers_are_trained_to_share_tokens_evenl
     torch.testing.assert_close(loss, expected.loss)
     for (key, parameter), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-6, msg=key)
-    of_tokens, method = expected.loss - 0.5 * expected.aux_loss, objective.SupervisedFineTuning()
+    of_tokens = expected.loss - 0.5 * expected.aux_loss
+    method = objective.SupervisedFineTuning()
     ours.config.output_router_logits = False
     for coefficient, more in ((None, 0.0), (0.25, 0.25), (0.0, 0.0)):
         built.router_coefficient = use_router_loss(ours, coefficient)

@@ -2,6 +2,7 @@
 itself."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,9 +21,12 @@ from llama_ft.training.preferences import Preferences
 from llama_ft.training.reference import AdapterOff, StoredReference
 
 # Chosen and rejected of two prompts of two tokens.
-ROWS = [[1, 5, 9, 30, 2], [1, 5, 7, 8], [4, 6, 2], [4, 6, 11, 12, 13, 2]]
+EXAMPLES = [[1, 5, 9, 30, 2], [1, 5, 7, 8], [4, 6, 2], [4, 6, 11, 12, 13, 2]]
 PROMPT = 2
-DPO, IPO = {"objective": "dpo", "beta": 0.3}, {"objective": "ipo", "beta": 0.3}
+# The batch of a rank that has none.
+FILLER = Batch(torch.tensor([[1, 5, 9]]), torch.full((1, 3), -100), [3], False, [])
+DPO = {"objective": "dpo", "beta": 0.3}
+IPO = {"objective": "ipo", "beta": 0.3}
 CASES = [DPO, {**DPO, "label_smoothing": 0.2}, IPO, {"objective": "simpo", "beta": 2.0, "simpo_gamma": 0.7},
          {"objective": "orpo", "beta": 0.4},
          {"objective": "kto", "beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.7}]  # fmt: skip
@@ -53,15 +57,16 @@ def made(seed: int) -> LlamaForCausalLM:
 
 
 def batch(is_packed: bool, objective: str = "dpo") -> Batch:
-    own = [(row, PROMPT) for row in ROWS]
-    tokens = (
-        [row for both in zip(own, mismatched(own), strict=True) for row, _ in both]
-        if objective == "kto"
-        else ROWS
-    )
-    labels = [[-100] * PROMPT + row[PROMPT:] for row in tokens]
-    lengths, sources = [len(row) for row in tokens], ["x"] * len(tokens)
-    told: Any = [True, None, False, None] * 2 if objective == "kto" else [None] * len(tokens)
+    tokens = EXAMPLES
+    if objective == "kto":
+        examples = [(example, PROMPT) for example in EXAMPLES]
+        tokens = []
+        for (example, _), (other, _) in zip(examples, mismatched(examples), strict=True):
+            tokens += [example, other]
+    labels = [[-100] * PROMPT + example[PROMPT:] for example in tokens]
+    lengths = [len(example) for example in tokens]
+    sources = ["x"] * len(tokens)
+    desirable: Any = [True, None, False, None] * 2 if objective == "kto" else [None] * len(tokens)
     if is_packed:
         return Batch(
             torch.tensor([sum(tokens, [])]),
@@ -69,13 +74,11 @@ def batch(is_packed: bool, objective: str = "dpo") -> Batch:
             lengths,
             True,
             sources,
-            told,
+            desirable,
         )
-    ids, aims = (
-        torch.tensor([it + [fill] * (7 - len(it)) for it in rows])
-        for rows, fill in ((tokens, 0), (labels, -100))
-    )
-    return Batch(ids, aims, lengths, False, sources, told)
+    padded_ids = torch.tensor([ids + [0] * (7 - len(ids)) for ids in tokens])
+    padded_labels = torch.tensor([ids + [-100] * (7 - len(ids)) for ids in labels])
+    return Batch(padded_ids, padded_labels, lengths, False, sources, desirable)
 
 
 def method(settings: dict[str, Any], stored: StoredReference | None = None) -> Any:
@@ -84,31 +87,32 @@ def method(settings: dict[str, Any], stored: StoredReference | None = None) -> A
     )
 
 
-def mismatched(rows: list[tuple[list[int], int]]) -> list[tuple[list[int], int]]:
+def mismatched(examples: list[tuple[list[int], int]]) -> list[tuple[list[int], int]]:
     """Each prompt with the response that stands half the list further."""
-    others = rows[len(rows) // 2 :] + rows[: len(rows) // 2]
+    others = examples[len(examples) // 2 :] + examples[: len(examples) // 2]
     return [
-        (row[:start] + other[begin:], start)
-        for (row, start), (other, begin) in zip(rows, others, strict=True)
+        (example[:start] + other[begin:], start)
+        for (example, start), (other, begin) in zip(examples, others, strict=True)
     ]
 
 
-def divergence(rows: list[tuple[list[int], int]], model: Any, reference: Any) -> torch.Tensor:
+def divergence(examples: list[tuple[list[int], int]], model: Any, reference: Any) -> torch.Tensor:
+    differences = []
     with torch.no_grad():
-        both = [
-            [log_probabilities(it, *row).sum() for it in (model, reference)]
-            for row in mismatched(rows)
-        ]
-    return torch.stack([ours - theirs for ours, theirs in both]).mean().clamp(min=0)
+        for example in mismatched(examples):
+            ours = log_probabilities(model, *example).sum()
+            theirs = log_probabilities(reference, *example).sum()
+            differences.append(ours - theirs)
+    return torch.stack(differences).mean().clamp(min=0)
 
 
-def log_probabilities(model: Any, row: list[int], start: int = PROMPT) -> torch.Tensor:
-    found = model(input_ids=torch.tensor([row])).logits[0].log_softmax(-1)
-    return torch.stack([found[place - 1, row[place]] for place in range(start, len(row))])
+def log_probabilities(model: Any, example: list[int], start: int = PROMPT) -> torch.Tensor:
+    found = model(input_ids=torch.tensor([example])).logits[0].log_softmax(-1)
+    return torch.stack([found[place - 1, example[place]] for place in range(start, len(example))])
 
 
 def expected(
-    rows: list[tuple[list[int], int]],
+    examples: list[tuple[list[int], int]],
     model: Any,
     reference: Any,
     beta: float,
@@ -116,43 +120,46 @@ def expected(
     **more: float,
 ) -> tuple[Any, list[Any]]:
     """The sum of the losses of the pairs as TRL's trainers have them, one pair a micro-batch, and
-    the rewards. `rows`: tokens and where the response begins, chosen and rejected in turn. With kto
+    the rewards. `examples`: tokens and where the response begins, chosen and rejected in turn. With kto
     all are one micro-batch."""
-    losses, rewards = [], list[Any]()
-    kl = divergence(rows, model, reference) if objective == "kto" else 0
-    for chosen, rejected in zip(rows[::2], rows[1::2], strict=True):
-        ours = [log_probabilities(model, *row) for row in (chosen, rejected)]
-        theirs = [log_probabilities(reference, *row).detach() for row in (chosen, rejected)]
+    losses = []
+    rewards = list[Any]()
+    kl = divergence(examples, model, reference) if objective == "kto" else 0
+    for chosen, rejected in zip(examples[::2], examples[1::2], strict=True):
+        ours = [log_probabilities(model, *example) for example in (chosen, rejected)]
+        theirs = [log_probabilities(reference, *example).detach() for example in (chosen, rejected)]
+        # log-ratios of the chosen and of the rejected response
+        c = ours[0].sum() - theirs[0].sum()
+        r = ours[1].sum() - theirs[1].sum()
+        if objective in ("simpo", "orpo"):
+            c = ours[0].mean()
+            r = ours[1].mean()
         if objective == "dpo":
-            (c, r), s = (
-                [a.sum() - b.sum() for a, b in zip(ours, theirs, strict=True)],
-                more.get("label_smoothing", 0),
-            )
-            losses.append(-logsigmoid(beta * (c - r)) * (1 - s) - logsigmoid(-beta * (c - r)) * s)
+            s = more.get("label_smoothing", 0)
+            loss = -logsigmoid(beta * (c - r)) * (1 - s) - logsigmoid(-beta * (c - r)) * s
         elif objective == "kto":
-            c, r = [a.sum() - b.sum() for a, b in zip(ours, theirs, strict=True)]
-            losses.append(more["desirable_weight"] * (1 - torch.sigmoid(beta * (c - kl))))
-            losses[-1] = losses[-1] + more["undesirable_weight"] * (
-                1 - torch.sigmoid(beta * (kl - r))
-            )
+            desirable = more["desirable_weight"] * (1 - torch.sigmoid(beta * (c - kl)))
+            undesirable = more["undesirable_weight"] * (1 - torch.sigmoid(beta * (kl - r)))
+            loss = desirable + undesirable
         elif objective == "ipo":
-            c, r = [a.sum() - b.sum() for a, b in zip(ours, theirs, strict=True)]
-            losses.append((c / len(ours[0]) - r / len(ours[1]) - 1 / (2 * beta)) ** 2)
+            loss = (c / len(ours[0]) - r / len(ours[1]) - 1 / (2 * beta)) ** 2
+        elif objective == "simpo":
+            loss = -logsigmoid(beta * (c - r - more["simpo_gamma"] / beta))
         else:
-            c, r = [it.mean() for it in ours]
-            losses.append(-logsigmoid(beta * (c - r - more.get("simpo_gamma", 0) / beta)))
-        if objective == "orpo":
             odds = (c - r) - (torch.log1p(-torch.exp(c)) - torch.log1p(-torch.exp(r)))
-            losses[-1] = -log_probabilities(model, chosen[0], 1).mean() - beta * logsigmoid(odds)
+            loss = -log_probabilities(model, chosen[0], 1).mean() - beta * logsigmoid(odds)
+        losses.append(loss)
         rewards.append((beta * c, beta * r))
     return torch.stack(losses).sum(), rewards
 
 
-@pytest.mark.parametrize("in_chunks", [True, False])
-@pytest.mark.parametrize("is_packed", [True, False])
-@pytest.mark.parametrize("has_adapter", [True, False])
+# Each pair of two of the three.
+@pytest.mark.parametrize(
+    ("has_adapter", "is_packed", "in_chunks"),
+    [(True, True, True), (True, False, False), (False, True, False), (False, False, True)],
+)
 @pytest.mark.parametrize("settings", CASES, ids=str)
-def test_losses_rewards_and_gradients_are_those_of_the_formulas(
+def test_losses_rewards_and_gradients_equal_the_formulas(
     model: LlamaForCausalLM,
     frozen: LlamaForCausalLM,
     runtime: Any,
@@ -161,7 +168,9 @@ def test_losses_rewards_and_gradients_are_those_of_the_formulas(
     is_packed: bool,
     in_chunks: bool,
 ) -> None:
-    theirs, reference, stored = copy.deepcopy(model), model, None
+    theirs = copy.deepcopy(model)
+    reference = model
+    stored = None
     is_kto = settings["objective"] == "kto"
     if not has_adapter:
         reference = frozen
@@ -181,7 +190,9 @@ def test_losses_rewards_and_gradients_are_those_of_the_formulas(
     ours = copy.deepcopy(theirs).train()
     use_fused_lora(ours)
     trained = [name for name, parameter in ours.named_parameters() if parameter.requires_grad]
-    loss, rewards = expected([(row, PROMPT) for row in ROWS], theirs, reference, **settings)
+    loss, rewards = expected(
+        [(example, PROMPT) for example in EXAMPLES], theirs, reference, **settings
+    )
     loss.backward()
     built = BuiltModel(ours)
     if is_packed:
@@ -192,19 +203,18 @@ def test_losses_rewards_and_gradients_are_those_of_the_formulas(
     summed.loss.backward()
     assert summed.count == (4 if is_kto else 2)
     torch.testing.assert_close(summed.loss, loss, rtol=1e-5, atol=1e-5)
-    for name, (a, b) in zip(("chosen", "rejected"), zip(*rewards, strict=True), strict=True):
-        torch.testing.assert_close(summed.logged[f"rewards/{name}"], a + b, rtol=1e-4, atol=1e-5)
+    chosen, rejected = (sum(rewards) for rewards in zip(*rewards, strict=True))
+    close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+    close(summed.logged["rewards/chosen"], chosen)
+    close(summed.logged["rewards/rejected"], rejected)
     if is_kto:
-        kl = divergence([(row, PROMPT) for row in ROWS], theirs, reference)
-        assert (kl > 0.1 or not has_adapter) and summed.logged["count/chosen"] == summed.logged[
-            "count/rejected"
-        ] == 2
+        kl = divergence([(example, PROMPT) for example in EXAMPLES], theirs, reference)
+        assert kl > 0.1 or not has_adapter
+        assert summed.logged["count/chosen"] == summed.logged["count/rejected"] == 2
         torch.testing.assert_close(summed.logged["kl"], kl * 4, rtol=1e-5, atol=1e-5)
     else:
         assert summed.logged["rewards/accuracies"] == sum(c > r for c, r in rewards)
-    assert [
-        name for name, parameter in ours.named_parameters() if parameter.requires_grad
-    ] == trained
+    assert trained == [name for name, weight in ours.named_parameters() if weight.requires_grad]
     for (name, mine), parameter in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert (mine.grad is None) == (parameter.grad is None), name
         if mine.grad is not None:
@@ -220,11 +230,10 @@ def test_a_rank_without_pairs_adds_nothing(
 ) -> None:
     """It logs the same numbers, since the ranks add them up together."""
     ours = copy.deepcopy(model)
-    filler = Batch(torch.tensor([[1, 5, 9]]), torch.full((1, 3), -100), [3], False, [])
     objective = method(settings)
     built = BuiltModel(ours)
     usual = objective.loss(built, batch(False, settings["objective"]), runtime)
-    summed = objective.loss(built, filler, runtime)
+    summed = objective.loss(built, FILLER, runtime)
     summed.loss.backward()
     assert summed.count == summed.loss.item() == 0
     assert summed.logged.keys() == usual.logged.keys()
@@ -241,7 +250,8 @@ def test_the_reference_has_neither_adapter_nor_dropout(
     get_peft_model(ours, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear"))
     for layer in ours.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    objective, reference = Preferences(PreferenceConfig(**DPO)), AdapterOff()
+    objective = Preferences(PreferenceConfig(**DPO))
+    reference = AdapterOff()
     built = BuiltModel(ours)
     ours.train()
     noisy = objective.loss(built, batch(False), runtime)
@@ -254,7 +264,7 @@ def test_the_reference_has_neither_adapter_nor_dropout(
     ours.train()
     with torch.no_grad():
         assert reference.log_probabilities(built, batch(False), runtime).tolist() == pytest.approx(
-            [log_probabilities(model, row).sum().item() for row in ROWS], rel=1e-5
+            [log_probabilities(model, example).sum().item() for example in EXAMPLES], rel=1e-5
         )
 
 

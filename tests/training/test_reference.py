@@ -1,4 +1,4 @@
-"""Log-probabilities that are computed once, and found again by what a row holds."""
+"""Log-probabilities that are computed once, and found again by the tokens of an example."""
 
 import copy
 import weakref
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from recipes.test_runs import pairs
-from training.test_preferences import ROWS, batch, log_probabilities, made
+from training.test_preferences import EXAMPLES, FILLER, batch, log_probabilities, made
 from transformers import AutoConfig, AutoTokenizer
 
 from llama_ft.config import Config, DataConfig, ModelConfig, PreferenceConfig
@@ -21,13 +21,12 @@ from llama_ft.training import build_objective
 from llama_ft.training.reference import ReferencePass, StoredReference, check_same_tokens
 
 FINGERPRINT = {"model": "abc", "dataset": "def", "precision": "fp32"}
-FILLER = Batch(torch.tensor([[1, 5, 9]]), torch.full((1, 3), -100), [3], False, [])
 
 
 @pytest.fixture
 def stored(runtime: Any) -> StoredReference:
-    """Of the rows, packed, by a model in training mode with dropout; a rank may also have a batch
-    without rows."""
+    """Of all examples, packed, by a model in training mode with dropout; a rank may also have a batch
+    without examples."""
     model = made(0).train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
@@ -39,15 +38,22 @@ def stored(runtime: Any) -> StoredReference:
     return stored
 
 
-def test_each_row_has_its_number_wherever_it_stands(stored: StoredReference, runtime: Any) -> None:
-    """Padded instead of packed, in another order, and beside another row: no model is asked."""
+def test_each_example_has_its_log_probability_in_any_batch(
+    stored: StoredReference, runtime: Any
+) -> None:
+    """Padded instead of packed, in another order, and with other examples: no model is asked."""
     model: Any = None
-    expected = [log_probabilities(made(0), row).sum().item() for row in ROWS]
+    expected = [log_probabilities(made(0), example).sum().item() for example in EXAMPLES]
     for is_packed in (True, False):
         found = stored.log_probabilities(model, batch(is_packed), runtime)
-        assert found.dtype == torch.float32 and found.tolist() == pytest.approx(expected, rel=1e-5)
+        assert found.dtype == torch.float32
+        assert found.tolist() == pytest.approx(expected, rel=1e-5)
     last = Batch(
-        torch.tensor([ROWS[3]]), torch.tensor([[-100, -100, *ROWS[3][2:]]]), [6], False, ["x"]
+        torch.tensor([EXAMPLES[3]]),
+        torch.tensor([[-100, -100, *EXAMPLES[3][2:]]]),
+        [6],
+        False,
+        ["x"],
     )
     assert stored.log_probabilities(model, last, runtime).tolist() == pytest.approx(
         expected[3:], rel=1e-5
@@ -55,10 +61,9 @@ def test_each_row_has_its_number_wherever_it_stands(stored: StoredReference, run
     assert stored.log_probabilities(model, FILLER, runtime).tolist() == [0.0]
 
 
-def test_a_row_that_was_not_scored_is_an_error_and_no_number(
-    stored: StoredReference, runtime: Any
-) -> None:
-    known, other = batch(False), copy.deepcopy(batch(False))
+def test_an_example_that_was_not_scored_is_an_error(stored: StoredReference, runtime: Any) -> None:
+    known = batch(False)
+    other = copy.deepcopy(batch(False))
     other.labels[2, 1] = other.input_ids[2, 1]  # the same tokens, one more of them in the loss
     other.locations[2] = "pairs.jsonl:3"
     stored.log_probabilities(BuiltModel(made(0)), known, runtime)
@@ -66,15 +71,18 @@ def test_a_row_that_was_not_scored_is_an_error_and_no_number(
         stored.log_probabilities(BuiltModel(made(0)), other, runtime)
 
 
-def test_the_file_holds_the_numbers_bit_for_bit(
+def test_the_file_holds_the_log_probabilities_bit_for_bit(
     stored: StoredReference, runtime: Any, tmp_path: Path
 ) -> None:
-    read, file = StoredReference(), tmp_path / "reference.safetensors"
+    read = StoredReference()
+    file = tmp_path / "reference.safetensors"
     stored.save(file, FINGERPRINT)
     read.load(file, {name: FINGERPRINT[name] for name in ("dataset", "precision")})
     built = BuiltModel(made(0))
-    before, after = (it.log_probabilities(built, batch(True), runtime) for it in (stored, read))
-    assert before.equal(after) and [path.name for path in tmp_path.iterdir()] == [file.name]
+    before = stored.log_probabilities(built, batch(True), runtime)
+    after = read.log_probabilities(built, batch(True), runtime)
+    assert before.equal(after)
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
 def test_equal_numbers_are_written_as_equal_bytes(stored: StoredReference, tmp_path: Path) -> None:
@@ -87,7 +95,7 @@ def test_equal_numbers_are_written_as_equal_bytes(stored: StoredReference, tmp_p
 
 
 @pytest.mark.parametrize("name", FINGERPRINT)
-def test_a_file_of_another_run_is_refused(
+def test_a_file_of_another_run_is_rejected(
     stored: StoredReference, tmp_path: Path, name: str
 ) -> None:
     stored.save(tmp_path / "file", FINGERPRINT)
@@ -97,9 +105,7 @@ def test_a_file_of_another_run_is_refused(
         StoredReference().load(tmp_path / "file", {**FINGERPRINT, name: "other"})
 
 
-def test_a_file_that_is_missing_or_corrupted_anywhere_is_not_read(
-    stored: StoredReference, tmp_path: Path
-) -> None:
+def test_a_missing_or_corrupted_file_is_rejected(stored: StoredReference, tmp_path: Path) -> None:
     file = tmp_path / "file"
     stored.save(file, FINGERPRINT)
     content = file.read_bytes()
@@ -116,7 +122,7 @@ def test_a_file_that_is_missing_or_corrupted_anywhere_is_not_read(
             StoredReference().load(tmp_path / name, FINGERPRINT)
 
 
-def test_another_reference_scores_all_rows_and_is_freed(
+def test_a_reference_model_scores_all_examples_and_is_freed(
     finetuning: ModuleType, runtime: Any, tiny_model: Path, tied_model: Path, tmp_path: Path
 ) -> None:
     parameters = list[Any]()
@@ -134,7 +140,8 @@ def test_another_reference_scores_all_rows_and_is_freed(
         validation="0.3",
     )
     config = Config(model=ModelConfig(model_name=str(tiny_model)), preference=settings, data=data)
-    objective, tokenizer = build_objective(config), AutoTokenizer.from_pretrained(tiny_model)
+    objective = build_objective(config)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     dataset = prepare(
         data,
         tokenizer,
@@ -146,15 +153,17 @@ def test_another_reference_scores_all_rows_and_is_freed(
     scoring = ReferencePass(objective, request, tokenizer, dataset, layout, runtime)
     scoring.score_with_other_model(build_model, NULL_MONITOR)
     assert len(parameters) > 10 and not any(parameter() is not None for parameter in parameters)
-    for rows in (dataset.train, dataset.validation):
-        assert rows is not None
+    for samples in (dataset.train, dataset.validation):
+        assert samples is not None
         found = objective.reference.log_probabilities(
-            BuiltModel(made(0)), collate(rows, range(len(rows)), 0), runtime
+            BuiltModel(made(0)), collate(samples, range(len(samples)), 0), runtime
         )
-        assert found.isfinite().all() and len(found) == len(rows) > 0 and (found < 0).all()
+        assert found.isfinite().all()
+        assert len(found) == len(samples) > 0
+        assert (found < 0).all()
 
 
-def test_a_reference_with_other_tokens_is_refused(tiny_model: Path) -> None:
+def test_a_reference_model_with_other_tokens_is_rejected(tiny_model: Path) -> None:
     ours, theirs = (AutoTokenizer.from_pretrained(tiny_model) for _ in range(2))
     check_same_tokens("base", theirs, ours)
     theirs.add_tokens(["<tool>"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
-from training.test_preferences import batch
+from training.test_preferences import FILLER, batch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from llama_ft.config import ModelConfig, QuantizationConfig
@@ -45,31 +45,28 @@ def model() -> Any:
     )
 
 
-@pytest.mark.parametrize(
-    "pad", [0, 2], ids=["padding is no token", "padded with the token that ends rows"]
-)
+@pytest.mark.parametrize("pad", [0, 2], ids=["padding is no token", "padded with the end token"])
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_loss_gradients_and_logged_scores_are_those_of_transformers(
     model: Any, runtime: Any, is_packed: bool, pad: int
 ) -> None:
-    theirs, padded = copy.deepcopy(model), batch(False)
+    theirs = copy.deepcopy(model)
+    padded = batch(False)
     theirs.config.pad_token_id = pad
     ids = torch.where(padded.attention_mask == 1, padded.input_ids, pad)
     ours = copy.deepcopy(theirs).train()
     scores = theirs(input_ids=ids, attention_mask=padded.attention_mask).logits[:, 0]
-    chosen, rejected = scores[0::2], scores[1::2]
+    chosen = scores[0::2]
+    rejected = scores[1::2]
     loss = (-logsigmoid(chosen - rejected) + 0.05 * (chosen + rejected) ** 2).sum()
     loss.backward()
     add_score(ours)
     built = BuiltModel(ours, has_score=True)
+    examples = Batch(ids, padded.labels, padded.example_lengths, False, padded.locations)
     if is_packed:
         built.mixers = use_packed_attention(built)
-    given = (
-        batch(True)
-        if is_packed
-        else Batch(ids, padded.labels, padded.example_lengths, False, padded.locations)
-    )
-    summed = RewardModeling(0.05).loss(built, given, runtime)
+        examples = batch(True)
+    summed = RewardModeling(0.05).loss(built, examples, runtime)
     summed.loss.backward()
     assert summed.count == 2
     torch.testing.assert_close(summed.loss, loss, rtol=1e-5, atol=1e-6)
@@ -85,12 +82,10 @@ def test_loss_gradients_and_logged_scores_are_those_of_transformers(
 def test_a_rank_without_pairs_adds_nothing(model: Any, runtime: Any) -> None:
     ours = copy.deepcopy(model).train()
     add_score(ours)
-    filler = Batch(torch.tensor([[1, 5, 9]]), torch.full((1, 3), -100), [3], False, [])
-    summed = RewardModeling(0.05).loss(BuiltModel(ours, has_score=True), filler, runtime)
+    summed = RewardModeling(0.05).loss(BuiltModel(ours, has_score=True), FILLER, runtime)
     summed.loss.backward()
-    assert summed.count == summed.loss.item() == 0 and not any(
-        value.item() for value in summed.logged.values()
-    )
+    assert summed.count == summed.loss.item() == 0
+    assert not any(value.item() for value in summed.logged.values())
     assert not any(parameter.grad.any() for parameter in ours.parameters())
 
 
@@ -116,7 +111,8 @@ def test_a_new_head_depends_on_the_seed_alone_and_a_stored_one_is_kept(
     skeleton = scored(tmp_path / "lm")
     first, again, other = (head(tmp_path / "lm", skeleton, seed) for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
-    assert first.dtype == torch.bfloat16 and 0.2 < first.float().std().item() < 0.4
+    assert first.dtype == torch.bfloat16
+    assert 0.2 < first.float().std().item() < 0.4
     assert (
         open_source(tmp_path / "lm", skeleton).tensors.keys()
         == dict(skeleton.model.named_parameters()).keys()
@@ -129,9 +125,8 @@ def test_a_new_head_depends_on_the_seed_alone_and_a_stored_one_is_kept(
     quantization = choose_quantization(
         QuantizationConfig(mode="4bit"), skeleton.model.config, use_peft=True
     )
-    assert quantization is not None and quantize_linears(skeleton, quantization).endswith(
-        "not quantized: score"
-    )
+    assert quantization is not None
+    assert quantize_linears(skeleton, quantization).endswith("not quantized: score")
 
 
 @pytest.mark.parametrize(
@@ -159,7 +154,7 @@ def test_a_new_head_depends_on_the_seed_alone_and_a_stored_one_is_kept(
         ),
     ],
 )
-def test_heads_that_do_not_fit_are_rejected_by_name(
+def test_unsupported_heads_are_rejected_by_name(
     config: dict[str, Any], objective: str, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))

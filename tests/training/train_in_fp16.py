@@ -14,7 +14,7 @@ from llama_ft.config.parse import as_keywords
 from llama_ft.training import train_state
 
 if __name__ == "__main__":
-    checkpoint.resolve_precision = lambda config, sources, job, resumed: config
+    checkpoint.resolve_precision = lambda config, *_: config
     for first_scale, flags in json.loads(Path(sys.argv[1]).read_text()):
         train_state.INITIAL_FACTOR = first_scale
         finetuning.main(**as_keywords(flags))
