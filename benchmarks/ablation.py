@@ -63,7 +63,10 @@ from llama_ft.models import lora  # noqa: E402
 from llama_ft.phases import NULL_MONITOR  # noqa: E402
 from llama_ft.runtime import Ranks  # noqa: E402
 
-LENGTH, LORA_RANK, LR, GIB = 512, 16, 1e-4, 2**30
+LENGTH = 512
+LORA_RANK = 16
+LR = 1e-4
+GIB = 2**30
 PARTS = ("loss", "packing", "lora", "sharding", "late", "compile")
 Feed = Iterator[tuple[list[data.Batch], int]]
 
@@ -137,7 +140,9 @@ class Row:
     """
 
     def __init__(self, name: str, feed: Feed, off: set[str]) -> None:
-        self.name, self.feed, self.off = name, feed, off
+        self.name = name
+        self.feed = feed
+        self.off = off
         self.losses: list[float] = []
         self.rates: list[float] = []
         self.peak_bytes = 0
@@ -186,7 +191,9 @@ class Loop(Row):
             fully_shard(layer, mesh=job.mesh, mp_policy=policy)
         fully_shard(model, mesh=job.mesh, mp_policy=policy)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.model, self.trained, self.device = model, trained, job.device
+        self.model = model
+        self.trained = trained
+        self.device = job.device
         self.optimizer = torch.optim.AdamW(trained, lr=LR, fused=True)
         model.train()
 
@@ -213,7 +220,8 @@ class Recipe(Row):
         self, name: str, feed: Feed, off: set[str], config: Config, folder: Path, job: Ranks
     ) -> None:
         super().__init__(name, feed, off)
-        self.config, self.job = config, job
+        self.config = config
+        self.job = job
         model_config = models.load_model_config(folder, False)
         with switched_off(off):
             request = models.ModelRequest(config, folder, model_config)
@@ -366,7 +374,8 @@ def makers(asked: argparse.Namespace, job: Ranks) -> list[Callable[[], Row]]:
 
 def measure(asked: argparse.Namespace, job: Ranks) -> list[Row]:
     """Build, warm up and time all rows of a table."""
-    build, rows = makers(asked, job), list[Row]()
+    build = makers(asked, job)
+    rows = list[Row]()
     is_alternating = job.device.type == "cpu"
     for group in [build] if is_alternating else [[one] for one in build]:
         here = [make() for make in group]

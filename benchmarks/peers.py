@@ -91,7 +91,8 @@ def make_environment(peer: Peer, cache: Path) -> Path:
     """
     name = hashlib.sha256(" ".join(peer.requirements).encode()).hexdigest()[:8]
     folder = cache / "benchmarks" / f"{peer.title}-{name}"
-    python, finished = folder / "bin" / "python", folder / "finished"
+    python = folder / "bin" / "python"
+    finished = folder / "finished"
     if not finished.exists():
         print(f"{peer.title}: making its environment in {folder}", file=sys.stderr)
         for command in (
@@ -155,7 +156,8 @@ def launch(
         "--nproc_per_node",
         str(ranks),
     ]
-    watched, ended = Watched(time.time()), threading.Event()
+    watched = Watched(time.time())
+    ended = threading.Event()
     with open(log, "w") as output:
         process = subprocess.Popen(
             [*command, str(script), *arguments],

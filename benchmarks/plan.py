@@ -211,7 +211,9 @@ class Line:
     """A case, what was predicted of it, and what each rank held: the most in every phase."""
 
     def __init__(self, case: Case, plan: Plan, ranks: list[dict[str, Any]]) -> None:
-        self.case, self.plan, self.ranks = case, plan, ranks
+        self.case = case
+        self.plan = plan
+        self.ranks = ranks
         if (left := max(rank["baseline_bytes"] for rank in ranks)) > LEFT_BYTES:
             raise SystemExit(f"{case.name}: {left} bytes of the run before it were still there")
         self.by_rank = [

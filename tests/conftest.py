@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 # Before torch is imported: the tests' tensors are tiny, and threads that wait for a busy core spin.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-RECIPE, CASES = REPOSITORY / "recipes" / "finetuning.py", REPOSITORY / "tests" / "run_cases.py"
+RECIPE = REPOSITORY / "recipes" / "finetuning.py"
+CASES = REPOSITORY / "tests" / "run_cases.py"
 QUESTIONS = [
     "What is a shard",
     "Who reads the checkpoint",
@@ -42,7 +43,8 @@ ANSWERS = [
 
 def run(command: list[str], timeout: float = 240, **environment: str) -> Finished:
     """Run a command as a user would, with this checkout's package and one thread a process."""
-    started, variables = time.monotonic(), {**os.environ, **ENVIRONMENT, **environment}
+    started = time.monotonic()
+    variables = {**os.environ, **ENVIRONMENT, **environment}
     streams: Any = {
         "stdin": subprocess.DEVNULL,
         "stdout": subprocess.PIPE,

@@ -120,7 +120,8 @@ def _run_script(words: list[str], variables: dict[str, str], output: str) -> Non
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     for standard in (1, 2):
         os.dup2(file, standard)
-    sys.argv, sys.path[0] = words, str(Path(words[0]).parent)
+    sys.argv = words
+    sys.path[0] = str(Path(words[0]).parent)
     os.chdir(REPOSITORY)
     runpy.run_path(words[0], run_name="__main__")
 
@@ -137,7 +138,8 @@ def _wait(processes: list[ForkServerProcess], deadline: float) -> int | None:
         connection.wait([process.sentinel for process in running], deadline - time.monotonic())
         codes = [code for process in processes if (code := _exit_code(process))]
         if codes and not failed:
-            failed, deadline = codes[0], min(deadline, time.monotonic() + SECONDS_TO_LEAVE)
+            failed = codes[0]
+            deadline = min(deadline, time.monotonic() + SECONDS_TO_LEAVE)
             for process in running:
                 process.terminate()
     return failed or next((code for process in processes if (code := _exit_code(process))), 0)

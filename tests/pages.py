@@ -38,7 +38,8 @@ OTHERS_FLAGS = re.compile(  # torchrun's, and what stands for any flag
     r"|enable-auto-tool-choice)$"  # vLLM's
     r"|(outfile|outtype|base|lora|jinja|chat-template-file)$"  # llama.cpp's
 )
-CONFIG_PAGE, DATA_PAGE = "docs/getting-started/choose-a-config.md", "docs/guides/data.md"
+CONFIG_PAGE = "docs/getting-started/choose-a-config.md"
+DATA_PAGE = "docs/guides/data.md"
 MISSING = ("no such directory", "no such file", "there is no folder", "no token for")
 ROWS = 400  # a few packs of 4,096 tokens
 
@@ -72,7 +73,8 @@ class Page:
     """A page of the repository, by its path from the root."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.path = name, REPOSITORY / name
+        self.name = name
+        self.path = REPOSITORY / name
         self.text = self.path.read_text()
         self.prose = re.sub(r"^ *```.*?^ *```$", "", self.text, flags=re.MULTILINE | re.DOTALL)
 

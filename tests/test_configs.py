@@ -112,7 +112,8 @@ def test_the_table_says_what_the_recipe_sets(stem: str) -> None:
     assert stem.split("_")[-2] == (
         bits if bits != "none" else "lora" if config.peft.use_peft else "full"
     )
-    train, length = config.train, config.data.context_length
+    train = config.train
+    length = config.data.context_length
     assert length is not None and context_length == f"{length:,}"
     step = (
         train.batch_size_training
@@ -159,7 +160,8 @@ def test_the_plan_of_an_example_is_what_their_table_says(
 
 @pytest.mark.parametrize("stem", RECIPES)
 def test_the_commands_load_and_start_the_ranks_that_the_hardware_has(stem: str) -> None:
-    command, hardware = command_of(stem), hardware_of(stem)
+    command = command_of(stem)
+    hardware = hardware_of(stem)
     script = command.index("recipes/finetuning.py")
     config, _ = load(command[script + 1 :], paths=False)
     assert config.data.dataset == "my_data.jsonl"

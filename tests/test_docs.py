@@ -106,7 +106,8 @@ def test_flags_of_every_command_load(
 def test_commands_of_a_page_work(
     page: Page, save_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    commands, copy = to_run(page), lay_out(tmp_path / "copy", save_model)
+    commands = to_run(page)
+    copy = lay_out(tmp_path / "copy", save_model)
     finished = run_commands(commands, copy, SECONDS_A_COMMAND * len(commands))
     assert finished.exit_code == 0, finished.output
     assert not not_printed(page, finished.output)
@@ -161,7 +162,8 @@ for in_pieces in (True, False):
 def test_the_changed_losses_are_what_their_formulas_say(
     number: int, formula: str, save_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    page, copy = Page("docs/development/add-a-loss.md"), lay_out(tmp_path / "copy", save_model)
+    page = Page("docs/development/add-a-loss.md")
+    copy = lay_out(tmp_path / "copy", save_model)
     (copy / "check.py").write_text(CHECK_LOSS)
     (copy / "change.diff").write_text(page.blocks("diff")[number])
     place = "my_models/Llama-3.1-8B"

@@ -21,7 +21,8 @@ from torch.distributed.run import get_args_parser
 from llama_ft.config import load
 
 LAUNCH = REPOSITORY / "launch"
-RUN, KEEP = LAUNCH / "run.sh", LAUNCH / "skypilot" / "keep.sh"
+RUN = LAUNCH / "run.sh"
+KEEP = LAUNCH / "skypilot" / "keep.sh"
 SBATCH = LAUNCH / "slurm" / "finetune.sbatch"
 SCRIPTS = sorted([*LAUNCH.rglob("*.sh"), SBATCH])
 SKYPILOT = yaml.safe_load((LAUNCH / "skypilot" / "finetune.yaml").read_text())
@@ -184,7 +185,9 @@ def test_a_real_run_is_stopped_goes_on_and_ends(
 
 
 def test_what_is_kept_of_a_lost_machine_is_enough_to_go_on(tmp_path: Path) -> None:
-    first, kept, second = tmp_path / "first", tmp_path / "kept", tmp_path / "second"
+    first = tmp_path / "first"
+    kept = tmp_path / "kept"
+    second = tmp_path / "second"
     lines = f"mkdir -p {first}/checkpoints/step-000010 && cd {first} && echo 1 > checkpoints/step-000010/trainer.json"
     lines += "; echo 1 > metrics.jsonl; mkdir -p checkpoints/.step-000020; sleep 3; mkdir checkpoints/step-000020"
     lines += "; rm -r checkpoints/step-000010; exit 138"
@@ -200,7 +203,9 @@ def test_what_is_kept_of_a_lost_machine_is_enough_to_go_on(tmp_path: Path) -> No
 
 
 def test_a_model_is_copied_to_a_node_once_and_in_whole(tmp_path: Path) -> None:
-    script, model, disk = LAUNCH / "slurm" / "copy_to_node.sh", tmp_path / "m", tmp_path / "disk"
+    script = LAUNCH / "slurm" / "copy_to_node.sh"
+    model = tmp_path / "m"
+    disk = tmp_path / "disk"
     model.mkdir()
     (model / "config.json").write_text("{}")
     (disk / "m.part").mkdir(parents=True)  # of a copy that was cut off

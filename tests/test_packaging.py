@@ -28,7 +28,8 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """A command without this session's PYTHONPATH: only what is installed can be imported."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command, variables = [str(word) for word in words], {**inherited, **environment}
+    command = [str(word) for word in words]
+    variables = {**inherited, **environment}
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=cwd, env=variables, timeout=300
     )

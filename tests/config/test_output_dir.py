@@ -64,7 +64,8 @@ def test_overwriting_spares_what_is_resumed_and_what_is_read(
         make_run(tmp_path / name)
     (tmp_path / "run" / "model" / "adapter_config.json").write_text("{}")
     (tmp_path / "run" / "model" / "adapter_model.safetensors").touch()
-    resumed, elsewhere = "run/checkpoints/step-000010", "other/checkpoints/step-000010"
+    resumed = "run/checkpoints/step-000010"
+    elsewhere = "other/checkpoints/step-000010"
     for restarts in ("0", "3"):
         monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
         (message,) = mistakes("--output_dir", "run", "--overwrite", "--resume", resumed, paths=True)

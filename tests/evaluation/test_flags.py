@@ -25,12 +25,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "found.json").write_text("{}")
     for run, validation in {"kept": "0.25", "none": None, "other": "0.5"}.items():
         config = Config()
-        config.model.model_name, config.data.dataset, config.data.validation = (
-            "base",
-            "rows.jsonl",
-            validation,
-        )
-        config.data.labels, config.train.precision, config.train.val_batch_size = "all", "fp32", 3
+        config.model.model_name = "base"
+        config.data.dataset = "rows.jsonl"
+        config.data.validation = validation
+        config.data.labels = "all"
+        config.train.precision = "fp32"
+        config.train.val_batch_size = 3
         (tmp_path / run / "config.yaml").write_text(to_yaml(config))
     return tmp_path
 

@@ -19,7 +19,8 @@ def read(*words: str | Path) -> Any:
 
 
 def test_llama_recipes_names_say_what_is_loaded(tmp_path: Path) -> None:
-    base, adapter = make(tmp_path / "base", *MODEL), make(tmp_path / "adapter", *ADAPTER)
+    base = make(tmp_path / "base", *MODEL)
+    adapter = make(tmp_path / "adapter", *ADAPTER)
     options = read("--model_name", base, "--peft_model", adapter, "--prompt", "Hi")
     assert (options.paths, options.base_model) == ([str(adapter)], str(base))
     assert read("--model-name", base, "--prompt=Hi", "--do_sample", "False").paths == [str(base)]

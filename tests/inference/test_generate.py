@@ -34,13 +34,14 @@ class Model:
     """The tiny model, here and in plain transformers."""
 
     def __init__(self, folder: Path, runtime: Ranks) -> None:
-        self.runtime, self.opened = (
-            runtime,
-            open_model(str(folder), InferenceFlags(precision="fp32"), runtime, build_model()),
+        self.runtime = runtime
+        self.opened = open_model(
+            str(folder), InferenceFlags(precision="fp32"), runtime, build_model()
         )
         own = self.opened.model.generation_config
         # as a generation_config.json may wish
-        own.return_dict_in_generate, own.num_return_sequences = True, 2
+        own.return_dict_in_generate = True
+        own.num_return_sequences = 2
         self.plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.tokenizer = self.opened.tokenizer
 
@@ -195,7 +196,8 @@ def test_what_is_not_asked_for_is_as_the_model_says() -> None:
     def settled(config: GenerationConfig, **flags: Any) -> tuple[Any, ...]:
         return tuple(resolve_sampling(InferenceFlags(**flags), config).values())
 
-    quiet, own = GenerationConfig(), GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9)
+    quiet = GenerationConfig()
+    own = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9)
     assert (
         settled(quiet)[0]
         == settled(own, temperature=0.0)[0]

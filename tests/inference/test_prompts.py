@@ -175,7 +175,9 @@ class Counts(Answerer):
     """Answers by counting, with the chat template and the limits of a real one."""
 
     def __init__(self, tokenizer: Any, options: InferenceFlags, context: int) -> None:
-        self.tokenizer, self._options, self.context = tokenizer, options, context
+        self.tokenizer = tokenizer
+        self._options = options
+        self.context = context
         self.asked: list[str] = []
 
     def answer(self, prompts: Any, show: Any = None) -> list[Answer]:
@@ -194,7 +196,8 @@ def typed(
     """Have a conversation of given lines."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = CHAT_TEMPLATE
-    handler, wakeup = signal.getsignal(signal.SIGINT), signal.set_wakeup_fd(-1)
+    handler = signal.getsignal(signal.SIGINT)
+    wakeup = signal.set_wakeup_fd(-1)
 
     def talk(*lines: str, system: str | None = None, context: int = 4096) -> Counts:
         answerer = Counts(

@@ -28,7 +28,8 @@ from llama_ft.models.quantized import FourBit
 from llama_ft.observe.flops import flop_formula, matmul_rate, published_peak, visible_pairs
 from llama_ft.runtime import Ranks
 
-ROWS, LENGTH = 2, 24
+ROWS = 2
+LENGTH = 24
 TOKENS = ROWS * LENGTH
 SHAPE: dict[str, Any] = {
     "vocab_size": 120, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -100,7 +101,8 @@ def test_beside_frozen_weights_torch_counts_as_many_but_for_the_first_layers_inp
     name: str,
 ) -> None:
     model = model_of(name)
-    rank, targets = 4, ["c_attn"] if name == "gpt-2" else ["q_proj", "k_proj", "v_proj", "o_proj"]
+    rank = 4
+    targets = ["c_attn"] if name == "gpt-2" else ["q_proj", "k_proj", "v_proj", "o_proj"]
     adapted = get_peft_model(
         model, LoraConfig(r=rank, target_modules=targets, fan_in_fan_out=name == "gpt-2")
     )
@@ -120,7 +122,8 @@ def test_checkpointing_computes_layers_again_but_for_their_last_matmul() -> None
     )
     once = counted(model_of("llama"))
     # Eager attention computes all pairs, of which `visible_pairs` are half and a diagonal.
-    formula, every = flop_formula(model), LENGTH**2 / visible_pairs(LENGTH)
+    formula = flop_formula(model)
+    every = LENGTH**2 / visible_pairs(LENGTH)
     attention = formula.of([LENGTH] * ROWS, 0)[1] / 3
     assert (
         counted(model) - once
@@ -151,7 +154,8 @@ def test_sharding_changes_nothing(runtime: Ranks) -> None:
 
 
 def test_quantized_weights_count_as_what_they_stand_for() -> None:
-    plain, quantized = model_of("llama"), model_of("llama").to("meta")
+    plain = model_of("llama")
+    quantized = model_of("llama").to("meta")
     quantize_linears(BuiltModel(quantized), Quantization(FourBit("nf4", 32, None), None, False))
     for model in (plain, quantized):
         get_peft_model(

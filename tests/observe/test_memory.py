@@ -19,8 +19,14 @@ from llama_ft.runtime import Ranks
 
 JOB = Path(__file__).with_name("memory_job.py")
 CPU = torch.device("cpu")
-MIB, COPIES = 2**20, 4  # of the model, which a rank of memory_job.py keeps
-HIDDEN, MIDDLE, LAYERS, WORDS, KEYS = 512, 1344, 5, 301, 256
+# of the model, which a rank of memory_job.py keeps
+MIB = 2**20
+COPIES = 4
+HIDDEN = 512
+MIDDLE = 1344
+LAYERS = 5
+WORDS = 301
+KEYS = 256
 LAYER = 2 * HIDDEN * HIDDEN + 2 * KEYS * HIDDEN + 3 * HIDDEN * MIDDLE + 2 * HIDDEN
 WEIGHTS = LAYERS * LAYER + 2 * WORDS * HIDDEN + HIDDEN
 
@@ -157,7 +163,8 @@ def runs(
         "num_hidden_layers": LAYERS,
         "vocab_size": WORDS,
     }
-    large, tiny = save_model(folder / "large", **shape), save_model(folder / "tiny")
+    large = save_model(folder / "large", **shape)
+    tiny = save_model(folder / "tiny")
     always = [
         "--enable_fsdp",
         "--dataset",
@@ -237,7 +244,8 @@ def test_a_whole_model_on_one_rank_is_found_though_it_is_no_parameter(runs: dict
 
 
 def test_states_of_the_whole_model_on_one_rank_are_named(runs: dict[str, Any]) -> None:
-    whole, sharded = 4 * WEIGHTS / MIB, 8 * WEIGHTS / 2 / MIB
+    whole = 4 * WEIGHTS / MIB
+    sharded = 8 * WEIGHTS / 2 / MIB
     warning = warnings(runs["states"][0])[0]
     assert (
         f"rank 1 holds {whole + sharded:,.1f} MiB of optimizer state, the other ranks {sharded:,.1f} MiB"

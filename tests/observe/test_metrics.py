@@ -74,7 +74,8 @@ def test_what_a_kill_or_a_power_cut_left_half_written_is_dropped(
 
 
 def test_a_run_resumed_in_another_directory_takes_the_earlier_lines_over(tmp_path: Path) -> None:
-    earlier, path = tmp_path / "earlier.jsonl", tmp_path / "metrics.jsonl"
+    earlier = tmp_path / "earlier.jsonl"
+    path = tmp_path / "metrics.jsonl"
     write_steps(earlier, 0, 7)
     write_steps(path, 0, 99)
     write_steps(path, 6, 8, resume_step=5, source=earlier)
@@ -98,7 +99,8 @@ def resume_again_and_again(path: Path, checkpoint: Path) -> None:
 
 
 def test_a_kill_at_any_moment_loses_no_line_of_a_saved_step(tmp_path: Path) -> None:
-    path, checkpoint = tmp_path / "metrics.jsonl", tmp_path / "checkpoint"
+    path = tmp_path / "metrics.jsonl"
+    checkpoint = tmp_path / "checkpoint"
     write_steps(path, 0, 0)
     checkpoint.write_text("0")
     random = Random(0)

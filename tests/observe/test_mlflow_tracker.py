@@ -120,7 +120,8 @@ def test_mlflow_reads_back_the_whole_run(
 def test_a_resumed_run_goes_on_in_mlflow_each_step_once(
     tmp_path: Path, screen: io.StringIO
 ) -> None:
-    client, output_dir = MlflowClient((tmp_path / "mlruns").as_uri()), tmp_path / "run"
+    client = MlflowClient((tmp_path / "mlruns").as_uri())
+    output_dir = tmp_path / "run"
     ids = log_run(output_dir, range(1, 5), 1.0, error=Stopped())
     assert client.get_run(ids["mlflow"]).info.status == "KILLED"
     again = log_run(

@@ -81,7 +81,8 @@ def test_ranks_other_than_0_log_nothing(tmp_path: Path, screen: io.StringIO) -> 
 def test_a_run_resumed_in_another_directory_has_its_whole_history_there(
     tmp_path: Path, screen: io.StringIO
 ) -> None:
-    earlier, later = tmp_path / "earlier", tmp_path / "later"
+    earlier = tmp_path / "earlier"
+    later = tmp_path / "later"
     for output_dir in (earlier, later):
         output_dir.mkdir()
     with RunLog(earlier, NO_TRACKERS, {}, total_steps=4) as run_log:

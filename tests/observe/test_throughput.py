@@ -14,7 +14,9 @@ from llama_ft.observe import RunMetadata, ThroughputMeter
 from llama_ft.observe.flops import flop_formula
 from llama_ft.runtime import Ranks
 
-LENGTHS, TOKENS, TARGETS = [5, 9, 7], 21, 6
+LENGTHS = [5, 9, 7]
+TOKENS = 21
+TARGETS = 6
 
 
 @pytest.fixture(scope="module")

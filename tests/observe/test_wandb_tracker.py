@@ -139,7 +139,8 @@ def offline_records(run_dir: Path) -> Iterator[Record]:
     """W&B's transaction log: a 7 byte header, then records of crc, length, type and data in blocks
     of 32 KiB."""
     data = next(run_dir.glob("*.wandb")).read_bytes()
-    position, whole = 7, b""
+    position = 7
+    whole = b""
     while position + 7 <= len(data):
         if 2**15 - position % 2**15 < 7:
             position += 2**15 - position % 2**15
@@ -163,7 +164,9 @@ def offline_history(run_dir: Path) -> list[dict[str, str]]:
 
 def run_online(tmp_path: Path, **environment: str) -> Finished:
     """One online run in a process with a fresh home, and nothing to type on."""
-    home, output_dir, script = tmp_path / "home", tmp_path / "run", tmp_path / "private_script.py"
+    home = tmp_path / "home"
+    output_dir = tmp_path / "run"
+    script = tmp_path / "private_script.py"
     home.mkdir()
     output_dir.mkdir()
     script.write_text(ONLINE_RUN)

@@ -12,7 +12,12 @@ from llama_ft.observe.summary import time_text
 from llama_ft.plan.duration import describe_time, step_seconds
 
 Plan = Callable[..., Any]
-LAYERS, HIDDEN, INNER, VOCABULARY, LENGTH, TOKENS = 7, 64, 160, 1000, 128, 256
+LAYERS = 7
+HIDDEN = 64
+INNER = 160
+VOCABULARY = 1000
+LENGTH = 128
+TOKENS = 256
 FLAGS = (
     "--enable_fsdp",
     "--context_length",

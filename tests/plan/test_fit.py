@@ -84,7 +84,8 @@ def search(
     request: PlanRequest, finetuning: ModuleType, room: int, quick: bool = True
 ) -> tuple[list[Fit], list[str]]:
     """The answers, and what was planned for them."""
-    told, planned = list[str](), predict(request, finetuning.build_model, quick)
+    told = list[str]()
+    planned = predict(request, finetuning.build_model, quick)
     return find_fits(request, finetuning.build_model, room, planned, quick, told.append), told
 
 

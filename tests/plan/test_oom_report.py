@@ -41,7 +41,8 @@ def test_the_innermost_module_is_named_also_where_it_is_recomputed(
 ) -> None:
     sharded.gradient_checkpointing_enable({"use_reentrant": False})
     sharded.train()
-    passes, tokens = [], torch.arange(16).view(2, 8)
+    passes = []
+    tokens = torch.arange(16).view(2, 8)
 
     def ask_for_too_much(*_: object) -> None:
         passes.append(1)
@@ -101,7 +102,8 @@ def test_a_rank_without_memory_ends_the_run_with_four_lines(
     tmp_path: Path, save_model: Callable[..., Path], rows70: Path
 ) -> None:
     """The allocator really fails, on one of two ranks, and plan.py is asked."""
-    model, run = save_model(tmp_path / "model", vocab_size=150_000), tmp_path / "run"
+    model = save_model(tmp_path / "model", vocab_size=150_000)
+    run = tmp_path / "run"
     flags = [
         "--model_name",
         model,

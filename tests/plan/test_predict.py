@@ -13,11 +13,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-VOCABULARY, HIDDEN, INNER, LAYERS = 1000, 64, 160, 3
-HEADS, KEY_VALUE_HEADS, HEAD = 4, 2, 16
+VOCABULARY = 1000
+HIDDEN = 64
+INNER = 160
+LAYERS = 3
+HEADS = 4
+KEY_VALUE_HEADS = 2
+HEAD = 16
 LAYER = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KEY_VALUE_HEADS * HEAD + 3 * HIDDEN * INNER + 2 * HIDDEN
 PARAMETERS = 2 * VOCABULARY * HIDDEN + LAYERS * LAYER + HIDDEN
-LENGTH, MICRO_BATCH = 128, 2
+LENGTH = 128
+MICRO_BATCH = 2
 TOKENS = LENGTH * MICRO_BATCH
 FLAGS = (
     "--enable_fsdp",
@@ -42,7 +48,9 @@ def test_full_tuning_holds_its_share_of_weights_gradients_and_states(
     plan: Plan, tmp_path: Path, ranks: int
 ) -> None:
     planned = plan(write_llama(tmp_path / "model"), ranks, *FLAGS)
-    square, narrow, norm = (HIDDEN, HIDDEN), (KEY_VALUE_HEADS * HEAD, HIDDEN), (HIDDEN, 1)
+    square = (HIDDEN, HIDDEN)
+    narrow = (KEY_VALUE_HEADS * HEAD, HIDDEN)
+    norm = (HIDDEN, 1)
     layer = [
         square,
         square,
@@ -200,7 +208,8 @@ def test_lora_trains_its_matrices_only(plan: Plan, tmp_path: Path) -> None:
 def test_quantized_layers_are_held_in_their_bits(
     plan: Plan, tmp_path: Path, mode: str, bits: int
 ) -> None:
-    inner, key_value = 128, KEY_VALUE_HEADS * HEAD
+    inner = 128
+    key_value = KEY_VALUE_HEADS * HEAD
     planned = plan(
         write_llama(tmp_path / "model", intermediate_size=inner),
         2,
@@ -250,7 +259,8 @@ def test_8bit_adam_takes_fp32_copies_of_a_weight_on_the_cpu(plan: Plan, tmp_path
 
 
 def test_accumulating_unsharded_holds_a_whole_models_gradients(plan: Plan, tmp_path: Path) -> None:
-    folder, accumulate = write_llama(tmp_path / "model"), ("--gradient_accumulation_steps", "2")
+    folder = write_llama(tmp_path / "model")
+    accumulate = ("--gradient_accumulation_steps", "2")
     shards = held(plan(folder, 4, *FLAGS, *accumulate), "forward")["gradients"]
     whole = held(plan(folder, 4, *FLAGS, *accumulate, "--accumulate_unsharded"), "forward")[
         "gradients"

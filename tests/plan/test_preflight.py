@@ -15,7 +15,8 @@ from model_shapes import write_llama
 
 from llama_ft.config import Config
 
-Plan, Said = Callable[..., Any], Callable[[], str]
+Plan = Callable[..., Any]
+Said = Callable[[], str]
 FLAGS = ("--enable_fsdp", "--context_length", "128", "--batch_size_training", "2")
 
 
@@ -112,7 +113,8 @@ def test_the_planner_ends_with_a_run_that_is_killed(finetuning: ModuleType) -> N
             os.kill(os.getpid(), signal.SIGKILL)
     os.close(told)
     os.waitpid(run, 0)
-    stat, deadline = Path(f"/proc/{int(os.read(heard, 32))}/stat"), time.monotonic() + 30
+    stat = Path(f"/proc/{int(os.read(heard, 32))}/stat")
+    deadline = time.monotonic() + 30
     while (
         stat.exists()
         and stat.read_text().rpartition(")")[2].split()[0] != "Z"

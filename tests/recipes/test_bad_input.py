@@ -16,7 +16,8 @@ import pytest
 from conftest import RECIPE, Finished, losses, recipe
 from forked import forked
 
-MODEL, ROWS = "--model_name @model", "--dataset @rows.jsonl"
+MODEL = "--model_name @model"
+ROWS = "--dataset @rows.jsonl"
 GOOD = f"{MODEL} {ROWS}"
 LORA = f"{GOOD} --use_peft"
 
@@ -133,7 +134,8 @@ def run_case(name: str, broken: Path, output_dirs: Path, home: Path) -> Finished
 
 @pytest.fixture(scope="module")
 def outcome(broken: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    output_dirs, home = tmp_path_factory.mktemp("outputs"), tmp_path_factory.mktemp("home")
+    output_dirs = tmp_path_factory.mktemp("outputs")
+    home = tmp_path_factory.mktemp("home")
     before = snapshot(broken)
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         results = pool.map(lambda name: run_case(name, broken, output_dirs, home), CASES)
@@ -143,7 +145,8 @@ def outcome(broken: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input_is_told_in_one_message(name: str, outcome: Outcome) -> None:
-    finished, expected = outcome.finished[name], CASES[name]
+    finished = outcome.finished[name]
+    expected = CASES[name]
     message = finished.output[finished.output.find("error: ") :]
     assert finished.exit_code == 2, finished.output
     assert "Traceback" not in finished.output and "\x1b" not in finished.output

@@ -41,7 +41,8 @@ def test_a_run_killed_in_a_save_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
         f"{tmp_path}/rows.jsonl",
     ]
     flags[flags.index("--num_epochs") + 1] = "1"
-    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    whole = tmp_path / "whole"
+    run_dir = tmp_path / "run"
     finished = forked(RECIPE, *flags, "--output_dir", whole, ranks=2)
     assert finished.exit_code == 0, finished.output
     moment = run_dir / "checkpoints" / ".writing-step-000004"

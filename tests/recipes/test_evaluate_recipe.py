@@ -93,10 +93,8 @@ def greedy(folder: Path, questions: list[str]) -> list[str]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     answers = []
     for question in questions:
         tokens = tokenizer(question, return_tensors="pt")["input_ids"]
@@ -171,7 +169,8 @@ def tasks_of(folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def alone(place: Path) -> dict[str, Results]:
     """Cases on one process."""
-    full, lora = f"{place}/full", f"{place}/lora"
+    full = f"{place}/full"
+    lora = f"{place}/lora"
     places = [full, f"{full}/checkpoints/step-000001", lora, f"{lora}/checkpoints/step-000001"]
     tokens = ["--dataset", f"{place}/tokens.jsonl", "--precision", "fp32", "--val_batch_size", "2"]
     return evaluated(
@@ -294,7 +293,8 @@ def test_tasks_have_the_numbers_of_lm_evaluation_harness(
 def test_two_ranks_find_what_one_finds(
     place: Path, alone: dict[str, Results], together: dict[str, Results]
 ) -> None:
-    sharded, base = together["sharded"], alone["tasks"][f"{place}/base"]["tasks"]
+    sharded = together["sharded"]
+    base = alone["tasks"][f"{place}/base"]["tasks"]
     for name in (f"{place}/full", f"base: {place}/base"):
         after = own(place / "full")[2 if name.endswith("full") else 0]
         assert sharded[name]["held_out"]["loss"] == pytest.approx(after, rel=1e-6)

@@ -119,7 +119,8 @@ def test_the_last_checkpoint_gives_what_the_run_left_byte_for_byte(
         exporter.write_model(tmp_path / "out", None, 60_000)
     else:
         exporter.write_adapter(tmp_path / "out", None)
-    ours, theirs = contents(tmp_path / "out"), contents(runs / name / "model")
+    ours = contents(tmp_path / "out")
+    theirs = contents(runs / name / "model")
     assert ours.keys() == theirs.keys() and len(ours) > 3
     assert [file for file in ours if ours[file] != theirs[file]] == []
 

@@ -70,7 +70,8 @@ def by_transformers(model: Any, folder: Path) -> list[str]:
     import torch
     from transformers import AutoTokenizer
 
-    tokenizer, texts = AutoTokenizer.from_pretrained(folder), []
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = []
     for prompt in PROMPTS:
         chat = [{"role": "user", "content": prompt}]
         ids = tokenizer.apply_chat_template(
@@ -172,7 +173,8 @@ def test_ctrl_c_while_libraries_are_imported_is_told_in_a_line(runs: Path) -> No
         stderr=subprocess.PIPE,
         text=True,
     )
-    maps, deadline = Path(f"/proc/{process.pid}/maps"), time.monotonic() + 60
+    maps = Path(f"/proc/{process.pid}/maps")
+    deadline = time.monotonic() + 60
     while "libtorch" not in maps.read_text() and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)

@@ -95,7 +95,8 @@ def opened(place: Path, runtime: Ranks, **flags: Any) -> torch.Tensor:
 
 
 def has_base_towers(folder: Path, base: Path) -> bool:
-    was, now = stored(base), stored(folder)
+    was = stored(base)
+    now = stored(folder)
     towers = [name for name in was if name.startswith(TOWERS)]
     same = all(
         was[name].dtype == now[name].dtype and torch.equal(was[name], now[name]) for name in towers
@@ -106,8 +107,10 @@ def has_base_towers(folder: Path, base: Path) -> bool:
 def test_full_fine_tuning_leaves_the_same_checkpoint_with_another_text_part(
     runs: Path, runtime: Ranks
 ) -> None:
-    base, result = runs / "base", runs / "full" / "model"
-    ours, before = opened(result, runtime), logits(llava(base))
+    base = runs / "base"
+    result = runs / "full" / "model"
+    ours = opened(result, runtime)
+    before = logits(llava(base))
     assert (
         torch.allclose(logits(llava(result)), ours, atol=1e-4)
         and (ours - before).abs().max() > 1e-2
@@ -129,7 +132,8 @@ def test_a_checkpoint_gives_the_whole_model_as_long_as_its_base_is_there(
     Exporter.prepare(checkpoint, build_model(), None, None, False, merge=False).write_model(
         tmp_path / "out", None, 100_000
     )
-    ours, theirs = stored(tmp_path / "out"), stored(runs / "full" / "model")
+    ours = stored(tmp_path / "out")
+    theirs = stored(runs / "full" / "model")
     assert ours.keys() == theirs.keys() and all(
         torch.equal(ours[name], theirs[name]) for name in ours
     )
@@ -144,7 +148,8 @@ def test_an_adapter_fits_the_checkpoints_own_class_and_is_merged_into_its_layout
 ) -> None:
     from peft import PeftModel
 
-    base, adapter = runs / "base", runs / "lora" / "model"
+    base = runs / "base"
+    adapter = runs / "lora" / "model"
     reference = PeftModel.from_pretrained(llava(base), adapter)
     assert not [str(it.message) for it in recwarn if "missing" in str(it.message)]
     assert not any(

@@ -16,10 +16,12 @@ from training.test_preferences import expected as of_formulas
 
 from llama_ft.data import Encoder, two_examples
 
-STEPS, GLOBAL_BATCH = 20, 16
+STEPS = 20
+GLOBAL_BATCH = 16
 # of the 16 rows; the longest fill a pack, the others share one with another
 LENGTHS = range(5, 37, 2)
-CONTEXT_LENGTH, PACKS = 36, 9
+CONTEXT_LENGTH = 36
+PACKS = 9
 WORLD_SIZES = [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
 LAUNCHES = [
     pytest.param(1, False, id="1", marks=pytest.mark.slow),
@@ -46,7 +48,8 @@ FURTHER = (
     "8bit, whole model each",
     "pissa, every rank reads",
 )
-LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
+LEARNING_RATE = 1e-3
+WEIGHT_DECAY = 0.1
 FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
 HYBRID = ["--sharding_strategy", "HYBRID_SHARD", "--sharding_group_size"]
 RECOMPUTED = ["--activation_checkpointing", "full"]
@@ -276,7 +279,8 @@ def cases_of(
     lora = ["--use_peft", "--from_peft_checkpoint", str(lora_start)]
     wide_lora = ["--use_peft", "--from_peft_checkpoint", str(wide_lora_start), "--quantization"]
     pissa = ["--use_peft", "--init_lora_weights", "pissa", "--peft.r", "4", "--lora_alpha", "8"]
-    fp32, bf16 = ["--precision", "fp32"], ["--precision", "bf16_mixed"]
+    fp32 = ["--precision", "fp32"]
+    bf16 = ["--precision", "bf16_mixed"]
     cases = {
         "full, 1 micro-batch": ("full", [*FSDP, *fp32, *FULL, *batch(1), *KEPT]),
         "full, 4 micro-batches": ("full", ["--enable_fsdp", *fp32, *FULL, *batch(4)]),
@@ -316,7 +320,8 @@ def cases_of(
             "8bit, whole model each": ("8bit", [*fp32, *wide_lora, "8bit", *batch(2)]),
         }
     if world_size == 4:
-        full, gathered = [*FSDP, *fp32, *FULL], ["--sharding_strategy", "SHARD_GRAD_OP"]
+        full = [*FSDP, *fp32, *FULL]
+        gathered = ["--sharding_strategy", "SHARD_GRAD_OP"]
         cases |= {
             "two copies over two ranks each": ("full", [*full, *HYBRID, "2", *batch(4)]),
             "four copies": ("full", [*full, *HYBRID, "1", *batch(2)]),
@@ -526,10 +531,8 @@ def test_dpo_on_a_quantized_base_gives_the_losses_of_a_plain_loop_on_any_number_
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-    folder, encoder = (
-        launches(world_size, False).folder,
-        Encoder(AutoTokenizer.from_pretrained(wide_model), 64),
-    )
+    folder = launches(world_size, False).folder
+    encoder = Encoder(AutoTokenizer.from_pretrained(wide_model), 64)
     model, base = (
         AutoModelForCausalLM.from_pretrained(
             wide_model, dtype=torch.float32, quantization_config=BitsAndBytesConfig(**BITS[bits])
@@ -545,7 +548,8 @@ def test_dpo_on_a_quantized_base_gives_the_losses_of_a_plain_loop_on_any_number_
     }
     for name in trained:
         trained[name].data.mul_("lora_A" in name)
-    optimizer, pairs = torch.optim.AdamW(trained.values(), lr=0.01, weight_decay=0.0), []
+    optimizer = torch.optim.AdamW(trained.values(), lr=0.01, weight_decay=0.0)
+    pairs = []
     for row in examples_of(folder / "pairs.jsonl"):
         pairs += [
             (ids, labels.count(-100)) for ids, labels in two_examples(row, "preference", encoder)

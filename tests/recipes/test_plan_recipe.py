@@ -6,7 +6,8 @@ from pathlib import Path
 from forked import REPOSITORY, forked
 from model_shapes import write_llama
 
-PLAN, RECIPE = REPOSITORY / "recipes" / "plan.py", REPOSITORY / "recipes" / "finetuning.py"
+PLAN = REPOSITORY / "recipes" / "plan.py"
+RECIPE = REPOSITORY / "recipes" / "finetuning.py"
 
 
 def test_a_plan_is_made_of_a_config_json_alone(tmp_path: Path) -> None:

@@ -42,10 +42,8 @@ def start(
         str(output_dir),
         *settings.split(),
     ]
-    command, environment = (
-        [sys.executable, *launcher, str(RECIPE), *flags, *more],
-        {**os.environ, **ENVIRONMENT},
-    )
+    command = [sys.executable, *launcher, str(RECIPE), *flags, *more]
+    environment = {**os.environ, **ENVIRONMENT}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )

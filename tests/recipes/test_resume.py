@@ -16,7 +16,8 @@ from recipes.test_runs import pairs
 
 from llama_ft.checkpoint import checkpoint_errors, complete_checkpoints
 
-SINGLE, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+SINGLE = "model.safetensors"
+ADAPTER = "adapter_model.safetensors"
 EXPORT = REPOSITORY / "recipes" / "export.py"
 CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
 FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
@@ -226,7 +227,8 @@ def two_ranks(folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", EXACT)
 def test_resumed_mid_epoch_every_number_is_the_same(two_ranks: Path, name: str) -> None:
-    whole, resumed = facts(two_ranks / name), facts(two_ranks / f"{name}-resumed")
+    whole = facts(two_ranks / name)
+    resumed = facts(two_ranks / f"{name}-resumed")
     assert len(whole) >= 5 and whole == resumed
     values = losses(two_ranks / name)
     assert (name == "experts") == any("train/router_aux_loss" in line for line in whole)
@@ -402,7 +404,8 @@ def test_a_run_resumed_mid_epoch_sees_the_rows_that_remain_and_no_other(
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(two_ranks / "model", dtype=torch.float32)
-    alone, targets = 0.0, 0
+    alone = 0.0
+    targets = 0
     for line in (two_ranks / "rows.jsonl").read_text().splitlines():
         row = json.loads(line)
         with torch.no_grad():
@@ -411,7 +414,8 @@ def test_a_run_resumed_mid_epoch_sees_the_rows_that_remain_and_no_other(
         alone += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
         targets += int((labels != -100).sum())
     lines = [line for line in metrics(two_ranks / "one-still") if "train/loss" in line]
-    seen, total = 0, 0.0
+    seen = 0
+    total = 0.0
     for line in lines:
         total += line["train/loss"] * (line["tokens"] - seen)
         seen = line["tokens"]

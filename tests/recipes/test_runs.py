@@ -19,7 +19,8 @@ from llama_ft.data import Encoder, two_examples
 from llama_ft.models.conversion import open_source
 
 CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
-EXPORT, INFERENCE = RECIPE.with_name("export.py"), RECIPE.with_name("inference.py")
+EXPORT = RECIPE.with_name("export.py")
+INFERENCE = RECIPE.with_name("inference.py")
 FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
 PADDED = ["--batching_strategy", "padding"]
 SECRETS = {"WANDB_API_KEY": "5ecre7" * 6 + "abcd", "MLFLOW_TRACKING_PASSWORD": "hunter2-hunter2"}
@@ -134,10 +135,8 @@ def launch(
     """Every run below `folder`, in one launch."""
     no_pad = save_model(folder / "no_pad_model", pad=False)
     wide = save_model(folder / "wide_model", hidden_size=128, intermediate_size=194)
-    train, validation = (
-        tokenized(folder / "train.jsonl", 64, 1),
-        tokenized(folder / "validation.jsonl", 11, 2),
-    )
+    train = tokenized(folder / "train.jsonl", 64, 1)
+    validation = tokenized(folder / "validation.jsonl", 11, 2)
     few = tokenized(folder / "few.jsonl", 16, 3)
     (folder / "custom.py").write_text(CUSTOM)
     tiny = ["--model_name", str(tiny_model)]
@@ -315,7 +314,8 @@ def launch(
 
 def held_out_loss(model: torch.nn.Module, file: Path) -> float:
     """The mean over target tokens, row by row, in plain transformers."""
-    total, targets = 0.0, 0
+    total = 0.0
+    targets = 0
     for line in file.read_text().splitlines():
         row = json.loads(line)
         labels = torch.tensor(row["labels"])[1:]
@@ -394,7 +394,8 @@ def test_early_stopping_takes_the_best_weights_and_the_logged_loss_is_that_of_th
 def test_an_export_of_a_run_that_stopped_early_is_what_its_model_directory_holds(
     launch: Finished, folder: Path, tmp_path: Path
 ) -> None:
-    run, out = folder / "early_stopping", tmp_path / "out"
+    run = folder / "early_stopping"
+    out = tmp_path / "out"
     best = json.loads((run / "checkpoints" / "best.json").read_text())["step"]
     finished = forked(EXPORT, run, out)
     assert finished.exit_code == 0, finished.output
@@ -413,11 +414,9 @@ def test_learning_from_pairs_is_what_a_plain_loop_computes(
     from peft import PeftModel
     from transformers import AutoTokenizer
 
-    encoder, base, model = (
-        Encoder(AutoTokenizer.from_pretrained(tiny_model), 128),
-        load(tiny_model),
-        load(tiny_model),
-    )
+    encoder = Encoder(AutoTokenizer.from_pretrained(tiny_model), 128)
+    base = load(tiny_model)
+    model = load(tiny_model)
     flags = PREFERENCES[name]
     settings: dict[str, Any] = {"objective": flags[1], "beta": float(flags[3])}
     settings |= {"dpo": {"label_smoothing": 0.1}, "simpo": {"simpo_gamma": 1.0}}.get(flags[1], {})
@@ -441,10 +440,8 @@ def test_learning_from_pairs_is_what_a_plain_loop_computes(
             for ids, labels in examples
         ]
 
-    found, rows = (
-        [line for line in metrics(folder / name) if "train/loss" in line],
-        rows_of(folder / "pairs.jsonl"),
-    )
+    found = [line for line in metrics(folder / name) if "train/loss" in line]
+    rows = rows_of(folder / "pairs.jsonl")
     assert len(found) == 10
     for line in found:
         loss, rewards = of_formulas(rows, model, base, **settings)
@@ -475,7 +472,8 @@ def test_a_reward_model_is_what_plain_transformers_trains_and_loads(
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "reward" / "model")
-    encoder, held_out = Encoder(tokenizer, 128), folder / "held_out.jsonl"
+    encoder = Encoder(tokenizer, 128)
+    held_out = folder / "held_out.jsonl"
 
     def base(place: Path, **settings: Any) -> Any:
         return AutoModelForSequenceClassification.from_pretrained(
@@ -576,7 +574,8 @@ def test_mlflow_holds_the_metrics_and_the_best_weights(
     from mlflow import MlflowClient
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    output, client = folder / "early_stopping", MlflowClient((folder / "mlruns").as_uri())
+    output = folder / "early_stopping"
+    client = MlflowClient((folder / "mlruns").as_uri())
     experiment = client.get_experiment_by_name("llama_ft")
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
@@ -637,7 +636,8 @@ def test_a_model_without_a_pad_token_trains_without_loss_on_padding(
         encoded = tokenizer.apply_chat_template(
             turns, return_dict=True, return_assistant_tokens_mask=True
         )
-        ids, mask = encoded["input_ids"], encoded["assistant_masks"]
+        ids = encoded["input_ids"]
+        mask = encoded["assistant_masks"]
         assert ids[-1] == tokenizer.eos_token_id and mask[-1] == 1, "the end of the turn is learned"
         labels = [token if answer else -100 for token, answer in zip(ids, mask, strict=True)]
         with open(folder / "unpadded.jsonl", "a" if number else "w") as lines:
@@ -710,7 +710,8 @@ def test_a_continued_adapter_begins_where_the_other_ended(launch: Finished, fold
 
 
 def test_frozen_layers_stay_as_they_were(launch: Finished, folder: Path, tiny_model: Path) -> None:
-    before, after = load(tiny_model).state_dict(), load(folder / "frozen" / "model").state_dict()
+    before = load(tiny_model).state_dict()
+    after = load(folder / "frozen" / "model").state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert not any(name.startswith("model.layers.0.") for name in changed)
     assert {name for name in before if not name.startswith("model.layers.0.")} == changed
@@ -740,11 +741,13 @@ def test_utilization_is_six_flops_a_weight_and_token_and_attention_over_what_was
         if p.ndim == 2 and "embed_tokens" not in name
     )
     assert speed["flops_per_token"] == 6 * weights and len(speed["product_flops_per_second"]) == 2
-    head, learned = model.lm_head.weight.numel(), 0
+    head = model.lm_head.weight.numel()
+    learned = 0
     for line in metrics(folder / "early_stopping")[1:]:
         tokens = line["perf/tokens_per_second"] * line["perf/step_seconds"]
         # these the head is not needed for
-        unlabelled, learned = tokens - (line["tokens"] - learned), line["tokens"]
+        unlabelled = tokens - (line["tokens"] - learned)
+        learned = line["tokens"]
         done = (
             line["perf/matmul_utilization"]
             * sum(speed["product_flops_per_second"])

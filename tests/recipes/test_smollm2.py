@@ -22,10 +22,8 @@ pytestmark = [
         reason=f"{PACKAGE} is not installed",
     ),
 ]
-CASES, EVALUATE_CASES = (
-    REPOSITORY / "tests" / "run_cases.py",
-    REPOSITORY / "tests" / "evaluate_cases.py",
-)
+CASES = REPOSITORY / "tests" / "run_cases.py"
+EVALUATE_CASES = REPOSITORY / "tests" / "evaluate_cases.py"
 TASK = REPOSITORY / "configs" / "tasks" / "python_docs.yaml"
 QUESTIONS = 6
 
@@ -114,7 +112,8 @@ def test_the_package_becomes_a_plain_model_that_answers(smollm2: Path) -> None:
     config = json.loads((smollm2 / "config.json").read_text())
     assert config["dtype"] == "bfloat16" and "quantization_config" not in config
     assert "Apache License" in (smollm2 / "LICENSE").read_text()
-    tokenizer, model = AutoTokenizer.from_pretrained(smollm2), load(smollm2)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model = load(smollm2)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     inputs = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -125,7 +124,8 @@ def test_the_package_becomes_a_plain_model_that_answers(smollm2: Path) -> None:
     assert "Paris" in tokenizer.decode(answer)
     packed = load(Path(str(distribution(PACKAGE).locate_file(MODULE))), gguf_file=FILE)
     with torch.no_grad():
-        ours, theirs = model(**inputs).logits, packed(**inputs).logits
+        ours = model(**inputs).logits
+        theirs = packed(**inputs).logits
     assert (ours - theirs).norm() < 0.02 * theirs.norm(), "only the rounding to bf16 differs"
 
 

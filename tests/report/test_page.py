@@ -38,7 +38,9 @@ class Parsed(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.tags, self.rows, self.text = list[tuple[str, dict[str, str | None]]](), [[""]], ""
+        self.tags = list[tuple[str, dict[str, str | None]]]()
+        self.rows = [[""]]
+        self.text = ""
         self._inside = ""
         self.feed(text)
 

@@ -175,7 +175,8 @@ def test_one_run_differs_from_the_defaults_and_several_from_each_other(
 
 
 def test_the_script_writes_one_report_or_a_comparison(run_dir: Path, tmp_path: Path) -> None:
-    first, second = copied(run_dir, tmp_path / "first"), copied(run_dir, tmp_path / "second")
+    first = copied(run_dir, tmp_path / "first")
+    second = copied(run_dir, tmp_path / "second")
     finished = report(first)
     assert (finished.exit_code, finished.output) == (0, f"The report: {first}/report.html\n")
     assert finished.seconds < 5

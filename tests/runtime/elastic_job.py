@@ -10,7 +10,8 @@ from llama_ft import runtime
 from llama_ft.errors import UserError, exit_on_error
 
 if __name__ == "__main__":
-    way, folder = sys.argv[1], Path(sys.argv[2])
+    way = sys.argv[1]
+    folder = Path(sys.argv[2])
     if way == "early mistake":
         with exit_on_error():
             raise UserError("mine.yaml:3: this is not right.\nThat would be.")

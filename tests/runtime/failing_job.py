@@ -15,7 +15,8 @@ from llama_ft.config import CheckpointConfig
 from llama_ft.errors import UserError
 
 if __name__ == "__main__":
-    way, output_dir = sys.argv[1], Path(sys.argv[2])
+    way = sys.argv[1]
+    output_dir = Path(sys.argv[2])
     timeouts = {"rank 0 goes first": 2, "one rank never opens the run": 8}
     with runtime.start("cpu", "world", timeout_seconds=timeouts.get(way, 60)) as job:
         job.begin_run(output_dir)

@@ -23,7 +23,9 @@ def hang(seconds: float = 60) -> None:
 
 
 if __name__ == "__main__":
-    folder, way, stop_after = Path(sys.argv[1]), sys.argv[2], (sys.argv[3:] or [None])[0]
+    folder = Path(sys.argv[1])
+    way = sys.argv[2]
+    stop_after = (sys.argv[3:] or [None])[0]
     with runtime.start("cpu", "world") as job:
         job.begin_run(folder)
 

@@ -59,7 +59,8 @@ def test_the_host_has_what_the_machine_has_or_a_control_group_leaves(
         for name, text in files.items():
             (folder / name.replace("__", ".")).write_text(str(text))
 
-    proc, sys = tmp_path / "proc", tmp_path / "sys"
+    proc = tmp_path / "proc"
+    sys = tmp_path / "sys"
     write(proc, meminfo="MemTotal:  8388608 kB\nMemAvailable:  6291456 kB\n")
     write(proc / "self", cgroup="5:cpu,cpuacct:/\n0::/job/step\n")
     if kind == "v2":

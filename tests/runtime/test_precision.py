@@ -7,7 +7,8 @@ from llama_ft.errors import UserError
 from llama_ft.runtime import advise_precision
 from llama_ft.runtime.devices import matmul_slowdown
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 
 
 @pytest.mark.parametrize(

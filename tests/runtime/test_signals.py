@@ -33,7 +33,8 @@ class Running:
     """A job that has been started; its files tell what it does."""
 
     def __init__(self, folder: Path, process: subprocess.Popen[bytes]) -> None:
-        self.folder, self.process = folder, process
+        self.folder = folder
+        self.process = process
 
     def wait_for(self, *names: str) -> None:
         deadline = time.monotonic() + 90
@@ -187,7 +188,8 @@ def test_a_signal_stops_one_process_after_a_step_or_before_the_loop_at_once(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_that_launchers_deliver_twice_is_one(number: int) -> None:
-    stopping, ended = StopSignals(), []
+    stopping = StopSignals()
+    ended = []
     with stopping.listening(ended.append):
         with pytest.raises((SystemExit, KeyboardInterrupt)), stopping.between_steps(None):
             os.kill(os.getpid(), number)
@@ -197,7 +199,8 @@ def test_a_signal_that_launchers_deliver_twice_is_one(number: int) -> None:
 
 
 def test_a_forked_process_that_is_terminated_does_not_stop_its_parent() -> None:
-    stopping, ended = StopSignals(), []
+    stopping = StopSignals()
+    ended = []
     with stopping.listening(ended.append):
         context = multiprocessing.get_context("fork")
         runs = context.Event()
