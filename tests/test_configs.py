@@ -94,14 +94,14 @@ def rows() -> dict[str, list[str]]:
     return {name: [cell.strip() for cell in cells.split("|")] for name, _, cells in found}
 
 
-def test_the_tables_are_of_the_recipes_that_there_are() -> None:
+def test_the_tables_list_every_config() -> None:
     assert rows().keys() == RECIPES.keys()
     assert len(RECIPES) >= 14
     assert all(f"]({name}.yaml)" in README for name in DEMOS)
 
 
 @pytest.mark.parametrize("stem", RECIPES)
-def test_the_table_says_what_the_recipe_sets(stem: str) -> None:
+def test_the_table_has_the_settings_of_the_config(stem: str) -> None:
     config, _ = load([f"--config={RECIPES[stem]}"], paths=False)
     method, context_length, planned, tokens = rows()[stem][-4:]
     bits = config.quantization.mode
@@ -148,7 +148,7 @@ def test_an_example_loads_and_is_in_their_table(file: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", sorted(EXAMPLES.parent.glob("*.yaml")), ids=lambda file: file.stem)
-def test_the_plan_of_an_example_is_what_their_table_says(
+def test_the_plan_of_an_example_has_the_figure_of_the_table(
     file: Path, finetuning: ModuleType, tmp_path: Path
 ) -> None:
     config, _ = load([f"--config={file}"], paths=False)
@@ -159,7 +159,7 @@ def test_the_plan_of_an_example_is_what_their_table_says(
 
 
 @pytest.mark.parametrize("stem", RECIPES)
-def test_the_commands_load_and_start_the_ranks_that_the_hardware_has(stem: str) -> None:
+def test_the_commands_load_and_start_one_rank_per_gpu(stem: str) -> None:
     command = command_of(stem)
     hardware = hardware_of(stem)
     script = command.index("recipes/finetuning.py")
@@ -178,7 +178,7 @@ def test_the_commands_load_and_start_the_ranks_that_the_hardware_has(stem: str) 
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_shapes_are_those_of_the_models_on_the_hub(name: str, tmp_path: Path) -> None:
+def test_model_shapes_have_the_parameter_counts_of_the_hub(name: str, tmp_path: Path) -> None:
     from llama_ft.models import build_on_meta, load_model_config
 
     skeleton = build_on_meta(
@@ -198,7 +198,7 @@ def request_for(config: Config, hardware: Hardware, folder: Path) -> PlanRequest
     "stem",
     [pytest.param(it, marks=[] if it in PLANNED_ALWAYS else pytest.mark.slow) for it in RECIPES],
 )
-def test_the_plan_is_what_the_head_says_and_fits(
+def test_the_plan_has_the_figures_of_the_head_comment_and_fits(
     stem: str, finetuning: ModuleType, tmp_path: Path
 ) -> None:
     config, _ = load([f"--config={RECIPES[stem]}"], paths=False)

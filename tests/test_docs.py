@@ -81,7 +81,7 @@ def laid_out(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.parametrize("page", [*PAGES, README], ids=[*NAMES, "README.md"])
-def test_what_a_page_names_is_there(page: Page) -> None:
+def test_files_and_flags_named_on_a_page_exist(page: Page) -> None:
     assert not page.missing_files()
     assert not page.unknown_flags()
 
@@ -159,7 +159,7 @@ for in_pieces in (True, False):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "formula"), [(0, "smoothing"), (1, "z-loss")])
-def test_the_changed_losses_are_what_their_formulas_say(
+def test_the_losses_of_the_tutorial_match_their_formulas(
     number: int, formula: str, save_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     page = Page("docs/development/add-a-loss.md")
@@ -256,14 +256,14 @@ def test_the_readme_is_short_and_begins_with_the_two_commands() -> None:
     assert "QLoRA" in README.text
 
 
-def test_the_generated_pages_are_what_the_code_says() -> None:
+def test_the_generated_pages_are_current() -> None:
     sys.path.insert(0, str(REPOSITORY / "docs"))
     import generate
 
     assert not generate.stale()
 
 
-def test_the_mistakes_shown_are_what_is_printed(
+def test_the_error_messages_in_the_readme_are_those_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -300,7 +300,7 @@ def test_the_custom_dataset_works(
 @pytest.mark.parametrize(
     "row", [row for block in Page(DATA_PAGE).blocks("json") for row in block.splitlines()]
 )
-def test_every_row_shown_can_be_trained_on(
+def test_every_sample_shown_can_be_trained_on(
     row: str, save_tokenizer: Callable[..., Path], tmp_path: Path
 ) -> None:
     path = tmp_path / "rows.jsonl"
@@ -321,7 +321,7 @@ def test_every_folder_of_the_package_is_described() -> None:
     assert described == folders
 
 
-def test_the_metrics_named_are_those_that_are_written() -> None:
+def test_the_metrics_page_lists_the_metrics_that_are_written() -> None:
     table = (
         Page("docs/reference/metrics.md")
         .text.partition("| key in `metrics.jsonl`")[2]
@@ -335,7 +335,7 @@ def test_the_metrics_named_are_those_that_are_written() -> None:
     assert set(re.findall(r'"((?:train|eval|perf|memory)/\w+)"', code)) <= set(keys)
 
 
-def test_what_a_run_directory_holds_is_described() -> None:
+def test_the_run_directory_page_lists_every_entry() -> None:
     table = Page("docs/reference/run-directory.md").text
     described = {name.partition("/")[0] for name in re.findall(r"`([\w.-]+/?[\w./-]*)`", table)}
     assert set(RUN_ENTRIES) <= described
@@ -351,7 +351,7 @@ def words_of_script(command: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_torchrun_hands_every_flag_on(name: str) -> None:
+def test_torchrun_passes_every_flag_to_the_script(name: str) -> None:
     flag = SETTINGS[name].flag
     assert words_of_script(f"torchrun --nproc_per_node 2 recipes/finetuning.py {flag} 1") == [
         flag,
@@ -362,7 +362,7 @@ def test_torchrun_hands_every_flag_on(name: str) -> None:
     ]
 
 
-def test_torchrun_takes_the_commands_of_the_help_and_of_the_recipes() -> None:
+def test_torchrun_accepts_the_commands_of_the_help_and_of_the_configs() -> None:
     texts = [help_text("", script="recipes/finetuning.py").replace("[flags]", "")]
     for file in REPOSITORY.glob("configs/*.yaml"):
         texts.append(file.read_text().replace("\\\n#", " ").replace("\n#", "\n"))

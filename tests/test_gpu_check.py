@@ -34,7 +34,7 @@ def check(parts: str, output: Path, seconds: float) -> list[dict[str, str]]:
     return rows
 
 
-def test_kernels_and_shards_hold_on_the_cpu(tmp_path: Path) -> None:
+def test_kernel_and_sharding_checks_pass_on_the_cpu(tmp_path: Path) -> None:
     rows = check("start,attention,quantized,sharded", tmp_path, 200)
     found = {row["claim"]: row["found"] for row in rows}
     assert {
@@ -42,7 +42,7 @@ def test_kernels_and_shards_hold_on_the_cpu(tmp_path: Path) -> None:
     } == {"equal"}
 
 
-def test_a_command_ends_in_time_and_says_what_was_left_out(tmp_path: Path) -> None:
+def test_a_command_ends_in_time_and_lists_skipped_cases(tmp_path: Path) -> None:
     started = time.monotonic()
     finished, rows = run_check(tmp_path, 5, "--command", "3")
     assert time.monotonic() - started < 60
@@ -57,7 +57,7 @@ def test_an_unknown_part_is_a_user_error(tmp_path: Path) -> None:
     assert "--only speed: expected some of start, attention" in finished.output
 
 
-def test_a_computation_that_fails_is_a_line_and_the_others_still_run(tmp_path: Path) -> None:
+def test_a_failed_computation_is_recorded_and_the_others_still_run(tmp_path: Path) -> None:
     sys.path.insert(0, str(SCRIPT.parent))
     from gpu_bench import Bench  # type: ignore[import-not-found]
 
@@ -72,7 +72,7 @@ def test_a_computation_that_fails_is_a_line_and_the_others_still_run(tmp_path: P
     assert "Traceback" in (tmp_path / "results" / "failed.log").read_text()
 
 
-def test_a_command_that_is_ended_ends_the_processes_that_it_has_started(tmp_path: Path) -> None:
+def test_a_terminated_command_ends_the_processes_that_it_started(tmp_path: Path) -> None:
     directories = ["--output", str(tmp_path / "results"), "--scratch", str(tmp_path / "scratch")]
     command = [sys.executable, str(SCRIPT), "--only", "ends", "--seconds", "200", *directories]
     environment = {**os.environ, **ENVIRONMENT}
@@ -90,7 +90,7 @@ def test_a_command_that_is_ended_ends_the_processes_that_it_has_started(tmp_path
 
 
 @pytest.mark.slow
-def test_every_part_that_runs_a_recipe_holds_on_the_cpu(tmp_path: Path) -> None:
+def test_every_part_that_runs_a_recipe_passes_on_the_cpu(tmp_path: Path) -> None:
     found = {row["claim"]: row["found"] for row in check(RUNS_THE_RECIPES, tmp_path, 1800)}
     assert found.keys() >= {
         "SIGTERM",
@@ -108,7 +108,7 @@ def test_every_part_that_runs_a_recipe_holds_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_failed_and_slow_cases_are_lines_and_the_others_still_run(tmp_path: Path) -> None:
+def test_failed_and_slow_cases_are_recorded_and_the_others_still_run(tmp_path: Path) -> None:
     """SGD's update asks on the host whether the step has failed."""
     sys.path.insert(0, str(SCRIPT.parent))
     from gpu_bench import Bench  # type: ignore[import-not-found]

@@ -78,7 +78,7 @@ def test_shellcheck_finds_nothing_in_the_scripts(script: Path) -> None:
 
 
 @pytest.mark.parametrize("where", COMMANDS)
-def test_torchrun_and_the_recipe_know_every_flag_and_the_run_is_resumed(
+def test_torchrun_and_the_recipe_accept_every_flag_and_the_run_is_resumed(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
@@ -124,7 +124,7 @@ ATTEMPTS = {
 
 
 @pytest.mark.parametrize("end", ATTEMPTS)
-def test_the_exit_code_says_whether_to_start_again(end: str, tmp_path: Path) -> None:
+def test_the_exit_code_decides_whether_to_restart(end: str, tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-000010").mkdir(parents=True)
     # an earlier attempt's
     subprocess.run(["bash", "-c", status("stopped", 0)], cwd=tmp_path, check=True)
@@ -144,7 +144,7 @@ def signalled(number: int, command: str, folder: Path) -> tuple[int, float]:
     return process.wait(60), time.monotonic() - sent
 
 
-def test_a_signal_is_passed_on_and_waited_for(tmp_path: Path) -> None:
+def test_a_signal_is_forwarded_and_the_command_awaited(tmp_path: Path) -> None:
     command = (
         "trap 'sleep 0.5; touch saved; exit 1' TERM; touch begun; while true; do sleep 0.05; done"
     )
@@ -155,14 +155,16 @@ def test_a_signal_is_passed_on_and_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "expected"), [("mkdir -p checkpoints/step-000001; ", 138), ("", 1)]
 )
-def test_when_time_is_up_a_checkpoint_decides(command: str, expected: int, tmp_path: Path) -> None:
+def test_at_the_time_limit_a_checkpoint_decides_whether_to_restart(
+    command: str, expected: int, tmp_path: Path
+) -> None:
     exit_code, seconds = signalled(signal.SIGUSR1, f"{command}touch begun; exec sleep 20", tmp_path)
     assert exit_code == expected
     assert seconds < 10
 
 
 @pytest.mark.slow
-def test_a_real_run_is_stopped_goes_on_and_ends(
+def test_a_real_run_is_stopped_resumed_and_finished(
     save_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"
@@ -184,7 +186,7 @@ def test_a_real_run_is_stopped_goes_on_and_ends(
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
 
 
-def test_what_is_kept_of_a_lost_machine_is_enough_to_go_on(tmp_path: Path) -> None:
+def test_the_files_kept_of_a_lost_machine_are_enough_to_resume(tmp_path: Path) -> None:
     first = tmp_path / "first"
     kept = tmp_path / "kept"
     second = tmp_path / "second"
@@ -202,7 +204,7 @@ def test_what_is_kept_of_a_lost_machine_is_enough_to_go_on(tmp_path: Path) -> No
     assert (second / "metrics.jsonl").read_text() == "1\n"
 
 
-def test_a_model_is_copied_to_a_node_once_and_in_whole(tmp_path: Path) -> None:
+def test_a_model_is_copied_to_a_node_once_and_completely(tmp_path: Path) -> None:
     script = LAUNCH / "slurm" / "copy_to_node.sh"
     model = tmp_path / "m"
     disk = tmp_path / "disk"

@@ -100,7 +100,9 @@ def test_a_page_names_only_settings_and_values_that_exist_with_their_defaults(pa
 
 
 @pytest.mark.parametrize("config", LLAMA_RECIPES)
-def test_every_field_of_llama_recipes_is_accepted_or_refused_with_what_to_use(config: str) -> None:
+def test_every_field_of_llama_recipes_is_accepted_or_rejected_with_a_replacement(
+    config: str,
+) -> None:
     told = {name: default for row in table(LLAMA_RECIPES_PAGE) for name, default in row.theirs}
     for field in LLAMA_RECIPES[config].split():
         name, _, default = field.partition("=")
@@ -121,14 +123,14 @@ def test_every_field_of_llama_recipes_is_accepted_or_refused_with_what_to_use(co
 
 
 @each_page
-def test_a_page_has_their_command_and_the_same_here(page: str) -> None:
+def test_a_page_has_the_other_command_and_its_equivalent(page: str) -> None:
     shown = Page(page)
     assert re.search(r"^```(shell|yaml)$", shown.text, re.MULTILINE) is not None
     [ours] = [found[1] for command in shown.commands() if (found := command.script())]
     assert load(ours, paths=False)[0].peft.use_peft
 
 
-def test_names_of_other_frameworks_are_answered_with_flags_and_values_that_exist() -> None:
+def test_names_of_other_frameworks_map_to_existing_flags_and_values() -> None:
     page = "docs/migrate/other-frameworks.md"
     names = {
         name for row in table(page) for entry, _ in row.theirs for name in re.findall(r"\w+", entry)

@@ -117,7 +117,7 @@ def metadata(installed: Path) -> Distribution:
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize(("flag", "exit_code"), [("--help", 0), ("--no_such_flag=1", 2)])
-def test_a_command_answers_before_torch_is_imported(
+def test_a_command_answers_without_importing_torch(
     verb: str, flag: str, exit_code: int, tmp_path: Path, installed: Path
 ) -> None:
     found = run(
@@ -135,7 +135,7 @@ def test_a_command_answers_before_torch_is_imported(
     ]
 
 
-def test_the_launcher_tells_only_what_the_run_tells(installed: Path, tmp_path: Path) -> None:
+def test_the_launcher_prints_only_what_the_run_prints(installed: Path, tmp_path: Path) -> None:
     assert run(installed / "llama-ft", "--version", cwd=tmp_path).stdout.startswith("llama_ft ")
     lines = run(installed / "llama-ft", "--help", cwd=tmp_path).stdout.splitlines()
     assert [line.split()[0] for line in lines[2:-2]] == VERBS
@@ -172,7 +172,9 @@ def test_a_wheel_has_the_recipes_the_configs_and_the_licenses(
 
 
 @pytest.mark.slow
-def test_the_demo_trains_out_of_a_wheel_on_two_ranks(installed: Path, tmp_path: Path) -> None:
+def test_the_demo_of_an_installed_wheel_trains_on_two_ranks(
+    installed: Path, tmp_path: Path
+) -> None:
     torchrun = [
         sys.executable,
         "-m",
@@ -292,7 +294,7 @@ def test_the_notices_name_every_requirement(metadata: Distribution) -> None:
         assert f"\n- {name}: " in notices
 
 
-def test_the_matrix_is_what_is_promised(
+def test_the_ci_matrix_covers_the_promised_versions(
     metadata: Distribution, ranges: dict[str, Requirement]
 ) -> None:
     workflow = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "ci.yml").read_text())

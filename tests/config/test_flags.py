@@ -122,12 +122,12 @@ def test_a_negative_number_is_a_value(mistakes) -> None:
         ("--use_peft --target_modules q v", '"v" belongs to no flag.'),
     ],
 )
-def test_each_slip_on_the_command_line_has_its_message(mistakes, line: str, told: str) -> None:
+def test_each_typo_on_the_command_line_has_its_message(mistakes, line: str, told: str) -> None:
     (message,) = mistakes(*shlex.split(line))
     assert told in message
 
 
-def test_of_a_flag_given_twice_the_last_value_counts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_value_of_a_repeated_flag_counts(capsys: pytest.CaptureFixture[str]) -> None:
     assert parsed("--lr 1 --train.lr 2").train.lr == 2
     assert (
         capsys.readouterr().err == "warning: --train.lr is given twice; the last value is used.\n"
@@ -137,7 +137,9 @@ def test_of_a_flag_given_twice_the_last_value_counts(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     "flag", ["--one_gpu", "--train_config.one_gpu", "--custom_dataset.file mine.py"]
 )
-def test_a_llama_recipes_flag_without_meaning_is_refused_with_the_page(mistakes, flag: str) -> None:
+def test_an_unsupported_llama_recipes_flag_is_rejected_with_its_migration_page(
+    mistakes, flag: str
+) -> None:
     (message,) = mistakes(*flag.split())
     assert message.startswith(
         f"{flag.split()[0]}, known from llama-recipes, is not used here: docs/migrate/llama-"
@@ -157,5 +159,5 @@ def test_a_llama_recipes_flag_without_meaning_is_refused_with_the_page(mistakes,
         ("--mode none", "none"),
     ],
 )
-def test_quantization_is_short_for_its_mode_and_means_8bit_alone(line: str, mode: str) -> None:
+def test_quantization_is_short_for_quantization_mode_and_means_8bit(line: str, mode: str) -> None:
     assert parsed(f"{line} --use_peft").quantization.mode == mode

@@ -24,9 +24,7 @@ def test_a_new_or_empty_directory_is_accepted_and_not_created(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_is_there_is_refused_unless_it_may_be_overwritten(
-    mistakes, tmp_path: Path
-) -> None:
+def test_an_existing_run_is_rejected_without_overwrite(mistakes, tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     (message,) = mistakes("--output_dir", "run", paths=True)
     assert message.startswith("--output_dir run: already holds a run.")
@@ -42,7 +40,7 @@ def test_a_run_that_is_there_is_refused_unless_it_may_be_overwritten(
         assert message.startswith("--output_dir mine: holds checkpoints but no .llama_ft-run")
 
 
-def test_a_run_that_is_there_may_be_continued(mistakes, tmp_path: Path, monkeypatch) -> None:
+def test_an_existing_run_can_be_resumed(mistakes, tmp_path: Path, monkeypatch) -> None:
     for name in ("run", "other"):
         make_run(tmp_path / name)
     for resume in ("auto", "run", "run/checkpoints/step-000010"):
@@ -57,7 +55,7 @@ def test_a_run_that_is_there_may_be_continued(mistakes, tmp_path: Path, monkeypa
     assert mistakes("--output_dir", "run", paths=True) == []
 
 
-def test_overwriting_spares_what_is_resumed_and_what_is_read(
+def test_overwrite_does_not_delete_what_the_run_resumes_from_or_reads(
     mistakes, tmp_path: Path, monkeypatch
 ) -> None:
     for name in ("run", "other"):
@@ -78,7 +76,7 @@ def test_overwriting_spares_what_is_resumed_and_what_is_read(
         assert "--overwrite would delete run/model, which from_peft_checkpoint reads" in message
 
 
-def test_only_what_an_export_wrote_may_be_replaced(tmp_path: Path) -> None:
+def test_overwrite_replaces_only_files_that_an_export_wrote(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).touch()
     for card in (None, "# My notes\n", "---\ntags:\n- llama\n---\n"):
@@ -109,7 +107,7 @@ def test_only_what_an_export_wrote_may_be_replaced(tmp_path: Path) -> None:
     assert "holds more than a model (NOTICE)" in str(model_dir_problem(str(tmp_path), True, {}))
 
 
-def test_a_file_in_the_way_is_named(mistakes, tmp_path: Path) -> None:
+def test_a_file_where_the_output_directory_should_be_is_named(mistakes, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     assert mistakes("--output_dir", "file", paths=True) == [
         "--output_dir file: file is not a directory."
@@ -120,7 +118,7 @@ def test_a_file_in_the_way_is_named(mistakes, tmp_path: Path) -> None:
     )
 
 
-def test_the_other_ranks_do_not_trip_over_the_run_that_rank_0_has_begun(
+def test_other_ranks_accept_the_run_directory_that_rank_0_created(
     mistakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_run(tmp_path / "run")
@@ -128,7 +126,9 @@ def test_the_other_ranks_do_not_trip_over_the_run_that_rank_0_has_begun(
     assert mistakes("--output_dir", "run", paths=True) == []
 
 
-def test_a_run_among_other_files_or_in_the_models_directory_is_warned_of(tmp_path: Path) -> None:
+def test_an_output_directory_with_other_files_or_inside_the_model_gives_a_warning(
+    tmp_path: Path,
+) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").touch()

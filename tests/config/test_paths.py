@@ -24,7 +24,7 @@ def files(tmp_path: Path) -> Files:
     return create
 
 
-def test_a_good_model_data_and_adapter_pass(mistakes, files: Files) -> None:
+def test_a_valid_model_dataset_and_adapter_are_accepted(mistakes, files: Files) -> None:
     files(
         "m/config.json",
         "m/model-00001-of-00002.safetensors",
@@ -37,7 +37,7 @@ def test_a_good_model_data_and_adapter_pass(mistakes, files: Files) -> None:
     assert mistakes(*line.split(), "--from_peft_checkpoint", "lora", paths=True) == []
 
 
-def test_pipes_and_devices_are_refused_before_anything_opens_them(
+def test_pipes_and_devices_are_rejected_without_opening_them(
     mistakes, files: Files, tmp_path: Path
 ) -> None:
     files("model/config.json", "model/model.safetensors", "lora/adapter_config.json", "a.jsonl")
@@ -112,19 +112,19 @@ def test_each_wrong_path_has_its_message(mistakes, files: Files, line: str, told
         "s3://bucket/x.jsonl",
     ],
 )
-def test_what_may_be_a_dataset_is_not_refused(mistakes, files: Files, name: str) -> None:
+def test_every_form_of_a_dataset_name_is_accepted(mistakes, files: Files, name: str) -> None:
     files("data/my_data.jsonl", "my.jsonl.gz")
     assert mistakes("--dataset", name, paths=True) == []
 
 
-def test_a_secret_in_a_url_is_not_repeated(mistakes) -> None:
+def test_a_secret_in_a_url_is_not_printed(mistakes) -> None:
     (message,) = mistakes(
         "--model_name", "demo", "--datset=http://me:hunter2@host/a.jsonl", "--dataset", "demo"
     )
     assert "hunter2" not in message
 
 
-def test_overwriting_a_run_does_not_delete_a_part_of_a_mix(mistakes, files: Files) -> None:
+def test_overwrite_does_not_delete_a_dataset_of_the_mixture(mistakes, files: Files) -> None:
     files("run/.llama_ft-run", "run/status.json", "run/model/rows.jsonl", "my.jsonl")
     line = ["--dataset", "[my.jsonl, run/model/rows.jsonl]", "--output_dir", "run", "--overwrite"]
     (message,) = mistakes(*line, paths=True)
@@ -133,7 +133,7 @@ def test_overwriting_a_run_does_not_delete_a_part_of_a_mix(mistakes, files: File
     )
 
 
-def test_validation_may_be_a_split_of_data_that_have_splits(mistakes, files: Files) -> None:
+def test_validation_can_name_a_split_if_the_dataset_has_splits(mistakes, files: Files) -> None:
     files("my.jsonl", "data/train.jsonl")
     for dataset in ("org/name", "data", "samsum"):
         assert mistakes("--dataset", dataset, "--validation", "test", paths=True) == []

@@ -9,7 +9,7 @@ import pytest
 from llama_ft.config import load
 
 
-def test_a_recipe_sets_what_it_names_with_its_lines_as_places(recipe) -> None:
+def test_a_config_sets_its_values_with_line_numbers_as_origins(recipe) -> None:
     config, places = load(
         [recipe("# mine\ntrain:\n  lr: 1e-4\n\n  num_epochs: 2\npeft:\n  use_peft: yes\n")]
     )
@@ -21,18 +21,18 @@ def test_a_recipe_sets_what_it_names_with_its_lines_as_places(recipe) -> None:
     }
 
 
-def test_the_command_line_wins_over_the_recipe(recipe) -> None:
+def test_the_command_line_overrides_the_config(recipe) -> None:
     config, places = load([recipe("train:\n  lr: 1e-4\n  seed: 3\n"), "--lr", "2e-4"])
     assert (config.train.lr, config.train.seed) == (2e-4, 3)
     assert places == {"train.lr": "--lr", "train.seed": "mine.yaml:3"}
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "train:\n", "train: {}\nquantization:\n"])
-def test_an_empty_recipe_or_section_is_fine(recipe, text: str) -> None:
+def test_an_empty_config_or_section_is_accepted(recipe, text: str) -> None:
     assert load([recipe(text)])[1] == {}
 
 
-def test_values_are_read_as_written_and_not_as_yaml_1_1_takes_them(recipe) -> None:
+def test_values_are_read_as_written_and_not_by_the_rules_of_yaml_1_1(recipe) -> None:
     text = (
         "train:\n  lr: 1e-4\n  activation_checkpointing: off\n"
         "tracking:\n  use_wandb: on\n  wandb_name: 2025-01-31\n  wandb_tags: [1e3, yes]\n"
@@ -90,7 +90,7 @@ def test_quantization_has_a_short_form(recipe, text: str) -> None:
         ("- lr", "--config mine.yaml: a config is sections with settings"),
     ],
 )
-def test_each_mistake_in_a_recipe_has_its_line(mistakes, recipe, text: str, told: str) -> None:
+def test_each_error_in_a_config_names_its_line(mistakes, recipe, text: str, told: str) -> None:
     (message,) = mistakes(recipe(text))
     assert message.startswith(told)
 
@@ -104,7 +104,9 @@ def test_a_syntax_error_names_its_line(mistakes, recipe, text: str, line: int) -
     assert "\n" not in message
 
 
-def test_what_is_no_recipe_is_told_once_and_no_rule_beside_it(mistakes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_config_gives_one_error_and_no_further_ones(
+    mistakes, tmp_path: Path
+) -> None:
     """What the flags lack may have been in the file."""
     os.mkfifo(tmp_path / "pipe.yaml")
     (tmp_path / "model.bin").write_bytes(b"\x80\xff\x00")
@@ -113,7 +115,7 @@ def test_what_is_no_recipe_is_told_once_and_no_rule_beside_it(mistakes, tmp_path
         assert message.startswith(f"--config {name}: ")
 
 
-def test_thousands_of_mistakes_and_huge_values_are_told_in_seconds(mistakes, recipe) -> None:
+def test_thousands_of_errors_and_huge_values_are_reported_quickly(mistakes, recipe) -> None:
     """difflib alone would take minutes for all names."""
     start = time.monotonic()
     keys = "".join(f"  a_key_{number}: 1\n" for number in range(8_000))

@@ -68,7 +68,7 @@ def model(tiny_model: Path, runtime: Ranks) -> Model:
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_a_greedy_answer_is_transformers_own_whatever_stands_beside_it(
+def test_a_greedy_answer_equals_transformers_whatever_else_is_in_the_batch(
     penalty: float, model: Model
 ) -> None:
     how = {"repetition_penalty": penalty}
@@ -78,7 +78,7 @@ def test_a_greedy_answer_is_transformers_own_whatever_stands_beside_it(
     assert [model.texts([prompt], **how)[0] for prompt in PROMPTS] == expected
 
 
-def test_what_is_drawn_follows_from_the_seed_and_the_batch(model: Model) -> None:
+def test_sampling_depends_only_on_the_seed_and_the_batch(model: Model) -> None:
     drawn = model.texts([PROMPTS[0]] * 4, temperature=1)
     assert len(set(drawn)) == 4 and drawn == model.texts([PROMPTS[0]] * 4, temperature=1)
     assert drawn != model.texts([PROMPTS[0]] * 4, temperature=1, seed=43)
@@ -131,9 +131,7 @@ def like_llama_2() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("kind", ["BPE", "Llama 2"])
-def test_what_is_shown_is_the_answer_to_the_character(
-    kind: str, tiny_model: Path, runtime: Ranks
-) -> None:
+def test_the_streamed_text_equals_the_answer(kind: str, tiny_model: Path, runtime: Ranks) -> None:
     tokenizer: PreTrainedTokenizerBase = (
         AutoTokenizer.from_pretrained(tiny_model) if kind == "BPE" else like_llama_2()
     )
@@ -155,7 +153,7 @@ def test_what_is_shown_is_the_answer_to_the_character(
     )
 
 
-def test_a_turn_may_end_with_a_token_that_is_no_special_one(
+def test_an_answer_can_end_with_a_token_that_is_not_special(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [whole] = model.texts([PROMPTS[0]])
@@ -173,7 +171,7 @@ def test_a_turn_may_end_with_a_token_that_is_no_special_one(
     assert not answer.is_truncated
 
 
-def test_an_answer_leaves_the_models_positions_for_its_prompt(model: Model) -> None:
+def test_the_prompt_and_the_answer_share_the_positions_of_the_model(model: Model) -> None:
     answerer = model.answerer()
     assert [answerer.longest_answer(length) for length in (10, 236, 250)] == [20, 20, 6]
     [answer] = answerer.answer([[9] * 253])
@@ -182,7 +180,7 @@ def test_an_answer_leaves_the_models_positions_for_its_prompt(model: Model) -> N
         answerer.answer([[9] * 256])
 
 
-def test_a_model_whose_numbers_are_not_finite_ends_it(model: Model, runtime: Ranks) -> None:
+def test_logits_that_are_not_finite_end_the_generation(model: Model, runtime: Ranks) -> None:
     damaged = copy.deepcopy(model.plain)
     damaged.get_input_embeddings().weight.data[42] = torch.nan  # of one token only
     for temperature in (0, 1):
@@ -192,7 +190,7 @@ def test_a_model_whose_numbers_are_not_finite_ends_it(model: Model, runtime: Ran
             Answerer(opened, options, runtime).answer([[5], [42]])
 
 
-def test_what_is_not_asked_for_is_as_the_model_says() -> None:
+def test_sampling_settings_default_to_the_generation_config_of_the_model() -> None:
     def settled(config: GenerationConfig, **flags: Any) -> tuple[Any, ...]:
         return tuple(resolve_sampling(InferenceFlags(**flags), config).values())
 

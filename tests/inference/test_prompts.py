@@ -35,7 +35,7 @@ def write(file: Path, *rows: Any) -> Path:
     return file
 
 
-def test_prompts_are_lines_or_rows_whose_other_keys_are_kept(tmp_path: Path) -> None:
+def test_prompts_are_lines_of_text_or_samples_whose_other_keys_are_kept(tmp_path: Path) -> None:
     lines = read_prompts(str(write(tmp_path / "a.txt", "Wie heißt es?", "", "  two \r")))
     assert [asked for _, asked in lines] == ["Wie heißt es?", "  two "]
     parts = {
@@ -95,7 +95,9 @@ def test_prompts_are_samples_in_every_format_of_the_training_data(tmp_path: Path
     ["{", [1], {"question": "Hi"}, {"prompt": " "}, {"messages": [REPLY]}]
     + [{"prompt": "a", "completion": "b", "answer": "c"}],
 )
-def test_rows_that_are_no_prompts_are_told_by_their_lines(row: Any, tmp_path: Path) -> None:
+def test_samples_that_are_not_prompts_are_reported_with_their_lines(
+    row: Any, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=r"rows\.jsonl:2: "):
         read_prompts(str(write(tmp_path / "rows.jsonl", {"prompt": "good"}, row)))
 
@@ -114,7 +116,7 @@ def test_all_bad_samples_are_named_at_once_and_can_be_skipped(tmp_path: Path) ->
         read_prompts(str(write(tmp_path / "bad.jsonl", {"prompt": " "})), skip_bad_rows=True)
 
 
-def test_a_prompt_is_written_by_the_chat_template_or_taken_as_it_is(
+def test_a_prompt_is_formatted_by_the_chat_template_or_used_as_it_is(
     tiny_model: Path, tmp_path: Path, runtime: Ranks
 ) -> None:
     opened = open_model(str(tiny_model), InferenceFlags(precision="fp32"), runtime, build_model())
@@ -212,7 +214,7 @@ def typed(
     signal.set_wakeup_fd(wakeup)
 
 
-def test_answers_alone_go_to_stdout_and_each_question_has_the_earlier_turns(
+def test_only_answers_go_to_stdout_and_each_prompt_has_the_earlier_messages(
     typed: Callable[..., Counts], capsys: pytest.CaptureFixture[str]
 ) -> None:
     talk = typed(

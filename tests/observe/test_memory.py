@@ -35,7 +35,7 @@ def touched(mebibytes: int) -> torch.Tensor:
     return torch.ones(mebibytes * MIB, dtype=torch.uint8)  # untouched zeros would not be resident
 
 
-def test_the_host_peak_outlives_the_allocation_until_it_is_reset() -> None:
+def test_the_host_peak_stays_after_the_allocation_until_it_is_reset() -> None:
     reset_peaks(CPU)
     before = memory_use(CPU).resident_peak
     touched(300)
@@ -62,7 +62,7 @@ def test_each_phase_has_the_peak_of_what_was_allocated_in_it(runtime: Ranks) -> 
         )
 
 
-def test_a_file_that_loading_maps_is_not_in_its_peak(runtime: Ranks, tmp_path: Path) -> None:
+def test_a_memory_mapped_file_is_not_in_the_peak_of_loading(runtime: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "weights.bin"
     path.write_bytes(b"\1" * (400 * MIB))
     watch = MemoryMonitor(runtime)
@@ -79,7 +79,7 @@ def test_a_file_that_loading_maps_is_not_in_its_peak(runtime: Ranks, tmp_path: P
     )
 
 
-def test_the_whole_runs_peak_outlives_the_phases_and_leaves_loading_out(
+def test_the_peak_of_the_run_covers_all_phases_except_loading(
     runtime: Ranks, tmp_path: Path
 ) -> None:
     model = torch.nn.Linear(4, 4)
@@ -97,7 +97,7 @@ def test_the_whole_runs_peak_outlives_the_phases_and_leaves_loading_out(
     )
 
 
-def test_a_run_that_fails_leaves_the_phases_it_had(runtime: Ranks, tmp_path: Path) -> None:
+def test_a_run_that_fails_records_the_phases_it_had(runtime: Ranks, tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 4)
     with pytest.raises(ZeroDivisionError), MemoryMonitor(runtime) as watch:
         watch.enter("load")
@@ -123,7 +123,7 @@ def ranks_with(sizes: list[int], ratio: float = 1.0, host: list[int] | None = No
     ]
 
 
-def test_a_last_rank_with_fewer_rows_is_as_it_should_be() -> None:
+def test_a_last_rank_with_fewer_rows_of_weights_gives_no_warning() -> None:
     # 9 rows over 8 ranks: four hold 2, one 1, three none; torch.chunk deals them so.
     ranks = ranks_with([200, 200, 200, 200, 100, 0, 0, 0])
     ranks[4] = ranks[4]._replace(shard_ratio=2.0)
@@ -145,7 +145,7 @@ def test_a_last_rank_with_fewer_rows_is_as_it_should_be() -> None:
         (ranks_with([0, 0, 0], host=[4000, 4150, 4000]), ""),  # under 5 %
     ],
 )
-def test_a_rank_that_holds_more_than_the_others_is_named(ranks: list[Held], warning: str) -> None:
+def test_a_rank_with_more_memory_than_the_others_is_named(ranks: list[Held], warning: str) -> None:
     found = find_differences(ranks)
     assert len(found) == bool(warning) and warning in "".join(found)
 
@@ -225,13 +225,13 @@ def warnings(output: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["sound", "steady"])
-def test_a_sound_run_is_not_warned(runs: dict[str, Any], name: str) -> None:
+def test_a_valid_run_gives_no_warning(runs: dict[str, Any], name: str) -> None:
     output, facts = runs[name]
     assert warnings(output) == []
     assert facts["warnings"] == []
 
 
-def test_a_whole_model_on_one_rank_is_found_though_it_is_no_parameter(runs: dict[str, Any]) -> None:
+def test_a_copy_of_the_model_on_one_rank_is_found(runs: dict[str, Any]) -> None:
     output, facts = runs["whole"]
     (warning,) = warnings(output)
     found = re.match(
@@ -243,7 +243,7 @@ def test_a_whole_model_on_one_rank_is_found_though_it_is_no_parameter(runs: dict
     assert f"warning: {facts['warnings'][0]}".startswith(warning)
 
 
-def test_states_of_the_whole_model_on_one_rank_are_named(runs: dict[str, Any]) -> None:
+def test_unsharded_optimizer_states_on_one_rank_are_named(runs: dict[str, Any]) -> None:
     whole = 4 * WEIGHTS / MIB
     sharded = 8 * WEIGHTS / 2 / MIB
     warning = warnings(runs["states"][0])[0]
@@ -265,7 +265,7 @@ def test_facts_have_the_phases_of_both_ranks(runs: dict[str, Any]) -> None:
         assert updated - loaded > 0.8 * 3 * 4 * WEIGHTS / 2
 
 
-def test_holders_are_those_of_the_models_shape(runs: dict[str, Any]) -> None:
+def test_memory_categories_have_the_bytes_of_the_model_shape(runs: dict[str, Any]) -> None:
     for held in runs["sound"][1]["holders"]:
         share = 4 * WEIGHTS / 2
         # the last rank has a row less

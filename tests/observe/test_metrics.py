@@ -59,7 +59,7 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "torn", [b'{"step": 2, "train/lo', b'{"step": 2}', b"\0\0\0\0", b'\0\0\n{"step": 3}\n']
 )
-def test_what_a_kill_or_a_power_cut_left_half_written_is_dropped(
+def test_lines_half_written_before_a_kill_or_power_cut_are_dropped(
     tmp_path: Path, torn: bytes
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -73,7 +73,7 @@ def test_what_a_kill_or_a_power_cut_left_half_written_is_dropped(
     assert steps(path) == ([1, 3, 4] if b"3" in torn else [1, 4])
 
 
-def test_a_run_resumed_in_another_directory_takes_the_earlier_lines_over(tmp_path: Path) -> None:
+def test_a_run_resumed_in_another_directory_copies_the_earlier_lines(tmp_path: Path) -> None:
     earlier = tmp_path / "earlier.jsonl"
     path = tmp_path / "metrics.jsonl"
     write_steps(earlier, 0, 7)

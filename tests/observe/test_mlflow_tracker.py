@@ -117,7 +117,7 @@ def test_mlflow_reads_back_the_whole_run(
     assert f"MLflow: run {ids['mlflow']} in file://{tmp_path}/output/mlruns" in screen.getvalue()
 
 
-def test_a_resumed_run_goes_on_in_mlflow_each_step_once(
+def test_a_resumed_run_continues_in_mlflow_with_each_step_once(
     tmp_path: Path, screen: io.StringIO
 ) -> None:
     client = MlflowClient((tmp_path / "mlruns").as_uri())
@@ -149,7 +149,7 @@ def test_a_resumed_run_goes_on_in_mlflow_each_step_once(
     )
 
 
-def test_a_store_that_breaks_is_told_once_and_training_goes_on(
+def test_a_store_that_breaks_is_reported_once_and_training_continues(
     tmp_path: Path, screen: io.StringIO
 ) -> None:
     output_dir = tmp_path / "run"
@@ -163,7 +163,7 @@ def test_a_store_that_breaks_is_told_once_and_training_goes_on(
     assert screen.getvalue().count("gets no more metrics") == 1
 
 
-def test_without_the_package_the_command_that_installs_it_is_told(
+def test_without_the_package_the_command_that_installs_it_is_printed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
@@ -189,7 +189,7 @@ def test_without_the_package_the_command_that_installs_it_is_told(
         ),
     ],
 )
-def test_a_store_that_cannot_be_used_is_told_within_seconds(
+def test_a_store_that_cannot_be_used_is_reported_within_30_seconds(
     place: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -239,7 +239,7 @@ def server() -> Iterator[MlflowServer]:
         yield fake
 
 
-def test_a_server_gets_the_run_and_nobody_else_the_password(
+def test_a_server_gets_the_run_and_the_password_is_sent_nowhere_else(
     tmp_path: Path, server: MlflowServer, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url.replace("://", "://me:hunter2@"))

@@ -103,7 +103,7 @@ def test_a_run_resumed_in_another_directory_has_its_whole_history_there(
 
 
 @pytest.mark.parametrize("damage", [b'{"step": 2, "tra', b"\xff\xfe\x00", b"[]", b"[" * 100_000])
-def test_corrupted_lines_are_told_and_the_steps_after_them_stay(
+def test_corrupted_lines_are_reported_and_later_steps_kept(
     tmp_path: Path, screen: io.StringIO, damage: bytes
 ) -> None:
     with RunLog(tmp_path, NO_TRACKERS, {}, total_steps=6) as run_log:

@@ -254,7 +254,9 @@ def test_wandb_mode_of_the_environment_decides_what_is_written(
     assert names[0] == tmp_path.name
 
 
-def test_wandb_with_a_refused_key_is_told(tmp_path: Path, wandb_server: WandbServer) -> None:
+def test_wandb_with_a_rejected_key_gives_a_user_error(
+    tmp_path: Path, wandb_server: WandbServer
+) -> None:
     wandb_server.refuses_keys = True
     done = run_online(tmp_path, WANDB_BASE_URL=wandb_server.url, WANDB_API_KEY="a" * 40)
     assert done.exit_code == 2
@@ -329,7 +331,7 @@ def login(tmp_path: Path, wandb_server: WandbServer, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, value)
 
 
-def test_wandb_online_goes_on_with_its_run(
+def test_wandb_online_continues_its_run(
     tmp_path: Path, wandb_server: WandbServer, login: None, screen: io.StringIO
 ) -> None:
     run = Attempt(tmp_path / "run", TrackingConfig(use_wandb=True))

@@ -65,7 +65,7 @@ def global_batch(config: Config) -> int:
         ("--device cpu --freeze_layers --num_freeze_layers 1", 2, "cpu"),
     ],
 )
-def test_every_change_is_flags_that_load_with_the_same_batch(
+def test_every_suggested_change_loads_as_flags_with_the_same_global_batch(
     line: str, world: int, device: str, shallow_model: Path, tmp_path: Path
 ) -> None:
     request = request_for(line, world, device, shallow_model)
@@ -100,7 +100,9 @@ def test_lora_on_8b_fits_24_gb_with_activation_checkpointing_alone(
 
 
 @pytest.mark.slow
-def test_qlora_is_the_first_answer_on_a_small_gpu(finetuning: ModuleType, tmp_path: Path) -> None:
+def test_qlora_is_the_first_suggestion_on_a_small_gpu(
+    finetuning: ModuleType, tmp_path: Path
+) -> None:
     folder = write_config(tmp_path / "model", "meta-llama/Llama-3.1-8B-Instruct")
     line = "--use_peft --context_length 2048 --batch_size_training 1 --activation_checkpointing full --precision fp16"
     fits, _ = search(request_for(line, 1, folder=folder), finetuning, device_bytes("t4"))
@@ -108,7 +110,9 @@ def test_qlora_is_the_first_answer_on_a_small_gpu(finetuning: ModuleType, tmp_pa
     assert not any(it.config.fsdp.fsdp_cpu_offload for it in fits)
 
 
-def test_only_the_place_of_qlora_depends_on_the_gpu(shallow_model: Path) -> None:
+def test_only_the_rank_of_qlora_among_the_suggestions_depends_on_the_gpu(
+    shallow_model: Path,
+) -> None:
     request = request_for("--context_length 256", folder=shallow_model)
     (cheap, small), (_, large) = (ladder(request, device_bytes(gpu)) for gpu in ("rtx4090", "h100"))
     four_bit = {"use_peft": True, "mode": "4bit"}
@@ -143,7 +147,7 @@ def test_changes_that_keep_the_training_add_up_until_it_fits(
     assert alone.device_bytes <= room
 
 
-def test_twice_the_ranks_are_an_answer_where_states_are_too_much(
+def test_twice_the_ranks_are_suggested_if_optimizer_states_do_not_fit(
     finetuning: ModuleType, shallow_model: Path
 ) -> None:
     request = request_for(
@@ -159,7 +163,7 @@ def test_twice_the_ranks_are_an_answer_where_states_are_too_much(
     )
 
 
-def test_cpu_offload_is_an_answer_with_the_host_memory_it_needs(
+def test_cpu_offload_is_suggested_with_the_host_memory_it_needs(
     finetuning: ModuleType, shallow_model: Path
 ) -> None:
     line = "--context_length 64 --batch_size_training 1 --activation_checkpointing off"
@@ -179,7 +183,7 @@ def test_cpu_offload_is_an_answer_with_the_host_memory_it_needs(
     assert f"and {host} of host memory per rank" in text
 
 
-def test_no_answer_only_gives_up_more_than_another(
+def test_no_suggestion_only_gives_up_more_than_another(
     finetuning: ModuleType, shallow_model: Path
 ) -> None:
     four_bit = {"use_peft": True, "mode": "4bit"}
@@ -203,7 +207,7 @@ def test_ranks_are_doubled_up_to_8(world: int, expected: list[int], shallow_mode
     assert [change["--nproc"] for change, _ in others if "--nproc" in change] == expected
 
 
-def test_the_choice_of_checkpointing_and_the_plan_have_one_size(
+def test_the_choice_of_checkpointing_and_the_plan_report_the_same_size(
     finetuning: ModuleType, save_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = save_model(tmp_path / "model", num_hidden_layers=7)

@@ -44,7 +44,7 @@ def held(plan: Any, phase: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("ranks", [1, 64])
-def test_full_tuning_holds_its_share_of_weights_gradients_and_states(
+def test_full_fine_tuning_has_its_shard_of_weights_gradients_and_states(
     plan: Plan, tmp_path: Path, ranks: int
 ) -> None:
     planned = plan(write_llama(tmp_path / "model"), ranks, *FLAGS)
@@ -88,9 +88,7 @@ def test_experts_are_planned_in_fp32(plan: Plan, tmp_path: Path) -> None:
     assert 1.5 < activations[0] / activations[1] < 2, "what is fp32 in both does not double"
 
 
-def test_towers_for_images_are_planned_as_a_part_of_the_file_only(
-    plan: Plan, tmp_path: Path
-) -> None:
+def test_vision_towers_count_only_in_the_size_of_the_model_file(plan: Plan, tmp_path: Path) -> None:
     text = write_llama(tmp_path / "text")
     settings = json.loads((text / "config.json").read_text())
     vision = {
@@ -115,7 +113,7 @@ def test_towers_for_images_are_planned_as_a_part_of_the_file_only(
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_tensors_that_an_export_copies_are_part_of_the_final_model(
+def test_tensors_that_an_export_copies_count_in_the_final_model(
     plan: Plan, tmp_path: Path, quick: bool
 ) -> None:
     shape = {
@@ -132,9 +130,7 @@ def test_tensors_that_an_export_copies_are_part_of_the_final_model(
     assert plan(tmp_path, 1, *FLAGS, quick=quick).result_bytes == size
 
 
-def test_adapters_of_experts_and_the_loss_of_routers_are_planned(
-    plan: Plan, tmp_path: Path
-) -> None:
+def test_expert_adapters_and_the_router_loss_are_planned(plan: Plan, tmp_path: Path) -> None:
     mixtral = write_llama(tmp_path / "model", **MIXTRAL)
     lora = ("--target_parameters", "experts.gate_up_proj,experts.down_proj", "--lora_dropout", "0")
     with_adapters = plan(mixtral, 2, *FLAGS, *LORA, *lora, "--router_aux_loss_coef", "0.1")
@@ -205,7 +201,7 @@ def test_lora_trains_its_matrices_only(plan: Plan, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "bits"), [("8bit", 8), ("4bit", 4)])
-def test_quantized_layers_are_held_in_their_bits(
+def test_quantized_layers_take_their_quantized_bytes(
     plan: Plan, tmp_path: Path, mode: str, bits: int
 ) -> None:
     inner = 128
@@ -228,9 +224,7 @@ def test_quantized_layers_are_held_in_their_bits(
     )
 
 
-def test_the_loss_holds_logits_of_a_piece_however_many_tokens_there_are(
-    plan: Plan, tmp_path: Path
-) -> None:
+def test_the_chunked_loss_holds_the_logits_of_one_chunk(plan: Plan, tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "model", vocab_size=32_000)
     once, twice = (
         next(
@@ -258,7 +252,9 @@ def test_8bit_adam_takes_fp32_copies_of_a_weight_on_the_cpu(plan: Plan, tmp_path
     )
 
 
-def test_accumulating_unsharded_holds_a_whole_models_gradients(plan: Plan, tmp_path: Path) -> None:
+def test_unsharded_accumulation_holds_the_gradients_of_the_whole_model(
+    plan: Plan, tmp_path: Path
+) -> None:
     folder = write_llama(tmp_path / "model")
     accumulate = ("--gradient_accumulation_steps", "2")
     shards = held(plan(folder, 4, *FLAGS, *accumulate), "forward")["gradients"]
@@ -269,7 +265,7 @@ def test_accumulating_unsharded_holds_a_whole_models_gradients(plan: Plan, tmp_p
     assert whole == pytest.approx(4 * PARAMETERS, rel=0.01)  # in fp32, in which they are reduced
 
 
-def test_offloading_leaves_gathered_units_and_activations_on_the_device(
+def test_cpu_offload_leaves_unsharded_units_and_activations_on_the_device(
     plan: Plan, tmp_path: Path
 ) -> None:
     folder = write_llama(tmp_path / "model")
@@ -283,7 +279,7 @@ def test_offloading_leaves_gathered_units_and_activations_on_the_device(
     assert gone.host_save_bytes > kept.host_save_bytes
 
 
-def test_a_gpu_needs_nothing_for_the_copies_that_are_saved(plan: Plan, tmp_path: Path) -> None:
+def test_checkpoint_copies_take_host_memory_and_no_gpu_memory(plan: Plan, tmp_path: Path) -> None:
     """They are on the host; there they would be weights and states again, more than a step holds of
     gradients."""
     wide = write_llama(tmp_path / "model", hidden_size=1024, intermediate_size=4096, head_dim=256)
@@ -296,7 +292,7 @@ def test_a_gpu_needs_nothing_for_the_copies_that_are_saved(plan: Plan, tmp_path:
     assert planned.peak.bytes <= planned.reserved_bytes < 1.1 * planned.peak.bytes
 
 
-def test_a_quick_plan_is_a_full_one(plan: Plan, tmp_path: Path) -> None:
+def test_a_quick_plan_agrees_with_a_full_one(plan: Plan, tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "model", num_hidden_layers=6)
     flags = (
         *FLAGS,
@@ -314,7 +310,7 @@ def test_a_quick_plan_is_a_full_one(plan: Plan, tmp_path: Path) -> None:
     assert quick.checkpoint_bytes == full.checkpoint_bytes
 
 
-def test_planning_reads_no_weights_and_computes_nothing(plan: Plan, tmp_path: Path) -> None:
+def test_planning_an_8b_model_allocates_no_weights(plan: Plan, tmp_path: Path) -> None:
     """8 B parameters on 1 rank: as numbers they would take 128 GB."""
     folder = write_llama(
         tmp_path / "model",
@@ -333,7 +329,7 @@ def test_planning_reads_no_weights_and_computes_nothing(plan: Plan, tmp_path: Pa
     assert planned.device_bytes > 4 * 4 * 8_030_261_248
 
 
-def test_a_plan_leaves_nothing_behind(plan: Plan, tmp_path: Path) -> None:
+def test_a_plan_restores_what_it_patched(plan: Plan, tmp_path: Path) -> None:
     import torch.distributed as dist
 
     resize = torch.UntypedStorage.resize_

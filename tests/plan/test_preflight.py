@@ -62,7 +62,7 @@ def tell_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) -> t
     return planner.pid, config
 
 
-def test_a_run_that_will_not_fit_is_told_what_would(
+def test_a_run_that_will_not_fit_gets_a_suggestion_that_does(
     finetuning: ModuleType,
     folder: Path,
     tmp_path: Path,
@@ -78,7 +78,7 @@ def test_a_run_that_will_not_fit_is_told_what_would(
     assert not Path(f"/proc/{planner}").exists()
 
 
-def test_a_run_goes_on_with_what_auto_came_to_be_on_the_rank_with_the_least(
+def test_activation_checkpointing_auto_is_resolved_for_the_rank_with_the_least_memory(
     finetuning: ModuleType,
     plan: Plan,
     folder: Path,
@@ -100,7 +100,7 @@ def test_a_run_goes_on_with_what_auto_came_to_be_on_the_rank_with_the_least(
     assert not Path(f"/proc/{planner}").exists()
 
 
-def test_the_planner_ends_with_a_run_that_is_killed(finetuning: ModuleType) -> None:
+def test_the_planner_ends_when_its_run_is_killed(finetuning: ModuleType) -> None:
     from llama_ft.plan.preflight import Preflight
 
     heard, told = os.pipe()
@@ -148,7 +148,7 @@ def chosen(finetuning: ModuleType, folder: Path, room: float, *flags: str) -> An
     return config.train.activation_checkpointing, why, plan.device_bytes
 
 
-def test_auto_recomputes_no_more_than_memory_asks_for(
+def test_activation_checkpointing_auto_is_the_cheapest_that_fits(
     finetuning: ModuleType, plan: Plan, folder: Path
 ) -> None:
     ways = ("off", "selective", "full")
@@ -167,7 +167,7 @@ def test_auto_recomputes_no_more_than_memory_asks_for(
     assert choice == "full" and "selective" not in why, "where layers are no units"
 
 
-def test_a_run_goes_on_with_a_torch_that_the_planner_does_not_know(
+def test_a_run_continues_with_a_torch_that_the_planner_does_not_know(
     finetuning: ModuleType,
     folder: Path,
     tmp_path: Path,

@@ -144,7 +144,7 @@ def outcome(broken: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input_is_told_in_one_message(name: str, outcome: Outcome) -> None:
+def test_bad_input_gives_one_message(name: str, outcome: Outcome) -> None:
     finished = outcome.finished[name]
     expected = CASES[name]
     message = finished.output[finished.output.find("error: ") :]
@@ -176,7 +176,7 @@ def test_bad_input_leaves_nothing_behind(outcome: Outcome, cache: Path) -> None:
     ],
     ids=["before torch", "while the other rank waits", "on the one rank that reads"],
 )
-def test_two_ranks_tell_a_mistake_once(
+def test_two_ranks_print_a_user_error_once(
     flags: str, says: str, by_torchrun: bool, broken: Path, tmp_path: Path
 ) -> None:
     words = [*shlex.split(flags.replace("@", f"{broken}/")), "--output_dir", str(tmp_path / "run")]
@@ -192,7 +192,7 @@ def test_two_ranks_tell_a_mistake_once(
     assert finished.seconds < 60 and "Traceback" not in told and not (tmp_path / "run").exists()
 
 
-def test_a_bad_row_in_the_middle_of_a_stream_ends_the_run_on_all_ranks(
+def test_a_bad_sample_in_the_middle_of_a_stream_ends_the_run_on_all_ranks(
     broken: Path, tmp_path: Path
 ) -> None:
     """Rank 0 tokenizes it, while rank 1 trains; two windows of rows come before it."""
@@ -216,9 +216,7 @@ def test_a_bad_row_in_the_middle_of_a_stream_ends_the_run_on_all_ranks(
     assert (tmp_path / "run" / "checkpoints" / "step-000005").is_dir()
 
 
-def test_overwrite_replaces_the_run_and_keeps_what_is_not_its_own(
-    broken: Path, tmp_path: Path
-) -> None:
+def test_overwrite_replaces_the_run_and_keeps_other_files(broken: Path, tmp_path: Path) -> None:
     shutil.copytree(broken / "a_run", tmp_path / "run")
     words = shlex.split(f"{GOOD} --max_train_step 1 --overwrite".replace("@", f"{broken}/"))
     finished = forked(RECIPE, *words, "--output_dir", tmp_path / "run")

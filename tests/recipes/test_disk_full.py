@@ -41,7 +41,7 @@ def train(
     return forked(script, *more, *flags.split(), *data, ranks=ranks)
 
 
-def test_a_full_disk_ends_the_run_and_with_room_it_continues(
+def test_a_full_disk_ends_the_run_which_resumes_once_there_is_space(
     tiny_model: Path, rows16: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"

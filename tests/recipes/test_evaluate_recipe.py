@@ -202,7 +202,7 @@ def own(run: Path) -> list[float]:
     return [line["eval/loss"] for line in metrics(run) if "eval/loss" in line]
 
 
-def test_the_loss_is_that_of_the_run_itself_after_the_same_step(
+def test_the_loss_equals_the_validation_loss_of_the_run_after_the_same_step(
     place: Path, alone: dict[str, Results]
 ) -> None:
     first, whole = (
@@ -219,7 +219,7 @@ def test_the_loss_is_that_of_the_run_itself_after_the_same_step(
         assert result["perplexity"] == pytest.approx(math.exp(after_two), rel=1e-5)
 
 
-def test_the_base_model_stands_beside_it_as_the_run_had_it(
+def test_the_base_model_is_evaluated_with_the_settings_of_the_run(
     place: Path, alone: dict[str, Results]
 ) -> None:
     found = json.loads((place / "alone" / "runs.json").read_text())["models"]
@@ -235,7 +235,7 @@ def test_the_base_model_stands_beside_it_as_the_run_had_it(
     assert bases[2]["held_out"]["target_tokens"] != bases[0]["held_out"]["target_tokens"]
 
 
-def test_the_loss_of_a_plain_folder_is_that_of_plain_transformers(
+def test_the_loss_of_a_model_directory_equals_that_of_plain_transformers(
     place: Path, alone: dict[str, Results]
 ) -> None:
     import torch
@@ -252,7 +252,7 @@ def test_the_loss_of_a_plain_folder_is_that_of_plain_transformers(
         assert found["loss"] == pytest.approx(total / count, rel=1e-6)
 
 
-def test_tasks_have_the_numbers_of_lm_evaluation_harness(
+def test_tasks_have_the_values_of_lm_evaluation_harness(
     place: Path, alone: dict[str, Results], together: dict[str, Results]
 ) -> None:
     from lm_eval import simple_evaluate
@@ -290,7 +290,7 @@ def test_tasks_have_the_numbers_of_lm_evaluation_harness(
             assert error == pytest.approx(theirs["results"]["choose"]["acc_stderr,none"])
 
 
-def test_two_ranks_find_what_one_finds(
+def test_two_ranks_have_the_results_of_one_process(
     place: Path, alone: dict[str, Results], together: dict[str, Results]
 ) -> None:
     sharded = together["sharded"]
@@ -308,7 +308,7 @@ def test_two_ranks_find_what_one_finds(
             assert found[task][name]["value"] == pytest.approx(value["value"], rel=1e-5)
 
 
-def test_the_task_that_comes_with_the_recipes_can_be_asked_without_a_network(place: Path) -> None:
+def test_the_task_in_configs_loads_without_a_network(place: Path) -> None:
     from datasets import Dataset
     from lm_eval.tasks import TaskManager
 

@@ -76,7 +76,7 @@ def merged(runs: Path) -> tuple[Path, Finished]:
 
 
 @pytest.mark.slow
-def test_a_quantized_runs_adapter_is_merged_into_the_original_weights(
+def test_the_adapter_of_a_quantized_run_is_merged_into_the_original_weights(
     runs: Path, merged: tuple[Path, Finished]
 ) -> None:
     import torch
@@ -107,7 +107,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", ["full", "lora", "4bit"])
-def test_the_last_checkpoint_gives_what_the_run_left_byte_for_byte(
+def test_the_last_checkpoint_exports_the_final_model_byte_for_byte(
     name: str, runs: Path, tmp_path: Path
 ) -> None:
     from llama_ft.checkpoint import Exporter, find_valid
@@ -144,7 +144,7 @@ def test_a_merged_checkpoint_replaces_a_model_only_with_overwrite(
     assert "optimizer steps: 2" in (copy / "README.md").read_text()
 
 
-def test_a_checkpoint_goes_to_the_hub_and_the_token_nowhere_else(
+def test_a_checkpoint_is_pushed_to_the_hub_and_the_token_is_not_printed(
     runs: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -187,7 +187,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.parametrize("deletions", [1, 30])
-def test_a_run_that_still_trains_is_exported_or_the_reason_is_told(
+def test_a_run_that_still_trains_is_exported_or_the_reason_is_printed(
     runs: Path, tmp_path: Path, deletions: int
 ) -> None:
     """The checkpoint disappears as soon as the export begins to write, and a newer one is there."""
@@ -207,7 +207,7 @@ def test_a_run_that_still_trains_is_exported_or_the_reason_is_told(
         assert "first copy a checkpoint" in finished.output
 
 
-def test_a_full_disk_is_named_and_leaves_nothing(runs: Path) -> None:
+def test_a_full_disk_is_named_and_no_file_is_left(runs: Path) -> None:
     folder = runs / "full disk"
     job = runs / "limited.py"
     job.write_text(
@@ -340,7 +340,9 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_are_told_and_nothing_is_written(case: str, adapter: Path, tmp_path: Path) -> None:
+def test_user_errors_are_printed_and_nothing_is_written(
+    case: str, adapter: Path, tmp_path: Path
+) -> None:
     flags, said = MISTAKES[case]
     words = [word.replace("@", f"{tmp_path}/") for word in flags.split()]
     before = sorted(tmp_path.rglob("*"))

@@ -102,7 +102,7 @@ def held(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def test_a_fully_tuned_run_answers_as_in_transformers_and_its_folder_is_left_alone(
+def test_a_full_fine_tuning_run_answers_as_in_transformers_and_its_directory_is_not_changed(
     runs: Path, full_answers: list[str]
 ) -> None:
     before = held(runs / "full") | held(runs / "base")
@@ -124,7 +124,7 @@ def test_two_ranks_answer_as_one_process(
     assert answers(runs, runs / "full", "--batch_size", "2", *flags, ranks=2) == full_answers
 
 
-def test_two_ranks_stream_one_answer(runs: Path, full_answers: list[str]) -> None:
+def test_two_ranks_print_one_answer(runs: Path, full_answers: list[str]) -> None:
     flags = ["--prompt", PROMPTS[0], "--max_new_tokens", str(LONGEST), "--enable_fsdp"]
     finished = inference(runs / "full", *flags, ranks=2)
     assert finished.exit_code == 0 and finished.output.count(full_answers[0]) == 1, finished.output
@@ -148,7 +148,7 @@ def command(*flags: str | Path) -> list[str]:
     ]
 
 
-def test_one_prompt_comes_through_a_pipe_and_only_its_answer_goes_on(
+def test_a_prompt_is_read_from_a_pipe_and_only_the_answer_goes_to_stdout(
     runs: Path, full_answers: list[str]
 ) -> None:
     assert not full_answers[0].isascii()
@@ -166,7 +166,7 @@ def test_one_prompt_comes_through_a_pipe_and_only_its_answer_goes_on(
     )
 
 
-def test_ctrl_c_while_libraries_are_imported_is_told_in_a_line(runs: Path) -> None:
+def test_ctrl_c_while_libraries_are_imported_prints_one_line(runs: Path) -> None:
     process = subprocess.Popen(
         command(runs / "full", "--prompt", "Hi"),
         env={**os.environ, **ENVIRONMENT},

@@ -104,7 +104,7 @@ def has_base_towers(folder: Path, base: Path) -> bool:
     return same and len(towers) > 30 and was.keys() == now.keys()
 
 
-def test_full_fine_tuning_leaves_the_same_checkpoint_with_another_text_part(
+def test_full_fine_tuning_changes_only_the_text_weights_of_the_checkpoint(
     runs: Path, runtime: Ranks
 ) -> None:
     base = runs / "base"
@@ -124,7 +124,7 @@ def test_full_fine_tuning_leaves_the_same_checkpoint_with_another_text_part(
     assert "model = AutoModelForMultimodalLM.from_pretrained" in (result / "README.md").read_text()
 
 
-def test_a_checkpoint_gives_the_whole_model_as_long_as_its_base_is_there(
+def test_a_checkpoint_exports_the_whole_model_if_its_base_exists(
     runs: Path, tmp_path: Path
 ) -> None:
     checkpoint = find_valid(runs / "full")
@@ -143,7 +143,7 @@ def test_a_checkpoint_gives_the_whole_model_as_long_as_its_base_is_there(
         )
 
 
-def test_an_adapter_fits_the_checkpoints_own_class_and_is_merged_into_its_layout(
+def test_an_adapter_fits_the_class_of_the_checkpoint_and_is_merged_into_its_layout(
     runs: Path, tmp_path: Path, runtime: Ranks, recwarn: pytest.WarningsRecorder
 ) -> None:
     from peft import PeftModel

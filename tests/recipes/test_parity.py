@@ -458,7 +458,7 @@ def launches(
 
 
 @pytest.mark.parametrize(("world_size", "further"), LAUNCHES)
-def test_packed_or_padded_every_layout_of_the_work_gives_the_losses_of_a_plain_loop(
+def test_every_sharding_and_batch_layout_gives_the_losses_of_a_plain_loop(
     launches: Callable[[int, bool], Launch],
     references: Callable[[str], list[float]],
     world_size: int,
@@ -484,7 +484,7 @@ def test_packed_or_padded_every_layout_of_the_work_gives_the_losses_of_a_plain_l
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_after_20_steps_packed_and_padded_every_row_has_the_loss_it_has_after_the_plain_loop(
+def test_after_20_steps_every_sample_has_the_loss_it_has_after_the_plain_loop(
     launches: Callable[[int, bool], Launch],
     tuned: tuple[list[float], list[float]],
     tiny_model: Path,

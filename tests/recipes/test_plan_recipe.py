@@ -10,7 +10,7 @@ PLAN = REPOSITORY / "recipes" / "plan.py"
 RECIPE = REPOSITORY / "recipes" / "finetuning.py"
 
 
-def test_a_plan_is_made_of_a_config_json_alone(tmp_path: Path) -> None:
+def test_a_plan_needs_only_config_json(tmp_path: Path) -> None:
     """And the exit code says whether it fits: 0 as it is, 3 with changes, 4 not."""
     model = write_llama(tmp_path, vocab_size=500, intermediate_size=128, num_hidden_layers=2)
     flags = ["--model_name", model, "--enable_fsdp", "--nproc", "64", "--fit"]
@@ -48,7 +48,7 @@ def test_a_plan_is_made_of_a_config_json_alone(tmp_path: Path) -> None:
     assert [peak["phase"] for peak in plan["peaks"]] == phases
 
 
-def test_a_run_plans_itself_and_leaves_the_plan(tmp_path: Path) -> None:
+def test_a_run_plans_its_memory_and_saves_the_plan(tmp_path: Path) -> None:
     flags = [
         "--max_train_step",
         "1",

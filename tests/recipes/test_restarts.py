@@ -95,7 +95,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, rows70: Pa
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_and_killed_comes_to_the_same_end(
+def test_a_run_that_is_stopped_and_killed_equals_the_uninterrupted_one(
     whole: Path, tmp_path: Path, tiny_model: Path, rows70: Path
 ) -> None:
     output_dir = tmp_path / "run"
@@ -127,7 +127,7 @@ def test_a_run_that_is_stopped_and_killed_comes_to_the_same_end(
 
 
 @pytest.mark.slow
-def test_a_restarted_attempt_does_not_overwrite_what_the_one_before_it_wrote(
+def test_a_restarted_attempt_does_not_overwrite_the_previous_one(
     whole: Path, tiny_model: Path, rows70: Path
 ) -> None:
     expected = facts(whole)

@@ -226,7 +226,7 @@ def two_ranks(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_resumed_mid_epoch_every_number_is_the_same(two_ranks: Path, name: str) -> None:
+def test_a_run_resumed_mid_epoch_logs_the_same_metrics(two_ranks: Path, name: str) -> None:
     whole = facts(two_ranks / name)
     resumed = facts(two_ranks / f"{name}-resumed")
     assert len(whole) >= 5 and whole == resumed
@@ -236,7 +236,7 @@ def test_resumed_mid_epoch_every_number_is_the_same(two_ranks: Path, name: str) 
 
 
 @pytest.mark.parametrize("name", [name for name, _ in STREAMED])
-def test_a_stream_resumed_in_the_middle_of_a_window_goes_on_the_same(
+def test_a_stream_resumed_in_the_middle_of_a_window_has_the_same_metrics(
     two_ranks: Path, name: str
 ) -> None:
     whole = facts(two_ranks / "streaming")
@@ -264,7 +264,9 @@ def test_the_result_of_a_resumed_run_is_the_same_model(two_ranks: Path) -> None:
         )
 
 
-def test_a_branch_finds_the_best_weights_in_the_run_it_left(two_ranks: Path) -> None:
+def test_a_run_resumed_in_another_directory_finds_the_best_weights_of_the_first(
+    two_ranks: Path,
+) -> None:
     """The best weights are of a step before the branch, and are taken in both."""
     best = json.loads((two_ranks / "early" / "checkpoints" / "best.json").read_text())
     assert (
@@ -276,14 +278,14 @@ def test_a_branch_finds_the_best_weights_in_the_run_it_left(two_ranks: Path) -> 
     ) == 2
 
 
-def test_going_back_in_its_own_directory_sets_aside_what_is_newer(two_ranks: Path) -> None:
+def test_resuming_an_earlier_step_moves_newer_checkpoints_to_set_aside(two_ranks: Path) -> None:
     run_dir = two_ranks / "kahan"
     assert (run_dir / "checkpoints" / "set-aside-1-step-000004").is_dir()
     assert (run_dir / "set-aside-1-model").is_dir() and (run_dir / "model").is_dir()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_laid_out_in_another_way_the_losses_stay(two_ranks: Path, name: str) -> None:
+def test_resuming_with_another_sharding_keeps_the_losses(two_ranks: Path, name: str) -> None:
     assert losses(two_ranks / name) == pytest.approx(losses(two_ranks / "plain"), rel=1e-4)
 
 
@@ -304,14 +306,14 @@ def one_rank(two_ranks: Path) -> Finished:
     return launch(two_ranks, cases, 1)
 
 
-def test_on_one_rank_the_losses_stay(two_ranks: Path, one_rank: Finished) -> None:
+def test_resuming_on_one_rank_keeps_the_losses(two_ranks: Path, one_rank: Finished) -> None:
     assert losses(two_ranks / "one") == pytest.approx(losses(two_ranks / "plain"), rel=1e-4)
     assert losses(two_ranks / "one-streaming") == pytest.approx(
         losses(two_ranks / "streaming"), rel=1e-4
     )
 
 
-def test_the_references_numbers_do_not_depend_on_ranks_or_layout(
+def test_reference_log_probabilities_do_not_depend_on_ranks_or_batching(
     two_ranks: Path, one_rank: Finished
 ) -> None:
     """Packed on two sharded ranks, and padded on one. A checkpoint holds what its run does."""
@@ -358,7 +360,7 @@ def without_references(two_ranks: Path, one_rank: Finished) -> Finished:
     return launch(two_ranks, cases, 2)
 
 
-def test_a_corrupted_reference_of_a_run_is_not_that_of_its_checkpoints(
+def test_a_corrupted_reference_file_of_a_run_leaves_those_of_its_checkpoints_valid(
     two_ranks: Path, without_references: Finished
 ) -> None:
     files = [*(two_ranks / "dpo").rglob("reference.safetensors")]
@@ -395,7 +397,7 @@ def test_a_checkpoint_with_a_corrupted_reference_can_be_exported(
     assert (tmp_path / "model" / SINGLE).read_bytes() == (run_dir / "model" / SINGLE).read_bytes()
 
 
-def test_a_run_resumed_mid_epoch_sees_the_rows_that_remain_and_no_other(
+def test_a_run_resumed_mid_epoch_sees_each_remaining_sample_once(
     two_ranks: Path, one_rank: Finished
 ) -> None:
     """With weights that stay, the loss sums of an epoch, begun on two ranks and ended on one, are
@@ -423,7 +425,7 @@ def test_a_run_resumed_mid_epoch_sees_the_rows_that_remain_and_no_other(
     assert total == pytest.approx(alone, rel=1e-6)
 
 
-def test_another_run_is_refused_and_named(two_ranks: Path, one_rank: Finished) -> None:
+def test_resuming_with_another_seed_is_rejected(two_ranks: Path, one_rank: Finished) -> None:
     assert one_rank.exit_code == 2
     assert (
         "--seed is 8, was 42" in one_rank.output
@@ -433,7 +435,7 @@ def test_another_run_is_refused_and_named(two_ranks: Path, one_rank: Finished) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_on_more_ranks_and_back_the_losses_stay(
+def test_resuming_on_more_ranks_and_back_keeps_the_losses(
     two_ranks: Path, one_rank: Finished, ranks: int
 ) -> None:
     more = checkpoint(two_ranks, "plain", 3)
@@ -468,7 +470,7 @@ def test_on_more_ranks_and_back_the_losses_stay(
         )
 
 
-def test_auto_takes_the_newest_sound_checkpoint(two_ranks: Path) -> None:
+def test_resume_auto_takes_the_newest_valid_checkpoint(two_ranks: Path) -> None:
     """A corrupted newest checkpoint is reported and moved to set-aside-*, and the run resumes from
     the one before."""
     run_dir = two_ranks / "SGD"

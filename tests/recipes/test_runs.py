@@ -332,7 +332,7 @@ def load(path: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def test_the_llama_recipes_command_leaves_an_adapter_that_peft_loads(
+def test_a_llama_recipes_command_writes_an_adapter_that_peft_loads(
     launch: Finished, folder: Path, tiny_model: Path
 ) -> None:
     from peft import PeftModel
@@ -347,7 +347,7 @@ def test_the_llama_recipes_command_leaves_an_adapter_that_peft_loads(
     assert (output / "checkpoints" / "step-000003" / "trainer.json").exists()
 
 
-def test_another_method_of_peft_trains_and_plain_peft_reads_it(
+def test_another_peft_method_trains_and_plain_peft_loads_it(
     launch: Finished, folder: Path, tiny_model: Path
 ) -> None:
     from peft import PeftModel
@@ -364,7 +364,7 @@ def test_another_method_of_peft_trains_and_plain_peft_reads_it(
     assert found[-1] != pytest.approx(before, rel=2e-5)
 
 
-def test_early_stopping_takes_the_best_weights_and_the_logged_loss_is_that_of_the_result(
+def test_early_stopping_exports_the_weights_with_the_best_validation_loss(
     launch: Finished, folder: Path
 ) -> None:
     output = folder / "early_stopping"
@@ -391,7 +391,7 @@ def test_early_stopping_takes_the_best_weights_and_the_logged_loss_is_that_of_th
     }
 
 
-def test_an_export_of_a_run_that_stopped_early_is_what_its_model_directory_holds(
+def test_an_export_of_an_early_stopped_run_equals_its_final_model(
     launch: Finished, folder: Path, tmp_path: Path
 ) -> None:
     run = folder / "early_stopping"
@@ -407,7 +407,7 @@ def test_an_export_of_a_run_that_stopped_early_is_what_its_model_directory_holds
 
 
 @pytest.mark.parametrize("name", [name for name in PREFERENCES if name != "dpo_first"])
-def test_learning_from_pairs_is_what_a_plain_loop_computes(
+def test_preference_training_has_the_losses_of_a_plain_loop(
     launch: Finished, folder: Path, tiny_model: Path, tied_model: Path, name: str
 ) -> None:
     """Ten steps of AdamW in one process, pair by pair, in transformers and peft."""
@@ -463,7 +463,7 @@ def test_learning_from_pairs_is_what_a_plain_loop_computes(
     assert "eval/perplexity" not in found[-1]
 
 
-def test_a_reward_model_is_what_plain_transformers_trains_and_loads(
+def test_a_reward_model_has_the_losses_and_scores_of_plain_transformers(
     launch: Finished, folder: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     """Its first head is that of one process, in both ways of loading; scores of the result are
@@ -552,7 +552,7 @@ def test_a_reward_model_is_what_plain_transformers_trains_and_loads(
         assert refused.exit_code == 2 and way_out in refused.output, refused.output
 
 
-def test_the_runs_config_repeats_it_number_for_number(launch: Finished, folder: Path) -> None:
+def test_the_config_of_a_run_repeats_its_losses_exactly(launch: Finished, folder: Path) -> None:
     assert losses(folder / "repeated") == losses(folder / "early_stopping")
 
 
@@ -649,7 +649,7 @@ def test_a_model_without_a_pad_token_trains_without_loss_on_padding(
     assert "Before fine-tuning" in launch.output and "After fine-tuning" in launch.output
 
 
-def test_the_prompts_asked_for_are_answered_as_plain_transformers_and_peft_do(
+def test_sample_prompts_have_the_answers_of_plain_transformers_and_peft(
     launch: Finished, folder: Path, tiny_model: Path
 ) -> None:
     """Prompts of different lengths share a batch; plain transformers answers them one by one."""
@@ -702,14 +702,16 @@ def test_max_train_time_ends_a_run_as_its_last_step_would(launch: Finished, fold
     )
 
 
-def test_a_continued_adapter_begins_where_the_other_ended(launch: Finished, folder: Path) -> None:
+def test_a_continued_adapter_starts_with_the_loss_of_the_first_one(
+    launch: Finished, folder: Path
+) -> None:
     ended = [line["eval/loss"] for line in metrics(folder / "lora") if "eval/loss" in line][-1]
     assert metrics(folder / "continued")[0]["eval/loss"] == pytest.approx(ended, rel=1e-6)
     settings = json.loads((folder / "continued" / "model" / "adapter_config.json").read_text())
     assert settings["r"] == 8 and Path(settings["base_model_name_or_path"]).is_absolute()
 
 
-def test_frozen_layers_stay_as_they_were(launch: Finished, folder: Path, tiny_model: Path) -> None:
+def test_frozen_layers_do_not_change(launch: Finished, folder: Path, tiny_model: Path) -> None:
     before = load(tiny_model).state_dict()
     after = load(folder / "frozen" / "model").state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -717,7 +719,7 @@ def test_frozen_layers_stay_as_they_were(launch: Finished, folder: Path, tiny_mo
     assert {name for name in before if not name.startswith("model.layers.0.")} == changed
 
 
-def test_every_optimizer_learns_and_tells_the_size_of_its_states(
+def test_every_optimizer_learns_and_reports_the_size_of_its_states(
     launch: Finished, folder: Path
 ) -> None:
     for name, (_, expected) in OPTIMIZERS.items():
@@ -730,7 +732,7 @@ def test_every_optimizer_learns_and_tells_the_size_of_its_states(
         ), name
 
 
-def test_utilization_is_six_flops_a_weight_and_token_and_attention_over_what_was_measured(
+def test_matmul_utilization_is_model_flops_over_the_measured_rate(
     launch: Finished, folder: Path, tiny_model: Path
 ) -> None:
     speed = json.loads((folder / "early_stopping" / "facts.json").read_text())["speed"]
@@ -758,7 +760,7 @@ def test_utilization_is_six_flops_a_weight_and_token_and_attention_over_what_was
         assert 4 < pairs < 11.5  # rows of 8 to 14 tokens, or 22 at most
 
 
-def test_the_profiler_leaves_a_trace_of_each_rank_and_the_counter_its_table(
+def test_the_profiler_writes_a_trace_per_rank_and_the_flop_counter_its_table(
     launch: Finished, folder: Path
 ) -> None:
     for rank in range(2):
@@ -777,7 +779,7 @@ def test_the_profiler_leaves_a_trace_of_each_rank_and_the_counter_its_table(
     assert launch.output.count("Traces of all ranks: ") == 1
 
 
-def test_a_loss_that_is_no_number_ends_the_run_naming_step_rows_and_checkpoint(
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_step_samples_and_checkpoint(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", 8)
@@ -807,7 +809,7 @@ def test_a_loss_that_is_no_number_ends_the_run_naming_step_rows_and_checkpoint(
     assert ">failed<" in page and "error: step 2: the loss is nan" in page
 
 
-def test_every_run_leaves_a_report(launch: Finished, folder: Path) -> None:
+def test_every_run_writes_a_report(launch: Finished, folder: Path) -> None:
     page = (folder / "no_pad" / "report.html").read_text()
     facts = json.loads((folder / "no_pad" / "facts.json").read_text())
     assert [sample["when"] for sample in facts["samples"]] == [
@@ -833,7 +835,7 @@ def test_every_run_leaves_a_report(launch: Finished, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_embedded_demo_learns_on_held_out_rows_too(tmp_path: Path) -> None:
+def test_the_embedded_demo_lowers_the_validation_loss(tmp_path: Path) -> None:
     finished = recipe(*FSDP, "--output_dir", str(tmp_path / "run"), processes=2, timeout=900)
     assert finished.exit_code == 0, finished.output
     found = losses(tmp_path / "run")

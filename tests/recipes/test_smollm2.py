@@ -105,7 +105,7 @@ def folder(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_package_becomes_a_plain_model_that_answers(smollm2: Path) -> None:
+def test_the_package_is_converted_into_a_plain_model_that_answers(smollm2: Path) -> None:
     from transformers import AutoTokenizer
 
     assert quickstart_model()[0] == str(smollm2)

@@ -68,7 +68,7 @@ def test_a_run_imports_no_package_that_it_does_not_need(
     assert "kernels-community" not in finished.output
 
 
-def test_a_run_prints_few_lines_beside_its_settings_and_steps_and_ends_with_commands_that_work(
+def test_a_run_prints_few_lines_and_ends_with_commands_that_work(
     tiny_model: Path, rows70: Path, tmp_path: Path
 ) -> None:
     flags = [

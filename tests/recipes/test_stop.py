@@ -96,7 +96,7 @@ def after_step_1(folder: Path, run: str) -> list[str]:
     return ["--resume", str(folder / run / "checkpoints" / "step-000001")]
 
 
-def test_ctrl_c_in_an_evaluation_under_torchrun_abandons_it_and_saves_the_step(
+def test_ctrl_c_during_an_evaluation_under_torchrun_abandons_it_and_saves_the_step(
     folder: Path,
 ) -> None:
     resumed = after_step_1(folder, "whole")
@@ -120,7 +120,7 @@ def test_ctrl_c_in_an_evaluation_under_torchrun_abandons_it_and_saves_the_step(
     assert losses(run.directory) == losses(folder / "whole")
 
 
-def test_sigterm_to_one_process_in_sample_answers_saves_the_step(folder: Path) -> None:
+def test_sigterm_during_sample_answers_saves_the_step(folder: Path) -> None:
     more = [*after_step_1(folder, "single"), *LONG_ANSWERS, "--sample_steps", "3"]
     run = Run(folder, "answering", *more, *SHORT_EVALUATION, launcher=[])
     run.wait_for('"step": 3', "metrics.jsonl")
@@ -133,7 +133,7 @@ def test_sigterm_to_one_process_in_sample_answers_saves_the_step(folder: Path) -
     assert "after step 3" not in (run.directory / "facts.json").read_text()
 
 
-def test_ctrl_c_in_the_evaluation_before_step_1_has_nothing_to_save(folder: Path) -> None:
+def test_ctrl_c_during_the_evaluation_before_step_1_saves_nothing(folder: Path) -> None:
     run = Run(folder, "before", *LONG_EVALUATION, "--sample_tokens", "1", launcher=[])
     run.wait_for("Before fine-tuning")
     output = run.press_ctrl_c()
@@ -143,7 +143,7 @@ def test_ctrl_c_in_the_evaluation_before_step_1_has_nothing_to_save(folder: Path
     assert "To resume" not in output and metrics(run.directory) == []
 
 
-def test_ctrl_c_in_the_answers_after_the_last_step_resumes_with_the_export(folder: Path) -> None:
+def test_a_run_stopped_after_its_last_step_resumes_with_the_export(folder: Path) -> None:
     more = [*after_step_1(folder, "single"), *SHORT_EVALUATION]
     run = Run(folder, "after", *more, *LONG_ANSWERS, launcher=[])
     run.wait_for('"step": 4', "metrics.jsonl")

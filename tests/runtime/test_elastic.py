@@ -35,7 +35,7 @@ def two_nodes(*arguments: str) -> list[Finished]:
 
 
 @pytest.mark.slow
-def test_a_new_attempt_finds_the_directory_of_the_one_before_for_each_run_of_the_launch(
+def test_a_restarted_attempt_resumes_each_run_of_the_launch(
     tmp_path: Path,
 ) -> None:
     nodes = two_nodes("--nproc_per_node", "1", *RESTARTS, JOB, "killed once", str(tmp_path))
@@ -56,7 +56,7 @@ def test_a_new_attempt_finds_the_directory_of_the_one_before_for_each_run_of_the
 
 
 @pytest.mark.slow
-def test_a_mistake_in_the_settings_is_told_once_per_node_and_not_tried_again() -> None:
+def test_a_user_error_is_printed_once_per_node_and_not_restarted() -> None:
     nodes = two_nodes("--nproc_per_node", "2", *RESTARTS, JOB, "early mistake", ".")
     for node in nodes:
         assert node.exit_code == 1 and node.seconds < 40
@@ -66,7 +66,7 @@ def test_a_mistake_in_the_settings_is_told_once_per_node_and_not_tried_again() -
 
 
 @pytest.mark.slow
-def test_a_mistake_found_later_by_a_rank_of_one_node_ends_both(tmp_path: Path) -> None:
+def test_a_later_user_error_on_one_node_ends_both(tmp_path: Path) -> None:
     nodes = two_nodes("--nproc_per_node", "1", *RESTARTS, JOB, "late mistake", str(tmp_path))
     output = nodes[0].output + nodes[1].output
     assert all(node.exit_code == 1 and node.seconds < 40 for node in nodes)
@@ -80,7 +80,7 @@ def test_a_mistake_found_later_by_a_rank_of_one_node_ends_both(tmp_path: Path) -
     assert (failed["state"], failed["exit_code"]) == ("failed", 2)
 
 
-def test_two_nodes_train_as_one_process_does(
+def test_two_nodes_have_the_losses_of_one_process(
     tmp_path: Path, tiny_model: Path, rows16: Path
 ) -> None:
     how = f"--precision fp32 --optimizer SGD --lr 0.1 --num_epochs 3 --model_name {tiny_model} --dataset {rows16}"

@@ -23,7 +23,7 @@ def assert_nothing_is_left(finished: Finished) -> None:
             os.kill(int(pid), 0)
 
 
-def test_an_exception_on_one_rank_is_told_once_with_its_traceback(tmp_path: Path) -> None:
+def test_an_exception_on_one_rank_is_printed_once_with_its_traceback(tmp_path: Path) -> None:
     finished = forked(JOB, "one rank raises", tmp_path, ranks=2)
     assert finished.exit_code == 1 and finished.seconds < 30
     assert (
@@ -44,7 +44,9 @@ def test_an_exception_on_one_rank_is_told_once_with_its_traceback(tmp_path: Path
         ("every rank sees the same mistake", 0),
     ],
 )
-def test_a_mistake_is_told_once_without_a_traceback(way: str, ranks: int, tmp_path: Path) -> None:
+def test_a_user_error_is_printed_once_without_a_traceback(
+    way: str, ranks: int, tmp_path: Path
+) -> None:
     finished = forked(JOB, way, tmp_path, ranks=ranks)
     assert finished.exit_code == 2 and status_of(tmp_path)["exit_code"] == 2
     assert finished.output.count(MISTAKE) == finished.output.count("error: ") == 1
@@ -52,7 +54,7 @@ def test_a_mistake_is_told_once_without_a_traceback(way: str, ranks: int, tmp_pa
     assert_nothing_is_left(finished)
 
 
-def test_a_killed_rank_takes_the_job_down_within_30_seconds(tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_job_within_30_seconds(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-000003").mkdir(parents=True)
     finished = torchrun(2, JOB, "one rank is killed", str(tmp_path))
     assert finished.exit_code == 1 and finished.seconds < 30
@@ -105,7 +107,7 @@ def test_a_rank_that_waits_in_new_group_ends_when_another_fails_or_hangs(
     assert_nothing_is_left(finished)
 
 
-def test_others_wait_for_the_first_process_of_a_node_longer_than_the_time_out(
+def test_other_ranks_wait_for_the_first_process_of_a_node_longer_than_the_timeout(
     tmp_path: Path,
 ) -> None:
     finished = forked(JOB, "rank 0 goes first", tmp_path, ranks=2)

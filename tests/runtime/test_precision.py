@@ -14,7 +14,9 @@ GPU = torch.device("cuda")
 @pytest.mark.parametrize(
     ("asked", "dtype"), [("bf16_mixed", torch.bfloat16), ("fp16", torch.float16)]
 )
-def test_the_advice_follows_what_this_cpu_measures(asked: Any, dtype: torch.dtype) -> None:
+def test_the_precision_advice_follows_the_measured_speed_of_this_cpu(
+    asked: Any, dtype: torch.dtype
+) -> None:
     chosen, note = advise_precision(asked, True, CPU)
     kept, told = advise_precision(asked, False, CPU)
     assert kept == asked, "what the user asked for is kept"
@@ -26,7 +28,7 @@ def test_the_advice_follows_what_this_cpu_measures(asked: Any, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("has_bf16", [False, True])
-def test_bf16_on_a_gpu_without_it_is_refused_and_the_demo_runs_in_fp32(
+def test_bf16_on_a_gpu_without_bf16_is_rejected_and_the_demo_runs_in_fp32(
     has_bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)

@@ -141,7 +141,7 @@ def test_stop_after_ends_torchrun_with_exit_code_0_and_no_restart(tmp_path: Path
     }
 
 
-def test_a_rank_that_hangs_while_another_is_killed_leaves_within_5_seconds_and_saves_nothing(
+def test_a_hanging_rank_ends_soon_after_another_is_killed_and_saves_nothing(
     tmp_path: Path,
 ) -> None:
     with job(tmp_path, "rank 0 hangs") as running:
@@ -171,7 +171,7 @@ def test_a_rank_that_hangs_while_another_is_killed_leaves_within_5_seconds_and_s
         ("loads in C++", signal.SIGINT, "Ctrl-C", 130),
     ],
 )
-def test_a_signal_stops_one_process_after_a_step_or_before_the_loop_at_once(
+def test_a_signal_stops_one_process_after_its_step_or_at_once_before_training(
     tmp_path: Path, way: str, number: int, name: str, code: int
 ) -> None:
     with job(tmp_path, way, launcher=[]) as running:
@@ -187,7 +187,7 @@ def test_a_signal_stops_one_process_after_a_step_or_before_the_loop_at_once(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_that_launchers_deliver_twice_is_one(number: int) -> None:
+def test_a_signal_delivered_twice_by_a_launcher_counts_once(number: int) -> None:
     stopping = StopSignals()
     ended = []
     with stopping.listening(ended.append):
@@ -213,7 +213,7 @@ def test_a_forked_process_that_is_terminated_does_not_stop_its_parent() -> None:
     assert stopping.asked() == 0 and not ended
 
 
-def test_ranks_that_are_asked_differently_agree_on_the_signal() -> None:
+def test_ranks_with_different_signals_agree_on_one() -> None:
     stopping = StopSignals()
     with stopping.between_steps("1h30m"):
         asked = stopping.asked()
