@@ -97,8 +97,7 @@ def forked(
 
 
 def _meeting(ranks: int) -> tuple[Any, dict[str, str]]:
-    """A store where the ranks meet, and the variables by which torchrun's agent would tell them of
-    it."""
+    """A store where the ranks meet, and the variables by which torchrun's agent would announce it."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

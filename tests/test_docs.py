@@ -19,7 +19,7 @@ from pages import (
     DATA_PAGE,
     Command,
     Page,
-    flag_mistakes,
+    flag_errors,
     lay_out,
     read_commands,
     run_commands,
@@ -48,7 +48,7 @@ SECONDS_A_COMMAND = 180  # of a machine whose cores are busy
 LONGEST_SENTENCE = 30  # words
 # Words that once made sentences hard to read; CONTRIBUTING.md has the rules.
 NOT_PLAIN = re.compile(r"\b(anew|beside|mend|is told|a line says|goes on)\b", re.IGNORECASE)
-EXAMPLE_OF_MISTAKES = "$ python recipes/finetuning.py "
+EXAMPLE_OF_ERRORS = "$ python recipes/finetuning.py "
 
 
 def to_run(page: Page) -> list[Command]:
@@ -92,9 +92,7 @@ def test_flags_of_every_command_load(
 ) -> None:
     monkeypatch.chdir(laid_out)
     wrong = {
-        command.text: mistakes
-        for command in page.commands()
-        if (mistakes := flag_mistakes(command))
+        command.text: errors for command in page.commands() if (errors := flag_errors(command))
     }
     assert not wrong
 
@@ -219,7 +217,9 @@ def test_pages_link_within_the_documentation_alone() -> None:
 def test_sentences_are_short_and_plain(page: Page) -> None:
     is_generated = page.text.startswith("<!-- Written by")
     long = [
-        it for it in page.sentences() if len(it.split()) > LONGEST_SENTENCE and not is_generated
+        sentence
+        for sentence in page.sentences()
+        if len(sentence.split()) > LONGEST_SENTENCE and not is_generated
     ]
     assert not long
     assert not NOT_PLAIN.findall(page.prose)
@@ -267,12 +267,12 @@ def test_the_error_messages_in_the_readme_are_those_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    [shown] = [block for block in README.blocks("text") if block.startswith(EXAMPLE_OF_MISTAKES)]
+    [shown] = [block for block in README.blocks("text") if block.startswith(EXAMPLE_OF_ERRORS)]
     command, _, printed = shown.partition("\n")
     Path("configs").mkdir()
     Path("configs/bad.yaml").write_text("train:\n  learning_rate: 1e-4\n  num_epochs: 0\n")
     with pytest.raises(UserError) as refusal:
-        load(shlex.split(command.removeprefix(EXAMPLE_OF_MISTAKES)), paths=False)
+        load(shlex.split(command.removeprefix(EXAMPLE_OF_ERRORS)), paths=False)
     assert str(refusal.value) == printed.rstrip("\n")
 
 

@@ -107,7 +107,7 @@ def status(state: str, exit_code: int | None, step: int = 1) -> str:
 
 ATTEMPTS = {
     "finished": (f"{status('finished', 0)}", 0),
-    "a mistake in a setting": (f"{status('failed', 2)}; exit 1", 2),
+    "a user error in a setting": (f"{status('failed', 2)}; exit 1", 2),
     "stopped by --stop_after": (f"mkdir -p checkpoints/step-000020; {status('stopped', 0)}", 138),
     "a rank was lost after a checkpoint": (
         f"mkdir -p checkpoints/step-000020; {status('failed', 1)}; exit 1",

@@ -124,11 +124,11 @@ def test_a_command_answers_without_importing_torch(
         installed / "llama-ft", verb, flag, cwd=tmp_path, check=False, PYTHONPROFILEIMPORTTIME="1"
     )
     imports = [line for line in found.stderr.splitlines() if line.startswith("import time:")]
-    told = "\n".join(
+    printed = "\n".join(
         line for line in found.stderr.splitlines() if not line.startswith("import time:")
     )
-    assert found.returncode == exit_code, told
-    assert (f"llama-ft {verb}" if flag == "--help" else "no_such_flag") in found.stdout + told
+    assert found.returncode == exit_code, printed
+    assert (f"llama-ft {verb}" if flag == "--help" else "no_such_flag") in found.stdout + printed
     assert len(imports) > 100
     assert not [
         line for line in imports if line.rpartition("|")[2].strip() in ("torch", "transformers")
@@ -141,13 +141,13 @@ def test_the_launcher_prints_only_what_the_run_prints(installed: Path, tmp_path:
     assert [line.split()[0] for line in lines[2:-2]] == VERBS
     usage = run(installed / "llama-ft", "train", "--help", cwd=tmp_path).stdout
     assert "\n  llama-ft train --nproc 2 --enable_fsdp [flags]\n" in usage
-    for flags, told in {
+    for flags, printed in {
         "--no_such_flag=1 --nproc 2": "no_such_flag",
         "--nproc=0": "expected the number of",
     }.items():
         found = run(installed / "llama-ft", "train", *flags.split(), cwd=tmp_path, check=False)
         assert found.returncode == 2
-        assert len(found.stderr.splitlines()) == 1 + ("nproc=" in flags) and told in found.stderr
+        assert len(found.stderr.splitlines()) == 1 + ("nproc=" in flags) and printed in found.stderr
 
 
 def test_a_wheel_has_the_recipes_the_configs_and_the_licenses(

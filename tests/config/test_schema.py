@@ -14,7 +14,7 @@ from llama_ft.config.dump import json_schema
 from llama_ft.config.settings import SETTINGS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-RECIPES = sorted(CONFIGS.glob("*.yaml"))
+CONFIG_FILES = sorted(CONFIGS.glob("*.yaml"))
 
 
 class EditorLoader(yaml.SafeLoader):
@@ -58,7 +58,7 @@ def test_every_setting_has_a_meaning_and_its_name_is_unique() -> None:
     assert len(SETTINGS) == fields
 
 
-@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.name)
+@pytest.mark.parametrize("file", CONFIG_FILES, ids=lambda file: file.name)
 def test_every_config_names_the_schema_matches_it_and_loads(file: Path) -> None:
     text = file.read_text()
     assert text.startswith("# yaml-language-server: $schema=schema.json\n")
@@ -101,7 +101,7 @@ def test_the_written_config_loads_with_the_same_values(line: str, tmp_path: Path
     again, places = load([f"--config={file}"], paths=False)
     one_run_only = ("checkpoint.output_dir", "checkpoint.overwrite")
     assert differences(again) == [
-        it for it in differences(config) if not it.startswith(one_run_only)
+        line for line in differences(config) if not line.startswith(one_run_only)
     ]
     assert len(places) == len(SETTINGS) - 4
     assert all(place.startswith(str(file)) for place in places.values())

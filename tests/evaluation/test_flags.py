@@ -113,8 +113,8 @@ def test_user_errors_are_reported_together(
 ) -> None:
     with pytest.raises(UserError) as refusal:
         read_evaluate_flags(flags, "")
-    told = refusal.value.messages
-    assert len(told) == len(expected)
+    messages = refusal.value.messages
+    assert len(messages) == len(expected)
     assert all(
-        message.startswith(beginning) for message, beginning in zip(told, expected, strict=True)
+        message.startswith(beginning) for message, beginning in zip(messages, expected, strict=True)
     )

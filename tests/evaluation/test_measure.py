@@ -20,7 +20,7 @@ from llama_ft.runtime import Ranks
 def ask(tmp_path: Path, runtime: Ranks) -> Callable[..., Any]:
     """Ask a model a task of four questions; its YAML and the flags differ as is asked."""
     (tmp_path / "questions.jsonl").write_text(
-        "".join(json.dumps({"question": it}) + "\n" for it in QUESTIONS)
+        "".join(json.dumps({"question": question}) + "\n" for question in QUESTIONS)
     )
     data = {
         "data_files": {"test": str(tmp_path / "questions.jsonl")},
@@ -58,7 +58,7 @@ def ask(tmp_path: Path, runtime: Ranks) -> Callable[..., Any]:
         {"target_modules": ["q_proj", "lm_head"]},
         {"target_modules": ["q_proj"], "trainable_token_indices": [5, 300]},
     ],
-    ids=["beside the head", "rows of its own"],
+    ids=["LoRA on the head", "trained tokens"],
 )
 def test_a_tied_model_with_an_adapter_on_its_embedding_is_evaluated(
     adapter: dict[str, Any], tied_model: Path, tmp_path: Path, ask: Callable[..., Any]

@@ -27,7 +27,7 @@ def test_llama_recipes_flags_name_the_model_and_the_adapter(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "expected"),
     [
         (["--promt", "Hi"], "--promt is not a flag. Did you mean --prompt?"),
         (["--top_p", "2"], "--top_p 2: must be at most 1."),
@@ -43,7 +43,7 @@ def test_llama_recipes_flags_name_the_model_and_the_adapter(tmp_path: Path) -> N
     ],
 )
 def test_invalid_values_are_reported_with_their_flag(
-    flags: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(
         make(tmp_path, *MODEL, "a.jsonl", "second/config.json", "second/model.safetensors")
@@ -52,7 +52,7 @@ def test_invalid_values_are_reported_with_their_flag(
     with pytest.raises(UserError) as refusal:
         read(".", *flags, *([] if "--prompts" in flags else ["--prompt", "Hi"]))
     [message] = refusal.value.messages
-    assert told in message
+    assert expected in message
 
 
 def test_a_run_gives_its_final_model_or_else_its_checkpoints(tmp_path: Path) -> None:
@@ -91,8 +91,12 @@ def test_the_settings_of_a_run_are_found_next_to_its_model_and_its_checkpoints(
         ("adapter", run / "model"),
         ("checkpoint", run / "checkpoints" / "step-000010"),
     ):
-        beside = settings_beside(kind, held)
-        assert beside is not None and beside.train.seed == 7 and beside.quantization.mode == "4bit"
+        settings_of_run = settings_beside(kind, held)
+        assert (
+            settings_of_run is not None
+            and settings_of_run.train.seed == 7
+            and settings_of_run.quantization.mode == "4bit"
+        )
     merged = settings_beside("model", run / "model")
     # the bits were those of the adapter's base
     assert merged is not None and merged.quantization.mode == "none"

@@ -191,19 +191,19 @@ def test_logits_that_are_not_finite_end_the_generation(model: Model, runtime: Ra
 
 
 def test_sampling_settings_default_to_the_generation_config_of_the_model() -> None:
-    def settled(config: GenerationConfig, **flags: Any) -> tuple[Any, ...]:
+    def resolved(config: GenerationConfig, **flags: Any) -> tuple[Any, ...]:
         return tuple(resolve_sampling(InferenceFlags(**flags), config).values())
 
     quiet = GenerationConfig()
     own = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9)
     assert (
-        settled(quiet)[0]
-        == settled(own, temperature=0.0)[0]
-        == settled(own, do_sample=False)[0]
+        resolved(quiet)[0]
+        == resolved(own, temperature=0.0)[0]
+        == resolved(own, do_sample=False)[0]
         == 0
     )
-    assert settled(quiet, do_sample=True) == settled(quiet, top_k=50) == (1.0, 1.0, 50, 1.0)
-    assert settled(own) == (0.6, 0.9, 50, 1.0) and settled(own, temperature=1.2, top_k=0) == (
+    assert resolved(quiet, do_sample=True) == resolved(quiet, top_k=50) == (1.0, 1.0, 50, 1.0)
+    assert resolved(own) == (0.6, 0.9, 50, 1.0) and resolved(own, temperature=1.2, top_k=0) == (
         1.2,
         0.9,
         0,

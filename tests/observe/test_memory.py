@@ -199,7 +199,7 @@ def runs(
     other_samples = write_rows(folder / "other.jsonl", 15)
     cases = {
         "steady": ("nothing", [*steady, "--validation", str(other_samples)]),
-        "sound": ("nothing", [*short, "--low_cpu_fsdp", "--activation_checkpointing", "full"]),
+        "valid": ("nothing", [*short, "--low_cpu_fsdp", "--activation_checkpointing", "full"]),
         "whole": ("loading", short),
         "states": ("states", short),
     }
@@ -224,7 +224,7 @@ def warnings(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith("warning:")]
 
 
-@pytest.mark.parametrize("name", ["sound", "steady"])
+@pytest.mark.parametrize("name", ["valid", "steady"])
 def test_a_valid_run_gives_no_warning(runs: dict[str, Any], name: str) -> None:
     output, facts = runs[name]
     assert warnings(output) == []
@@ -256,7 +256,7 @@ def test_unsharded_optimizer_states_on_one_rank_are_named(runs: dict[str, Any]) 
 def test_facts_have_the_phases_of_both_ranks(runs: dict[str, Any]) -> None:
     training = {"load", "forward", "backward", "optimizer step"}
     assert set(runs["steady"][1]["phases"]) == training | {"evaluation", "save"}
-    phases = runs["sound"][1]["phases"]
+    phases = runs["valid"][1]["phases"]
     for rank in range(2):
         loaded, updated = (
             phases[name][rank]["anonymous_peak_bytes"] for name in ("load", "optimizer step")
@@ -266,7 +266,7 @@ def test_facts_have_the_phases_of_both_ranks(runs: dict[str, Any]) -> None:
 
 
 def test_memory_categories_have_the_bytes_of_the_model_shape(runs: dict[str, Any]) -> None:
-    for held in runs["sound"][1]["holders"]:
+    for held in runs["valid"][1]["holders"]:
         share = 4 * WEIGHTS / 2
         # the last rank has a row less
         assert held["sharded parameters"] == pytest.approx(share, rel=0.01)

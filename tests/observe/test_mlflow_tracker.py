@@ -140,11 +140,11 @@ def test_a_resumed_run_continues_in_mlflow_with_each_step_once(
     ]
 
     other = TrackingConfig(use_mlflow=True, mlflow_tracking_uri=str(tmp_path / "another store"))
-    anew = log_run(output_dir, range(7, 8), 3.0, other, resume_step=6, tracker_ids=ids)
-    assert anew != ids
+    other_ids = log_run(output_dir, range(7, 8), 3.0, other, resume_step=6, tracker_ids=ids)
+    assert other_ids != ids
     client = MlflowClient((tmp_path / "another store").as_uri())
     expected = [(1, 1.0), (2, 1.0), *((step, 2.0) for step in range(3, 7)), (7, 3.0)]
-    assert history(client, anew["mlflow"], "train/loss") == expected, (
+    assert history(client, other_ids["mlflow"], "train/loss") == expected, (
         "it gets the steps it lacks from metrics.jsonl"
     )
 
@@ -172,7 +172,7 @@ def test_without_the_package_the_command_that_installs_it_is_printed(
 
 
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("place", "expected"),
     [
         ("file", "{tmp}/file did not accept the run"),
         (
@@ -190,7 +190,7 @@ def test_without_the_package_the_command_that_installs_it_is_printed(
     ],
 )
 def test_a_store_that_cannot_be_used_is_reported_within_30_seconds(
-    place: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     with socket.socket() as silent:
@@ -201,11 +201,11 @@ def test_a_store_that_cannot_be_used_is_reported_within_30_seconds(
         monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
         start = time.monotonic()
-        with pytest.raises(UserError) as told:
+        with pytest.raises(UserError) as refusal:
             check_trackers(TrackingConfig(use_mlflow=True), str(tmp_path / "run"))
     assert time.monotonic() - start < 30
-    assert said.format(**known) in str(told.value)
-    assert "hunter2" not in str(told.value)
+    assert expected.format(**known) in str(refusal.value)
+    assert "hunter2" not in str(refusal.value)
     assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is written"
 
 

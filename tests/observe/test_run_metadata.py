@@ -37,8 +37,8 @@ def test_a_resumed_run_keeps_the_answers_before_fine_tuning(tmp_path: Path) -> N
         "after", [{"question": "?", "answer": "2"}, {"question": "!", "answer": "3"}]
     )
     resumed.add_samples("after", [])
-    told = [(sample["when"], sample["answer"]) for sample in facts(tmp_path)["samples"]]
-    assert told == [("before", "half a character \udc80"), ("after", "2"), ("after", "3")]
+    answers = [(sample["when"], sample["answer"]) for sample in facts(tmp_path)["samples"]]
+    assert answers == [("before", "half a character \udc80"), ("after", "2"), ("after", "3")]
 
 
 @pytest.mark.parametrize(

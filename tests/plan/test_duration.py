@@ -103,7 +103,7 @@ def test_the_flops_peak_is_that_of_the_named_gpu(plan: Plan, model: Path) -> Non
 
 
 def test_times_are_printed_with_readable_units() -> None:
-    assert [time_text(it) for it in (0.0627, 5.23, 75, 840, 12600)] == [
+    assert [time_text(seconds) for seconds in (0.0627, 5.23, 75, 840, 12600)] == [
         "63 ms",
         "5.2 s",
         "75 s",

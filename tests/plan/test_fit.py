@@ -29,7 +29,7 @@ from llama_ft.plan.types import PlanRequest
 def shallow_model(
     save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A Llama of 2 narrow layers with 8,000 words: logits are most of it."""
+    """A Llama of 2 narrow layers with 8,000 words: its logits take the most memory."""
     folder = tmp_path_factory.mktemp("fit") / "model"
     return save_model(
         folder, hidden_size=64, intermediate_size=128, vocab_size=8000, max_position_embeddings=512
@@ -71,7 +71,8 @@ def test_every_suggested_change_loads_as_flags_with_the_same_global_batch(
     request = request_for(line, world, device, shallow_model)
     (base := tmp_path / "base.yaml").write_text(to_yaml(request.config))
     loaded, (cheap, others) = 0, ladder(request)
-    for other in [[], *([it] for it in others if "--nproc" not in it[0])]:
+    single_process = [change for change in others if "--nproc" not in change[0]]
+    for other in [[], *([change] for change in single_process)]:
         config, _, flags = apply_changes(request, [*cheap, *other])
         if config is not None:
             assert global_batch(config) == global_batch(request.config)
@@ -84,9 +85,9 @@ def search(
     request: PlanRequest, finetuning: ModuleType, room: int, quick: bool = True
 ) -> tuple[list[Fit], list[str]]:
     """The answers, and what was planned for them."""
-    told = list[str]()
+    printed = list[str]()
     planned = predict(request, finetuning.build_model, quick)
-    return find_fits(request, finetuning.build_model, room, planned, quick, told.append), told
+    return find_fits(request, finetuning.build_model, room, planned, quick, printed.append), printed
 
 
 def test_lora_on_8b_fits_24_gb_with_activation_checkpointing_alone(
@@ -94,8 +95,9 @@ def test_lora_on_8b_fits_24_gb_with_activation_checkpointing_alone(
 ) -> None:
     folder = write_config(tmp_path / "model", "meta-llama/Llama-3.1-8B-Instruct")
     line = "--use_peft --target_modules all-linear --peft.r 16 --context_length 2048"
-    fits, told = search(request_for(line, 1, folder=folder), finetuning, device_bytes("rtx4090"))
-    assert [it.flags for it in fits] == [["--activation_checkpointing full"]] and len(told) == 1
+    fits, printed = search(request_for(line, 1, folder=folder), finetuning, device_bytes("rtx4090"))
+    assert [fit.flags for fit in fits] == [["--activation_checkpointing full"]]
+    assert len(printed) == 1
     assert "1. --activation_checkpointing full" in describe_fits(fits[0].plan, fits, 1, ["", ""])
 
 
@@ -107,7 +109,7 @@ def test_qlora_is_the_first_suggestion_on_a_small_gpu(
     line = "--use_peft --context_length 2048 --batch_size_training 1 --activation_checkpointing full --precision fp16"
     fits, _ = search(request_for(line, 1, folder=folder), finetuning, device_bytes("t4"))
     assert fits[0].flags == ["--quantization 4bit"] and fits[0].plan.device_bytes < 9 * 2**30
-    assert not any(it.config.fsdp.fsdp_cpu_offload for it in fits)
+    assert not any(fit.config.fsdp.fsdp_cpu_offload for fit in fits)
 
 
 def test_only_the_rank_of_qlora_among_the_suggestions_depends_on_the_gpu(
@@ -118,7 +120,7 @@ def test_only_the_rank_of_qlora_among_the_suggestions_depends_on_the_gpu(
     four_bit = {"use_peft": True, "mode": "4bit"}
     assert small[0][0] == four_bit and large[0][0]["--nproc"] == 4 and cheap
     assert (
-        small[1:] == [it for it in large if it[0] != four_bit]
+        small[1:] == [change for change in large if change[0] != four_bit]
         and "fsdp_cpu_offload" in small[-1][0]
     )
 
@@ -132,7 +134,7 @@ def test_changes_that_keep_the_training_add_up_until_it_fits(
     )
     planned = predict(request, finetuning.build_model)
     room = planned.outside_bytes + (planned.device_bytes - planned.outside_bytes) * 3 // 5
-    [fit], told = search(request, finetuning, room, quick)
+    [fit], printed = search(request, finetuning, room, quick)
     assert (fit.config.train.activation_checkpointing, fit.config.train.batch_size_training) == (
         "full",
         1,
@@ -142,7 +144,7 @@ def test_changes_that_keep_the_training_add_up_until_it_fits(
         and fit.config.peft.use_peft
         and fit.config.quantization.mode == "none"
     )
-    assert fit.plan.device_bytes <= room < planned.device_bytes and len(told) == 2
+    assert fit.plan.device_bytes <= room < planned.device_bytes and len(printed) == 2
     alone = predict(dataclasses.replace(request, config=fit.config), finetuning.build_model)
     assert alone.device_bytes <= room
 

@@ -31,10 +31,10 @@ def test_flags_of_the_plan_can_be_mixed_with_those_of_the_recipe(tmp_path: Path)
 
 
 def test_all_user_errors_are_reported_at_once() -> None:
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as refusal:
         read("--nproc 0 --lr fast --json now --lrr 1")
     for said in ("--nproc 0: ", "--lr fast", "--json now: ", "Did you mean --lr?"):
-        assert said in str(told.value)
+        assert said in str(refusal.value)
     assert read("--fit RTX4090")[2].fit_bytes == 23.5 * 2**30
     with pytest.raises(
         UserError, match="--fit h10: expected the memory of a rank, .*h200.* Did you mean h100?"

@@ -24,17 +24,17 @@ LORA = f"{GOOD} --use_peft"
 
 class Case(NamedTuple):
     """A command, where @name is a file of the folder `broken`, and words of its message, which
-    names so many mistakes. With variables of its own the process is a new interpreter, for
+    names so many errors. With variables of its own the process is a new interpreter, for
     libraries to read them."""
 
     flags: str
-    says: tuple[str, ...]
+    words: tuple[str, ...]
     errors: int
     environment: dict[str, str]
 
 
-def case(flags: str, *says: str, errors: int = 1, **environment: str) -> Case:
-    return Case(flags, says, errors, environment)
+def case(flags: str, *words: str, errors: int = 1, **environment: str) -> Case:
+    return Case(flags, words, errors, environment)
 
 
 CASES = {
@@ -153,7 +153,7 @@ def test_bad_input_gives_one_message(name: str, outcome: Outcome) -> None:
     assert message.count("error: ") == expected.errors, message
     # nothing after it
     assert all(line.startswith(("error: ", "       ")) for line in message.splitlines()), message
-    for words in expected.says:
+    for words in expected.words:
         assert words in message
 
 
@@ -164,7 +164,7 @@ def test_bad_input_leaves_nothing_behind(outcome: Outcome, cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "says", "by_torchrun"),
+    ("flags", "expected", "by_torchrun"),
     [
         (f"{GOOD} --lrr 1e-4", "error: --lrr is not a flag. Did you mean --lr?", True),
         (f"{MODEL} --dataset @malformed.jsonl", "malformed.jsonl:3: malformed JSON", False),
@@ -177,7 +177,7 @@ def test_bad_input_leaves_nothing_behind(outcome: Outcome, cache: Path) -> None:
     ids=["before torch", "while the other rank waits", "on the one rank that reads"],
 )
 def test_two_ranks_print_a_user_error_once(
-    flags: str, says: str, by_torchrun: bool, broken: Path, tmp_path: Path
+    flags: str, expected: str, by_torchrun: bool, broken: Path, tmp_path: Path
 ) -> None:
     words = [*shlex.split(flags.replace("@", f"{broken}/")), "--output_dir", str(tmp_path / "run")]
     if by_torchrun:
@@ -187,9 +187,9 @@ def test_two_ranks_print_a_user_error_once(
     else:
         finished = forked(RECIPE, *words, ranks=2, timeout=60)
         assert finished.exit_code == 2
-    told = finished.output.partition("failed (exitcode")[0]
-    assert told.count("error: ") == told.count(says) == 1, finished.output
-    assert finished.seconds < 60 and "Traceback" not in told and not (tmp_path / "run").exists()
+    printed = finished.output.partition("failed (exitcode")[0]
+    assert printed.count("error: ") == printed.count(expected) == 1, finished.output
+    assert finished.seconds < 60 and "Traceback" not in printed and not (tmp_path / "run").exists()
 
 
 def test_a_bad_sample_in_the_middle_of_a_stream_ends_the_run_on_all_ranks(
@@ -206,9 +206,9 @@ def test_a_bad_sample_in_the_middle_of_a_stream_ends_the_run_on_all_ranks(
         ranks=2,
     )
     assert finished.exit_code == 2 and finished.seconds < 60, finished.output
-    told = finished.output[finished.output.index("error: ") :]
-    assert told.count("error: ") == 1 and "Traceback" not in finished.output, told
-    assert 'late.jsonl:601: "output" is [3]' in told and "--skip_bad_rows" in told
+    printed = finished.output[finished.output.index("error: ") :]
+    assert printed.count("error: ") == 1 and "Traceback" not in finished.output, printed
+    assert 'late.jsonl:601: "output" is [3]' in printed and "--skip_bad_rows" in printed
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("failed", 2) and len(
         losses(tmp_path / "run")

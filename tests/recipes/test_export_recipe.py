@@ -1,5 +1,5 @@
 """recipes/export.py as users run it: from runs and checkpoints to plain models, and its
-mistakes."""
+errors."""
 
 import json
 import re
@@ -322,7 +322,7 @@ def adapter(tmp_path: Path, tiny_model: Path) -> Path:
     return folder
 
 
-MISTAKES: dict[str, tuple[str, list[str]]] = {
+USER_ERRORS: dict[str, tuple[str, list[str]]] = {
     "nothing to export": ("@run @out", ["run: is neither a checkpoint, nor a run's directory"]),
     "a base that is gone": (
         "@old @out",
@@ -339,15 +339,15 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", MISTAKES)
+@pytest.mark.parametrize("case", USER_ERRORS)
 def test_user_errors_are_printed_and_nothing_is_written(
     case: str, adapter: Path, tmp_path: Path
 ) -> None:
-    flags, said = MISTAKES[case]
+    flags, expected = USER_ERRORS[case]
     words = [word.replace("@", f"{tmp_path}/") for word in flags.split()]
     before = sorted(tmp_path.rglob("*"))
     finished = export(*words)
     assert finished.exit_code == 2
     assert finished.output.startswith("error: ") and "Traceback" not in finished.output
-    assert all(part in finished.output for part in said), finished.output
+    assert all(part in finished.output for part in expected), finished.output
     assert sorted(tmp_path.rglob("*")) == before

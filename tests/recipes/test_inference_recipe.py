@@ -40,7 +40,8 @@ def runs(
     ]
     run_cases(folder, cases)
     write_jsonl(
-        folder / "prompts.jsonl", [{"prompt": it, "id": f"row {n}"} for n, it in enumerate(PROMPTS)]
+        folder / "prompts.jsonl",
+        [{"prompt": prompt, "id": f"sample {n}"} for n, prompt in enumerate(PROMPTS)],
     )
     return folder
 
@@ -60,7 +61,7 @@ def answers(runs: Path, place: Path, *flags: str, ranks: int = 0) -> list[str]:
     assert finished.exit_code == 0, finished.output
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(row["prompt"], row["id"]) for row in rows] == [
-        (p, f"row {n}") for n, p in enumerate(PROMPTS)
+        (p, f"sample {n}") for n, p in enumerate(PROMPTS)
     ]
     return [row["answer"] for row in rows]
 
@@ -113,8 +114,8 @@ def test_a_full_fine_tuning_run_answers_as_in_transformers_and_its_directory_is_
 def test_an_adapter_answers_as_with_peft(runs: Path) -> None:
     from peft import PeftModel
 
-    beside = PeftModel.from_pretrained(load(runs / "base"), runs / "lora" / "model").eval()
-    assert answers(runs, runs / "lora") == by_transformers(beside, runs / "lora" / "model")
+    with_adapter = PeftModel.from_pretrained(load(runs / "base"), runs / "lora" / "model").eval()
+    assert answers(runs, runs / "lora") == by_transformers(with_adapter, runs / "lora" / "model")
 
 
 @pytest.mark.parametrize("flags", [["--enable_fsdp"], []], ids=["sharded", "whole on each"])

@@ -151,7 +151,7 @@ def test_an_adapter_fits_the_class_of_the_checkpoint_and_is_merged_into_its_layo
     base = runs / "base"
     adapter = runs / "lora" / "model"
     reference = PeftModel.from_pretrained(llava(base), adapter)
-    assert not [str(it.message) for it in recwarn if "missing" in str(it.message)]
+    assert not [str(warning.message) for warning in recwarn if "missing" in str(warning.message)]
     assert not any(
         "vision_tower" in name for name, _ in reference.named_parameters() if "lora_" in name
     )

@@ -327,7 +327,7 @@ def test_reference_log_probabilities_do_not_depend_on_ranks_or_batching(
     )
     for name, numbers in sharded.items():
         torch.testing.assert_close(numbers, single[name], rtol=1e-5, atol=1e-5)
-        assert all(it[name].equal(numbers) for it in later)
+        assert all(other[name].equal(numbers) for other in later)
     assert not (two_ranks / "dpo_lora" / "reference.safetensors").exists()
 
 

@@ -447,7 +447,7 @@ def test_preference_training_has_the_losses_of_a_plain_loop(
         loss, rewards = of_formulas(rows, model, base, **settings)
         loss = loss / (7 * losses_per_pair)
         assert line["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
-        chosen, rejected = (sum(it[side].item() for it in rewards) / 7 for side in (0, 1))
+        chosen, rejected = (sum(reward[side].item() for reward in rewards) / 7 for side in (0, 1))
         assert line["train/rewards/margins"] == pytest.approx(chosen - rejected, rel=1e-4, abs=1e-5)
         if flags[1] != "kto":
             assert line["train/rewards/accuracies"] == pytest.approx(
@@ -458,7 +458,7 @@ def test_preference_training_has_the_losses_of_a_plain_loop(
         optimizer.zero_grad()
     held_out, rewards = of_formulas(rows_of(folder / "held_out.jsonl"), model, base, **settings)
     assert found[-1]["eval/loss"] == pytest.approx(held_out.item() / 3 / losses_per_pair, rel=1e-5)
-    chosen, rejected = (sum(it[side].item() for it in rewards) / 3 for side in (0, 1))
+    chosen, rejected = (sum(reward[side].item() for reward in rewards) / 3 for side in (0, 1))
     assert found[-1]["eval/rewards/margins"] == pytest.approx(chosen - rejected, rel=1e-4, abs=1e-5)
     assert "eval/perplexity" not in found[-1]
 

@@ -129,7 +129,10 @@ def test_answers_between_the_first_and_the_last_are_shown_in_their_order(
     assert re.findall(r"<h3>(.*?)</h3><p>(.*?)</p>", answers) == [
         pair
         for question in "AB"
-        for pair in [("question", question), *((it, f"{question} {it}") for it in moments)]
+        for pair in [
+            ("question", question),
+            *((moment, f"{question} {moment}") for moment in moments),
+        ]
     ]
 
 

@@ -34,8 +34,8 @@ if __name__ == "__main__":
                 )
         if way == "one rank raises" and job.rank == 1:
             raise ValueError("the flux capacitor is empty")
-        if way == "every rank sees the same mistake" or (
-            way == "one rank sees a mistake" and job.rank == 1
+        if way == "every rank has the same user error" or (
+            way == "one rank has a user error" and job.rank == 1
         ):
             raise UserError("mine.yaml:3: this is not right.\nThat would be.")
         if way == "one rank is killed" and job.rank == 1:

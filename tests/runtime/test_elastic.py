@@ -44,12 +44,12 @@ def test_a_restarted_attempt_resumes_each_run_of_the_launch(
     assert first.split("-by-")[1] == second.split("-by-")[1], "both begun by the first attempt"
     output = nodes[0].output + nodes[1].output
     for rank in (0, 1):
-        told = re.findall(rf"^rank {rank} (.*)$", output, re.M)
-        assert told == [
+        printed = re.findall(rf"^rank {rank} (.*)$", output, re.M)
+        assert printed == [
             f"begins in {first}",
             f"begins in {second}",
-            f"goes on in {first}",
-            f"goes on in {second}",
+            f"resumes in {first}",
+            f"resumes in {second}",
         ]
     for folder in (first, second):
         assert json.loads((tmp_path / folder / "status.json").read_text())["state"] == "finished"
@@ -57,7 +57,7 @@ def test_a_restarted_attempt_resumes_each_run_of_the_launch(
 
 @pytest.mark.slow
 def test_a_user_error_is_printed_once_per_node_and_not_restarted() -> None:
-    nodes = two_nodes("--nproc_per_node", "2", *RESTARTS, JOB, "early mistake", ".")
+    nodes = two_nodes("--nproc_per_node", "2", *RESTARTS, JOB, "early user error", ".")
     for node in nodes:
         assert node.exit_code == 1 and node.seconds < 40
         assert (
@@ -67,13 +67,13 @@ def test_a_user_error_is_printed_once_per_node_and_not_restarted() -> None:
 
 @pytest.mark.slow
 def test_a_later_user_error_on_one_node_ends_both(tmp_path: Path) -> None:
-    nodes = two_nodes("--nproc_per_node", "1", *RESTARTS, JOB, "late mistake", str(tmp_path))
+    nodes = two_nodes("--nproc_per_node", "1", *RESTARTS, JOB, "late user error", str(tmp_path))
     output = nodes[0].output + nodes[1].output
     assert all(node.exit_code == 1 and node.seconds < 40 for node in nodes)
     assert output.count("error: mine.jsonl:7: this row is not right.") == 1
     assert (
         output.count("rank 0 begins") == 2
-        and "goes on" not in output
+        and "resumes" not in output
         and "lost contact" not in output
     )
     failed = json.loads(next(tmp_path.glob("run1*/status.json")).read_text())

@@ -10,7 +10,7 @@ from conftest import Finished, torchrun
 from forked import forked
 
 JOB = str(Path(__file__).with_name("failing_job.py"))
-MISTAKE = "error: mine.yaml:3: this is not right.\n       That would be.\n"
+USER_ERROR = "error: mine.yaml:3: this is not right.\n       That would be.\n"
 
 
 def status_of(folder: Path) -> dict[str, object]:
@@ -39,9 +39,9 @@ def test_an_exception_on_one_rank_is_printed_once_with_its_traceback(tmp_path: P
 @pytest.mark.parametrize(
     ("way", "ranks"),
     [
-        ("every rank sees the same mistake", 2),
-        ("one rank sees a mistake", 2),
-        ("every rank sees the same mistake", 0),
+        ("every rank has the same user error", 2),
+        ("one rank has a user error", 2),
+        ("every rank has the same user error", 0),
     ],
 )
 def test_a_user_error_is_printed_once_without_a_traceback(
@@ -49,7 +49,7 @@ def test_a_user_error_is_printed_once_without_a_traceback(
 ) -> None:
     finished = forked(JOB, way, tmp_path, ranks=ranks)
     assert finished.exit_code == 2 and status_of(tmp_path)["exit_code"] == 2
-    assert finished.output.count(MISTAKE) == finished.output.count("error: ") == 1
+    assert finished.output.count(USER_ERROR) == finished.output.count("error: ") == 1
     assert "Traceback" not in finished.output and "lost contact" not in finished.output
     assert_nothing_is_left(finished)
 

@@ -18,10 +18,10 @@ def test_the_precision_advice_follows_the_measured_speed_of_this_cpu(
     asked: Any, dtype: torch.dtype
 ) -> None:
     chosen, note = advise_precision(asked, True, CPU)
-    kept, told = advise_precision(asked, False, CPU)
-    assert kept == asked, "what the user asked for is kept"
+    unchanged, warning = advise_precision(asked, False, CPU)
+    assert unchanged == asked, "the setting of the user is kept"
     if matmul_slowdown(dtype) > 2:
-        assert chosen == "fp32" and "slower than fp32" in note and "--precision fp32" in told
+        assert chosen == "fp32" and "slower than fp32" in note and "--precision fp32" in warning
     else:
         assert chosen in (asked, "fp32") and (chosen == "fp32") == bool(note)
     assert advise_precision("fp32", True, CPU) == ("fp32", "")

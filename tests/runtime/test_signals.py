@@ -30,7 +30,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "
 
 
 class Running:
-    """A job that has been started; its files tell what it does."""
+    """A job that has been started; its files show what it does."""
 
     def __init__(self, folder: Path, process: subprocess.Popen[bytes]) -> None:
         self.folder = folder

@@ -85,5 +85,5 @@ def test_if_all_ranks_wait_those_with_fewer_collectives_are_named(
     lines = describe_hang(reports, 2, 1800.0).splitlines()
     assert "1800 s (--collective_timeout)" in lines[0]
     assert len(lines) == len(message) and all(
-        line.startswith(it) for line, it in zip(lines, message, strict=True)
+        line.startswith(expected) for line, expected in zip(lines, message, strict=True)
     )
