@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import ANSWERS, QUESTIONS, REPOSITORY, metrics, run_cases, write_jsonl
-from recipes.test_parity import examples_of, losses_by_row
+from plain_losses import load_model, loss_tokens, mean_loss, read_jsonl
 
 CASES = REPOSITORY / "tests" / "evaluate_cases.py"
 Results = dict[str, dict[str, Any]]  # name of a model -> what was found
@@ -238,18 +238,13 @@ def test_the_base_model_is_evaluated_with_the_settings_of_the_run(
 def test_the_loss_of_a_model_directory_equals_that_of_plain_transformers(
     place: Path, alone: dict[str, Results]
 ) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(place / "base", dtype=torch.float32)
-    total = sum(losses_by_row(model, place / "tokens.jsonl"))
-    count = sum(
-        label != -100 for row in examples_of(place / "tokens.jsonl") for label in row["labels"][1:]
-    )
+    file = place / "tokens.jsonl"
+    expected = mean_loss(load_model(place / "base"), file)
+    count = sum(loss_tokens(sample) for sample in read_jsonl(file))
     for case in ("packed", "padded"):
         found = alone[case][f"{place}/base"]["held_out"]
         assert found["target_tokens"] == count
-        assert found["loss"] == pytest.approx(total / count, rel=1e-6)
+        assert found["loss"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_tasks_have_the_values_of_lm_evaluation_harness(

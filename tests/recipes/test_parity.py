@@ -2,7 +2,6 @@
 sharding."""
 
 import functools
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import losses, run_cases
+from plain_losses import (
+    loss_tokens,
+    losses_per_sample,
+    read_jsonl,
+    sample_loss,
+    write_pairs,
+    write_tokenized,
+)
 from training.test_preferences import expected as of_formulas
 
 from llama_ft.data import Encoder, two_examples
@@ -85,29 +92,7 @@ FULL = [
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As many tokenized rows as a padded global batch holds, and fewer packs than a packed one: so
     every step sees them all, packed or padded, and their order is free."""
-    generator = torch.Generator().manual_seed(1)
-    file = tmp_path_factory.mktemp("parity") / "rows.jsonl"
-    with open(file, "w") as lines:
-        for number, length in enumerate(LENGTHS):
-            ids = torch.randint(0, 301, (length,), generator=generator).tolist()
-            lines.write(
-                json.dumps(
-                    {"input_ids": ids, "labels": [-100] * (number % 4 + 1) + ids[number % 4 + 1 :]}
-                )
-                + "\n"
-            )
-    return file
-
-
-def examples_of(rows: Path) -> list[dict[str, list[int]]]:
-    return [json.loads(line) for line in rows.read_text().splitlines()]
-
-
-def row_loss(model: torch.nn.Module, example: dict[str, list[int]]) -> torch.Tensor:
-    """Sum over the target tokens of a row that is computed alone."""
-    logits = model(input_ids=torch.tensor([example["input_ids"]])).logits[0]
-    labels = torch.tensor(example["labels"])
-    return torch.nn.functional.cross_entropy(logits[:-1].float(), labels[1:], reduction="sum")
+    return write_tokenized(tmp_path_factory.mktemp("parity") / "samples.jsonl", LENGTHS, seed=1)
 
 
 def reference_losses(
@@ -124,13 +109,13 @@ def reference_losses(
         {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=LEARNING_RATE)
-    examples = examples_of(rows)
-    targets = sum(label != -100 for example in examples for label in example["labels"][1:])
+    examples = read_jsonl(rows)
+    targets = sum(loss_tokens(example) for example in examples)
     result = []
     for step in range(steps):
         total = 0.0
         for example in examples:
-            loss = row_loss(model, example) / targets
+            loss = sample_loss(model, example) / targets
             loss.backward()
             total += loss.item()
         if full:
@@ -173,12 +158,7 @@ def tuned(tiny_model: Path, rows: Path) -> tuple[list[float], list[float]]:
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     trained = reference_losses(model, rows, full=True)
-    return trained, losses_by_row(model, rows)
-
-
-@torch.no_grad()
-def losses_by_row(model: torch.nn.Module, rows: Path) -> list[float]:
-    return [row_loss(model, example).item() for example in examples_of(rows)]
+    return trained, losses_per_sample(model, rows)
 
 
 @pytest.fixture(scope="module")
@@ -351,15 +331,6 @@ def cases_of(
     return cases
 
 
-def pairs_file(folder: Path) -> Path:
-    rows = [
-        {"prompt": f"Why {n}?", "chosen": " Yes" * (1 + n % 4), "rejected": " no" * (n % 5) + "!"}
-        for n in range(PAIRS)
-    ]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder / "pairs.jsonl"
-
-
 @dataclass(frozen=True)
 class Launch:
     """What one launch has trained."""
@@ -430,7 +401,7 @@ def launches(
             "--model_name",
             str(wide_model),
             "--dataset",
-            str(pairs_file(folder)),
+            str(write_pairs(folder / "pairs.jsonl", PAIRS)),
             "--enable_fsdp",
             "--use_peft",
         ]
@@ -498,13 +469,15 @@ def test_after_20_steps_every_sample_has_the_loss_it_has_after_the_plain_loop(
         model = AutoModelForCausalLM.from_pretrained(
             launches(world_size, False).folder / name / "model"
         )
-        assert losses_by_row(model, rows) == pytest.approx(tuned[1], rel=1e-4), name
+        assert losses_per_sample(model, rows) == pytest.approx(tuned[1], rel=1e-4), name
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), LoraConfig(**PISSA))
     reference_losses(model, rows, full=False)
     folder = launches(world_size, False).folder / "pissa" / "model"
     exported = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), folder)
-    assert losses_by_row(exported, rows) == pytest.approx(losses_by_row(model, rows), rel=1e-4)
-    before = losses_by_row(AutoModelForCausalLM.from_pretrained(tiny_model), rows)
+    assert losses_per_sample(exported, rows) == pytest.approx(
+        losses_per_sample(model, rows), rel=1e-4
+    )
+    before = losses_per_sample(AutoModelForCausalLM.from_pretrained(tiny_model), rows)
     assert all(after < 0.95 * first for after, first in zip(tuned[1], before, strict=True))
 
 
@@ -550,7 +523,7 @@ def test_dpo_on_a_quantized_base_gives_the_losses_of_a_plain_loop_on_any_number_
         trained[name].data.mul_("lora_A" in name)
     optimizer = torch.optim.AdamW(trained.values(), lr=0.01, weight_decay=0.0)
     pairs = []
-    for row in examples_of(folder / "pairs.jsonl"):
+    for row in read_jsonl(folder / "pairs.jsonl"):
         pairs += [
             (ids, labels.count(-100)) for ids, labels in two_examples(row, "preference", encoder)
         ]
