@@ -20,7 +20,7 @@ def run_check(output: Path, seconds: float, *flags: str) -> tuple[Finished, list
     """The finished command, and the lines of gpu_check.jsonl."""
     directories = ["--output", str(output / "results"), "--scratch", str(output / "scratch")]
     limits = ["--seconds", str(seconds)]
-    finished = forked(SCRIPT, *flags, *limits, *directories, timeout=seconds + 60)
+    finished = forked(SCRIPT, *flags, *limits, *directories, timeout=seconds + 200)
     lines = (output / "results" / "gpu_check.jsonl").read_text().splitlines()
     return finished, [json.loads(line) for line in lines]
 
@@ -45,14 +45,14 @@ def test_kernel_and_sharding_checks_pass_on_the_cpu(tmp_path: Path) -> None:
 def test_a_command_ends_in_time_and_lists_skipped_cases(tmp_path: Path) -> None:
     started = time.monotonic()
     finished, rows = run_check(tmp_path, 5, "--command", "3")
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 150
     assert finished.exit_code == 0, finished.output
     assert "left out: resume all of it, ends all of it, oom all of it" in finished.output
     assert {row["ok"] for row in rows} == {None}
 
 
 def test_an_unknown_part_is_a_user_error(tmp_path: Path) -> None:
-    finished = forked(SCRIPT, "--only", "waits,speed", "--output", str(tmp_path), timeout=60)
+    finished = forked(SCRIPT, "--only", "waits,speed", "--output", str(tmp_path))
     assert finished.exit_code == 2
     assert "--only speed: expected some of start, attention" in finished.output
 
@@ -83,8 +83,8 @@ def test_a_terminated_command_ends_the_processes_that_it_started(tmp_path: Path)
         time.sleep(0.1)
         started = psutil.Process(process.pid).children(recursive=True)
     process.terminate()
-    assert process.wait(30) == 143
-    _, alive = psutil.wait_procs(started, timeout=10)
+    assert process.wait(60) == 143
+    _, alive = psutil.wait_procs(started, timeout=60)
     assert len(started) >= 2
     assert not alive
 

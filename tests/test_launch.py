@@ -137,7 +137,9 @@ def signalled(number: int, command: str, folder: Path) -> tuple[int, float]:
     """Exit code of launch/run.sh that gets a signal when its command has written `begun`, and how
     long it took then."""
     process = subprocess.Popen([RUN, folder, "bash", "-c", command], cwd=folder)
+    deadline = time.monotonic() + 60
     while not (folder / "begun").exists():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     sent = time.monotonic()
     process.send_signal(number)

@@ -71,7 +71,9 @@ def test_a_memory_mapped_file_is_not_in_the_peak_of_loading(runtime: Ranks, tmp_
     mapped = torch.from_file(str(path), shared=True, size=400 * MIB, dtype=torch.uint8)
     assert int(mapped.max()) == 1  # reads every page
     spike = touched(200)
-    time.sleep(0.1)  # several samples long
+    deadline = time.monotonic() + 60
+    while watch._sampled < level + 190 * MIB and time.monotonic() < deadline:
+        time.sleep(0.01)  # until the thread has taken a sample
     del mapped, spike
     watch.enter("forward")
     assert watch.by_phase["load"]["anonymous_peak_bytes"] - level == pytest.approx(

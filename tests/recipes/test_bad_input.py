@@ -1,6 +1,6 @@
 """Bad input found at every moment of the real command's start: one message that names the thing,
-the place and the way out, exit code 2, nothing written. All commands run once, some at a time. What
-else is refused, and how, the tests of each part have."""
+the place and what to do, exit code 2, nothing written. All commands run once, some at a time. Other
+bad input is tested where it is found: in config, data, models and runtime."""
 
 import hashlib
 import json
@@ -23,9 +23,8 @@ LORA = f"{GOOD} --use_peft"
 
 
 class Case(NamedTuple):
-    """A command, where @name is a file of the folder `broken`, and words of its message, which
-    names so many errors. With variables of its own the process is a new interpreter, for
-    libraries to read them."""
+    """A command, where @name is a file of the folder `broken`, words of its message, and how many
+    errors the message has."""
 
     flags: str
     words: tuple[str, ...]
@@ -38,11 +37,6 @@ def case(flags: str, *words: str, errors: int = 1, **environment: str) -> Case:
 
 
 CASES = {
-    # The model's folder.
-    "missing model folder": case(f"--model_name @modle {ROWS}", "modle: no such directory"),
-    "truncated weights": case(
-        f"--model_name @truncated {ROWS}", "truncated/model-00001-of-00003.safetensors", "corrupted"
-    ),
     "missing tensor": case(
         f"--model_name @missing_tensor {ROWS}", "missing_tensor: ", "missing: model.layers.0"
     ),
@@ -54,26 +48,12 @@ CASES = {
     "tokenizer of more ids than the model": case(
         f"--model_name @small_vocabulary {ROWS}", "token 300", "280", "--tokenizer_name"
     ),
-    # The row with a bad output is never read.
-    "unsupported quantization": case(
-        "--model_name @gptq --dataset @late.jsonl", "quantized with gptq", "original model"
-    ),
-    # The data.
-    "missing dataset": case(f"{MODEL} --dataset @row.jsonl", "row.jsonl: no such file"),
-    "rows that a template refuses": case(
+    "samples that a template rejects": case(
         f"{GOOD} --chat_template @refuses.jinja",
         "rows.jsonl:1: the chat template rejects this chat: no tools here",
         "--skip_bad_rows",
         errors=5,
     ),
-    "every row dropped": case(
-        f"{GOOD} --context_length 40 --truncation drop",
-        "no sample is left for train",
-        "16 are longer than --context_length 40",
-        "--truncation",
-    ),
-    # Settings.
-    "no GPU": case(f"{GOOD} --device cuda", "--device cuda: no GPU", "--device cpu"),
     "adapter of another model": case(
         f"{LORA} --from_peft_checkpoint @other_adapter",
         "other_adapter/adapter_model.safetensors",
@@ -127,9 +107,7 @@ def run_case(name: str, broken: Path, output_dirs: Path, home: Path) -> Finished
     if "--output_dir" not in words:
         words += ["--output_dir", str(output_dirs / name.replace(" ", "_"))]
     homes = {"HOME": str(home), "HF_HOME": str(home / "hub")}
-    if CASES[name].environment:
-        return recipe(*words, timeout=60, **homes, **CASES[name].environment)
-    return forked(RECIPE, *words, timeout=60, **homes)
+    return forked(RECIPE, *words, **homes, **CASES[name].environment)
 
 
 @pytest.fixture(scope="module")
@@ -181,38 +159,34 @@ def test_two_ranks_print_a_user_error_once(
 ) -> None:
     words = [*shlex.split(flags.replace("@", f"{broken}/")), "--output_dir", str(tmp_path / "run")]
     if by_torchrun:
-        finished = recipe(*words, processes=2, timeout=60)
+        finished = recipe(*words, processes=2)
         # torchrun's, and its closing report
         assert finished.exit_code == 1 and "failed (exitcode" in finished.output
     else:
-        finished = forked(RECIPE, *words, ranks=2, timeout=60)
+        finished = forked(RECIPE, *words, ranks=2)
         assert finished.exit_code == 2
     printed = finished.output.partition("failed (exitcode")[0]
     assert printed.count("error: ") == printed.count(expected) == 1, finished.output
-    assert finished.seconds < 60 and "Traceback" not in printed and not (tmp_path / "run").exists()
+    assert "Traceback" not in printed
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_bad_sample_in_the_middle_of_a_stream_ends_the_run_on_all_ranks(
     broken: Path, tmp_path: Path
 ) -> None:
-    """Rank 0 tokenizes it, while rank 1 trains; two windows of rows come before it."""
-    words = f"{MODEL} --dataset @late.jsonl --streaming --shuffle_buffer 10 --batch_size_training 4 --max_train_step 99"
-    words += " --context_length 128 --enable_fsdp --save_steps 5 --precision fp32"
-    finished = forked(
-        RECIPE,
-        *shlex.split(words.replace("@", f"{broken}/")),
-        "--output_dir",
-        tmp_path / "run",
-        ranks=2,
-    )
-    assert finished.exit_code == 2 and finished.seconds < 60, finished.output
+    """Rank 0 tokenizes it, while rank 1 trains; two windows of samples come before it."""
+    flags = f"{MODEL} --dataset @late.jsonl --streaming --shuffle_buffer 10 --max_train_step 99"
+    flags += " --batch_size_training 4 --context_length 128 --enable_fsdp --save_steps 5"
+    words = flags.replace("@", f"{broken}/").split()
+    output_dir = ["--precision", "fp32", "--output_dir", tmp_path / "run"]
+    finished = forked(RECIPE, *words, *output_dir, ranks=2)
+    assert finished.exit_code == 2, finished.output
     printed = finished.output[finished.output.index("error: ") :]
     assert printed.count("error: ") == 1 and "Traceback" not in finished.output, printed
     assert 'late.jsonl:601: "output" is [3]' in printed and "--skip_bad_rows" in printed
     status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert (status["state"], status["exit_code"]) == ("failed", 2) and len(
-        losses(tmp_path / "run")
-    ) >= 5
+    assert (status["state"], status["exit_code"]) == ("failed", 2)
+    assert len(losses(tmp_path / "run")) >= 5
     assert (tmp_path / "run" / "checkpoints" / "step-000005").is_dir()
 
 
@@ -221,6 +195,5 @@ def test_overwrite_replaces_the_run_and_keeps_other_files(broken: Path, tmp_path
     words = shlex.split(f"{GOOD} --max_train_step 1 --overwrite".replace("@", f"{broken}/"))
     finished = forked(RECIPE, *words, "--output_dir", tmp_path / "run")
     assert finished.exit_code == 0, finished.output
-    assert (
-        losses(tmp_path / "run") != [2.5] and (tmp_path / "run" / "notes.txt").read_text() == "mine"
-    )
+    assert losses(tmp_path / "run") != [2.5]
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
