@@ -55,6 +55,7 @@ from throughput import SMALL_LLAMA, dense_rows, natural_rows, word_tokenizer  # 
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # noqa: E402
 from torch.nn.utils import clip_grad_norm_  # noqa: E402
+from torchrun_command import torchrun_command  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from llama_ft import data, models, runtime, training  # noqa: E402
@@ -490,16 +491,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="ablation-") as folder:
             write_inputs(Path(folder), kind, asked.model, shape, asked.nproc)
             for method in asked.methods.split(","):
-                command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-                command += [
-                    "--nproc_per_node",
-                    str(asked.nproc),
-                    __file__,
-                    "--inputs",
-                    folder,
-                    "--method",
-                    method,
-                ]
+                command = [*torchrun_command(asked.nproc), __file__, "--inputs", folder]
+                command += ["--method", method]
                 command += ["--device", asked.device, "--precision", asked.precision]
                 command += ["--turns", str(asked.turns), "--steps", str(asked.steps)]
                 subprocess.run(command, check=True, stdin=subprocess.DEVNULL)

@@ -40,6 +40,7 @@ sys.path.insert(0, str(REPOSITORY / "src"))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torchrun_command import torchrun_command  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from llama_ft import models, runtime  # noqa: E402
@@ -303,17 +304,8 @@ def main() -> None:
         return worker(asked)
     with model_folder(asked.folder, asked.layers) as folder:
         for ranks in asked.ranks.split(","):
-            launcher = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc_per_node",
-                ranks,
-            ]
-            subprocess.run(
-                [*launcher, __file__, *sys.argv[1:], "--worker", str(folder.resolve())], check=True
-            )
+            command = [*torchrun_command(int(ranks)), __file__, *sys.argv[1:]]
+            subprocess.run([*command, "--worker", str(folder.resolve())], check=True)
         found = [json.loads(line) for line in (folder / "found.jsonl").read_text().splitlines()]
     lines = []
     for kind in KINDS:

@@ -41,6 +41,7 @@ sys.path.insert(0, str(REPOSITORY / "src"))
 
 import torch  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from torchrun_command import torchrun_command  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 from llama_ft.checkpoint import checkpoint_errors, complete_checkpoints, find_valid  # noqa: E402
@@ -98,14 +99,7 @@ class Launch:
         }
         # peft writes sets into adapter_config.json, in whatever order they have
         known["PYTHONHASHSEED"] = "0"
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            "2",
-        ]
+        command = torchrun_command(2)
         command += [str(REPOSITORY / "recipes" / "finetuning.py"), *FLAGS, *METHODS[method]]
         command += ["--model_name", str(inputs / "model"), "--dataset", str(inputs / "rows.jsonl")]
         self.log = run.with_suffix(".log")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torchrun_command import torchrun_command
 
 BENCHMARKS = Path(__file__).resolve().parent
 SAMPLE_SECONDS = 0.05
@@ -148,14 +149,7 @@ def launch(
     Raises:
         RunFailed: it failed, or took too long.
     """
-    command = [
-        str(python),
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(ranks),
-    ]
+    command = torchrun_command(ranks, python)
     watched = Watched(time.time())
     ended = threading.Event()
     with open(log, "w") as output:

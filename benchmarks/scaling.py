@@ -26,13 +26,13 @@ import math
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from crash import REPOSITORY, write_inputs
+from torchrun_command import torchrun_command
 
 VOCABULARY = 8000
 HEAD_WIDTH = 64
@@ -156,14 +156,7 @@ def measure(folder: Path, case: Case, device: str, precision: str) -> Cost:
         else []
     )
     flags += ["--activation_checkpointing", "full"] if case.recomputes else []
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(case.ranks),
-    ]
+    command = torchrun_command(case.ranks)
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     finished = subprocess.run(
         [*command, str(REPOSITORY / "recipes" / "finetuning.py"), *flags],
