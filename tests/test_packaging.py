@@ -184,16 +184,9 @@ def test_the_demo_of_an_installed_wheel_trains_on_two_ranks(
         "2",
         "--no-python",
     ]
-    few = [
-        "--device",
-        "cpu",
-        "--enable_fsdp",
-        "--max_train_step",
-        "2",
-        "--warmup_steps",
-        "0",
-        "--no_run_validation",
-    ]
+    few = (
+        "--device cpu --enable_fsdp --max_train_step 2 --warmup_steps 0 --no_run_validation"
+    ).split()
     done = run(
         *torchrun,
         installed / "llama-ft",

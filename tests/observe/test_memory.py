@@ -167,15 +167,7 @@ def runs(
     }
     large = save_model(folder / "large", **shape)
     tiny = save_model(folder / "tiny")
-    always = [
-        "--enable_fsdp",
-        "--dataset",
-        str(rows16),
-        "--precision",
-        "fp32",
-        "--save_model",
-        "False",
-    ]
+    always = f"--enable_fsdp --dataset {rows16} --precision fp32 --save_model False".split()
     always += ["--batch_size_training", "1", "--no_plan"]
     always += ["--batching_strategy", "padding"]
     short = [

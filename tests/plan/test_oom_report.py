@@ -116,16 +116,7 @@ def test_a_rank_that_runs_out_of_memory_ends_the_run_with_four_lines(
         "--save_model",
         "False",
     ]
-    flags += [
-        "--device",
-        "cpu",
-        "--precision",
-        "fp32",
-        "--batch_size_training",
-        "16",
-        "--max_train_step",
-        "4",
-    ]
+    flags += "--device cpu --precision fp32 --batch_size_training 16 --max_train_step 4".split()
     # the heap keeps nothing
     limited = {"STEP": "2", "MIB": "4", "LIMITED_RANK": "1", "MALLOC_TOP_PAD_": "0"}
     finished = forked(

@@ -38,28 +38,9 @@ def place(
     save_model(folder / "base", hidden_size=64, intermediate_size=128, tied=True)
     base = ["--model_name", f"{folder}/base"]
     common = ["--dataset", str(rows70), "--validation", "0.3", "--precision", "fp32"]
-    common += [
-        "--device",
-        "cpu",
-        "--max_train_step",
-        "2",
-        "--save_steps",
-        "1",
-        "--eval_steps",
-        "1",
-        "--lr",
-        "1e-2",
-    ]
+    common += "--device cpu --max_train_step 2 --save_steps 1 --eval_steps 1 --lr 1e-2".split()
     common += ["--context_length", "96", "--batch_size_training", "2"]
-    lora = [
-        "--use_peft",
-        "--target_modules",
-        "all-linear",
-        "--quantization",
-        "4bit",
-        "--quant_type",
-        "fp4",
-    ]
+    lora = "--use_peft --target_modules all-linear --quantization 4bit --quant_type fp4".split()
     grown = ["--chat_template", "chatml", "--resize_embeddings", "--output_dir", f"{folder}/grown"]
     flags = [[*base, *common, "--output_dir", f"{folder}/full"]]
     flags += [[*base, *common, *lora, "--output_dir", f"{folder}/lora"], [*base, *common, *grown]]

@@ -60,15 +60,7 @@ def runs(
         "100KB",
         "--max_train_step",
     ]
-    lora = [
-        "--use_peft",
-        "--lora_dropout",
-        "0",
-        "--target_modules",
-        "all-linear",
-        "--quantization",
-        "4bit",
-    ]
+    lora = "--use_peft --lora_dropout 0 --target_modules all-linear --quantization 4bit".split()
     lora += ["--sample_tokens", "4", "--sample_prompts", "Hi"]
     cases = [
         [*full, "1"],

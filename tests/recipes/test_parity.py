@@ -79,13 +79,9 @@ PISSA: dict[str, Any] = {
     "target_modules": "all-linear",
     "init_lora_weights": "pissa",
 }
-FULL = [
-    "--weight_decay",
-    str(WEIGHT_DECAY),
-    "--gradient_clipping",
-    "--gradient_clipping_threshold",
-    "0.5",
-]
+FULL = (
+    f"--weight_decay {WEIGHT_DECAY} --gradient_clipping --gradient_clipping_threshold 0.5"
+).split()
 
 
 @pytest.fixture(scope="module")
@@ -249,12 +245,9 @@ def cases_of(
         """Of 9 packs the last micro-batch has fewer: on 2 ranks at 4 each, or on 4 at 1, one rank
         has its only one."""
         size = GLOBAL_BATCH // world_size // accumulation
-        return [
-            "--batch_size_training",
-            str(size),
-            "--gradient_accumulation_steps",
-            str(accumulation),
-        ]
+        return (
+            f"--batch_size_training {size} --gradient_accumulation_steps {accumulation}"
+        ).split()
 
     lora = ["--use_peft", "--from_peft_checkpoint", str(lora_start)]
     wide_lora = ["--use_peft", "--from_peft_checkpoint", str(wide_lora_start), "--quantization"]
@@ -382,15 +375,9 @@ def launches(
                     *own,
                 ]
             )
-        shuffled = [
-            "--model_name",
-            str(tiny_model),
-            "--dataset",
-            str(rows70),
-            "--precision",
-            "fp32",
-            "--enable_fsdp",
-        ]
+        shuffled = (
+            f"--model_name {tiny_model} --dataset {rows70} --precision fp32 --enable_fsdp"
+        ).split()
         shuffled += ["--num_epochs", "2", "--lr", str(LEARNING_RATE), "--save_model", "false"]
         # 26 packs, 70 rows
         ways = {"packing": 8, "padding": 16} if world_size != 2 or further else {}

@@ -25,15 +25,9 @@ def test_a_plan_needs_only_config_json(tmp_path: Path) -> None:
         "for 1 million tokens. Cost of these: ",
     ):
         assert said in finished.output
-    lean = [
-        "--use_peft",
-        "--quantization",
-        "4bit",
-        "--activation_checkpointing",
-        "full",
-        "--batch_size_training",
-        "1",
-    ]
+    lean = (
+        "--use_peft --quantization 4bit --activation_checkpointing full --batch_size_training 1"
+    ).split()
     finished = forked(PLAN, *flags, "1MB", *lean, "--enable_fsdp", "False")
     assert finished.exit_code == 4, finished.output
     assert "warning: each of the 64 ranks will hold the whole model" in finished.output
@@ -49,16 +43,9 @@ def test_a_plan_needs_only_config_json(tmp_path: Path) -> None:
 
 
 def test_a_run_plans_its_memory_and_saves_the_plan(tmp_path: Path) -> None:
-    flags = [
-        "--max_train_step",
-        "1",
-        "--warmup_steps",
-        "0",
-        "--run_validation",
-        "False",
-        "--save_model",
-        "False",
-    ]
+    flags = (
+        "--max_train_step 1 --warmup_steps 0 --run_validation False --save_model False"
+    ).split()
     flags += ["--device", "cpu"]
     finished = forked(RECIPE, "--enable_fsdp", *flags, "--output_dir", tmp_path / "run", ranks=2)
     assert finished.exit_code == 0, finished.output

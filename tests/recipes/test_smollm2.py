@@ -44,32 +44,13 @@ def folder(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 4 steps on two ranks, another that resumes it after the second, and what is made of
     the first."""
     folder = tmp_path_factory.mktemp("smollm2")
-    settings = [
-        "--config",
-        f"{REPOSITORY}/configs/quickstart.yaml",
-        "--model_name",
-        str(smollm2),
-        "--enable_fsdp",
-    ]
-    settings += [
-        "--low_cpu_fsdp",
-        "--precision",
-        "fp32",
-        "--context_length",
-        "128",
-        "--batch_size_training",
-        "2",
-    ]
-    settings += [
-        "--max_train_step",
-        "4",
-        "--max_train_time",
-        "none",
-        "--save_steps",
-        "2",
-        "--sample_tokens",
-        "8",
-    ]
+    settings = (
+        f"--config {REPOSITORY}/configs/quickstart.yaml --model_name {smollm2} --enable_fsdp"
+    ).split()
+    settings += (
+        "--low_cpu_fsdp --precision fp32 --context_length 128 --batch_size_training 2".split()
+    )
+    settings += "--max_train_step 4 --max_train_time none --save_steps 2 --sample_tokens 8".split()
     flags = [[*settings, "--output_dir", f"{folder}/run"]]
     flags.append(
         [
