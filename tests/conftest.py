@@ -92,9 +92,24 @@ def metrics(output_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def series(output_dir: Path, key: str) -> list[float]:
+    """Every value of a key in metrics.jsonl, in order."""
+    return [line[key] for line in metrics(output_dir) if key in line]
+
+
 def losses(output_dir: Path) -> list[float]:
     """Training losses of a run, step by step."""
-    return [line["train/loss"] for line in metrics(output_dir) if "train/loss" in line]
+    return series(output_dir, "train/loss")
+
+
+def reproducible_metrics(output_dir: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what depends on the machine and the moment."""
+    lines = metrics(output_dir)
+    for line in lines:
+        for key in [*line]:
+            if key.startswith(("perf/", "memory/")):
+                del line[key]
+    return lines
 
 
 def load_script(file: Path) -> ModuleType:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ANSWERS, QUESTIONS, REPOSITORY, metrics, run_cases, write_jsonl
+from conftest import ANSWERS, QUESTIONS, REPOSITORY, run_cases, series, write_jsonl
 from plain_losses import load_model, loss_tokens, mean_loss, read_jsonl
 
 CASES = REPOSITORY / "tests" / "evaluate_cases.py"
@@ -180,7 +180,7 @@ def together(place: Path) -> dict[str, Results]:
 
 def own(run: Path) -> list[float]:
     """What a run has logged after 0, 1 and 2 steps."""
-    return [line["eval/loss"] for line in metrics(run) if "eval/loss" in line]
+    return series(run, "eval/loss")
 
 
 def test_the_loss_equals_the_validation_loss_of_the_run_after_the_same_step(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ENVIRONMENT, RECIPE, metrics
+from conftest import ENVIRONMENT, RECIPE, reproducible_metrics
 
 STEPS = 60
 DEADLINE_SECONDS = 120.0
@@ -76,14 +76,6 @@ def rank_process(torchrun: subprocess.Popen[str], rank: int) -> int:
     raise AssertionError(f"no rank {rank}")
 
 
-def facts(run_dir: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what depends on the machine and the moment."""
-    return [
-        {key: value for key, value in line.items() if not key.startswith(("perf/", "memory/"))}
-        for line in metrics(run_dir)
-    ]
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, rows70: Path) -> Path:
     """The run that nothing happens to."""
@@ -120,7 +112,7 @@ def test_a_run_that_is_stopped_and_killed_equals_the_uninterrupted_one(
     output, _ = torchrun.communicate(timeout=DEADLINE_SECONDS)
     assert torchrun.returncode == 0, output
     assert output.count("Resuming from") == 2
-    assert facts(output_dir) == facts(whole)
+    assert reproducible_metrics(output_dir) == reproducible_metrics(whole)
     assert json.loads((output_dir / "status.json").read_text())["state"] == "finished"
     kept = {path.name for path in (output_dir / "checkpoints").glob("step-*")}
     assert kept == {path.name for path in (whole / "checkpoints").glob("step-*")}
@@ -130,7 +122,7 @@ def test_a_run_that_is_stopped_and_killed_equals_the_uninterrupted_one(
 def test_a_restarted_attempt_does_not_overwrite_the_previous_one(
     whole: Path, tiny_model: Path, rows70: Path
 ) -> None:
-    expected = facts(whole)
+    expected = reproducible_metrics(whole)
     torchrun = start(whole, tiny_model, rows70, "--overwrite", restarts=1)
     while len(written(whole)) >= len(expected) and torchrun.poll() is None:
         threading.Event().wait(0.01)  # until the earlier run is gone
@@ -139,4 +131,4 @@ def test_a_restarted_attempt_does_not_overwrite_the_previous_one(
     output, _ = torchrun.communicate(timeout=DEADLINE_SECONDS)
     assert torchrun.returncode == 0, output
     assert output.count("Resuming from") == 1
-    assert facts(whole) == expected
+    assert reproducible_metrics(whole) == expected

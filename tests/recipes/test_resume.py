@@ -6,11 +6,11 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import CASES, RECIPE, REPOSITORY, Finished, losses, metrics
+from conftest import reproducible_metrics as facts
 from forked import forked
 from plain_losses import (
     load_model,
@@ -122,15 +122,6 @@ def launch(folder: Path, cases: list[list[str]], ranks: int) -> Finished:
     file = folder / f"cases{ranks}-{len(cases)}.json"
     file.write_text(json.dumps(cases))
     return forked(CASES, file, ranks=ranks if ranks > 1 else 0, timeout=400)
-
-
-def facts(run_dir: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what depends on the machine and the moment."""
-    timed = ("perf/", "memory/")
-    return [
-        {key: value for key, value in line.items() if not key.startswith(timed)}
-        for line in metrics(run_dir)
-    ]
 
 
 def checkpoint(folder: Path, name: str, step: int) -> str:

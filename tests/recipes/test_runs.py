@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import CASES, RECIPE, Finished, losses, metrics, recipe, write_jsonl, write_rows
+from conftest import (
+    CASES,
+    RECIPE,
+    Finished,
+    losses,
+    metrics,
+    recipe,
+    series,
+    write_jsonl,
+    write_rows,
+)
 from forked import forked
 from plain_losses import load_model, mean_loss, read_jsonl, write_tokenized
 
@@ -133,7 +143,7 @@ def test_another_peft_method_trains_and_plain_peft_loads_it(
         parameter for name, parameter in model.named_parameters() if "hada_w2_b" in name
     ]
     assert len(zero_at_first) == 4 and all(parameter.any() for parameter in zero_at_first)
-    found = [line["eval/loss"] for line in metrics(folder / "loha") if "eval/loss" in line]
+    found = series(folder / "loha", "eval/loss")
     before = mean_loss(load_model(tiny_model), folder / "validation.jsonl")
     assert mean_loss(model, folder / "validation.jsonl") == pytest.approx(found[-1], rel=2e-6)
     assert found[-1] != pytest.approx(before, rel=2e-5)
@@ -327,7 +337,7 @@ def test_max_train_time_ends_a_run_as_its_last_step_would(launch: Finished, fold
 def test_a_continued_adapter_starts_with_the_loss_of_the_first_one(
     launch: Finished, folder: Path
 ) -> None:
-    ended = [line["eval/loss"] for line in metrics(folder / "lora") if "eval/loss" in line][-1]
+    ended = series(folder / "lora", "eval/loss")[-1]
     assert metrics(folder / "continued")[0]["eval/loss"] == pytest.approx(ended, rel=1e-6)
     settings = json.loads((folder / "continued" / "model" / "adapter_config.json").read_text())
     assert settings["r"] == 8 and Path(settings["base_model_name_or_path"]).is_absolute()
@@ -453,7 +463,7 @@ def test_the_embedded_demo_lowers_the_validation_loss(tmp_path: Path) -> None:
     assert finished.exit_code == 0, finished.output
     found = losses(tmp_path / "run")
     assert sum(found[-10:]) / 10 < found[0] * 2 / 3
-    evaluated = [line["eval/loss"] for line in metrics(tmp_path / "run") if "eval/loss" in line]
+    evaluated = series(tmp_path / "run", "eval/loss")
     assert evaluated[-1] < evaluated[0] * 0.75
     assert finished.output.count("question:") == 2
     assert load_model(tmp_path / "run" / "model") is not None

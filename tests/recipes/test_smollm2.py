@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import REPOSITORY, losses, metrics
+from conftest import REPOSITORY, losses, metrics, series
 from forked import forked
 
 from llama_ft.data.smollm2 import FILE, MODULE, PACKAGE, build_smollm2, quickstart_model
@@ -148,7 +148,7 @@ def test_the_evaluation_agrees_with_the_run_and_with_the_harness(
     from lm_eval.tasks import TaskManager
 
     base, tuned = json.loads((folder / "found.json").read_text())["models"]
-    evaluated = [line["eval/loss"] for line in metrics(folder / "run") if "eval/loss" in line]
+    evaluated = series(folder / "run", "eval/loss")
     for model, loss in (base, evaluated[0]), (tuned, evaluated[-1]):
         assert model["held_out"]["loss"] == pytest.approx(loss, abs=1e-3)
     arguments = {"pretrained": str(smollm2), "dtype": "float32", "device": "cpu", "batch_size": 1}
