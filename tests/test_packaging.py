@@ -150,19 +150,17 @@ def test_the_launcher_prints_only_what_the_run_prints(installed: Path, tmp_path:
         assert len(found.stderr.splitlines()) == 1 + ("nproc=" in flags) and printed in found.stderr
 
 
+def files_below(folder: Path) -> set[Path]:
+    return {file.relative_to(folder) for file in folder.rglob("*.*") if file.suffix != ".pyc"}
+
+
 def test_a_wheel_has_the_recipes_the_configs_and_the_licenses(
     installed: Path, checkout: Path
 ) -> None:
     [package] = installed.parent.glob("lib/python3.*/site-packages/llama_ft")
     for folder in ("recipes", "configs"):
-        expected, found = (
-            {
-                file.relative_to(place / folder)
-                for file in (place / folder).rglob("*.*")
-                if file.suffix != ".pyc"
-            }
-            for place in (checkout, package)
-        )
+        expected = files_below(checkout / folder)
+        found = files_below(package / folder)
         assert len(expected) >= len(VERBS)
         assert found == expected
     [licenses] = package.parent.glob("llama_ft-*.dist-info/licenses")

@@ -62,10 +62,13 @@ def offline_records(run_dir: Path) -> Iterator[Record]:
 
 
 def offline_history(run_dir: Path) -> list[dict[str, str]]:
-    records = [record.history for record in offline_records(run_dir) if record.HasField("history")]
-    return [
-        {"/".join(i.nested_key) or i.key: i.value_json for i in record.item} for record in records
-    ]
+    """What was logged, a dictionary per step."""
+    steps = []
+    for record in offline_records(run_dir):
+        if record.HasField("history"):
+            items = record.history.item
+            steps.append({"/".join(item.nested_key) or item.key: item.value_json for item in items})
+    return steps
 
 
 def test_wandb_offline_keeps_everything_but_machine_user_and_code_and_says_how_to_sync(
@@ -97,7 +100,8 @@ def test_wandb_offline_keeps_everything_but_machine_user_and_code_and_says_how_t
     (run_dir,) = (tmp_path / "wandb").glob("offline-run-*")
     assert f"wandb sync {run_dir} uploads this run" in screen.getvalue()
     records = list(offline_records(run_dir))
-    (run, *_) = runs = [record.run for record in records if record.HasField("run")]
+    runs = [record.run for record in records if record.HasField("run")]
+    run = runs[0]
     assert (run.project, run.entity, run.display_name) == ("docstrings", "my-team", "first")
     assert list(run.tags) == ["lora", "8b"]
     assert (run.run_group, run.job_type, run.notes) == ("sweep", "train", "the first of three")
@@ -107,9 +111,9 @@ def test_wandb_offline_keeps_everything_but_machine_user_and_code_and_says_how_t
     assert json.loads(settings["git"])["commit"] == git_commit()
     assert '{"lr":0.001,"num_epochs":2}' in [item.value_json for item in run.config.update]
     history = offline_history(run_dir)
-    assert [float(row["train/loss"]) for row in history] == [6.0, 3.0]
-    assert [float(row["memory/host_peak_bytes/rank1"]) for row in history] == [20.0, 20.0]
-    assert [row["_step"] for row in history] == ["1", "2"]
+    assert [float(line["train/loss"]) for line in history] == [6.0, 3.0]
+    assert [float(line["memory/host_peak_bytes/rank1"]) for line in history] == [20.0, 20.0]
+    assert [line["_step"] for line in history] == ["1", "2"]
 
     (model,) = [record.artifact for record in records if record.HasField("artifact")]
     assert (model.type, set(model.aliases)) == ("model", {"latest", "step-2", "best"})
@@ -117,6 +121,7 @@ def test_wandb_offline_keeps_everything_but_machine_user_and_code_and_says_how_t
 
     assert {(run.host, run.git.remote_url, run.git.commit) for run in runs} == {("", "", "")}
     kept = next(run_dir.glob("*.wandb")).read_bytes()
+    # of the machine, the user and the code
     for path in (sys.executable, sys.argv[0], __file__):
         assert path.encode() not in kept
     assert not [path for path in (run_dir / "files").rglob("*") if path.is_file()]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import ANSWERS, QUESTIONS, REPOSITORY, run_cases, series, write_jsonl
-from plain_losses import load_model, loss_tokens, mean_loss, read_jsonl
+from plain_losses import load_model, loss_tokens, mean_loss, read_jsonl, write_tokenized
 
 CASES = REPOSITORY / "tests" / "evaluate_cases.py"
 Results = dict[str, dict[str, Any]]  # name of a model -> what was found
@@ -24,8 +24,11 @@ def evaluated(folder: Path, cases: dict[str, list[str]], ranks: int = 0) -> dict
         for name, case in cases.items()
     ]
     run_cases(folder, flags, ranks, script=CASES)
-    found = {name: json.loads((folder / f"{name}.json").read_text())["models"] for name in cases}
-    return {name: {model["name"]: model for model in models} for name, models in found.items()}
+    found = dict[str, Results]()
+    for name in cases:
+        models = json.loads((folder / f"{name}.json").read_text())["models"]
+        found[name] = {model["name"]: model for model in models}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +59,9 @@ def place(
         [*common, *other, "--model_name", f"{folder}/base-alone", "--output_dir", f"{folder}/other"]
     )
     run_cases(folder, flags)
-    rows = [
-        {"input_ids": ids, "labels": [-100, *ids[1 : 4 + n], *ids[4 + n :]]}
-        for n, ids in enumerate(token_rows())
-    ]
-    write_jsonl(folder / "tokens.jsonl", rows)
+    write_tokenized(folder / "tokens.jsonl", [6 + 5 * n for n in range(5)], seed=0)
     write_tasks(folder)
     return folder
-
-
-def token_rows() -> list[list[int]]:
-    return [[(7 * n + 3 * k) % 290 + 5 for k in range(6 + 5 * n)] for n in range(5)]
 
 
 def greedy(folder: Path, questions: list[str]) -> list[str]:

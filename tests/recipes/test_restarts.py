@@ -22,27 +22,11 @@ def start(
     output_dir: Path, model: Path, rows: Path, *more: str, restarts: int = 0
 ) -> subprocess.Popen[str]:
     """The recipe on 2 ranks, running."""
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        "--max_restarts",
-        str(restarts),
-    ]
+    launcher = f"-m torch.distributed.run --standalone --nproc_per_node 2 --max_restarts {restarts}"
     settings = "--precision fp32 --batch_size_training 2 --num_epochs 9 --eval_steps 7 --save_steps 5 --keep_last 2"
     settings += f" --enable_fsdp --use_peft --lora_dropout 0.2 --validation 0.1 --lr 1e-3 --max_train_step {STEPS}"
-    flags = [
-        "--model_name",
-        str(model),
-        "--dataset",
-        str(rows),
-        "--output_dir",
-        str(output_dir),
-        *settings.split(),
-    ]
-    command = [sys.executable, *launcher, str(RECIPE), *flags, *more]
+    settings += f" --model_name {model} --dataset {rows} --output_dir {output_dir}"
+    command = [sys.executable, *launcher.split(), str(RECIPE), *settings.split(), *more]
     environment = {**os.environ, **ENVIRONMENT}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
@@ -61,7 +45,8 @@ def written(output_dir: Path) -> list[dict[str, Any]]:
     """The whole lines of metrics.jsonl so far."""
     file = output_dir / "metrics.jsonl"
     text = file.read_text() if file.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    complete = text[: text.rfind("\n") + 1]
+    return [json.loads(line) for line in complete.splitlines()]
 
 
 def rank_process(torchrun: subprocess.Popen[str], rank: int) -> int:
