@@ -55,6 +55,7 @@ from throughput import SMALL_LLAMA, dense_rows, natural_rows, word_tokenizer  # 
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # noqa: E402
 from torch.nn.utils import clip_grad_norm_  # noqa: E402
+from torchrun_command import torchrun_command  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from llama_ft import data, models, runtime, training  # noqa: E402
@@ -64,7 +65,10 @@ from llama_ft.models.built import Unit  # noqa: E402
 from llama_ft.phases import NULL_MONITOR  # noqa: E402
 from llama_ft.runtime import Ranks  # noqa: E402
 
-LENGTH, LORA_RANK, LR, GIB = 512, 16, 1e-4, 2**30
+LENGTH = 512
+LORA_RANK = 16
+LR = 1e-4
+GIB = 2**30
 PARTS = ("loss", "packing", "lora", "sharding", "late", "compile")
 Feed = Iterator[tuple[list[data.Batch], int]]
 
@@ -138,7 +142,9 @@ class Row:
     """
 
     def __init__(self, name: str, feed: Feed, off: set[str]) -> None:
-        self.name, self.feed, self.off = name, feed, off
+        self.name = name
+        self.feed = feed
+        self.off = off
         self.losses: list[float] = []
         self.rates: list[float] = []
         self.peak_bytes = 0
@@ -187,7 +193,9 @@ class Loop(Row):
             fully_shard(layer, mesh=job.mesh, mp_policy=policy)
         fully_shard(model, mesh=job.mesh, mp_policy=policy)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.model, self.trained, self.device = model, trained, job.device
+        self.model = model
+        self.trained = trained
+        self.device = job.device
         self.optimizer = torch.optim.AdamW(trained, lr=LR, fused=True)
         model.train()
 
@@ -214,7 +222,8 @@ class Recipe(Row):
         self, name: str, feed: Feed, off: set[str], config: Config, folder: Path, job: Ranks
     ) -> None:
         super().__init__(name, feed, off)
-        self.config, self.job = config, job
+        self.config = config
+        self.job = job
         model_config = models.load_model_config(folder, False)
         with switched_off(off):
             request = models.ModelRequest(config, folder, model_config)
@@ -368,7 +377,8 @@ def makers(asked: argparse.Namespace, job: Ranks) -> list[Callable[[], Row]]:
 
 def measure(asked: argparse.Namespace, job: Ranks) -> list[Row]:
     """Build, warm up and time all rows of a table."""
-    build, rows = makers(asked, job), list[Row]()
+    build = makers(asked, job)
+    rows = list[Row]()
     is_alternating = job.device.type == "cpu"
     for group in [build] if is_alternating else [[one] for one in build]:
         here = [make() for make in group]
@@ -483,16 +493,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="ablation-") as folder:
             write_inputs(Path(folder), kind, asked.model, shape, asked.nproc)
             for method in asked.methods.split(","):
-                command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-                command += [
-                    "--nproc_per_node",
-                    str(asked.nproc),
-                    __file__,
-                    "--inputs",
-                    folder,
-                    "--method",
-                    method,
-                ]
+                command = [*torchrun_command(asked.nproc), __file__, "--inputs", folder]
+                command += ["--method", method]
                 command += ["--device", asked.device, "--precision", asked.precision]
                 command += ["--turns", str(asked.turns), "--steps", str(asked.steps)]
                 subprocess.run(command, check=True, stdin=subprocess.DEVNULL)

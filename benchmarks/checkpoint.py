@@ -40,6 +40,7 @@ sys.path.insert(0, str(REPOSITORY / "src"))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torchrun_command import torchrun_command  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from llama_ft import models, runtime  # noqa: E402
@@ -61,7 +62,8 @@ class Trainee:
     """A model that is trained on one batch, over and over."""
 
     def __init__(self, folder: Path, kind: str, tokens: int, job: Ranks) -> None:
-        precision, peft = runtime.PRECISIONS["fp32"], KINDS[kind]
+        precision = runtime.PRECISIONS["fp32"]
+        peft = KINDS[kind]
         self.job = job
         model_config = models.load_model_config(folder, False)
         settings = ModelConfig(model_name=str(folder))
@@ -136,7 +138,9 @@ def measure_save(
     writer = CheckpointWriter(folder, CheckpointConfig(save_async=way == "async"), about, job)
     timings: Round = {}
     stall = slowest(lambda: writer.save(number, trainee.model, trainee.optimizer, {}), job)
-    resumed, steps, complete = time.perf_counter(), 0, way == "sync"
+    resumed = time.perf_counter()
+    steps = 0
+    complete = way == "sync"
     while not complete:
         trainee.step()
         steps += 1
@@ -243,11 +247,10 @@ def row(kind: str, ranks: int, way: str, rounds: list[Round]) -> tuple[str, ...]
     def quicker(each: Round) -> float:
         return min(each["write"], each["torch.save"])
 
-    stall, total = (
-        median(lambda each: each[f"{way} stall"]),
-        median(lambda each: each[f"{way} total"]),
-    )
-    read, resume = median(lambda each: each["read"]), median(lambda each: each["resume"])
+    stall = median(lambda each: each[f"{way} stall"])
+    total = median(lambda each: each[f"{way} total"])
+    read = median(lambda each: each["read"])
+    resume = median(lambda each: each["resume"])
     late = [
         # sync: all of it is
         *(["stall"] if way == "async" and stall > 1.5 * median(copy) + 0.05 else []),
@@ -262,7 +265,8 @@ def row(kind: str, ranks: int, way: str, rounds: list[Round]) -> tuple[str, ...]
     ]  # type: ignore[misc]
     line += [f"{total:.2f}", f"{median(lambda each: each[f'{way} total'] / quicker(each)):.2f}"]
     line += [f"{read:.3f}", f"{resume:.3f}"] if way == "sync" else ["", ""]
-    step, slowed = median(lambda each: each["usual step"]), ""
+    step = median(lambda each: each["usual step"])
+    slowed = ""
     if total > step:  # else it is all chance
         slowed = f"{median(lambda each: each['async lost'] / each['async total']):.0%}"
     return (
@@ -300,17 +304,8 @@ def main() -> None:
         return worker(asked)
     with model_folder(asked.folder, asked.layers) as folder:
         for ranks in asked.ranks.split(","):
-            launcher = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc_per_node",
-                ranks,
-            ]
-            subprocess.run(
-                [*launcher, __file__, *sys.argv[1:], "--worker", str(folder.resolve())], check=True
-            )
+            command = [*torchrun_command(int(ranks)), __file__, *sys.argv[1:]]
+            subprocess.run([*command, "--worker", str(folder.resolve())], check=True)
         found = [json.loads(line) for line in (folder / "found.jsonl").read_text().splitlines()]
     lines = []
     for kind in KINDS:

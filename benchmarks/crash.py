@@ -41,6 +41,7 @@ sys.path.insert(0, str(REPOSITORY / "src"))
 
 import torch  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from torchrun_command import torchrun_command  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 from llama_ft.checkpoint import checkpoint_errors, complete_checkpoints, find_valid  # noqa: E402
@@ -98,14 +99,7 @@ class Launch:
         }
         # peft writes sets into adapter_config.json, in whatever order they have
         known["PYTHONHASHSEED"] = "0"
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            "2",
-        ]
+        command = torchrun_command(2)
         command += [str(REPOSITORY / "recipes" / "finetuning.py"), *FLAGS, *METHODS[method]]
         command += ["--model_name", str(inputs / "model"), "--dataset", str(inputs / "rows.jsonl")]
         self.log = run.with_suffix(".log")
@@ -180,7 +174,8 @@ def reaches(
     launch: Launch, moment: str, run: Path, startup_seconds: float, chance: random.Random
 ) -> bool:
     """Wait for a random moment of that kind; False if the launch ended before."""
-    folder, delay = run / "checkpoints", chance.random()
+    folder = run / "checkpoints"
+    delay = chance.random()
     if moment == "loading":
         wanted = time.monotonic() + delay * startup_seconds
         return wait_for(launch, lambda: time.monotonic() > wanted)
@@ -190,7 +185,8 @@ def reaches(
     if moment == "result":
         shutil.rmtree(run / "model", ignore_errors=True)
         return wait_for(launch, (run / "model").exists) and pause(delay * 0.05)
-    seen, wanted_saves = set(folder.glob(".writing-*")), chance.randint(1, 4)
+    seen = set(folder.glob(".writing-*"))
+    wanted_saves = chance.randint(1, 4)
 
     def has_begun() -> bool:
         seen.update(folder.glob(".writing-*"))
@@ -222,7 +218,8 @@ def count_lines(run: Path) -> int:
 def differences(run: Path, reference: Path) -> list[str]:
     """What a finished run has otherwise than the one that was never stopped."""
     found = []
-    lines, expected = read_metrics(run), read_metrics(reference)
+    lines = read_metrics(run)
+    expected = read_metrics(reference)
     steps = [line["step"] for line in lines]
     if len(set(steps)) != len(steps):
         found.append(f"metrics.jsonl: steps are there more than once: {steps}")
@@ -293,7 +290,8 @@ def flip_bits(run: Path, flips: int, chance: random.Random) -> list[str]:
     for number in range(flips):
         file = chance.choice(kinds[number % len(kinds)])
         valid = file.read_bytes()
-        place, bit = chance.randrange(len(valid)), chance.randrange(8)
+        place = chance.randrange(len(valid))
+        bit = chance.randrange(8)
         if number % 2 and file.suffix == ".safetensors":
             place = chance.randrange(8 + int.from_bytes(valid[:8], "little"))  # in its header
         file.write_bytes(valid[:place] + bytes([valid[place] ^ 1 << bit]) + valid[place + 1 :])
@@ -311,7 +309,8 @@ def flip_bits(run: Path, flips: int, chance: random.Random) -> list[str]:
 def reference_run(inputs: Path, method: str) -> tuple[Path, float]:
     """A run that nobody disturbs, and the seconds until it logs its first line."""
     run = inputs / f"{method}-uninterrupted"
-    started, launch = time.monotonic(), Launch(inputs, run, method)
+    started = time.monotonic()
+    launch = Launch(inputs, run, method)
     wait_for(launch, lambda: count_lines(run) > 0)
     startup = time.monotonic() - started
     if launch.process.wait():
@@ -324,8 +323,12 @@ class Crashes:
     report."""
 
     def __init__(self, inputs: Path, kills: int, seed: int) -> None:
-        self.inputs, self.wanted, self.chance = inputs, kills, random.Random(seed)
-        self.kills, self.longest_end, self.counts = 0, 0.0, Counter[str]()
+        self.inputs = inputs
+        self.wanted = kills
+        self.chance = random.Random(seed)
+        self.kills = 0
+        self.longest_end = 0.0
+        self.counts = Counter[str]()
 
     def finish_run(self, run: Path, method: str, startup_seconds: float) -> list[str]:
         """Kill and resume until it is done; returns what is wrong."""
@@ -378,13 +381,15 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--folder", help="for the runs; a temporary one by default")
     asked = parser.parse_args()
-    methods, runs = asked.methods.split(","), 0
+    methods = asked.methods.split(",")
+    runs = 0
     inputs = Path(tempfile.mkdtemp(prefix="crash-", dir=asked.folder))
     write_inputs(inputs)
     references: dict[str, tuple[Path, float]] = {}
     crashes = Crashes(inputs, asked.kills, asked.seed)
     while crashes.kills < crashes.wanted:
-        method, run = methods[runs % len(methods)], inputs / f"run-{runs}"
+        method = methods[runs % len(methods)]
+        run = inputs / f"run-{runs}"
         if method not in references:
             references[method] = reference_run(inputs, method)
             if missed := flip_bits(references[method][0], asked.flips, random.Random(asked.seed)):

@@ -100,7 +100,8 @@ def tokenize(
         )
         seconds = time.perf_counter() - started
         processes = config.tokenize_processes or cores()
-        train, name = rows.report.train, "demo" if config.dataset == "demo" else "generated"
+        train = rows.report.train
+        name = "demo" if config.dataset == "demo" else "generated"
         counts = f"{train.samples:,} | {train.tokens:,} | {processes} | {seconds:.1f} s"
         print(
             f"| {name} | {counts} | {train.samples / seconds:,.0f} | {train.tokens / seconds:,.0f} |",
@@ -179,7 +180,8 @@ def speed(rows: data.TokenizedData, folder: Path, job: Ranks, turns: int) -> Non
     padding = BatchLayout(world_size=1, rank=0, micro_batch=rows_a_pack)
     ways = {"packing": packing, "padding": padding, "dense mask": packing}
     rates: dict[str, list[float]] = {way: [] for way in ways}
-    waited, stepped = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
+    waited = dict.fromkeys(ways, 0.0)
+    stepped = dict.fromkeys(ways, 0.0)
     built = {way: build(folder, job, way == "packing") for way in ways}
     with contextlib.ExitStack() as stack:
         feeds: dict[str, Iterator[StepBatches]] = {}
@@ -260,7 +262,8 @@ def main() -> None:
             file = generated(Path(folder) / "rows.jsonl", asked.rows)
             with Peak() as peak:
                 many, _ = tokenize(DataConfig(dataset=str(file)), tokenizer, MICRO_BATCH_TOKENS)
-                lengths, started = data.example_lengths(many.train), time.perf_counter()
+                lengths = data.example_lengths(many.train)
+                started = time.perf_counter()
                 packs, _ = pack_samples(lengths, MICRO_BATCH_TOKENS)
                 seconds = time.perf_counter() - started
             print(f" {peak.bytes / GIB:.2f} GiB, packed into {len(packs):,} in {seconds:.1f} s |")

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from golden_inputs import write_inputs
+from torchrun_command import torchrun_command
 
 # Processes are forks of one that has imported these; importing them takes each 5 to 8 s of a core.
 IMPORTED = [
@@ -386,9 +387,7 @@ def cost(checkouts: list[Path], inputs: Path, folder: Path, turns: int) -> None:
 
 def launch(checkout: Path, inputs: Path, flags: str, ranks: int) -> None:
     """Run the recipe of a checkout in new processes."""
-    command = [sys.executable]
-    if ranks:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    command = torchrun_command(ranks) if ranks else [sys.executable]
     command += [str(checkout / "recipes" / "finetuning.py"), *flags.split()]
     variables = {
         "PYTHONPATH": str(checkout / "src"),

@@ -6,7 +6,6 @@ import math
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from gpu_bench import (
     left_out,
 )
 from gpu_models import DEVICE, SHALLOW, THREE_B, TINY, make_model, make_samples
+from torchrun_command import torchrun_command
 
 PADDING = ["--batching_strategy", "padding"]
 SELECTIVE = ["--activation_checkpointing", "selective"]
@@ -336,9 +336,8 @@ def _save_costs(bench: Bench, name: str) -> Iterator[Row]:
 def ends(bench: Bench) -> Iterator[Row]:
     """How a run under torchrun ends: by itself, by a mistake, by a loss that is not a number, by
     signals."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     script = str(RECIPES / "finetuning.py")
-    command = [*launcher, "--nproc_per_node", "1", script, *bench.tiny()]
+    command = [*torchrun_command(1), script, *bench.tiny()]
     command += ["--device", DEVICE, "--enable_fsdp"]
     endless = ["--num_epochs", "100000", "--save_steps", "1000000"]
     for name, flags, expected in (

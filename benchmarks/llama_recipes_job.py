@@ -63,7 +63,8 @@ def main(job: dict[str, Any]) -> None:
     torch.utils.data.DistributedSampler = RowsInOrder  # type: ignore[misc]
     from llama_cookbook.finetuning import main as finetune
 
-    ends, losses = list[float](), list[float]()
+    ends = list[float]()
+    losses = list[float]()
 
     def step_done(*_: Any) -> None:
         if torch.cuda.is_available():
@@ -81,7 +82,8 @@ def main(job: dict[str, Any]) -> None:
     register_optimizer_step_post_hook(step_done)
     torch.nn.modules.module.register_module_forward_hook(seen)
     finetune(**flags_of(job))
-    ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    ranks = int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
     mean = torch.tensor(losses[: len(ends)], device=job["device"])
     if dist.is_initialized():
         dist.all_reduce(mean)

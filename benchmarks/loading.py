@@ -192,7 +192,8 @@ def measure(case: Case, folder: Path, device: Device, result: Result) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     context = multiprocessing.get_context("forkserver")
-    pipes, processes = [], []
+    pipes = []
+    processes = []
     for rank in range(case.ranks):
         ours, theirs = context.Pipe()
         process = context.Process(

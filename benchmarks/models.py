@@ -59,17 +59,17 @@ from llama_ft.plan.flags import read_plan_flags  # noqa: E402
 
 DECODERS: dict[str, str] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MULTIMODAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-LAYERS, LENGTHS = 4, (40, 33, 24, 17)  # tokens of the samples; windows and chunks are of 16
+# tokens of the samples; windows and chunks are of 16
+LAYERS = 4
+LENGTHS = (40, 33, 24, 17)
 SMALL_MODELS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 SMALL = {name: size for size, names in SMALL_MODELS["sizes"].items() for name in names.split()}
 FLAGS = (
     "--no_plan --device cpu --precision fp32 --optimizer SGD --momentum 0 --weight_decay 0 --lr 0.01 --num_epochs 1 "
     "--max_train_step 1 --context_length 128 --sample_tokens 0 --save_steps 0 --dataset samples.jsonl"
 ).split()
-PADDED, PACKED = (
-    "--batching_strategy padding --batch_size_training".split(),
-    "--batch_size_training 1".split(),
-)
+PADDED = "--batching_strategy padding --batch_size_training".split()
+PACKED = "--batch_size_training 1".split()
 LORA = "--use_peft --target_modules all-linear --peft.r 4 --lora_dropout 0".split()
 COLUMNS: dict[str, list[str]] = {  # those that do not say pack if `packing` is right, else they pad
     "full": [*PADDED, "4"],
@@ -412,7 +412,8 @@ def forked(
 ) -> tuple[dict[str, Any] | None, str]:
     """What `call` returns in a process of its own, or on rank 0 of some; None and the output if it
     does not return."""
-    answer, output = work / "answer.json", work / "output.txt"
+    answer = work / "answer.json"
+    output = work / "output.txt"
     answer.unlink(missing_ok=True)
     sys.stdout.flush()
     with socket.socket() as taken:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torchrun_command import torchrun_command
 
 BENCHMARKS = Path(__file__).resolve().parent
 SAMPLE_SECONDS = 0.05
@@ -91,7 +92,8 @@ def make_environment(peer: Peer, cache: Path) -> Path:
     """
     name = hashlib.sha256(" ".join(peer.requirements).encode()).hexdigest()[:8]
     folder = cache / "benchmarks" / f"{peer.title}-{name}"
-    python, finished = folder / "bin" / "python", folder / "finished"
+    python = folder / "bin" / "python"
+    finished = folder / "finished"
     if not finished.exists():
         print(f"{peer.title}: making its environment in {folder}", file=sys.stderr)
         for command in (
@@ -147,15 +149,9 @@ def launch(
     Raises:
         RunFailed: it failed, or took too long.
     """
-    command = [
-        str(python),
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(ranks),
-    ]
-    watched, ended = Watched(time.time()), threading.Event()
+    command = torchrun_command(ranks, python)
+    watched = Watched(time.time())
+    ended = threading.Event()
     with open(log, "w") as output:
         process = subprocess.Popen(
             [*command, str(script), *arguments],

@@ -33,6 +33,7 @@ import torch  # noqa: E402
 from plan_job import compile_counter  # noqa: E402
 from tokenizers import Tokenizer, pre_tokenizers  # noqa: E402
 from tokenizers.models import BPE  # noqa: E402
+from torchrun_command import torchrun_command  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 from llama_ft.config import load  # noqa: E402
@@ -171,20 +172,16 @@ def measure(cases: list[Case], folder: Path, device: str, dump: bool) -> None:
     """Run the cases; one launch for each number of ranks."""
     for ranks in sorted({case.ranks for case in cases}):
         job = write_job([case for case in cases if case.ranks == ranks], folder, device, dump)
-        launcher = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            str(ranks),
-        ]
         environment = {
             **os.environ,
             "PYTHONPATH": str(REPOSITORY / "src"),
             "LLAMA_FT_CACHE": str(folder / "cache"),
         }
-        command = [*launcher, str(REPOSITORY / "benchmarks" / "plan_job.py"), str(job)]
+        command = [
+            *torchrun_command(ranks),
+            str(REPOSITORY / "benchmarks" / "plan_job.py"),
+            str(job),
+        ]
         print(f"measuring on {ranks} ranks", file=sys.stderr)
         with open(folder / f"output-{ranks}.txt", "w") as output:
             ended = subprocess.run(
@@ -211,7 +208,9 @@ class Line:
     """A case, what was predicted of it, and what each rank held: the most in every phase."""
 
     def __init__(self, case: Case, plan: Plan, ranks: list[dict[str, Any]]) -> None:
-        self.case, self.plan, self.ranks = case, plan, ranks
+        self.case = case
+        self.plan = plan
+        self.ranks = ranks
         if (left := max(rank["baseline_bytes"] for rank in ranks)) > LEFT_BYTES:
             raise SystemExit(f"{case.name}: {left} bytes of the run before it were still there")
         self.by_rank = [

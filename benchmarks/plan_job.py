@@ -68,7 +68,8 @@ class HostBytes:
         """From now on `listener` hears of every allocation and release: (order, address, bytes or
         0)."""
         kind = ctypes.CFUNCTYPE(None, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)
-        former, self._callback = self._callback, kind(listener) if listener else kind()
+        former = self._callback
+        self._callback = kind(listener) if listener else kind()
         self._library.tensor_bytes_tell(self._callback)
         del former
 
@@ -104,14 +105,20 @@ class Phases:
         self.peaks: dict[str, dict[int, int]] = {}
         # with a dump: which phase began after which allocation
         self.marks: list[tuple[str, int]] = []
-        self.phase, self.step, self.baseline = "", 0, 0
+        self.phase = ""
+        self.step = 0
+        self.baseline = 0
         # with a dump: of allocations, so far and when the model was begun
         self.order = self.first_order = 0
 
     def begin(self) -> None:
         self.counter.reset()
-        self.peaks, self.marks, self.phase, self.step = {}, [], "load", 0
-        self.baseline, self.first_order = self.counter.now(), self.order
+        self.peaks = {}
+        self.marks = []
+        self.phase = "load"
+        self.step = 0
+        self.baseline = self.counter.now()
+        self.first_order = self.order
 
     def note(self) -> None:
         """Of the phase at work, what its peak is so far."""
@@ -128,11 +135,9 @@ class Phases:
 
 def watch_recipe(finetuning: Any, phases: Phases) -> None:
     """From now on every run's phases are marked where the recipe tells its own watch of them."""
-    build_model, check_rows, enter = (
-        finetuning.build_model,
-        training.check_packing,
-        observe.MemoryMonitor.enter,
-    )
+    build_model = finetuning.build_model
+    check_rows = training.check_packing
+    enter = observe.MemoryMonitor.enter
 
     def building(*given: Any, **named: Any) -> Any:
         phases.begin()
@@ -147,7 +152,8 @@ def watch_recipe(finetuning: Any, phases: Phases) -> None:
         phases.enter(phase)
         enter(watch, phase)
 
-    finetuning.build_model, training.check_packing = building, checking
+    finetuning.build_model = building
+    training.check_packing = checking
     observe.MemoryMonitor.enter = entering  # type: ignore[method-assign, assignment]
 
 
@@ -176,7 +182,9 @@ class Dump:
 
     def _replay(self) -> Iterator[tuple[int, str, int, dict[int, tuple[int, str]]]]:
         """Order, phase, bytes and what is alive (address -> bytes, place) after every event."""
-        marks, phase, total = list(self._phases.marks), "load", 0
+        marks = list(self._phases.marks)
+        phase = "load"
+        total = 0
         alive = dict[int, tuple[int, str]]()
         for order, address, nbytes, place in sorted(self._events):
             if order <= self._phases.first_order:
@@ -203,7 +211,8 @@ def _by_place(tensors: dict[int, tuple[int, str]]) -> list[dict[str, Any]]:
 
 def _place() -> str:
     """The innermost frames, and the node of autograd at work in this thread."""
-    frames, frame = list[str](), sys._getframe().f_back
+    frames = list[str]()
+    frame = sys._getframe().f_back
     while frame is not None and len(frames) < FRAMES:
         if frame.f_code.co_filename != __file__:
             frames.append(_frame_text(frame))

@@ -31,7 +31,10 @@ from transformers import AutoTokenizer  # noqa: E402
 from llama_ft.data import Encoder, build_demo, cache_dir, two_examples  # noqa: E402
 from llama_ft.data.batches import BatchLayout, BatchSampler  # noqa: E402
 
-STEPS, GLOBAL_BATCH, LENGTH, SEED = 10, 4, 512, 42
+STEPS = 10
+GLOBAL_BATCH = 4
+LENGTH = 512
+SEED = 42
 RATES = {"full": 1e-3, "lora": 3e-3}
 LORA = [
     "--use_peft",
@@ -102,7 +105,8 @@ def pairs() -> list[Row]:
     samples = [sample for sample in map(json.loads, lines) if 20 < len(sample["output"]) < 80]
     rows = []
     for number in range(STEPS * GLOBAL_BATCH):
-        own, other = samples[number * 7], samples[number * 7 + 3]
+        own = samples[number * 7]
+        other = samples[number * 7 + 3]
         question = "\n".join(own[name] for name in ("instruction", "input") if own.get(name))
         rows.append(
             {
@@ -174,8 +178,11 @@ class Bench:
     """
 
     def __init__(self, folder: Path, python: Path) -> None:
-        self.folder, self.python, self.model = folder, python, build_demo(cache_dir()).model_dir
-        rows, tokenizer = pairs(), AutoTokenizer.from_pretrained(self.model)
+        self.folder = folder
+        self.python = python
+        self.model = build_demo(cache_dir()).model_dir
+        rows = pairs()
+        tokenizer = AutoTokenizer.from_pretrained(self.model)
         samples, with_others = completions(rows)
         self.rows = {"ours": write(folder / "pairs.jsonl", rows)}
         self.rows["trl"] = write(
@@ -237,7 +244,8 @@ class Bench:
         ]
         flags += ["--gradient_clipping", "--no_plan"]
         environment = {"PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1"}
-        recipe, log = REPOSITORY / "recipes" / "finetuning.py", Path(f"{output}.txt")
+        recipe = REPOSITORY / "recipes" / "finetuning.py"
+        log = Path(f"{output}.txt")
         launch(Path(sys.executable), recipe, list(map(str, flags)), 1, log, SECONDS, environment)
         records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
         logged = [record for record in records if "train/loss" in record]
@@ -270,7 +278,9 @@ class Bench:
         }
         (output / "job.json").write_text(json.dumps(job))
         environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        script, arguments, log = PEERS["trl"].job, [str(output / "job.json")], output / "log.txt"
+        script = PEERS["trl"].job
+        arguments = [str(output / "job.json")]
+        log = output / "log.txt"
         launch(self.python, script, arguments, 1, log, SECONDS, environment)
         return list(json.loads((output / "rank-0.json").read_text())["logs"])
 
@@ -318,7 +328,8 @@ def main() -> None:
     asked = parser.parse_args()
     python = asked.trl_python or make_environment(PEERS["trl"], cache_dir())
     folder = Path(tempfile.mkdtemp(prefix="preferences-", dir=asked.folder))
-    bench, worst = Bench(folder, python), 0.0
+    bench = Bench(folder, python)
+    worst = 0.0
     for name in asked.only.split(","):
         for method in (each for each in asked.methods.split(",") if each in CASES[name].methods):
             run = folder / f"{name.replace(' ', '-')}-{method}"

@@ -26,16 +26,18 @@ import math
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from crash import REPOSITORY, write_inputs
+from torchrun_command import torchrun_command
 
-VOCABULARY, HEAD_WIDTH = 8000, 64
-KIB, GIB = 2**10, 2**30
+VOCABULARY = 8000
+HEAD_WIDTH = 64
+KIB = 2**10
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -154,14 +156,7 @@ def measure(folder: Path, case: Case, device: str, precision: str) -> Cost:
         else []
     )
     flags += ["--activation_checkpointing", "full"] if case.recomputes else []
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(case.ranks),
-    ]
+    command = torchrun_command(case.ranks)
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     finished = subprocess.run(
         [*command, str(REPOSITORY / "recipes" / "finetuning.py"), *flags],
@@ -231,7 +226,8 @@ def table(
         )
     if len(costs) < 2:
         return
-    work, seconds = [case.flops for case in cases.values()], [cost.seconds for cost in costs]
+    work = [case.flops for case in cases.values()]
+    seconds = [cost.seconds for cost in costs]
     line = statistics.linear_regression(amounts, [cost.peak_bytes for cost in costs])
     print(
         f"\nseconds ~ FLOPs^{exponent(work, seconds):.2f}, between the last two "
@@ -284,7 +280,8 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--folder", help="for models, rows and runs; a temporary one by default")
     asked = parser.parse_args()
-    wanted, base = asked.tables.split(","), Case(width=asked.width, steps=asked.steps)
+    wanted = asked.tables.split(",")
+    base = Case(width=asked.width, steps=asked.steps)
     with tempfile.TemporaryDirectory(prefix="scaling-", dir=asked.folder) as name:
         folder = Path(name)
         write_inputs(folder)

@@ -31,7 +31,9 @@ RECIPES = ("finetuning", "plan", "export", "report")
 FLAGS = "--device cpu --batch_size_training 1 --context_length 128 --max_train_step 1".split()
 METHODS = {"full": ["--precision", "fp32"], "LoRA": ["--precision", "fp32", "--use_peft"]}
 FIRST_STEP = "step 1/1 "
-MOST_IMPORTS, MORE_SECONDS, HELP_SECONDS = 1.5, 3.0, 2.0
+MOST_IMPORTS = 1.5
+MORE_SECONDS = 3.0
+HELP_SECONDS = 2.0
 
 
 @dataclass
@@ -51,7 +53,8 @@ class Timings:
 
 def timed(command: list[str], environment: dict[str, str], into: Timings) -> None:
     """Run a command once."""
-    before, started = os.times(), time.perf_counter()
+    before = os.times()
+    started = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, *command],
         stdin=subprocess.DEVNULL,

@@ -62,8 +62,11 @@ from llama_ft.data import build_demo, cache_dir  # noqa: E402
 from llama_ft.data.batches import BatchLayout, BatchSampler  # noqa: E402
 
 MIB = 2**20
-LR, LORA_RANK, SEED = 1e-4, 16, 42
-CHECKED_STEPS, CHECKED_ROWS = 2, 64
+LR = 1e-4
+LORA_RANK = 16
+SEED = 42
+CHECKED_STEPS = 2
+CHECKED_ROWS = 64
 # Relative: bf16 has 8 bits, and accelerate's FSDP2 returns the model's outputs, log-probabilities,
 # in it.
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 6e-3}
@@ -213,7 +216,10 @@ class Bench:
     def __init__(
         self, asked: argparse.Namespace, device: str, folder: Path, pythons: dict[str, Path]
     ) -> None:
-        self.asked, self.device, self.folder, self.pythons = asked, device, folder, pythons
+        self.asked = asked
+        self.device = device
+        self.folder = folder
+        self.pythons = pythons
         self.launches = 0
 
     def precision(self, case: Case) -> str:
@@ -293,12 +299,11 @@ class Bench:
             "PYTHONPATH": str(REPOSITORY / "src"),
             "LLAMA_FT_CACHE": str(self.folder / "cache"),
         }
-        script, arguments = (
-            REPOSITORY / "recipes" / "finetuning.py",
-            [*map(str, flags), *self.asked.ours.split()],
-        )
+        script = REPOSITORY / "recipes" / "finetuning.py"
+        arguments = [*map(str, flags), *self.asked.ours.split()]
         arguments += ["--output_dir", str(output / "run")]
-        python, log = Path(sys.executable), output / "log.txt"
+        python = Path(sys.executable)
+        log = output / "log.txt"
         watched = launch(
             python, script, arguments, self.asked.nproc, log, seconds, environment, look
         )
@@ -358,8 +363,10 @@ class Bench:
             environment["OMP_NUM_THREADS"] = str(
                 max(1, len(os.sched_getaffinity(0)) // self.asked.nproc)
             )
-        script, arguments = PEERS[who.trainer].job, [str(output / "job.json")]
-        python, log = self.pythons[who.trainer], output / "log.txt"
+        script = PEERS[who.trainer].job
+        arguments = [str(output / "job.json")]
+        python = self.pythons[who.trainer]
+        log = output / "log.txt"
         watched = launch(python, script, arguments, self.asked.nproc, log, seconds, environment)
         ranks = [
             json.loads((output / f"rank-{rank}.json").read_text())
@@ -494,7 +501,8 @@ def dense_pairs(vocabulary: int, length: int, count: int) -> list[dict[str, str]
     def words(number: int) -> str:
         return "".join(f" t{int((vocabulary - 3) * chance.random() ** 3)}" for _ in range(number))
 
-    prompt, response = length // 2, length - length // 2 - 1
+    prompt = length // 2
+    response = length - length // 2 - 1
     return [
         {"prompt": words(prompt), "chosen": words(response), "rejected": words(response)}
         for _ in range(count)
@@ -552,7 +560,8 @@ def choose_ways(bench: Bench, case: Case, ours: Run) -> tuple[dict[Contender, Ru
     Raises:
         SystemExit: losses do not agree.
     """
-    chosen, lines = dict[Contender, Run](), list[str]()
+    chosen = dict[Contender, Run]()
+    lines = list[str]()
     for name in bench.pythons:
         for layout in case.layouts:
             peer = PEERS[name]
@@ -615,7 +624,8 @@ def measure(bench: Bench, case: Case) -> tuple[dict[Contender, list[Run]], list[
     checked = bench.run(case, OURS, CHECKED_STEPS, check=True)
     chosen, lines = choose_ways(bench, case, checked)
     runs: dict[Contender, list[Run]] = {who: [] for who in (OURS, *chosen)}
-    warmup, steps = bench.asked.warmup, bench.asked.warmup + bench.asked.steps
+    warmup = bench.asked.warmup
+    steps = bench.asked.warmup + bench.asked.steps
     slow = {
         who: run
         for who, run in chosen.items()
@@ -792,16 +802,16 @@ def main() -> None:
         raise SystemExit(
             f"--only {','.join(unknown)}: there are {', '.join(case.name for case in CASES[device])}"
         )
-    pythons, about, has_pairs = (
-        find_pythons(asked),
-        describe_machine(asked, device),
-        asked.objective == "dpo",
-    )
+    pythons = find_pythons(asked)
+    about = describe_machine(asked, device)
+    has_pairs = asked.objective == "dpo"
     if asked.folder:
         asked.folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="throughput-", dir=asked.folder))
     bench = Bench(asked, device, folder, pythons)
-    lines, notes, found = list[list[str]](), list[str](), dict[str, Any]()
+    lines = list[list[str]]()
+    notes = list[str]()
+    found = dict[str, Any]()
     try:
         for case in (
             case

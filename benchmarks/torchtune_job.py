@@ -138,10 +138,8 @@ def main(job: dict[str, Any]) -> None:
     config = configuration(job)
     full = job["method"] == "full"
     if job["device"] == "cpu":  # it refuses to read a GPU's memory there, and reads it all the same
-        training.get_memory_stats, training.log_memory_stats = (
-            (lambda device: {}),
-            (lambda *_, **__: None),
-        )
+        training.get_memory_stats = lambda device: {}
+        training.log_memory_stats = lambda *_, **__: None
         training.cleanup_before_training = lambda: None
     # The recipes are scripts next to the package and cannot be imported from it.
     script = (
@@ -162,7 +160,8 @@ def main(job: dict[str, Any]) -> None:
     losses = list[torch.Tensor]()
     recipe._loss_fn.register_forward_hook(lambda _, __, loss: losses.append(loss.detach().float()))
     recipe.train()
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+    ranks = dist.get_world_size()
+    rank = dist.get_rank()
     log = recipe._metric_logger if rank == 0 else StepLog()
     tokens = job["length"] * job["micro_batch"] * ranks
     mean = torch.stack(losses)

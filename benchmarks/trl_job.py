@@ -42,7 +42,8 @@ LAYER_POLICY = "TRANSFORMER_BASED_WRAP"
 def load_model(job: dict[str, Any]) -> Any:
     """fp32 where it is trained; else as the frozen weights of the other side: bf16, or
     quantized."""
-    bf16, quantized = job["precision"] != "fp32", job["method"] in ("8bit", "nf4")
+    bf16 = job["precision"] != "fp32"
+    quantized = job["method"] in ("8bit", "nf4")
     compute = torch.bfloat16 if bf16 else torch.float32
     settings: dict[str, Any] = {
         "dtype": torch.float32 if job["method"] == "full" or not bf16 else torch.bfloat16
@@ -144,7 +145,8 @@ class Clock(TrainerCallback):
 def untuned_loss(trainer: Any, file: Path) -> float:
     """The mean loss over all target tokens of a file's rows, through this run's own preparation and
     batches; on every rank the same rows."""
-    args, sums = trainer.args, torch.zeros(2, dtype=torch.float64)
+    args = trainer.args
+    sums = torch.zeros(2, dtype=torch.float64)
     rows = trainer._prepare_dataset(
         read(file), trainer.processing_class, args, args.packing, None, "check"
     )
@@ -190,7 +192,8 @@ def what_it_is(model: Any) -> str:
 
 
 def main(job: dict[str, Any]) -> None:
-    peft, model = None, load_model(job)
+    peft = None
+    model = load_model(job)
     if job["adapter"]:
         model = PeftModel.from_pretrained(model, job["adapter"], is_trainable=True)
     elif job["method"] != "full":
@@ -201,7 +204,8 @@ def main(job: dict[str, Any]) -> None:
             target_modules="all-linear",
             task_type="CAUSAL_LM",
         )
-    clock, kind = Clock(job["device"]), TRAINERS[job["trainer"]][0]
+    clock = Clock(job["device"])
+    kind = TRAINERS[job["trainer"]][0]
     if job["way"] == "accelerate" and job["device"] == "cpu":
 
         class Sharded(kind):  # type: ignore[misc, valid-type]

@@ -31,10 +31,8 @@ def save_checkpoint(
     folder = folder / "checkpoints" / f"step-{step:06d}"
     folder.mkdir(parents=True)
     for rank in range(RANKS):
-        own, offsets = (
-            {f"rng.{rank}.cpu": torch.get_rng_state()},
-            {f"rng.{rank}.cpu": {"saved_offsets": [0]}},
-        )
+        own = {f"rng.{rank}.cpu": torch.get_rng_state()}
+        offsets = {f"rng.{rank}.cpu": {"saved_offsets": [0]}}
         for name, tensor in weights.items():
             chunks = tensor.detach().chunk(RANKS)
             if rank < len(chunks):
@@ -43,7 +41,8 @@ def save_checkpoint(
                     f"optimizer.state.{name}.exp_avg": chunks[rank] * 0 + 1,
                 }
                 start = [rank * len(chunks[0]), *(0 for _ in tensor.shape[1:])]
-                own, offsets = own | rows, offsets | dict.fromkeys(rows, {"saved_offsets": start})
+                own = own | rows
+                offsets = offsets | dict.fromkeys(rows, {"saved_offsets": start})
         header = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
         file = folder / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
         save_file({name: t.contiguous() for name, t in own.items()}, file, header)

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 # Before torch is imported: the tests' tensors are tiny, and threads that wait for a busy core spin.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-RECIPE, CASES = REPOSITORY / "recipes" / "finetuning.py", REPOSITORY / "tests" / "run_cases.py"
+RECIPE = REPOSITORY / "recipes" / "finetuning.py"
+CASES = REPOSITORY / "tests" / "run_cases.py"
 QUESTIONS = [
     "What is a shard",
     "Who reads the checkpoint",
@@ -42,7 +43,8 @@ ANSWERS = [
 
 def run(command: list[str], timeout: float = 240, **environment: str) -> Finished:
     """Run a command as a user would, with this checkout's package and one thread a process."""
-    started, variables = time.monotonic(), {**os.environ, **ENVIRONMENT, **environment}
+    started = time.monotonic()
+    variables = {**os.environ, **ENVIRONMENT, **environment}
     streams: Any = {
         "stdin": subprocess.DEVNULL,
         "stdout": subprocess.PIPE,
@@ -90,9 +92,24 @@ def metrics(output_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def series(output_dir: Path, key: str) -> list[float]:
+    """Every value of a key in metrics.jsonl, in order."""
+    return [line[key] for line in metrics(output_dir) if key in line]
+
+
 def losses(output_dir: Path) -> list[float]:
     """Training losses of a run, step by step."""
-    return [line["train/loss"] for line in metrics(output_dir) if "train/loss" in line]
+    return series(output_dir, "train/loss")
+
+
+def reproducible_metrics(output_dir: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what depends on the machine and the moment."""
+    lines = metrics(output_dir)
+    for line in lines:
+        for key in [*line]:
+            if key.startswith(("perf/", "memory/")):
+                del line[key]
+    return lines
 
 
 def load_script(file: Path) -> ModuleType:

@@ -74,31 +74,67 @@ def forked(
         subprocess.TimeoutExpired: with the output so far; nothing is left running.
     """
     started = time.monotonic()
-    start_server()
-    store, place = _meeting(ranks) if ranks else (None, {})
-    words = [str(script), *map(str, arguments)]
     with tempfile.NamedTemporaryFile() as output:
-        processes = []
-        for rank in range(max(1, ranks)):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}
-            variables = {**os.environ, **ENVIRONMENT, **place, **own, **environment}
-            context = multiprocessing.get_context("forkserver")
-            processes.append(
-                context.Process(target=_run_script, args=(words, variables, output.name))
-            )
-            with POLLING:
-                processes[-1].start()
-        exit_code = _wait(processes, started + timeout)
+        running = start_forked(
+            script, *arguments, output=Path(output.name), ranks=ranks, **environment
+        )
+        exit_code = running.wait(started + timeout - time.monotonic())
         text = Path(output.name).read_text(errors="replace")
-    del store
     if exit_code is None:
-        raise subprocess.TimeoutExpired(words, timeout, text)
+        raise subprocess.TimeoutExpired(running.words, timeout, text)
     return Finished(exit_code, text, time.monotonic() - started)
 
 
+@dataclass(frozen=True)
+class Running:
+    """The processes of a script, one per rank."""
+
+    words: list[str]
+    processes: list[ForkServerProcess]
+    store: Any  # where the ranks meet; it must live as long as they do
+
+    def is_alive(self) -> bool:
+        return any(_exit_code(process) is None for process in self.processes)
+
+    def send(self, number: int) -> None:
+        """Send a signal to every rank, as a terminal or a launcher does."""
+        for process in self.processes:
+            if _exit_code(process) is None:
+                assert process.pid is not None
+                os.kill(process.pid, number)
+
+    def wait(self, timeout: float) -> int | None:
+        """Wait for all ranks, and kill them after `timeout` seconds. Return the exit code of the
+        rank that failed first."""
+        return _wait(self.processes, time.monotonic() + timeout)
+
+
+def start_forked(
+    script: Path | str,
+    *arguments: str | Path,
+    output: Path,
+    ranks: int = 0,
+    **environment: str,
+) -> Running:
+    """Start what `forked` runs. stdout and stderr go to the file `output`."""
+    start_server()
+    store, place = _meeting(ranks) if ranks else (None, {})
+    words = [str(script), *map(str, arguments)]
+    output.touch()
+    processes = []
+    for rank in range(max(1, ranks)):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}
+        variables = {**os.environ, **ENVIRONMENT, **place, **own, **environment}
+        context = multiprocessing.get_context("forkserver")
+        process = context.Process(target=_run_script, args=(words, variables, str(output)))
+        processes.append(process)
+        with POLLING:
+            process.start()
+    return Running(words, processes, store)
+
+
 def _meeting(ranks: int) -> tuple[Any, dict[str, str]]:
-    """A store where the ranks meet, and the variables by which torchrun's agent would tell them of
-    it."""
+    """A store where the ranks meet, and the variables by which torchrun's agent would announce it."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -120,7 +156,8 @@ def _run_script(words: list[str], variables: dict[str, str], output: str) -> Non
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     for standard in (1, 2):
         os.dup2(file, standard)
-    sys.argv, sys.path[0] = words, str(Path(words[0]).parent)
+    sys.argv = words
+    sys.path[0] = str(Path(words[0]).parent)
     os.chdir(REPOSITORY)
     runpy.run_path(words[0], run_name="__main__")
 
@@ -137,7 +174,8 @@ def _wait(processes: list[ForkServerProcess], deadline: float) -> int | None:
         connection.wait([process.sentinel for process in running], deadline - time.monotonic())
         codes = [code for process in processes if (code := _exit_code(process))]
         if codes and not failed:
-            failed, deadline = codes[0], min(deadline, time.monotonic() + SECONDS_TO_LEAVE)
+            failed = codes[0]
+            deadline = min(deadline, time.monotonic() + SECONDS_TO_LEAVE)
             for process in running:
                 process.terminate()
     return failed or next((code for process in processes if (code := _exit_code(process))), 0)

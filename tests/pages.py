@@ -26,7 +26,7 @@ from llama_ft.config.settings import settings_of
 from llama_ft.errors import UserError
 from llama_ft.plan.flags import PlanFlags, read_plan_flags
 
-DEMO_RECIPE = REPOSITORY / "configs" / "demo.yaml"
+DEMO_CONFIG = REPOSITORY / "configs" / "demo.yaml"
 FOLDERS = ("recipes/", "src/", "configs/", "docs/", "tests/", "launch/", "benchmarks/", "examples/")
 MINE = Path("configs/mine.yaml")  # the config that the reader of the page below writes
 SCRIPTS = ("finetuning", "plan", "export", "report", "inference", "evaluate")
@@ -38,7 +38,8 @@ OTHERS_FLAGS = re.compile(  # torchrun's, and what stands for any flag
     r"|enable-auto-tool-choice)$"  # vLLM's
     r"|(outfile|outtype|base|lora|jinja|chat-template-file)$"  # llama.cpp's
 )
-CONFIG_PAGE, DATA_PAGE = "docs/getting-started/choose-a-config.md", "docs/guides/data.md"
+CONFIG_PAGE = "docs/getting-started/choose-a-config.md"
+DATA_PAGE = "docs/guides/data.md"
 MISSING = ("no such directory", "no such file", "there is no folder", "no token for")
 ROWS = 400  # a few packs of 4,096 tokens
 
@@ -72,7 +73,8 @@ class Page:
     """A page of the repository, by its path from the root."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.path = name, REPOSITORY / name
+        self.name = name
+        self.path = REPOSITORY / name
         self.text = self.path.read_text()
         self.prose = re.sub(r"^ *```.*?^ *```$", "", self.text, flags=re.MULTILINE | re.DOTALL)
 
@@ -162,9 +164,9 @@ def read_commands(block: str) -> list[Command]:
 def flag_reader(script: str) -> Callable[[list[str]], Any]:
     """What reads a recipe's command line."""
     if script == "finetuning":
-        return lambda words: load(words, DEMO_RECIPE, paths=False)
+        return lambda words: load(words, DEMO_CONFIG, paths=False)
     if script == "plan":
-        return lambda words: read_plan_flags(words, DEMO_RECIPE)
+        return lambda words: read_plan_flags(words, DEMO_CONFIG)
     modules = {"evaluate": "evaluation.flags", "export": "export_flags", "report": "report.run"}
     reader = importlib.import_module(f"llama_ft.{modules.get(script, f'{script}.flags')}")
     return lambda words: getattr(reader, f"read_{script}_flags")(words, "")
@@ -181,7 +183,7 @@ def script_flag_names() -> set[str]:
     return names
 
 
-def flag_mistakes(command: Command) -> list[str]:
+def flag_errors(command: Command) -> list[str]:
     """What a recipe of ours finds wrong in the command, files that an earlier one would write
     aside. Called in a directory made by `lay_out`."""
     if command.words[0] == "make":
@@ -191,10 +193,10 @@ def flag_mistakes(command: Command) -> list[str]:
     if found is None or "--help" in found[1]:
         return []
     script, words = found
-    for recipe in re.findall(r"--config[ =](output/\S+)", " ".join(words)):
+    for config in re.findall(r"--config[ =](output/\S+)", " ".join(words)):
         # as if the run before had written it
-        Path(recipe).parent.mkdir(parents=True, exist_ok=True)
-        Path(recipe).write_text(
+        Path(config).parent.mkdir(parents=True, exist_ok=True)
+        Path(config).write_text(
             "model: {model_name: my_models/Llama-3.1-8B}\ndata: {dataset: my_data.jsonl}\n"
         )
     try:

@@ -13,7 +13,8 @@ from llama_ft.runtime.exit import RunStatus
 
 MARKUP = '<script>alert("x")</script><img src=https://example.com/x.png>'
 SECRET = "hf_" + "kW3xT9" * 5
-LAYERS, MIB = 6, 2**20
+LAYERS = 6
+MIB = 2**20
 ROWS = "https://example.com/rows.jsonl"
 
 

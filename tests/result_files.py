@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-MODEL, ADAPTER = (
-    ("config.json", "model.safetensors"),
-    ("adapter_config.json", "adapter_model.safetensors"),
-)
+MODEL = ("config.json", "model.safetensors")
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def make(folder: Path, *files: str) -> Path:

@@ -1,5 +1,5 @@
-"""configs/: every ready recipe is in the table, its command loads, and its plan is what is said of
-it and fits."""
+"""configs/: every ready config is in the table, its command loads, and its plan has the figures of
+its head comment and fits."""
 
 import dataclasses
 import gc
@@ -23,7 +23,7 @@ FOLDER = REPOSITORY / "configs"
 README = (FOLDER / "README.md").read_text()
 EXAMPLES = REPOSITORY / "examples" / "README.md"
 DEMOS = ("demo", "quickstart")  # they name no hardware
-RECIPES = {file.stem: file for file in sorted(FOLDER.glob("*.yaml")) if file.stem not in DEMOS}
+CONFIG_FILES = {file.stem: file for file in sorted(FOLDER.glob("*.yaml")) if file.stem not in DEMOS}
 # The least that torch sees of a card so called: an L4's or A10G's 21.9 GiB, an A100's or H100's
 # 79.1.
 CARDS = {"4gb": 3.7, "24gb": min(GPUS["l4"], GPUS["rtx4090"]), "80gb": GPUS["h100"]}
@@ -41,7 +41,7 @@ def example_row(file: Path) -> str:
 
 
 class Hardware(NamedTuple):
-    """What a recipe's name ends in: 2x8x80gb are two nodes of eight cards of 80 GB."""
+    """What a config's name ends in: 2x8x80gb are two nodes of eight cards of 80 GB."""
 
     nodes: int
     ranks_of_node: int
@@ -63,8 +63,8 @@ def hardware_of(stem: str) -> Hardware:
 
 
 def head_of(stem: str) -> str:
-    """A recipe's head comment, without its signs."""
-    lines = RECIPES[stem].read_text().partition("\nmodel:")[0].splitlines()
+    """A config's head comment, without its signs."""
+    lines = CONFIG_FILES[stem].read_text().partition("\nmodel:")[0].splitlines()
     return "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines)
 
 
@@ -87,22 +87,22 @@ def planned_of(stem: str) -> tuple[str, tuple[float, ...]]:
 
 
 def rows() -> dict[str, list[str]]:
-    """The tables' rows by recipe."""
+    """The tables' rows by config."""
     found = ROW.findall(README)
     assert all(name + ".yaml" == link for name, link, _ in found)
     assert len({name for name, _, _ in found}) == len(found)
     return {name: [cell.strip() for cell in cells.split("|")] for name, _, cells in found}
 
 
-def test_the_tables_are_of_the_recipes_that_there_are() -> None:
-    assert rows().keys() == RECIPES.keys()
-    assert len(RECIPES) >= 14
+def test_the_tables_list_every_config() -> None:
+    assert rows().keys() == CONFIG_FILES.keys()
+    assert len(CONFIG_FILES) >= 14
     assert all(f"]({name}.yaml)" in README for name in DEMOS)
 
 
-@pytest.mark.parametrize("stem", RECIPES)
-def test_the_table_says_what_the_recipe_sets(stem: str) -> None:
-    config, _ = load([f"--config={RECIPES[stem]}"], paths=False)
+@pytest.mark.parametrize("stem", CONFIG_FILES)
+def test_the_table_has_the_settings_of_the_config(stem: str) -> None:
+    config, _ = load([f"--config={CONFIG_FILES[stem]}"], paths=False)
     method, context_length, planned, tokens = rows()[stem][-4:]
     bits = config.quantization.mode
     assert ("LoRA" in method) == config.peft.use_peft
@@ -112,7 +112,8 @@ def test_the_table_says_what_the_recipe_sets(stem: str) -> None:
     assert stem.split("_")[-2] == (
         bits if bits != "none" else "lora" if config.peft.use_peft else "full"
     )
-    train, length = config.train, config.data.context_length
+    train = config.train
+    length = config.data.context_length
     assert length is not None and context_length == f"{length:,}"
     step = (
         train.batch_size_training
@@ -147,7 +148,7 @@ def test_an_example_loads_and_is_in_their_table(file: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", sorted(EXAMPLES.parent.glob("*.yaml")), ids=lambda file: file.stem)
-def test_the_plan_of_an_example_is_what_their_table_says(
+def test_the_plan_of_an_example_has_the_figure_of_the_table(
     file: Path, finetuning: ModuleType, tmp_path: Path
 ) -> None:
     config, _ = load([f"--config={file}"], paths=False)
@@ -157,9 +158,10 @@ def test_the_plan_of_an_example_is_what_their_table_says(
     assert plan.device_bytes / 2**30 == pytest.approx(float(planned), abs=0.051)
 
 
-@pytest.mark.parametrize("stem", RECIPES)
-def test_the_commands_load_and_start_the_ranks_that_the_hardware_has(stem: str) -> None:
-    command, hardware = command_of(stem), hardware_of(stem)
+@pytest.mark.parametrize("stem", CONFIG_FILES)
+def test_the_commands_load_and_start_one_rank_per_gpu(stem: str) -> None:
+    command = command_of(stem)
+    hardware = hardware_of(stem)
     script = command.index("recipes/finetuning.py")
     config, _ = load(command[script + 1 :], paths=False)
     assert config.data.dataset == "my_data.jsonl"
@@ -176,7 +178,7 @@ def test_the_commands_load_and_start_the_ranks_that_the_hardware_has(stem: str) 
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_shapes_are_those_of_the_models_on_the_hub(name: str, tmp_path: Path) -> None:
+def test_model_shapes_have_the_parameter_counts_of_the_hub(name: str, tmp_path: Path) -> None:
     from llama_ft.models import build_on_meta, load_model_config
 
     skeleton = build_on_meta(
@@ -194,12 +196,15 @@ def request_for(config: Config, hardware: Hardware, folder: Path) -> PlanRequest
 
 @pytest.mark.parametrize(
     "stem",
-    [pytest.param(it, marks=[] if it in PLANNED_ALWAYS else pytest.mark.slow) for it in RECIPES],
+    [
+        pytest.param(stem, marks=[] if stem in PLANNED_ALWAYS else pytest.mark.slow)
+        for stem in CONFIG_FILES
+    ],
 )
-def test_the_plan_is_what_the_head_says_and_fits(
+def test_the_plan_has_the_figures_of_the_head_comment_and_fits(
     stem: str, finetuning: ModuleType, tmp_path: Path
 ) -> None:
-    config, _ = load([f"--config={RECIPES[stem]}"], paths=False)
+    config, _ = load([f"--config={CONFIG_FILES[stem]}"], paths=False)
     hardware = hardware_of(stem)
     plan = predict(
         request_for(config, hardware, tmp_path / "model"), finetuning.build_model, quick=True

@@ -19,7 +19,7 @@ from pages import (
     DATA_PAGE,
     Command,
     Page,
-    flag_mistakes,
+    flag_errors,
     lay_out,
     read_commands,
     run_commands,
@@ -48,7 +48,7 @@ SECONDS_A_COMMAND = 180  # of a machine whose cores are busy
 LONGEST_SENTENCE = 30  # words
 # Words that once made sentences hard to read; CONTRIBUTING.md has the rules.
 NOT_PLAIN = re.compile(r"\b(anew|beside|mend|is told|a line says|goes on)\b", re.IGNORECASE)
-EXAMPLE_OF_MISTAKES = "$ python recipes/finetuning.py "
+EXAMPLE_OF_ERRORS = "$ python recipes/finetuning.py "
 
 
 def to_run(page: Page) -> list[Command]:
@@ -81,7 +81,7 @@ def laid_out(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.parametrize("page", [*PAGES, README], ids=[*NAMES, "README.md"])
-def test_what_a_page_names_is_there(page: Page) -> None:
+def test_files_and_flags_named_on_a_page_exist(page: Page) -> None:
     assert not page.missing_files()
     assert not page.unknown_flags()
 
@@ -92,9 +92,7 @@ def test_flags_of_every_command_load(
 ) -> None:
     monkeypatch.chdir(laid_out)
     wrong = {
-        command.text: mistakes
-        for command in page.commands()
-        if (mistakes := flag_mistakes(command))
+        command.text: errors for command in page.commands() if (errors := flag_errors(command))
     }
     assert not wrong
 
@@ -106,7 +104,8 @@ def test_flags_of_every_command_load(
 def test_commands_of_a_page_work(
     page: Page, save_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    commands, copy = to_run(page), lay_out(tmp_path / "copy", save_model)
+    commands = to_run(page)
+    copy = lay_out(tmp_path / "copy", save_model)
     finished = run_commands(commands, copy, SECONDS_A_COMMAND * len(commands))
     assert finished.exit_code == 0, finished.output
     assert not not_printed(page, finished.output)
@@ -158,10 +157,11 @@ for in_pieces in (True, False):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "formula"), [(0, "smoothing"), (1, "z-loss")])
-def test_the_changed_losses_are_what_their_formulas_say(
+def test_the_losses_of_the_tutorial_match_their_formulas(
     number: int, formula: str, save_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    page, copy = Page("docs/development/add-a-loss.md"), lay_out(tmp_path / "copy", save_model)
+    page = Page("docs/development/add-a-loss.md")
+    copy = lay_out(tmp_path / "copy", save_model)
     (copy / "check.py").write_text(CHECK_LOSS)
     (copy / "change.diff").write_text(page.blocks("diff")[number])
     place = "my_models/Llama-3.1-8B"
@@ -217,7 +217,9 @@ def test_pages_link_within_the_documentation_alone() -> None:
 def test_sentences_are_short_and_plain(page: Page) -> None:
     is_generated = page.text.startswith("<!-- Written by")
     long = [
-        it for it in page.sentences() if len(it.split()) > LONGEST_SENTENCE and not is_generated
+        sentence
+        for sentence in page.sentences()
+        if len(sentence.split()) > LONGEST_SENTENCE and not is_generated
     ]
     assert not long
     assert not NOT_PLAIN.findall(page.prose)
@@ -254,23 +256,23 @@ def test_the_readme_is_short_and_begins_with_the_two_commands() -> None:
     assert "QLoRA" in README.text
 
 
-def test_the_generated_pages_are_what_the_code_says() -> None:
+def test_the_generated_pages_are_current() -> None:
     sys.path.insert(0, str(REPOSITORY / "docs"))
     import generate
 
     assert not generate.stale()
 
 
-def test_the_mistakes_shown_are_what_is_printed(
+def test_the_error_messages_in_the_readme_are_those_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    [shown] = [block for block in README.blocks("text") if block.startswith(EXAMPLE_OF_MISTAKES)]
+    [shown] = [block for block in README.blocks("text") if block.startswith(EXAMPLE_OF_ERRORS)]
     command, _, printed = shown.partition("\n")
     Path("configs").mkdir()
     Path("configs/bad.yaml").write_text("train:\n  learning_rate: 1e-4\n  num_epochs: 0\n")
     with pytest.raises(UserError) as refusal:
-        load(shlex.split(command.removeprefix(EXAMPLE_OF_MISTAKES)), paths=False)
+        load(shlex.split(command.removeprefix(EXAMPLE_OF_ERRORS)), paths=False)
     assert str(refusal.value) == printed.rstrip("\n")
 
 
@@ -301,7 +303,7 @@ def test_the_custom_dataset_works(
 @pytest.mark.parametrize(
     "row", [row for block in Page(DATA_PAGE).blocks("json") for row in block.splitlines()]
 )
-def test_every_row_shown_can_be_trained_on(
+def test_every_sample_shown_can_be_trained_on(
     row: str, save_tokenizer: Callable[..., Path], tmp_path: Path
 ) -> None:
     path = tmp_path / "rows.jsonl"
@@ -322,7 +324,7 @@ def test_every_folder_of_the_package_is_described() -> None:
     assert described == folders
 
 
-def test_the_metrics_named_are_those_that_are_written() -> None:
+def test_the_metrics_page_lists_the_metrics_that_are_written() -> None:
     table = (
         Page("docs/reference/metrics.md")
         .text.partition("| key in `metrics.jsonl`")[2]
@@ -336,7 +338,7 @@ def test_the_metrics_named_are_those_that_are_written() -> None:
     assert set(re.findall(r'"((?:train|eval|perf|memory)/\w+)"', code)) <= set(keys)
 
 
-def test_what_a_run_directory_holds_is_described() -> None:
+def test_the_run_directory_page_lists_every_entry() -> None:
     table = Page("docs/reference/run-directory.md").text
     described = {name.partition("/")[0] for name in re.findall(r"`([\w.-]+/?[\w./-]*)`", table)}
     assert set(RUN_ENTRIES) <= described
@@ -352,7 +354,7 @@ def words_of_script(command: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_torchrun_hands_every_flag_on(name: str) -> None:
+def test_torchrun_passes_every_flag_to_the_script(name: str) -> None:
     flag = SETTINGS[name].flag
     assert words_of_script(f"torchrun --nproc_per_node 2 recipes/finetuning.py {flag} 1") == [
         flag,
@@ -363,7 +365,7 @@ def test_torchrun_hands_every_flag_on(name: str) -> None:
     ]
 
 
-def test_torchrun_takes_the_commands_of_the_help_and_of_the_recipes() -> None:
+def test_torchrun_accepts_the_commands_of_the_help_and_of_the_configs() -> None:
     texts = [help_text("", script="recipes/finetuning.py").replace("[flags]", "")]
     for file in REPOSITORY.glob("configs/*.yaml"):
         texts.append(file.read_text().replace("\\\n#", " ").replace("\n#", "\n"))

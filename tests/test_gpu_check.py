@@ -20,7 +20,7 @@ def run_check(output: Path, seconds: float, *flags: str) -> tuple[Finished, list
     """The finished command, and the lines of gpu_check.jsonl."""
     directories = ["--output", str(output / "results"), "--scratch", str(output / "scratch")]
     limits = ["--seconds", str(seconds)]
-    finished = forked(SCRIPT, *flags, *limits, *directories, timeout=seconds + 60)
+    finished = forked(SCRIPT, *flags, *limits, *directories, timeout=seconds + 200)
     lines = (output / "results" / "gpu_check.jsonl").read_text().splitlines()
     return finished, [json.loads(line) for line in lines]
 
@@ -34,7 +34,7 @@ def check(parts: str, output: Path, seconds: float) -> list[dict[str, str]]:
     return rows
 
 
-def test_kernels_and_shards_hold_on_the_cpu(tmp_path: Path) -> None:
+def test_kernel_and_sharding_checks_pass_on_the_cpu(tmp_path: Path) -> None:
     rows = check("start,attention,quantized,sharded", tmp_path, 200)
     found = {row["claim"]: row["found"] for row in rows}
     assert {
@@ -42,22 +42,22 @@ def test_kernels_and_shards_hold_on_the_cpu(tmp_path: Path) -> None:
     } == {"equal"}
 
 
-def test_a_command_ends_in_time_and_says_what_was_left_out(tmp_path: Path) -> None:
+def test_a_command_ends_in_time_and_lists_skipped_cases(tmp_path: Path) -> None:
     started = time.monotonic()
     finished, rows = run_check(tmp_path, 5, "--command", "3")
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 150
     assert finished.exit_code == 0, finished.output
     assert "left out: resume all of it, ends all of it, oom all of it" in finished.output
     assert {row["ok"] for row in rows} == {None}
 
 
 def test_an_unknown_part_is_a_user_error(tmp_path: Path) -> None:
-    finished = forked(SCRIPT, "--only", "waits,speed", "--output", str(tmp_path), timeout=60)
+    finished = forked(SCRIPT, "--only", "waits,speed", "--output", str(tmp_path))
     assert finished.exit_code == 2
     assert "--only speed: expected some of start, attention" in finished.output
 
 
-def test_a_computation_that_fails_is_a_line_and_the_others_still_run(tmp_path: Path) -> None:
+def test_a_failed_computation_is_recorded_and_the_others_still_run(tmp_path: Path) -> None:
     sys.path.insert(0, str(SCRIPT.parent))
     from gpu_bench import Bench  # type: ignore[import-not-found]
 
@@ -72,7 +72,7 @@ def test_a_computation_that_fails_is_a_line_and_the_others_still_run(tmp_path: P
     assert "Traceback" in (tmp_path / "results" / "failed.log").read_text()
 
 
-def test_a_command_that_is_ended_ends_the_processes_that_it_has_started(tmp_path: Path) -> None:
+def test_a_terminated_command_ends_the_processes_that_it_started(tmp_path: Path) -> None:
     directories = ["--output", str(tmp_path / "results"), "--scratch", str(tmp_path / "scratch")]
     command = [sys.executable, str(SCRIPT), "--only", "ends", "--seconds", "200", *directories]
     environment = {**os.environ, **ENVIRONMENT}
@@ -83,14 +83,14 @@ def test_a_command_that_is_ended_ends_the_processes_that_it_has_started(tmp_path
         time.sleep(0.1)
         started = psutil.Process(process.pid).children(recursive=True)
     process.terminate()
-    assert process.wait(30) == 143
-    _, alive = psutil.wait_procs(started, timeout=10)
+    assert process.wait(60) == 143
+    _, alive = psutil.wait_procs(started, timeout=60)
     assert len(started) >= 2
     assert not alive
 
 
 @pytest.mark.slow
-def test_every_part_that_runs_a_recipe_holds_on_the_cpu(tmp_path: Path) -> None:
+def test_every_part_that_runs_a_recipe_passes_on_the_cpu(tmp_path: Path) -> None:
     found = {row["claim"]: row["found"] for row in check(RUNS_THE_RECIPES, tmp_path, 1800)}
     assert found.keys() >= {
         "SIGTERM",
@@ -108,7 +108,7 @@ def test_every_part_that_runs_a_recipe_holds_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_failed_and_slow_cases_are_lines_and_the_others_still_run(tmp_path: Path) -> None:
+def test_failed_and_slow_cases_are_recorded_and_the_others_still_run(tmp_path: Path) -> None:
     """SGD's update asks on the host whether the step has failed."""
     sys.path.insert(0, str(SCRIPT.parent))
     from gpu_bench import Bench  # type: ignore[import-not-found]

@@ -21,7 +21,8 @@ from torch.distributed.run import get_args_parser
 from llama_ft.config import load
 
 LAUNCH = REPOSITORY / "launch"
-RUN, KEEP = LAUNCH / "run.sh", LAUNCH / "skypilot" / "keep.sh"
+RUN = LAUNCH / "run.sh"
+KEEP = LAUNCH / "skypilot" / "keep.sh"
 SBATCH = LAUNCH / "slurm" / "finetune.sbatch"
 SCRIPTS = sorted([*LAUNCH.rglob("*.sh"), SBATCH])
 SKYPILOT = yaml.safe_load((LAUNCH / "skypilot" / "finetune.yaml").read_text())
@@ -77,7 +78,7 @@ def test_shellcheck_finds_nothing_in_the_scripts(script: Path) -> None:
 
 
 @pytest.mark.parametrize("where", COMMANDS)
-def test_torchrun_and_the_recipe_know_every_flag_and_the_run_is_resumed(
+def test_torchrun_and_the_recipe_accept_every_flag_and_the_run_is_resumed(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
@@ -106,7 +107,7 @@ def status(state: str, exit_code: int | None, step: int = 1) -> str:
 
 ATTEMPTS = {
     "finished": (f"{status('finished', 0)}", 0),
-    "a mistake in a setting": (f"{status('failed', 2)}; exit 1", 2),
+    "a user error in a setting": (f"{status('failed', 2)}; exit 1", 2),
     "stopped by --stop_after": (f"mkdir -p checkpoints/step-000020; {status('stopped', 0)}", 138),
     "a rank was lost after a checkpoint": (
         f"mkdir -p checkpoints/step-000020; {status('failed', 1)}; exit 1",
@@ -123,7 +124,7 @@ ATTEMPTS = {
 
 
 @pytest.mark.parametrize("end", ATTEMPTS)
-def test_the_exit_code_says_whether_to_start_again(end: str, tmp_path: Path) -> None:
+def test_the_exit_code_decides_whether_to_restart(end: str, tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-000010").mkdir(parents=True)
     # an earlier attempt's
     subprocess.run(["bash", "-c", status("stopped", 0)], cwd=tmp_path, check=True)
@@ -136,14 +137,16 @@ def signalled(number: int, command: str, folder: Path) -> tuple[int, float]:
     """Exit code of launch/run.sh that gets a signal when its command has written `begun`, and how
     long it took then."""
     process = subprocess.Popen([RUN, folder, "bash", "-c", command], cwd=folder)
+    deadline = time.monotonic() + 60
     while not (folder / "begun").exists():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     sent = time.monotonic()
     process.send_signal(number)
     return process.wait(60), time.monotonic() - sent
 
 
-def test_a_signal_is_passed_on_and_waited_for(tmp_path: Path) -> None:
+def test_a_signal_is_forwarded_and_the_command_awaited(tmp_path: Path) -> None:
     command = (
         "trap 'sleep 0.5; touch saved; exit 1' TERM; touch begun; while true; do sleep 0.05; done"
     )
@@ -154,14 +157,16 @@ def test_a_signal_is_passed_on_and_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "expected"), [("mkdir -p checkpoints/step-000001; ", 138), ("", 1)]
 )
-def test_when_time_is_up_a_checkpoint_decides(command: str, expected: int, tmp_path: Path) -> None:
+def test_at_the_time_limit_a_checkpoint_decides_whether_to_restart(
+    command: str, expected: int, tmp_path: Path
+) -> None:
     exit_code, seconds = signalled(signal.SIGUSR1, f"{command}touch begun; exec sleep 20", tmp_path)
     assert exit_code == expected
     assert seconds < 10
 
 
 @pytest.mark.slow
-def test_a_real_run_is_stopped_goes_on_and_ends(
+def test_a_real_run_is_stopped_resumed_and_finished(
     save_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"
@@ -183,8 +188,10 @@ def test_a_real_run_is_stopped_goes_on_and_ends(
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
 
 
-def test_what_is_kept_of_a_lost_machine_is_enough_to_go_on(tmp_path: Path) -> None:
-    first, kept, second = tmp_path / "first", tmp_path / "kept", tmp_path / "second"
+def test_the_files_kept_of_a_lost_machine_are_enough_to_resume(tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    kept = tmp_path / "kept"
+    second = tmp_path / "second"
     lines = f"mkdir -p {first}/checkpoints/step-000010 && cd {first} && echo 1 > checkpoints/step-000010/trainer.json"
     lines += "; echo 1 > metrics.jsonl; mkdir -p checkpoints/.step-000020; sleep 3; mkdir checkpoints/step-000020"
     lines += "; rm -r checkpoints/step-000010; exit 138"
@@ -199,8 +206,10 @@ def test_what_is_kept_of_a_lost_machine_is_enough_to_go_on(tmp_path: Path) -> No
     assert (second / "metrics.jsonl").read_text() == "1\n"
 
 
-def test_a_model_is_copied_to_a_node_once_and_in_whole(tmp_path: Path) -> None:
-    script, model, disk = LAUNCH / "slurm" / "copy_to_node.sh", tmp_path / "m", tmp_path / "disk"
+def test_a_model_is_copied_to_a_node_once_and_completely(tmp_path: Path) -> None:
+    script = LAUNCH / "slurm" / "copy_to_node.sh"
+    model = tmp_path / "m"
+    disk = tmp_path / "disk"
     model.mkdir()
     (model / "config.json").write_text("{}")
     (disk / "m.part").mkdir(parents=True)  # of a copy that was cut off

@@ -83,7 +83,7 @@ def test_secrets_are_masked(text: str, masked: str) -> None:
         "user@host: me@example.com",
     ],
 )
-def test_what_is_no_secret_stays(text: str) -> None:
+def test_text_without_secrets_is_not_masked(text: str) -> None:
     assert mask_secrets(text) == text
 
 
@@ -123,7 +123,7 @@ def test_what_is_no_secret_stays(text: str) -> None:
         "://a@",
     ],
 )
-def test_time_is_linear_in_the_length(part: str) -> None:
+def test_masking_time_is_linear_in_the_length(part: str) -> None:
     text = part * (65_536 // len(part))
     start = time.process_time()
     for function in (mask_secrets, mask_keys, is_url_with_secret):

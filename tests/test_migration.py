@@ -92,7 +92,9 @@ def value_of(text: str) -> object:
 
 @each_page
 def test_a_page_names_only_settings_and_values_that_exist_with_their_defaults(page: str) -> None:
-    for entry, default in [it for row in table(page) for it in row.here]:
+    for entry, default in [
+        entry_and_default for row in table(page) for entry_and_default in row.here
+    ]:
         flag, _, value = entry.removeprefix("--").partition(" ")
         assert (setting := known(flag)) is not None, entry
         assert not convert({setting.name: value or setting.default}, {})[1], entry
@@ -100,8 +102,12 @@ def test_a_page_names_only_settings_and_values_that_exist_with_their_defaults(pa
 
 
 @pytest.mark.parametrize("config", LLAMA_RECIPES)
-def test_every_field_of_llama_recipes_is_accepted_or_refused_with_what_to_use(config: str) -> None:
-    told = {name: default for row in table(LLAMA_RECIPES_PAGE) for name, default in row.theirs}
+def test_every_field_of_llama_recipes_is_accepted_or_rejected_with_a_replacement(
+    config: str,
+) -> None:
+    defaults_on_page = {
+        name: default for row in table(LLAMA_RECIPES_PAGE) for name, default in row.theirs
+    }
     for field in LLAMA_RECIPES[config].split():
         name, _, default = field.partition("=")
         for flag in (
@@ -111,24 +117,26 @@ def test_every_field_of_llama_recipes_is_accepted_or_refused_with_what_to_use(co
             assert known(flag) or re.search("llama-recipes|docs/migrate", explain_unknown(flag)), (
                 flag
             )
-        told_as = next((form for form in (f"{config}.{name}", name) if form in told), None)
-        if told_as is None:
+        name_on_page = next(
+            (form for form in (f"{config}.{name}", name) if form in defaults_on_page), None
+        )
+        if name_on_page is None:
             assert (
                 config.endswith("_dataset") and f"`{config}.`" in Page(LLAMA_RECIPES_PAGE).text
             ), f"{config}.{name}"
         elif default:
-            assert told[told_as] == default, f"{config}.{name}"
+            assert defaults_on_page[name_on_page] == default, f"{config}.{name}"
 
 
 @each_page
-def test_a_page_has_their_command_and_the_same_here(page: str) -> None:
+def test_a_page_has_the_other_command_and_its_equivalent(page: str) -> None:
     shown = Page(page)
     assert re.search(r"^```(shell|yaml)$", shown.text, re.MULTILINE) is not None
     [ours] = [found[1] for command in shown.commands() if (found := command.script())]
     assert load(ours, paths=False)[0].peft.use_peft
 
 
-def test_names_of_other_frameworks_are_answered_with_flags_and_values_that_exist() -> None:
+def test_names_of_other_frameworks_map_to_existing_flags_and_values() -> None:
     page = "docs/migrate/other-frameworks.md"
     names = {
         name for row in table(page) for entry, _ in row.theirs for name in re.findall(r"\w+", entry)

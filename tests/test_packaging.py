@@ -28,7 +28,8 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """A command without this session's PYTHONPATH: only what is installed can be imported."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command, variables = [str(word) for word in words], {**inherited, **environment}
+    command = [str(word) for word in words]
+    variables = {**inherited, **environment}
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=cwd, env=variables, timeout=300
     )
@@ -116,37 +117,41 @@ def metadata(installed: Path) -> Distribution:
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize(("flag", "exit_code"), [("--help", 0), ("--no_such_flag=1", 2)])
-def test_a_command_answers_before_torch_is_imported(
+def test_a_command_answers_without_importing_torch(
     verb: str, flag: str, exit_code: int, tmp_path: Path, installed: Path
 ) -> None:
     found = run(
         installed / "llama-ft", verb, flag, cwd=tmp_path, check=False, PYTHONPROFILEIMPORTTIME="1"
     )
     imports = [line for line in found.stderr.splitlines() if line.startswith("import time:")]
-    told = "\n".join(
+    printed = "\n".join(
         line for line in found.stderr.splitlines() if not line.startswith("import time:")
     )
-    assert found.returncode == exit_code, told
-    assert (f"llama-ft {verb}" if flag == "--help" else "no_such_flag") in found.stdout + told
+    assert found.returncode == exit_code, printed
+    assert (f"llama-ft {verb}" if flag == "--help" else "no_such_flag") in found.stdout + printed
     assert len(imports) > 100
     assert not [
         line for line in imports if line.rpartition("|")[2].strip() in ("torch", "transformers")
     ]
 
 
-def test_the_launcher_tells_only_what_the_run_tells(installed: Path, tmp_path: Path) -> None:
+def test_the_launcher_prints_only_what_the_run_prints(installed: Path, tmp_path: Path) -> None:
     assert run(installed / "llama-ft", "--version", cwd=tmp_path).stdout.startswith("llama_ft ")
     lines = run(installed / "llama-ft", "--help", cwd=tmp_path).stdout.splitlines()
     assert [line.split()[0] for line in lines[2:-2]] == VERBS
     usage = run(installed / "llama-ft", "train", "--help", cwd=tmp_path).stdout
     assert "\n  llama-ft train --nproc 2 --enable_fsdp [flags]\n" in usage
-    for flags, told in {
+    for flags, printed in {
         "--no_such_flag=1 --nproc 2": "no_such_flag",
         "--nproc=0": "expected the number of",
     }.items():
         found = run(installed / "llama-ft", "train", *flags.split(), cwd=tmp_path, check=False)
         assert found.returncode == 2
-        assert len(found.stderr.splitlines()) == 1 + ("nproc=" in flags) and told in found.stderr
+        assert len(found.stderr.splitlines()) == 1 + ("nproc=" in flags) and printed in found.stderr
+
+
+def files_below(folder: Path) -> set[Path]:
+    return {file.relative_to(folder) for file in folder.rglob("*.*") if file.suffix != ".pyc"}
 
 
 def test_a_wheel_has_the_recipes_the_configs_and_the_licenses(
@@ -154,14 +159,8 @@ def test_a_wheel_has_the_recipes_the_configs_and_the_licenses(
 ) -> None:
     [package] = installed.parent.glob("lib/python3.*/site-packages/llama_ft")
     for folder in ("recipes", "configs"):
-        expected, found = (
-            {
-                file.relative_to(place / folder)
-                for file in (place / folder).rglob("*.*")
-                if file.suffix != ".pyc"
-            }
-            for place in (checkout, package)
-        )
+        expected = files_below(checkout / folder)
+        found = files_below(package / folder)
         assert len(expected) >= len(VERBS)
         assert found == expected
     [licenses] = package.parent.glob("llama_ft-*.dist-info/licenses")
@@ -171,7 +170,9 @@ def test_a_wheel_has_the_recipes_the_configs_and_the_licenses(
 
 
 @pytest.mark.slow
-def test_the_demo_trains_out_of_a_wheel_on_two_ranks(installed: Path, tmp_path: Path) -> None:
+def test_the_demo_of_an_installed_wheel_trains_on_two_ranks(
+    installed: Path, tmp_path: Path
+) -> None:
     torchrun = [
         sys.executable,
         "-m",
@@ -181,16 +182,9 @@ def test_the_demo_trains_out_of_a_wheel_on_two_ranks(installed: Path, tmp_path: 
         "2",
         "--no-python",
     ]
-    few = [
-        "--device",
-        "cpu",
-        "--enable_fsdp",
-        "--max_train_step",
-        "2",
-        "--warmup_steps",
-        "0",
-        "--no_run_validation",
-    ]
+    few = (
+        "--device cpu --enable_fsdp --max_train_step 2 --warmup_steps 0 --no_run_validation"
+    ).split()
     done = run(
         *torchrun,
         installed / "llama-ft",
@@ -291,7 +285,7 @@ def test_the_notices_name_every_requirement(metadata: Distribution) -> None:
         assert f"\n- {name}: " in notices
 
 
-def test_the_matrix_is_what_is_promised(
+def test_the_ci_matrix_covers_the_promised_versions(
     metadata: Distribution, ranges: dict[str, Requirement]
 ) -> None:
     workflow = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "ci.yml").read_text())

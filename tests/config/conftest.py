@@ -8,11 +8,11 @@ import pytest
 from llama_ft.config import load
 from llama_ft.errors import UserError
 
-Mistakes = Callable[..., list[str]]
+ErrorsOf = Callable[..., list[str]]
 
 
 @pytest.fixture
-def mistakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mistakes:
+def errors_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ErrorsOf:
     """Return the messages that a command line brings up run in an empty folder."""
     monkeypatch.chdir(tmp_path)
 
@@ -27,7 +27,7 @@ def mistakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mistakes:
 
 
 @pytest.fixture
-def recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], str]:
+def write_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], str]:
     """Write a recipe to mine.yaml in the working directory and return the flag that names it."""
     monkeypatch.chdir(tmp_path)
 

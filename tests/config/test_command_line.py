@@ -67,7 +67,7 @@ def test_a_good_command_line_reaches_the_recipe_without_torch(start: Start) -> N
     ]
 
 
-def test_mistakes_are_printed_on_rank_0_and_the_exit_code_is_2(start: Start) -> None:
+def test_user_errors_are_printed_on_rank_0_with_exit_code_2(start: Start) -> None:
     process = start("--lrr", "1", "--model_name", "./nope", rank=0)
     out, err = process.communicate()
     assert (process.returncode, out) == (2, "")
@@ -76,7 +76,7 @@ def test_mistakes_are_printed_on_rank_0_and_the_exit_code_is_2(start: Start) -> 
     )
 
 
-def test_another_rank_says_nothing_and_waits_for_rank_0_to_have_spoken(start: Start) -> None:
+def test_another_rank_prints_nothing_and_waits_for_rank_0_to_print(start: Start) -> None:
     other = start("--lrr", "1", rank=1)
     first = start("--lrr", "1", rank=0)
     first.communicate()
@@ -86,7 +86,7 @@ def test_another_rank_says_nothing_and_waits_for_rank_0_to_have_spoken(start: St
     assert other.communicate() == ("", "")
 
 
-def test_help_lists_every_flag_in_no_time(start: Start) -> None:
+def test_help_lists_every_flag_within_2_seconds(start: Start) -> None:
     before = os.times()  # of the processor: other load on the machine is not its fault
     process = start("--use_peft", "--help", "--nonsense")
     out, err = process.communicate()

@@ -89,15 +89,15 @@ def test_llama_recipes_prefixes_name_the_same_settings() -> None:
     assert config.tracking.wandb_project == "mine"
 
 
-def test_a_negative_number_is_a_value(mistakes) -> None:
-    assert mistakes("--lr", "-1", "--seed", "-3") == [
+def test_a_negative_number_is_a_value(errors_of) -> None:
+    assert errors_of("--lr", "-1", "--seed", "-3") == [
         "--lr -1: must be greater than 0.",
         "--seed -3: must be at least 0.",
     ]
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected"),
     [
         ("--lrr 1e-4", "--lrr is not a flag. Did you mean --lr?"),
         ("--learning-rate 1e-4", "--learning-rate is not a flag. Did you mean --lr? docs/migrate"),
@@ -122,12 +122,12 @@ def test_a_negative_number_is_a_value(mistakes) -> None:
         ("--use_peft --target_modules q v", '"v" belongs to no flag.'),
     ],
 )
-def test_each_slip_on_the_command_line_has_its_message(mistakes, line: str, told: str) -> None:
-    (message,) = mistakes(*shlex.split(line))
-    assert told in message
+def test_each_typo_on_the_command_line_has_its_message(errors_of, line: str, expected: str) -> None:
+    (message,) = errors_of(*shlex.split(line))
+    assert expected in message
 
 
-def test_of_a_flag_given_twice_the_last_value_counts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_value_of_a_repeated_flag_counts(capsys: pytest.CaptureFixture[str]) -> None:
     assert parsed("--lr 1 --train.lr 2").train.lr == 2
     assert (
         capsys.readouterr().err == "warning: --train.lr is given twice; the last value is used.\n"
@@ -137,8 +137,10 @@ def test_of_a_flag_given_twice_the_last_value_counts(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     "flag", ["--one_gpu", "--train_config.one_gpu", "--custom_dataset.file mine.py"]
 )
-def test_a_llama_recipes_flag_without_meaning_is_refused_with_the_page(mistakes, flag: str) -> None:
-    (message,) = mistakes(*flag.split())
+def test_an_unsupported_llama_recipes_flag_is_rejected_with_its_migration_page(
+    errors_of, flag: str
+) -> None:
+    (message,) = errors_of(*flag.split())
     assert message.startswith(
         f"{flag.split()[0]}, known from llama-recipes, is not used here: docs/migrate/llama-"
     )
@@ -157,5 +159,5 @@ def test_a_llama_recipes_flag_without_meaning_is_refused_with_the_page(mistakes,
         ("--mode none", "none"),
     ],
 )
-def test_quantization_is_short_for_its_mode_and_means_8bit_alone(line: str, mode: str) -> None:
+def test_quantization_is_short_for_quantization_mode_and_means_8bit(line: str, mode: str) -> None:
     assert parsed(f"{line} --use_peft").quantization.mode == mode

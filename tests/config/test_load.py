@@ -29,21 +29,21 @@ from llama_ft.config.dump import to_yaml
         ),
     ],
 )
-def test_a_wrong_value_is_told_in_plain_words(mistakes, line: str, message: str) -> None:
-    assert mistakes(*shlex.split(line)) == [message]
+def test_a_wrong_value_is_reported_in_plain_words(errors_of, line: str, message: str) -> None:
+    assert errors_of(*shlex.split(line)) == [message]
 
 
 @pytest.mark.parametrize("flag", ["--lr", "--model_name ./", "--dataset"])
-def test_a_key_in_the_place_of_a_value_is_not_repeated(mistakes, flag: str) -> None:
+def test_a_secret_key_given_as_a_value_is_not_printed(errors_of, flag: str) -> None:
     key = "hf_a1B2c3D4e5F6g7H8i9J0"
     separator = "" if flag.endswith("/") else " "
-    (message,) = mistakes(*f"{flag}{separator}{key}".split(), paths=True)
+    (message,) = errors_of(*f"{flag}{separator}{key}".split(), paths=True)
     assert key not in message and "hf_***" in message
 
 
-def test_names_values_and_files_of_both_sources_are_told_together(mistakes, recipe) -> None:
-    found = mistakes(
-        recipe("train:\n  lrr: 1\n  num_epochs: 0\n"),
+def test_errors_of_the_config_and_the_flags_are_reported_together(errors_of, write_config) -> None:
+    found = errors_of(
+        write_config("train:\n  lrr: 1\n  num_epochs: 0\n"),
         "--seed",
         "x",
         "--typo_of_mine",
@@ -60,15 +60,15 @@ def test_names_values_and_files_of_both_sources_are_told_together(mistakes, reci
         "--seed",
         "--dataset",
     ]
-    found = mistakes(
+    found = errors_of(
         "--compile", "--use_liger", "--dataset", "nope.jsonl", paths=True
     )  # rules, once all of it is valid
     assert [message.partition(" ")[0] for message in found] == ["--compile", "--dataset"]
 
 
-def test_all_values_that_are_wrong_by_themselves_are_reported_together(mistakes) -> None:
+def test_all_invalid_values_are_reported_together(errors_of) -> None:
     wrong = "--lr -1 --peft.r 0 --validation -0.1 --block_size 96 --resume_allow_changes lrr"
-    found = mistakes(*shlex.split(wrong))
+    found = errors_of(*shlex.split(wrong))
     assert [message.split()[0] for message in found] == [
         "--lr",
         "--peft.r",
@@ -117,16 +117,18 @@ MIX = [
         "[{path: a.jsonl, weight: 2.5}, {path: b.jsonl, split: test}, c.jsonl]",
     ],
 )
-def test_a_mix_is_read_from_flag_and_file_and_written_back(recipe, text: str) -> None:
+def test_a_dataset_mixture_is_read_from_a_flag_or_a_file_and_written_back(
+    write_config, text: str
+) -> None:
     config, _ = load(["--dataset", text], paths=False)
     assert config.data.dataset == MIX
     below = "    - path: a.jsonl\n      weight: 2.5\n    - {path: b.jsonl, split: test}\n    - c.jsonl\n"
-    assert load([recipe(f"data:\n  dataset:\n{below}")], paths=False)[0] == config
-    assert load([recipe(to_yaml(config))], paths=False)[0].data == config.data
+    assert load([write_config(f"data:\n  dataset:\n{below}")], paths=False)[0] == config
+    assert load([write_config(to_yaml(config))], paths=False)[0].data == config.data
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("[{path: a.jsonl, weight: 0}]", "--dataset[0].weight: must be greater than 0."),
         ("[a.jsonl, {path: b.jsonl, weight: x}]", "--dataset[1].weight: must be a valid number."),
@@ -139,16 +141,16 @@ def test_a_mix_is_read_from_flag_and_file_and_written_back(recipe, text: str) ->
         ("[]", "--dataset: the value is empty."),
     ],
 )
-def test_what_is_wrong_in_a_mix_is_told_with_its_part(mistakes, text: str, told: str) -> None:
-    (message,) = mistakes("--dataset", text)
-    assert message.startswith(told)
+def test_errors_in_a_dataset_mixture_name_the_dataset(errors_of, text: str, expected: str) -> None:
+    (message,) = errors_of("--dataset", text)
+    assert message.startswith(expected)
 
 
-def test_early_stopping_needs_data_that_may_bring_validation(mistakes) -> None:
+def test_early_stopping_needs_data_that_can_have_a_validation_split(errors_of) -> None:
     for dataset in ("a.jsonl.gz", "*.csv", "[a.jsonl, b.jsonl]"):
-        (message,) = mistakes("--dataset", dataset, "--early_stopping_patience", "5")
+        (message,) = errors_of("--dataset", dataset, "--early_stopping_patience", "5")
         assert message.startswith(
             "--early_stopping_patience has no effect without validation data."
         )
     for dataset in ("org/name", "samsum", "code.py:build", "demo"):
-        assert mistakes("--dataset", dataset, "--early_stopping_patience", "5") == []
+        assert errors_of("--dataset", dataset, "--early_stopping_patience", "5") == []

@@ -18,66 +18,67 @@ def make_run(folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["new", "deep/er/still", "."])
 def test_a_new_or_empty_directory_is_accepted_and_not_created(
-    mistakes, tmp_path: Path, name: str
+    errors_of, tmp_path: Path, name: str
 ) -> None:
-    assert mistakes("--output_dir", name, paths=True) == []
+    assert errors_of("--output_dir", name, paths=True) == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_is_there_is_refused_unless_it_may_be_overwritten(
-    mistakes, tmp_path: Path
-) -> None:
+def test_an_existing_run_is_rejected_without_overwrite(errors_of, tmp_path: Path) -> None:
     make_run(tmp_path / "run")
-    (message,) = mistakes("--output_dir", "run", paths=True)
+    (message,) = errors_of("--output_dir", "run", paths=True)
     assert message.startswith("--output_dir run: already holds a run.")
-    assert mistakes("--output_dir", "run", "--overwrite", paths=True) == []
+    assert errors_of("--output_dir", "run", "--overwrite", paths=True) == []
     (tmp_path / "killed early" / "status.json").mkdir(parents=True)
     (tmp_path / "killed early" / RUN_MARKER).touch()
-    (message,) = mistakes("--output_dir", "killed early", paths=True)
+    (message,) = errors_of("--output_dir", "killed early", paths=True)
     assert "already holds a run" in message
     # without a run's marker
     (tmp_path / "mine" / "checkpoints" / "step-000100").mkdir(parents=True)
     for more in ([], ["--overwrite"], ["--resume", "auto"]):
-        (message,) = mistakes("--output_dir", "mine", *more, paths=True)
+        (message,) = errors_of("--output_dir", "mine", *more, paths=True)
         assert message.startswith("--output_dir mine: holds checkpoints but no .llama_ft-run")
 
 
-def test_a_run_that_is_there_may_be_continued(mistakes, tmp_path: Path, monkeypatch) -> None:
+def test_an_existing_run_can_be_resumed(errors_of, tmp_path: Path, monkeypatch) -> None:
     for name in ("run", "other"):
         make_run(tmp_path / name)
     for resume in ("auto", "run", "run/checkpoints/step-000010"):
-        assert mistakes("--output_dir", "run", "--resume", resume, paths=True) == []
-    (message,) = mistakes(
+        assert errors_of("--output_dir", "run", "--resume", resume, paths=True) == []
+    (message,) = errors_of(
         "--output_dir", "run", "--resume", "other/checkpoints/step-000010", paths=True
     )
     assert "already holds a run" in message
-    assert len(mistakes("--output_dir", "run", paths=True)) == 1
+    assert len(errors_of("--output_dir", "run", paths=True)) == 1
     # what the attempt before this one has left
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    assert mistakes("--output_dir", "run", paths=True) == []
+    assert errors_of("--output_dir", "run", paths=True) == []
 
 
-def test_overwriting_spares_what_is_resumed_and_what_is_read(
-    mistakes, tmp_path: Path, monkeypatch
+def test_overwrite_does_not_delete_what_the_run_resumes_from_or_reads(
+    errors_of, tmp_path: Path, monkeypatch
 ) -> None:
     for name in ("run", "other"):
         make_run(tmp_path / name)
     (tmp_path / "run" / "model" / "adapter_config.json").write_text("{}")
     (tmp_path / "run" / "model" / "adapter_model.safetensors").touch()
-    resumed, elsewhere = "run/checkpoints/step-000010", "other/checkpoints/step-000010"
+    resumed = "run/checkpoints/step-000010"
+    elsewhere = "other/checkpoints/step-000010"
     for restarts in ("0", "3"):
         monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
-        (message,) = mistakes("--output_dir", "run", "--overwrite", "--resume", resumed, paths=True)
+        (message,) = errors_of(
+            "--output_dir", "run", "--overwrite", "--resume", resumed, paths=True
+        )
         assert "--overwrite would delete run/checkpoints/step-000010, which resume reads" in message
         assert (
-            mistakes("--output_dir", "run", "--overwrite", "--resume", elsewhere, paths=True) == []
+            errors_of("--output_dir", "run", "--overwrite", "--resume", elsewhere, paths=True) == []
         )
         adapter = ["--use_peft", "--from_peft_checkpoint", "run/model"]
-        (message,) = mistakes("--output_dir", "run", "--overwrite", *adapter, paths=True)
+        (message,) = errors_of("--output_dir", "run", "--overwrite", *adapter, paths=True)
         assert "--overwrite would delete run/model, which from_peft_checkpoint reads" in message
 
 
-def test_only_what_an_export_wrote_may_be_replaced(tmp_path: Path) -> None:
+def test_overwrite_replaces_only_files_that_an_export_wrote(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).touch()
     for card in (None, "# My notes\n", "---\ntags:\n- llama\n---\n"):
@@ -108,26 +109,28 @@ def test_only_what_an_export_wrote_may_be_replaced(tmp_path: Path) -> None:
     assert "holds more than a model (NOTICE)" in str(model_dir_problem(str(tmp_path), True, {}))
 
 
-def test_a_file_in_the_way_is_named(mistakes, tmp_path: Path) -> None:
+def test_a_file_where_the_output_directory_should_be_is_named(errors_of, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    assert mistakes("--output_dir", "file", paths=True) == [
+    assert errors_of("--output_dir", "file", paths=True) == [
         "--output_dir file: file is not a directory."
     ]
-    (message,) = mistakes("--output_dir", "/proc/run", paths=True)
+    (message,) = errors_of("--output_dir", "/proc/run", paths=True)
     assert message.startswith("--output_dir /proc/run: /proc cannot be written to: "), (
         "even to root"
     )
 
 
-def test_the_other_ranks_do_not_trip_over_the_run_that_rank_0_has_begun(
-    mistakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_other_ranks_accept_the_run_directory_that_rank_0_created(
+    errors_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_run(tmp_path / "run")
     monkeypatch.setenv("RANK", "1")
-    assert mistakes("--output_dir", "run", paths=True) == []
+    assert errors_of("--output_dir", "run", paths=True) == []
 
 
-def test_a_run_among_other_files_or_in_the_models_directory_is_warned_of(tmp_path: Path) -> None:
+def test_an_output_directory_with_other_files_or_inside_the_model_gives_a_warning(
+    tmp_path: Path,
+) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").touch()

@@ -24,7 +24,7 @@ def files(tmp_path: Path) -> Files:
     return create
 
 
-def test_a_good_model_data_and_adapter_pass(mistakes, files: Files) -> None:
+def test_a_valid_model_dataset_and_adapter_are_accepted(errors_of, files: Files) -> None:
     files(
         "m/config.json",
         "m/model-00001-of-00002.safetensors",
@@ -34,11 +34,11 @@ def test_a_good_model_data_and_adapter_pass(mistakes, files: Files) -> None:
     )
     files("lora/adapter_config.json", "lora/adapter_model.safetensors")
     line = "--model_name m --tokenizer_name ./m --dataset a.jsonl --validation b.parquet --use_peft"
-    assert mistakes(*line.split(), "--from_peft_checkpoint", "lora", paths=True) == []
+    assert errors_of(*line.split(), "--from_peft_checkpoint", "lora", paths=True) == []
 
 
-def test_pipes_and_devices_are_refused_before_anything_opens_them(
-    mistakes, files: Files, tmp_path: Path
+def test_pipes_and_devices_are_rejected_without_opening_them(
+    errors_of, files: Files, tmp_path: Path
 ) -> None:
     files("model/config.json", "model/model.safetensors", "lora/adapter_config.json", "a.jsonl")
     os.mkfifo(tmp_path / "model" / "generation_config.json")
@@ -53,13 +53,13 @@ def test_pipes_and_devices_are_refused_before_anything_opens_them(
         "--chat_template zero.jinja": "is a directory, a pipe or a device",
         "--use_peft --from_peft_checkpoint lora": "holds no adapter_model.safetensors.",
     }
-    for line, told in lines.items():
-        (message,) = mistakes(*line.split(), paths=True)
-        assert told in message
+    for line, expected in lines.items():
+        (message,) = errors_of(*line.split(), paths=True)
+        assert expected in message
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected"),
     [
         ("--model_name ./modle", "--model_name ./modle: no such directory."),
         (
@@ -87,7 +87,7 @@ def test_pipes_and_devices_are_refused_before_anything_opens_them(
         ("--dataset codes.py:build", "--dataset codes.py:build: no such file."),
     ],
 )
-def test_each_wrong_path_has_its_message(mistakes, files: Files, line: str, told: str) -> None:
+def test_each_wrong_path_has_its_message(errors_of, files: Files, line: str, expected: str) -> None:
     files(
         "model/config.json",
         "empty/",
@@ -96,8 +96,8 @@ def test_each_wrong_path_has_its_message(mistakes, files: Files, line: str, told
         "notes.xlsx",
     )
     files("code.py", text="raise SystemExit('this file was run')")
-    (message,) = mistakes(*line.split(), paths=True)
-    assert message.startswith(told)
+    (message,) = errors_of(*line.split(), paths=True)
+    assert message.startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -112,33 +112,33 @@ def test_each_wrong_path_has_its_message(mistakes, files: Files, line: str, told
         "s3://bucket/x.jsonl",
     ],
 )
-def test_what_may_be_a_dataset_is_not_refused(mistakes, files: Files, name: str) -> None:
+def test_every_form_of_a_dataset_name_is_accepted(errors_of, files: Files, name: str) -> None:
     files("data/my_data.jsonl", "my.jsonl.gz")
-    assert mistakes("--dataset", name, paths=True) == []
+    assert errors_of("--dataset", name, paths=True) == []
 
 
-def test_a_secret_in_a_url_is_not_repeated(mistakes) -> None:
-    (message,) = mistakes(
+def test_a_secret_in_a_url_is_not_printed(errors_of) -> None:
+    (message,) = errors_of(
         "--model_name", "demo", "--datset=http://me:hunter2@host/a.jsonl", "--dataset", "demo"
     )
     assert "hunter2" not in message
 
 
-def test_overwriting_a_run_does_not_delete_a_part_of_a_mix(mistakes, files: Files) -> None:
+def test_overwrite_does_not_delete_a_dataset_of_the_mixture(errors_of, files: Files) -> None:
     files("run/.llama_ft-run", "run/status.json", "run/model/rows.jsonl", "my.jsonl")
     line = ["--dataset", "[my.jsonl, run/model/rows.jsonl]", "--output_dir", "run", "--overwrite"]
-    (message,) = mistakes(*line, paths=True)
+    (message,) = errors_of(*line, paths=True)
     assert (
         "--overwrite would delete run/model, which dataset run/model/rows.jsonl reads." in message
     )
 
 
-def test_validation_may_be_a_split_of_data_that_have_splits(mistakes, files: Files) -> None:
+def test_validation_can_name_a_split_if_the_dataset_has_splits(errors_of, files: Files) -> None:
     files("my.jsonl", "data/train.jsonl")
     for dataset in ("org/name", "data", "samsum"):
-        assert mistakes("--dataset", dataset, "--validation", "test", paths=True) == []
+        assert errors_of("--dataset", dataset, "--validation", "test", paths=True) == []
     for dataset in ("my.jsonl", "[data]"):
-        (message,) = mistakes("--dataset", dataset, "--validation", "test", paths=True)
+        (message,) = errors_of("--dataset", dataset, "--validation", "test", paths=True)
         assert message.startswith("--validation test: ")
 
 

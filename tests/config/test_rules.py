@@ -43,8 +43,8 @@ from llama_ft.errors import UserError
         "--objective orpo --labels completion",
     ],
 )
-def test_combinations_that_cannot_be_are_refused(mistakes, line: str) -> None:
-    (message,) = mistakes(*line.split())
+def test_impossible_combinations_are_rejected(errors_of, line: str) -> None:
+    (message,) = errors_of(*line.split())
     assert message.split()[0] in line
 
 
@@ -58,8 +58,8 @@ def test_combinations_that_cannot_be_are_refused(mistakes, line: str) -> None:
         "--model_name https://me:hunter2@host/model",
     ],
 )
-def test_a_secret_in_a_setting_is_refused_and_not_shown(mistakes, line: str) -> None:
-    (message,) = mistakes(*line.split())
+def test_a_secret_in_a_setting_is_rejected_and_not_printed(errors_of, line: str) -> None:
+    (message,) = errors_of(*line.split())
     assert message.startswith(
         f"{line.split()[-2]} has what looks like a password, a key or a signature"
     )
@@ -94,11 +94,11 @@ def test_a_secret_in_a_setting_is_refused_and_not_shown(mistakes, line: str) -> 
         "--objective reward --center_rewards_coefficient 0.01 --use_peft --quantization 8bit",
     ],
 )
-def test_combinations_that_can_be_are_accepted(mistakes, line: str) -> None:
-    assert mistakes(*line.split()) == []
+def test_valid_combinations_are_accepted(errors_of, line: str) -> None:
+    assert errors_of(*line.split()) == []
 
 
-def test_what_needs_a_gpu_is_refused_by_its_flag_when_auto_comes_out_as_the_cpu() -> None:
+def test_gpu_settings_are_rejected_when_device_auto_resolves_to_the_cpu() -> None:
     line = "--model_name m --precision fp16 --device_memory_fraction 0.6 --enable_fsdp --fsdp_cpu_offload"
     config, places = load(line.split(), paths=False)
     check_device(config, places, "cuda")
@@ -150,33 +150,37 @@ def test_sizes_are_read_in_decimal_and_binary_units(text: str, size: int) -> Non
         "--objective orpo --center_rewards_coefficient 0.01",
     ],
 )
-def test_a_flag_without_effect_is_refused(mistakes, line: str) -> None:
-    (message,) = mistakes(*line.split())
+def test_a_flag_without_effect_is_rejected(errors_of, line: str) -> None:
+    (message,) = errors_of(*line.split())
     assert " has no effect " in message
     assert message.split()[0] in line
 
 
-def test_prompts_without_a_length_of_answers_are_told_what_to_add(mistakes) -> None:
-    (message,) = mistakes("--sample_prompts", "Hi")
+def test_sample_prompts_without_sample_tokens_are_rejected_with_the_missing_setting(
+    errors_of,
+) -> None:
+    (message,) = errors_of("--sample_prompts", "Hi")
     assert message.endswith(
         "with sample_tokens 0. Set the longest answer too, such as sample_tokens 64."
     )
 
 
-def test_a_recipe_may_hold_defaults_that_have_no_effect_and_no_other_values(
-    mistakes, recipe
+def test_a_config_can_contain_defaults_without_effect_but_no_other_values(
+    errors_of, write_config
 ) -> None:
-    assert mistakes(recipe("train:\n  gamma: 0.85\npeft:\n  r: 8\n  use_peft: false\n")) == []
+    assert (
+        errors_of(write_config("train:\n  gamma: 0.85\npeft:\n  r: 8\n  use_peft: false\n")) == []
+    )
     # as chosen there
-    assert mistakes(recipe("model:\n  use_liger: false\ntrain:\n  device: cpu\n")) == []
-    assert mistakes(recipe("train:\n  gamma: 0.9\npeft:\n  r: 4\n")) == [
+    assert errors_of(write_config("model:\n  use_liger: false\ntrain:\n  device: cpu\n")) == []
+    assert errors_of(write_config("train:\n  gamma: 0.9\npeft:\n  r: 4\n")) == [
         "mine.yaml:2: train.gamma has no effect with lr_scheduler cosine.",
         "mine.yaml:4: peft.r has no effect with use_peft false.",
     ]
 
 
-def test_what_a_flag_makes_moot_in_a_recipe_is_set_back(recipe) -> None:
-    lora = recipe(
+def test_settings_of_a_config_that_a_flag_disables_get_their_defaults(write_config) -> None:
+    lora = write_config(
         "peft:\n  use_peft: true\n  r: 4\n  target_modules: all-linear\ntrain:\n  eval_steps: 5\n"
     )
     config, places = load([lora, "--use_peft", "false", "--run_validation", "no"], paths=False)

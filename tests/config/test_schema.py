@@ -14,7 +14,7 @@ from llama_ft.config.dump import json_schema
 from llama_ft.config.settings import SETTINGS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-RECIPES = sorted(CONFIGS.glob("*.yaml"))
+CONFIG_FILES = sorted(CONFIGS.glob("*.yaml"))
 
 
 class EditorLoader(yaml.SafeLoader):
@@ -58,8 +58,8 @@ def test_every_setting_has_a_meaning_and_its_name_is_unique() -> None:
     assert len(SETTINGS) == fields
 
 
-@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.name)
-def test_every_recipe_names_the_schema_fits_it_and_loads(file: Path) -> None:
+@pytest.mark.parametrize("file", CONFIG_FILES, ids=lambda file: file.name)
+def test_every_config_names_the_schema_matches_it_and_loads(file: Path) -> None:
     text = file.read_text()
     assert text.startswith("# yaml-language-server: $schema=schema.json\n")
     jsonschema.validate(as_editors_read(text), json_schema())
@@ -79,7 +79,7 @@ def test_every_recipe_names_the_schema_fits_it_and_loads(file: Path) -> None:
         ("data: {validation: 5}", False),
     ],
 )
-def test_the_schema_takes_what_the_loader_takes(text: str, takes: bool) -> None:
+def test_the_schema_accepts_what_the_loader_accepts(text: str, takes: bool) -> None:
     assert is_valid(text) == takes
 
 
@@ -94,16 +94,14 @@ LINES = [
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_the_written_configuration_is_a_recipe_that_says_the_same(
-    line: str, tmp_path: Path
-) -> None:
+def test_the_written_config_loads_with_the_same_values(line: str, tmp_path: Path) -> None:
     config, _ = load(line.split(), paths=False)
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(config, "llama_ft 0.1\nwritten by a test"))
     again, places = load([f"--config={file}"], paths=False)
     one_run_only = ("checkpoint.output_dir", "checkpoint.overwrite")
     assert differences(again) == [
-        it for it in differences(config) if not it.startswith(one_run_only)
+        line for line in differences(config) if not line.startswith(one_run_only)
     ]
     assert len(places) == len(SETTINGS) - 4
     assert all(place.startswith(str(file)) for place in places.values())

@@ -25,17 +25,17 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "found.json").write_text("{}")
     for run, validation in {"kept": "0.25", "none": None, "other": "0.5"}.items():
         config = Config()
-        config.model.model_name, config.data.dataset, config.data.validation = (
-            "base",
-            "rows.jsonl",
-            validation,
-        )
-        config.data.labels, config.train.precision, config.train.val_batch_size = "all", "fp32", 3
+        config.model.model_name = "base"
+        config.data.dataset = "rows.jsonl"
+        config.data.validation = validation
+        config.data.labels = "all"
+        config.train.precision = "fp32"
+        config.train.val_batch_size = 3
         (tmp_path / run / "config.yaml").write_text(to_yaml(config))
     return tmp_path
 
 
-def test_a_run_says_which_rows_it_held_out_and_how_it_computed(place: Path) -> None:
+def test_a_run_gives_its_validation_samples_and_its_precision(place: Path) -> None:
     what = read_evaluate_flags(["kept", "--base", "--labels", "completion", "--precision=bf16"], "")
     [asked] = what.asked
     assert asked.run is not None and (asked.place, asked.base, asked.run.train.precision) == (
@@ -52,7 +52,7 @@ def test_a_run_says_which_rows_it_held_out_and_how_it_computed(place: Path) -> N
     assert what.flags.precision == "bf16" and what.samples == "the validation set of kept (0.25)"
 
 
-def test_a_dataset_is_taken_whole_unless_validation_says_otherwise(place: Path) -> None:
+def test_a_dataset_is_evaluated_whole_without_validation(place: Path) -> None:
     whole = read_evaluate_flags(["kept", "--dataset", "rows.jsonl"], "")
     assert (whole.samples, whole.config.data.validation) == ("all samples of rows.jsonl", None)
     named = read_evaluate_flags(["kept", "--dataset", "rows.jsonl", "--dataset_split", "train"], "")
@@ -61,14 +61,14 @@ def test_a_dataset_is_taken_whole_unless_validation_says_otherwise(place: Path) 
     assert (part.split, part.config.data.validation) == (None, "0.5")
 
 
-def test_tasks_alone_need_no_rows(place: Path) -> None:
+def test_tasks_alone_need_no_samples(place: Path) -> None:
     for model in ("plain", "none"):
         what = read_evaluate_flags([model, "--tasks", "mine.yaml, hellaswag"], "")
         assert (what.samples, what.flags.tasks) == ("", ["mine.yaml", "hellaswag"])
     assert read_evaluate_flags(["kept", "--tasks", "mine.yaml"], "").samples
 
 
-def test_llama_recipes_names_of_model_and_adapter_work(place: Path) -> None:
+def test_model_and_adapter_have_their_llama_recipes_flags(place: Path) -> None:
     (place / "adapter").mkdir()
     (place / "adapter" / "adapter_config.json").write_text(
         json.dumps({"base_model_name_or_path": "gone/base/model"})
@@ -108,11 +108,13 @@ def test_llama_recipes_names_of_model_and_adapter_work(place: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_mistakes_are_told_together(place: Path, flags: list[str], expected: list[str]) -> None:
+def test_user_errors_are_reported_together(
+    place: Path, flags: list[str], expected: list[str]
+) -> None:
     with pytest.raises(UserError) as refusal:
         read_evaluate_flags(flags, "")
-    told = refusal.value.messages
-    assert len(told) == len(expected)
+    messages = refusal.value.messages
+    assert len(messages) == len(expected)
     assert all(
-        message.startswith(beginning) for message, beginning in zip(told, expected, strict=True)
+        message.startswith(beginning) for message, beginning in zip(messages, expected, strict=True)
     )

@@ -20,7 +20,7 @@ from llama_ft.runtime import Ranks
 def ask(tmp_path: Path, runtime: Ranks) -> Callable[..., Any]:
     """Ask a model a task of four questions; its YAML and the flags differ as is asked."""
     (tmp_path / "questions.jsonl").write_text(
-        "".join(json.dumps({"question": it}) + "\n" for it in QUESTIONS)
+        "".join(json.dumps({"question": question}) + "\n" for question in QUESTIONS)
     )
     data = {
         "data_files": {"test": str(tmp_path / "questions.jsonl")},
@@ -58,9 +58,9 @@ def ask(tmp_path: Path, runtime: Ranks) -> Callable[..., Any]:
         {"target_modules": ["q_proj", "lm_head"]},
         {"target_modules": ["q_proj"], "trainable_token_indices": [5, 300]},
     ],
-    ids=["beside the head", "rows of its own"],
+    ids=["LoRA on the head", "trained tokens"],
 )
-def test_a_tied_model_with_an_adapter_beside_its_embedding_is_asked(
+def test_a_tied_model_with_an_adapter_on_its_embedding_is_evaluated(
     adapter: dict[str, Any], tied_model: Path, tmp_path: Path, ask: Callable[..., Any]
 ) -> None:
     from peft import LoraConfig, get_peft_model
@@ -85,7 +85,7 @@ def test_a_tied_model_with_an_adapter_beside_its_embedding_is_asked(
     assert found["mine"]["byte_perplexity"]["value"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_cannot_be_found_or_asked_is_reported(
+def test_tasks_that_cannot_be_found_or_run_are_reported(
     tied_model: Path, ask: Callable[..., Any]
 ) -> None:
     with pytest.raises(UserError, match="--tasks helaswag: cannot be loaded"):
@@ -116,7 +116,7 @@ def model(name: str, loss: float, right: float, base: Evaluated | None = None) -
 BASE = model("base: m", 3.0, 0.5)
 
 
-def test_models_stand_side_by_side_with_their_differences() -> None:
+def test_models_are_listed_in_columns_with_their_differences() -> None:
     shown = describe([BASE, model("run", 2.5, 0.75, BASE)], "all samples of a.jsonl", 20)
     title, *lines = shown.splitlines()
     assert (
@@ -132,7 +132,7 @@ def test_models_stand_side_by_side_with_their_differences() -> None:
     ]
 
 
-def test_json_says_what_is_compared_and_null_for_what_is_no_number() -> None:
+def test_json_names_the_base_and_has_null_for_values_that_are_not_finite() -> None:
     models = [BASE, model("run", 2.5, 0.75, BASE), model("bad", math.nan, math.inf, BASE)]
     base, run, bad = json.loads(write_json(models, "rows", {"limit": None}))["models"]
     assert (base["base"], run["base"]) == (None, "base: m") and base["held_out"]["loss"] == 3.0

@@ -18,15 +18,16 @@ def read(*words: str | Path) -> Any:
     return read_inference_flags([str(word) for word in words], "Ask a model.")
 
 
-def test_llama_recipes_names_say_what_is_loaded(tmp_path: Path) -> None:
-    base, adapter = make(tmp_path / "base", *MODEL), make(tmp_path / "adapter", *ADAPTER)
+def test_llama_recipes_flags_name_the_model_and_the_adapter(tmp_path: Path) -> None:
+    base = make(tmp_path / "base", *MODEL)
+    adapter = make(tmp_path / "adapter", *ADAPTER)
     options = read("--model_name", base, "--peft_model", adapter, "--prompt", "Hi")
     assert (options.paths, options.base_model) == ([str(adapter)], str(base))
     assert read("--model-name", base, "--prompt=Hi", "--do_sample", "False").paths == [str(base)]
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "expected"),
     [
         (["--promt", "Hi"], "--promt is not a flag. Did you mean --prompt?"),
         (["--top_p", "2"], "--top_p 2: must be at most 1."),
@@ -41,8 +42,8 @@ def test_llama_recipes_names_say_what_is_loaded(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_values_that_cannot_be_are_told_with_their_flag(
-    flags: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_invalid_values_are_reported_with_their_flag(
+    flags: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(
         make(tmp_path, *MODEL, "a.jsonl", "second/config.json", "second/model.safetensors")
@@ -51,10 +52,10 @@ def test_values_that_cannot_be_are_told_with_their_flag(
     with pytest.raises(UserError) as refusal:
         read(".", *flags, *([] if "--prompts" in flags else ["--prompt", "Hi"]))
     [message] = refusal.value.messages
-    assert told in message
+    assert expected in message
 
 
-def test_a_run_gives_its_result_and_without_one_its_checkpoints(tmp_path: Path) -> None:
+def test_a_run_gives_its_final_model_or_else_its_checkpoints(tmp_path: Path) -> None:
     step = "checkpoints/step-000010"
     run = make(tmp_path / "run", f"{step}/trainer.json", "config.yaml")
     assert find_result(run) == ("run", run) and find_result(run / step) == (
@@ -75,7 +76,9 @@ def test_a_run_gives_its_result_and_without_one_its_checkpoints(tmp_path: Path) 
     assert result_problem(f"{tmp_path}/othre") == "no such directory."
 
 
-def test_settings_of_the_run_stand_beside_its_result_and_its_checkpoints(tmp_path: Path) -> None:
+def test_the_settings_of_a_run_are_found_next_to_its_model_and_its_checkpoints(
+    tmp_path: Path,
+) -> None:
     run = make(
         tmp_path / "run",
         *(f"model/{file}" for file in ADAPTER),

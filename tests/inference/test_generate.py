@@ -34,13 +34,14 @@ class Model:
     """The tiny model, here and in plain transformers."""
 
     def __init__(self, folder: Path, runtime: Ranks) -> None:
-        self.runtime, self.opened = (
-            runtime,
-            open_model(str(folder), InferenceFlags(precision="fp32"), runtime, build_model()),
+        self.runtime = runtime
+        self.opened = open_model(
+            str(folder), InferenceFlags(precision="fp32"), runtime, build_model()
         )
         own = self.opened.model.generation_config
         # as a generation_config.json may wish
-        own.return_dict_in_generate, own.num_return_sequences = True, 2
+        own.return_dict_in_generate = True
+        own.num_return_sequences = 2
         self.plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.tokenizer = self.opened.tokenizer
 
@@ -67,7 +68,7 @@ def model(tiny_model: Path, runtime: Ranks) -> Model:
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_a_greedy_answer_is_transformers_own_whatever_stands_beside_it(
+def test_a_greedy_answer_equals_transformers_whatever_else_is_in_the_batch(
     penalty: float, model: Model
 ) -> None:
     how = {"repetition_penalty": penalty}
@@ -77,7 +78,7 @@ def test_a_greedy_answer_is_transformers_own_whatever_stands_beside_it(
     assert [model.texts([prompt], **how)[0] for prompt in PROMPTS] == expected
 
 
-def test_what_is_drawn_follows_from_the_seed_and_the_batch(model: Model) -> None:
+def test_sampling_depends_only_on_the_seed_and_the_batch(model: Model) -> None:
     drawn = model.texts([PROMPTS[0]] * 4, temperature=1)
     assert len(set(drawn)) == 4 and drawn == model.texts([PROMPTS[0]] * 4, temperature=1)
     assert drawn != model.texts([PROMPTS[0]] * 4, temperature=1, seed=43)
@@ -130,9 +131,7 @@ def like_llama_2() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("kind", ["BPE", "Llama 2"])
-def test_what_is_shown_is_the_answer_to_the_character(
-    kind: str, tiny_model: Path, runtime: Ranks
-) -> None:
+def test_the_streamed_text_equals_the_answer(kind: str, tiny_model: Path, runtime: Ranks) -> None:
     tokenizer: PreTrainedTokenizerBase = (
         AutoTokenizer.from_pretrained(tiny_model) if kind == "BPE" else like_llama_2()
     )
@@ -154,7 +153,7 @@ def test_what_is_shown_is_the_answer_to_the_character(
     )
 
 
-def test_a_turn_may_end_with_a_token_that_is_no_special_one(
+def test_an_answer_can_end_with_a_token_that_is_not_special(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [whole] = model.texts([PROMPTS[0]])
@@ -172,7 +171,7 @@ def test_a_turn_may_end_with_a_token_that_is_no_special_one(
     assert not answer.is_truncated
 
 
-def test_an_answer_leaves_the_models_positions_for_its_prompt(model: Model) -> None:
+def test_the_prompt_and_the_answer_share_the_positions_of_the_model(model: Model) -> None:
     answerer = model.answerer()
     assert [answerer.longest_answer(length) for length in (10, 236, 250)] == [20, 20, 6]
     [answer] = answerer.answer([[9] * 253])
@@ -181,7 +180,7 @@ def test_an_answer_leaves_the_models_positions_for_its_prompt(model: Model) -> N
         answerer.answer([[9] * 256])
 
 
-def test_a_model_whose_numbers_are_not_finite_ends_it(model: Model, runtime: Ranks) -> None:
+def test_logits_that_are_not_finite_end_the_generation(model: Model, runtime: Ranks) -> None:
     damaged = copy.deepcopy(model.plain)
     damaged.get_input_embeddings().weight.data[42] = torch.nan  # of one token only
     for temperature in (0, 1):
@@ -191,19 +190,20 @@ def test_a_model_whose_numbers_are_not_finite_ends_it(model: Model, runtime: Ran
             Answerer(opened, options, runtime).answer([[5], [42]])
 
 
-def test_what_is_not_asked_for_is_as_the_model_says() -> None:
-    def settled(config: GenerationConfig, **flags: Any) -> tuple[Any, ...]:
+def test_sampling_settings_default_to_the_generation_config_of_the_model() -> None:
+    def resolved(config: GenerationConfig, **flags: Any) -> tuple[Any, ...]:
         return tuple(resolve_sampling(InferenceFlags(**flags), config).values())
 
-    quiet, own = GenerationConfig(), GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9)
+    quiet = GenerationConfig()
+    own = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9)
     assert (
-        settled(quiet)[0]
-        == settled(own, temperature=0.0)[0]
-        == settled(own, do_sample=False)[0]
+        resolved(quiet)[0]
+        == resolved(own, temperature=0.0)[0]
+        == resolved(own, do_sample=False)[0]
         == 0
     )
-    assert settled(quiet, do_sample=True) == settled(quiet, top_k=50) == (1.0, 1.0, 50, 1.0)
-    assert settled(own) == (0.6, 0.9, 50, 1.0) and settled(own, temperature=1.2, top_k=0) == (
+    assert resolved(quiet, do_sample=True) == resolved(quiet, top_k=50) == (1.0, 1.0, 50, 1.0)
+    assert resolved(own) == (0.6, 0.9, 50, 1.0) and resolved(own, temperature=1.2, top_k=0) == (
         1.2,
         0.9,
         0,

@@ -63,13 +63,15 @@ def adapted(tiny_model: Path, tmp_path: Path) -> tuple[Path, Any]:
     return tmp_path / "lora", model.eval()
 
 
-def test_a_folder_is_loaded_as_transformers_loads_it(tied_model: Path, runtime: Ranks) -> None:
+def test_a_model_directory_is_loaded_as_transformers_loads_it(
+    tied_model: Path, runtime: Ranks
+) -> None:
     found = opened(tied_model, runtime)
     assert torch.equal(logits(found.model), logits(load(tied_model)))
     assert not found.model.training and found.about == f"{tied_model}, fp32, cpu"
 
 
-def test_a_run_without_a_result_gives_its_newest_checkpoint(
+def test_a_run_without_a_final_model_gives_its_newest_checkpoint(
     full: tuple[Path, Any], runtime: Ranks
 ) -> None:
     run, reference = full
@@ -81,7 +83,7 @@ def test_a_run_without_a_result_gives_its_newest_checkpoint(
     )
 
 
-def test_an_adapter_stands_beside_its_base_wherever_it_is_taken_from(
+def test_an_adapter_is_loaded_onto_its_base_from_a_run_or_a_checkpoint(
     adapted: tuple[Path, Any], tiny_model: Path, tmp_path: Path, runtime: Ranks
 ) -> None:
     run, reference = adapted
@@ -133,7 +135,7 @@ def test_an_adapter_is_used_with_the_quantization_of_its_run(
     )
 
 
-def test_a_fully_tuned_checkpoint_is_quantized_from_its_own_weights(
+def test_a_fully_fine_tuned_checkpoint_is_quantized_from_its_own_weights(
     full: tuple[Path, Any], tiny_model: Path, runtime: Ranks
 ) -> None:
     run, reference = full
@@ -145,7 +147,7 @@ def test_a_fully_tuned_checkpoint_is_quantized_from_its_own_weights(
     assert not torch.equal(logits(found.model), logits(reference))
 
 
-def test_what_cannot_be_loaded_is_told(
+def test_a_model_that_cannot_be_loaded_is_reported(
     adapted: tuple[Path, Any], tiny_model: Path, runtime: Ranks
 ) -> None:
     run, _ = adapted

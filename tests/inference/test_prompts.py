@@ -35,7 +35,7 @@ def write(file: Path, *rows: Any) -> Path:
     return file
 
 
-def test_prompts_are_lines_or_rows_whose_other_keys_are_kept(tmp_path: Path) -> None:
+def test_prompts_are_lines_of_text_or_samples_whose_other_keys_are_kept(tmp_path: Path) -> None:
     lines = read_prompts(str(write(tmp_path / "a.txt", "Wie heißt es?", "", "  two \r")))
     assert [asked for _, asked in lines] == ["Wie heißt es?", "  two "]
     parts = {
@@ -95,7 +95,9 @@ def test_prompts_are_samples_in_every_format_of_the_training_data(tmp_path: Path
     ["{", [1], {"question": "Hi"}, {"prompt": " "}, {"messages": [REPLY]}]
     + [{"prompt": "a", "completion": "b", "answer": "c"}],
 )
-def test_rows_that_are_no_prompts_are_told_by_their_lines(row: Any, tmp_path: Path) -> None:
+def test_samples_that_are_not_prompts_are_reported_with_their_lines(
+    row: Any, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=r"rows\.jsonl:2: "):
         read_prompts(str(write(tmp_path / "rows.jsonl", {"prompt": "good"}, row)))
 
@@ -114,7 +116,7 @@ def test_all_bad_samples_are_named_at_once_and_can_be_skipped(tmp_path: Path) ->
         read_prompts(str(write(tmp_path / "bad.jsonl", {"prompt": " "})), skip_bad_rows=True)
 
 
-def test_a_prompt_is_written_by_the_chat_template_or_taken_as_it_is(
+def test_a_prompt_is_formatted_by_the_chat_template_or_used_as_it_is(
     tiny_model: Path, tmp_path: Path, runtime: Ranks
 ) -> None:
     opened = open_model(str(tiny_model), InferenceFlags(precision="fp32"), runtime, build_model())
@@ -175,7 +177,9 @@ class Counts(Answerer):
     """Answers by counting, with the chat template and the limits of a real one."""
 
     def __init__(self, tokenizer: Any, options: InferenceFlags, context: int) -> None:
-        self.tokenizer, self._options, self.context = tokenizer, options, context
+        self.tokenizer = tokenizer
+        self._options = options
+        self.context = context
         self.asked: list[str] = []
 
     def answer(self, prompts: Any, show: Any = None) -> list[Answer]:
@@ -194,7 +198,8 @@ def typed(
     """Have a conversation of given lines."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = CHAT_TEMPLATE
-    handler, wakeup = signal.getsignal(signal.SIGINT), signal.set_wakeup_fd(-1)
+    handler = signal.getsignal(signal.SIGINT)
+    wakeup = signal.set_wakeup_fd(-1)
 
     def talk(*lines: str, system: str | None = None, context: int = 4096) -> Counts:
         answerer = Counts(
@@ -209,7 +214,7 @@ def typed(
     signal.set_wakeup_fd(wakeup)
 
 
-def test_answers_alone_go_to_stdout_and_each_question_has_the_earlier_turns(
+def test_only_answers_go_to_stdout_and_each_prompt_has_the_earlier_messages(
     typed: Callable[..., Counts], capsys: pytest.CaptureFixture[str]
 ) -> None:
     talk = typed(

@@ -44,7 +44,8 @@ def keep_states_of_the_whole_model(
             state.setdefault("whole", torch.ones(parameter.shape))
 
 
-MATERIALIZE, UPDATE_WEIGHTS = models.load_weights, training.update_weights
+MATERIALIZE = models.load_weights
+UPDATE_WEIGHTS = training.update_weights
 BROKEN = {
     "nothing": [],
     "loading": [patch.object(models, "load_weights", load_whole_model_too)],

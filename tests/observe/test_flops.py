@@ -28,7 +28,8 @@ from llama_ft.models.quantized import FourBit
 from llama_ft.observe.flops import flop_formula, matmul_rate, published_peak, visible_pairs
 from llama_ft.runtime import Ranks
 
-ROWS, LENGTH = 2, 24
+ROWS = 2
+LENGTH = 24
 TOKENS = ROWS * LENGTH
 SHAPE: dict[str, Any] = {
     "vocab_size": 120, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -76,12 +77,12 @@ def expected(model: PreTrainedModel) -> float:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_in_full_tuning_torch_counts_as_many(name: str) -> None:
+def test_full_fine_tuning_has_as_many_flops_as_torch_counts(name: str) -> None:
     model = model_of(name)
     assert counted(model) == expected(model)
 
 
-def test_full_tuning_takes_six_for_each_weight_but_the_embeddings() -> None:
+def test_full_fine_tuning_takes_six_flops_per_weight_without_embeddings() -> None:
     model = model_of("llama")
     weights = sum(
         p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name
@@ -96,11 +97,12 @@ def test_full_tuning_takes_six_for_each_weight_but_the_embeddings() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_beside_frozen_weights_torch_counts_as_many_but_for_the_first_layers_inputs(
+def test_with_frozen_weights_torch_counts_the_same_except_for_the_inputs_of_the_first_layer(
     name: str,
 ) -> None:
     model = model_of(name)
-    rank, targets = 4, ["c_attn"] if name == "gpt-2" else ["q_proj", "k_proj", "v_proj", "o_proj"]
+    rank = 4
+    targets = ["c_attn"] if name == "gpt-2" else ["q_proj", "k_proj", "v_proj", "o_proj"]
     adapted = get_peft_model(
         model, LoraConfig(r=rank, target_modules=targets, fan_in_fan_out=name == "gpt-2")
     )
@@ -111,7 +113,7 @@ def test_beside_frozen_weights_torch_counts_as_many_but_for_the_first_layers_inp
     assert expected(model) - counted(adapted) == 2 * TOKENS * unneeded
 
 
-def test_checkpointing_computes_layers_again_but_for_their_last_matmul() -> None:
+def test_activation_checkpointing_repeats_each_layer_except_its_last_matmul() -> None:
     model = model_of("llama")
     model.train()
     model.activation_checkpointing_enable({"use_reentrant": False})
@@ -120,7 +122,8 @@ def test_checkpointing_computes_layers_again_but_for_their_last_matmul() -> None
     )
     once = counted(model_of("llama"))
     # Eager attention computes all pairs, of which `visible_pairs` are half and a diagonal.
-    formula, every = flop_formula(model), LENGTH**2 / visible_pairs(LENGTH)
+    formula = flop_formula(model)
+    every = LENGTH**2 / visible_pairs(LENGTH)
     attention = formula.of([LENGTH] * ROWS, 0)[1] / 3
     assert (
         counted(model) - once
@@ -141,7 +144,7 @@ def test_frozen_first_layers_still_pass_gradients_to_a_trained_embedding() -> No
     assert counted(model) == expected(model)
 
 
-def test_sharding_changes_nothing(runtime: Ranks) -> None:
+def test_sharding_does_not_change_the_flops(runtime: Ranks) -> None:
     model = model_of("mixtral")
     before = flop_formula(model)
     for layer in decoder_layers(model):
@@ -150,8 +153,9 @@ def test_sharding_changes_nothing(runtime: Ranks) -> None:
     assert flop_formula(model) == before
 
 
-def test_quantized_weights_count_as_what_they_stand_for() -> None:
-    plain, quantized = model_of("llama"), model_of("llama").to("meta")
+def test_quantized_weights_have_the_flops_of_the_original_weights() -> None:
+    plain = model_of("llama")
+    quantized = model_of("llama").to("meta")
     quantize_linears(BuiltModel(quantized), Quantization(FourBit("nf4", 32, None), None, False))
     for model in (plain, quantized):
         get_peft_model(
@@ -160,7 +164,7 @@ def test_quantized_weights_count_as_what_they_stand_for() -> None:
     assert flop_formula(quantized) == flop_formula(plain)
 
 
-def test_windows_are_those_of_the_layers() -> None:
+def test_attention_windows_are_those_of_the_layers() -> None:
     with torch.device("meta"):
         gemma = AutoModelForCausalLM.from_config(
             Gemma3TextConfig(num_hidden_layers=6, sliding_window=512)
@@ -174,14 +178,14 @@ def test_windows_are_those_of_the_layers() -> None:
 
 
 @pytest.mark.parametrize(("length", "window"), [(1, None), (9, None), (9, 4), (3, 100)])
-def test_pairs_are_those_of_the_mask(length: int, window: int | None) -> None:
+def test_attention_pairs_are_those_of_the_mask(length: int, window: int | None) -> None:
     mask = torch.ones(length, length).tril()
     assert (
         visible_pairs(length, window) == (mask if window is None else mask.triu(1 - window)).sum()
     )
 
 
-def test_the_rate_is_measured_without_touching_random_numbers() -> None:
+def test_measuring_the_matmul_rate_does_not_change_random_numbers() -> None:
     torch.manual_seed(3)
     expected_next = torch.Generator().manual_seed(3)
     rate = matmul_rate((256, 512), torch.float32, torch.device("cpu"))
@@ -199,7 +203,7 @@ def test_the_rate_is_measured_without_touching_random_numbers() -> None:
         ("A GPU of tomorrow", 0),
     ],
 )
-def test_published_peaks_are_found_by_torchs_name(
+def test_published_peaks_are_found_by_the_device_name_of_torch(
     name: str, teraflops: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)

@@ -117,10 +117,11 @@ def test_mlflow_reads_back_the_whole_run(
     assert f"MLflow: run {ids['mlflow']} in file://{tmp_path}/output/mlruns" in screen.getvalue()
 
 
-def test_a_resumed_run_goes_on_in_mlflow_each_step_once(
+def test_a_resumed_run_continues_in_mlflow_with_each_step_once(
     tmp_path: Path, screen: io.StringIO
 ) -> None:
-    client, output_dir = MlflowClient((tmp_path / "mlruns").as_uri()), tmp_path / "run"
+    client = MlflowClient((tmp_path / "mlruns").as_uri())
+    output_dir = tmp_path / "run"
     ids = log_run(output_dir, range(1, 5), 1.0, error=Stopped())
     assert client.get_run(ids["mlflow"]).info.status == "KILLED"
     again = log_run(
@@ -143,16 +144,16 @@ def test_a_resumed_run_goes_on_in_mlflow_each_step_once(
     ]
 
     other = TrackingConfig(use_mlflow=True, mlflow_tracking_uri=str(tmp_path / "another store"))
-    anew = log_run(output_dir, range(7, 8), 3.0, other, resumed=ResumedLog(6, output_dir, ids))
-    assert anew != ids
+    other_ids = log_run(output_dir, range(7, 8), 3.0, other, resumed=ResumedLog(6, output_dir, ids))
+    assert other_ids != ids
     client = MlflowClient((tmp_path / "another store").as_uri())
     expected = [(1, 1.0), (2, 1.0), *((step, 2.0) for step in range(3, 7)), (7, 3.0)]
-    assert history(client, anew["mlflow"], "train/loss") == expected, (
+    assert history(client, other_ids["mlflow"], "train/loss") == expected, (
         "it gets the steps it lacks from metrics.jsonl"
     )
 
 
-def test_a_store_that_breaks_is_told_once_and_training_goes_on(
+def test_a_store_that_breaks_is_reported_once_and_training_continues(
     tmp_path: Path, screen: io.StringIO
 ) -> None:
     output_dir = tmp_path / "run"
@@ -166,7 +167,7 @@ def test_a_store_that_breaks_is_told_once_and_training_goes_on(
     assert screen.getvalue().count("gets no more metrics") == 1
 
 
-def test_without_the_package_the_command_that_installs_it_is_told(
+def test_without_the_package_the_command_that_installs_it_is_printed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
@@ -175,7 +176,7 @@ def test_without_the_package_the_command_that_installs_it_is_told(
 
 
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("place", "expected"),
     [
         ("file", "{tmp}/file did not accept the run"),
         (
@@ -192,8 +193,8 @@ def test_without_the_package_the_command_that_installs_it_is_told(
         ),
     ],
 )
-def test_a_store_that_cannot_be_used_is_told_within_seconds(
-    place: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_store_that_cannot_be_used_is_reported_within_30_seconds(
+    place: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     with socket.socket() as silent:
@@ -204,11 +205,11 @@ def test_a_store_that_cannot_be_used_is_told_within_seconds(
         monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
         start = time.monotonic()
-        with pytest.raises(UserError) as told:
+        with pytest.raises(UserError) as refusal:
             check_trackers(TrackingConfig(use_mlflow=True), str(tmp_path / "run"))
     assert time.monotonic() - start < 30
-    assert said.format(**known) in str(told.value)
-    assert "hunter2" not in str(told.value)
+    assert expected.format(**known) in str(refusal.value)
+    assert "hunter2" not in str(refusal.value)
     assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is written"
 
 
@@ -242,7 +243,7 @@ def server() -> Iterator[MlflowServer]:
         yield fake
 
 
-def test_a_server_gets_the_run_and_nobody_else_the_password(
+def test_a_server_gets_the_run_and_the_password_is_sent_nowhere_else(
     tmp_path: Path, server: MlflowServer, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url.replace("://", "://me:hunter2@"))

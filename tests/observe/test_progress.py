@@ -21,10 +21,11 @@ def last_line(printed: io.StringIO) -> str:
 
 
 @pytest.mark.parametrize("is_quiet", [False, True])
-def test_a_log_file_gets_the_first_ten_steps_then_ever_fewer_and_all_evaluations(
+def test_a_log_file_gets_the_first_ten_steps_then_fewer_and_all_evaluations(
     is_quiet: bool,
 ) -> None:
-    now, printed = [1000.0], io.StringIO()
+    now = [1000.0]
+    printed = io.StringIO()
     console = Console(
         file=printed, soft_wrap=True, highlight=False, markup=False, get_time=lambda: now[0]
     )
@@ -72,8 +73,9 @@ def test_a_terminal_gets_a_bar_with_as_many_numbers_as_fit(columns: int) -> None
         assert "8,412 tokens/s" in bar and "1.31 s/step" in bar
 
 
-def test_the_time_left_of_a_resumed_run_is_by_its_own_speed() -> None:
-    now, printed = [1000.0], io.StringIO()
+def test_the_time_left_of_a_resumed_run_is_estimated_from_its_own_speed() -> None:
+    now = [1000.0]
+    printed = io.StringIO()
     console = Console(
         file=printed, force_terminal=True, width=160, highlight=False, get_time=lambda: now[0]
     )

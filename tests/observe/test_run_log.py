@@ -80,7 +80,8 @@ def test_ranks_other_than_0_log_nothing(tmp_path: Path, screen: io.StringIO) -> 
 def test_a_run_resumed_in_another_directory_has_its_whole_history_there(
     tmp_path: Path, screen: io.StringIO
 ) -> None:
-    earlier, later = tmp_path / "earlier", tmp_path / "later"
+    earlier = tmp_path / "earlier"
+    later = tmp_path / "later"
     for output_dir in (earlier, later):
         output_dir.mkdir()
     with RunLog(earlier, NO_TRACKERS, {}, total_steps=4) as run_log:
@@ -101,7 +102,7 @@ def test_a_run_resumed_in_another_directory_has_its_whole_history_there(
 
 
 @pytest.mark.parametrize("damage", [b'{"step": 2, "tra', b"\xff\xfe\x00", b"[]", b"[" * 100_000])
-def test_corrupted_lines_are_told_and_the_steps_after_them_stay(
+def test_corrupted_lines_are_reported_and_later_steps_kept(
     tmp_path: Path, screen: io.StringIO, damage: bytes
 ) -> None:
     with RunLog(tmp_path, NO_TRACKERS, {}, total_steps=6) as run_log:

@@ -37,8 +37,8 @@ def test_a_resumed_run_keeps_the_answers_before_fine_tuning(tmp_path: Path) -> N
         "after", [{"question": "?", "answer": "2"}, {"question": "!", "answer": "3"}]
     )
     resumed.add_samples("after", [])
-    told = [(sample["when"], sample["answer"]) for sample in facts(tmp_path)["samples"]]
-    assert told == [("before", "half a character \udc80"), ("after", "2"), ("after", "3")]
+    answers = [(sample["when"], sample["answer"]) for sample in facts(tmp_path)["samples"]]
+    assert answers == [("before", "half a character \udc80"), ("after", "2"), ("after", "3")]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_resumed_run_keeps_the_answers_before_fine_tuning(tmp_path: Path) -> N
         b'{"samples": [{}]}', b"[" * 100_000,
     ],
 )  # fmt: skip
-def test_a_corrupted_file_is_told_and_ends_nothing(
+def test_a_corrupted_file_gives_a_warning(
     content: bytes, tmp_path: Path, screen: io.StringIO
 ) -> None:
     (tmp_path / FACTS_FILE).write_bytes(content)
@@ -66,9 +66,7 @@ def test_facts_of_another_type_are_replaced(tmp_path: Path) -> None:
     assert facts(tmp_path) == {"memory": {"unit": "device"}, "units": [2]}
 
 
-def test_a_file_that_cannot_be_written_is_told_and_ends_nothing(
-    tmp_path: Path, screen: io.StringIO
-) -> None:
+def test_a_file_that_cannot_be_written_gives_a_warning(tmp_path: Path, screen: io.StringIO) -> None:
     kept = RunMetadata(tmp_path)
     (tmp_path / FACTS_FILE).mkdir()
     kept.add(units=[2])
@@ -76,7 +74,7 @@ def test_a_file_that_cannot_be_written_is_told_and_ends_nothing(
     assert [path.name for path in tmp_path.iterdir()] == [FACTS_FILE]
 
 
-def test_the_commit_is_of_the_folder_that_the_recipe_lies_in(
+def test_the_commit_is_that_of_the_directory_of_the_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def git(*arguments: str) -> str:
@@ -106,7 +104,7 @@ def test_the_commit_is_of_the_folder_that_the_recipe_lies_in(
     assert environment({}, "")["commit"] == f"{head}, changed"
 
 
-def test_the_environment_tells_the_command_without_its_secrets(
+def test_the_environment_has_the_command_without_its_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

@@ -14,7 +14,9 @@ from llama_ft.observe import RunMetadata, ThroughputMeter
 from llama_ft.observe.flops import flop_formula
 from llama_ft.runtime import Ranks
 
-LENGTHS, TOKENS, TARGETS = [5, 9, 7], 21, 6
+LENGTHS = [5, 9, 7]
+TOKENS = 21
+TARGETS = 6
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ def watch(
     )
 
 
-def test_a_step_counts_from_the_end_of_the_one_before_and_without_evaluation(
+def test_a_step_is_timed_from_the_end_of_the_one_before_without_evaluation(
     model: LlamaForCausalLM, runtime: Ranks, tmp_path: Path
 ) -> None:
     with watch(model, tmp_path, runtime) as speed:
@@ -63,7 +65,7 @@ def test_a_step_counts_from_the_end_of_the_one_before_and_without_evaluation(
 
 
 @pytest.mark.parametrize("done", [2, 3, 5])  # the profiler is prepared, about to begin, or at work
-def test_a_run_that_ends_before_its_profile_leaves_no_profiler_behind(
+def test_a_run_that_ends_before_its_profile_stops_the_profiler(
     model: LlamaForCausalLM, runtime: Ranks, tmp_path: Path, done: int
 ) -> None:
     with watch(model, tmp_path, runtime, use_profiler=True) as speed:

@@ -10,7 +10,8 @@ from typing import Any
 
 from llama_ft import training
 
-accumulate, steps = training.accumulate_gradients, 0
+accumulate = training.accumulate_gradients
+steps = 0
 
 
 def with_a_limit(*arguments: Any, **more: Any) -> Any:

@@ -64,6 +64,6 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_a_device_must_have_is_what_the_allocator_takes(name: str) -> None:
+def test_the_reserved_bytes_are_those_of_the_cuda_allocator(name: str) -> None:
     events, expected = CASES[name]
     assert reserved_bytes(events) == expected * MIB

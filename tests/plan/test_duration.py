@@ -12,7 +12,12 @@ from llama_ft.observe.summary import time_text
 from llama_ft.plan.duration import describe_time, step_seconds
 
 Plan = Callable[..., Any]
-LAYERS, HIDDEN, INNER, VOCABULARY, LENGTH, TOKENS = 7, 64, 160, 1000, 128, 256
+LAYERS = 7
+HIDDEN = 64
+INNER = 160
+VOCABULARY = 1000
+LENGTH = 128
+TOKENS = 256
 FLAGS = (
     "--enable_fsdp",
     "--context_length",
@@ -55,7 +60,7 @@ def model(tmp_path: Path) -> Path:
         ),
     ],
 )
-def test_time_and_cost_are_those_on_paper(
+def test_time_and_cost_equal_those_computed_by_hand(
     plan: Plan, model: Path, flags: str, per_token: float, quick: bool
 ) -> None:
     line = [*FLAGS, "--gradient_accumulation_steps", "3", *flags.split()]
@@ -79,7 +84,7 @@ def test_time_and_cost_are_those_on_paper(
     )
 
 
-def test_the_peak_is_that_of_the_named_gpu_where_it_decides(plan: Plan, model: Path) -> None:
+def test_the_flops_peak_is_that_of_the_named_gpu(plan: Plan, model: Path) -> None:
     planned = plan(model, 1, *FLAGS, quick=True)
     for gpu, flags, teraflops in (
         ("rtx4090", "", 165),
@@ -97,8 +102,8 @@ def test_the_peak_is_that_of_the_named_gpu_where_it_decides(plan: Plan, model: P
         ), gpu
 
 
-def test_times_are_shown_for_people() -> None:
-    assert [time_text(it) for it in (0.0627, 5.23, 75, 840, 12600)] == [
+def test_times_are_printed_with_readable_units() -> None:
+    assert [time_text(seconds) for seconds in (0.0627, 5.23, 75, 840, 12600)] == [
         "63 ms",
         "5.2 s",
         "75 s",

@@ -29,7 +29,7 @@ from llama_ft.plan.types import PlanRequest
 def shallow_model(
     save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A Llama of 2 narrow layers with 8,000 words: logits are most of it."""
+    """A Llama of 2 narrow layers with 8,000 words: its logits take the most memory."""
     folder = tmp_path_factory.mktemp("fit") / "model"
     return save_model(
         folder, hidden_size=64, intermediate_size=128, vocab_size=8000, max_position_embeddings=512
@@ -65,13 +65,14 @@ def global_batch(config: Config) -> int:
         ("--device cpu --freeze_layers --num_freeze_layers 1", 2, "cpu"),
     ],
 )
-def test_every_change_is_flags_that_load_with_the_same_batch(
+def test_every_suggested_change_loads_as_flags_with_the_same_global_batch(
     line: str, world: int, device: str, shallow_model: Path, tmp_path: Path
 ) -> None:
     request = request_for(line, world, device, shallow_model)
     (base := tmp_path / "base.yaml").write_text(to_yaml(request.config))
     loaded, (cheap, others) = 0, ladder(request)
-    for other in [[], *([it] for it in others if "--nproc" not in it[0])]:
+    single_process = [change for change in others if "--nproc" not in change[0]]
+    for other in [[], *([change] for change in single_process)]:
         config, _, flags = apply_changes(request, [*cheap, *other])
         if config is not None:
             assert global_batch(config) == global_batch(request.config)
@@ -84,8 +85,9 @@ def search(
     request: PlanRequest, finetuning: ModuleType, room: int, quick: bool = True
 ) -> tuple[list[Fit], list[str]]:
     """The answers, and what was planned for them."""
-    told, planned = list[str](), predict(request, finetuning.build_model, quick)
-    return find_fits(request, finetuning.build_model, room, planned, quick, told.append), told
+    printed = list[str]()
+    planned = predict(request, finetuning.build_model, quick)
+    return find_fits(request, finetuning.build_model, room, planned, quick, printed.append), printed
 
 
 def test_lora_on_8b_fits_24_gb_with_activation_checkpointing_alone(
@@ -93,27 +95,32 @@ def test_lora_on_8b_fits_24_gb_with_activation_checkpointing_alone(
 ) -> None:
     folder = write_config(tmp_path / "model", "meta-llama/Llama-3.1-8B-Instruct")
     line = "--use_peft --target_modules all-linear --peft.r 16 --context_length 2048"
-    fits, told = search(request_for(line, 1, folder=folder), finetuning, device_bytes("rtx4090"))
-    assert [it.flags for it in fits] == [["--activation_checkpointing full"]] and len(told) == 1
+    fits, printed = search(request_for(line, 1, folder=folder), finetuning, device_bytes("rtx4090"))
+    assert [fit.flags for fit in fits] == [["--activation_checkpointing full"]]
+    assert len(printed) == 1
     assert "1. --activation_checkpointing full" in describe_fits(fits[0].plan, fits, 1, ["", ""])
 
 
 @pytest.mark.slow
-def test_qlora_is_the_first_answer_on_a_small_gpu(finetuning: ModuleType, tmp_path: Path) -> None:
+def test_qlora_is_the_first_suggestion_on_a_small_gpu(
+    finetuning: ModuleType, tmp_path: Path
+) -> None:
     folder = write_config(tmp_path / "model", "meta-llama/Llama-3.1-8B-Instruct")
     line = "--use_peft --context_length 2048 --batch_size_training 1 --activation_checkpointing full --precision fp16"
     fits, _ = search(request_for(line, 1, folder=folder), finetuning, device_bytes("t4"))
     assert fits[0].flags == ["--quantization 4bit"] and fits[0].plan.device_bytes < 9 * 2**30
-    assert not any(it.config.fsdp.fsdp_cpu_offload for it in fits)
+    assert not any(fit.config.fsdp.fsdp_cpu_offload for fit in fits)
 
 
-def test_only_the_place_of_qlora_depends_on_the_gpu(shallow_model: Path) -> None:
+def test_only_the_rank_of_qlora_among_the_suggestions_depends_on_the_gpu(
+    shallow_model: Path,
+) -> None:
     request = request_for("--context_length 256", folder=shallow_model)
     (cheap, small), (_, large) = (ladder(request, device_bytes(gpu)) for gpu in ("rtx4090", "h100"))
     four_bit = {"use_peft": True, "mode": "4bit"}
     assert small[0][0] == four_bit and large[0][0]["--nproc"] == 4 and cheap
     assert (
-        small[1:] == [it for it in large if it[0] != four_bit]
+        small[1:] == [change for change in large if change[0] != four_bit]
         and "fsdp_cpu_offload" in small[-1][0]
     )
 
@@ -127,7 +134,7 @@ def test_changes_that_keep_the_training_add_up_until_it_fits(
     )
     planned = predict(request, finetuning.build_model)
     room = planned.outside_bytes + (planned.device_bytes - planned.outside_bytes) * 3 // 5
-    [fit], told = search(request, finetuning, room, quick)
+    [fit], printed = search(request, finetuning, room, quick)
     assert (fit.config.train.activation_checkpointing, fit.config.train.batch_size_training) == (
         "full",
         1,
@@ -137,12 +144,12 @@ def test_changes_that_keep_the_training_add_up_until_it_fits(
         and fit.config.peft.use_peft
         and fit.config.quantization.mode == "none"
     )
-    assert fit.plan.device_bytes <= room < planned.device_bytes and len(told) == 2
+    assert fit.plan.device_bytes <= room < planned.device_bytes and len(printed) == 2
     alone = predict(dataclasses.replace(request, config=fit.config), finetuning.build_model)
     assert alone.device_bytes <= room
 
 
-def test_twice_the_ranks_are_an_answer_where_states_are_too_much(
+def test_twice_the_ranks_are_suggested_if_optimizer_states_do_not_fit(
     finetuning: ModuleType, shallow_model: Path
 ) -> None:
     request = request_for(
@@ -158,7 +165,7 @@ def test_twice_the_ranks_are_an_answer_where_states_are_too_much(
     )
 
 
-def test_cpu_offload_is_an_answer_with_the_host_memory_it_needs(
+def test_cpu_offload_is_suggested_with_the_host_memory_it_needs(
     finetuning: ModuleType, shallow_model: Path
 ) -> None:
     line = "--context_length 64 --batch_size_training 1 --activation_checkpointing off"
@@ -178,7 +185,7 @@ def test_cpu_offload_is_an_answer_with_the_host_memory_it_needs(
     assert f"and {host} of host memory per rank" in text
 
 
-def test_no_answer_only_gives_up_more_than_another(
+def test_no_suggestion_only_gives_up_more_than_another(
     finetuning: ModuleType, shallow_model: Path
 ) -> None:
     four_bit = {"use_peft": True, "mode": "4bit"}
@@ -202,7 +209,7 @@ def test_ranks_are_doubled_up_to_8(world: int, expected: list[int], shallow_mode
     assert [change["--nproc"] for change, _ in others if "--nproc" in change] == expected
 
 
-def test_the_choice_of_checkpointing_and_the_plan_have_one_size(
+def test_the_choice_of_checkpointing_and_the_plan_report_the_same_size(
     finetuning: ModuleType, save_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = save_model(tmp_path / "model", num_hidden_layers=7)

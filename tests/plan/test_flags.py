@@ -15,7 +15,7 @@ def read(line: str) -> Any:
     return read_plan_flags(line.split(), DEMO)
 
 
-def test_flags_of_the_plan_stand_among_those_of_the_recipe(tmp_path: Path) -> None:
+def test_flags_of_the_plan_can_be_mixed_with_those_of_the_recipe(tmp_path: Path) -> None:
     """Neither weights nor data have to be there."""
     (tmp_path / "config.json").write_text("{}")
     line = f"--lr 1e-5 --nproc=12 --model_name {tmp_path} --quick --use-peft --dataset no.jsonl --fit 24000MB"
@@ -30,11 +30,11 @@ def test_flags_of_the_plan_stand_among_those_of_the_recipe(tmp_path: Path) -> No
     assert places["train.lr"] == "--lr" and options.fit_bytes == 24 * 10**9
 
 
-def test_all_mistakes_are_told_at_once() -> None:
-    with pytest.raises(UserError) as told:
+def test_all_user_errors_are_reported_at_once() -> None:
+    with pytest.raises(UserError) as refusal:
         read("--nproc 0 --lr fast --json now --lrr 1")
     for said in ("--nproc 0: ", "--lr fast", "--json now: ", "Did you mean --lr?"):
-        assert said in str(told.value)
+        assert said in str(refusal.value)
     assert read("--fit RTX4090")[2].fit_bytes == 23.5 * 2**30
     with pytest.raises(
         UserError, match="--fit h10: expected the memory of a rank, .*h200.* Did you mean h100?"
@@ -61,6 +61,6 @@ def test_a_t4_needs_fp16() -> None:
         ("24GiB", "", 24.0),
     ],
 )
-def test_gpus_are_found_by_the_names_that_people_write(text: str, gpu: str, gib: float) -> None:
+def test_gpus_are_found_by_their_usual_names(text: str, gpu: str, gib: float) -> None:
     assert find_gpu(text) == gpu
     assert device_bytes(text) == int(gib * 2**30)

@@ -36,12 +36,13 @@ def sharded(runtime: Ranks) -> LlamaForCausalLM:
 @pytest.mark.parametrize(
     ("name", "recomputed"), [("model.layers.1.mlp", 0), ("model.layers.2.self_attn", 1)]
 )
-def test_the_innermost_module_is_named_also_where_it_is_recomputed(
+def test_the_innermost_module_is_named_also_with_activation_checkpointing(
     sharded: LlamaForCausalLM, name: str, recomputed: int
 ) -> None:
     sharded.gradient_checkpointing_enable({"use_reentrant": False})
     sharded.train()
-    passes, tokens = [], torch.arange(16).view(2, 8)
+    passes = []
+    tokens = torch.arange(16).view(2, 8)
 
     def ask_for_too_much(*_: object) -> None:
         passes.append(1)
@@ -56,7 +57,9 @@ def test_the_innermost_module_is_named_also_where_it_is_recomputed(
     )
 
 
-def test_what_is_held_is_counted_also_while_units_are_gathered(sharded: LlamaForCausalLM) -> None:
+def test_memory_categories_are_counted_also_while_units_are_unsharded(
+    sharded: LlamaForCausalLM,
+) -> None:
     optimizer = torch.optim.AdamW(sharded.parameters())
     tokens = torch.arange(16).view(2, 8)
     sharded(input_ids=tokens, labels=tokens).loss.backward()
@@ -86,7 +89,7 @@ def test_what_is_held_is_counted_also_while_units_are_gathered(sharded: LlamaFor
         ("print('{\"fits\": []}')", "none of the planned changes."),
     ],
 )
-def test_the_planner_is_a_program_of_its_own_without_gpu_and_job(
+def test_the_planner_runs_as_a_separate_program_without_gpu_and_process_group(
     code: str, said: str, runtime: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
@@ -97,11 +100,12 @@ def test_the_planner_is_a_program_of_its_own_without_gpu_and_job(
     assert said in answer and not {"RANK", "TORCHELASTIC_RUN_ID"} & set(answer.split())
 
 
-def test_a_rank_without_memory_ends_the_run_with_four_lines(
+def test_a_rank_that_runs_out_of_memory_ends_the_run_with_four_lines(
     tmp_path: Path, save_model: Callable[..., Path], rows70: Path
 ) -> None:
     """The allocator really fails, on one of two ranks, and plan.py is asked."""
-    model, run = save_model(tmp_path / "model", vocab_size=150_000), tmp_path / "run"
+    model = save_model(tmp_path / "model", vocab_size=150_000)
+    run = tmp_path / "run"
     flags = [
         "--model_name",
         model,
@@ -112,16 +116,7 @@ def test_a_rank_without_memory_ends_the_run_with_four_lines(
         "--save_model",
         "False",
     ]
-    flags += [
-        "--device",
-        "cpu",
-        "--precision",
-        "fp32",
-        "--batch_size_training",
-        "16",
-        "--max_train_step",
-        "4",
-    ]
+    flags += "--device cpu --precision fp32 --batch_size_training 16 --max_train_step 4".split()
     # the heap keeps nothing
     limited = {"STEP": "2", "MIB": "4", "LIMITED_RANK": "1", "MALLOC_TOP_PAD_": "0"}
     finished = forked(

@@ -13,11 +13,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-VOCABULARY, HIDDEN, INNER, LAYERS = 1000, 64, 160, 3
-HEADS, KEY_VALUE_HEADS, HEAD = 4, 2, 16
+VOCABULARY = 1000
+HIDDEN = 64
+INNER = 160
+LAYERS = 3
+HEADS = 4
+KEY_VALUE_HEADS = 2
+HEAD = 16
 LAYER = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KEY_VALUE_HEADS * HEAD + 3 * HIDDEN * INNER + 2 * HIDDEN
 PARAMETERS = 2 * VOCABULARY * HIDDEN + LAYERS * LAYER + HIDDEN
-LENGTH, MICRO_BATCH = 128, 2
+LENGTH = 128
+MICRO_BATCH = 2
 TOKENS = LENGTH * MICRO_BATCH
 FLAGS = (
     "--enable_fsdp",
@@ -38,11 +44,13 @@ def held(plan: Any, phase: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("ranks", [1, 64])
-def test_full_tuning_holds_its_share_of_weights_gradients_and_states(
+def test_full_fine_tuning_has_its_shard_of_weights_gradients_and_states(
     plan: Plan, tmp_path: Path, ranks: int
 ) -> None:
     planned = plan(write_llama(tmp_path / "model"), ranks, *FLAGS)
-    square, narrow, norm = (HIDDEN, HIDDEN), (KEY_VALUE_HEADS * HEAD, HIDDEN), (HIDDEN, 1)
+    square = (HIDDEN, HIDDEN)
+    narrow = (KEY_VALUE_HEADS * HEAD, HIDDEN)
+    norm = (HIDDEN, 1)
     layer = [
         square,
         square,
@@ -80,9 +88,7 @@ def test_experts_are_planned_in_fp32(plan: Plan, tmp_path: Path) -> None:
     assert 1.5 < activations[0] / activations[1] < 2, "what is fp32 in both does not double"
 
 
-def test_towers_for_images_are_planned_as_a_part_of_the_file_only(
-    plan: Plan, tmp_path: Path
-) -> None:
+def test_vision_towers_count_only_in_the_size_of_the_model_file(plan: Plan, tmp_path: Path) -> None:
     text = write_llama(tmp_path / "text")
     settings = json.loads((text / "config.json").read_text())
     vision = {
@@ -107,7 +113,7 @@ def test_towers_for_images_are_planned_as_a_part_of_the_file_only(
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_tensors_that_an_export_copies_are_part_of_the_final_model(
+def test_tensors_that_an_export_copies_count_in_the_final_model(
     plan: Plan, tmp_path: Path, quick: bool
 ) -> None:
     shape = {
@@ -124,9 +130,7 @@ def test_tensors_that_an_export_copies_are_part_of_the_final_model(
     assert plan(tmp_path, 1, *FLAGS, quick=quick).result_bytes == size
 
 
-def test_adapters_of_experts_and_the_loss_of_routers_are_planned(
-    plan: Plan, tmp_path: Path
-) -> None:
+def test_expert_adapters_and_the_router_loss_are_planned(plan: Plan, tmp_path: Path) -> None:
     mixtral = write_llama(tmp_path / "model", **MIXTRAL)
     lora = ("--target_parameters", "experts.gate_up_proj,experts.down_proj", "--lora_dropout", "0")
     with_adapters = plan(mixtral, 2, *FLAGS, *LORA, *lora, "--router_aux_loss_coef", "0.1")
@@ -197,10 +201,11 @@ def test_lora_trains_its_matrices_only(plan: Plan, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "bits"), [("8bit", 8), ("4bit", 4)])
-def test_quantized_layers_are_held_in_their_bits(
+def test_quantized_layers_take_their_quantized_bytes(
     plan: Plan, tmp_path: Path, mode: str, bits: int
 ) -> None:
-    inner, key_value = 128, KEY_VALUE_HEADS * HEAD
+    inner = 128
+    key_value = KEY_VALUE_HEADS * HEAD
     planned = plan(
         write_llama(tmp_path / "model", intermediate_size=inner),
         2,
@@ -219,18 +224,13 @@ def test_quantized_layers_are_held_in_their_bits(
     )
 
 
-def test_the_loss_holds_logits_of_a_piece_however_many_tokens_there_are(
-    plan: Plan, tmp_path: Path
-) -> None:
+def test_the_chunked_loss_holds_the_logits_of_one_chunk(plan: Plan, tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "model", vocab_size=32_000)
-    once, twice = (
-        next(
-            peak.holders["logits and loss"]
-            for peak in plan(folder, 2, *FLAGS[:-1], str(packs), *LORA, "--precision", "fp32").peaks
-            if peak.phase == "forward"
-        )
-        for packs in (MICRO_BATCH, 2 * MICRO_BATCH)
-    )
+    found = []
+    for sequences in (MICRO_BATCH, 2 * MICRO_BATCH):
+        flags = [*FLAGS[:-1], str(sequences), *LORA, "--precision", "fp32"]
+        found.append(held(plan(folder, 2, *flags), "forward")["logits and loss"])
+    once, twice = found
     from llama_ft.models.chunked_loss import FEWEST_POSITIONS, LOGITS_AT_ONCE
 
     piece = LOGITS_AT_ONCE["cpu"] // 32_000 // FEWEST_POSITIONS * FEWEST_POSITIONS
@@ -249,8 +249,11 @@ def test_8bit_adam_takes_fp32_copies_of_a_weight_on_the_cpu(plan: Plan, tmp_path
     )
 
 
-def test_accumulating_unsharded_holds_a_whole_models_gradients(plan: Plan, tmp_path: Path) -> None:
-    folder, accumulate = write_llama(tmp_path / "model"), ("--gradient_accumulation_steps", "2")
+def test_unsharded_accumulation_holds_the_gradients_of_the_whole_model(
+    plan: Plan, tmp_path: Path
+) -> None:
+    folder = write_llama(tmp_path / "model")
+    accumulate = ("--gradient_accumulation_steps", "2")
     shards = held(plan(folder, 4, *FLAGS, *accumulate), "forward")["gradients"]
     whole = held(plan(folder, 4, *FLAGS, *accumulate, "--accumulate_unsharded"), "forward")[
         "gradients"
@@ -259,7 +262,7 @@ def test_accumulating_unsharded_holds_a_whole_models_gradients(plan: Plan, tmp_p
     assert whole == pytest.approx(4 * PARAMETERS, rel=0.01)  # in fp32, in which they are reduced
 
 
-def test_offloading_leaves_gathered_units_and_activations_on_the_device(
+def test_cpu_offload_leaves_unsharded_units_and_activations_on_the_device(
     plan: Plan, tmp_path: Path
 ) -> None:
     folder = write_llama(tmp_path / "model")
@@ -273,7 +276,7 @@ def test_offloading_leaves_gathered_units_and_activations_on_the_device(
     assert gone.host_save_bytes > kept.host_save_bytes
 
 
-def test_a_gpu_needs_nothing_for_the_copies_that_are_saved(plan: Plan, tmp_path: Path) -> None:
+def test_checkpoint_copies_take_host_memory_and_no_gpu_memory(plan: Plan, tmp_path: Path) -> None:
     """They are on the host; there they would be weights and states again, more than a step holds of
     gradients."""
     wide = write_llama(tmp_path / "model", hidden_size=1024, intermediate_size=4096, head_dim=256)
@@ -286,7 +289,7 @@ def test_a_gpu_needs_nothing_for_the_copies_that_are_saved(plan: Plan, tmp_path:
     assert planned.peak.bytes <= planned.reserved_bytes < 1.1 * planned.peak.bytes
 
 
-def test_a_quick_plan_is_a_full_one(plan: Plan, tmp_path: Path) -> None:
+def test_a_quick_plan_agrees_with_a_full_one(plan: Plan, tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "model", num_hidden_layers=6)
     flags = (
         *FLAGS,
@@ -304,7 +307,7 @@ def test_a_quick_plan_is_a_full_one(plan: Plan, tmp_path: Path) -> None:
     assert quick.checkpoint_bytes == full.checkpoint_bytes
 
 
-def test_planning_reads_no_weights_and_computes_nothing(plan: Plan, tmp_path: Path) -> None:
+def test_planning_an_8b_model_allocates_no_weights(plan: Plan, tmp_path: Path) -> None:
     """8 B parameters on 1 rank: as numbers they would take 128 GB."""
     folder = write_llama(
         tmp_path / "model",
@@ -323,7 +326,7 @@ def test_planning_reads_no_weights_and_computes_nothing(plan: Plan, tmp_path: Pa
     assert planned.device_bytes > 4 * 4 * 8_030_261_248
 
 
-def test_a_plan_leaves_nothing_behind(plan: Plan, tmp_path: Path) -> None:
+def test_a_plan_restores_what_it_patched(plan: Plan, tmp_path: Path) -> None:
     import torch.distributed as dist
 
     resize = torch.UntypedStorage.resize_

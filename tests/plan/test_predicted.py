@@ -25,7 +25,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     shutil.which("c++") is None,
     reason="torch's allocations are counted by C++ that has to be compiled",
 )
-def test_a_runs_peak_is_the_predicted_one_within_a_tenth(
+def test_the_peak_of_a_run_is_within_a_tenth_of_the_predicted_one(
     benchmark: ModuleType, tmp_path: Path
 ) -> None:
     """Where cores are shared, gloo's threads may let go of a step's buffers in the next phase,

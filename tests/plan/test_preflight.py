@@ -15,7 +15,8 @@ from model_shapes import write_llama
 
 from llama_ft.config import Config
 
-Plan, Said = Callable[..., Any], Callable[[], str]
+Plan = Callable[..., Any]
+Said = Callable[[], str]
 FLAGS = ("--enable_fsdp", "--context_length", "128", "--batch_size_training", "2")
 
 
@@ -33,7 +34,7 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> S
     return lambda: caplog.text
 
 
-def tell_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) -> tuple[int, Config]:
+def report_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) -> tuple[int, Config]:
     """Do what a run of two ranks on the CPU does between its start and its first step. Return the
     planner's process id and the settings with which the run continues."""
     import torch
@@ -61,7 +62,7 @@ def tell_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) -> t
     return planner.pid, config
 
 
-def test_a_run_that_will_not_fit_is_told_what_would(
+def test_a_run_that_will_not_fit_gets_a_suggestion_that_does(
     finetuning: ModuleType,
     folder: Path,
     tmp_path: Path,
@@ -70,14 +71,14 @@ def test_a_run_that_will_not_fit_is_told_what_would(
 ) -> None:
     # and it takes 5.9 MiB
     monkeypatch.setattr("llama_ft.plan.preflight.free_bytes", lambda *_: 5 * 2**20)
-    planner, _ = tell_plan(finetuning, folder, tmp_path)
+    planner, _ = report_plan(finetuning, folder, tmp_path)
     first, change, *_ = said().partition("This run will")[2].splitlines()
     assert "probably run out of memory" in first and "5.0 MiB" in first
     assert change.split()[0].startswith("--") and " would need " in change
     assert not Path(f"/proc/{planner}").exists()
 
 
-def test_a_run_goes_on_with_what_auto_came_to_be_on_the_rank_with_the_least(
+def test_activation_checkpointing_auto_is_resolved_for_the_rank_with_the_least_memory(
     finetuning: ModuleType,
     plan: Plan,
     folder: Path,
@@ -91,7 +92,9 @@ def test_a_run_goes_on_with_what_auto_came_to_be_on_the_rank_with_the_least(
     monkeypatch.setattr(
         "llama_ft.plan.preflight.free_bytes", lambda *_: int(selective.device_bytes / 0.97) + 1
     )
-    planner, config = tell_plan(finetuning, folder, tmp_path, "--activation_checkpointing", "auto")
+    planner, config = report_plan(
+        finetuning, folder, tmp_path, "--activation_checkpointing", "auto"
+    )
     assert config.train.activation_checkpointing == "selective"
     written = read_plan(tmp_path)
     assert written is not None and written.peaks == selective.peaks
@@ -99,20 +102,21 @@ def test_a_run_goes_on_with_what_auto_came_to_be_on_the_rank_with_the_least(
     assert not Path(f"/proc/{planner}").exists()
 
 
-def test_the_planner_ends_with_a_run_that_is_killed(finetuning: ModuleType) -> None:
+def test_the_planner_ends_when_its_run_is_killed(finetuning: ModuleType) -> None:
     from llama_ft.plan.preflight import Preflight
 
-    heard, told = os.pipe()
+    reading_end, writing_end = os.pipe()
     run = os.fork()
     if run == 0:
         try:
             start = Preflight(finetuning.build_model, off=False)
-            os.write(told, str(start._process.pid).encode())
+            os.write(writing_end, str(start._process.pid).encode())
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
-    os.close(told)
+    os.close(writing_end)
     os.waitpid(run, 0)
-    stat, deadline = Path(f"/proc/{int(os.read(heard, 32))}/stat"), time.monotonic() + 30
+    stat = Path(f"/proc/{int(os.read(reading_end, 32))}/stat")
+    deadline = time.monotonic() + 30
     while (
         stat.exists()
         and stat.read_text().rpartition(")")[2].split()[0] != "Z"
@@ -146,7 +150,7 @@ def chosen(finetuning: ModuleType, folder: Path, room: float, *flags: str) -> An
     return config.train.activation_checkpointing, why, plan.device_bytes
 
 
-def test_auto_recomputes_no_more_than_memory_asks_for(
+def test_activation_checkpointing_auto_is_the_cheapest_that_fits(
     finetuning: ModuleType, plan: Plan, folder: Path
 ) -> None:
     ways = ("off", "selective", "full")
@@ -165,7 +169,7 @@ def test_auto_recomputes_no_more_than_memory_asks_for(
     assert choice == "full" and "selective" not in why, "where layers are no units"
 
 
-def test_a_run_goes_on_with_a_torch_that_the_planner_does_not_know(
+def test_a_run_continues_with_a_torch_that_the_planner_does_not_know(
     finetuning: ModuleType,
     folder: Path,
     tmp_path: Path,
@@ -177,5 +181,5 @@ def test_a_run_goes_on_with_a_torch_that_the_planner_does_not_know(
     for name in [name for name in sys.modules if name.startswith("llama_ft.plan.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(_fsdp_param_group, "foreach_reduce")
-    _, config = tell_plan(finetuning, folder, tmp_path, "--activation_checkpointing", "auto")
+    _, config = report_plan(finetuning, folder, tmp_path, "--activation_checkpointing", "auto")
     assert config.train.activation_checkpointing == "full" and "foreach_reduce" in said()

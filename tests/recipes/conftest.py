@@ -1,6 +1,5 @@
 """A directory of invalid inputs, each with one error, and a valid model and valid data."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -47,10 +46,6 @@ def _break_models(folder: Path, save_model: Callable[..., Path]) -> None:
         folder / "model", folder / "no_tokenizer", ignore=shutil.ignore_patterns("tokenizer*")
     )
     save_model(folder / "small_vocabulary", vocab_size=280)
-    shutil.copytree(folder / "model", folder / "gptq")
-    settings = json.loads((folder / "gptq" / "config.json").read_text())
-    quantized = settings | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    (folder / "gptq" / "config.json").write_text(json.dumps(quantized))
 
 
 def _break_data(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Bad input found at every moment of the real command's start: one message that names the thing,
-the place and the way out, exit code 2, nothing written. All commands run once, some at a time. What
-else is refused, and how, the tests of each part have."""
+the place and what to do, exit code 2, nothing written. All commands run once, some at a time. Other
+bad input is tested where it is found: in config, data, models and runtime."""
 
 import hashlib
 import json
@@ -16,32 +16,27 @@ import pytest
 from conftest import RECIPE, Finished, losses, recipe
 from forked import forked
 
-MODEL, ROWS = "--model_name @model", "--dataset @rows.jsonl"
+MODEL = "--model_name @model"
+ROWS = "--dataset @rows.jsonl"
 GOOD = f"{MODEL} {ROWS}"
 LORA = f"{GOOD} --use_peft"
 
 
 class Case(NamedTuple):
-    """A command, where @name is a file of the folder `broken`, and words of its message, which
-    names so many mistakes. With variables of its own the process is a new interpreter, for
-    libraries to read them."""
+    """A command, where @name is a file of the folder `broken`, words of its message, and how many
+    errors the message has."""
 
     flags: str
-    says: tuple[str, ...]
+    words: tuple[str, ...]
     errors: int
     environment: dict[str, str]
 
 
-def case(flags: str, *says: str, errors: int = 1, **environment: str) -> Case:
-    return Case(flags, says, errors, environment)
+def case(flags: str, *words: str, errors: int = 1, **environment: str) -> Case:
+    return Case(flags, words, errors, environment)
 
 
 CASES = {
-    # The model's folder.
-    "missing model folder": case(f"--model_name @modle {ROWS}", "modle: no such directory"),
-    "truncated weights": case(
-        f"--model_name @truncated {ROWS}", "truncated/model-00001-of-00003.safetensors", "corrupted"
-    ),
     "missing tensor": case(
         f"--model_name @missing_tensor {ROWS}", "missing_tensor: ", "missing: model.layers.0"
     ),
@@ -53,26 +48,12 @@ CASES = {
     "tokenizer of more ids than the model": case(
         f"--model_name @small_vocabulary {ROWS}", "token 300", "280", "--tokenizer_name"
     ),
-    # The row with a bad output is never read.
-    "unsupported quantization": case(
-        "--model_name @gptq --dataset @late.jsonl", "quantized with gptq", "original model"
-    ),
-    # The data.
-    "missing dataset": case(f"{MODEL} --dataset @row.jsonl", "row.jsonl: no such file"),
-    "rows that a template refuses": case(
+    "samples that a template rejects": case(
         f"{GOOD} --chat_template @refuses.jinja",
         "rows.jsonl:1: the chat template rejects this chat: no tools here",
         "--skip_bad_rows",
         errors=5,
     ),
-    "every row dropped": case(
-        f"{GOOD} --context_length 40 --truncation drop",
-        "no sample is left for train",
-        "16 are longer than --context_length 40",
-        "--truncation",
-    ),
-    # Settings.
-    "no GPU": case(f"{GOOD} --device cuda", "--device cuda: no GPU", "--device cpu"),
     "adapter of another model": case(
         f"{LORA} --from_peft_checkpoint @other_adapter",
         "other_adapter/adapter_model.safetensors",
@@ -126,14 +107,13 @@ def run_case(name: str, broken: Path, output_dirs: Path, home: Path) -> Finished
     if "--output_dir" not in words:
         words += ["--output_dir", str(output_dirs / name.replace(" ", "_"))]
     homes = {"HOME": str(home), "HF_HOME": str(home / "hub")}
-    if CASES[name].environment:
-        return recipe(*words, timeout=60, **homes, **CASES[name].environment)
-    return forked(RECIPE, *words, timeout=60, **homes)
+    return forked(RECIPE, *words, **homes, **CASES[name].environment)
 
 
 @pytest.fixture(scope="module")
 def outcome(broken: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    output_dirs, home = tmp_path_factory.mktemp("outputs"), tmp_path_factory.mktemp("home")
+    output_dirs = tmp_path_factory.mktemp("outputs")
+    home = tmp_path_factory.mktemp("home")
     before = snapshot(broken)
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         results = pool.map(lambda name: run_case(name, broken, output_dirs, home), CASES)
@@ -142,15 +122,16 @@ def outcome(broken: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input_is_told_in_one_message(name: str, outcome: Outcome) -> None:
-    finished, expected = outcome.finished[name], CASES[name]
+def test_bad_input_gives_one_message(name: str, outcome: Outcome) -> None:
+    finished = outcome.finished[name]
+    expected = CASES[name]
     message = finished.output[finished.output.find("error: ") :]
     assert finished.exit_code == 2, finished.output
     assert "Traceback" not in finished.output and "\x1b" not in finished.output
     assert message.count("error: ") == expected.errors, message
     # nothing after it
     assert all(line.startswith(("error: ", "       ")) for line in message.splitlines()), message
-    for words in expected.says:
+    for words in expected.words:
         assert words in message
 
 
@@ -161,7 +142,7 @@ def test_bad_input_leaves_nothing_behind(outcome: Outcome, cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "says", "by_torchrun"),
+    ("flags", "expected", "by_torchrun"),
     [
         (f"{GOOD} --lrr 1e-4", "error: --lrr is not a flag. Did you mean --lr?", True),
         (f"{MODEL} --dataset @malformed.jsonl", "malformed.jsonl:3: malformed JSON", False),
@@ -173,53 +154,46 @@ def test_bad_input_leaves_nothing_behind(outcome: Outcome, cache: Path) -> None:
     ],
     ids=["before torch", "while the other rank waits", "on the one rank that reads"],
 )
-def test_two_ranks_tell_a_mistake_once(
-    flags: str, says: str, by_torchrun: bool, broken: Path, tmp_path: Path
+def test_two_ranks_print_a_user_error_once(
+    flags: str, expected: str, by_torchrun: bool, broken: Path, tmp_path: Path
 ) -> None:
     words = [*shlex.split(flags.replace("@", f"{broken}/")), "--output_dir", str(tmp_path / "run")]
     if by_torchrun:
-        finished = recipe(*words, processes=2, timeout=60)
+        finished = recipe(*words, processes=2)
         # torchrun's, and its closing report
         assert finished.exit_code == 1 and "failed (exitcode" in finished.output
     else:
-        finished = forked(RECIPE, *words, ranks=2, timeout=60)
+        finished = forked(RECIPE, *words, ranks=2)
         assert finished.exit_code == 2
-    told = finished.output.partition("failed (exitcode")[0]
-    assert told.count("error: ") == told.count(says) == 1, finished.output
-    assert finished.seconds < 60 and "Traceback" not in told and not (tmp_path / "run").exists()
+    printed = finished.output.partition("failed (exitcode")[0]
+    assert printed.count("error: ") == printed.count(expected) == 1, finished.output
+    assert "Traceback" not in printed
+    assert not (tmp_path / "run").exists()
 
 
-def test_a_bad_row_in_the_middle_of_a_stream_ends_the_run_on_all_ranks(
+def test_a_bad_sample_in_the_middle_of_a_stream_ends_the_run_on_all_ranks(
     broken: Path, tmp_path: Path
 ) -> None:
-    """Rank 0 tokenizes it, while rank 1 trains; two windows of rows come before it."""
-    words = f"{MODEL} --dataset @late.jsonl --streaming --shuffle_buffer 10 --batch_size_training 4 --max_train_step 99"
-    words += " --context_length 128 --enable_fsdp --save_steps 5 --precision fp32"
-    finished = forked(
-        RECIPE,
-        *shlex.split(words.replace("@", f"{broken}/")),
-        "--output_dir",
-        tmp_path / "run",
-        ranks=2,
-    )
-    assert finished.exit_code == 2 and finished.seconds < 60, finished.output
-    told = finished.output[finished.output.index("error: ") :]
-    assert told.count("error: ") == 1 and "Traceback" not in finished.output, told
-    assert 'late.jsonl:601: "output" is [3]' in told and "--skip_bad_rows" in told
+    """Rank 0 tokenizes it, while rank 1 trains; two windows of samples come before it."""
+    flags = f"{MODEL} --dataset @late.jsonl --streaming --shuffle_buffer 10 --max_train_step 99"
+    flags += " --batch_size_training 4 --context_length 128 --enable_fsdp --save_steps 5"
+    words = flags.replace("@", f"{broken}/").split()
+    output_dir = ["--precision", "fp32", "--output_dir", tmp_path / "run"]
+    finished = forked(RECIPE, *words, *output_dir, ranks=2)
+    assert finished.exit_code == 2, finished.output
+    printed = finished.output[finished.output.index("error: ") :]
+    assert printed.count("error: ") == 1 and "Traceback" not in finished.output, printed
+    assert 'late.jsonl:601: "output" is [3]' in printed and "--skip_bad_rows" in printed
     status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert (status["state"], status["exit_code"]) == ("failed", 2) and len(
-        losses(tmp_path / "run")
-    ) >= 5
+    assert (status["state"], status["exit_code"]) == ("failed", 2)
+    assert len(losses(tmp_path / "run")) >= 5
     assert (tmp_path / "run" / "checkpoints" / "step-000005").is_dir()
 
 
-def test_overwrite_replaces_the_run_and_keeps_what_is_not_its_own(
-    broken: Path, tmp_path: Path
-) -> None:
+def test_overwrite_replaces_the_run_and_keeps_other_files(broken: Path, tmp_path: Path) -> None:
     shutil.copytree(broken / "a_run", tmp_path / "run")
     words = shlex.split(f"{GOOD} --max_train_step 1 --overwrite".replace("@", f"{broken}/"))
     finished = forked(RECIPE, *words, "--output_dir", tmp_path / "run")
     assert finished.exit_code == 0, finished.output
-    assert (
-        losses(tmp_path / "run") != [2.5] and (tmp_path / "run" / "notes.txt").read_text() == "mine"
-    )
+    assert losses(tmp_path / "run") != [2.5]
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"

@@ -19,7 +19,7 @@ KILLED = Path(__file__).with_name("killed_job.py")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [1, 12])
-def test_a_run_killed_at_random_moments_ends_as_if_it_had_not_been(
+def test_a_run_killed_at_random_moments_equals_the_uninterrupted_one(
     tmp_path: Path, kills: int
 ) -> None:
     command = [sys.executable, str(SCRIPT), "--kills", str(kills), "--folder", str(tmp_path)]
@@ -29,7 +29,7 @@ def test_a_run_killed_at_random_moments_ends_as_if_it_had_not_been(
     assert "every run identical to the uninterrupted one" in finished.output
 
 
-def test_a_run_killed_in_a_save_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_a_run_killed_while_saving_resumes_to_equal_the_uninterrupted_one(tmp_path: Path) -> None:
     """The benchmark's run, of one epoch, compared as it does; all ranks are killed at once."""
     crash = load_script(SCRIPT)
     crash.write_inputs(tmp_path)
@@ -41,7 +41,8 @@ def test_a_run_killed_in_a_save_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
         f"{tmp_path}/rows.jsonl",
     ]
     flags[flags.index("--num_epochs") + 1] = "1"
-    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    whole = tmp_path / "whole"
+    run_dir = tmp_path / "run"
     finished = forked(RECIPE, *flags, "--output_dir", whole, ranks=2)
     assert finished.exit_code == 0, finished.output
     moment = run_dir / "checkpoints" / ".writing-step-000004"

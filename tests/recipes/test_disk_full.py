@@ -41,10 +41,11 @@ def train(
     return forked(script, *more, *flags.split(), *data, ranks=ranks)
 
 
-def test_a_full_disk_ends_the_run_and_with_room_it_continues(
+def test_a_full_disk_ends_the_run_which_resumes_once_there_is_space(
     tiny_model: Path, rows16: Path, tmp_path: Path
 ) -> None:
-    run, job = tmp_path / "run", tmp_path / "full_disk.py"
+    run = tmp_path / "run"
+    job = tmp_path / "full_disk.py"
     job.write_text(FULL_DISK)
     finished = train(job, run, tiny_model, rows16, RECIPE, ranks=2)
     assert finished.exit_code == 1, finished.output

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ANSWERS, QUESTIONS, REPOSITORY, metrics, run_cases, write_jsonl
-from recipes.test_parity import examples_of, losses_by_row
+from conftest import ANSWERS, QUESTIONS, REPOSITORY, run_cases, series, write_jsonl
+from plain_losses import load_model, loss_tokens, mean_loss, read_jsonl, write_tokenized
 
 CASES = REPOSITORY / "tests" / "evaluate_cases.py"
 Results = dict[str, dict[str, Any]]  # name of a model -> what was found
@@ -24,8 +24,11 @@ def evaluated(folder: Path, cases: dict[str, list[str]], ranks: int = 0) -> dict
         for name, case in cases.items()
     ]
     run_cases(folder, flags, ranks, script=CASES)
-    found = {name: json.loads((folder / f"{name}.json").read_text())["models"] for name in cases}
-    return {name: {model["name"]: model for model in models} for name, models in found.items()}
+    found = dict[str, Results]()
+    for name in cases:
+        models = json.loads((folder / f"{name}.json").read_text())["models"]
+        found[name] = {model["name"]: model for model in models}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -38,28 +41,9 @@ def place(
     save_model(folder / "base", hidden_size=64, intermediate_size=128, tied=True)
     base = ["--model_name", f"{folder}/base"]
     common = ["--dataset", str(rows70), "--validation", "0.3", "--precision", "fp32"]
-    common += [
-        "--device",
-        "cpu",
-        "--max_train_step",
-        "2",
-        "--save_steps",
-        "1",
-        "--eval_steps",
-        "1",
-        "--lr",
-        "1e-2",
-    ]
+    common += "--device cpu --max_train_step 2 --save_steps 1 --eval_steps 1 --lr 1e-2".split()
     common += ["--context_length", "96", "--batch_size_training", "2"]
-    lora = [
-        "--use_peft",
-        "--target_modules",
-        "all-linear",
-        "--quantization",
-        "4bit",
-        "--quant_type",
-        "fp4",
-    ]
+    lora = "--use_peft --target_modules all-linear --quantization 4bit --quant_type fp4".split()
     grown = ["--chat_template", "chatml", "--resize_embeddings", "--output_dir", f"{folder}/grown"]
     flags = [[*base, *common, "--output_dir", f"{folder}/full"]]
     flags += [[*base, *common, *lora, "--output_dir", f"{folder}/lora"], [*base, *common, *grown]]
@@ -75,17 +59,9 @@ def place(
         [*common, *other, "--model_name", f"{folder}/base-alone", "--output_dir", f"{folder}/other"]
     )
     run_cases(folder, flags)
-    rows = [
-        {"input_ids": ids, "labels": [-100, *ids[1 : 4 + n], *ids[4 + n :]]}
-        for n, ids in enumerate(token_rows())
-    ]
-    write_jsonl(folder / "tokens.jsonl", rows)
+    write_tokenized(folder / "tokens.jsonl", [6 + 5 * n for n in range(5)], seed=0)
     write_tasks(folder)
     return folder
-
-
-def token_rows() -> list[list[int]]:
-    return [[(7 * n + 3 * k) % 290 + 5 for k in range(6 + 5 * n)] for n in range(5)]
 
 
 def greedy(folder: Path, questions: list[str]) -> list[str]:
@@ -93,10 +69,8 @@ def greedy(folder: Path, questions: list[str]) -> list[str]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     answers = []
     for question in questions:
         tokens = tokenizer(question, return_tensors="pt")["input_ids"]
@@ -171,7 +145,8 @@ def tasks_of(folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def alone(place: Path) -> dict[str, Results]:
     """Cases on one process."""
-    full, lora = f"{place}/full", f"{place}/lora"
+    full = f"{place}/full"
+    lora = f"{place}/lora"
     places = [full, f"{full}/checkpoints/step-000001", lora, f"{lora}/checkpoints/step-000001"]
     tokens = ["--dataset", f"{place}/tokens.jsonl", "--precision", "fp32", "--val_batch_size", "2"]
     return evaluated(
@@ -200,10 +175,10 @@ def together(place: Path) -> dict[str, Results]:
 
 def own(run: Path) -> list[float]:
     """What a run has logged after 0, 1 and 2 steps."""
-    return [line["eval/loss"] for line in metrics(run) if "eval/loss" in line]
+    return series(run, "eval/loss")
 
 
-def test_the_loss_is_that_of_the_run_itself_after_the_same_step(
+def test_the_loss_equals_the_validation_loss_of_the_run_after_the_same_step(
     place: Path, alone: dict[str, Results]
 ) -> None:
     first, whole = (
@@ -220,7 +195,7 @@ def test_the_loss_is_that_of_the_run_itself_after_the_same_step(
         assert result["perplexity"] == pytest.approx(math.exp(after_two), rel=1e-5)
 
 
-def test_the_base_model_stands_beside_it_as_the_run_had_it(
+def test_the_base_model_is_evaluated_with_the_settings_of_the_run(
     place: Path, alone: dict[str, Results]
 ) -> None:
     found = json.loads((place / "alone" / "runs.json").read_text())["models"]
@@ -236,24 +211,19 @@ def test_the_base_model_stands_beside_it_as_the_run_had_it(
     assert bases[2]["held_out"]["target_tokens"] != bases[0]["held_out"]["target_tokens"]
 
 
-def test_the_loss_of_a_plain_folder_is_that_of_plain_transformers(
+def test_the_loss_of_a_model_directory_equals_that_of_plain_transformers(
     place: Path, alone: dict[str, Results]
 ) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(place / "base", dtype=torch.float32)
-    total = sum(losses_by_row(model, place / "tokens.jsonl"))
-    count = sum(
-        label != -100 for row in examples_of(place / "tokens.jsonl") for label in row["labels"][1:]
-    )
+    file = place / "tokens.jsonl"
+    expected = mean_loss(load_model(place / "base"), file)
+    count = sum(loss_tokens(sample) for sample in read_jsonl(file))
     for case in ("packed", "padded"):
         found = alone[case][f"{place}/base"]["held_out"]
         assert found["target_tokens"] == count
-        assert found["loss"] == pytest.approx(total / count, rel=1e-6)
+        assert found["loss"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_tasks_have_the_numbers_of_lm_evaluation_harness(
+def test_tasks_have_the_values_of_lm_evaluation_harness(
     place: Path, alone: dict[str, Results], together: dict[str, Results]
 ) -> None:
     from lm_eval import simple_evaluate
@@ -291,10 +261,11 @@ def test_tasks_have_the_numbers_of_lm_evaluation_harness(
             assert error == pytest.approx(theirs["results"]["choose"]["acc_stderr,none"])
 
 
-def test_two_ranks_find_what_one_finds(
+def test_two_ranks_have_the_results_of_one_process(
     place: Path, alone: dict[str, Results], together: dict[str, Results]
 ) -> None:
-    sharded, base = together["sharded"], alone["tasks"][f"{place}/base"]["tasks"]
+    sharded = together["sharded"]
+    base = alone["tasks"][f"{place}/base"]["tasks"]
     for name in (f"{place}/full", f"base: {place}/base"):
         after = own(place / "full")[2 if name.endswith("full") else 0]
         assert sharded[name]["held_out"]["loss"] == pytest.approx(after, rel=1e-6)
@@ -308,7 +279,7 @@ def test_two_ranks_find_what_one_finds(
             assert found[task][name]["value"] == pytest.approx(value["value"], rel=1e-5)
 
 
-def test_the_task_that_comes_with_the_recipes_can_be_asked_without_a_network(place: Path) -> None:
+def test_the_task_in_configs_loads_without_a_network(place: Path) -> None:
     from datasets import Dataset
     from lm_eval.tasks import TaskManager
 

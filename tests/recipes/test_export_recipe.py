@@ -1,5 +1,5 @@
 """recipes/export.py as users run it: from runs and checkpoints to plain models, and its
-mistakes."""
+errors."""
 
 import json
 import re
@@ -76,7 +76,7 @@ def merged(runs: Path) -> tuple[Path, Finished]:
 
 
 @pytest.mark.slow
-def test_a_quantized_runs_adapter_is_merged_into_the_original_weights(
+def test_the_adapter_of_a_quantized_run_is_merged_into_the_original_weights(
     runs: Path, merged: tuple[Path, Finished]
 ) -> None:
     import torch
@@ -107,7 +107,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", ["full", "lora", "4bit"])
-def test_the_last_checkpoint_gives_what_the_run_left_byte_for_byte(
+def test_the_last_checkpoint_exports_the_final_model_byte_for_byte(
     name: str, runs: Path, tmp_path: Path
 ) -> None:
     from llama_ft.checkpoint import Exporter, find_valid
@@ -119,7 +119,8 @@ def test_the_last_checkpoint_gives_what_the_run_left_byte_for_byte(
         exporter.write_model(tmp_path / "out", None, 60_000)
     else:
         exporter.write_adapter(tmp_path / "out", None)
-    ours, theirs = contents(tmp_path / "out"), contents(runs / name / "model")
+    ours = contents(tmp_path / "out")
+    theirs = contents(runs / name / "model")
     assert ours.keys() == theirs.keys() and len(ours) > 3
     assert [file for file in ours if ours[file] != theirs[file]] == []
 
@@ -143,7 +144,7 @@ def test_a_merged_checkpoint_replaces_a_model_only_with_overwrite(
     assert "optimizer steps: 2" in (copy / "README.md").read_text()
 
 
-def test_a_checkpoint_goes_to_the_hub_and_the_token_nowhere_else(
+def test_a_checkpoint_is_pushed_to_the_hub_and_the_token_is_not_printed(
     runs: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -186,7 +187,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.parametrize("deletions", [1, 30])
-def test_a_run_that_still_trains_is_exported_or_the_reason_is_told(
+def test_a_run_that_still_trains_is_exported_or_the_reason_is_printed(
     runs: Path, tmp_path: Path, deletions: int
 ) -> None:
     """The checkpoint disappears as soon as the export begins to write, and a newer one is there."""
@@ -206,7 +207,7 @@ def test_a_run_that_still_trains_is_exported_or_the_reason_is_told(
         assert "first copy a checkpoint" in finished.output
 
 
-def test_a_full_disk_is_named_and_leaves_nothing(runs: Path) -> None:
+def test_a_full_disk_is_named_and_no_file_is_left(runs: Path) -> None:
     folder = runs / "full disk"
     job = runs / "limited.py"
     job.write_text(
@@ -321,7 +322,7 @@ def adapter(tmp_path: Path, tiny_model: Path) -> Path:
     return folder
 
 
-MISTAKES: dict[str, tuple[str, list[str]]] = {
+USER_ERRORS: dict[str, tuple[str, list[str]]] = {
     "nothing to export": ("@run @out", ["run: is neither a checkpoint, nor a run's directory"]),
     "a base that is gone": (
         "@old @out",
@@ -338,13 +339,15 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_are_told_and_nothing_is_written(case: str, adapter: Path, tmp_path: Path) -> None:
-    flags, said = MISTAKES[case]
+@pytest.mark.parametrize("case", USER_ERRORS)
+def test_user_errors_are_printed_and_nothing_is_written(
+    case: str, adapter: Path, tmp_path: Path
+) -> None:
+    flags, expected = USER_ERRORS[case]
     words = [word.replace("@", f"{tmp_path}/") for word in flags.split()]
     before = sorted(tmp_path.rglob("*"))
     finished = export(*words)
     assert finished.exit_code == 2
     assert finished.output.startswith("error: ") and "Traceback" not in finished.output
-    assert all(part in finished.output for part in said), finished.output
+    assert all(part in finished.output for part in expected), finished.output
     assert sorted(tmp_path.rglob("*")) == before

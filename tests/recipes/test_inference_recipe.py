@@ -40,7 +40,8 @@ def runs(
     ]
     run_cases(folder, cases)
     write_jsonl(
-        folder / "prompts.jsonl", [{"prompt": it, "id": f"row {n}"} for n, it in enumerate(PROMPTS)]
+        folder / "prompts.jsonl",
+        [{"prompt": prompt, "id": f"sample {n}"} for n, prompt in enumerate(PROMPTS)],
     )
     return folder
 
@@ -60,7 +61,7 @@ def answers(runs: Path, place: Path, *flags: str, ranks: int = 0) -> list[str]:
     assert finished.exit_code == 0, finished.output
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(row["prompt"], row["id"]) for row in rows] == [
-        (p, f"row {n}") for n, p in enumerate(PROMPTS)
+        (p, f"sample {n}") for n, p in enumerate(PROMPTS)
     ]
     return [row["answer"] for row in rows]
 
@@ -70,7 +71,8 @@ def by_transformers(model: Any, folder: Path) -> list[str]:
     import torch
     from transformers import AutoTokenizer
 
-    tokenizer, texts = AutoTokenizer.from_pretrained(folder), []
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = []
     for prompt in PROMPTS:
         chat = [{"role": "user", "content": prompt}]
         ids = tokenizer.apply_chat_template(
@@ -101,7 +103,7 @@ def held(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def test_a_fully_tuned_run_answers_as_in_transformers_and_its_folder_is_left_alone(
+def test_a_full_fine_tuning_run_answers_as_in_transformers_and_its_directory_is_not_changed(
     runs: Path, full_answers: list[str]
 ) -> None:
     before = held(runs / "full") | held(runs / "base")
@@ -112,8 +114,8 @@ def test_a_fully_tuned_run_answers_as_in_transformers_and_its_folder_is_left_alo
 def test_an_adapter_answers_as_with_peft(runs: Path) -> None:
     from peft import PeftModel
 
-    beside = PeftModel.from_pretrained(load(runs / "base"), runs / "lora" / "model").eval()
-    assert answers(runs, runs / "lora") == by_transformers(beside, runs / "lora" / "model")
+    with_adapter = PeftModel.from_pretrained(load(runs / "base"), runs / "lora" / "model").eval()
+    assert answers(runs, runs / "lora") == by_transformers(with_adapter, runs / "lora" / "model")
 
 
 @pytest.mark.parametrize("flags", [["--enable_fsdp"], []], ids=["sharded", "whole on each"])
@@ -123,7 +125,7 @@ def test_two_ranks_answer_as_one_process(
     assert answers(runs, runs / "full", "--batch_size", "2", *flags, ranks=2) == full_answers
 
 
-def test_two_ranks_stream_one_answer(runs: Path, full_answers: list[str]) -> None:
+def test_two_ranks_print_one_answer(runs: Path, full_answers: list[str]) -> None:
     flags = ["--prompt", PROMPTS[0], "--max_new_tokens", str(LONGEST), "--enable_fsdp"]
     finished = inference(runs / "full", *flags, ranks=2)
     assert finished.exit_code == 0 and finished.output.count(full_answers[0]) == 1, finished.output
@@ -147,7 +149,7 @@ def command(*flags: str | Path) -> list[str]:
     ]
 
 
-def test_one_prompt_comes_through_a_pipe_and_only_its_answer_goes_on(
+def test_a_prompt_is_read_from_a_pipe_and_only_the_answer_goes_to_stdout(
     runs: Path, full_answers: list[str]
 ) -> None:
     assert not full_answers[0].isascii()
@@ -165,14 +167,15 @@ def test_one_prompt_comes_through_a_pipe_and_only_its_answer_goes_on(
     )
 
 
-def test_ctrl_c_while_libraries_are_imported_is_told_in_a_line(runs: Path) -> None:
+def test_ctrl_c_while_libraries_are_imported_prints_one_line(runs: Path) -> None:
     process = subprocess.Popen(
         command(runs / "full", "--prompt", "Hi"),
         env={**os.environ, **ENVIRONMENT},
         stderr=subprocess.PIPE,
         text=True,
     )
-    maps, deadline = Path(f"/proc/{process.pid}/maps"), time.monotonic() + 60
+    maps = Path(f"/proc/{process.pid}/maps")
+    deadline = time.monotonic() + 60
     while "libtorch" not in maps.read_text() and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)

@@ -60,15 +60,7 @@ def runs(
         "100KB",
         "--max_train_step",
     ]
-    lora = [
-        "--use_peft",
-        "--lora_dropout",
-        "0",
-        "--target_modules",
-        "all-linear",
-        "--quantization",
-        "4bit",
-    ]
+    lora = "--use_peft --lora_dropout 0 --target_modules all-linear --quantization 4bit".split()
     lora += ["--sample_tokens", "4", "--sample_prompts", "Hi"]
     cases = [
         [*full, "1"],
@@ -95,7 +87,8 @@ def opened(place: Path, runtime: Ranks, **flags: Any) -> torch.Tensor:
 
 
 def has_base_towers(folder: Path, base: Path) -> bool:
-    was, now = stored(base), stored(folder)
+    was = stored(base)
+    now = stored(folder)
     towers = [name for name in was if name.startswith(TOWERS)]
     same = all(
         was[name].dtype == now[name].dtype and torch.equal(was[name], now[name]) for name in towers
@@ -103,11 +96,13 @@ def has_base_towers(folder: Path, base: Path) -> bool:
     return same and len(towers) > 30 and was.keys() == now.keys()
 
 
-def test_full_fine_tuning_leaves_the_same_checkpoint_with_another_text_part(
+def test_full_fine_tuning_changes_only_the_text_weights_of_the_checkpoint(
     runs: Path, runtime: Ranks
 ) -> None:
-    base, result = runs / "base", runs / "full" / "model"
-    ours, before = opened(result, runtime), logits(llava(base))
+    base = runs / "base"
+    result = runs / "full" / "model"
+    ours = opened(result, runtime)
+    before = logits(llava(base))
     assert (
         torch.allclose(logits(llava(result)), ours, atol=1e-4)
         and (ours - before).abs().max() > 1e-2
@@ -121,7 +116,7 @@ def test_full_fine_tuning_leaves_the_same_checkpoint_with_another_text_part(
     assert "model = AutoModelForMultimodalLM.from_pretrained" in (result / "README.md").read_text()
 
 
-def test_a_checkpoint_gives_the_whole_model_as_long_as_its_base_is_there(
+def test_a_checkpoint_exports_the_whole_model_if_its_base_exists(
     runs: Path, tmp_path: Path
 ) -> None:
     checkpoint = find_valid(runs / "full")
@@ -129,7 +124,8 @@ def test_a_checkpoint_gives_the_whole_model_as_long_as_its_base_is_there(
     Exporter.prepare(checkpoint, build_model(), None, None, False, merge=False).write_model(
         tmp_path / "out", None, 100_000
     )
-    ours, theirs = stored(tmp_path / "out"), stored(runs / "full" / "model")
+    ours = stored(tmp_path / "out")
+    theirs = stored(runs / "full" / "model")
     assert ours.keys() == theirs.keys() and all(
         torch.equal(ours[name], theirs[name]) for name in ours
     )
@@ -139,14 +135,15 @@ def test_a_checkpoint_gives_the_whole_model_as_long_as_its_base_is_there(
         )
 
 
-def test_an_adapter_fits_the_checkpoints_own_class_and_is_merged_into_its_layout(
+def test_an_adapter_fits_the_class_of_the_checkpoint_and_is_merged_into_its_layout(
     runs: Path, tmp_path: Path, runtime: Ranks, recwarn: pytest.WarningsRecorder
 ) -> None:
     from peft import PeftModel
 
-    base, adapter = runs / "base", runs / "lora" / "model"
+    base = runs / "base"
+    adapter = runs / "lora" / "model"
     reference = PeftModel.from_pretrained(llava(base), adapter)
-    assert not [str(it.message) for it in recwarn if "missing" in str(it.message)]
+    assert not [str(warning.message) for warning in recwarn if "missing" in str(warning.message)]
     assert not any(
         "vision_tower" in name for name, _ in reference.named_parameters() if "lora_" in name
     )

@@ -24,7 +24,7 @@ SPREAD = """\
 """
 
 
-def test_a_copy_with_noise_and_an_own_number_logs_it_everywhere_and_keeps_replicas_equal(
+def test_a_changed_recipe_logs_its_own_metric_and_keeps_replicas_equal(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     text = RECIPE.read_text()

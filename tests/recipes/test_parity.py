@@ -2,7 +2,6 @@
 sharding."""
 
 import functools
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,14 +11,24 @@ from typing import Any
 import pytest
 import torch
 from conftest import losses, run_cases
+from plain_losses import (
+    loss_tokens,
+    losses_per_sample,
+    read_jsonl,
+    sample_loss,
+    write_pairs,
+    write_tokenized,
+)
 from training.test_preferences import expected as of_formulas
 
 from llama_ft.data import Encoder, two_examples
 
-STEPS, GLOBAL_BATCH = 20, 16
-# of the 16 rows; the longest fill a pack, the others share one with another
+STEPS = 10
+GLOBAL_BATCH = 16
+# of the 16 samples; the longest fill a packed sequence, the others share one
 LENGTHS = range(5, 37, 2)
-CONTEXT_LENGTH, PACKS = 36, 9
+CONTEXT_LENGTH = 36
+PACKED_SEQUENCES = 9
 WORLD_SIZES = [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
 LAUNCHES = [
     pytest.param(1, False, id="1", marks=pytest.mark.slow),
@@ -42,11 +51,13 @@ FURTHER = (
     "groups of both",
     "layers only",
     "products kept",
+    "layers recomputed",
     "stored in 4bit",
     "8bit, whole model each",
     "pissa, every rank reads",
 )
-LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
+LEARNING_RATE = 2e-3
+WEIGHT_DECAY = 0.1
 FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
 HYBRID = ["--sharding_strategy", "HYBRID_SHARD", "--sharding_group_size"]
 RECOMPUTED = ["--activation_checkpointing", "full"]
@@ -69,49 +80,23 @@ PISSA: dict[str, Any] = {
     "target_modules": "all-linear",
     "init_lora_weights": "pissa",
 }
-FULL = [
-    "--weight_decay",
-    str(WEIGHT_DECAY),
-    "--gradient_clipping",
-    "--gradient_clipping_threshold",
-    "0.5",
-]
+FULL = (
+    f"--weight_decay {WEIGHT_DECAY} --gradient_clipping --gradient_clipping_threshold 0.5"
+).split()
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As many tokenized rows as a padded global batch holds, and fewer packs than a packed one: so
-    every step sees them all, packed or padded, and their order is free."""
-    generator = torch.Generator().manual_seed(1)
-    file = tmp_path_factory.mktemp("parity") / "rows.jsonl"
-    with open(file, "w") as lines:
-        for number, length in enumerate(LENGTHS):
-            ids = torch.randint(0, 301, (length,), generator=generator).tolist()
-            lines.write(
-                json.dumps(
-                    {"input_ids": ids, "labels": [-100] * (number % 4 + 1) + ids[number % 4 + 1 :]}
-                )
-                + "\n"
-            )
-    return file
-
-
-def examples_of(rows: Path) -> list[dict[str, list[int]]]:
-    return [json.loads(line) for line in rows.read_text().splitlines()]
-
-
-def row_loss(model: torch.nn.Module, example: dict[str, list[int]]) -> torch.Tensor:
-    """Sum over the target tokens of a row that is computed alone."""
-    logits = model(input_ids=torch.tensor([example["input_ids"]])).logits[0]
-    labels = torch.tensor(example["labels"])
-    return torch.nn.functional.cross_entropy(logits[:-1].float(), labels[1:], reduction="sum")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As many tokenized samples as a padded global batch holds, and fewer packed sequences than a
+    packed one: every step sees them all, and their order is free."""
+    return write_tokenized(tmp_path_factory.mktemp("parity") / "samples.jsonl", LENGTHS, seed=1)
 
 
 def reference_losses(
-    model: torch.nn.Module, rows: Path, full: bool, steps: int = STEPS
+    model: torch.nn.Module, samples: Path, full: bool, steps: int = STEPS
 ) -> list[float]:
-    """What anyone would write: one process, row by row, the mean over all target tokens. The model
-    is trained."""
+    """What anyone would write: one process, sample by sample, the mean over all loss tokens. The
+    model is trained."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {
@@ -121,13 +106,13 @@ def reference_losses(
         {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=LEARNING_RATE)
-    examples = examples_of(rows)
-    targets = sum(label != -100 for example in examples for label in example["labels"][1:])
+    examples = read_jsonl(samples)
+    targets = sum(loss_tokens(example) for example in examples)
     result = []
     for step in range(steps):
         total = 0.0
         for example in examples:
-            loss = row_loss(model, example) / targets
+            loss = sample_loss(model, example) / targets
             loss.backward()
             total += loss.item()
         if full:
@@ -142,7 +127,7 @@ def reference_losses(
 
 @pytest.fixture(scope="module")
 def wide_model(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One whose rows are whole 4-bit blocks of 64."""
+    """One whose weights have rows of whole 4-bit blocks of 64."""
     return save_model(tmp_path_factory.mktemp("wide"), hidden_size=64, intermediate_size=128)
 
 
@@ -164,28 +149,23 @@ def stored_model(wide_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def tuned(tiny_model: Path, rows: Path) -> tuple[list[float], list[float]]:
-    """Full tuning in the plain loop: its losses, and those of each row after it."""
+def fine_tuned(tiny_model: Path, samples: Path) -> tuple[list[float], list[float]]:
+    """Full fine-tuning in the plain loop: its losses, and those of each sample after it."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    trained = reference_losses(model, rows, full=True)
-    return trained, losses_by_row(model, rows)
-
-
-@torch.no_grad()
-def losses_by_row(model: torch.nn.Module, rows: Path) -> list[float]:
-    return [row_loss(model, example).item() for example in examples_of(rows)]
+    trained = reference_losses(model, samples, full=True)
+    return trained, losses_per_sample(model, samples)
 
 
 @pytest.fixture(scope="module")
 def references(
-    tuned: tuple[list[float], list[float]],
+    fine_tuned: tuple[list[float], list[float]],
     tiny_model: Path,
     tied_model: Path,
     wide_model: Path,
     stored_model: Path,
-    rows: Path,
+    samples: Path,
     lora_start: Path,
     wide_lora_start: Path,
 ) -> Callable[[str], list[float]]:
@@ -203,20 +183,20 @@ def references(
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **asked)
         model = PeftModel.from_pretrained(model, wide_lora_start, is_trainable=True).train()
         return reference_losses(
-            model, rows, full=False, steps=STEPS if dtype == torch.float32 else 1
+            model, samples, full=False, steps=STEPS if dtype == torch.float32 else 1
         )
 
     nf4: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     ways: dict[str, Callable[[], list[float]]] = {
-        "full": lambda: tuned[0],
-        "tied": lambda: reference_losses(base(tied_model), rows, full=True),
+        "full": lambda: fine_tuned[0],
+        "tied": lambda: reference_losses(base(tied_model), samples, full=True),
         "lora": lambda: reference_losses(
             PeftModel.from_pretrained(base(tiny_model), lora_start, is_trainable=True),
-            rows,
+            samples,
             full=False,
         ),
         "pissa": lambda: reference_losses(
-            get_peft_model(base(tiny_model), LoraConfig(**PISSA)), rows, full=False
+            get_peft_model(base(tiny_model), LoraConfig(**PISSA)), samples, full=False
         ),
         "8bit": lambda: quantized(torch.float32, load_in_8bit=True),
         "nf4": lambda: quantized(torch.float32, **nf4, bnb_4bit_compute_dtype=torch.float32),
@@ -263,20 +243,18 @@ def cases_of(
     """Case name -> reference it must match, flags."""
 
     def batch(accumulation: int) -> list[str]:
-        """Of 9 packs the last micro-batch has fewer: on 2 ranks at 4 each, or on 4 at 1, one rank
+        """Of 9 packed sequences the last micro-batch has fewer: on 2 ranks at 4 each, or on 4 at 1, one rank
         has its only one."""
         size = GLOBAL_BATCH // world_size // accumulation
-        return [
-            "--batch_size_training",
-            str(size),
-            "--gradient_accumulation_steps",
-            str(accumulation),
-        ]
+        return (
+            f"--batch_size_training {size} --gradient_accumulation_steps {accumulation}"
+        ).split()
 
     lora = ["--use_peft", "--from_peft_checkpoint", str(lora_start)]
     wide_lora = ["--use_peft", "--from_peft_checkpoint", str(wide_lora_start), "--quantization"]
     pissa = ["--use_peft", "--init_lora_weights", "pissa", "--peft.r", "4", "--lora_alpha", "8"]
-    fp32, bf16 = ["--precision", "fp32"], ["--precision", "bf16_mixed"]
+    fp32 = ["--precision", "fp32"]
+    bf16 = ["--precision", "bf16_mixed"]
     cases = {
         "full, 1 micro-batch": ("full", [*FSDP, *fp32, *FULL, *batch(1), *KEPT]),
         "full, 4 micro-batches": ("full", ["--enable_fsdp", *fp32, *FULL, *batch(4)]),
@@ -316,7 +294,8 @@ def cases_of(
             "8bit, whole model each": ("8bit", [*fp32, *wide_lora, "8bit", *batch(2)]),
         }
     if world_size == 4:
-        full, gathered = [*FSDP, *fp32, *FULL], ["--sharding_strategy", "SHARD_GRAD_OP"]
+        full = [*FSDP, *fp32, *FULL]
+        gathered = ["--sharding_strategy", "SHARD_GRAD_OP"]
         cases |= {
             "two copies over two ranks each": ("full", [*full, *HYBRID, "2", *batch(4)]),
             "four copies": ("full", [*full, *HYBRID, "1", *batch(2)]),
@@ -346,15 +325,6 @@ def cases_of(
     return cases
 
 
-def pairs_file(folder: Path) -> Path:
-    rows = [
-        {"prompt": f"Why {n}?", "chosen": " Yes" * (1 + n % 4), "rejected": " no" * (n % 5) + "!"}
-        for n in range(PAIRS)
-    ]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder / "pairs.jsonl"
-
-
 @dataclass(frozen=True)
 class Launch:
     """What one launch has trained."""
@@ -362,7 +332,7 @@ class Launch:
     cases: dict[str, tuple[str, list[float]]]  # name -> its reference, its losses
     folder: Path  # case -> its run
     output: str
-    # losses over rows in random order, the last batch of an epoch being smaller
+    # losses over samples in random order, the last batch of an epoch being smaller
     shuffled: dict[str, list[float]]
 
 
@@ -372,7 +342,7 @@ def launches(
     tied_model: Path,
     wide_model: Path,
     stored_model: Path,
-    rows: Path,
+    samples: Path,
     rows70: Path,
     lora_start: Path,
     wide_lora_start: Path,
@@ -387,61 +357,33 @@ def launches(
         if world_size == 2:
             assert set(FURTHER) < cases.keys()
             cases = {name: case for name, case in cases.items() if (name in FURTHER) == further}
-        common = ["--dataset", str(rows), "--num_epochs", str(STEPS), "--lr", str(LEARNING_RATE)]
-        common += ["--context_length", str(CONTEXT_LENGTH)]
         flags = []
         for name, (reference, own) in cases.items():
-            others = {"tied": tied_model, "stored": stored_model}
-            others |= dict.fromkeys(("full", "lora", "pissa"), tiny_model)
-            model = others.get(reference, wide_model)
-            saved = [] if "--save_model" in own else ["--save_model", "false"]
-            flags.append(
-                [
-                    *common,
-                    *saved,
-                    "--model_name",
-                    str(model),
-                    "--output_dir",
-                    str(folder / name),
-                    *own,
-                ]
-            )
-        shuffled = [
-            "--model_name",
-            str(tiny_model),
-            "--dataset",
-            str(rows70),
-            "--precision",
-            "fp32",
-            "--enable_fsdp",
-        ]
-        shuffled += ["--num_epochs", "2", "--lr", str(LEARNING_RATE), "--save_model", "false"]
-        # 26 packs, 70 rows
+            models = {"tied": tied_model, "stored": stored_model}
+            models |= dict.fromkeys(("full", "lora", "pissa"), tiny_model)
+            model = models.get(reference, wide_model)
+            common = f"--model_name {model} --dataset {samples} --num_epochs {STEPS} "
+            common += f"--lr {LEARNING_RATE} --context_length {CONTEXT_LENGTH}"
+            if "--save_model" not in own:
+                common += " --save_model false"
+            flags.append([*common.split(), *own, "--output_dir", str(folder / name)])
+        # 26 packed sequences, 70 samples
         ways = {"packing": 8, "padding": 16} if world_size != 2 or further else {}
         for way, batch in ways.items():
-            layout = ["--batching_strategy", way, "--batch_size_training", str(batch // world_size)]
-            flags.append([*shuffled, *layout, "--output_dir", str(folder / way)])
-        dpo = [
-            "--model_name",
-            str(wide_model),
-            "--dataset",
-            str(pairs_file(folder)),
-            "--enable_fsdp",
-            "--use_peft",
-        ]
-        dpo += "--objective dpo --beta 0.3 --lora_dropout 0 --precision fp32 --lr_scheduler constant --lr 0.01".split()
-        dpo += [
-            "--batch_size_training",
-            str(PAIRS // world_size // 2),
-            "--gradient_accumulation_steps",
-            "2",
-        ]
+            shuffled = f"--model_name {tiny_model} --dataset {rows70} --precision fp32 "
+            shuffled += "--enable_fsdp --num_epochs 2 --lr 1e-3 --save_model false "
+            shuffled += f"--batching_strategy {way} --batch_size_training {batch // world_size}"
+            flags.append([*shuffled.split(), "--output_dir", str(folder / way)])
+        pairs = write_pairs(folder / "pairs.jsonl", PAIRS)
         for bits in BITS if not further else ():
-            own = [*dpo, "--quantization", bits, "--context_length", "64", "--output_dir"]
-            flags += [
-                [*own, str(folder / f"dpo {bits}"), "--num_epochs", "5", "--save_model", "false"]
-            ]
-            flags += [[*own, str(folder / f"dpo {bits} first"), *FIRST_STEP]]
+            dpo = f"--model_name {wide_model} --dataset {pairs} --enable_fsdp --use_peft "
+            dpo += f"--quantization {bits} --objective dpo --beta 0.3 --lora_dropout 0 "
+            dpo += "--precision fp32 --lr_scheduler constant --lr 0.01 --context_length 64 "
+            dpo += f"--batch_size_training {PAIRS // world_size // 2} "
+            dpo += "--gradient_accumulation_steps 2 --num_epochs 5"
+            name = str(folder / f"dpo {bits}")
+            flags.append([*dpo.split(), "--save_model", "false", "--output_dir", name])
+            flags.append([*dpo.split(), *FIRST_STEP, "--output_dir", f"{name} first"])
         # 4 ranks that share two cores take more than 4 minutes for all of it.
         launched = run_cases(folder, flags, ranks=world_size if world_size > 1 else 0, timeout=900)
         trained = {
@@ -453,17 +395,17 @@ def launches(
 
 
 @pytest.mark.parametrize(("world_size", "further"), LAUNCHES)
-def test_packed_or_padded_every_layout_of_the_work_gives_the_losses_of_a_plain_loop(
+def test_every_sharding_and_batch_layout_gives_the_losses_of_a_plain_loop(
     launches: Callable[[int, bool], Launch],
     references: Callable[[str], list[float]],
     world_size: int,
     further: bool,
 ) -> None:
-    """Packing, unless the case says padded: 20 steps at equal global batches, and the same loss at
+    """Packing, unless the case says padded: all steps at equal global batches, and the same loss at
     each."""
     launched = launches(world_size, further)
     assert (
-        f"16 samples in {PACKS} packed sequences of at most {CONTEXT_LENGTH} tokens"
+        f"16 samples in {PACKED_SEQUENCES} packed sequences of at most {CONTEXT_LENGTH} tokens"
         in launched.output
     )
     for name, (reference, found) in launched.cases.items():
@@ -479,11 +421,11 @@ def test_packed_or_padded_every_layout_of_the_work_gives_the_losses_of_a_plain_l
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_after_20_steps_packed_and_padded_every_row_has_the_loss_it_has_after_the_plain_loop(
+def test_after_the_last_step_every_sample_has_the_loss_it_has_after_the_plain_loop(
     launches: Callable[[int, bool], Launch],
-    tuned: tuple[list[float], list[float]],
+    fine_tuned: tuple[list[float], list[float]],
     tiny_model: Path,
-    rows: Path,
+    samples: Path,
     world_size: int,
 ) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
@@ -493,14 +435,16 @@ def test_after_20_steps_packed_and_padded_every_row_has_the_loss_it_has_after_th
         model = AutoModelForCausalLM.from_pretrained(
             launches(world_size, False).folder / name / "model"
         )
-        assert losses_by_row(model, rows) == pytest.approx(tuned[1], rel=1e-4), name
+        assert losses_per_sample(model, samples) == pytest.approx(fine_tuned[1], rel=1e-4), name
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), LoraConfig(**PISSA))
-    reference_losses(model, rows, full=False)
+    reference_losses(model, samples, full=False)
     folder = launches(world_size, False).folder / "pissa" / "model"
     exported = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), folder)
-    assert losses_by_row(exported, rows) == pytest.approx(losses_by_row(model, rows), rel=1e-4)
-    before = losses_by_row(AutoModelForCausalLM.from_pretrained(tiny_model), rows)
-    assert all(after < 0.95 * first for after, first in zip(tuned[1], before, strict=True))
+    assert losses_per_sample(exported, samples) == pytest.approx(
+        losses_per_sample(model, samples), rel=1e-4
+    )
+    before = losses_per_sample(AutoModelForCausalLM.from_pretrained(tiny_model), samples)
+    assert all(after < 0.95 * first for after, first in zip(fine_tuned[1], before, strict=True))
 
 
 @pytest.mark.slow
@@ -510,9 +454,9 @@ def test_the_same_seed_gives_the_same_losses_on_any_number_of_ranks(
 ) -> None:
     alone = launches(1, False).shuffled
     assert len(alone["padding"]) == 10, (
-        "70 rows in batches of 16 are 5 steps an epoch: no row is dropped"
+        "70 samples in batches of 16 are 5 steps per epoch: none is dropped"
     )
-    assert len(alone["packing"]) == 8, "26 packs in batches of 8 are 4"
+    assert len(alone["packing"]) == 8, "26 packed sequences in batches of 8 are 4"
     for way, found in launches(world_size, further).shuffled.items():
         assert found == pytest.approx(alone[way], rel=1e-5), way
 
@@ -526,10 +470,8 @@ def test_dpo_on_a_quantized_base_gives_the_losses_of_a_plain_loop_on_any_number_
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-    folder, encoder = (
-        launches(world_size, False).folder,
-        Encoder(AutoTokenizer.from_pretrained(wide_model), 64),
-    )
+    folder = launches(world_size, False).folder
+    encoder = Encoder(AutoTokenizer.from_pretrained(wide_model), 64)
     model, base = (
         AutoModelForCausalLM.from_pretrained(
             wide_model, dtype=torch.float32, quantization_config=BitsAndBytesConfig(**BITS[bits])
@@ -545,10 +487,11 @@ def test_dpo_on_a_quantized_base_gives_the_losses_of_a_plain_loop_on_any_number_
     }
     for name in trained:
         trained[name].data.mul_("lora_A" in name)
-    optimizer, pairs = torch.optim.AdamW(trained.values(), lr=0.01, weight_decay=0.0), []
-    for row in examples_of(folder / "pairs.jsonl"):
+    optimizer = torch.optim.AdamW(trained.values(), lr=0.01, weight_decay=0.0)
+    pairs = []
+    for pair in read_jsonl(folder / "pairs.jsonl"):
         pairs += [
-            (ids, labels.count(-100)) for ids, labels in two_examples(row, "preference", encoder)
+            (ids, labels.count(-100)) for ids, labels in two_examples(pair, "preference", encoder)
         ]
     found = losses(folder / f"dpo {bits}")
     assert len(found) == 5 and found[-1] < 0.98 * found[0] == pytest.approx(0.98 * math.log(2))

@@ -6,10 +6,11 @@ from pathlib import Path
 from forked import REPOSITORY, forked
 from model_shapes import write_llama
 
-PLAN, RECIPE = REPOSITORY / "recipes" / "plan.py", REPOSITORY / "recipes" / "finetuning.py"
+PLAN = REPOSITORY / "recipes" / "plan.py"
+RECIPE = REPOSITORY / "recipes" / "finetuning.py"
 
 
-def test_a_plan_is_made_of_a_config_json_alone(tmp_path: Path) -> None:
+def test_a_plan_needs_only_config_json(tmp_path: Path) -> None:
     """And the exit code says whether it fits: 0 as it is, 3 with changes, 4 not."""
     model = write_llama(tmp_path, vocab_size=500, intermediate_size=128, num_hidden_layers=2)
     flags = ["--model_name", model, "--enable_fsdp", "--nproc", "64", "--fit"]
@@ -24,15 +25,9 @@ def test_a_plan_is_made_of_a_config_json_alone(tmp_path: Path) -> None:
         "for 1 million tokens. Cost of these: ",
     ):
         assert said in finished.output
-    lean = [
-        "--use_peft",
-        "--quantization",
-        "4bit",
-        "--activation_checkpointing",
-        "full",
-        "--batch_size_training",
-        "1",
-    ]
+    lean = (
+        "--use_peft --quantization 4bit --activation_checkpointing full --batch_size_training 1"
+    ).split()
     finished = forked(PLAN, *flags, "1MB", *lean, "--enable_fsdp", "False")
     assert finished.exit_code == 4, finished.output
     assert "warning: each of the 64 ranks will hold the whole model" in finished.output
@@ -47,17 +42,10 @@ def test_a_plan_is_made_of_a_config_json_alone(tmp_path: Path) -> None:
     assert [peak["phase"] for peak in plan["peaks"]] == phases
 
 
-def test_a_run_plans_itself_and_leaves_the_plan(tmp_path: Path) -> None:
-    flags = [
-        "--max_train_step",
-        "1",
-        "--warmup_steps",
-        "0",
-        "--run_validation",
-        "False",
-        "--save_model",
-        "False",
-    ]
+def test_a_run_plans_its_memory_and_saves_the_plan(tmp_path: Path) -> None:
+    flags = (
+        "--max_train_step 1 --warmup_steps 0 --run_validation False --save_model False"
+    ).split()
     flags += ["--device", "cpu"]
     finished = forked(RECIPE, "--enable_fsdp", *flags, "--output_dir", tmp_path / "run", ranks=2)
     assert finished.exit_code == 0, finished.output

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ENVIRONMENT, RECIPE, metrics
+from conftest import ENVIRONMENT, RECIPE, reproducible_metrics
 
 STEPS = 60
 DEADLINE_SECONDS = 120.0
@@ -22,30 +22,12 @@ def start(
     output_dir: Path, model: Path, rows: Path, *more: str, restarts: int = 0
 ) -> subprocess.Popen[str]:
     """The recipe on 2 ranks, running."""
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        "--max_restarts",
-        str(restarts),
-    ]
+    launcher = f"-m torch.distributed.run --standalone --nproc_per_node 2 --max_restarts {restarts}"
     settings = "--precision fp32 --batch_size_training 2 --num_epochs 9 --eval_steps 7 --save_steps 5 --keep_last 2"
     settings += f" --enable_fsdp --use_peft --lora_dropout 0.2 --validation 0.1 --lr 1e-3 --max_train_step {STEPS}"
-    flags = [
-        "--model_name",
-        str(model),
-        "--dataset",
-        str(rows),
-        "--output_dir",
-        str(output_dir),
-        *settings.split(),
-    ]
-    command, environment = (
-        [sys.executable, *launcher, str(RECIPE), *flags, *more],
-        {**os.environ, **ENVIRONMENT},
-    )
+    settings += f" --model_name {model} --dataset {rows} --output_dir {output_dir}"
+    command = [sys.executable, *launcher.split(), str(RECIPE), *settings.split(), *more]
+    environment = {**os.environ, **ENVIRONMENT}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )
@@ -63,7 +45,8 @@ def written(output_dir: Path) -> list[dict[str, Any]]:
     """The whole lines of metrics.jsonl so far."""
     file = output_dir / "metrics.jsonl"
     text = file.read_text() if file.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    complete = text[: text.rfind("\n") + 1]
+    return [json.loads(line) for line in complete.splitlines()]
 
 
 def rank_process(torchrun: subprocess.Popen[str], rank: int) -> int:
@@ -78,14 +61,6 @@ def rank_process(torchrun: subprocess.Popen[str], rank: int) -> int:
     raise AssertionError(f"no rank {rank}")
 
 
-def facts(run_dir: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what depends on the machine and the moment."""
-    return [
-        {key: value for key, value in line.items() if not key.startswith(("perf/", "memory/"))}
-        for line in metrics(run_dir)
-    ]
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, rows70: Path) -> Path:
     """The run that nothing happens to."""
@@ -97,7 +72,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, rows70: Pa
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_and_killed_comes_to_the_same_end(
+def test_a_run_that_is_stopped_and_killed_equals_the_uninterrupted_one(
     whole: Path, tmp_path: Path, tiny_model: Path, rows70: Path
 ) -> None:
     output_dir = tmp_path / "run"
@@ -122,17 +97,17 @@ def test_a_run_that_is_stopped_and_killed_comes_to_the_same_end(
     output, _ = torchrun.communicate(timeout=DEADLINE_SECONDS)
     assert torchrun.returncode == 0, output
     assert output.count("Resuming from") == 2
-    assert facts(output_dir) == facts(whole)
+    assert reproducible_metrics(output_dir) == reproducible_metrics(whole)
     assert json.loads((output_dir / "status.json").read_text())["state"] == "finished"
     kept = {path.name for path in (output_dir / "checkpoints").glob("step-*")}
     assert kept == {path.name for path in (whole / "checkpoints").glob("step-*")}
 
 
 @pytest.mark.slow
-def test_a_restarted_attempt_does_not_overwrite_what_the_one_before_it_wrote(
+def test_a_restarted_attempt_does_not_overwrite_the_previous_one(
     whole: Path, tiny_model: Path, rows70: Path
 ) -> None:
-    expected = facts(whole)
+    expected = reproducible_metrics(whole)
     torchrun = start(whole, tiny_model, rows70, "--overwrite", restarts=1)
     while len(written(whole)) >= len(expected) and torchrun.poll() is None:
         threading.Event().wait(0.01)  # until the earlier run is gone
@@ -141,4 +116,4 @@ def test_a_restarted_attempt_does_not_overwrite_what_the_one_before_it_wrote(
     output, _ = torchrun.communicate(timeout=DEADLINE_SECONDS)
     assert torchrun.returncode == 0, output
     assert output.count("Resuming from") == 1
-    assert facts(whole) == expected
+    assert reproducible_metrics(whole) == expected

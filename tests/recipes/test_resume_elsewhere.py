@@ -56,7 +56,7 @@ def test_a_run_resumes_from_a_checkpoint_in_another_place(folder: Path, name: st
     assert len(resumed) == (2 if name == "link" else 1)
 
 
-def test_the_last_checkpoint_of_a_run_gives_its_model(folder: Path) -> None:
+def test_resuming_the_last_checkpoint_exports_the_final_model(folder: Path) -> None:
     file = "model/model.safetensors"
     assert (folder / "from-last" / file).read_bytes() == (folder / "run" / file).read_bytes()
 
@@ -75,7 +75,7 @@ def test_a_finished_run_notices_another_model(folder: Path) -> None:
     assert finished.exit_code == 0 and "This run was finished after step 2" in finished.output
 
 
-def test_another_optimizer_is_refused_with_a_way_that_works(folder: Path) -> None:
+def test_resuming_with_another_optimizer_is_rejected(folder: Path) -> None:
     (folder / "run" / "model").rename(folder / "run" / "aside")  # an unfinished run
     change = ("--optimizer", "Adafactor", "--resume_allow_changes", "optimizer")
     refused = resume(folder, *change)
@@ -85,7 +85,7 @@ def test_another_optimizer_is_refused_with_a_way_that_works(folder: Path) -> Non
     assert "do not fit another optimizer" in refused.output
 
 
-def test_a_run_of_a_version_that_packed_otherwise_is_refused(folder: Path) -> None:
+def test_resuming_a_run_of_another_packing_version_is_rejected(folder: Path) -> None:
     checkpoint = folder / "run" / "checkpoints" / "step-000001"
     older = shutil.copytree(checkpoint, folder / "older")
     record = json.loads((older / "trainer.json").read_text())

@@ -1,4 +1,4 @@
-"""Whole runs of the recipe on two ranks, as users start them, and what they leave behind."""
+"""Whole runs of the recipe on two ranks, as users start them, and what they write."""
 
 import gzip
 import json
@@ -9,76 +9,66 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import RECIPE, Finished, losses, metrics, recipe, write_rows
+from conftest import (
+    CASES,
+    RECIPE,
+    Finished,
+    losses,
+    metrics,
+    recipe,
+    series,
+    write_jsonl,
+    write_rows,
+)
 from forked import forked
-from training.test_preferences import expected as of_formulas
+from plain_losses import load_model, mean_loss, read_jsonl, write_tokenized
 
-from llama_ft import models
-from llama_ft.config import ModelConfig
-from llama_ft.data import Encoder, two_examples
-from llama_ft.models.conversion import open_source
-
-CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
-EXPORT, INFERENCE = RECIPE.with_name("export.py"), RECIPE.with_name("inference.py")
-FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
-PADDED = ["--batching_strategy", "padding"]
+EXPORT = RECIPE.with_name("export.py")
+FSDP = "--enable_fsdp --low_cpu_fsdp"
+PADDED = "--batching_strategy padding"
+ADAPTER = "--use_peft --target_modules all-linear"
 SECRETS = {"WANDB_API_KEY": "5ecre7" * 6 + "abcd", "MLFLOW_TRACKING_PASSWORD": "hunter2-hunter2"}
-OPTIMIZERS = {  # name -> flags, and the bytes of state a parameter; narrow rows are few here
-    "adamw": (["--precision", "bf16_pure"], 4.0),
-    "stochastic": (["--optimizer", "anyprecision", "--precision", "bf16_pure"], 4.0),
+# Name -> flags, and the bytes of optimizer state per parameter. Few weights have rows too short to
+# be quantized or factored. AdamW's bytes are compared in observe/test_memory.py.
+OPTIMIZERS = {
     "kahan": (
-        ["--optimizer", "anyprecision", "--use_kahan_summation", "--precision", "bf16_pure"],
+        "--optimizer anyprecision --use_kahan_summation --precision bf16_pure --lr 0.01",
         6.0,
     ),
-    "eight_bits": (["--optimizer", "AdamW8bit"], 2.07),
-    "sgd": (["--optimizer", "SGD", "--momentum", "0.9", "--lr", "0.1"], 4.0),
-    "adafactor": (["--optimizer", "Adafactor", "--lr", "0.1"], 0.1),
+    "eight_bits": ("--optimizer AdamW8bit --lr 0.01", 2.07),
+    "adafactor": ("--optimizer Adafactor --lr 0.1", 0.1),
 }
-PREFERENCE_RATE = 3e-3
-DPO = ["--objective", "dpo", "--beta", "0.3", "--label_smoothing", "0.1", "--use_peft"]
-KTO = ["--objective", "kto", "--beta", "0.3", "--undesirable_weight", "1.2"]
-KTO += ["--batch_size_training", "8", "--val_batch_size", "4"]
-PREFERENCES = {  # one step an epoch: their order is free; one micro-batch of one rank has no pair
-    "dpo": [*DPO, "--batching_strategy", "padding", "--enable_fsdp", "--low_cpu_fsdp"],
-    "dpo_first": [*DPO, "--max_train_step", "1", "--run_validation", "False"],
-    "ipo": [*DPO[:1], "ipo", *DPO[2:4], "--use_peft", "--enable_fsdp", "--val_batch_size", "2"],
-    "dpo_full": [*DPO[:-1], "--enable_fsdp", "--low_cpu_fsdp", "--batch_size_training", "2"],
-    "ipo_other": [
-        *DPO[:1],
-        "ipo",
-        *DPO[2:4],
-        "--reference_model",
-        "@",
-        "--batching_strategy",
-        "padding",
-    ],
-    "orpo": [
-        "--objective",
-        "orpo",
-        "--beta",
-        "0.5",
-        "--enable_fsdp",
-        "--activation_checkpointing",
-        "full",
-    ],
-    "simpo": [
-        "--objective",
-        "simpo",
-        "--beta",
-        "2",
-        "--simpo_gamma",
-        "1",
-        "--batching_strategy",
-        "padding",
-    ],
-    # All of a step, and all of an evaluation, is one micro-batch of each rank.
-    "kto": [*KTO, "--use_peft", "--enable_fsdp"],
-    "kto_full": [*KTO, "--enable_fsdp", "--batching_strategy", "padding"],
+PROMPTS = ["What is a shard", "Who reads the checkpoint and who does not"]
+# Flags of each run; @name is a file of the folder. @tiny is the model, @rows70 a dataset.
+FILES = "--model_name @tiny --dataset @train.jsonl --validation @validation.jsonl"
+RUNS = {
+    "early_stopping": f"{FSDP} {FILES} --precision fp32 --lr 0.05 --lr_scheduler constant "
+    "--eval_steps 1 --early_stopping_patience 3 --save_steps 2 --val_batch_size 2 "
+    "--context_length 22 --sample_tokens 4 --use_tensorboard "
+    "--use_wandb --wandb_mode offline --wandb_tags a,b --use_mlflow --mlflow_log_model",
+    "lora": f"{FSDP} --model_name @tiny --dataset @rows70 --validation 0.2 {ADAPTER} --lr 0.01 "
+    "--precision fp32 --num_epochs 1 --lora_dropout 0 --sample_tokens 12 --sample_steps 2",
+    "timed": f"--model_name @tiny --dataset @rows70 --validation 0.2 {ADAPTER} --num_epochs 1000 "
+    "--max_train_time 2s",
+    "loha": f"{FSDP} {FILES} --use_peft --peft_method loha --peft.r 4 "
+    "--target_modules [q_proj,up_proj] --precision fp32 --num_epochs 2 --lr 0.05 "
+    "--context_length 22",
+    "no_pad": f"{FSDP} --model_name @no_pad_model --dataset @rows16 --validation @rows16 {ADAPTER} "
+    "--num_epochs 1 --sample_tokens 8 --precision fp32 --lora_dropout 0 "
+    f"--batch_size_training 8 --val_batch_size 4 {PADDED}",
+    "custom": "--model_name @tiny --dataset @custom.py:rows --precision bf16_pure --num_epochs 2 "
+    f"{PADDED} --use_profiler --flop_counter --flop_counter_start 2",
+    "frozen": f"{FSDP} {FILES} --freeze_layers --num_epochs 1 --precision fp32 "
+    f"--activation_checkpointing full --gradient_accumulation_steps 3 {PADDED}",
+    "repeated": "--config @early_stopping/config.yaml --use_wandb False --use_mlflow False",
+    "continued": f"{FSDP} --model_name @tiny --dataset @rows70 --validation 0.2 --use_peft "
+    "--num_epochs 1 --from_peft_checkpoint @lora/model --precision fp32",
 }
-REWARDS = {  # one reads and sends shards from rank 0 and packs, the other does not
-    "reward": ["--objective", "reward", *FSDP, "--activation_checkpointing", "full"],
-    "reward_lora": ["--objective", "reward", "--use_peft", "--enable_fsdp", *PADDED],
-}
+# A command of llama-recipes, with a local model and an early end of training and evaluation.
+LLAMA_RECIPES = (
+    "--enable_fsdp --low_cpu_fsdp --use_peft --peft_method lora --model_name @tiny "
+    "--batch_size_training 1 --num_epochs 1 --save_model --max_train_step 3 --max_eval_step 2"
+)
 CUSTOM = """
 import datasets
 
@@ -92,220 +82,34 @@ def rows(data_config, tokenizer, split):
 """
 
 
-def tokenized(file: Path, count: int, seed: int) -> Path:
-    generator = torch.Generator().manual_seed(seed)
-    with open(file, "w") as lines:
-        for number in range(count):
-            ids = torch.randint(0, 301, (8 + number % 7,), generator=generator).tolist()
-            lines.write(json.dumps({"input_ids": ids, "labels": [-100] * 3 + ids[3:]}) + "\n")
-    return file
-
-
-def pairs(file: Path, count: int, first: int = 0) -> Path:
-    """Pairs of texts of unlike lengths."""
-    rows = [
-        {
-            "prompt": f"Why {n}?" + " Why?" * (n % 3),
-            "chosen": " Yes" * (1 + n % 4),
-            "rejected": " no" * (n % 5) + "!",
-        }
-        for n in range(first, first + count)
-    ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
-PROMPTS = ["What is a shard", "Who reads the checkpoint and who does not"]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-LOHA = "--enable_fsdp --low_cpu_fsdp --use_peft --peft_method loha --peft.r 4 --target_modules [q_proj,up_proj] "
-LOHA += "--precision fp32 --num_epochs 2 --lr 0.05 --context_length 22"
-
-
 @pytest.fixture(scope="module")
-def launch(
-    folder: Path, tiny_model: Path, tied_model: Path, save_model: Any, rows16: Path, rows70: Path
-) -> Finished:
+def launch(folder: Path, tiny_model: Path, save_model: Any, rows16: Path, rows70: Path) -> Finished:
     """Every run below `folder`, in one launch."""
-    no_pad = save_model(folder / "no_pad_model", pad=False)
-    wide = save_model(folder / "wide_model", hidden_size=128, intermediate_size=194)
-    train, validation = (
-        tokenized(folder / "train.jsonl", 64, 1),
-        tokenized(folder / "validation.jsonl", 11, 2),
-    )
-    few = tokenized(folder / "few.jsonl", 16, 3)
+    save_model(folder / "no_pad_model", pad=False)
+    save_model(folder / "wide_model", hidden_size=128, intermediate_size=194)
+    write_tokenized(folder / "train.jsonl", [8 + n % 7 for n in range(64)], seed=1)
+    write_tokenized(folder / "validation.jsonl", [8 + n % 7 for n in range(11)], seed=2)
+    write_tokenized(folder / "few.jsonl", [8 + n % 7 for n in range(16)], seed=3)
     (folder / "custom.py").write_text(CUSTOM)
-    tiny = ["--model_name", str(tiny_model)]
-    files = ["--dataset", str(train), "--validation", str(validation)]
-    adapter = ["--use_peft", "--target_modules", "all-linear"]
-    # a command of llama-recipes, with a local model and an early end of training and evaluation
-    llama_recipes = (
-        f"--enable_fsdp --low_cpu_fsdp --use_peft --peft_method lora --model_name {tiny_model} "
-        f"--batch_size_training 1 --output_dir {folder}/llama_recipes --num_epochs 1 --save_model --max_train_step 3 "
-        "--max_eval_step 2"
-    )
-    runs = {
-        "early_stopping": [
-            *FSDP,
-            *tiny,
-            *files,
-            "--precision",
-            "fp32",
-            "--lr",
-            "0.05",
-            "--lr_scheduler",
-            "constant",
-        ]
-        + [
-            "--eval_steps",
-            "1",
-            "--early_stopping_patience",
-            "3",
-            "--save_steps",
-            "2",
-            "--use_tensorboard",
-        ]
-        + ["--use_wandb", "--wandb_mode", "offline", "--wandb_tags", "a,b", "--val_batch_size", "2"]
-        + ["--context_length", "22", "--use_mlflow", "--mlflow_log_model", "--sample_tokens", "4"],
-        "lora": [
-            *FSDP,
-            *tiny,
-            "--dataset",
-            str(rows70),
-            "--validation",
-            "0.2",
-            *adapter,
-            "--lr",
-            "0.01",
-        ]
-        + [
-            "--precision",
-            "fp32",
-            "--num_epochs",
-            "1",
-            "--lora_dropout",
-            "0",
-            "--sample_tokens",
-            "12",
-        ]
-        + ["--sample_prompts", ",".join(PROMPTS), "--sample_steps", "2"],
-        "timed": [
-            *tiny,
-            "--dataset",
-            str(rows70),
-            "--validation",
-            "0.2",
-            *adapter,
-            "--num_epochs",
-            "1000",
-        ]
-        + ["--max_train_time", "2s"],
-        "loha": [*tiny, *files, *LOHA.split()],
-        "no_pad": [
-            *FSDP,
-            "--model_name",
-            str(no_pad),
-            "--dataset",
-            str(rows16),
-            *adapter,
-            "--num_epochs",
-            "1",
-        ]
-        + [
-            "--sample_tokens",
-            "8",
-            "--precision",
-            "fp32",
-            "--lora_dropout",
-            "0",
-            "--batch_size_training",
-            "8",
-        ]
-        + ["--validation", str(rows16), "--val_batch_size", "4", *PADDED],
-        "custom": [
-            *tiny,
-            "--dataset",
-            f"{folder}/custom.py:rows",
-            "--precision",
-            "bf16_pure",
-            "--num_epochs",
-            "2",
-        ]
-        + [*PADDED, "--use_profiler", "--flop_counter", "--flop_counter_start", "2"],
-        "frozen": [
-            *FSDP,
-            *tiny,
-            *files,
-            "--freeze_layers",
-            "--num_epochs",
-            "1",
-            "--precision",
-            "fp32",
-        ]
-        + ["--activation_checkpointing", "full", "--gradient_accumulation_steps", "3", *PADDED],
-    }
-    for name, own in {**PREFERENCES, **REWARDS}.items():
-        own = [str(tied_model) if word == "@" else word for word in own]
-        runs[name] = [
-            *tiny,
-            "--dataset",
-            str(pairs(folder / "pairs.jsonl", 7)),
-            *own,
-            "--num_epochs",
-            "10",
-        ]
-        runs[name] += [
-            "--validation",
-            str(pairs(folder / "held_out.jsonl", 3, 9)),
-            "--precision",
-            "fp32",
-        ]
-        runs[name] += ["--lr_scheduler", "constant", "--gradient_accumulation_steps", "4"]
-        runs[name] += [
-            *([] if "--batch_size_training" in own else ["--batch_size_training", "1"]),
-            "--lr",
-            str(PREFERENCE_RATE),
-            "--context_length",
-            "128",
-        ]
+    runs = {"llama_recipes": LLAMA_RECIPES, **RUNS}
     for name, (optimizer, _) in OPTIMIZERS.items():
-        runs[name] = [*FSDP, "--model_name", str(wide), "--dataset", str(few), "--num_epochs", "4"]
-        runs[name] += [
-            *optimizer,
-            "--lr_scheduler",
-            "constant",
-            *([] if "--lr" in optimizer else ["--lr", "0.01"]),
-        ]
-    flags = [llama_recipes.split()]
-    flags += [[*own, "--output_dir", str(folder / name)] for name, own in runs.items()]
-    flags += [
-        [
-            "--config",
-            str(folder / "early_stopping" / "config.yaml"),
-            "--output_dir",
-            str(folder / "repeated"),
-        ]
-        + ["--use_wandb", "False", "--use_mlflow", "False"],
-        [
-            *FSDP,
-            *tiny,
-            "--dataset",
-            str(rows70),
-            "--validation",
-            "0.2",
-            "--use_peft",
-            "--num_epochs",
-            "1",
-        ]
-        + ["--from_peft_checkpoint", str(folder / "lora" / "model"), "--precision", "fp32"]
-        + ["--output_dir", str(folder / "continued")],
-    ]
-    (folder / "cases.json").write_text(json.dumps(flags))
+        runs[name] = f"{FSDP} --model_name @wide_model --dataset @few.jsonl --num_epochs 4 "
+        runs[name] += f"--lr_scheduler constant {optimizer}"
+    elsewhere = {"@tiny": tiny_model, "@rows16": rows16, "@rows70": rows70}
+    cases = []
+    for name, flags in runs.items():
+        words = [str(elsewhere.get(word, word)) for word in flags.split()]
+        words = [word.replace("@", f"{folder}/") for word in words]
+        words += ["--output_dir", str(folder / name)]
+        if name == "lora":
+            words += ["--sample_prompts", ",".join(PROMPTS)]
+        cases.append(words)
+    (folder / "cases.json").write_text(json.dumps(cases))
     finished = forked(
         CASES, folder / "cases.json", ranks=2, timeout=400, HOME=str(folder), **SECRETS
     )
@@ -313,32 +117,13 @@ def launch(
     return finished
 
 
-def held_out_loss(model: torch.nn.Module, file: Path) -> float:
-    """The mean over target tokens, row by row, in plain transformers."""
-    total, targets = 0.0, 0
-    for line in file.read_text().splitlines():
-        row = json.loads(line)
-        labels = torch.tensor(row["labels"])[1:]
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1].float()
-        total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
-        targets += int((labels != -100).sum())
-    return total / targets
-
-
-def load(path: Path) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
-def test_the_llama_recipes_command_leaves_an_adapter_that_peft_loads(
+def test_a_llama_recipes_command_writes_an_adapter_that_peft_loads(
     launch: Finished, folder: Path, tiny_model: Path
 ) -> None:
     from peft import PeftModel
 
     output = folder / "llama_recipes"
-    model = PeftModel.from_pretrained(load(tiny_model), output / "model")
+    model = PeftModel.from_pretrained(load_model(tiny_model), output / "model")
     assert any(parameter.any() for name, parameter in model.named_parameters() if "lora_B" in name)
     status = {"state": "finished", "step": 3, "exit_code": 0, "message": ""}
     assert json.loads((output / "status.json").read_text()) == status
@@ -347,43 +132,45 @@ def test_the_llama_recipes_command_leaves_an_adapter_that_peft_loads(
     assert (output / "checkpoints" / "step-000003" / "trainer.json").exists()
 
 
-def test_another_method_of_peft_trains_and_plain_peft_reads_it(
+def test_another_peft_method_trains_and_plain_peft_loads_it(
     launch: Finished, folder: Path, tiny_model: Path
 ) -> None:
     from peft import PeftModel
 
-    model = PeftModel.from_pretrained(load(tiny_model), folder / "loha" / "model").eval()
+    model = PeftModel.from_pretrained(load_model(tiny_model), folder / "loha" / "model").eval()
     assert model.peft_config["default"].peft_type == "LOHA"
     zero_at_first = [
         parameter for name, parameter in model.named_parameters() if "hada_w2_b" in name
     ]
     assert len(zero_at_first) == 4 and all(parameter.any() for parameter in zero_at_first)
-    found = [line["eval/loss"] for line in metrics(folder / "loha") if "eval/loss" in line]
-    before = held_out_loss(load(tiny_model), folder / "validation.jsonl")
-    assert held_out_loss(model, folder / "validation.jsonl") == pytest.approx(found[-1], rel=2e-6)
+    found = series(folder / "loha", "eval/loss")
+    before = mean_loss(load_model(tiny_model), folder / "validation.jsonl")
+    assert mean_loss(model, folder / "validation.jsonl") == pytest.approx(found[-1], rel=2e-6)
     assert found[-1] != pytest.approx(before, rel=2e-5)
 
 
-def test_early_stopping_takes_the_best_weights_and_the_logged_loss_is_that_of_the_result(
+def test_early_stopping_exports_the_weights_with_the_best_validation_loss(
     launch: Finished, folder: Path
 ) -> None:
     output = folder / "early_stopping"
     evaluated = {line["step"]: line["eval/loss"] for line in metrics(output) if "eval/loss" in line}
     trained = {step: loss for step, loss in evaluated.items() if step > 0}
     best = min(trained, key=trained.__getitem__)
-    rows, packs, steps = re.search(
+    printed = re.search(
         r"(\d+) samples in (\d+) packed sequences of at most 22 .*\n(\d+) opt", launch.output
-    ).groups()
-    assert int(rows) == 64 and 32 <= int(packs) < 48 and 12 <= int(steps) <= 18
+    )
+    assert printed is not None
+    samples, sequences, steps = printed.groups()
+    assert int(samples) == 64
+    assert 32 <= int(sequences) < 48
+    assert 12 <= int(steps) <= 18
     assert max(trained) == best + 3 < int(steps), "it stopped three evaluations after the best"
-    found = held_out_loss(load(output / "model"), folder / "validation.jsonl")
+    found = mean_loss(load_model(output / "model"), folder / "validation.jsonl")
     assert found == pytest.approx(trained[best], rel=1e-5)
     assert json.loads((output / "checkpoints" / "best.json").read_text())["step"] == best
     head = (output / "report.html").read_text().partition("</header>")[0]
-    assert (
-        f"Stopped early, after step {best + 3} of {steps}" in head
-        and f"has the weights of step {best}," in head
-    )
+    assert f"Stopped early, after step {best + 3} of {steps}" in head
+    assert f"has the weights of step {best}," in head
     kept = {path.name for path in (output / "checkpoints").glob("step-*")}
     assert f"step-{best:06d}" in kept
     assert kept == {
@@ -391,170 +178,22 @@ def test_early_stopping_takes_the_best_weights_and_the_logged_loss_is_that_of_th
     }
 
 
-def test_an_export_of_a_run_that_stopped_early_is_what_its_model_directory_holds(
+def test_an_export_of_an_early_stopped_run_equals_its_final_model(
     launch: Finished, folder: Path, tmp_path: Path
 ) -> None:
-    run, out = folder / "early_stopping", tmp_path / "out"
+    run = folder / "early_stopping"
+    out = tmp_path / "out"
     best = json.loads((run / "checkpoints" / "best.json").read_text())["step"]
     finished = forked(EXPORT, run, out)
     assert finished.exit_code == 0, finished.output
     assert f"/step-{best:06d}, after step {best}" in finished.output
-    files = [file.name for file in (run / "model").iterdir() if file.name != "README.md"]
-    assert len(files) > 4 and all(
-        (out / name).read_bytes() == (run / "model" / name).read_bytes() for name in files
-    )
+    files = [file for file in (run / "model").iterdir() if file.name != "README.md"]
+    assert len(files) > 4
+    for file in files:
+        assert (out / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-@pytest.mark.parametrize("name", [name for name in PREFERENCES if name != "dpo_first"])
-def test_learning_from_pairs_is_what_a_plain_loop_computes(
-    launch: Finished, folder: Path, tiny_model: Path, tied_model: Path, name: str
-) -> None:
-    """Ten steps of AdamW in one process, pair by pair, in transformers and peft."""
-    from peft import PeftModel
-    from transformers import AutoTokenizer
-
-    encoder, base, model = (
-        Encoder(AutoTokenizer.from_pretrained(tiny_model), 128),
-        load(tiny_model),
-        load(tiny_model),
-    )
-    flags = PREFERENCES[name]
-    settings: dict[str, Any] = {"objective": flags[1], "beta": float(flags[3])}
-    settings |= {"dpo": {"label_smoothing": 0.1}, "simpo": {"simpo_gamma": 1.0}}.get(flags[1], {})
-    settings |= {"desirable_weight": 1.0, "undesirable_weight": 1.2} if flags[1] == "kto" else {}
-    losses_per_pair = 2 if flags[1] == "kto" else 1
-    base = load(tied_model) if "--reference_model" in flags else base
-    if "--use_peft" in flags:
-        # At the first step B is zero, so that A gets no gradient: it is as it was made.
-        model = PeftModel.from_pretrained(model, folder / "dpo_first" / "model", is_trainable=True)
-        for key, parameter in model.named_parameters():
-            if "lora_B" in key:
-                parameter.data.zero_()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=PREFERENCE_RATE, weight_decay=0.0)
-
-    def rows_of(file: Path) -> list[tuple[list[int], int]]:
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
-        examples = [example for row in rows for example in two_examples(row, "preference", encoder)]
-        return [
-            (ids, next(n for n, label in enumerate(labels) if label != -100))
-            for ids, labels in examples
-        ]
-
-    found, rows = (
-        [line for line in metrics(folder / name) if "train/loss" in line],
-        rows_of(folder / "pairs.jsonl"),
-    )
-    assert len(found) == 10
-    for line in found:
-        loss, rewards = of_formulas(rows, model, base, **settings)
-        loss = loss / (7 * losses_per_pair)
-        assert line["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
-        chosen, rejected = (sum(it[side].item() for it in rewards) / 7 for side in (0, 1))
-        assert line["train/rewards/margins"] == pytest.approx(chosen - rejected, rel=1e-4, abs=1e-5)
-        if flags[1] != "kto":
-            assert line["train/rewards/accuracies"] == pytest.approx(
-                sum((c > r).item() for c, r in rewards) / 7
-            )
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    held_out, rewards = of_formulas(rows_of(folder / "held_out.jsonl"), model, base, **settings)
-    assert found[-1]["eval/loss"] == pytest.approx(held_out.item() / 3 / losses_per_pair, rel=1e-5)
-    chosen, rejected = (sum(it[side].item() for it in rewards) / 3 for side in (0, 1))
-    assert found[-1]["eval/rewards/margins"] == pytest.approx(chosen - rejected, rel=1e-4, abs=1e-5)
-    assert "eval/perplexity" not in found[-1]
-
-
-def test_a_reward_model_is_what_plain_transformers_trains_and_loads(
-    launch: Finished, folder: Path, tiny_model: Path, tmp_path: Path
-) -> None:
-    """Its first head is that of one process, in both ways of loading; scores of the result are
-    those of its class."""
-    from peft import PeftModel
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder / "reward" / "model")
-    encoder, held_out = Encoder(tokenizer, 128), folder / "held_out.jsonl"
-
-    def base(place: Path, **settings: Any) -> Any:
-        return AutoModelForSequenceClassification.from_pretrained(
-            place, dtype=torch.float32, **settings
-        ).eval()
-
-    def scores(model: Any, file: Path) -> torch.Tensor:
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
-        examples = [ids for row in rows for ids, _ in two_examples(row, "preference", encoder)]
-        # left or right, as it is saved
-        padded = tokenizer.pad({"input_ids": examples}, return_tensors="pt")
-        return model(**padded).logits.view(-1, 2)
-
-    def loss(model: Any, file: Path) -> torch.Tensor:
-        chosen, rejected = scores(model, file).unbind(1)
-        return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
-
-    model = base(tiny_model, num_labels=1, pad_token_id=tokenizer.pad_token_id)
-    skeleton_config = models.load_model_config(folder / "reward" / "model", False)
-    skeleton = models.build_on_meta(skeleton_config, ModelConfig(model_name="mine"))
-    model.score.weight.data = open_source(tiny_model, skeleton, seed=42).read("score.weight")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PREFERENCE_RATE, weight_decay=0.0)
-    found = [line for line in metrics(folder / "reward") if "train/loss" in line]
-    first = {name: metrics(folder / name)[0]["eval/loss"] for name in REWARDS}
-    assert first == dict.fromkeys(REWARDS, pytest.approx(loss(model, held_out).item(), rel=1e-5))
-    assert len(found) == 10
-    for line in found:
-        computed = loss(model, folder / "pairs.jsonl")
-        assert line["train/loss"] == pytest.approx(computed.item(), rel=1e-4)
-        computed.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    adapted = PeftModel.from_pretrained(
-        base(tiny_model, num_labels=1, pad_token_id=tokenizer.pad_token_id),
-        folder / "reward_lora" / "model",
-    )
-    for name, place, result in (
-        ("reward", "model", base(folder / "reward" / "model")),
-        ("reward_lora", "checkpoints/step-000010", adapted.eval()),
-    ):
-        expected = loss(result, held_out).item()
-        assert metrics(folder / name)[-1]["eval/loss"] == pytest.approx(expected, rel=1e-5)
-        out = tmp_path / f"{name}.jsonl"
-        flags = [
-            "--prompts",
-            held_out,
-            "--output_file",
-            out,
-            "--batch_size",
-            "4",
-            "--precision",
-            "fp32",
-        ]
-        finished = forked(INFERENCE, folder / name / place, *flags, "--device", "cpu")
-        assert finished.exit_code == 0, finished.output
-        printed = [json.loads(line) for line in out.read_text().splitlines()]
-        pairs_of_scores = torch.tensor(
-            [[row["score_chosen"], row["score_rejected"]] for row in printed]
-        )
-        torch.testing.assert_close(pairs_of_scores, scores(result, held_out), rtol=1e-5, atol=1e-5)
-    for script, flags, way_out in (
-        (INFERENCE, ["--prompt", "Why?"], "Use --prompts with chats or pairs"),
-        (
-            RECIPE.with_name("evaluate.py"),
-            ["--dataset", held_out],
-            "recipes/inference.py --prompts prints its scores",
-        ),
-        (
-            RECIPE,
-            ["--dataset", held_out, "--objective", "dpo", "--use_peft"],
-            "Use --objective reward, or the causal",
-        ),
-    ):
-        place = ["--model_name"] * (script == RECIPE) + [str(folder / "reward" / "model")]
-        refused = forked(script, *place, *flags, "--device", "cpu")
-        assert refused.exit_code == 2 and way_out in refused.output, refused.output
-
-
-def test_the_runs_config_repeats_it_number_for_number(launch: Finished, folder: Path) -> None:
+def test_the_config_of_a_run_repeats_its_losses_exactly(launch: Finished, folder: Path) -> None:
     assert losses(folder / "repeated") == losses(folder / "early_stopping")
 
 
@@ -566,7 +205,7 @@ def test_trackers_hold_the_metrics(launch: Finished, folder: Path) -> None:
     assert [round(event.value, 4) for event in events.Scalars("train/loss")] == [
         round(x, 4) for x in losses(output)
     ]
-    assert len(list((output / "wandb").glob("offline-run-*/*.wandb"))) == 1, "one run a job"
+    assert len(list((output / "wandb").glob("offline-run-*/*.wandb"))) == 1, "one run per launch"
     assert f"wandb sync {output}/wandb/offline-run-" in launch.output
 
 
@@ -576,7 +215,8 @@ def test_mlflow_holds_the_metrics_and_the_best_weights(
     from mlflow import MlflowClient
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    output, client = folder / "early_stopping", MlflowClient((folder / "mlruns").as_uri())
+    output = folder / "early_stopping"
+    client = MlflowClient((folder / "mlruns").as_uri())
     experiment = client.get_experiment_by_name("llama_ft")
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
@@ -601,55 +241,49 @@ def test_no_run_writes_a_secret_of_its_environment(launch: Finished, folder: Pat
         for path in folder.rglob("*")
         if path.is_file() and path.suffix not in (".safetensors", ".pyc")
     ]
-    assert {
-        "config.yaml",
-        "facts.json",
-        "report.html",
-        "trainer.json",
-        "README.md",
-        "debug.log",
-    } <= {path.name for path in written}
-    assert not [
-        path
-        for path in written
-        for value in SECRETS.values()
-        if value.encode() in path.read_bytes()
-    ]
+    expected = "config.yaml facts.json report.html trainer.json README.md debug.log".split()
+    assert set(expected) <= {path.name for path in written}
+    for path in written:
+        content = path.read_bytes()
+        assert not any(value.encode() in content for value in SECRETS.values()), path
 
 
 def test_a_model_without_a_pad_token_trains_without_loss_on_padding(
     launch: Finished, folder: Path, rows16: Path
 ) -> None:
-    """Batches of 8 and 4 rows of uneven length are padded with </s>, which also ends every answer.
-    Row by row, without padding, plain transformers must find the same losses before the first
+    """Batches of 8 and 4 samples of uneven length are padded with </s>, which also ends every answer.
+    Sample by sample, without padding, plain transformers must find the same losses before the first
     step."""
     from transformers import AutoTokenizer
 
     # with the template the run gave it
     tokenizer = AutoTokenizer.from_pretrained(folder / "no_pad" / "model")
     assert tokenizer.pad_token is None
-    for number, row in enumerate(rows16.read_text().splitlines()):
-        example = json.loads(row)
-        turns = [
-            {"role": "user", "content": example["instruction"]},
-            {"role": "assistant", "content": example["output"]},
+    unpadded = []
+    for sample in read_jsonl(rows16):
+        chat = [
+            {"role": "user", "content": sample["instruction"]},
+            {"role": "assistant", "content": sample["output"]},
         ]
         encoded = tokenizer.apply_chat_template(
-            turns, return_dict=True, return_assistant_tokens_mask=True
+            chat, return_dict=True, return_assistant_tokens_mask=True
         )
-        ids, mask = encoded["input_ids"], encoded["assistant_masks"]
-        assert ids[-1] == tokenizer.eos_token_id and mask[-1] == 1, "the end of the turn is learned"
+        ids = encoded["input_ids"]
+        mask = encoded["assistant_masks"]
+        assert ids[-1] == tokenizer.eos_token_id and mask[-1] == 1, (
+            "the end of the message is in the loss"
+        )
         labels = [token if answer else -100 for token, answer in zip(ids, mask, strict=True)]
-        with open(folder / "unpadded.jsonl", "a" if number else "w") as lines:
-            lines.write(json.dumps({"input_ids": ids, "labels": labels}) + "\n")
-    expected = held_out_loss(load(folder / "no_pad_model"), folder / "unpadded.jsonl")
+        unpadded.append({"input_ids": ids, "labels": labels})
+    write_jsonl(folder / "unpadded.jsonl", unpadded)
+    expected = mean_loss(load_model(folder / "no_pad_model"), folder / "unpadded.jsonl")
     lines = metrics(folder / "no_pad")
     assert lines[0]["eval/loss"] == pytest.approx(expected, rel=1e-5)
     assert lines[1]["train/loss"] == pytest.approx(expected, rel=1e-5)
     assert "Before fine-tuning" in launch.output and "After fine-tuning" in launch.output
 
 
-def test_the_prompts_asked_for_are_answered_as_plain_transformers_and_peft_do(
+def test_sample_prompts_have_the_answers_of_plain_transformers_and_peft(
     launch: Finished, folder: Path, tiny_model: Path
 ) -> None:
     """Prompts of different lengths share a batch; plain transformers answers them one by one."""
@@ -667,9 +301,9 @@ def test_the_prompts_asked_for_are_answered_as_plain_transformers_and_peft_do(
     ]
     assert between and not any("reference" in sample for sample in samples)
     tokenizer = AutoTokenizer.from_pretrained(folder / "lora" / "model")
-    models = {"before fine-tuning": load(tiny_model)}
+    models = {"before fine-tuning": load_model(tiny_model)}
     models["after fine-tuning"] = PeftModel.from_pretrained(
-        load(tiny_model), folder / "lora" / "model"
+        load_model(tiny_model), folder / "lora" / "model"
     ).eval()
     for when, model in models.items():
         for prompt in PROMPTS:
@@ -690,11 +324,9 @@ def test_max_train_time_ends_a_run_as_its_last_step_would(launch: Finished, fold
     facts = json.loads((folder / "timed" / "facts.json").read_text())
     assert 1 < lines[-1]["step"] < facts["total_steps"] and "eval/loss" in lines[-1]
     spent = sum(line.get("perf/step_seconds", 0.0) for line in lines)
-    assert (
-        spent < 20
-        and json.loads((folder / "timed" / "status.json").read_text())["state"] == "finished"
-    )
-    assert load(folder / "timed" / "model") is not None
+    assert spent < 120  # without the limit it would take much longer
+    assert json.loads((folder / "timed" / "status.json").read_text())["state"] == "finished"
+    assert load_model(folder / "timed" / "model") is not None
     ended = f"after step {lines[-1]['step']} of {facts['total_steps']:,}: max_train_time 2s is over"
     assert ended in (folder / "timed" / "report.html").read_text()
     assert re.search(
@@ -702,21 +334,24 @@ def test_max_train_time_ends_a_run_as_its_last_step_would(launch: Finished, fold
     )
 
 
-def test_a_continued_adapter_begins_where_the_other_ended(launch: Finished, folder: Path) -> None:
-    ended = [line["eval/loss"] for line in metrics(folder / "lora") if "eval/loss" in line][-1]
+def test_a_continued_adapter_starts_with_the_loss_of_the_first_one(
+    launch: Finished, folder: Path
+) -> None:
+    ended = series(folder / "lora", "eval/loss")[-1]
     assert metrics(folder / "continued")[0]["eval/loss"] == pytest.approx(ended, rel=1e-6)
     settings = json.loads((folder / "continued" / "model" / "adapter_config.json").read_text())
     assert settings["r"] == 8 and Path(settings["base_model_name_or_path"]).is_absolute()
 
 
-def test_frozen_layers_stay_as_they_were(launch: Finished, folder: Path, tiny_model: Path) -> None:
-    before, after = load(tiny_model).state_dict(), load(folder / "frozen" / "model").state_dict()
+def test_frozen_layers_do_not_change(launch: Finished, folder: Path, tiny_model: Path) -> None:
+    before = load_model(tiny_model).state_dict()
+    after = load_model(folder / "frozen" / "model").state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert not any(name.startswith("model.layers.0.") for name in changed)
     assert {name for name in before if not name.startswith("model.layers.0.")} == changed
 
 
-def test_every_optimizer_learns_and_tells_the_size_of_its_states(
+def test_every_optimizer_learns_and_reports_the_size_of_its_states(
     launch: Finished, folder: Path
 ) -> None:
     for name, (_, expected) in OPTIMIZERS.items():
@@ -729,22 +364,24 @@ def test_every_optimizer_learns_and_tells_the_size_of_its_states(
         ), name
 
 
-def test_utilization_is_six_flops_a_weight_and_token_and_attention_over_what_was_measured(
+def test_matmul_utilization_is_model_flops_over_the_measured_rate(
     launch: Finished, folder: Path, tiny_model: Path
 ) -> None:
     speed = json.loads((folder / "early_stopping" / "facts.json").read_text())["speed"]
-    model = load(tiny_model)
+    model = load_model(tiny_model)
     weights = sum(
         p.numel()
         for name, p in model.named_parameters()
         if p.ndim == 2 and "embed_tokens" not in name
     )
     assert speed["flops_per_token"] == 6 * weights and len(speed["product_flops_per_second"]) == 2
-    head, learned = model.lm_head.weight.numel(), 0
+    head = model.lm_head.weight.numel()
+    learned = 0
     for line in metrics(folder / "early_stopping")[1:]:
         tokens = line["perf/tokens_per_second"] * line["perf/step_seconds"]
         # these the head is not needed for
-        unlabelled, learned = tokens - (line["tokens"] - learned), line["tokens"]
+        unlabelled = tokens - (line["tokens"] - learned)
+        learned = line["tokens"]
         done = (
             line["perf/matmul_utilization"]
             * sum(speed["product_flops_per_second"])
@@ -755,7 +392,7 @@ def test_utilization_is_six_flops_a_weight_and_token_and_attention_over_what_was
         assert 4 < pairs < 11.5  # rows of 8 to 14 tokens, or 22 at most
 
 
-def test_the_profiler_leaves_a_trace_of_each_rank_and_the_counter_its_table(
+def test_the_profiler_writes_a_trace_per_rank_and_the_flop_counter_its_table(
     launch: Finished, folder: Path
 ) -> None:
     for rank in range(2):
@@ -774,24 +411,13 @@ def test_the_profiler_leaves_a_trace_of_each_rank_and_the_counter_its_table(
     assert launch.output.count("Traces of all ranks: ") == 1
 
 
-def test_a_loss_that_is_no_number_ends_the_run_naming_step_rows_and_checkpoint(
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_step_samples_and_checkpoint(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", 8)
-    finished = forked(
-        RECIPE,
-        *[
-            "--model_name",
-            str(tiny_model),
-            "--dataset",
-            str(rows),
-            "--precision",
-            "fp32",
-            "--save_steps",
-            "1",
-        ],
-        *["--lr", "1e38", "--lr_scheduler", "constant", "--output_dir", str(tmp_path / "run")],
-    )
+    flags = f"--model_name {tiny_model} --dataset {rows} --output_dir {tmp_path}/run"
+    settings = "--precision fp32 --save_steps 1 --lr 1e38 --lr_scheduler constant"
+    finished = forked(RECIPE, *flags.split(), *settings.split())
     assert finished.exit_code == 1, finished.output
     assert "Traceback" not in finished.output
     assert "error: step 2: the loss is nan" in finished.output
@@ -804,7 +430,7 @@ def test_a_loss_that_is_no_number_ends_the_run_naming_step_rows_and_checkpoint(
     assert ">failed<" in page and "error: step 2: the loss is nan" in page
 
 
-def test_every_run_leaves_a_report(launch: Finished, folder: Path) -> None:
+def test_every_run_writes_a_report(launch: Finished, folder: Path) -> None:
     page = (folder / "no_pad" / "report.html").read_text()
     facts = json.loads((folder / "no_pad" / "facts.json").read_text())
     assert [sample["when"] for sample in facts["samples"]] == [
@@ -830,12 +456,14 @@ def test_every_run_leaves_a_report(launch: Finished, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_embedded_demo_learns_on_held_out_rows_too(tmp_path: Path) -> None:
-    finished = recipe(*FSDP, "--output_dir", str(tmp_path / "run"), processes=2, timeout=900)
+def test_the_embedded_demo_lowers_the_validation_loss(tmp_path: Path) -> None:
+    finished = recipe(
+        *FSDP.split(), "--output_dir", str(tmp_path / "run"), processes=2, timeout=900
+    )
     assert finished.exit_code == 0, finished.output
     found = losses(tmp_path / "run")
     assert sum(found[-10:]) / 10 < found[0] * 2 / 3
-    evaluated = [line["eval/loss"] for line in metrics(tmp_path / "run") if "eval/loss" in line]
+    evaluated = series(tmp_path / "run", "eval/loss")
     assert evaluated[-1] < evaluated[0] * 0.75
     assert finished.output.count("question:") == 2
-    assert load(tmp_path / "run" / "model") is not None
+    assert load_model(tmp_path / "run" / "model") is not None

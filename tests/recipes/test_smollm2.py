@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import REPOSITORY, losses, metrics
+from conftest import REPOSITORY, losses, metrics, series
 from forked import forked
 
 from llama_ft.data.smollm2 import FILE, MODULE, PACKAGE, build_smollm2, quickstart_model
@@ -22,10 +22,8 @@ pytestmark = [
         reason=f"{PACKAGE} is not installed",
     ),
 ]
-CASES, EVALUATE_CASES = (
-    REPOSITORY / "tests" / "run_cases.py",
-    REPOSITORY / "tests" / "evaluate_cases.py",
-)
+CASES = REPOSITORY / "tests" / "run_cases.py"
+EVALUATE_CASES = REPOSITORY / "tests" / "evaluate_cases.py"
 TASK = REPOSITORY / "configs" / "tasks" / "python_docs.yaml"
 QUESTIONS = 6
 
@@ -46,32 +44,13 @@ def folder(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 4 steps on two ranks, another that resumes it after the second, and what is made of
     the first."""
     folder = tmp_path_factory.mktemp("smollm2")
-    settings = [
-        "--config",
-        f"{REPOSITORY}/configs/quickstart.yaml",
-        "--model_name",
-        str(smollm2),
-        "--enable_fsdp",
-    ]
-    settings += [
-        "--low_cpu_fsdp",
-        "--precision",
-        "fp32",
-        "--context_length",
-        "128",
-        "--batch_size_training",
-        "2",
-    ]
-    settings += [
-        "--max_train_step",
-        "4",
-        "--max_train_time",
-        "none",
-        "--save_steps",
-        "2",
-        "--sample_tokens",
-        "8",
-    ]
+    settings = (
+        f"--config {REPOSITORY}/configs/quickstart.yaml --model_name {smollm2} --enable_fsdp"
+    ).split()
+    settings += (
+        "--low_cpu_fsdp --precision fp32 --context_length 128 --batch_size_training 2".split()
+    )
+    settings += "--max_train_step 4 --max_train_time none --save_steps 2 --sample_tokens 8".split()
     flags = [[*settings, "--output_dir", f"{folder}/run"]]
     flags.append(
         [
@@ -107,14 +86,15 @@ def folder(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_package_becomes_a_plain_model_that_answers(smollm2: Path) -> None:
+def test_the_package_is_converted_into_a_plain_model_that_answers(smollm2: Path) -> None:
     from transformers import AutoTokenizer
 
     assert quickstart_model()[0] == str(smollm2)
     config = json.loads((smollm2 / "config.json").read_text())
     assert config["dtype"] == "bfloat16" and "quantization_config" not in config
     assert "Apache License" in (smollm2 / "LICENSE").read_text()
-    tokenizer, model = AutoTokenizer.from_pretrained(smollm2), load(smollm2)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model = load(smollm2)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     inputs = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -125,7 +105,8 @@ def test_the_package_becomes_a_plain_model_that_answers(smollm2: Path) -> None:
     assert "Paris" in tokenizer.decode(answer)
     packed = load(Path(str(distribution(PACKAGE).locate_file(MODULE))), gguf_file=FILE)
     with torch.no_grad():
-        ours, theirs = model(**inputs).logits, packed(**inputs).logits
+        ours = model(**inputs).logits
+        theirs = packed(**inputs).logits
     assert (ours - theirs).norm() < 0.02 * theirs.norm(), "only the rounding to bf16 differs"
 
 
@@ -167,7 +148,7 @@ def test_the_evaluation_agrees_with_the_run_and_with_the_harness(
     from lm_eval.tasks import TaskManager
 
     base, tuned = json.loads((folder / "found.json").read_text())["models"]
-    evaluated = [line["eval/loss"] for line in metrics(folder / "run") if "eval/loss" in line]
+    evaluated = series(folder / "run", "eval/loss")
     for model, loss in (base, evaluated[0]), (tuned, evaluated[-1]):
         assert model["held_out"]["loss"] == pytest.approx(loss, abs=1e-3)
     arguments = {"pretrained": str(smollm2), "dtype": "float32", "device": "cpu", "batch_size": 1}

@@ -50,15 +50,7 @@ def test_a_run_imports_no_package_that_it_does_not_need(
         "--output_dir",
         str(tmp_path / "run"),
     ]
-    flags += [
-        "--use_peft",
-        "--quantization",
-        "8bit",
-        "--context_length",
-        "128",
-        "--max_train_step",
-        "1",
-    ]
+    flags += "--use_peft --quantization 8bit --context_length 128 --max_train_step 1".split()
     finished = run([sys.executable, "-c", AND_LIST_MODULES, str(RECIPE), *flags])
     assert finished.exit_code == 0, finished.output
     imported = set(finished.output.rpartition("modules:")[2].split())
@@ -68,18 +60,10 @@ def test_a_run_imports_no_package_that_it_does_not_need(
     assert "kernels-community" not in finished.output
 
 
-def test_a_run_prints_few_lines_beside_its_settings_and_steps_and_ends_with_commands_that_work(
+def test_a_run_prints_few_lines_and_ends_with_commands_that_work(
     tiny_model: Path, rows70: Path, tmp_path: Path
 ) -> None:
-    flags = [
-        "--model_name",
-        str(tiny_model),
-        "--dataset",
-        str(rows70),
-        "--validation",
-        "0.2",
-        "--use_peft",
-    ]
+    flags = f"--model_name {tiny_model} --dataset {rows70} --validation 0.2 --use_peft".split()
     flags += ["--max_train_step", "3", "--context_length", "64", "--device", "cpu"]
     cases = [
         [*flags, "--output_dir", f"{tmp_path}/{name}", *more]

@@ -1,23 +1,20 @@
 """A signal stops a run within an evaluation or the generation of sample answers, and no step is
-lost."""
+lost. What torchrun adds to a signal is tested in runtime/test_signals.py."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ENVIRONMENT, RECIPE, losses, metrics, write_rows
-from forked import forked
+from conftest import RECIPE, losses, metrics, write_rows
+from forked import forked, start_forked
 
 from llama_ft.checkpoint import checkpoint_errors
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+EVALUATING = Path(__file__).with_name("evaluating_job.py")
 TRAINING = (
     "--precision fp32 --context_length 64 --lr 1e-3 --max_train_step 4 --save_steps 1 --eval_steps 3 "
     "--gradient_accumulation_steps 1 --no_plan"
@@ -54,21 +51,17 @@ def flags(folder: Path, name: str) -> list[str]:
 
 
 class Run:
-    """The recipe in a process group of its own, as a shell starts it."""
+    """The recipe in processes that get signals."""
 
-    def __init__(self, folder: Path, name: str, *more: str, launcher: list[str]) -> None:
+    def __init__(
+        self, folder: Path, name: str, *more: str, ranks: int = 0, script: Path = RECIPE
+    ) -> None:
         self.directory = folder / name
         self.log = folder / f"{name}.log"
-        command = [sys.executable, *launcher, str(RECIPE), *flags(folder, name), *more]
-        streams: Any = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
-        with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                stdout=output,
-                env={**os.environ, **ENVIRONMENT},
-                start_new_session=True,
-                **streams,
-            )
+        words = [*flags(folder, name), *more]
+        if script != RECIPE:
+            words = [str(RECIPE), *words]
+        self.running = start_forked(script, *words, output=self.log, ranks=ranks)
 
     @property
     def status(self) -> dict[str, Any]:
@@ -79,33 +72,27 @@ class Run:
         file = self.directory / name if name else self.log
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not file.exists() or text not in file.read_text():
-            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            is_late = time.monotonic() > deadline
+            assert self.running.is_alive() and not is_late, self.log.read_text()
             time.sleep(0.02)
 
-    def press_ctrl_c(self) -> str:
-        """Send what a terminal sends. Return the output."""
-        os.killpg(self.process.pid, signal.SIGINT)
-        return self.end()
-
-    def end(self) -> str:
-        self.process.wait(DEADLINE_SECONDS)
-        return self.log.read_text()
+    def stop(self, number: int) -> tuple[int | None, str]:
+        """Send a signal to all ranks. Return the exit code and the output."""
+        self.running.send(number)
+        exit_code = self.running.wait(DEADLINE_SECONDS)
+        return exit_code, self.log.read_text()
 
 
 def after_step_1(folder: Path, run: str) -> list[str]:
     return ["--resume", str(folder / run / "checkpoints" / "step-000001")]
 
 
-def test_ctrl_c_in_an_evaluation_under_torchrun_abandons_it_and_saves_the_step(
-    folder: Path,
-) -> None:
+def test_ctrl_c_during_an_evaluation_abandons_it_and_saves_the_step(folder: Path) -> None:
     resumed = after_step_1(folder, "whole")
-    run = Run(folder, "evaluating", *resumed, *LONG_EVALUATION, launcher=TORCHRUN)
-    # the evaluation after step 3 has begun, or begins with the signal already there
-    run.wait_for('"step": 2', "metrics.jsonl")
-    time.sleep(1.0)
-    output = run.press_ctrl_c()
-    assert "forcefully exiting via 9" not in output
+    run = Run(folder, "evaluating", *resumed, *LONG_EVALUATION, ranks=2, script=EVALUATING)
+    run.wait_for("evaluation begins")
+    exit_code, output = run.stop(signal.SIGINT)
+    assert exit_code == 130
     assert output.count(CTRL_C) == 1
     assert output.index(CTRL_C) < output.index("The evaluation was abandoned.\n")
     checkpoint = run.directory / "checkpoints" / "step-000003"
@@ -120,35 +107,34 @@ def test_ctrl_c_in_an_evaluation_under_torchrun_abandons_it_and_saves_the_step(
     assert losses(run.directory) == losses(folder / "whole")
 
 
-def test_sigterm_to_one_process_in_sample_answers_saves_the_step(folder: Path) -> None:
+def test_sigterm_during_sample_answers_saves_the_step(folder: Path) -> None:
     more = [*after_step_1(folder, "single"), *LONG_ANSWERS, "--sample_steps", "3"]
-    run = Run(folder, "answering", *more, *SHORT_EVALUATION, launcher=[])
+    run = Run(folder, "answering", *more, *SHORT_EVALUATION)
     run.wait_for('"step": 3', "metrics.jsonl")
-    run.process.send_signal(signal.SIGTERM)
-    output = run.end()
-    assert run.process.returncode == 143
+    exit_code, output = run.stop(signal.SIGTERM)
+    assert exit_code == 143
     assert "The generation of sample answers was abandoned." in output
     assert run.status["step"] == 3 and "stopped by SIGTERM after step 3. To resume" in output
     assert checkpoint_errors(run.directory / "checkpoints" / "step-000003") == []
     assert "after step 3" not in (run.directory / "facts.json").read_text()
 
 
-def test_ctrl_c_in_the_evaluation_before_step_1_has_nothing_to_save(folder: Path) -> None:
-    run = Run(folder, "before", *LONG_EVALUATION, "--sample_tokens", "1", launcher=[])
+def test_ctrl_c_during_the_evaluation_before_step_1_saves_nothing(folder: Path) -> None:
+    run = Run(folder, "before", *LONG_EVALUATION, "--sample_tokens", "1")
     run.wait_for("Before fine-tuning")
-    output = run.press_ctrl_c()
-    assert run.process.returncode == 130
+    exit_code, output = run.stop(signal.SIGINT)
+    assert exit_code == 130
     assert "stopped by Ctrl-C before step 1. Nothing was saved.\n" in output
     assert not (run.directory / "checkpoints").exists()
     assert "To resume" not in output and metrics(run.directory) == []
 
 
-def test_ctrl_c_in_the_answers_after_the_last_step_resumes_with_the_export(folder: Path) -> None:
+def test_a_run_stopped_after_its_last_step_resumes_with_the_export(folder: Path) -> None:
     more = [*after_step_1(folder, "single"), *SHORT_EVALUATION]
-    run = Run(folder, "after", *more, *LONG_ANSWERS, launcher=[])
+    run = Run(folder, "after", *more, *LONG_ANSWERS)
     run.wait_for('"step": 4', "metrics.jsonl")
-    output = run.press_ctrl_c()
-    assert run.process.returncode == 130
+    exit_code, output = run.stop(signal.SIGINT)
+    assert exit_code == 130
     assert "The generation of sample answers was abandoned." in output
     assert "stopped by Ctrl-C after step 4. To resume: --resume " in output
     assert run.status["state"] == "stopped" and not (run.directory / "model").exists()

@@ -38,7 +38,9 @@ class Parsed(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.tags, self.rows, self.text = list[tuple[str, dict[str, str | None]]](), [[""]], ""
+        self.tags = list[tuple[str, dict[str, str | None]]]()
+        self.rows = [[""]]
+        self.text = ""
         self._inside = ""
         self.feed(text)
 
@@ -85,7 +87,7 @@ def drawn(text: str) -> dict[str, str]:
     return {re.findall(r"<b[^>]*>(.*?)</b>", figure, re.DOTALL)[0]: figure for figure in figures}
 
 
-def test_every_plot_is_drawn_and_the_page_asks_for_nothing(report: Path) -> None:
+def test_every_plot_is_drawn_and_the_page_loads_nothing_from_elsewhere(report: Path) -> None:
     text = report.read_text()
     figures = drawn(text)
     assert list(figures) == TITLES
@@ -111,7 +113,7 @@ def test_training_on_pairs_has_plots_of_rewards(run_dir: Path, tmp_path: Path) -
     assert sum(title.startswith("Reward") for title in drawn(report_page(read_run(run)))) == 4
 
 
-def test_the_plots_of_a_comparison_have_a_line_a_run(run_dir: Path, tmp_path: Path) -> None:
+def test_the_plots_of_a_comparison_have_one_line_per_run(run_dir: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path / "other", "failed", steps=30, lr="1e-3", scale=0.9)
     text = comparison_page([read_run(run_dir), read_run(other)])
     figures = drawn(text)
@@ -124,7 +126,7 @@ def test_the_plots_of_a_comparison_have_a_line_a_run(run_dir: Path, tmp_path: Pa
     assert sum(row[0].startswith("train.") for row in page.rows if row) == 1
 
 
-def test_markup_from_data_settings_and_messages_is_text(tmp_path: Path) -> None:
+def test_markup_in_data_settings_and_messages_is_escaped(tmp_path: Path) -> None:
     page = Parsed(report_page(read_run(write_run(tmp_path / "evil <script>", "failed"))))
     assert not {"img", "iframe", "link", "a"} & {tag for tag, _ in page.tags}
     assert [tag for tag, _ in page.tags].count("script") == 1
@@ -132,7 +134,7 @@ def test_markup_from_data_settings_and_messages_is_text(tmp_path: Path) -> None:
     assert "error: no good." in page.text and "exit code 1" in page.text
 
 
-def test_no_secret_is_in_facts_or_pages(run_dir: Path, report: Path) -> None:
+def test_no_secret_is_in_facts_json_or_the_report(run_dir: Path, report: Path) -> None:
     for text in (
         report.read_text(),
         (run_dir / "facts.json").read_text(),

@@ -28,7 +28,7 @@ def test_a_long_curve_keeps_its_spikes_and_its_ends() -> None:
     assert numpy.array_equal(left.y, values[left.x])
 
 
-def test_the_mean_behind_a_smoothed_line_is_that_of_the_points_around() -> None:
+def test_a_smoothed_line_is_the_mean_of_the_points_around() -> None:
     values = numpy.random.default_rng(1).normal(size=1000)
     each, mean = smoothed(Series("loss", numpy.arange(1000), values))
     assert each.style == "faint" and numpy.array_equal(each.y, values)
@@ -48,7 +48,7 @@ def test_a_constant_curve_a_single_point_and_zeros_are_drawn() -> None:
     assert Plot("a", []).svg() == ""
 
 
-def test_names_from_the_run_are_text_and_nothing_else() -> None:
+def test_names_from_the_run_are_escaped() -> None:
     evil = '"><script>alert(1)</script>'
     plot = Plot(evil, [Series(evil, numpy.arange(2), numpy.arange(2.0))] * 2)
     assert "<script" not in str(plot.svg())
@@ -60,10 +60,10 @@ def test_names_from_the_run_are_text_and_nothing_else() -> None:
     ("value", "text"),
     [(0, "0"), (12, "12"), (0.5, "0.5"), (2e-5, "2e-05"), (25_000, "25,000"), (9.1294, "9.129")],
 )
-def test_numbers_are_short(value: float, text: str) -> None:
+def test_numbers_are_printed_in_short_form(value: float, text: str) -> None:
     assert number(value) == text
 
 
-def test_ticks_are_round_and_within() -> None:
+def test_ticks_are_round_numbers_within_the_range() -> None:
     assert ticks(0, 10, 5) == [0, 2, 4, 6, 8, 10]
     assert ticks(0.9, 2.2, 5) == pytest.approx([1, 1.5, 2])

@@ -34,7 +34,7 @@ def copied(run_dir: Path, to: Path) -> Path:
     return to
 
 
-def test_curves_are_what_was_logged(run_dir: Path) -> None:
+def test_curves_equal_the_logged_metrics(run_dir: Path) -> None:
     found = read_run(run_dir)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     losses = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
@@ -45,7 +45,7 @@ def test_curves_are_what_was_logged(run_dir: Path) -> None:
     assert found.curves["memory/device_peak_bytes"].values.tolist() == peaks
 
 
-def test_the_head_says_that_a_run_stopped_early_and_whose_weights_it_kept(
+def test_the_header_names_the_step_of_an_early_stop_and_of_the_final_weights(
     run_dir: Path, tmp_path: Path
 ) -> None:
     folder = copied(run_dir, tmp_path / "early")
@@ -58,9 +58,7 @@ def test_the_head_says_that_a_run_stopped_early_and_whose_weights_it_kept(
     ) and "has the weights" not in report_page(read_run(run_dir))
 
 
-def test_bad_rows_that_were_skipped_stand_above_the_data_table(
-    run_dir: Path, tmp_path: Path
-) -> None:
+def test_skipped_samples_are_listed_above_the_data_table(run_dir: Path, tmp_path: Path) -> None:
     folder = copied(run_dir, tmp_path / "bad")
     counted = BuildReport(
         SplitStatistics(), bad_samples=8, bad_kinds={"no text": BadKind(8, "a:1")}
@@ -74,7 +72,7 @@ def test_bad_rows_that_were_skipped_stand_above_the_data_table(
     assert "8 x no text (first: a:1)" in data
 
 
-def test_each_measure_of_memory_has_a_name_of_its_own(run_dir: Path, tmp_path: Path) -> None:
+def test_each_measure_of_memory_has_its_own_name(run_dir: Path, tmp_path: Path) -> None:
     """On the CPU the card is of anonymous memory, which RSS exceeds by what is mapped from
     files."""
     page = report_page(read_run(run_dir))
@@ -131,11 +129,14 @@ def test_answers_between_the_first_and_the_last_are_shown_in_their_order(
     assert re.findall(r"<h3>(.*?)</h3><p>(.*?)</p>", answers) == [
         pair
         for question in "AB"
-        for pair in [("question", question), *((it, f"{question} {it}") for it in moments)]
+        for pair in [
+            ("question", question),
+            *((moment, f"{question} {moment}") for moment in moments),
+        ]
     ]
 
 
-def test_a_run_that_is_being_written_is_read_up_to_its_last_whole_line(
+def test_metrics_of_a_running_run_are_read_up_to_the_last_complete_line(
     run_dir: Path, tmp_path: Path
 ) -> None:
     folder = copied(run_dir, tmp_path / "running")
@@ -144,7 +145,7 @@ def test_a_run_that_is_being_written_is_read_up_to_its_last_whole_line(
     assert read_run(folder).step == 60
 
 
-def test_a_run_whose_process_has_gone_died_and_one_whose_process_lives_runs(tmp_path: Path) -> None:
+def test_a_run_without_a_process_has_died_and_one_with_a_process_runs(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", state="running")
     with open(folder / RUN_MARKER, "w") as marker:
         fcntl.flock(marker, fcntl.LOCK_EX)  # as the process of the run does
@@ -157,7 +158,7 @@ def test_a_run_whose_process_has_gone_died_and_one_whose_process_lives_runs(tmp_
     assert read_run(folder).status["state"] == "running", "nobody can know"
 
 
-def test_an_old_run_has_a_report_of_what_it_has(run_dir: Path, tmp_path: Path) -> None:
+def test_a_run_of_an_older_version_has_a_report(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     shutil.copy(run_dir / "metrics.jsonl", tmp_path / "old")
     finished = report(tmp_path / "old")
@@ -175,7 +176,8 @@ def test_one_run_differs_from_the_defaults_and_several_from_each_other(
 
 
 def test_the_script_writes_one_report_or_a_comparison(run_dir: Path, tmp_path: Path) -> None:
-    first, second = copied(run_dir, tmp_path / "first"), copied(run_dir, tmp_path / "second")
+    first = copied(run_dir, tmp_path / "first")
+    second = copied(run_dir, tmp_path / "second")
     finished = report(first)
     assert (finished.exit_code, finished.output) == (0, f"The report: {first}/report.html\n")
     assert finished.seconds < 5
@@ -184,7 +186,7 @@ def test_the_script_writes_one_report_or_a_comparison(run_dir: Path, tmp_path: P
     assert not (second / "report.html").exists()
 
 
-def test_mistakes_are_told_together(run_dir: Path, tmp_path: Path) -> None:
+def test_user_errors_are_reported_together(run_dir: Path, tmp_path: Path) -> None:
     copied(run_dir, tmp_path / "good")
     (tmp_path / "file").touch()
     finished = report(
@@ -197,7 +199,7 @@ def test_mistakes_are_told_together(run_dir: Path, tmp_path: Path) -> None:
     assert finished.exit_code == 2 and finished.output.startswith("error: --out ")
 
 
-def test_damaged_files_are_named(run_dir: Path, tmp_path: Path) -> None:
+def test_corrupted_files_are_named(run_dir: Path, tmp_path: Path) -> None:
     folder = copied(run_dir, tmp_path / "damaged")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     broken = {
@@ -217,7 +219,7 @@ def test_damaged_files_are_named(run_dir: Path, tmp_path: Path) -> None:
     )
 
 
-def test_a_report_that_cannot_be_written_is_a_warning(
+def test_a_report_that_cannot_be_written_gives_a_warning(
     run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = copied(run_dir, tmp_path / "run")

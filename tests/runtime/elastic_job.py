@@ -10,8 +10,9 @@ from llama_ft import runtime
 from llama_ft.errors import UserError, exit_on_error
 
 if __name__ == "__main__":
-    way, folder = sys.argv[1], Path(sys.argv[2])
-    if way == "early mistake":
+    way = sys.argv[1]
+    folder = Path(sys.argv[2])
+    if way == "early user error":
         with exit_on_error():
             raise UserError("mine.yaml:3: this is not right.\nThat would be.")
     for number in range(2):
@@ -23,7 +24,7 @@ if __name__ == "__main__":
                 directory.mkdir(exist_ok=True)
             job.begin_run(directory)
             print(
-                f"rank {job.rank} {'goes on' if earlier else 'begins'} in {directory.name}\n",
+                f"rank {job.rank} {'resumes' if earlier else 'begins'} in {directory.name}\n",
                 end="",
                 flush=True,
             )
@@ -34,6 +35,6 @@ if __name__ == "__main__":
                 and earlier is None
             ):
                 os.kill(os.getpid(), signal.SIGKILL)
-            if way == "late mistake" and number == 1 and job.rank == 1:
+            if way == "late user error" and number == 1 and job.rank == 1:
                 raise UserError("mine.jsonl:7: this row is not right.")
             job.all_gather_floats(1.0)

@@ -14,8 +14,15 @@ from llama_ft.checkpoint import CheckpointWriter
 from llama_ft.config import CheckpointConfig
 from llama_ft.errors import UserError
 
+
+def fail_now(output_dir: Path) -> None:
+    """Record when the failure begins."""
+    (output_dir / "failed-at").write_text(str(time.time()))
+
+
 if __name__ == "__main__":
-    way, output_dir = sys.argv[1], Path(sys.argv[2])
+    way = sys.argv[1]
+    output_dir = Path(sys.argv[2])
     timeouts = {"rank 0 goes first": 2, "one rank never opens the run": 8}
     with runtime.start("cpu", "world", timeout_seconds=timeouts.get(way, 60)) as job:
         job.begin_run(output_dir)
@@ -32,16 +39,19 @@ if __name__ == "__main__":
                     flush=True,
                 )
         if way == "one rank raises" and job.rank == 1:
+            fail_now(output_dir)
             raise ValueError("the flux capacitor is empty")
-        if way == "every rank sees the same mistake" or (
-            way == "one rank sees a mistake" and job.rank == 1
+        if way == "every rank has the same user error" or (
+            way == "one rank has a user error" and job.rank == 1
         ):
             raise UserError("mine.yaml:3: this is not right.\nThat would be.")
         if way == "one rank is killed" and job.rank == 1:
+            fail_now(output_dir)
             os.kill(os.getpid(), signal.SIGKILL)
         if way.endswith("opens the run"):
             if job.rank == 1:
                 time.sleep(2)  # rank 0 waits in new_group meanwhile
+                fail_now(output_dir)
                 if way == "one rank is killed while the other opens the run":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if way == "the disk is full while the other rank opens the run":

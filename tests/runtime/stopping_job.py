@@ -23,25 +23,27 @@ def hang(seconds: float = 60) -> None:
 
 
 if __name__ == "__main__":
-    folder, way, stop_after = Path(sys.argv[1]), sys.argv[2], (sys.argv[3:] or [None])[0]
+    folder = Path(sys.argv[1])
+    way = sys.argv[2]
+    stop_after = (sys.argv[3:] or [None])[0]
     with runtime.start("cpu", "world") as job:
         job.begin_run(folder)
 
-        def tell(what: str, content: object = "") -> None:
-            aside = folder / f".{what}-{job.rank}"
+        def report(event: str, content: object = "") -> None:
+            aside = folder / f".{event}-{job.rank}"
             aside.write_text(str(content))
-            aside.rename(folder / f"{what}-{job.rank}")
+            aside.rename(folder / f"{event}-{job.rank}")
 
-        tell("process", os.getpid())
-        tell("started", time.time() - seconds_running())
+        report("process", os.getpid())
+        report("started", time.time() - seconds_running())
         if way.startswith("loads in"):
-            tell("loading")
+            report("loading")
             hang() if way == "loads in C++" else time.sleep(60)
         with job.signals.between_steps(stop_after):
             for step in itertools.count(1):
                 time.sleep(0.01 * (1 + job.rank))
                 if step == 3:
-                    tell("training")
+                    report("training")
                     if way == "rank 0 hangs" and job.rank == 0:
                         hang()
                 ranks = job.all_gather_floats(job.signals.asked())
@@ -50,9 +52,9 @@ if __name__ == "__main__":
                 if stop is not None:
                     if way == "saves for ever":
                         hang(0.7)  # a Ctrl-C after so long is another one
-                        tell("saving", step)
+                        report("saving", step)
                         hang()
                     if way == "rank 0 saves longer" and job.rank == 0:
                         hang(1)
-                    tell("saved", step)
+                    report("saved", step)
                     raise runtime.Stopped(stop, step, folder / "checkpoints" / f"step-{step:06d}")

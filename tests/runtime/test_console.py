@@ -40,7 +40,7 @@ def test_control_characters_of_files_do_not_reach_the_terminal(
 
 
 @pytest.mark.parametrize("reader", ["a pipe", None])
-def test_a_run_goes_on_when_nobody_reads_it_or_the_disk_is_full(
+def test_a_run_continues_when_its_output_is_closed_or_the_disk_is_full(
     reader: str | None, tmp_path: Path
 ) -> None:
     reading, output = os.pipe()

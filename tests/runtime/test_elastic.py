@@ -35,7 +35,7 @@ def two_nodes(*arguments: str) -> list[Finished]:
 
 
 @pytest.mark.slow
-def test_a_new_attempt_finds_the_directory_of_the_one_before_for_each_run_of_the_launch(
+def test_a_restarted_attempt_resumes_each_run_of_the_launch(
     tmp_path: Path,
 ) -> None:
     nodes = two_nodes("--nproc_per_node", "1", *RESTARTS, JOB, "killed once", str(tmp_path))
@@ -44,20 +44,20 @@ def test_a_new_attempt_finds_the_directory_of_the_one_before_for_each_run_of_the
     assert first.split("-by-")[1] == second.split("-by-")[1], "both begun by the first attempt"
     output = nodes[0].output + nodes[1].output
     for rank in (0, 1):
-        told = re.findall(rf"^rank {rank} (.*)$", output, re.M)
-        assert told == [
+        printed = re.findall(rf"^rank {rank} (.*)$", output, re.M)
+        assert printed == [
             f"begins in {first}",
             f"begins in {second}",
-            f"goes on in {first}",
-            f"goes on in {second}",
+            f"resumes in {first}",
+            f"resumes in {second}",
         ]
     for folder in (first, second):
         assert json.loads((tmp_path / folder / "status.json").read_text())["state"] == "finished"
 
 
 @pytest.mark.slow
-def test_a_mistake_in_the_settings_is_told_once_per_node_and_not_tried_again() -> None:
-    nodes = two_nodes("--nproc_per_node", "2", *RESTARTS, JOB, "early mistake", ".")
+def test_a_user_error_is_printed_once_per_node_and_not_restarted() -> None:
+    nodes = two_nodes("--nproc_per_node", "2", *RESTARTS, JOB, "early user error", ".")
     for node in nodes:
         assert node.exit_code == 1 and node.seconds < 40
         assert (
@@ -66,21 +66,21 @@ def test_a_mistake_in_the_settings_is_told_once_per_node_and_not_tried_again() -
 
 
 @pytest.mark.slow
-def test_a_mistake_found_later_by_a_rank_of_one_node_ends_both(tmp_path: Path) -> None:
-    nodes = two_nodes("--nproc_per_node", "1", *RESTARTS, JOB, "late mistake", str(tmp_path))
+def test_a_later_user_error_on_one_node_ends_both(tmp_path: Path) -> None:
+    nodes = two_nodes("--nproc_per_node", "1", *RESTARTS, JOB, "late user error", str(tmp_path))
     output = nodes[0].output + nodes[1].output
     assert all(node.exit_code == 1 and node.seconds < 40 for node in nodes)
     assert output.count("error: mine.jsonl:7: this row is not right.") == 1
     assert (
         output.count("rank 0 begins") == 2
-        and "goes on" not in output
+        and "resumes" not in output
         and "lost contact" not in output
     )
     failed = json.loads(next(tmp_path.glob("run1*/status.json")).read_text())
     assert (failed["state"], failed["exit_code"]) == ("failed", 2)
 
 
-def test_two_nodes_train_as_one_process_does(
+def test_two_nodes_have_the_losses_of_one_process(
     tmp_path: Path, tiny_model: Path, rows16: Path
 ) -> None:
     how = f"--precision fp32 --optimizer SGD --lr 0.1 --num_epochs 3 --model_name {tiny_model} --dataset {rows16}"

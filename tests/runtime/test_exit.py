@@ -3,18 +3,26 @@
 import json
 import os
 import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
 from conftest import Finished, torchrun
 from forked import forked
 
+# After that torchrun kills the ranks that are left.
+SOON_SECONDS = 30.0
 JOB = str(Path(__file__).with_name("failing_job.py"))
-MISTAKE = "error: mine.yaml:3: this is not right.\n       That would be.\n"
+USER_ERROR = "error: mine.yaml:3: this is not right.\n       That would be.\n"
 
 
 def status_of(folder: Path) -> dict[str, object]:
     return json.loads((folder / "status.json").read_text())
+
+
+def seconds_since_failure(folder: Path) -> float:
+    return time.time() - float((folder / "failed-at").read_text())
 
 
 def assert_nothing_is_left(finished: Finished) -> None:
@@ -23,9 +31,10 @@ def assert_nothing_is_left(finished: Finished) -> None:
             os.kill(int(pid), 0)
 
 
-def test_an_exception_on_one_rank_is_told_once_with_its_traceback(tmp_path: Path) -> None:
+def test_an_exception_on_one_rank_is_printed_once_with_its_traceback(tmp_path: Path) -> None:
     finished = forked(JOB, "one rank raises", tmp_path, ranks=2)
-    assert finished.exit_code == 1 and finished.seconds < 30
+    assert finished.exit_code == 1
+    assert seconds_since_failure(tmp_path) < SOON_SECONDS
     assert (
         finished.output.count("ValueError: the flux capacitor is empty\nerror: rank 1 failed") == 1
     )
@@ -39,23 +48,26 @@ def test_an_exception_on_one_rank_is_told_once_with_its_traceback(tmp_path: Path
 @pytest.mark.parametrize(
     ("way", "ranks"),
     [
-        ("every rank sees the same mistake", 2),
-        ("one rank sees a mistake", 2),
-        ("every rank sees the same mistake", 0),
+        ("every rank has the same user error", 2),
+        ("one rank has a user error", 2),
+        ("every rank has the same user error", 0),
     ],
 )
-def test_a_mistake_is_told_once_without_a_traceback(way: str, ranks: int, tmp_path: Path) -> None:
+def test_a_user_error_is_printed_once_without_a_traceback(
+    way: str, ranks: int, tmp_path: Path
+) -> None:
     finished = forked(JOB, way, tmp_path, ranks=ranks)
     assert finished.exit_code == 2 and status_of(tmp_path)["exit_code"] == 2
-    assert finished.output.count(MISTAKE) == finished.output.count("error: ") == 1
+    assert finished.output.count(USER_ERROR) == finished.output.count("error: ") == 1
     assert "Traceback" not in finished.output and "lost contact" not in finished.output
     assert_nothing_is_left(finished)
 
 
-def test_a_killed_rank_takes_the_job_down_within_30_seconds(tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_job_within_30_seconds(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-000003").mkdir(parents=True)
     finished = torchrun(2, JOB, "one rank is killed", str(tmp_path))
-    assert finished.exit_code == 1 and finished.seconds < 30
+    assert seconds_since_failure(tmp_path) < SOON_SECONDS
+    assert finished.exit_code == 1
     assert (
         f"To resume from the last complete checkpoint, add --output_dir {tmp_path} --resume auto to the command.\n"
         in finished.output
@@ -77,11 +89,11 @@ def test_a_killed_rank_takes_the_job_down_within_30_seconds(tmp_path: Path) -> N
 
 def test_a_rank_that_waits_in_new_group_ends_when_another_is_killed(tmp_path: Path) -> None:
     way = "one rank is killed while the other opens the run"
-    finished = torchrun(2, JOB, way, str(tmp_path))
-    assert finished.exit_code == 1 and finished.seconds < 30
+    finished = forked(JOB, way, tmp_path, ranks=2)
+    assert seconds_since_failure(tmp_path) < SOON_SECONDS
+    assert finished.exit_code == -signal.SIGKILL
     lost = r"^error: lost contact with another rank: rank 1 \(process \d+\) has ended"
     assert len(re.findall(lost, finished.output, re.MULTILINE)) == 1, finished.output
-    assert "forcefully exiting via 9" not in finished.output
     assert status_of(tmp_path)["state"] == "failed"
 
 
@@ -99,13 +111,14 @@ def test_a_rank_that_waits_in_new_group_ends_when_another_fails_or_hangs(
     way: str, message: str, tmp_path: Path
 ) -> None:
     finished = forked(JOB, way, tmp_path, ranks=2)
-    assert finished.exit_code == 1 and finished.seconds < 25, finished.output
+    assert seconds_since_failure(tmp_path) < SOON_SECONDS
+    assert finished.exit_code == 1, finished.output
     assert finished.output.count(f"error: {message}") == finished.output.count("error: ") == 1
     assert message in str(status_of(tmp_path)["message"])
     assert_nothing_is_left(finished)
 
 
-def test_others_wait_for_the_first_process_of_a_node_longer_than_the_time_out(
+def test_other_ranks_wait_for_the_first_process_of_a_node_longer_than_the_timeout(
     tmp_path: Path,
 ) -> None:
     finished = forked(JOB, "rank 0 goes first", tmp_path, ranks=2)

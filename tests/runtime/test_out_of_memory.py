@@ -44,14 +44,14 @@ def run_out() -> BaseException:
         (lambda: RuntimeError("[gloo] Connection closed by peer"), None),
     ],
 )
-def test_an_error_says_which_memory_has_run_out(
+def test_an_error_names_the_device_that_ran_out_of_memory(
     make: Callable[[], BaseException], kind: Shortage | None
 ) -> None:
     assert shortage(make()) == kind
 
 
 @pytest.mark.parametrize("kind", ["no limit", "v2", "v2 of a container"])
-def test_the_host_has_what_the_machine_has_or_a_control_group_leaves(
+def test_host_memory_is_that_of_the_machine_or_the_limit_of_the_control_group(
     kind: str, tmp_path: Path
 ) -> None:
     def write(folder: Path, **files: object) -> None:
@@ -59,7 +59,8 @@ def test_the_host_has_what_the_machine_has_or_a_control_group_leaves(
         for name, text in files.items():
             (folder / name.replace("__", ".")).write_text(str(text))
 
-    proc, sys = tmp_path / "proc", tmp_path / "sys"
+    proc = tmp_path / "proc"
+    sys = tmp_path / "sys"
     write(proc, meminfo="MemTotal:  8388608 kB\nMemAvailable:  6291456 kB\n")
     write(proc / "self", cgroup="5:cpu,cpuacct:/\n0::/job/step\n")
     if kind == "v2":

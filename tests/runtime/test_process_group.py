@@ -16,14 +16,14 @@ from llama_ft.runtime.process_group import resolve_degree
         (("auto", 1, 3, 8), "--gpus-per-node"),
     ],
 )
-def test_too_few_gpus_are_refused_with_the_way_out(
+def test_too_few_gpus_are_rejected_with_the_flag_to_change(
     arguments: tuple[str, int, int, int], named: str
 ) -> None:
     with pytest.raises(UserError, match=named):
         pick_device(*arguments)
 
 
-def test_a_gpu_that_cannot_be_used_is_named_with_what_torch_says(
+def test_a_gpu_that_cannot_be_used_is_named_with_the_error_of_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def too_old(_: torch.device) -> None:
@@ -34,13 +34,13 @@ def test_a_gpu_that_cannot_be_used_is_named_with_what_torch_says(
         claim_device(torch.device("cuda", 0), None)
 
 
-def test_auto_takes_a_gpu_for_each_process_of_the_node_and_else_the_cpu() -> None:
+def test_device_auto_takes_one_gpu_per_process_or_else_the_cpu() -> None:
     assert pick_device("auto", 4, 3, 4) == torch.device("cuda", 3)
     assert pick_device("auto", 0, 1, 2) == torch.device("cpu")
     assert pick_device("cpu", 2, 7, 8) == torch.device("cpu")
 
 
-def test_a_copy_of_the_model_is_shared_by_all_ranks_a_node_or_as_many_as_asked() -> None:
+def test_the_model_is_sharded_over_the_world_a_node_or_a_given_number_of_ranks() -> None:
     assert resolve_degree("world", 8, 4) == 8
     assert resolve_degree("node", 8, 4) == 4
     assert resolve_degree(2, 8, 4) == 2

@@ -74,7 +74,7 @@ def test_a_stopped_rank_and_one_in_a_loop_are_named_and_the_job_ends(tmp_path: P
         ),
     ],
 )
-def test_of_ranks_that_all_wait_those_with_fewer_collectives_are_named(
+def test_if_all_ranks_wait_those_with_fewer_collectives_are_named(
     collectives: tuple[int, ...], message: list[str]
 ) -> None:
     """On CUDA a rank that sleeps looks like one that waits."""
@@ -85,5 +85,5 @@ def test_of_ranks_that_all_wait_those_with_fewer_collectives_are_named(
     lines = describe_hang(reports, 2, 1800.0).splitlines()
     assert "1800 s (--collective_timeout)" in lines[0]
     assert len(lines) == len(message) and all(
-        line.startswith(it) for line, it in zip(lines, message, strict=True)
+        line.startswith(expected) for line, expected in zip(lines, message, strict=True)
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from recipes.test_runs import pairs
+from plain_losses import write_pairs
 from training.test_preferences import EXAMPLES, FILLER, batch, log_probabilities, made
 from transformers import AutoConfig, AutoTokenizer
 
@@ -135,7 +135,7 @@ def test_a_reference_model_scores_all_examples_and_is_freed(
 
     settings = PreferenceConfig(objective="dpo", reference_model=str(tied_model))
     data = DataConfig(
-        dataset=str(pairs(tmp_path / "pairs.jsonl", 9)),
+        dataset=str(write_pairs(tmp_path / "pairs.jsonl", 9)),
         dataset_format="preference",
         validation="0.3",
     )

@@ -1,4 +1,4 @@
-"""YAML recipes: what they say, and where their mistakes are."""
+"""YAML configs: what they set, and where their errors are."""
 
 import os
 import time
@@ -9,9 +9,9 @@ import pytest
 from llama_ft.config import load
 
 
-def test_a_recipe_sets_what_it_names_with_its_lines_as_places(recipe) -> None:
+def test_a_config_sets_its_values_with_line_numbers_as_origins(write_config) -> None:
     config, places = load(
-        [recipe("# mine\ntrain:\n  lr: 1e-4\n\n  num_epochs: 2\npeft:\n  use_peft: yes\n")]
+        [write_config("# mine\ntrain:\n  lr: 1e-4\n\n  num_epochs: 2\npeft:\n  use_peft: yes\n")]
     )
     assert (config.train.lr, config.train.num_epochs, config.peft.use_peft) == (1e-4, 2, True)
     assert places == {
@@ -21,24 +21,24 @@ def test_a_recipe_sets_what_it_names_with_its_lines_as_places(recipe) -> None:
     }
 
 
-def test_the_command_line_wins_over_the_recipe(recipe) -> None:
-    config, places = load([recipe("train:\n  lr: 1e-4\n  seed: 3\n"), "--lr", "2e-4"])
+def test_the_command_line_overrides_the_config(write_config) -> None:
+    config, places = load([write_config("train:\n  lr: 1e-4\n  seed: 3\n"), "--lr", "2e-4"])
     assert (config.train.lr, config.train.seed) == (2e-4, 3)
     assert places == {"train.lr": "--lr", "train.seed": "mine.yaml:3"}
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "train:\n", "train: {}\nquantization:\n"])
-def test_an_empty_recipe_or_section_is_fine(recipe, text: str) -> None:
-    assert load([recipe(text)])[1] == {}
+def test_an_empty_config_or_section_is_accepted(write_config, text: str) -> None:
+    assert load([write_config(text)])[1] == {}
 
 
-def test_values_are_read_as_written_and_not_as_yaml_1_1_takes_them(recipe) -> None:
+def test_values_are_read_as_written_and_not_by_the_rules_of_yaml_1_1(write_config) -> None:
     text = (
         "train:\n  lr: 1e-4\n  activation_checkpointing: off\n"
         "tracking:\n  use_wandb: on\n  wandb_name: 2025-01-31\n  wandb_tags: [1e3, yes]\n"
         "data:\n  validation: 0.050\n  context_length: null\n"
     )
-    config, _ = load([recipe(text)])
+    config, _ = load([write_config(text)])
     assert config.train.lr == 1e-4
     assert config.train.activation_checkpointing == "off"
     assert (config.tracking.wandb_name, config.tracking.wandb_tags) == (
@@ -49,13 +49,13 @@ def test_values_are_read_as_written_and_not_as_yaml_1_1_takes_them(recipe) -> No
 
 
 @pytest.mark.parametrize("text", ["quantization: 4bit\n", "quantization:\n  mode: 4bit\n"])
-def test_quantization_has_a_short_form(recipe, text: str) -> None:
-    config, _ = load([recipe(f"{text}peft: {{use_peft: true}}\n")])
+def test_quantization_has_a_short_form(write_config, text: str) -> None:
+    config, _ = load([write_config(f"{text}peft: {{use_peft: true}}\n")])
     assert config.quantization.mode == "4bit"
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("train:\n\n  lrr: 1", "mine.yaml:3: train.lrr is not a setting. Did you mean train.lr?"),
         ("data:\n  lr: 1", "mine.yaml:2: data.lr is not a setting. Did you mean train.lr?"),
@@ -90,41 +90,45 @@ def test_quantization_has_a_short_form(recipe, text: str) -> None:
         ("- lr", "--config mine.yaml: a config is sections with settings"),
     ],
 )
-def test_each_mistake_in_a_recipe_has_its_line(mistakes, recipe, text: str, told: str) -> None:
-    (message,) = mistakes(recipe(text))
-    assert message.startswith(told)
+def test_each_error_in_a_config_names_its_line(
+    errors_of, write_config, text: str, expected: str
+) -> None:
+    (message,) = errors_of(write_config(text))
+    assert message.startswith(expected)
 
 
 @pytest.mark.parametrize(
     ("text", "line"), [("train:\n  lr: [1\n", 3), ("train:\n\tlr: 1\n", 2), ("a: b: c\n", 1)]
 )
-def test_a_syntax_error_names_its_line(mistakes, recipe, text: str, line: int) -> None:
-    (message,) = mistakes(recipe(text))
+def test_a_syntax_error_names_its_line(errors_of, write_config, text: str, line: int) -> None:
+    (message,) = errors_of(write_config(text))
     assert message.startswith(f"--config mine.yaml:{line}: not valid YAML: ")
     assert "\n" not in message
 
 
-def test_what_is_no_recipe_is_told_once_and_no_rule_beside_it(mistakes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_config_gives_one_error_and_no_further_ones(
+    errors_of, tmp_path: Path
+) -> None:
     """What the flags lack may have been in the file."""
     os.mkfifo(tmp_path / "pipe.yaml")
     (tmp_path / "model.bin").write_bytes(b"\x80\xff\x00")
     for name in ("nope.yaml", ".", "pipe.yaml", "model.bin"):
-        (message,) = mistakes("--config", name, "--r", "3")
+        (message,) = errors_of("--config", name, "--r", "3")
         assert message.startswith(f"--config {name}: ")
 
 
-def test_thousands_of_mistakes_and_huge_values_are_told_in_seconds(mistakes, recipe) -> None:
+def test_thousands_of_errors_and_huge_values_are_reported_quickly(errors_of, write_config) -> None:
     """difflib alone would take minutes for all names."""
     start = time.monotonic()
     keys = "".join(f"  a_key_{number}: 1\n" for number in range(8_000))
-    messages = mistakes(recipe(f"train:\n{keys}"))
+    messages = errors_of(write_config(f"train:\n{keys}"))
     assert len(messages) == 21 and messages[-1] == "and 7,980 more errors."
-    (message,) = mistakes(recipe(f"train:\n  lr: {'9x' * 50_000}\n"))
+    (message,) = errors_of(write_config(f"train:\n  lr: {'9x' * 50_000}\n"))
     assert len(message) < 1200 and "(100,000 characters): must be a valid number" in message
-    (message,) = mistakes(recipe(f"train:\n  {'l' * 100_000}: 1\n"))
+    (message,) = errors_of(write_config(f"train:\n  {'l' * 100_000}: 1\n"))
     assert len(message) < 1200
-    (message,) = mistakes(recipe("# \n" * 100_000))
+    (message,) = errors_of(write_config("# \n" * 100_000))
     assert message.startswith("--config mine.yaml: larger than 262,144 bytes")
-    messages = mistakes(*(f"--a_flag_{number}=1" for number in range(5_000)))
+    messages = errors_of(*(f"--a_flag_{number}=1" for number in range(5_000)))
     assert len(messages) == 21
     assert time.monotonic() - start < 60  # 4 s on an idle machine
