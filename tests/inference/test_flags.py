@@ -34,10 +34,10 @@ def test_llama_recipes_names_say_what_is_loaded(tmp_path: Path) -> None:
         (["--chat"], "--prompt and --chat: "),
         (["second"], ". and second: cannot be combined"),
         (["--prompts", "a.json"], "--prompts a.json: no such file."),
-        (["--prompts", "a.jsonl", "--output_file", "./link.jsonl"], "link.jsonl: exists already."),
+        (["--prompts", "a.jsonl", "--output", "./link.jsonl"], "link.jsonl: exists already."),
         (
-            ["--prompts", "a.jsonl", "--output_file", "a.jsonl/b.jsonl"],
-            "--output_file a.jsonl/b.jsonl: ",
+            ["--prompts", "a.jsonl", "--output", "a.jsonl/b.jsonl"],
+            "--output a.jsonl/b.jsonl: ",
         ),
     ],
 )

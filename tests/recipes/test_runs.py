@@ -35,7 +35,7 @@ OPTIMIZERS = {  # name -> flags, and the bytes of state a parameter; narrow rows
     "adafactor": (["--optimizer", "Adafactor", "--lr", "0.1"], 0.1),
 }
 PREFERENCE_RATE = 3e-3
-DPO = ["--objective", "dpo", "--beta", "0.3", "--label_smoothing", "0.1", "--use_peft"]
+DPO = ["--objective", "dpo", "--beta", "0.3", "--dpo_label_smoothing", "0.1", "--use_peft"]
 KTO = ["--objective", "kto", "--beta", "0.3", "--undesirable_weight", "1.2"]
 KTO += ["--batch_size_training", "8", "--val_batch_size", "4"]
 PREFERENCES = {  # one step an epoch: their order is free; one micro-batch of one rank has no pair
@@ -420,7 +420,9 @@ def test_learning_from_pairs_is_what_a_plain_loop_computes(
     )
     flags = PREFERENCES[name]
     settings: dict[str, Any] = {"objective": flags[1], "beta": float(flags[3])}
-    settings |= {"dpo": {"label_smoothing": 0.1}, "simpo": {"simpo_gamma": 1.0}}.get(flags[1], {})
+    settings |= {"dpo": {"dpo_label_smoothing": 0.1}, "simpo": {"simpo_gamma": 1.0}}.get(
+        flags[1], {}
+    )
     settings |= {"desirable_weight": 1.0, "undesirable_weight": 1.2} if flags[1] == "kto" else {}
     losses_per_pair = 2 if flags[1] == "kto" else 1
     base = load(tied_model) if "--reference_model" in flags else base
@@ -522,7 +524,7 @@ def test_a_reward_model_is_what_plain_transformers_trains_and_loads(
         flags = [
             "--prompts",
             held_out,
-            "--output_file",
+            "--output",
             out,
             "--batch_size",
             "4",

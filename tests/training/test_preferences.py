@@ -23,7 +23,7 @@ from llama_ft.training.reference import AdapterOff, StoredReference
 ROWS = [[1, 5, 9, 30, 2], [1, 5, 7, 8], [4, 6, 2], [4, 6, 11, 12, 13, 2]]
 PROMPT = 2
 DPO, IPO = {"objective": "dpo", "beta": 0.3}, {"objective": "ipo", "beta": 0.3}
-CASES = [DPO, {**DPO, "label_smoothing": 0.2}, IPO, {"objective": "simpo", "beta": 2.0, "simpo_gamma": 0.7},
+CASES = [DPO, {**DPO, "dpo_label_smoothing": 0.2}, IPO, {"objective": "simpo", "beta": 2.0, "simpo_gamma": 0.7},
          {"objective": "orpo", "beta": 0.4},
          {"objective": "kto", "beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.7}]  # fmt: skip
 
@@ -126,7 +126,7 @@ def expected(
         if objective == "dpo":
             (c, r), s = (
                 [a.sum() - b.sum() for a, b in zip(ours, theirs, strict=True)],
-                more.get("label_smoothing", 0),
+                more.get("dpo_label_smoothing", 0),
             )
             losses.append(-logsigmoid(beta * (c - r)) * (1 - s) - logsigmoid(-beta * (c - r)) * s)
         elif objective == "kto":
