@@ -255,7 +255,7 @@ def inference(bench: Bench) -> Iterator[Row]:
         name = f"inference {toggle}".strip()
         answers = bench.scratch / f"{name.replace(' ', '-')}.jsonl"
         answers.unlink(missing_ok=True)
-        flags = [str(model), "--prompts", str(prompts), "--output_file", str(answers)]
+        flags = [str(model), "--prompts", str(prompts), "--output", str(answers)]
         flags += ["--batch_size", "1", "--max_new_tokens", str(tokens), "--temperature", "0"]
         for case in bench.run({name: flags}, "inference", toggle, limit=MOST_SECONDS):
             if case.error:

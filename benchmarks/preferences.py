@@ -75,7 +75,7 @@ CASES = {
     "dpo": Case("--objective dpo --beta 0.3", "dpo", {"beta": 0.3}),
     # With one pair there is nothing to sort, and the loss "aot" is DPO's with label smoothing.
     "smoothed dpo": Case(
-        "--objective dpo --beta 0.3 --label_smoothing 0.1",
+        "--objective dpo --beta 0.3 --dpo_label_smoothing 0.1",
         "dpo",
         {"beta": 0.3, "loss_type": ["aot"], "label_smoothing": 0.1},
         micro_batch=1,

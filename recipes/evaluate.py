@@ -66,12 +66,12 @@ def main(what: Evaluation) -> None:
             results.append(replace(tuned, base=base))
         if ranks.is_main:
             log.info(f"\n{describe(results, what.samples, flags.limit)}")
-            if flags.output_file:
+            if flags.output:
                 settings = {name: getattr(flags, name) for name in TASK_SETTINGS}
-                file = Path(flags.output_file).expanduser()
+                file = Path(flags.output).expanduser()
                 file.parent.mkdir(parents=True, exist_ok=True)
                 replace_text(file, write_json(results, what.samples, settings))
-                log.info(f"\nResults: {flags.output_file}")
+                log.info(f"\nResults: {flags.output}")
 
 
 def evaluate(

@@ -25,12 +25,12 @@ def main(options: ReportFlags) -> None:
     except Exception as error:  # files of another program, or corrupted files, may hold anything
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{', '.join(options.paths)}: cannot make a report ({reason}).") from error
-    path = Path(str(options.out)).expanduser()
+    path = Path(str(options.output)).expanduser()
     try:
         replace_text(path, page)
     except OSError as error:
         raise UserError(
-            f"{path} cannot be written: {error.strerror}.\n--out FILE names another place."
+            f"{path} cannot be written: {error.strerror}.\n--output FILE names another place."
         ) from error
     print(f"The report: {path}")
 

@@ -44,7 +44,7 @@ class ExportFlags:
     were trained."""
 
     max_shard_size: Size = "5GB"
-    """Largest file."""
+    """Maximum size of one weights file."""
 
     overwrite: bool = False
     """Replace the model that OUT already holds."""

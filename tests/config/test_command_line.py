@@ -1,6 +1,7 @@
 """The whole command line layer in a separate process, as a recipe calls it."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from llama_ft.config.dump import COMMON_SETTINGS
 from llama_ft.config.settings import SETTINGS
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -86,9 +88,16 @@ def test_another_rank_prints_nothing_and_waits_for_rank_0_to_print(start: Start)
     assert other.communicate() == ("", "")
 
 
-def test_help_lists_every_flag_within_2_seconds(start: Start) -> None:
+def test_help_lists_the_common_flags_and_help_all_every_flag_within_2_seconds(
+    start: Start,
+) -> None:
+    out, _ = start("--help").communicate()
+    listed = re.findall(r"^  (--\S+)", out, re.MULTILINE)
+    assert listed == [SETTINGS[name].flag for name in COMMON_SETTINGS]
+    assert "--help all prints" in out
+
     before = os.times()  # of the processor: other load on the machine is not its fault
-    process = start("--use_peft", "--help", "--nonsense")
+    process = start("--use_peft", "--help", "all", "--nonsense")
     out, err = process.communicate()
     after = os.times()
     assert (
@@ -98,7 +107,6 @@ def test_help_lists_every_flag_within_2_seconds(start: Start) -> None:
     assert (process.returncode, err) == (0, "")
     assert out.startswith("What it does.\n\nUsage:\n  python recipe.py [flags]\n")
     assert "  --lr X                            Peak learning rate. [default: 0.0001]\n" in out
-    for name in SETTINGS:
-        flag = "--quantization" if name == "mode" else f"--{name}"
-        assert out.count(f"\n  {flag} ") == 1, name
+    for setting in SETTINGS.values():
+        assert len(re.findall(rf"^  {re.escape(setting.flag)}\b", out, re.MULTILINE)) == 1
     assert max(map(len, out.splitlines())) <= 100

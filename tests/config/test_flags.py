@@ -1,10 +1,12 @@
 """The command line: what is accepted, and what fire would have let through."""
 
 import shlex
+from pathlib import Path
 
 import pytest
 
 from llama_ft.config import Config, load
+from llama_ft.errors import UserError
 
 
 def parsed(line: str) -> Config:
@@ -118,8 +120,8 @@ def test_a_negative_number_is_a_value(errors_of) -> None:
         ("--use_peft --target_modules=", "--target_modules: the value is empty."),
         ("--config", "--config needs a value."),
         ("--no_lr", "--no_lr: --no_ works for switches"),
-        ("mine.yaml", '"mine.yaml" belongs to no flag.'),
-        ("--use_peft --target_modules q v", '"v" belongs to no flag.'),
+        ("mine.yaml", '"mine.yaml" is an unexpected argument.'),
+        ("--use_peft --target_modules q v", '"v" is an unexpected argument.'),
     ],
 )
 def test_each_typo_on_the_command_line_has_its_message(errors_of, line: str, expected: str) -> None:
@@ -161,3 +163,28 @@ def test_an_unsupported_llama_recipes_flag_is_rejected_with_its_migration_page(
 )
 def test_quantization_is_short_for_quantization_mode_and_means_8bit(line: str, mode: str) -> None:
     assert parsed(f"{line} --use_peft").quantization.mode == mode
+
+
+@pytest.mark.parametrize("flag", ["--no_plan", "--no_plan_memory", "--plan_memory false"])
+def test_the_plan_is_turned_off_by_its_earlier_name_too(flag: str) -> None:
+    assert parsed("").memory.plan_memory
+    assert not parsed(flag).memory.plan_memory
+
+
+@pytest.mark.parametrize("name", ["label_smoothing", "dpo_label_smoothing"])
+def test_the_smoothing_of_pairs_has_an_earlier_name(name: str) -> None:
+    config = parsed(f"--objective dpo --{name} 0.2")
+    assert config.preference.dpo_label_smoothing == 0.2
+
+
+def test_a_config_may_have_earlier_names(tmp_path: Path) -> None:
+    file = tmp_path / "old.yaml"
+    file.write_text("memory: {no_plan: true}\npreference: {objective: dpo, label_smoothing: 0.2}\n")
+    config = parsed(f"--config {file}")
+    assert not config.memory.plan_memory
+    assert config.preference.dpo_label_smoothing == 0.2
+    file.write_text("memory: {no_plan: false}\n")
+    assert parsed(f"--config {file}").memory.plan_memory
+    file.write_text("memory: {plan_memory: true, no_plan: true}\n")
+    with pytest.raises(UserError, match=r"old.yaml:1: memory.plan_memory is set twice"):
+        parsed(f"--config {file}")

@@ -35,10 +35,10 @@ def test_llama_recipes_flags_name_the_model_and_the_adapter(tmp_path: Path) -> N
         (["--chat"], "--prompt and --chat: "),
         (["second"], ". and second: cannot be combined"),
         (["--prompts", "a.json"], "--prompts a.json: no such file."),
-        (["--prompts", "a.jsonl", "--output_file", "./link.jsonl"], "link.jsonl: exists already."),
+        (["--prompts", "a.jsonl", "--output", "./link.jsonl"], "link.jsonl: exists already."),
         (
-            ["--prompts", "a.jsonl", "--output_file", "a.jsonl/b.jsonl"],
-            "--output_file a.jsonl/b.jsonl: ",
+            ["--prompts", "a.jsonl", "--output", "a.jsonl/b.jsonl"],
+            "--output a.jsonl/b.jsonl: ",
         ),
     ],
 )

@@ -143,9 +143,7 @@ def test_a_prompt_is_formatted_by_the_chat_template_or_used_as_it_is(
     with pytest.raises(UserError, match="rejects the prompt .no tools"):
         text([TURN, {"role": "tool", "content": "3"}])
 
-    options = InferenceFlags(
-        output_file=f"{tmp_path}/new/answers.jsonl", max_new_tokens=3, batch_size=2
-    )
+    options = InferenceFlags(output=f"{tmp_path}/new/answers.jsonl", max_new_tokens=3, batch_size=2)
     rows: list[Any] = [({"id": n}, "word " * (1 + n % 2)) for n in range(5)]
     assert answer_prompts(rows, Answerer(opened, options, runtime), options, runtime) <= 5
     answers = [
@@ -160,7 +158,7 @@ def test_a_prompt_is_formatted_by_the_chat_template_or_used_as_it_is(
             [rows[0], long, rows[1], long], Answerer(opened, options, runtime), options, runtime
         )
     skipping = InferenceFlags(
-        output_file=f"{tmp_path}/short.jsonl", max_new_tokens=3, skip_bad_rows=True
+        output=f"{tmp_path}/short.jsonl", max_new_tokens=3, skip_bad_rows=True
     )
     usable = [({}, "word " * 300), rows[1], ({}, "word " * 301), rows[2]]
     answer_prompts(usable, Answerer(opened, skipping, runtime), skipping, runtime)

@@ -20,7 +20,7 @@ def evaluated(folder: Path, cases: dict[str, list[str]], ranks: int = 0) -> dict
     """Cases of the recipe in one launch: case -> model -> results."""
     folder.mkdir()
     flags = [
-        [*case, "--device", "cpu", "--output_file", f"{folder}/{name}.json"]
+        [*case, "--device", "cpu", "--output", f"{folder}/{name}.json"]
         for name, case in cases.items()
     ]
     run_cases(folder, flags, ranks, script=CASES)

@@ -52,7 +52,7 @@ def answers(runs: Path, place: Path, *flags: str, ranks: int = 0) -> list[str]:
     common = [
         "--prompts",
         runs / "prompts.jsonl",
-        "--output_file",
+        "--output",
         file,
         "--max_new_tokens",
         str(LONGEST),

@@ -37,8 +37,8 @@ PREFERENCES = {
     "--batch_size_training 8 --val_batch_size 4",
 }
 SETTINGS: dict[str, dict[str, Any]] = {  # for the formulas
-    "dpo": {"objective": "dpo", "beta": 0.3, "label_smoothing": 0.1},
-    "dpo_full": {"objective": "dpo", "beta": 0.3, "label_smoothing": 0.1},
+    "dpo": {"objective": "dpo", "beta": 0.3, "dpo_label_smoothing": 0.1},
+    "dpo_full": {"objective": "dpo", "beta": 0.3, "dpo_label_smoothing": 0.1},
     "ipo_other": {"objective": "ipo", "beta": 0.3},
     "orpo": {"objective": "orpo", "beta": 0.5},
     "kto": {

@@ -79,7 +79,7 @@ def folder(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     evaluation += ["--max_eval_step", "4"]  # as many as two ranks with max_eval_step 2
     (folder / "cases.json").write_text(
-        json.dumps([[*evaluation, "--output_file", f"{folder}/found.json"]])
+        json.dumps([[*evaluation, "--output", f"{folder}/found.json"]])
     )
     finished = forked(EVALUATE_CASES, folder / "cases.json", timeout=600)
     assert finished.exit_code == 0, finished.output

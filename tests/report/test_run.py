@@ -181,7 +181,7 @@ def test_the_script_writes_one_report_or_a_comparison(run_dir: Path, tmp_path: P
     finished = report(first)
     assert (finished.exit_code, finished.output) == (0, f"The report: {first}/report.html\n")
     assert finished.seconds < 5
-    assert report(first, second, "--out", tmp_path / "both.html").exit_code == 0
+    assert report(first, second, "--output", tmp_path / "both.html").exit_code == 0
     assert "Settings that differ" in (tmp_path / "both.html").read_text()
     assert not (second / "report.html").exists()
 
@@ -190,13 +190,13 @@ def test_user_errors_are_reported_together(run_dir: Path, tmp_path: Path) -> Non
     copied(run_dir, tmp_path / "good")
     (tmp_path / "file").touch()
     finished = report(
-        tmp_path / "goof", tmp_path, tmp_path / "file", "--out", tmp_path / "no" / "x.html"
+        tmp_path / "goof", tmp_path, tmp_path / "file", "--output", tmp_path / "no" / "x.html"
     )
     assert finished.exit_code == 2
     places = (f"{tmp_path}/goof: ", f"{tmp_path}: ", f"{tmp_path}/file: ")
     assert all(f"error: {place}" in finished.output for place in places)
-    finished = report(tmp_path / "good", "--out", tmp_path / "good" / "config.yaml")
-    assert finished.exit_code == 2 and finished.output.startswith("error: --out ")
+    finished = report(tmp_path / "good", "--output", tmp_path / "good" / "config.yaml")
+    assert finished.exit_code == 2 and finished.output.startswith("error: --output ")
 
 
 def test_corrupted_files_are_named(run_dir: Path, tmp_path: Path) -> None:

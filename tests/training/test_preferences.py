@@ -27,7 +27,7 @@ PROMPT = 2
 FILLER = Batch(torch.tensor([[1, 5, 9]]), torch.full((1, 3), -100), [3], False, [])
 DPO = {"objective": "dpo", "beta": 0.3}
 IPO = {"objective": "ipo", "beta": 0.3}
-CASES = [DPO, {**DPO, "label_smoothing": 0.2}, IPO, {"objective": "simpo", "beta": 2.0, "simpo_gamma": 0.7},
+CASES = [DPO, {**DPO, "dpo_label_smoothing": 0.2}, IPO, {"objective": "simpo", "beta": 2.0, "simpo_gamma": 0.7},
          {"objective": "orpo", "beta": 0.4},
          {"objective": "kto", "beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.7}]  # fmt: skip
 
@@ -135,7 +135,7 @@ def expected(
             c = ours[0].mean()
             r = ours[1].mean()
         if objective == "dpo":
-            s = more.get("label_smoothing", 0)
+            s = more.get("dpo_label_smoothing", 0)
             loss = -logsigmoid(beta * (c - r)) * (1 - s) - logsigmoid(-beta * (c - r)) * s
         elif objective == "kto":
             desirable = more["desirable_weight"] * (1 - torch.sigmoid(beta * (c - kl)))

@@ -23,27 +23,27 @@ class DatasetPart(TypedDict):
 
 @dataclass(config=STRICT, kw_only=True)
 class PreferenceConfig:
-    """What is trained: answers, or preferences between answers. Names and defaults are TRL's."""
+    """Supervised fine-tuning, preference tuning or a reward model; TRL's names and defaults."""
 
     objective: Literal["sft", "dpo", "ipo", "kto", "simpo", "orpo", "reward"] = "sft"
     """sft: supervised fine-tuning. kto learns from completions with a label, the others from pairs
     of a chosen and a rejected response. dpo, ipo and kto compare with a reference, which is the
     model before training unless reference_model names another. simpo and orpo have none. reward: a
-    reward model, with a head that scores responses in the place of the LM head."""
+    reward model, with a head that scores responses in place of the LM head."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """dpo, ipo, kto: strength of the reference; with a lower beta the model moves further from it.
     simpo: factor on the margin. orpo: weight of the odds ratio."""
 
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """dpo, simpo: share of the pairs that are assumed to be the wrong way round."""
+    dpo_label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """dpo, simpo: assumed share of pairs whose responses are swapped (TRL's label_smoothing)."""
 
     reference_model: str | None = None
-    """dpo, ipo, kto: directory or Hub name of another reference with the same tokenizer. It scores
-    all samples before the model is loaded, and is then freed."""
+    """dpo, ipo, kto: directory or Hub name of another reference with the same tokenizer. It is
+    evaluated once before training, then freed."""
 
     simpo_gamma: Annotated[float, Field(ge=0)] = 0.5
-    """simpo: margin between the rewards of both responses that is aimed at."""
+    """simpo: target margin between the rewards of both responses (gamma)."""
 
     desirable_weight: Annotated[float, Field(gt=0)] = 1.0
     """kto: factor on the losses of desirable completions."""
@@ -68,15 +68,14 @@ class DataConfig:
 
     dataset_format: str = "auto"
     """alpaca: instruction, input, output. messages: a chat of role and content. sharegpt:
-    conversations of from and value. prompt_completion. preference: chosen, rejected and perhaps
+    conversations of from and value. prompt_completion. preference: chosen, rejected, optionally
     prompt. unpaired_preference: prompt, completion, label. text: continued pre-training. tokenized:
-    input_ids and perhaps labels. auto: found by the columns; preference or unpaired_preference
-    where the objective is trained on them."""
+    input_ids, optionally labels. auto: by the columns and the objective."""
 
     columns: list[str] = Field(default_factory=list)
     """Columns that have other names in the data than in the format, as
-    question=Question,answer=Answer. question and answer stand for alpaca's instruction and output;
-    such usual names need not be given."""
+    question=Question,answer=Answer. Common names such as question and answer are recognized
+    without it."""
 
     repair_chats: bool = False
     """Repair chats: leave out what an assistant says before the first user message and what follows
@@ -92,9 +91,8 @@ class DataConfig:
     the first 100 samples."""
 
     validation: str | None = None
-    """The validation set: data like dataset, a fraction such as 0.05 of its samples, chosen by a
-    hash of the sample, or one of its splits, such as test. A split called validation is used by
-    default."""
+    """The validation set: data as in dataset, a fraction of the samples (0.05, chosen by a hash),
+    or the name of a split (test). A split called validation is used by default."""
 
     chat_template: str | None = None
     """A file with a Jinja chat template, or llama3, chatml, alpaca or mistral; if not given, the
@@ -113,7 +111,7 @@ class DataConfig:
     """Print N training samples token by token before training, colored by what is in the loss."""
 
     context_length: Annotated[int, Field(ge=2)] | None = None
-    """Longest sample in tokens; if not given, the model's maximum, but at most 4096."""
+    """Maximum tokens per sample; if not given, the model's maximum, but at most 4096."""
 
     truncation: Literal["right", "left", "drop", "split"] = "right"
     """What happens to a longer sample. right and left: truncated at its end or beginning; drop:

@@ -27,6 +27,25 @@ WORDS = {
     "text": " TEXT",
     "data": " TEXT",
 }
+# Settings that most runs set: the first part of --help, and all that it prints without `all`.
+COMMON_SETTINGS = (
+    "model_name",
+    "dataset",
+    "validation",
+    "output_dir",
+    "use_peft",
+    "r",
+    "mode",
+    "lr",
+    "num_epochs",
+    "batch_size_training",
+    "gradient_accumulation_steps",
+    "context_length",
+    "activation_checkpointing",
+    "enable_fsdp",
+    "objective",
+    "resume",
+)
 # Settings that must differ in a repeated run: it gets a directory of its own and deletes nothing.
 SETTINGS_OF_ONE_RUN = ("output_dir", "overwrite", "resume", "resume_allow_changes")
 
@@ -38,11 +57,17 @@ def exit_with_help(text: str) -> NoReturn:
     sys.exit(0)
 
 
-def help_text(description: str, script: str) -> str:
+def asks_for_help(argv: list[str]) -> bool:
+    """Return whether a command line has --help or -h."""
+    return not {"--help", "-h"}.isdisjoint(argv)
+
+
+def help_text(description: str, script: str, everything: bool = True) -> str:
     """Return the text that --help prints.
 
     Args:
         description: what the recipe does. Only its first paragraph is printed.
+        everything: also the settings that few runs set (`--help all`).
         script: the recipe as it was called, such as recipes/finetuning.py or `/some/where/llama-ft
             train`.
     """
@@ -56,15 +81,23 @@ def help_text(description: str, script: str) -> str:
     notes = (
         "Write flags as --lr 1e-4 or --lr=1e-4, or with their section: --train.lr 1e-4. Switches need no value "
         "(--use_peft) or take true or false; --no_save_model turns one off. Write lists as a,b,c; none unsets a "
-        "value. --config FILE reads a YAML config first. Without config, model_name and dataset, the demo runs. "
+        "value. --config FILE reads a YAML config first. Without --config, --model_name and --dataset, a demo runs. "
         "llama-recipes' flags work by their names and prefixes (--lora_config.r 8); docs/migrate translates those of "
         "torchtune, TRL and axolotl."
     )
     about = inspect.cleandoc(description).partition("\n\n")[0]
     parts = [textwrap.fill(about, WIDTH), usage, textwrap.fill(notes, WIDTH)]
+    common = {name: SETTINGS[name] for name in COMMON_SETTINGS}
+    parts.append(flags_text(common, "The flags that most runs need:"))
+    if not everything:
+        left = len(SETTINGS) - len(common)
+        parts.append(f"--help all prints {left} more; docs/reference/config.md has them, too.")
+        return "\n\n".join(parts) + "\n"
     for section, cls in SECTIONS.items():
         settings = {
-            name: setting for name, setting in SETTINGS.items() if setting.section == section
+            name: setting
+            for name, setting in SETTINGS.items()
+            if setting.section == section and name not in common
         }
         parts.append(flags_text(settings, f"{section}: {inspect.getdoc(cls)}"))
     return "\n\n".join(parts) + "\n"
@@ -77,7 +110,7 @@ def flags_text(settings: Mapping[str, Setting], title: str) -> str:
         if setting.dotted == "quantization.mode":
             head = "  --quantization [WORD]"
         else:
-            head = f"  --{setting.name}{WORDS.get(setting.kind, ' A,B')}"
+            head = f"  {setting.flag}{WORDS.get(setting.kind, ' A,B')}"
         default = format_value(setting.default).strip("[]")
         choices = f"{', '.join(setting.choices)}; " if setting.choices else ""
         text = f"{setting.meaning} [{choices}default: {default or 'empty'}]"

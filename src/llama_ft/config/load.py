@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from llama_ft import __version__
 from llama_ft.config.data_settings import DatasetPart
-from llama_ft.config.dump import exit_with_help, help_text
+from llama_ft.config.dump import asks_for_help, exit_with_help, help_text
 from llama_ft.config.messages import (
     MOST_ERRORS,
     UNSUPPORTED_VALUES,
@@ -44,8 +44,9 @@ def check_command_line(description: str, demo_config: Path) -> None:
     Raises:
         SystemExit: with 0 after --help, with 2 after a user's error.
     """
-    if {"--help", "-h"} & set(sys.argv[1:]):
-        exit_with_help(help_text(description, script=sys.argv[0]) if rank() == 0 else "")
+    if asks_for_help(sys.argv[1:]):
+        text = help_text(description, sys.argv[0], everything="all" in sys.argv[1:])
+        exit_with_help(text if rank() == 0 else "")
     if "--version" in sys.argv[1:]:
         print(f"llama_ft {__version__}")
         sys.exit(0)

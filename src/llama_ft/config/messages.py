@@ -70,6 +70,10 @@ ALIASES: dict[str, str] = {
     "lora_rank": "r",
 }
 
+# Earlier names of settings, which still work: --label_smoothing, --no_plan and, in a YAML file,
+# no_plan with the opposite value.
+EARLIER_NAMES: dict[str, str] = {"label_smoothing": "dpo_label_smoothing", "plan": "plan_memory"}
+
 # Names that are flags of another program.
 OTHER_PROGRAMS: dict[str, str] = dict.fromkeys(
     ("nproc", "nproc_per_node", "num_processes", "num_gpus"),
@@ -144,6 +148,7 @@ def known(name: str) -> Setting | None:
     if name in ("quantization", "train_config.quantization"):
         return SETTINGS["mode"]
     prefix, dot, field = name.rpartition(".")
+    field = EARLIER_NAMES.get(field, field)
     setting = SETTINGS.get(f"wandb_{field}" if prefix == "wandb_config" else field)
     is_here = not dot or (
         setting and setting.section in (prefix, *LLAMA_RECIPES_PREFIXES.get(prefix, ()))

@@ -47,7 +47,7 @@ class CheckpointConfig:
     adapters."""
 
     max_shard_size: Size = "5GB"
-    """Largest safetensors file of output_dir/model."""
+    """Maximum size of one safetensors file of output_dir/model."""
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -116,8 +116,8 @@ class TrackingConfig:
 class MemoryConfig:
     """Memory: the plan and snapshots."""
 
-    no_plan: bool = False
-    """Do not plan the run's memory at its start, nor warn if it will not fit."""
+    plan_memory: bool = True
+    """Plan the run's memory at its start, and warn if it will not fit. `--no_plan` skips it."""
 
     memory_snapshot: bool = False
     """Write torch's CUDA memory snapshot of the first steps, and of an out-of-memory error, to

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from llama_ft.config.messages import (
+    EARLIER_NAMES,
     MOST_ERRORS,
     MOST_SHOWN,
     explain_section,
@@ -27,6 +28,7 @@ from llama_ft.config.paths import file_problem
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting
 from llama_ft.errors import rank, reason
 
+OPPOSITES = {"true": "false", "false": "true"}
 MODES = {"true": "8bit", "false": "none"}  # bare --quantization means 8bit, as in llama-recipes
 PLAIN_NAME = re.compile(r"[\w.\-]+")
 NEGATIVE_NUMBER = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
@@ -179,7 +181,7 @@ def read_flags(
             parsed.values.setdefault(positional, []).append(word.value)
         elif not word.flag:
             taken = "A flag takes one value; write lists as a,b,c, and a config as --config FILE."
-            parsed.errors.append(f'"{word.value}" belongs to no flag. {taken}')
+            parsed.errors.append(f'"{word.value}" is an unexpected argument. {taken}')
         elif setting is None:
             parsed.add_unknown(word.flag, word.name, explain)
         elif error:
@@ -301,16 +303,20 @@ def _read_section(
             parsed.errors.append(f"{origin}: {section} is a section; indent its settings below it.")
         return
     for key_node, value_node in node.value:
-        key = str(key_node.value)
+        written = str(key_node.value)
+        is_negated = written == "no_plan"
+        field_name = written.removeprefix("no_") if is_negated else written
+        key = EARLIER_NAMES.get(field_name, field_name)
         origin = f"{file_name}:{key_node.start_mark.line + 1}"
         setting = SETTINGS.get(key)
         if setting is None or setting.section != section:
-            parsed.add_unknown(f"{origin}: {section}.{key}", key, explain_key)
+            parsed.add_unknown(f"{origin}: {section}.{written}", written, explain_key)
         elif key in parsed.origins:
             first = parsed.origins[key]
             parsed.errors.append(f"{origin}: {section}.{key} is set twice, first in {first}.")
         else:
-            parsed.values[key] = _value(setting, value_node)
+            value = _value(setting, value_node)
+            parsed.values[key] = OPPOSITES.get(str(value).lower(), value) if is_negated else value
             parsed.origins[key] = origin
 
 

@@ -103,12 +103,12 @@ RULES: tuple[Rule, ...] = (
             isinstance(s.target_modules, list)
             and {*s.target_modules} & {*(s.modules_to_save or [])}
         ),
-        "is {}, and target_modules names one of them, too. A module gets an adapter or is fully trained, not both.",
+        "is {}, but target_modules names one of them, too. A module gets an adapter or is fully trained, not both.",
     ),
     (
         "target_parameters",
         lambda s: s.target_parameters and (s.lora_dropout or s.use_dora),
-        "is {}, and adapters of parameters support neither dropout nor DoRA. Remove lora_dropout and use_dora.",
+        "is {}, but adapters of parameters support neither dropout nor DoRA. Remove lora_dropout and use_dora.",
     ),
     (
         "init_lora_weights",
@@ -118,7 +118,7 @@ RULES: tuple[Rule, ...] = (
     (
         "mode",
         lambda s: s.mode != "none" and not s.use_peft,
-        "is {}, and quantized weights cannot be trained. Add use_peft, which trains adapters.",
+        "is {}, but quantized weights cannot be trained. Add use_peft, which trains adapters.",
     ),
     (
         "init_lora_weights",
@@ -157,8 +157,8 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "activation_checkpointing",
-        lambda s: s.activation_checkpointing == "auto" and s.no_plan,
-        "is auto, which needs the plan that no_plan disables. Remove one.",
+        lambda s: s.activation_checkpointing == "auto" and not s.plan_memory,
+        "is auto, which needs plan_memory. Remove --no_plan, or choose off, selective or full.",
     ),
     # torch replays the operators of a layer one by one; all-gathers inside it add operators that
     # were not there.
@@ -179,7 +179,7 @@ RULES: tuple[Rule, ...] = (
     (
         "resume",
         lambda s: s.resume == "auto" and s.overwrite,
-        "auto resumes what overwrite deletes. Remove one.",
+        "auto and overwrite contradict each other: one continues the run, the other deletes it. Remove one.",
     ),
     (
         "streaming",
@@ -200,32 +200,32 @@ RULES: tuple[Rule, ...] = (
     (
         "dataset_format",
         lambda s: s.dataset_format not in ("auto", PAIRS) and s.objective not in ("sft", "kto"),
-        "is {}, and objective {objective} is trained on pairs. Use preference, or leave it out.",
+        "is {}, but objective {objective} needs preference pairs. Use dataset_format preference, or leave it out.",
     ),
     (
         "dataset_format",
         lambda s: s.dataset_format not in ("auto", UNPAIRED) and s.objective == "kto",
-        "is {}, and kto is trained on completions with a label. Leave it out: pairs are recognized, too.",
+        "is {}, but objective kto needs completions with a label, or pairs. Leave it out: both are recognized.",
     ),
     (
         "dataset_format",
         lambda s: s.dataset_format == PAIRS and s.objective == "sft",
-        "is {}, which objective dpo, ipo, simpo, orpo and reward are trained on. Choose one.",
+        "is {}, which needs objective dpo, ipo, simpo, orpo or reward. Choose one.",
     ),
     (
         "dataset_format",
         lambda s: s.dataset_format == UNPAIRED and s.objective == "sft",
-        "is {}, which objective kto is trained on. Add it.",
+        "is {}, which needs objective kto. Add it.",
     ),
     (
         "truncation",
         lambda s: s.truncation == "split" and s.objective != "sft",
-        "is {}, and the pieces of a pair are no pairs. Use right, left or drop.",
+        "is {}, which would separate the responses of a pair. Use right, left or drop.",
     ),
     (
         "labels",
         lambda s: s.labels != "auto" and s.objective != "sft",
-        "is {}, and objective {objective} compares whole responses. Leave it out.",
+        "is {}, but objective {objective} compares whole responses. Leave it out.",
     ),
 )
 
@@ -286,7 +286,7 @@ CONDITIONS: tuple[Condition, ...] = (
     (["beta"], "objective", lambda value: value not in ("sft", "reward")),
     (["center_rewards_coefficient"], "objective", lambda value: value == "reward"),
     (["sample_tokens"], "objective", lambda value: value != "reward"),  # value writes no text
-    (["label_smoothing"], "objective", lambda value: value in ("dpo", "simpo")),
+    (["dpo_label_smoothing"], "objective", lambda value: value in ("dpo", "simpo")),
     (["reference_model"], "objective", lambda value: value in WITH_REFERENCE),
     (["simpo_gamma"], "objective", lambda value: value == "simpo"),
     (["desirable_weight", "undesirable_weight"], "objective", lambda value: value == "kto"),

@@ -120,9 +120,8 @@ class TrainConfig:
     """Largest number of optimizer steps; 0 = no limit."""
 
     max_train_time: Duration | None = None
-    """Longest training time of one launch, such as 20m. After it the run ends as after its last
-    step: it evaluates and saves the final model. The learning rate still follows the full number of
-    steps."""
+    """Longest training time of one launch, such as 20m. Then the run ends normally: it evaluates
+    and saves the final model. The learning rate still follows the full number of steps."""
 
     stop_after: Duration | None = None
     """Save and stop after this time, such as 3h50m, before a batch queue's limit; --resume auto
@@ -140,7 +139,7 @@ class TrainConfig:
 
     warmup_steps: CountOrZero = 0
     """Optimizer steps over which the learning rate rises linearly from 0 to lr. A warm-up as long
-    as the run is shortened to a tenth of it."""
+    as the run is shortened to 10% of its steps."""
 
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Length of the warm-up as a share of all optimizer steps, instead of warmup_steps."""
@@ -164,13 +163,13 @@ class TrainConfig:
     """SGD's momentum; its state is as large as the trained weights."""
 
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """AdamW's and AdamW8bit's decay of the mean of gradients."""
+    """Decay of AdamW's and AdamW8bit's mean of gradients."""
 
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """AdamW's and AdamW8bit's decay of the mean of squared gradients."""
+    """Decay of AdamW's and AdamW8bit's mean of squared gradients."""
 
     adam_epsilon: Rate = 1e-8
-    """AdamW's and AdamW8bit's number that keeps the denominator from 0."""
+    """Epsilon of AdamW and AdamW8bit: it keeps the denominator above 0."""
 
     loraplus_lr_ratio: Rate = 1.0
     """LoRA+: learning rate of the adapters' B matrices, as a multiple of lr; its authors use 16."""
@@ -195,8 +194,8 @@ class TrainConfig:
     activation_checkpointing: Literal["off", "full", "every_k", "selective", "auto"] | None = None
     """Compute decoder layers again in the backward pass instead of keeping their activations: full:
     all; every_k: every k-th; selective: all but their matmuls and attention. auto: the first of
-    off, selective and full that fits the memory. If not given: auto on CUDA, off on the CPU or with
-    no_plan."""
+    off, selective and full that fits the memory. If not given: auto on CUDA, off on the CPU or
+    without plan_memory."""
 
     activation_checkpointing_k: Count = 2
     """With every_k: layers 0, k, 2k, ... are checkpointed."""
@@ -205,8 +204,8 @@ class TrainConfig:
     """Keep the inputs of checkpointed layers in pinned host memory; needs CUDA."""
 
     router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
-    """MoE models: coefficient of the routers' load-balancing loss; 0 turns it off. If not given,
-    that of config.json if output_router_logits is true there, as in Transformers."""
+    """MoE models: coefficient of the routers' load-balancing loss; 0 turns it off. If not given: as
+    in config.json, if it sets output_router_logits."""
 
     seed: Annotated[int, Field(ge=0, le=1_000_000_000)] = 42
     """Seed of data order, LoRA initialization and dropout."""
@@ -235,8 +234,8 @@ class TrainConfig:
     """Write metrics every N optimizer steps."""
 
     sample_tokens: CountOrZero = 0
-    """Answer a prompt of the validation set before and after training, with at most N new tokens; 0
-    = do not."""
+    """Answer a prompt of the validation set before and after training with up to N new tokens; 0 =
+    do not."""
 
     sample_prompts: list[str] | None = None
     """Prompts that sample_tokens answers instead. Quote those with commas: '["Hello, you?",
@@ -261,9 +260,9 @@ class FSDPConfig:
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = (
         "FULL_SHARD"
     )
-    """FULL_SHARD frees all-gathered weights after use; SHARD_GRAD_OP keeps them until the end of
-    the backward pass; HYBRID_SHARD shards within groups of sharding_group_size and replicates
-    across groups; NO_SHARD replicates."""
+    """FULL_SHARD: least memory. SHARD_GRAD_OP: faster, keeps weights all-gathered until the end of
+    the backward pass. HYBRID_SHARD: shards within a node, with a copy per node. NO_SHARD: a copy
+    per rank (DDP)."""
 
     sharding_group_size: Count | None = None
     """HYBRID_SHARD: ranks that share one copy of the model; if not given, the ranks of a node."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llama_ft.config.dump import exit_with_help, flags_text
+from llama_ft.config.dump import asks_for_help, exit_with_help, flags_text
 from llama_ft.config.load import convert
 from llama_ft.config.messages import nearest
 from llama_ft.config.parse import Parsed, read_flags
@@ -34,7 +34,7 @@ def read(
     """
     table = settings_of(flags)
     paths = table.pop("paths", None)
-    if {"--help", "-h"} & set(argv):
+    if asks_for_help(argv):
         about = [description.partition("\n\n")[0]]
         if paths is not None:
             about.append(paths.meaning)

@@ -18,9 +18,10 @@ from llama_ft.config.tool_flags import check, read
 from llama_ft.config.value_types import STRICT, Count, CountOrZero
 from llama_ft.errors import UserError
 from llama_ft.inference.flags import (
+    EARLIER_FLAGS,
     ModelFlags,
     check_models,
-    check_output_file,
+    check_output,
     find_result,
     settings_of_run,
 )
@@ -61,7 +62,7 @@ class EvaluateFlags(DataConfig, ModelFlags):
     base: bool = False
     """Evaluate the base model of each MODEL, too, and show the difference."""
 
-    output_file: str | None = None
+    output: str | None = None
     """Write the results to this new file, as JSON."""
 
     tasks: list[str] = Field(default_factory=list)
@@ -105,8 +106,8 @@ class Evaluation:
 
 def read_evaluate_flags(argv: list[str], description: str) -> Evaluation:
     """Return what to evaluate. Raises UserError with all errors."""
-    flags, parsed, errors = read(argv, EvaluateFlags, description)
-    errors += [*check_models(flags), *check_output_file(flags.output_file)]
+    flags, parsed, errors = read(argv, EvaluateFlags, description, EARLIER_FLAGS)
+    errors += [*check_models(flags), *check_output(flags.output)]
     errors += [
         f"--{name}: is for training only." for name in parsed.origins.keys() & TRAINING_ONLY_FLAGS
     ]

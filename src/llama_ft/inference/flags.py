@@ -74,8 +74,8 @@ class InferenceFlags(ModelFlags):
     """One prompt, from a file."""
 
     prompts: str | None = None
-    """Many prompts: one per line in .txt, or samples as for training, whose last answer is left
-    off."""
+    """Many prompts: one per line in .txt, or samples as for training. The last assistant message is
+    ignored, if there is one."""
 
     columns: list[str] = Field(default_factory=list)
     """With --prompts: columns that have other names than in the format, as question=Question."""
@@ -83,7 +83,7 @@ class InferenceFlags(ModelFlags):
     skip_bad_rows: bool = False
     """With --prompts: skip samples that cannot be used, instead of stopping."""
 
-    output_file: str | None = None
+    output: str | None = None
     """With --prompts: a new file for the answers, as JSON lines; stdout if not given."""
 
     batch_size: Count = 8
@@ -99,17 +99,19 @@ class InferenceFlags(ModelFlags):
     """Largest number of tokens in an answer."""
 
     temperature: Annotated[float, Field(ge=0)] | None = None
-    """0: greedy. If not given, this and the next three are as in the model's
-    generation_config.json, else greedy, or with --do_sample, --top_p or --top_k 1; 1, 50 and 1."""
+    """Sampling temperature; 0 decodes greedily. If not given: as in generation_config.json, else
+    greedy (1.0 with --do_sample, --top_p or --top_k)."""
 
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Sample from the likeliest tokens that make up this probability."""
+    """Sample from the likeliest tokens that make up this probability; if not given, as in
+    generation_config.json, else 1."""
 
     top_k: CountOrZero | None = None
-    """Sample from this many of the likeliest tokens; 0: from all."""
+    """Sample from this many of the likeliest tokens; 0: from all. If not given: as in
+    generation_config.json, else 50."""
 
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    """Above 1: repeat less."""
+    """Above 1: repeat less. If not given: as in generation_config.json, else 1."""
 
     do_sample: bool | None = None
     """False is --temperature 0."""
@@ -118,9 +120,12 @@ class InferenceFlags(ModelFlags):
     """Seed of sampling."""
 
 
+EARLIER_FLAGS = {"output_file": "output"}  # old name -> flag, also of recipes/evaluate.py
+
+
 def read_inference_flags(argv: list[str], description: str) -> InferenceFlags:
     """Return the flags, with the one model to load in `paths`; raise UserError with all errors."""
-    options, parsed, errors = read(argv, InferenceFlags, description)
+    options, parsed, errors = read(argv, InferenceFlags, description, EARLIER_FLAGS)
     errors += check_models(options)
     prompts = [
         f"--{name}"
@@ -135,7 +140,7 @@ def read_inference_flags(argv: list[str], description: str) -> InferenceFlags:
         error = file_problem(file) if file else None
         if error:
             errors.append(f"--{name} {file}: {error}")
-    errors += check_output_file(options.output_file)
+    errors += check_output(options.output)
     check(errors)
     return options
 
@@ -162,8 +167,8 @@ def check_models(options: ModelFlags) -> list[str]:
     return errors
 
 
-def check_output_file(name: str | None) -> list[str]:
-    """Return why --output_file cannot be written, as error messages. An existing file is never
+def check_output(name: str | None) -> list[str]:
+    """Return why --output cannot be written, as error messages. An existing file is never
     replaced."""
     if name is None:
         return []
@@ -173,7 +178,7 @@ def check_output_file(name: str | None) -> list[str]:
         error: str | None = "exists already. Name another file."
     else:
         error = not_writable(file.parent)
-    return [f"--output_file {name}: {error}"] if error else []
+    return [f"--output {name}: {error}"] if error else []
 
 
 def find_result(folder: Path) -> tuple[Result, Path] | None:

@@ -162,7 +162,7 @@ def answer_prompts(
     Args:
         prompts: the result of `read_prompts`.
         answerer: the model.
-        options: batch_size per rank, and output_file (None: stdout), which must not exist.
+        options: batch_size per rank, and output (None: stdout), which must not exist.
         ranks: the ranks; rank 0 writes.
 
     Returns:
@@ -218,7 +218,7 @@ def score_prompts(
     Args:
         samples: samples in a format of the training data, or pairs.
         opened: the model and its tokenizer.
-        options: batch_size, and output_file as of `answer_prompts`.
+        options: batch_size, and output as of `answer_prompts`.
         ranks: the ranks; rank 0 writes.
     """
     if not samples:
@@ -288,9 +288,9 @@ def _write(sample: Sample, out: IO[str]) -> None:
 
 
 def output_of(options: InferenceFlags, ranks: Ranks) -> AbstractContextManager[IO[str]]:
-    """Open what rank 0 writes to: --output_file, which must not exist, or stdout."""
-    file = Path(options.output_file or "").expanduser()
-    if not (options.output_file and ranks.is_main):
+    """Open what rank 0 writes to: --output, which must not exist, or stdout."""
+    file = Path(options.output or "").expanduser()
+    if not (options.output and ranks.is_main):
         return nullcontext(sys.stdout)
     file.parent.mkdir(parents=True, exist_ok=True)
     return open(file, "x", encoding="utf-8", errors="replace")

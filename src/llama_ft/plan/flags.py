@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llama_ft.config.dump import flags_text, help_text
+from llama_ft.config.dump import asks_for_help, flags_text, help_text
 from llama_ft.config.load import load
 from llama_ft.config.parse import words_of
 from llama_ft.config.settings import Config, settings_of
@@ -87,8 +87,9 @@ def read_plan_flags(
     error. --help prints `description` and exits. For the other arguments see
     `llama_ft.config.load`."""
     own = settings_of(PlanFlags)
-    if {"--help", "-h"} & set(argv):
-        head, _, rest = help_text(description, sys.argv[0]).partition("\n\n")
+    if asks_for_help(argv):
+        text = help_text(description, sys.argv[0], everything="all" in argv)
+        head, _, rest = text.partition("\n\n")
         print(head, flags_text(own, "Flags of the plan:"), rest, sep="\n\n")
         sys.exit(0)
     ours = list[str]()

@@ -196,7 +196,7 @@ def resolve_checkpointing(config: Config, device: str) -> Config:
     (cuda, cpu) if unset."""
     if config.train.activation_checkpointing is not None:
         return config
-    how: Any = "auto" if device == "cuda" and not config.memory.no_plan else "off"
+    how: Any = "auto" if device == "cuda" and config.memory.plan_memory else "off"
     return dataclasses.replace(
         config, train=dataclasses.replace(config.train, activation_checkpointing=how)
     )

@@ -32,29 +32,31 @@ class ReportFlags:
     """Flags of recipes/report.py."""
 
     paths: list[str] = Field(default_factory=list)
-    """RUN: directories of runs (output/...), which stand alone."""
+    """RUN: one or more run directories (output/...)."""
 
-    out: Annotated[str, Field(pattern=r"\.html?$")] | None = None
+    output: Annotated[str, Field(pattern=r"\.html?$")] | None = None
     """The .html file to write; if not given RUN/report.html, or comparison.html here for several
     runs."""
 
 
 def read_report_flags(argv: list[str], description: str) -> ReportFlags:
-    """Return the flags: the directories in `paths`, and in `out` the file to write.
+    """Return the flags: the directories in `paths`, and in `output` the file to write.
 
     Raises:
         UserError: with one message for every error.
     """
-    options, _, errors = read(argv, ReportFlags, description)
+    options, _, errors = read(argv, ReportFlags, description, {"out": "output"})
     errors += [] if options.paths else ["RUN is needed: report.py RUN [RUN...]."]
     for name in options.paths:
         folder = Path(name).expanduser()
         if error := folder_problem(folder, "a run's directory"):
             errors.append(f"{name}: {error}")
         elif not any((folder / file).is_file() for file in ("status.json", "metrics.jsonl")):
-            errors.append(f"{name}: has neither status.json nor metrics.jsonl: no run's directory.")
+            errors.append(
+                f"{name}: has neither status.json nor metrics.jsonl: not a run's directory."
+            )
     check(errors)
-    options.out = options.out or (
+    options.output = options.output or (
         "comparison.html" if options.paths[1:] else f"{options.paths[0]}/report.html"
     )
     return options

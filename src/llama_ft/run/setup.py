@@ -161,7 +161,7 @@ def start_run(
     """
     fsdp = config.fsdp
     # it forks, so before any thread starts
-    preflight = Preflight(build_model, off=config.memory.no_plan)
+    preflight = Preflight(build_model, off=not config.memory.plan_memory)
     timeout = parse_duration(config.train.collective_timeout)
     fraction = config.train.device_memory_fraction
     degree = models.shard_degree(fsdp)

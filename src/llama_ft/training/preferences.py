@@ -3,7 +3,7 @@
 c and r are the log-probabilities, in nats, of both responses to a prompt. DPO and IPO subtract
 those of the reference:
 
-    dpo      -(1 - s) log sigmoid(beta (c - r)) - s log sigmoid(-beta (c - r))      s: label_smoothing
+    dpo      -(1 - s) log sigmoid(beta (c - r)) - s log sigmoid(-beta (c - r))      s: dpo_label_smoothing
     ipo      (c - r - 1 / (2 beta))^2                                               c, r: means per token
     simpo    as dpo, of c - r - simpo_gamma / beta                                  c, r: means per token
     orpo     nll - beta log sigmoid(log odds(c) - log odds(r))                      c, r: means per token
@@ -58,7 +58,7 @@ PairLoss = Callable[[Pairs, PreferenceConfig], PairLosses]
 def dpo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
     """Return minus the log-sigmoid of the margin; see the top of this file."""
     margin = settings.beta * (pairs.chosen - pairs.rejected)
-    return _sigmoid_loss(margin, settings.label_smoothing), {}
+    return _sigmoid_loss(margin, settings.dpo_label_smoothing), {}
 
 
 def ipo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
@@ -72,7 +72,7 @@ def simpo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
     """Return DPO's loss without a reference, for means per token and with a target margin."""
     target = settings.simpo_gamma / settings.beta
     margin = settings.beta * (pairs.chosen - pairs.rejected - target)
-    return _sigmoid_loss(margin, settings.label_smoothing), {}
+    return _sigmoid_loss(margin, settings.dpo_label_smoothing), {}
 
 
 def orpo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
