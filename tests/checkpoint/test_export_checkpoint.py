@@ -177,7 +177,9 @@ def test_small_files_of_the_base_are_copied_and_the_model_may_be_replaced(
     assert "# The base" not in (out / "README.md").read_text()
     assert model_dir_problem(str(out), True, {}) is None
     (out / "train.txt").write_text("mine")
-    assert "holds more than a model (train.txt)" in str(model_dir_problem(str(out), True, {}))
+    assert "contains files that are not part of a model (train.txt)" in str(
+        model_dir_problem(str(out), True, {})
+    )
 
 
 EXPERTS = {

@@ -97,7 +97,7 @@ def test_overwrite_replaces_only_files_that_an_export_wrote(tmp_path: Path) -> N
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-        assert f"holds more than a model ({name})" in str(
+        assert f"contains files that are not part of a model ({name})" in str(
             model_dir_problem(str(tmp_path), True, {})
         )
         (tmp_path / name).unlink()
@@ -106,7 +106,9 @@ def test_overwrite_replaces_only_files_that_an_export_wrote(tmp_path: Path) -> N
     (tmp_path / "LICENSE").touch()
     assert model_dir_problem(str(tmp_path), True, {}) is None
     (tmp_path / "NOTICE").touch()
-    assert "holds more than a model (NOTICE)" in str(model_dir_problem(str(tmp_path), True, {}))
+    assert "contains files that are not part of a model (NOTICE)" in str(
+        model_dir_problem(str(tmp_path), True, {})
+    )
 
 
 def test_a_file_where_the_output_directory_should_be_is_named(errors_of, tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     [
         ("org/gated", "Ask for access at http"),
         ("org/absent", "hf auth login"),
-        ("org/old", "the Hugging Face Hub has no safetensors of it"),
+        ("org/old", "the repository has no safetensors weights"),
         ("my model", "owner/model"),
     ],
 )

@@ -156,7 +156,7 @@ def check_same_run(
             may_differ = name in MAY_DIFFER or section in SECTIONS_THAT_MAY_DIFFER
             is_allowed = name in allowed and name != "optimizer"
             if not is_allowed and (is_other or (old != value and not may_differ)):
-                was = "and its content, tokenizer or chat template has changed"
+                was = "as before, but its content, tokenizer or chat template has changed"
                 if old != value:
                     was = f"was {format_value(old)}"
                 origin = origins.get(setting.dotted, "")

@@ -341,7 +341,7 @@ def model_dir_problem(
         if not is_of_model and name not in copied:
             others.append(name)
     if others:
-        return f"holds more than a model ({', '.join(others[:5])}). Choose another output_dir."
+        return f"contains files that are not part of a model ({', '.join(others[:5])}). Choose another output_dir."
     is_ours = card.is_file() and CARD_TAG in card.read_text(errors="replace")
     if not is_ours:
         return "holds a model that llama_ft did not write (no README.md tagged llama_ft). Choose another output_dir."

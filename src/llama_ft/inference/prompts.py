@@ -122,7 +122,7 @@ def read_prompts(
 def _asked(sample: Sample) -> Messages | str:
     """Return the prompt of a sample in a training format. Its last response may be missing."""
     if "answer" in sample:
-        raise BadSample('"answer" would be replaced.')
+        raise BadSample('the sample already has a column "answer". Rename it.')
     tools_of(sample)
     if isinstance(sample.get("prompt"), str) and sample["prompt"].strip():
         return str(prompt_completion({**sample, "completion": "."})[0])

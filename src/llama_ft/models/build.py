@@ -83,7 +83,7 @@ def local_folder(
         ) from error
     if weights and not any(Path(found).glob("*.safetensors")):
         raise UserError(
-            f"{flag} {name}: the Hugging Face Hub has no safetensors of it. {TO_SAFETENSORS}"
+            f"{flag} {name}: the repository has no safetensors weights. {TO_SAFETENSORS}"
         )
     return Path(found)
 
@@ -176,7 +176,7 @@ def build_on_meta(
         left_out = keep_text_part(skeleton)
     if _is_encoder(skeleton, config, is_multimodal):
         raise UserError(
-            f"--model_name {model.model_name}: {type(skeleton).__name__} is an encoder here, not a decoder."
+            f"--model_name {model.model_name}: {type(skeleton).__name__} is an encoder here (config.json: is_decoder), and only decoders can be fine-tuned."
         )
     use_rope_per_sample(skeleton)
     for module in skeleton.modules():

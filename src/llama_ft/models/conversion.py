@@ -145,7 +145,7 @@ class ConvertedSource(WeightSource):
                 by_pattern.setdefault(pattern, []).append(stored)
             elif name in self.renamed:
                 raise UserError(
-                    f"{self.renamed[name]} and {stored} would both be the model's {name}."
+                    f"two tensors, {self.renamed[name]} and {stored}, map to the same parameter {name}."
                 )
             else:
                 self.renamed[name] = stored

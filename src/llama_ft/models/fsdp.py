@@ -237,8 +237,9 @@ def unit_table(units: list[Unit]) -> str:
     ]
     largest = max(units, key=lambda unit: unit.parameters)
     total = sum(unit.parameters for unit in units)
-    share = f"the largest, {largest.name or 'the rest'}, is {largest.parameters / total:.0%}"
-    return "\n".join([f"{len(units)} FSDP units, {total:,} parameters; {share}", *lines])
+    largest_name = largest.name or "outside the decoder layers"
+    share = f"the largest ({largest_name}) has {largest.parameters / total:.0%}"
+    return "\n".join([f"{total:,} parameters in {len(units)} FSDP units; {share}", *lines])
 
 
 def shard_degree(fsdp: FSDPConfig) -> int | Literal["node", "world"]:

@@ -162,7 +162,9 @@ def inject_adapter(model: PreTrainedModel, settings: Any) -> Adapter:
             layer: Any = copy(module)
             uses_dora = bool(getattr(layer, "lora_magnitude_vector", None))
             if uses_dora and not isinstance(layer.base_layer, nn.Linear):
-                raise UserError(f"--peft.use_dora: {name} is no linear layer.")
+                raise UserError(
+                    f"--peft.use_dora: {name} is not a linear layer; DoRA needs one. Set --target_modules."
+                )
             # A copy of the adapter alone: without the base layer.
             adapter_parts = {
                 part: child
@@ -526,7 +528,7 @@ def first_values(adapter: Adapter, seed: int) -> Iterator[tuple[str, torch.Tenso
                     reset("default", *arguments)
             if value._version == version:
                 raise UserError(
-                    f"--peft_method: peft does not initialize {name}.{part} here. Use lora."
+                    f"--peft_method: PEFT cannot initialize this adapter on {name}.{part}. Use --peft_method lora."
                 )
             yield f"{name}.{part}", value.detach()
         layer.load_state_dict(meta, assign=True)  # frees them

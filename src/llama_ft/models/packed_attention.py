@@ -74,7 +74,8 @@ def use_packed_attention(built: BuiltModel) -> TokenMixers:
         attention_kernels.activate_flash_attention_3(model.config)
     if attends == "eager":
         log.info(
-            f"Packed attention: {type(model).__name__}'s own, sample by sample, quadratic in its tokens."
+            f"Packed attention: {type(model).__name__}'s own code runs per sample and needs memory quadratic in "
+            "the sample's length."
         )
     return mixers
 

@@ -122,13 +122,14 @@ def quantize_linears(built: BuiltModel, quantization: Quantization) -> str:
     }
     if not whole and any(isinstance(module, Conv1D) for module in model.modules()):
         raise UserError(
-            f"--quantization: {type(model).__name__} has Transformers' Conv1D in the place of linear layers, and "
+            f"--quantization: {type(model).__name__} has Transformers' Conv1D in place of linear layers, and "
             f"Conv1D cannot be quantized. Leave --quantization out."
         )
     if not whole or (is_stored and len(whole) < len(chosen)):
         raise UserError(
-            f"--quantization: {scheme.name} does not support this model: of {len(linears)} linear layers "
-            f"{len(linears) - len(chosen)} are skipped, and {len(chosen) - len(whole)} are no multiple of a block wide."
+            f"--quantization: {scheme.name} does not support this model: of {len(linears)} linear layers, "
+            f"{len(linears) - len(chosen)} are skipped and {len(chosen) - len(whole)} have a width that is not a "
+            f"multiple of {scheme.block_size}."
         )
     for name, linear in whole.items():
         model.set_submodule(name, QuantizedLinear(linear, scheme, is_stored))

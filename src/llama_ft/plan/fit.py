@@ -163,7 +163,9 @@ def describe_fits(planned: Plan, fits: list[Fit], room: int, times: Sequence[str
         return f"It fits {size_text(room)} as it is: {size_text(planned.device_bytes)} per rank.\n{times[0]}".rstrip()
     lines = [
         f"It does not fit {size_text(room)} as it is: {size_text(planned.device_bytes)} per rank.",
-        "What fits:" if fits else "None of the changes that were planned makes it fit.",
+        "What fits:"
+        if fits
+        else "No tested change makes it fit. Use more GPUs or a smaller model.",
     ]
     # without fits there is one time all the same, that of the run
     pairs = list(zip(fits, times, strict=False))

@@ -118,9 +118,7 @@ class Preflight:
         if isinstance(plan, Plan):
             plan.save(output_dir)
             needs = f"{size_text(plan.device_bytes)} of {free_text(self._free)} per rank"
-            log.info(
-                f"Planned: peak of {needs} ({plan.peak.phase}); plan.json lists the categories"
-            )
+            log.info(f"Planned peak: {needs}, in phase {plan.peak.phase} (details: plan.json)")
             if plan.device_bytes > self._free:
                 fits = self._receive(SECONDS_FOR_ADVICE)
                 log.warning(

@@ -100,15 +100,14 @@ class Setup:
         resumed = self.resumed
         if resumed is not None and resumed.step > batches.total_steps:
             raise UserError(
-                f"--resume {resumed.folder}: {resumed.step} steps are done, and the run is to have "
-                f"{batches.total_steps}."
+                f"--resume {resumed.folder}: the checkpoint is after step {resumed.step}, but this run ends "
+                f"after step {batches.total_steps}. Raise --num_epochs or --max_train_step."
             )
         asked = config.train.warmup_steps
         warmup = training.warmup_steps(config.train, batches.total_steps)
         if asked > warmup:
             log.warning(
-                f"warmup_steps is {asked}, and the run has {batches.total_steps} steps: "
-                f"{warmup} are taken."
+                f"warmup_steps {asked} is too long for {batches.total_steps} steps; using {warmup}."
             )
         names_dataset = "data.dataset" in self.origins
         for advice in training.advice(config, names_dataset, self.global_batch, batches.size):

@@ -172,7 +172,10 @@ class Ranks:
         lines = []
         if not is_one_process:
             shards = self.mesh["shard"].size()
-            lines.append(f"Mesh: replicate {self.world_size // shards} x shard {shards}")
+            count = self.world_size // shards
+            copies = "1 copy" if count == 1 else f"{count} copies"
+            layout = f"{copies} of the model, each on {plural(shards, 'rank')}"
+            lines.append(f"{self.world_size} ranks: {layout}")
         for note, count in Counter(notes).items():
             lines.append(f"{count} x {note}")
         if self.storage_device != self.device:

@@ -75,8 +75,8 @@ def check_packing(
         if difference <= tolerance:
             break
         problem = (
-            f"{type(model).__name__} does not keep packed samples apart (their logits differ by "
-            f"{difference:.2g} of their deviation)"
+            f"{type(model).__name__} does not keep packed samples apart (logits differ by "
+            f"{difference:.0%} of their standard deviation)"
         )
         if not mixers.run_more_per_sample():
             raise UserError(
