@@ -127,8 +127,9 @@ class StreamedBatches:
                 is_small = len(plan) < plan.global_batch and not ends_epoch
                 if is_small and step == first:
                     log.warning(
-                        f"--shuffle_buffer {self._config.shuffle_buffer}: gives only {len(plan):,} of the {plan.global_batch:,} "
-                        "packed sequences or samples of a global batch, so steps are smaller. Use a larger one."
+                        f"--shuffle_buffer {self._config.shuffle_buffer}: gives only {len(plan):,} of the "
+                        f"{plan.global_batch:,} packed sequences or samples of a global batch, so steps are smaller. "
+                        "Use a larger one."
                     )
                 for step_in_window in range(skip, plan.steps_per_epoch):
                     if step > last:

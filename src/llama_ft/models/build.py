@@ -176,7 +176,8 @@ def build_on_meta(
         left_out = keep_text_part(skeleton)
     if _is_encoder(skeleton, config, is_multimodal):
         raise UserError(
-            f"--model_name {model.model_name}: {type(skeleton).__name__} is an encoder here (config.json: is_decoder), and only decoders can be fine-tuned."
+            f"--model_name {model.model_name}: {type(skeleton).__name__} is an encoder here "
+            "(config.json: is_decoder), and only decoders can be fine-tuned."
         )
     use_rope_per_sample(skeleton)
     for module in skeleton.modules():
