@@ -269,10 +269,13 @@ def cards_of(run: Run) -> list[Card]:
     for key, name in (("eval/loss", "Validation loss"), ("train/loss", "Training loss")):
         if key in curves:
             steps, values = curves[key]
-            more = f"lowest {number(values.min())} at step {steps[values.argmin()]:,.0f}"
+            more = list[str]()
             if steps[0] == 0:
-                more = f"{number(values[0])} before training; {more}"
-            cards.append(Card(name, number(values[-1]), more))
+                more.append(f"{number(values[0])} before training")
+            if values.min() < values[-1]:
+                lowest = steps[values.argmin()]
+                more.append(f"lowest {number(values.min())} at step {lowest:,.0f}")
+            cards.append(Card(name, number(values[-1]), "; ".join(more)))
     cards.append(Card("Steps", f"{run.step:,}" + (f" of {total:,}" if total else ""), epochs))
     for key, name, text in (
         ("perf/tokens_per_second", "Tokens per second", "{:,.0f}"),
