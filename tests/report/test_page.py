@@ -177,7 +177,7 @@ def test_flat_curves_are_one_line_and_equal_units_are_one_row(report: Path) -> N
 
 @pytest.mark.parametrize(
     ("quantization", "method"),
-    [("none", "LoRA of"), ("8bit", "LoRA on an 8-bit base of"), ("4bit", "QLoRA of")],
+    [("none", "LoRA"), ("8bit", "LoRA on an 8-bit base"), ("4bit", "QLoRA")],
 )
 def test_the_head_names_the_method(
     run_dir: Path, tmp_path: Path, quantization: str, method: str
@@ -189,4 +189,4 @@ def test_the_head_names_the_method(
             "mode: none", f"mode: {quantization}"
         )
     )
-    assert f'<p class="about">{method}' in report_page(read_run(run))
+    assert f'<p class="about">demo · {method} · trained on' in report_page(read_run(run))

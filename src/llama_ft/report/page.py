@@ -269,13 +269,13 @@ def cards_of(run: Run) -> list[Card]:
     for key, name in (("eval/loss", "Validation loss"), ("train/loss", "Training loss")):
         if key in curves:
             steps, values = curves[key]
-            more = list[str]()
+            compared = list[str]()
             if steps[0] == 0:
-                more.append(f"{number(values[0])} before training")
+                compared.append(f"{number(values[0])} before training")
             if values.min() < values[-1]:
                 lowest = steps[values.argmin()]
-                more.append(f"lowest {number(values.min())} at step {lowest:,.0f}")
-            cards.append(Card(name, number(values[-1]), "; ".join(more)))
+                compared.append(f"lowest {number(values.min())} at step {lowest:,.0f}")
+            cards.append(Card(name, number(values[-1]), "; ".join(compared)))
     cards.append(Card("Steps", f"{run.step:,}" + (f" of {total:,}" if total else ""), epochs))
     for key, name, text in (
         ("perf/tokens_per_second", "Tokens per second", "{:,.0f}"),

@@ -32,7 +32,7 @@ class ReportFlags:
     """Flags of recipes/report.py."""
 
     paths: list[str] = Field(default_factory=list)
-    """RUN: directories of runs (output/...), which stand alone."""
+    """RUN: one or more run directories."""
 
     out: Annotated[str, Field(pattern=r"\.html?$")] | None = None
     """The .html file to write; if not given RUN/report.html, or comparison.html here for several
