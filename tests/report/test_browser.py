@@ -1,6 +1,7 @@
 """The report in a real browser: no script errors, no text outside of its box; and the picture of
 the README."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -57,6 +58,14 @@ def test_the_picture_is_of_the_recorded_run() -> None:
     recorded = report_picture.DIGEST.read_text().strip()
     assert report_picture.digest(page) == recorded, "run: python docs/report_picture.py"
     assert report_picture.PICTURE.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/guides/tracking.md"])
+def test_the_text_of_the_picture_has_its_numbers(name: str) -> None:
+    text = (REPOSITORY / name).read_text()
+    [shown] = re.findall(r"!\[(.*)\]\(.*report\.png\)", text)
+    losses = read_run(report_picture.RECORDED).curves["eval/loss"].values
+    assert re.findall(r"\d\.\d{3}", shown) == [f"{losses[0]:.3f}", f"{losses[-1]:.3f}"]
 
 
 @pytest.mark.slow
