@@ -72,6 +72,11 @@ class Browser:
         return self
 
     def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(RuntimeError, OSError):
+            self._session = {}
+            self.command("Browser.close")
+            while True:  # until the pipe ends, with the browser and its processes
+                self._receive()
         os.close(self._writes)
         os.close(self._reads)
         with contextlib.suppress(ProcessLookupError):
@@ -126,7 +131,7 @@ class Browser:
             ready, _, _ = select.select([self._reads], [], [], ANSWER_SECONDS)
             received = os.read(self._reads, 2**20) if ready else b""
             if not received:
-                raise RuntimeError("the browser does not answer")
+                raise RuntimeError("the browser has ended or does not answer")
             self._received += received
         text, _, self._received = self._received.partition(b"\0")
         message: dict[str, Any] = json.loads(text)
