@@ -446,7 +446,7 @@ def test_every_run_writes_a_report(launch: Finished, folder: Path) -> None:
         "LlamaDecoderLayer",
         "in the loss",
         "after fine-tuning",
-        "2 ranks: 1 copy of the model, each on 2 ranks",
+        "2 ranks: 1 copy of the model",
     ):
         assert shown in page
     assert "was not written" not in launch.output

@@ -7,28 +7,17 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from report_run import MARKUP, SECRET, write_run
+from report_run import LAYERS, MARKUP, SECRET, write_run
 
 from llama_ft.processes import replace_text
 from llama_ft.report import comparison_page, read_run, report_page
 
-TITLES = [
-    "Loss", "Learning rate", "Gradient norm, before clipping", "Tokens per second, all ranks",
-    "Model FLOPs utilization (MFU), of the published peak", "Matmul utilization, of the measured rate",
-    "Time per step, s",
-    "GPU memory, peak so far, MiB", "Host memory (RSS), peak so far, MiB",
-    "Tensors that stay for the optimizer step", "Tensors at the peak of each phase",
+CURVES = [
+    "Learning rate", "Gradient norm", "Tokens per second", "MFU, %", "Matmul utilization, %", "Time per step, s",
 ]  # fmt: skip
-HEADINGS = [
-    "Training",
-    "Memory",
-    "Each rank",
-    "FSDP units",
-    "Data",
-    "Answers",
-    "Environment",
-    "Settings",
-]
+CONSTANT = {"GPU memory, peak so far": "236 MiB", "Host memory (RSS), peak so far": "900 MiB"}
+BARS = ["Memory held at the optimizer step", "Peak memory of tensors in each phase"]
+HEADINGS = ["Answers", "Training", "Memory", "FSDP units", "Data", "Environment", "Settings"]
 FROM_ELSEWHERE = {"src", "srcset", "href", "action", "data", "poster"}
 
 
@@ -90,7 +79,7 @@ def drawn(text: str) -> dict[str, str]:
 def test_every_plot_is_drawn_and_the_page_loads_nothing_from_elsewhere(report: Path) -> None:
     text = report.read_text()
     figures = drawn(text)
-    assert list(figures) == TITLES
+    assert list(figures) == ["Loss", *CURVES, *BARS]
     for title, figure in figures.items():
         points = re.findall(r'<path[^>]* d="M([^"]+)"', figure)
         assert points or 'class="bar' in figure, title
@@ -117,9 +106,10 @@ def test_the_plots_of_a_comparison_have_one_line_per_run(run_dir: Path, tmp_path
     other = write_run(tmp_path / "other", "failed", steps=30, lr="1e-3", scale=0.9)
     text = comparison_page([read_run(run_dir), read_run(other)])
     figures = drawn(text)
-    assert list(figures) == ["Loss", "Validation loss", *TITLES[1:9]]
+    constant = [f"{title}, MiB" for title in CONSTANT]
+    assert list(figures) == ["Loss", "Validation loss", *CURVES, *constant]
     for title, figure in figures.items():
-        assert len(re.findall(r"<path", figure)) == 2, title
+        assert len(re.findall(r'<path class="(?:line|dots)', figure)) == 2, title
     page = Parsed(text)
     assert page.asks_for_nothing()
     assert ["train.lr", "0.0003", "0.001"] in page.rows
@@ -153,6 +143,52 @@ def test_each_split_has_a_row_with_its_samples_and_tokens(report: Path) -> None:
 
 
 def test_each_rank_has_a_row_and_the_page_is_small(report: Path) -> None:
-    ranks = report.read_text().partition(">Each rank ")[2].partition("</section>")[0]
-    assert ranks.count("<tr>") == 3 and ranks.count(">80.0 MiB<") == 1
+    ranks = report.read_text().partition("Measured peaks of each rank<")[2]
+    rows = ranks.partition("</details>")[0]
+    assert rows.count("<tr>") == 3 and rows.count(">80.0 MiB<") == 1
     assert report.stat().st_size < 150_000
+
+
+def test_the_first_screen_has_the_loss_the_main_numbers_and_the_answers(report: Path) -> None:
+    before_training = report.read_text().partition("<h2>Training</h2>")[0]
+    loss, answers = before_training.split("<h2>Answers</h2>")
+    assert '<figure class="plot wide"' in loss
+    names = re.findall(r'<div class="name">(.*?)</div>', loss)
+    assert names == [
+        "Validation loss",
+        "Training loss",
+        "Steps",
+        "Tokens per second",
+        "MFU",
+        "Peak GPU memory",
+    ]
+    assert re.findall(r"<h3>(.*?)</h3>", answers) == [
+        "before fine-tuning",
+        "after fine-tuning",
+        "reference",
+    ]
+
+
+def test_flat_curves_are_one_line_and_equal_units_are_one_row(report: Path) -> None:
+    text = report.read_text()
+    line = text.partition('<p class="constants">')[2].partition("</p>")[0]
+    assert dict(re.findall(r"<span>([^<]+) <b>([^<]+)</b></span>", line)) == CONSTANT
+    layers = f"model.layers.0 to model.layers.{LAYERS - 1}"
+    assert [layers, "Layer", f"{LAYERS}", "1,000,000", "1.9 MiB"] in Parsed(text).rows
+
+
+@pytest.mark.parametrize(
+    ("quantization", "method"),
+    [("none", "LoRA"), ("8bit", "LoRA on an 8-bit base"), ("4bit", "QLoRA")],
+)
+def test_the_head_names_the_method(
+    run_dir: Path, tmp_path: Path, quantization: str, method: str
+) -> None:
+    run = shutil.copytree(run_dir, tmp_path / "run")
+    settings = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(
+        settings.replace("use_peft: false", "use_peft: true").replace(
+            "mode: none", f"mode: {quantization}"
+        )
+    )
+    assert f'<p class="about">demo · {method} · trained on' in report_page(read_run(run))

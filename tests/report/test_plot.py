@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import numpy
 import pytest
 
-from llama_ft.report.plot import Plot, Series, number, smoothed, thin, ticks
+from llama_ft.report.plot import Plot, Series, number, smoothed, thin, tick_texts, ticks
 
 STEPS = 100_000
 
@@ -44,7 +44,7 @@ def test_a_constant_curve_a_single_point_and_zeros_are_drawn() -> None:
     for values in ([5.0, 5.0], [5.0], [0.0, 0.0], [-3.0], [1e-30, 1e-30]):
         svg, _ = drawn(Plot("a", [Series("a", numpy.arange(len(values)), numpy.array(values))]))
         numbers = [float(n) for n in re.findall(r"[\d.]+", next(svg.iter("path")).attrib["d"])]
-        assert numbers and all(0 <= n <= 440 for n in numbers)
+        assert numbers and all(0 <= n <= 1000 for n in numbers)
     assert Plot("a", []).svg() == ""
 
 
@@ -67,3 +67,15 @@ def test_numbers_are_printed_in_short_form(value: float, text: str) -> None:
 def test_ticks_are_round_numbers_within_the_range() -> None:
     assert ticks(0, 10, 5) == [0, 2, 4, 6, 8, 10]
     assert ticks(0.9, 2.2, 5) == pytest.approx([1, 1.5, 2])
+
+
+@pytest.mark.parametrize(
+    ("marks", "texts"),
+    [
+        ([2.5, 3.0, 3.5], ["2.5", "3.0", "3.5"]),
+        ([0, 500, 1000], ["0", "500", "1,000"]),
+        ([0, 5e-05, 1e-04, 1.5e-04], ["0", "5e-05", "1e-04", "1.5e-04"]),
+    ],
+)
+def test_the_labels_of_an_axis_have_equal_decimals(marks: list[float], texts: list[str]) -> None:
+    assert tick_texts(marks) == texts

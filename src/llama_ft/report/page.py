@@ -8,6 +8,8 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,23 +28,30 @@ METRIC_PLOTS = {  # key -> title
     "train/loss": "Loss",
     "eval/loss": "Validation loss",
     "train/lr": "Learning rate",
-    "train/grad_norm": "Gradient norm, before clipping",
-    "perf/tokens_per_second": "Tokens per second, all ranks",
-    "perf/mfu": "Model FLOPs utilization (MFU), of the published peak",
-    "perf/matmul_utilization": "Matmul utilization, of the measured rate",
+    "train/grad_norm": "Gradient norm",
+    "perf/tokens_per_second": "Tokens per second",
+    "perf/mfu": "MFU",
+    "perf/matmul_utilization": "Matmul utilization",
     "perf/step_seconds": "Time per step",
+    "perf/data_wait_seconds": "Wait for data per step",
+    "perf/save_seconds": "Time to write a checkpoint",
+    "perf/save_stall_seconds": "Training pause per checkpoint",
     "memory/device_peak_bytes": "GPU memory, peak so far",
     "memory/host_peak_bytes": "Host memory (RSS), peak so far",
     "train/router_aux_loss": "Auxiliary loss of the routers, before its coefficient",
     "train/loss_scale": "Loss scale",
     "train/rewards/chosen": "Reward of the chosen responses",
     "train/rewards/rejected": "Reward of the rejected responses",
-    "train/rewards/margins": "Reward margin, chosen less rejected",
+    "train/rewards/margins": "Reward margin, chosen minus rejected",
     "eval/rewards/margins": "Reward margin of the validation set",
     "train/kl": "KL divergence from the reference, an estimate",
-    "train/rewards/accuracies": "Reward accuracy, share of pairs",
+    "train/rewards/accuracies": "Reward accuracy",
     "eval/rewards/accuracies": "Reward accuracy of the validation set",
 }
+
+# Every plot but those of losses begins at zero. There, a smaller change than this share of the
+# largest value looks like a constant.
+VISIBLE_CHANGE = 0.01
 
 # Keys without a plot; those of the recipe and of an objective of one's own have one.
 UNPLOTTED = {"step", "epoch", "tokens", "eval/perplexity", "train/skipped_steps"}
@@ -57,9 +66,13 @@ class Unit(NamedTuple):
 
 
 PLAIN = Unit()
+PERCENT = Unit("%", 0.01, 1)
 UNITS = {  # end of a key -> units, largest first
     "_bytes": (Unit("GiB", 2**30, 2), Unit("MiB", 2**20, 0)),
     "_seconds": (Unit("s", 1.0, 2), Unit("ms", 1e-3, 0)),
+    "/mfu": (PERCENT,),
+    "_utilization": (PERCENT,),
+    "/accuracies": (PERCENT,),
 }
 
 
@@ -71,8 +84,22 @@ class Card(NamedTuple):
     more: str = ""
 
 
+class UnitRow(NamedTuple):
+    """Equal FSDP units that follow each other: one line of the table."""
+
+    modules: str
+    kind: str
+    units: int
+    parameters: int
+    unsharded_bytes: int
+
+
 class Memory(NamedTuple):
-    """Predicted and measured memory, both as name -> bytes on the rank with the highest memory."""
+    """Predicted and measured memory, both as name -> bytes on the rank with the highest memory.
+
+    Without a GPU, the peaks of tensors cannot be measured: only the whole process can, which is not
+    what the plan predicts. Then `phases` is empty.
+    """
 
     # peaks of tensors per phase: (predicted, measured)
     phases: tuple[dict[str, float], dict[str, float]]
@@ -85,21 +112,52 @@ class Memory(NamedTuple):
 def report_page(run: Run) -> str:
     """Return the report of a run as HTML."""
     loss = _lines(run, "train/loss", "training") + _lines(run, "eval/loss", "validation", 1)
-    plots = [Plot("Loss", loss, fits=True)]
+    plots = list[Markup]()
+    constants = dict[str, str]()  # title -> value
     titles = METRIC_PLOTS | own_metrics([run])
     for key, title in titles.items():
-        if not key.endswith("/loss"):
-            unit = unit_of([run], key)
-            lines = _lines(run, key, "mean", unit=unit)
-            plots.append(Plot(_title(title, unit), lines))
-    shown = [plot.svg() for plot in plots]
-    values = {
-        "memory": memory_of(run),
-        "differing": differing_settings([run]),
-        "categories": MEMORY_CATEGORIES,
-    }
-    values["phases"] = (BASE, *PHASES)
-    return _render("run.html", title=run.name, run=run, cards=cards_of(run), plots=shown, **values)
+        if key.endswith("/loss") or key not in run.curves:
+            continue
+        unit = unit_of([run], key)
+        lines = _lines(run, key, "mean", unit=unit)
+        values = lines[0].y
+        if is_constant(values):
+            constants[title] = f"{number(values[-1])} {unit.sign}".rstrip()
+        else:
+            plots.append(Plot(_title(title, unit), lines).svg())
+    return _render(
+        "run.html",
+        title=run.name,
+        run=run,
+        cards=cards_of(run),
+        loss=Plot("Loss", loss, fits=True, is_wide=True).svg(),
+        plots=plots,
+        constants=constants,
+        memory=memory_of(run),
+        units=unit_rows(run.facts.get("units", [])),
+        differing=differing_settings([run]),
+        categories=MEMORY_CATEGORIES,
+        phases=(BASE, *PHASES),
+    )
+
+
+def is_constant(values: numpy.ndarray) -> bool:
+    """Return whether a chart of these values, which begins at zero, would be a flat line."""
+    change = values.max() - values.min()
+    largest = numpy.abs(values).max()
+    return bool(change <= VISIBLE_CHANGE * largest)
+
+
+def unit_rows(units: Sequence[dict[str, Any]]) -> list[UnitRow]:
+    """Return one row for all equal units that follow each other, such as the layers of a model."""
+    rows = list[UnitRow]()
+    for (kind, parameters, size), equal in groupby(
+        units, key=itemgetter("kind", "parameters", "bytes")
+    ):
+        names = [unit["name"] or "rest of the model" for unit in equal]
+        modules = f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
+        rows.append(UnitRow(modules, kind, len(names), parameters, size))
+    return rows
 
 
 def own_metrics(runs: Sequence[Run]) -> dict[str, str]:
@@ -179,10 +237,11 @@ def memory_of(run: Run) -> Memory:
     predicted_peaks = {peak["phase"]: peak["bytes"] for peak in peaks}
     predicted_held = {name: planned[name] for name in held if planned.get(name)}
     base = {BASE: measured["base_bytes"]} if "base_bytes" in measured else {}
+    is_process = bool(most) and not is_gpu
     return Memory(
-        phases=(predicted_peaks, most if is_gpu else {}),
+        phases=({}, {}) if is_process else (predicted_peaks, most),
         held=(predicted_held, held),
-        process={} if is_gpu or not most else base | most,
+        process=base | most if is_process else {},
         ranks=ranks,
     )
 
@@ -205,40 +264,36 @@ def cards_of(run: Run) -> list[Card]:
     """Return the numbers at the top of the report."""
     curves = run.curves
     total = run.facts.get("total_steps")
-    epochs = f"{curves['epoch'].values[-1]:.3g} epochs" if "epoch" in curves else ""
-    cards = [Card("Steps", f"{run.step:,}" + (f" of {total:,}" if total else ""), epochs)]
-    for key, name in (("train/loss", "Loss"), ("eval/loss", "Validation loss")):
+    epochs = f"epoch {curves['epoch'].values[-1]:.3g}" if "epoch" in curves else ""
+    cards = list[Card]()
+    for key, name in (("eval/loss", "Validation loss"), ("train/loss", "Training loss")):
         if key in curves:
             steps, values = curves[key]
-            more = f"lowest {number(values.min())} at step {steps[values.argmin()]:,.0f}"
+            compared = list[str]()
             if steps[0] == 0:
-                more = f"{number(values[0])} before training; {more}"
-            cards.append(Card(name, number(values[-1]), more))
+                compared.append(f"{number(values[0])} before training")
+            if values.min() < values[-1]:
+                lowest = steps[values.argmin()]
+                compared.append(f"lowest {number(values.min())} at step {lowest:,.0f}")
+            cards.append(Card(name, number(values[-1]), "; ".join(compared)))
+    cards.append(Card("Steps", f"{run.step:,}" + (f" of {total:,}" if total else ""), epochs))
     for key, name, text in (
         ("perf/tokens_per_second", "Tokens per second", "{:,.0f}"),
         ("perf/mfu", "MFU", "{:.0%}"),
-        ("perf/matmul_utilization", "Matmul utilization", "{:.0%}"),
     ):
         if key in curves:
             settled = curves[key].values[len(curves[key].values) // 2 :]
-            cards.append(
-                Card(name, text.format(numpy.median(settled)), "median of the second half")
-            )
+            cards.append(Card(name, text.format(numpy.median(settled)), "median of last half"))
     memory = memory_of(run)
     predicted, measured = (max(sizes.values(), default=0.0) for sizes in memory.phases)
-    plan = f"plan: {size_text(predicted)} of tensors" if predicted else ""
     if measured:
-        cards.append(Card("Peak of GPU memory", size_text(measured), plan))
+        plan = f"planned: {size_text(predicted)}" if predicted else ""
+        cards.append(Card("Peak GPU memory", size_text(measured), plan))
     elif memory.process:
-        base = (
-            f"{size_text(memory.process[BASE])} of Python and libraries"
-            if BASE in memory.process
-            else ""
-        )
         largest = size_text(max(memory.process.values()))
-        cards.append(
-            Card("Peak of anonymous memory", largest, "; ".join(filter(None, [base, plan])))
-        )
+        base = memory.process.get(BASE)
+        more = f"{size_text(base)} of it before loading" if base else ""
+        cards.append(Card("Peak host memory", largest, more))
     return cards
 
 

@@ -1,8 +1,9 @@
 """Plots as inline SVG. They use the page's colors (classes of style.css), need no JavaScript and
 can be printed.
 
-The points of each plot are next to it as JSON; script.js shows them at the pointer. plot.html has
-the markup.
+A drawing is stretched to the size that style.css gives it; its labels are HTML, so that text keeps
+its size. The points of each plot are next to it as JSON; script.js shows them at the pointer.
+plot.html has the markup.
 """
 
 import json
@@ -18,7 +19,8 @@ from markupsafe import Markup, escape
 from llama_ft.config.messages import format_value, size_text
 from llama_ft.masking import mask_secrets
 
-BINS = 240  # a plot is 440 wide; more than two points per bin cannot be seen
+BINS = 240  # a plot is about 400 pixels wide; more than two points per bin cannot be seen
+DRAWING = 1000.0  # width and height of a drawing, in its own units
 # lines with at least so many points are smoothed over 1/25 of them
 SMOOTH_FROM = 20
 SMOOTH_SHARE = 25
@@ -43,11 +45,7 @@ class Plot:
     series: Sequence[Series]  # later ones are drawn on top
     fits: bool = False  # the scale begins at the lowest value instead of zero
     named: bool = False  # also name a single series in a legend
-    # The drawing in its own units, about pixels on a screen.
-    left: float = 62.0
-    right: float = 430.0
-    top: float = 8.0
-    bottom: float = 190.0
+    is_wide: bool = False
 
     def svg(self) -> Markup:
         """Return the figure; empty if there is nothing to draw."""
@@ -63,7 +61,8 @@ class Plot:
         y_marks = ticks(*self._y_range, 5)
         x_marks = ticks(*self._x_range, 6)
         whole_steps = [mark for mark in x_marks if mark == int(mark)]
-        self.y_ticks = [(self.y(mark), number(mark)) for mark in y_marks]
+        heights = [self.y(mark) for mark in y_marks]
+        self.y_ticks = list(zip(heights, tick_texts(y_marks), strict=True))
         self.x_ticks = [(self.x(step), number(step)) for step in whole_steps]
         # the values of faint lines come last
         shown = sorted(self.series, key=lambda one: one.style == "faint")
@@ -71,27 +70,21 @@ class Plot:
         for one in shown:
             texts = [number(y) for y in one.y.tolist()]
             points.append({"name": mask_secrets(one.name), "x": one.x.tolist(), "text": texts})
-        data = {
-            "box": [self.left, self.right, self.top, self.bottom],
-            "x": self._x_range,
-            "series": points,
-        }
+        data = {"x": self._x_range, "series": points}
         macro = TEMPLATES.get_template("plot.html").module.svg  # type: ignore[attr-defined]
         return Markup(macro(self, Markup(escape(json.dumps(data)))))
 
     def x(self, value: float) -> float:
         """Return the horizontal position of a value in the drawing."""
         low, high = self._x_range
-        width = self.right - self.left
         share = (value - low) / (high - low)
-        return round(self.left + share * width, 1)
+        return round(share * DRAWING, 1)
 
     def y(self, value: float) -> float:
         """Return the vertical position of a value in the drawing."""
         low, high = self._y_range
-        height = self.bottom - self.top
         share = (value - low) / (high - low)
-        return round(self.bottom - share * height, 1)  # y grows downwards in SVG
+        return round((1 - share) * DRAWING, 1)  # y grows downwards in SVG
 
     def points(self, series: Series) -> list[tuple[float, float]]:
         """Return the positions of a line's points."""
@@ -119,6 +112,16 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [count * step for count in range(first, last + 1)]
+
+
+def tick_texts(marks: Sequence[float]) -> list[str]:
+    """Return the labels of an axis, all with the same number of decimals: 2.5, 3.0."""
+    largest = max(map(abs, marks))
+    if largest < 1e-3:
+        return [f"{mark:.1e}".replace(".0e", "e") if mark else "0" for mark in marks]
+    texts = [number(mark) for mark in marks]
+    decimals = max(len(text.partition(".")[2]) for text in texts)
+    return [f"{mark:,.{decimals}f}" for mark in marks]
 
 
 def thin(series: Series) -> Series:

@@ -1,9 +1,9 @@
 "use strict";
-// What lies under the pointer, of every plot; without JavaScript only this is missing.
+// Show the values at the pointer, for every plot. Without JavaScript only this is missing.
 for (const figure of document.querySelectorAll("[data-plot]")) {
   const plot = JSON.parse(figure.dataset.plot);
   const svg = figure.querySelector("svg"), cross = svg.querySelector(".cross");
-  const [left, right, top, bottom] = plot.box, [low, high] = plot.x;
+  const [low, high] = plot.x;
   const note = document.createElement("div");
   note.className = "note";
   note.hidden = true;
@@ -11,8 +11,7 @@ for (const figure of document.querySelectorAll("[data-plot]")) {
 
   const show = (event) => {
     const drawn = svg.getBoundingClientRect(), own = figure.getBoundingClientRect();
-    const x = ((event.clientX - drawn.left) / drawn.width) * svg.viewBox.baseVal.width;
-    const wanted = low + ((x - left) / (right - left)) * (high - low);
+    const wanted = low + ((event.clientX - drawn.left) / drawn.width) * (high - low);
     const lines = [];
     let nearest = NaN;
     for (const one of plot.series) {
@@ -25,12 +24,12 @@ for (const figure of document.querySelectorAll("[data-plot]")) {
     lines.unshift(`step ${nearest.toLocaleString("en")}`);
     note.replaceChildren(...lines.map((line) => Object.assign(document.createElement("div"), { textContent: line })));
     note.hidden = false;
-    const place = left + ((nearest - low) / (high - low)) * (right - left);
-    const there = drawn.left - own.left + (place / svg.viewBox.baseVal.width) * drawn.width;
+    const share = (nearest - low) / (high - low);
+    const there = drawn.left - own.left + share * drawn.width;
     const room = own.width - note.offsetWidth - 4;
     note.style.left = `${Math.max(4, Math.min(room, there > own.width / 2 ? there - note.offsetWidth - 10 : there + 10))}px`;
     note.style.top = `${drawn.top - own.top + 6}px`;
-    for (const [name, value] of Object.entries({ x1: place, x2: place, y1: top, y2: bottom })) cross.setAttribute(name, value);
+    for (const end of ["x1", "x2"]) cross.setAttribute(end, share * svg.viewBox.baseVal.width);
     cross.style.visibility = "visible";
   };
   const hide = () => { note.hidden = true; cross.style.visibility = "hidden"; };
