@@ -24,7 +24,7 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 LIMITS = {"24 GB GPU": GPUS["rtx4090"], "80 GB GPU": GPUS["h100"]}
 LEFT = 150
-RIGHT = 780
+RIGHT = 730
 TOP = 108
 ROW = 46
 BAR = 30
@@ -43,8 +43,8 @@ def parts_of(bar: dict[str, Any]) -> dict[str, float]:
 def describe(bars: list[dict[str, Any]]) -> str:
     """The numbers in words, also used as the text in place of the picture."""
     totals = [f"{bar['method']} {bar['gpu_bytes'] / GIB:.1f} GiB" for bar in bars]
-    limits = [f"a {name} has {gib} GiB" for name, gib in LIMITS.items()]
-    return f"Planned GPU memory for Llama 3.1 8B: {', '.join(totals)}; {', '.join(limits)}."
+    limits = [f"{gib} GiB ({name})" for name, gib in LIMITS.items()]
+    return f"Planned GPU memory of Llama 3.1 8B: {'; '.join(totals)}. Lines: {' and '.join(limits)}."
 
 
 def draw() -> str:
@@ -58,7 +58,7 @@ def draw() -> str:
         svg.text(
             24,
             56,
-            "Planned before any GPU is rented: micro-batches of 4,096 tokens, bf16, full activation checkpointing.",
+            "Planned before any GPU is rented: micro-batches of 4,096 tokens, bf16 mixed, full activation checkpointing.",
             "small",
         ),
     ]
@@ -77,7 +77,7 @@ def draw() -> str:
             note = f"{bar['method']}, {part}: {gib:.1f} GiB"
             body.append(svg.rect(x, y, width, BAR, PARTS[part][0], note=note))
             x += width
-        body.append(svg.text(x + 8, y + 20, f"{bar['gpu_bytes'] / GIB:.1f} GiB", "bold"))
+        body.append(svg.text(x + 8, y + 20, f"{bar['gpu_bytes'] / GIB:.1f} GiB", "bold halo"))
     x = 24.0
     for part, (color, _) in PARTS.items():
         body.append(svg.rect(x, bottom + 22, 12, 12, color, radius=2))

@@ -50,7 +50,7 @@ def describe(cases: list[dict[str, Any]]) -> str:
 
 
 def draw() -> str:
-    cases = json.loads(FIGURES.read_text())["cases"]
+    cases = json.loads(FIGURES.read_text())
     points = points_of(cases)
     values = [value for _, *pair in points for value in pair]
     low = 2 ** math.floor(math.log2(min(values)))

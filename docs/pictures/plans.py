@@ -1,5 +1,7 @@
-"""Run the planner for the pictures: `python docs/pictures/plans.py` writes memory.json and
-recording.txt, from which draw.py makes memory.svg and recording.svg.
+"""Renew the figures of the pictures. `python docs/generate.py` draws them.
+
+    python docs/pictures/plans.py           # runs the planner: memory.json and recording.txt
+    python docs/pictures/plans.py FILE      # planned.json, from what benchmarks/plan.py --json wrote
 
 The models' config.json comes from tests/model_shapes.py, as if it had been downloaded: it needs no
 GPU, no weights and no network.
@@ -86,7 +88,23 @@ def record(cache: Path) -> str:
     return "\n".join(parts)
 
 
+def keep_peaks(benchmark: Path) -> str:
+    """Return the cases of a benchmark with their planned and measured peaks, a case per line."""
+    lines = []
+    for case in json.loads(benchmark.read_text()):
+        planned = max(peak["bytes"] for peak in case["plan"]["peaks"])
+        measured = max(
+            max(steps.values()) for rank in case["ranks_measured"] for steps in rank["peaks"].values()
+        )
+        peaks = {"name": case["name"], "planned_bytes": planned, "measured_bytes": measured}
+        lines.append(json.dumps({"method": case["method"]} | peaks))
+    return "[\n" + ",\n".join(lines) + "\n]\n"
+
+
 def main() -> None:
+    if len(sys.argv) > 1:
+        (FOLDER / "planned.json").write_text(keep_peaks(Path(sys.argv[1])))
+        return
     with tempfile.TemporaryDirectory() as temporary:
         cache = Path(temporary)
         fill_hub_cache(cache)

@@ -42,7 +42,7 @@ MARKED = {
 
 
 def read_lines() -> list[tuple[str, str]]:
-    """The lines of the recording as a terminal wraps them, and their classes."""
+    """The lines of the recording, wrapped at words, and their classes."""
     lines = []
     for line in OUTPUT.read_text().splitlines():
         style = next((name for start, name in MARKED.items() if line.startswith(start)), "")
@@ -50,9 +50,9 @@ def read_lines() -> list[tuple[str, str]]:
             parts = textwrap.wrap(line, COLUMNS - 2, subsequent_indent="    ")
             parts[:-1] = [f"{part} \\" for part in parts[:-1]]
         else:
-            parts = [
-                line[start : start + COLUMNS] for start in range(0, max(len(line), 1), COLUMNS)
-            ]
+            indent = line[: len(line) - len(line.lstrip())]
+            fits = len(line) <= COLUMNS
+            parts = [line] if fits else textwrap.wrap(line, COLUMNS, subsequent_indent=indent)
         lines += [(part, style) for part in parts]
     return lines
 
@@ -117,7 +117,7 @@ def draw() -> str:
         *(f'<circle cx="{22 + 20 * place}" cy="16" r="6" fill="{color}"/>'
           for place, color in enumerate(("#ff5f57", "#febc2e", "#28c840"))),
         svg.text(svg.WIDTH / 2, 21, "llama-ft plan", "small name", anchor="middle"),
-        f'<clipPath id="screen"><rect x="0" y="32" width="{svg.WIDTH}" height="{height - 36}"/></clipPath>',
+        f'<clipPath id="screen"><rect x="0" y="{TOP - 15}" width="{svg.WIDTH}" height="{height - TOP + 14}"/></clipPath>',
         f'<g clip-path="url(#screen)"><g transform="translate({LEFT} {TOP})"><g class="scroll">',
         *texts,
         "</g></g></g>",

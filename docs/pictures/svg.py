@@ -17,6 +17,7 @@ STYLE = f"""
     .grid {{ stroke: #d1d9e0; fill: none; }}
     .empty {{ fill: none; stroke: #59636e; stroke-dasharray: 4 3; }}
     .on-color {{ fill: #ffffff; font-weight: 600; }}
+    .halo {{ paint-order: stroke; stroke: #ffffff; stroke-width: 5px; }}
     .blue {{ fill: #1f6feb; }}
     .orange {{ fill: #d9730d; }}
     .purple {{ fill: #8250df; }}
@@ -30,6 +31,7 @@ STYLE = f"""
       .line, .empty {{ stroke: #9da7b1; }}
       .grid {{ stroke: #30363d; }}
       .on-color {{ fill: #ffffff; }}
+      .halo {{ stroke: #0d1117; }}
     }}
 """
 
