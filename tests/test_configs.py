@@ -130,12 +130,14 @@ def test_the_table_says_what_the_recipe_sets(stem: str) -> None:
 
 def test_the_readme_has_the_planned_figures() -> None:
     shown = re.findall(
-        r"\(configs/(\S+)\.yaml\) \| ([\d,]+) \| ([\d.]+) \|",
+        r"\(configs/(\S+)\.yaml\) \| ([\d,]+) \| ([\d.]+) \| (\w+) \|",
         (REPOSITORY / "README.md").read_text(),
     )
     assert len(shown) >= 10
-    for stem, length, planned in shown:
+    for stem, length, planned, checkpointing in shown:
         assert [length, planned] == [rows()[stem][-3], rows()[stem][-2]]
+        config, _ = load([f"--config={RECIPES[stem]}"], paths=False)
+        assert checkpointing == config.train.activation_checkpointing
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.parent.glob("*.yaml")), ids=lambda file: file.stem)

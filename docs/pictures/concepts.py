@@ -6,6 +6,17 @@ TOKEN = 30  # px
 SAMPLES = {"a": ("blue", 5), "b": ("orange", 3), "c": ("green", 6), "d": ("purple", 2)}
 LENGTH = 8  # tokens of a sequence
 RANKS = ("blue", "green", "orange")
+# The pictures in words.
+PACKING = (
+    "Four samples of 5, 3, 6 and 2 tokens, in sequences of 8 tokens. Padding takes four sequences, half of whose "
+    "tokens are padding. Packing takes two full sequences. Position ids start at 0 in every sample, and a token "
+    "attends only to earlier tokens of its own sample."
+)
+QUANTIZED_SHARDING = (
+    "A quantized weight is two tensors with the same rows: 8-bit values with one scale per row, or packed 4-bit "
+    "values with one scale per 64 weights of a row. Both are sharded by rows, so each rank holds whole rows with "
+    "their scales. The ranks all-gather 1 or 0.56 bytes per weight, and bitsandbytes computes with the pair."
+)
 
 
 def token(x: float, y: float, sample: str, position: int) -> str:
@@ -46,11 +57,6 @@ def draw_mask(x: float, y: float, samples: str) -> list[str]:
 
 
 def draw_packing() -> str:
-    description = (
-        "Four samples of 5, 3, 6 and 2 tokens, in sequences of 8 tokens. Padding takes four sequences, half of whose "
-        "tokens are padding. Packing takes two full sequences. Position ids start at 0 in every sample, and a token "
-        "attends only to earlier tokens of its own sample."
-    )
     body = [
         svg.text(24, 34, "Packing: whole samples share a sequence", "title"),
         svg.text(24, 70, "Padding: 4 sequences, half empty", "bold"),
@@ -73,7 +79,7 @@ def draw_packing() -> str:
     body += draw_sequence(24, 276, "ab")
     body += draw_sequence(24, 314, "cd")
     body += draw_mask(330, 84, "ab")
-    return svg.picture(414, "Packing", description, body)
+    return svg.picture(414, "Packing", PACKING, body)
 
 
 def draw_matrix(x: float, y: float, columns: int, label: str, cell: int = 18) -> list[str]:
@@ -94,12 +100,6 @@ def draw_matrix(x: float, y: float, columns: int, label: str, cell: int = 18) ->
 
 
 def draw_quantized_sharding() -> str:
-    description = (
-        "A quantized weight is two tensors with the same rows: 8-bit values with one scale per row, or packed 4-bit "
-        "values with one scale per block of 64 weights of a row. Both are sharded by rows, so each rank holds whole "
-        "rows with their scales. For a matmul the ranks all-gather the packed bytes, 1 or 0.56 bytes per weight, "
-        "and bitsandbytes computes with them."
-    )
     body = [
         svg.text(24, 34, "Quantized weights are sharded by rows", "title"),
         svg.text(24, 56, "Each row brings its own scales, so a shard is what quantizing the whole weight gives.", "small"),
@@ -124,4 +124,4 @@ def draw_quantized_sharding() -> str:
         body.append(svg.text(582, top + 62, "not 2 as in bf16", "small"))
         body.append(svg.text(582, top + 100, "bitsandbytes' matmul", "bold"))
         body.append(svg.text(582, top + 122, "with the gathered pair", "small"))
-    return svg.picture(468, "Quantized sharding", description, body)
+    return svg.picture(468, "Quantized sharding", QUANTIZED_SHARDING, body)

@@ -40,15 +40,20 @@ def parts_of(bar: dict[str, Any]) -> dict[str, float]:
     return parts
 
 
-def describe(bars: list[dict[str, Any]]) -> str:
-    """The numbers in words, also used as the text in place of the picture."""
+def read_bars() -> list[dict[str, Any]]:
+    return json.loads(FIGURES.read_text())
+
+
+def describe() -> str:
+    """The numbers in words."""
+    bars = read_bars()
     totals = [f"{bar['method']} {bar['gpu_bytes'] / GIB:.1f} GiB" for bar in bars]
     limits = [f"{gib} GiB ({name})" for name, gib in LIMITS.items()]
     return f"Planned GPU memory of Llama 3.1 8B: {'; '.join(totals)}. Lines: {' and '.join(limits)}."
 
 
 def draw() -> str:
-    bars = json.loads(FIGURES.read_text())
+    bars = read_bars()
     widest = max(bar["gpu_bytes"] for bar in bars) / GIB
     scale = (RIGHT - LEFT) / (10 * (widest // 10 + 1))  # px per GiB
     bottom = TOP + ROW * len(bars)
@@ -83,4 +88,4 @@ def draw() -> str:
         body.append(svg.rect(x, bottom + 22, 12, 12, color, radius=2))
         body.append(svg.text(x + 18, bottom + 33, part, "small"))
         x += 40 + 6.6 * len(part)
-    return svg.picture(bottom + 52, title, describe(bars), body)
+    return svg.picture(bottom + 52, title, describe(), body)

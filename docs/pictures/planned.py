@@ -25,8 +25,9 @@ RIGHT_WIDTH = 304
 STEPS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0)  # % that the right plot may end at
 
 
-def points_of(cases: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
+def read_points() -> list[tuple[str, float, float]]:
     """Method, MiB planned and MiB measured of every case."""
+    cases: list[dict[str, Any]] = json.loads(FIGURES.read_text())
     return [
         (
             METHODS.get(case["method"], "DPO, KTO"),
@@ -37,21 +38,20 @@ def points_of(cases: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
     ]
 
 
-def describe(cases: list[dict[str, Any]]) -> str:
+def describe() -> str:
     """The numbers in words."""
-    ratios = [planned / measured for _, planned, measured in points_of(cases)]
-    worst = max(abs(ratio - 1) for ratio in ratios)
-    near = sum(abs(ratio - 1) <= 0.005 for ratio in ratios)
-    sizes = [measured for _, _, measured in points_of(cases)]
+    points = read_points()
+    errors = [abs(planned / measured - 1) for _, planned, measured in points]
+    near = sum(error <= 0.005 for error in errors)
+    sizes = [measured for _, _, measured in points]
     return (
-        f"Planned against measured peak of {len(cases)} runs on CPUs, {min(sizes):.0f} to {max(sizes):.0f} MiB: "
-        f"{near} of {len(cases)} plans are within 0.5%, the worst is {worst:.1%} off."
+        f"Planned against measured peak memory of {len(points)} runs on CPUs, of {min(sizes):.0f} to "
+        f"{max(sizes):.0f} MiB: {near} plans are within 0.5%. The worst is {max(errors):.1%} off."
     )
 
 
 def draw() -> str:
-    cases = json.loads(FIGURES.read_text())
-    points = points_of(cases)
+    points = read_points()
     values = [value for _, *pair in points for value in pair]
     low = 2 ** math.floor(math.log2(min(values)))
     high = 2 ** math.ceil(math.log2(max(values)))
@@ -64,7 +64,7 @@ def draw() -> str:
 
     body = [
         svg.text(24, 34, "Planned against measured memory", "title"),
-        svg.text(24, 56, describe(cases).partition(": ")[2], "small"),
+        svg.text(24, 56, describe().partition("memory of ")[2], "small"),
     ]
     for octave in range(octaves + 1):
         value = low * 2**octave
@@ -107,7 +107,7 @@ def draw() -> str:
         body.append(dot(x + 5, bottom + 70, color))
         body.append(svg.text(x + 16, bottom + 75, method, "small"))
         x += 44 + 7 * len(method)
-    return svg.picture(bottom + 96, "Planned against measured memory", describe(cases), body)
+    return svg.picture(bottom + 96, "Planned against measured memory", describe(), body)
 
 
 def dot(x: float, y: float, color: str) -> str:

@@ -126,7 +126,7 @@ def draw() -> str:
 
 
 def describe() -> str:
-    """The commands, and the lines that answer them."""
-    wanted = ("$ ", "A GPU needs", "It does not fit", "1. ", "It fits")
+    """The commands and the lines that answer them, in words."""
+    wanted = ("$ ", "It does not fit", "1. ", "It fits")
     said = [line for line in OUTPUT.read_text().splitlines() if line.startswith(wanted)]
-    return "A terminal: " + " / ".join(said)
+    return "A terminal. " + " ".join(line.rstrip(".") + "." for line in said)
