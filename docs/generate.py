@@ -153,9 +153,7 @@ def stale() -> list[str]:
     wanted = {REFERENCE / f"{name}.md": HEADER + page() for name, page in PAGES.items()}
     wanted |= {FOLDER / name: draw() for name, draw in PICTURES.items()}
     return [
-        file.name
-        for file, text in wanted.items()
-        if not file.exists() or file.read_text() != text
+        file.name for file, text in wanted.items() if not file.exists() or file.read_text() != text
     ]
 
 

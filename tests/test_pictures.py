@@ -75,8 +75,16 @@ def test_the_bars_are_what_the_planner_says(cache: Path) -> None:
 
 def test_the_planned_figures_come_from_the_benchmark(tmp_path: Path) -> None:
     peaks = [{"phase": "load", "bytes": 3}, {"phase": "backward", "bytes": 7}]
-    ranks = [{"peaks": {"load": {"0": 2}, "backward": {"0": 5, "1": 6}}}, {"peaks": {"load": {"0": 4}}}]
-    case = {"name": "full-off-2-128", "method": "full", "plan": {"peaks": peaks}, "ranks_measured": ranks}
+    ranks = [
+        {"peaks": {"load": {"0": 2}, "backward": {"0": 5, "1": 6}}},
+        {"peaks": {"load": {"0": 4}}},
+    ]
+    case = {
+        "name": "full-off-2-128",
+        "method": "full",
+        "plan": {"peaks": peaks},
+        "ranks_measured": ranks,
+    }
     file = tmp_path / "benchmark.json"
     file.write_text(json.dumps([case]))
     [kept] = json.loads(plans.keep_peaks(file))

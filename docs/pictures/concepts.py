@@ -102,7 +102,12 @@ def draw_matrix(x: float, y: float, columns: int, label: str, cell: int = 18) ->
 def draw_quantized_sharding() -> str:
     body = [
         svg.text(24, 34, "Quantized weights are sharded by rows", "title"),
-        svg.text(24, 56, "Each row brings its own scales, so a shard is what quantizing the whole weight gives.", "small"),
+        svg.text(
+            24,
+            56,
+            "Each row brings its own scales, so a shard is what quantizing the whole weight gives.",
+            "small",
+        ),
         svg.text(24, 92, "8 bits", "bold"),
         svg.text(24, 286, "4 bits", "bold"),
     ]

@@ -49,7 +49,9 @@ def describe() -> str:
     bars = read_bars()
     totals = [f"{bar['method']} {bar['gpu_bytes'] / GIB:.1f} GiB" for bar in bars]
     limits = [f"{gib} GiB ({name})" for name, gib in LIMITS.items()]
-    return f"Planned GPU memory of Llama 3.1 8B: {'; '.join(totals)}. Lines: {' and '.join(limits)}."
+    return (
+        f"Planned GPU memory of Llama 3.1 8B: {'; '.join(totals)}. Lines: {' and '.join(limits)}."
+    )
 
 
 def draw() -> str:
@@ -63,7 +65,7 @@ def draw() -> str:
         svg.text(
             24,
             56,
-            "Planned before any GPU is rented: micro-batches of 4,096 tokens, bf16 mixed, full activation checkpointing.",
+            "Planned without a GPU: micro-batches of 4,096 tokens, bf16 mixed, full activation checkpointing.",
             "small",
         ),
     ]

@@ -94,7 +94,9 @@ def keep_peaks(benchmark: Path) -> str:
     for case in json.loads(benchmark.read_text()):
         planned = max(peak["bytes"] for peak in case["plan"]["peaks"])
         measured = max(
-            max(steps.values()) for rank in case["ranks_measured"] for steps in rank["peaks"].values()
+            max(steps.values())
+            for rank in case["ranks_measured"]
+            for steps in rank["peaks"].values()
         )
         peaks = {"name": case["name"], "planned_bytes": planned, "measured_bytes": measured}
         lines.append(json.dumps({"method": case["method"]} | peaks))

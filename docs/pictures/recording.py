@@ -104,25 +104,29 @@ def draw() -> str:
         texts.append(
             element.replace("<text ", f'<text xml:space="preserve"{animation}{length} ', 1)
         )
-    scroll = "".join(
-        f"{at}{{transform:translateY(-{LINE * count}px)}}" for at, count in offsets
-    )
+    scroll = "".join(f"{at}{{transform:translateY(-{LINE * count}px)}}" for at, count in offsets)
     last = LINE * max(len(lines) - ROWS, 0)
-    rules.append(f"    @keyframes scroll {{0%{{transform:none}}{scroll}100%{{transform:translateY(-{last}px)}}}}")
+    rules.append(
+        f"    @keyframes scroll {{0%{{transform:none}}{scroll}100%{{transform:translateY(-{last}px)}}}}"
+    )
     rules.append(f"    .scroll {{ animation: scroll {end:.1f}s steps(1) infinite; }}")
     height = TOP + LINE * ROWS + 12
     bar = [
         svg.rect(0.5, 0.5, svg.WIDTH - 1, height - 1, "terminal", radius=8),
         '<path d="M1 30V9a8 8 0 0 1 8-8h822a8 8 0 0 1 8 8v21z" class="bar"/>',
-        *(f'<circle cx="{22 + 20 * place}" cy="16" r="6" fill="{color}"/>'
-          for place, color in enumerate(("#ff5f57", "#febc2e", "#28c840"))),
+        *(
+            f'<circle cx="{22 + 20 * place}" cy="16" r="6" fill="{color}"/>'
+            for place, color in enumerate(("#ff5f57", "#febc2e", "#28c840"))
+        ),
         svg.text(svg.WIDTH / 2, 21, "llama-ft plan", "small name", anchor="middle"),
-        f'<clipPath id="screen"><rect x="0" y="{TOP - 15}" width="{svg.WIDTH}" height="{height - TOP + 14}"/></clipPath>',
+        f'<clipPath id="screen"><rect y="{TOP - 15}" width="{svg.WIDTH}" height="{LINE * ROWS + 12}"/></clipPath>',
         f'<g clip-path="url(#screen)"><g transform="translate({LEFT} {TOP})"><g class="scroll">',
         *texts,
         "</g></g></g>",
     ]
-    return svg.picture(height, "llama-ft plan in a terminal", describe(), bar, STYLE + "\n".join(rules) + "\n")
+    return svg.picture(
+        height, "llama-ft plan in a terminal", describe(), bar, STYLE + "\n".join(rules) + "\n"
+    )
 
 
 def describe() -> str:
