@@ -44,7 +44,7 @@ def test_all_mistakes_are_told_at_once() -> None:
 
 def test_fit_plans_quickly_unless_asked_otherwise() -> None:
     assert read("--fit 24")[2].quick is True
-    assert read("--fit 24 --no_quick")[2].quick is False
+    assert read("--fit 24 --quick false")[2].quick is False
     assert read("--lr 1e-5")[2].quick is False
     assert read("--quick")[2].quick is True
 

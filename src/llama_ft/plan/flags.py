@@ -66,7 +66,7 @@ class PlanFlags:
 
     quick: bool | None = None
     """Extrapolate from models of 3 and 5 layers: seconds, also for the largest. If not given: true
-    with --fit. --no_quick plans every layer."""
+    with --fit. --quick false plans every layer."""
 
     json: bool = False
     """Print the plan as JSON."""
