@@ -236,7 +236,7 @@ class Line:
         return {
             **asdict(self.case),
             "name": self.case.name,
-            "plan": self.plan.to_json(),
+            "plan": asdict(self.plan),
             "ranks_measured": self.ranks,
         }
 

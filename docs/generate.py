@@ -1,6 +1,6 @@
-"""Write the reference pages that follow from the code: `python docs/generate.py` writes them,
-`--check` compares. It also writes configs/schema.json, the JSON schema of YAML configs, for
-editors.
+"""Write the reference pages that follow from the code, and draw the pictures in docs/img:
+`python docs/generate.py` writes them, `--check` compares. It also writes configs/schema.json, the
+JSON schema of YAML configs, for editors.
 
 The settings come from the dataclasses of `llama_ft.config`, the flags of the other recipes from
 theirs, and the metrics from METRICS below, whose names a test compares with the code. Run it from
@@ -17,6 +17,10 @@ from llama_ft.commands import VERBS
 from llama_ft.config.dump import json_schema
 from llama_ft.config.messages import format_value
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting, settings_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from pictures.draw import FOLDER, PICTURES  # noqa: E402
 
 REFERENCE = Path(__file__).resolve().parent / "reference"
 HEADER = "<!-- Written by docs/generate.py. Do not edit. -->\n\n"
@@ -145,11 +149,11 @@ PAGES = {"config": config_page, "cli": cli_page, "metrics": metrics_page}
 
 
 def stale() -> list[str]:
-    """The pages that are not what the code says."""
+    """The pages and pictures that are not what the code says."""
+    wanted = {REFERENCE / f"{name}.md": HEADER + page() for name, page in PAGES.items()}
+    wanted |= {FOLDER / name: draw() for name, draw in PICTURES.items()}
     return [
-        name
-        for name, page in PAGES.items()
-        if not (file := REFERENCE / f"{name}.md").exists() or file.read_text() != HEADER + page()
+        file.name for file, text in wanted.items() if not file.exists() or file.read_text() != text
     ]
 
 
@@ -160,6 +164,8 @@ if __name__ == "__main__":
         )
     for name, page in PAGES.items():
         (REFERENCE / f"{name}.md").write_text(HEADER + page())
+    for name, draw in PICTURES.items():
+        (FOLDER / name).write_text(draw())
     (REFERENCE.parents[1] / "configs" / "schema.json").write_text(
         json.dumps(json_schema(), indent=2) + "\n"
     )

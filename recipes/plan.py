@@ -52,18 +52,19 @@ def main(config: Config, options: PlanFlags) -> int:
         report(
             f"warning: each of the {options.nproc} ranks will hold the whole model. --enable_fsdp shards it."
         )
-    if not options.quick:
+    quick = bool(options.quick)  # resolved by read_plan_flags
+    if not quick:
         report("Planning every layer; --quick takes less time ...")
     try:
         if config.train.activation_checkpointing == "auto":
             room = options.fit_bytes or free_bytes(
                 torch.device(request.device), request.local_world_size
             )
-            chosen, why, planned = choose_checkpointing(request, build_model, room, options.quick)
+            chosen, why, planned = choose_checkpointing(request, build_model, room, quick)
             report(f"activation_checkpointing auto: {why}")
             request = dataclasses.replace(request, config=chosen)
         else:
-            planned = predict(request, build_model, options.quick)
+            planned = predict(request, build_model, quick)
     # mostly errors of the model's own code
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise RunFailure(

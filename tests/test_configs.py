@@ -103,7 +103,7 @@ def test_the_tables_list_every_config() -> None:
 @pytest.mark.parametrize("stem", CONFIG_FILES)
 def test_the_table_has_the_settings_of_the_config(stem: str) -> None:
     config, _ = load([f"--config={CONFIG_FILES[stem]}"], paths=False)
-    method, context_length, planned, tokens = rows()[stem][-4:]
+    method, context_length, planned, tokens, checkpointing = rows()[stem][-5:]
     bits = config.quantization.mode
     assert ("LoRA" in method) == config.peft.use_peft
     assert [kind for kind in ("8-bit", "4-bit") if kind in method] == (
@@ -114,6 +114,7 @@ def test_the_table_has_the_settings_of_the_config(stem: str) -> None:
     )
     train = config.train
     length = config.data.context_length
+    assert checkpointing == train.activation_checkpointing
     assert length is not None and context_length == f"{length:,}"
     step = (
         train.batch_size_training
@@ -131,12 +132,12 @@ def test_the_table_has_the_settings_of_the_config(stem: str) -> None:
 
 def test_the_readme_has_the_planned_figures() -> None:
     shown = re.findall(
-        r"\(configs/(\S+)\.yaml\) \| ([\d,]+) \| ([\d.]+) \|",
+        r"\(configs/(\S+)\.yaml\) \| ([\d,]+) \| ([\d.]+) \| (\w+) \|",
         (REPOSITORY / "README.md").read_text(),
     )
     assert len(shown) >= 10
-    for stem, length, planned in shown:
-        assert [length, planned] == [rows()[stem][-3], rows()[stem][-2]]
+    for stem, length, planned, checkpointing in shown:
+        assert [length, planned, checkpointing] == [rows()[stem][column] for column in (-4, -3, -1)]
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.parent.glob("*.yaml")), ids=lambda file: file.stem)

@@ -46,6 +46,7 @@ PAGES = [Page(name) for name in NAMES]
 README = Page("README.md")
 SECONDS_A_COMMAND = 180  # of a machine whose cores are busy
 LONGEST_SENTENCE = 30  # words
+FIRST_SCREEN = 45  # lines of the README
 # Words that once made sentences hard to read; CONTRIBUTING.md has the rules.
 NOT_PLAIN = re.compile(r"\b(anew|beside|mend|is told|a line says|goes on)\b", re.IGNORECASE)
 EXAMPLE_OF_ERRORS = "$ python recipes/finetuning.py "
@@ -246,14 +247,66 @@ def test_docstrings_and_comments_are_plain() -> None:
     assert not wrong
 
 
-def test_the_readme_is_short_and_begins_with_the_two_commands() -> None:
-    assert len(README.text.splitlines()) <= 250
+def test_the_readme_is_short_and_its_first_screen_is_in_order() -> None:
+    lines = README.text.splitlines()
+    assert len(lines) <= 250
     assert len(README.text.split()) <= 2800
-    assert [command.text for command in read_commands(README.blocks("bash")[0])] == [
+    on_a_gpu, without_a_gpu, *_ = README.blocks("bash")
+    assert [command.text for command in read_commands(on_a_gpu)] == [
+        'pip install -e ".[gpu]"',
+        "llama-ft plan --config examples/alpaca_lora.yaml",
+        "llama-ft train --config examples/alpaca_lora.yaml",
+        "llama-ft chat output/alpaca",
+    ]
+    assert [command.text for command in read_commands(without_a_gpu)] == [
         "make quickstart",
         "make test",
     ]
+    first_screen = "\n".join(lines[:FIRST_SCREEN])
+    marks = ["Fine-tune ", "Know ", "img/memory.svg", "llama-ft plan", "make quickstart",
+             "quickstart.ipynb", "## Why", "## Status"]  # fmt: skip
+    places = [first_screen.index(mark) for mark in marks]
+    assert places == sorted(places)
     assert "QLoRA" in README.text
+
+
+def comparison_rows(page: Page) -> dict[str, list[str]]:
+    """The first table with TRL: the name of a row -> its cells."""
+    table = page.text.partition("| TRL | axolotl |")[2].partition("\n\n")[0]
+    rows = [line.strip("|").split(" | ") for line in table.splitlines()[2:]]
+    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
+
+
+def test_every_cell_of_the_comparison_has_a_source_or_says_not_checked() -> None:
+    page = Page("docs/comparison.md")
+    rows = comparison_rows(page)
+    assert len(rows) == 15
+    others = page.text.partition("| torchtune | LitGPT |")[2].partition("\n\n")[0]
+    cells = [cell for row in rows.values() for cell in row]
+    for line in others.splitlines()[2:]:
+        cells += [cell.strip() for cell in line.strip("|").split(" | ")[1:]]
+    without = [cell for cell in cells if "](" not in cell and cell != "not checked"]
+    assert not without
+    dates = re.findall(r"20\d\d", page.text.partition("## TRL")[0])
+    assert len(dates) >= 7  # when it was read, and a commit's date per project
+
+
+def test_the_comparison_in_the_readme_is_part_of_the_page() -> None:
+    whole = comparison_rows(Page("docs/comparison.md"))
+    shown = comparison_rows(README)
+    assert 8 <= len(shown) <= 10
+    for name, cells in shown.items():
+        of_others = [cell.replace("](development/", "](docs/development/") for cell in whole[name]]
+        assert cells[1:] == of_others[1:]
+
+
+def test_the_readme_says_how_long_the_code_is() -> None:
+    recipe = len((REPOSITORY / "recipes" / "finetuning.py").read_text().splitlines())
+    package = sum(len(file.read_text().splitlines()) for file in (REPOSITORY / "src").rglob("*.py"))
+    [said] = re.findall(r"script of ([\d,]+) lines", README.text)
+    assert int(said.replace(",", "")) == pytest.approx(recipe, rel=0.1)
+    [said] = re.findall(r"about\s([\d,]+) lines", README.text)
+    assert int(said.replace(",", "")) == pytest.approx(package, rel=0.1)
 
 
 def test_the_generated_pages_are_current() -> None:

@@ -42,6 +42,13 @@ def test_all_user_errors_are_reported_at_once() -> None:
         read("--fit h10")
 
 
+def test_fit_plans_quickly_unless_asked_otherwise() -> None:
+    assert read("--fit 24")[2].quick is True
+    assert read("--fit 24 --quick false")[2].quick is False
+    assert read("--lr 1e-5")[2].quick is False
+    assert read("--quick")[2].quick is True
+
+
 def test_a_t4_needs_fp16() -> None:
     with pytest.raises(UserError, match="does not compute bf16"):
         read("--fit t4")

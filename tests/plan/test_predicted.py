@@ -1,6 +1,7 @@
 """Plans compared with runs of the recipe whose tensors are counted; benchmarks/plan.py does it for
 60 cases."""
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -50,6 +51,7 @@ def differences(benchmark: ModuleType, folder: Path) -> set[tuple[str, str]]:
     found = set()
     for case in cases:
         line = benchmark.Line(case, plans[case], benchmark.read_found(case, folder))
+        assert json.dumps(line.to_json())  # what --json writes at the end
         phases = {name: predicted / measured for name, predicted, measured in line.phases()}
         ratios = {
             phase: phases[phase] for phase in ("forward", "backward", "optimizer step", "save")

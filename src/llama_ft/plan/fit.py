@@ -57,7 +57,7 @@ def answer_fit(
     """Return the answer to --fit: a text, the exit code (0: the run fits, 3: with changes, 4: not),
     and values for --json. For the arguments see `find_fits`."""
     room = options.fit_bytes
-    fits = find_fits(request, build_model, room, planned, options.quick, report)
+    fits = find_fits(request, build_model, room, planned, bool(options.quick), report)
     is_fit = has_room(planned, room)
     runs = [(fit.plan, fit.config) for fit in fits]
     if not runs:

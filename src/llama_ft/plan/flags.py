@@ -64,9 +64,9 @@ class PlanFlags:
     """Price of one GPU for an hour, in any currency: print the cost too. Needs --fit with a GPU's
     name."""
 
-    quick: bool = False
-    """Extrapolate from models of 3 and 5 layers: seconds, also for the largest. With --fit: also
-    for what fits."""
+    quick: bool | None = None
+    """Extrapolate from models of 3 and 5 layers: seconds, also for the largest. If not given: true
+    with --fit. --quick false plans every layer."""
 
     json: bool = False
     """Print the plan as JSON."""
@@ -107,6 +107,8 @@ def read_plan_flags(
     if options.gpu in WITHOUT_BF16 and config.train.precision.startswith("bf16"):
         errors.append(f"--fit {options.fit}: this GPU does not compute bf16. Add --precision fp16.")
     check(errors)
+    if options.quick is None:
+        options.quick = options.fit is not None
     return config, places, options
 
 

@@ -1,0 +1,23 @@
+"""All pictures: the file in docs/img, what draws it, and what it shows in words."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from . import concepts, memory, planned, recording
+
+FOLDER = Path(__file__).resolve().parents[1] / "img"
+PICTURES: dict[str, Callable[[], str]] = {
+    "memory.svg": memory.draw,
+    "planned.svg": planned.draw,
+    "recording.svg": recording.draw,
+    "packing.svg": concepts.draw_packing,
+    "quantized_sharding.svg": concepts.draw_quantized_sharding,
+}
+# The text that pages show in place of a picture.
+WORDS: dict[str, Callable[[], str]] = {
+    "memory.svg": memory.describe,
+    "planned.svg": planned.describe,
+    "recording.svg": recording.describe,
+    "packing.svg": lambda: concepts.PACKING,
+    "quantized_sharding.svg": lambda: concepts.QUANTIZED_SHARDING,
+}

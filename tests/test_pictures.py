@@ -1,0 +1,93 @@
+"""The pictures of docs/img: readable on a light and a dark page, and drawn from what the planner
+says."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from conftest import REPOSITORY
+from pages import Page
+
+FOLDER = REPOSITORY / "docs" / "pictures"
+sys.path.insert(0, str(FOLDER.parent))
+
+from pictures import draw, memory, plans, recording  # noqa: E402
+
+NAMES = list(draw.PICTURES)
+LARGEST = 300_000  # bytes
+SMALLEST_TEXT = 13  # px
+PAGES = ("README.md", "docs/guides/memory.md", "docs/guides/packing-and-streaming.md",
+         "docs/concepts/sharding.md", "docs/development/benchmarks.md")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_picture_is_small_and_readable_on_any_page(name: str) -> None:
+    text = draw.PICTURES[name]()
+    picture = ElementTree.fromstring(text)
+    sizes = [int(size) for size in re.findall(r"font-size: (\d+)px", text)]
+    assert len(text) <= LARGEST
+    assert picture.get("width") == "840"
+    assert min(sizes) >= SMALLEST_TEXT
+    assert "prefers-color-scheme: dark" in text
+    # its own background: the browser may ask for the other scheme than the page has
+    assert 'class="card"' in text or 'class="terminal"' in text
+    assert text.isascii()
+
+
+def test_every_picture_is_shown_with_its_numbers_in_words() -> None:
+    shown = dict[str, str]()
+    for name in PAGES:
+        for words, file in re.findall(r"!\[([^]]*)\]\(\S*img/(\w+\.svg)\)", Page(name).text):
+            shown.setdefault(file, words)
+            assert shown[file] == words or file not in draw.WORDS
+    wanted = {name: words() for name, words in draw.WORDS.items()}
+    assert {name: shown.get(name) for name in NAMES} == wanted
+
+
+def test_the_recording_has_no_clock_and_ends_with_a_run_that_fits() -> None:
+    printed = recording.OUTPUT.read_text()
+    commands = [line for line in printed.splitlines() if line.startswith("$ ")]
+    assert commands == [f"$ {command}" for command in plans.RECORDING]
+    assert printed.index("It does not fit") < printed.index("What fits:") < printed.index("It fits")
+    assert not re.search(r"\d\d:\d\d|20\d\d-", printed)
+    [first_change] = re.findall(r"^1\. (.*)$", printed, re.MULTILINE)
+    assert first_change in commands[-1]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    plans.fill_hub_cache(tmp_path / "hub")
+    return tmp_path / "hub"
+
+
+@pytest.mark.slow
+def test_the_recording_is_what_the_planner_prints(cache: Path) -> None:
+    assert plans.record(cache) == recording.OUTPUT.read_text()
+
+
+@pytest.mark.slow
+def test_the_bars_are_what_the_planner_says(cache: Path) -> None:
+    assert plans.plan_methods(cache) == json.loads(memory.FIGURES.read_text())
+
+
+def test_the_planned_figures_come_from_the_benchmark(tmp_path: Path) -> None:
+    peaks = [{"phase": "load", "bytes": 3}, {"phase": "backward", "bytes": 7}]
+    ranks = [
+        {"peaks": {"load": {"0": 2}, "backward": {"0": 5, "1": 6}}},
+        {"peaks": {"load": {"0": 4}}},
+    ]
+    case = {
+        "name": "full-off-2-128",
+        "method": "full",
+        "plan": {"peaks": peaks},
+        "ranks_measured": ranks,
+    }
+    file = tmp_path / "benchmark.json"
+    file.write_text(json.dumps([case]))
+    [kept] = json.loads(plans.keep_peaks(file))
+    assert kept == {
+        "method": "full", "name": "full-off-2-128", "planned_bytes": 7, "measured_bytes": 6
+    }  # fmt: skip
