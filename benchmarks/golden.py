@@ -142,7 +142,8 @@ CASES = {
     "ORPO, experts": Case(f"{PAIRS} --objective orpo --model_name mixture"),
     "label smoothing": Case(f"{EXPERTS} --label_smoothing_factor 0.1"),
 }
-ANSWERS = "--device cpu --prompts prompts.jsonl --max_new_tokens 8"
+# In a fixed precision: "auto" measures the CPU, and a loaded machine may choose another one.
+ANSWERS = "--device cpu --precision fp32 --prompts prompts.jsonl --max_new_tokens 8"
 # What is done with a run: recipe, flags. RUN is its directory, OUT a new file or directory, FLAGS
 # its flags.
 AFTERWARDS = {
@@ -155,7 +156,7 @@ AFTERWARDS = {
     "answers": ("inference.py", f"RUN {ANSWERS} --output_file OUT"),
     "scores": (
         "inference.py",
-        "RUN --device cpu --prompts pairs.jsonl --batch_size 16 --output_file OUT",
+        "RUN --device cpu --precision fp32 --prompts pairs.jsonl --batch_size 16 --output_file OUT",
     ),
     "checkpoint": ("inference.py", f"RUN/checkpoints/STEP {ANSWERS} --output_file OUT"),
     "evaluated": ("evaluate.py", "RUN --device cpu --output_file OUT"),
