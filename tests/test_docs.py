@@ -46,6 +46,7 @@ PAGES = [Page(name) for name in NAMES]
 README = Page("README.md")
 SECONDS_A_COMMAND = 180  # of a machine whose cores are busy
 LONGEST_SENTENCE = 30  # words
+LONGEST_COMMAND_LINE = 120  # characters
 # Words that once made sentences hard to read; CONTRIBUTING.md has the rules.
 NOT_PLAIN = re.compile(r"\b(anew|beside|mend|is told|a line says|goes on)\b", re.IGNORECASE)
 EXAMPLE_OF_MISTAKES = "$ python recipes/finetuning.py "
@@ -67,7 +68,9 @@ def plain(text: str) -> str:
 def not_printed(page: Page, output: str) -> list[str]:
     """Lines that the page shows right under commands that were run, and that were not printed."""
     shown = re.findall(
-        r"^```bash\n([^`]*?)^```\n+```text\n(.*?)^```$", page.text, re.MULTILINE | re.DOTALL
+        r"(?<! -->\n)^```bash\n([^`]*?)^```\n+```text\n(.*?)^```$",
+        page.text,
+        re.MULTILINE | re.DOTALL,
     )
     lines = [line for block, text in shown if "# needs" not in block for line in text.splitlines()]
     parts = [plain(part).strip() for line in lines for part in line.split("...")]
@@ -164,7 +167,7 @@ def test_the_changed_losses_are_what_their_formulas_say(
     page, copy = Page("docs/development/add-a-loss.md"), lay_out(tmp_path / "copy", save_model)
     (copy / "check.py").write_text(CHECK_LOSS)
     (copy / "change.diff").write_text(page.blocks("diff")[number])
-    place = "my_models/Llama-3.1-8B"
+    place = "Qwen/Qwen3-0.6B"
     commands = ["git apply change.diff", f"python check.py {place} {formula}"]
     data = "--dataset my_data.jsonl --lr 1e-5 --max_train_step 2"
     commands += [f"python recipes/finetuning.py --model_name {place} {data}"]
@@ -182,6 +185,13 @@ def test_commands_of_the_readme_work(save_model: Callable[..., Path], tmp_path: 
     lay_out(tmp_path / "copy", save_model)
     finished = run_commands(commands, tmp_path / "copy", SECONDS_A_COMMAND * len(commands))
     assert finished.exit_code == 0, finished.output
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands_can_be_pasted_and_read(page: Page) -> None:
+    """What a command needs is said above its block, and no line scrolls sideways."""
+    shown = [line for _, block in page.bash_blocks() for line in block.splitlines()]
+    assert not [line for line in shown if len(line) > LONGEST_COMMAND_LINE or "# needs" in line]
 
 
 def nav_pages(entries: list[dict[str, Any]]) -> list[str]:
