@@ -3,12 +3,14 @@
 editors.
 
 The settings come from the dataclasses of `llama_ft.config`, the flags of the other recipes from
-theirs, and the metrics from METRICS below, whose names a test compares with the code. Run it from
-anywhere; it needs no model and no network.
+theirs, and the metrics from METRICS below, whose names a test compares with the code. The ready
+configs, the examples, the launch files and the notebook are shown as they are: the site has no other
+files. Run it from anywhere; it needs no model and no network.
 """
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from llama_ft.config.messages import format_value
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting, settings_of
 
 REFERENCE = Path(__file__).resolve().parent / "reference"
+REPOSITORY = REFERENCE.parents[1]
+LANGUAGES = {".yaml": "yaml", ".jsonl": "json"}  # of a file, for its colors; else a shell script
 HEADER = "<!-- Written by docs/generate.py. Do not edit. -->\n\n"
 # Recipe -> what it is for, the module and the class of its flags, the words that stand alone.
 RECIPES = {
@@ -44,7 +48,7 @@ METRICS = {
         "",
         "MoE models: the routers' load-balancing loss before its coefficient, the mean over micro-batches.",
     ),
-    "train/rewards/margins": ("", "Pairs: reward of the chosen response less that of the rejected one."),
+    "train/rewards/margins": ("", "Pairs: reward of the chosen response minus that of the rejected one."),
     "train/kl": ("nats", "KTO: estimate of the KL divergence from the reference, the mean over micro-batches."),
     "train/rewards/accuracies": ("share", "Pairs whose chosen response has the higher reward."),
     "train/loss_scale": ("", "fp16 only: the factor on the loss."),
@@ -137,11 +141,72 @@ def metrics_page() -> str:
         "# Metrics\n\n`metrics.jsonl` in the run directory has one JSON object per logged step, written as it\n"
         "happens. A key appears only if it was measured. Trackers get the same names.\n\n"
         f"| key in `metrics.jsonl` | unit | meaning |\n|---|---|---|\n{rows}\n\n"
-        "[MFU and matmul utilization](../guides/performance.md#mfu-and-matmul-utilization) has the formulas.\n"
+        "[MFU and matmul utilization](../concepts/mfu.md) has the formulas.\n"
     )
 
 
-PAGES = {"config": config_page, "cli": cli_page, "metrics": metrics_page}
+def anchor(heading: str) -> str:
+    """What a link to a heading ends in."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def folder_page(folder: str, title: str, names: list[str]) -> str:
+    """The README of a folder of the repository and, below it, the files `names` as they are. Its
+    links lead to these files and to pages of docs/."""
+    text = (REPOSITORY / folder / "README.md").read_text().rstrip()
+    text = re.sub(r"^# .*$", f"# {title}", text, count=1, flags=re.MULTILINE)
+    text = text.replace("](../docs/", "](../").replace("](../launch)", "](launch.md)")
+    parts = [text, "## The files"]
+    for name in names:
+        text_of_file = (REPOSITORY / folder / name).read_text().rstrip()
+        language = LANGUAGES.get(Path(name).suffix, "sh")
+        parts[0] = parts[0].replace(f"]({name})", f"](#{anchor(name)})")
+        parts.append(f"### {name}\n\n```{language}\n{text_of_file}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def configs_page() -> str:
+    """The ready configs, each with its file."""
+    names = [file.name for file in sorted((REPOSITORY / "configs").glob("*.yaml"))]
+    return folder_page("configs", "Ready configs", names)
+
+
+def examples_page() -> str:
+    """The examples, each with its file."""
+    names = [file.name for file in sorted((REPOSITORY / "examples").glob("*.yaml"))]
+    return folder_page("examples", "Examples", [*names, "data/support_tickets.jsonl"])
+
+
+def launch_page() -> str:
+    """The files for clusters."""
+    folder = REPOSITORY / "launch"
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.suffix != ".md"]
+    return folder_page(
+        "launch", "Launch files for clusters", [str(file.relative_to(folder)) for file in files]
+    )
+
+
+def notebook_page() -> str:
+    """The cells of the notebook."""
+    cells = json.loads((REPOSITORY / "notebooks" / "quickstart.ipynb").read_text())["cells"]
+    parts = []
+    for cell_of_notebook in cells:
+        source = "".join(cell_of_notebook["source"])
+        is_code = cell_of_notebook["cell_type"] == "code"
+        parts.append(f"```python\n{source}\n```" if is_code else source.replace("```bash", "```sh"))
+    note = "`notebooks/quickstart.ipynb` in the repository is this page as a notebook."
+    return "\n\n".join([parts[0], note, *parts[1:]]) + "\n"
+
+
+PAGES = {
+    "config": config_page,
+    "cli": cli_page,
+    "metrics": metrics_page,
+    "configs": configs_page,
+    "examples": examples_page,
+    "launch": launch_page,
+    "notebook": notebook_page,
+}
 
 
 def stale() -> list[str]:
@@ -160,6 +225,6 @@ if __name__ == "__main__":
         )
     for name, page in PAGES.items():
         (REFERENCE / f"{name}.md").write_text(HEADER + page())
-    (REFERENCE.parents[1] / "configs" / "schema.json").write_text(
+    (REPOSITORY / "configs" / "schema.json").write_text(
         json.dumps(json_schema(), indent=2) + "\n"
     )
