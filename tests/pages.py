@@ -37,6 +37,7 @@ OTHERS_FLAGS = re.compile(  # torchrun's, and what stands for any flag
     r"|(enable-lora|lora-modules|max-lora-rank|chat-template|served-model-name|max-model-len|tool-call-parser"
     r"|enable-auto-tool-choice)$"  # vLLM's
     r"|(outfile|outtype|base|lora|jinja|chat-template-file)$"  # llama.cpp's
+    r"|(build-arg)$"  # Docker's
 )
 CONFIG_PAGE, DATA_PAGE = "docs/getting-started/choose-a-config.md", "docs/guides/data.md"
 TOOLS_PAGE = "docs/guides/chat-templates.md"
