@@ -647,7 +647,9 @@ def main() -> None:
     parser.add_argument("--columns", default=",".join(COLUMNS))
     parser.add_argument("--again", action="store_true", help="run also what the file has")
     parser.add_argument("--show", action="store_true", help="print what fails")
-    parser.add_argument("--write", action="store_true", help="write docs/reference/model-support.md")
+    parser.add_argument(
+        "--write", action="store_true", help="write docs/reference/model-support.md"
+    )
     arguments = parser.parse_args()
     known = {}
     if arguments.results.exists():
@@ -655,7 +657,9 @@ def main() -> None:
             record = json.loads(line)
             known[record["model"]] = known.get(record["model"], {}) | record
     if arguments.write:
-        (REPOSITORY / "docs" / "reference" / "model-support.md").write_text(page(list(known.values())))
+        (REPOSITORY / "docs" / "reference" / "model-support.md").write_text(
+            page(list(known.values()))
+        )
         return
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="models-") as directory:

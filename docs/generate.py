@@ -70,6 +70,27 @@ METRICS = {
 }  # fmt: skip
 
 
+# The settings that most runs set -> the page that explains them, from docs/reference.
+COMMON = {
+    "model_name": "../guides/models.md",
+    "dataset": "../guides/data.md",
+    "validation": "../guides/data.md",
+    "output_dir": "run-directory.md",
+    "use_peft": "../guides/lora-qlora.md",
+    "r": "../guides/lora-qlora.md",
+    "mode": "../guides/lora-qlora.md",  # --quantization
+    "lr": "../guides/training-options.md",
+    "num_epochs": "../guides/training-options.md",
+    "batch_size_training": "../guides/training-options.md",
+    "gradient_accumulation_steps": "../guides/training-options.md",
+    "context_length": "../guides/data.md",
+    "activation_checkpointing": "../guides/training-options.md",
+    "enable_fsdp": "../guides/multi-gpu-multi-node.md",
+    "objective": "../guides/preference-tuning.md",
+    "resume": "../guides/resume.md",
+}
+
+
 def cell(text: str) -> str:
     """Text as it may stand in a table."""
     return text.replace("|", "\\|").replace("<", "&lt;").replace("{", "&#123;")
@@ -100,12 +121,25 @@ def table(settings: dict[str, Setting], flags: bool = False) -> str:
     return "\n".join(rows) + "\n"
 
 
+def common_table() -> str:
+    """A row per setting that most runs set, with the page that explains it."""
+    rows = ["| setting | default | explained in |", "|---|---|---|"]
+    for name, guide in COMMON.items():
+        default = format_value(SETTINGS[name].default).strip("[]")
+        title = (REFERENCE / guide).read_text().partition("# ")[2].partition("\n")[0]
+        rows.append(
+            f"| `{SETTINGS[name].flag}` | {f'`{default}`' if default else 'empty'} | [{title}]({guide}) |"
+        )
+    return "\n".join(rows) + "\n"
+
+
 def config_page() -> str:
     """Every setting of a run, by section."""
     parts = [
         "# Config reference\n\nEvery setting is a YAML key in its section and a flag: `train.lr` is `--lr 1e-4` or\n"
         "`--train.lr 1e-4`. `--config FILE` is read first, and the command line wins. Switches stand alone\n"
-        "(`--use_peft`) or take true or false. Lists are written `a,b,c`, and `none` unsets a value.\n"
+        "(`--use_peft`) or take true or false. Lists are written `a,b,c`, and `none` unsets a value.\n",
+        f"## The most used\n\n{common_table()}",
     ]
     for section, cls in SECTIONS.items():
         own = {name: setting for name, setting in SETTINGS.items() if setting.section == section}
@@ -225,6 +259,4 @@ if __name__ == "__main__":
         )
     for name, page in PAGES.items():
         (REFERENCE / f"{name}.md").write_text(HEADER + page())
-    (REPOSITORY / "configs" / "schema.json").write_text(
-        json.dumps(json_schema(), indent=2) + "\n"
-    )
+    (REPOSITORY / "configs" / "schema.json").write_text(json.dumps(json_schema(), indent=2) + "\n")
