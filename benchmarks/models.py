@@ -589,8 +589,9 @@ A number refers to the reasons below the table. All other columns but `plan` are
 """
 
 
-NOT_COMPARED = """Transformers itself does not train these on text alone on a CPU. They need images or other inputs, are not causal, need
-a package, or fail with the small sizes of the benchmark."""
+NOT_COMPARED = """\
+Transformers itself does not train these on text alone on a CPU. They need images or other inputs, are not causal,
+need a package, or fail with the small sizes of the benchmark."""
 
 
 def page(records: list[dict[str, Any]]) -> str:

@@ -44,6 +44,7 @@ TOOLS_PAGE = "docs/guides/chat-templates.md"
 # The Hub names in commands that tests run. They stand for tiny models in a cache of the Hub that
 # `lay_out` builds, so that the commands run as they are printed, without a network.
 HUB_MODELS = (
+    "HuggingFaceTB/SmolLM2-135M-Instruct",
     "Qwen/Qwen3-0.6B",
     "Qwen/Qwen3-4B",
     "Qwen/Qwen3-8B",
