@@ -67,5 +67,5 @@ $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
 
 # Leaves output/, which holds people's runs.
 clean:
-	rm -rf $(VENV) build site src/*.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build site .cache src/*.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,6 +22,7 @@ from llama_ft.config.settings import SECTIONS, SETTINGS, Setting, settings_of
 
 REFERENCE = Path(__file__).resolve().parent / "reference"
 REPOSITORY = REFERENCE.parents[1]
+SAMPLES_SHOWN = 5
 LANGUAGES = {".yaml": "yaml", ".jsonl": "json"}  # of a file, for its colors; else a shell script
 HEADER = "<!-- Written by docs/generate.py. Do not edit. -->\n\n"
 # Recipe -> what it is for, the module and the class of its flags, the words that stand alone.
@@ -193,9 +194,14 @@ def folder_page(folder: str, title: str, names: list[str]) -> str:
     parts = [text, "## The files"]
     for name in names:
         text_of_file = (REPOSITORY / folder / name).read_text().rstrip()
+        note = ""
+        if name.endswith(".jsonl"):
+            lines = text_of_file.splitlines()
+            note = f"The first {SAMPLES_SHOWN} of {len(lines)} lines:\n\n"
+            text_of_file = "\n".join(lines[:SAMPLES_SHOWN])
         language = LANGUAGES.get(Path(name).suffix, "sh")
         parts[0] = parts[0].replace(f"]({name})", f"](#{anchor(name)})")
-        parts.append(f"### {name}\n\n```{language}\n{text_of_file}\n```")
+        parts.append(f"### {name}\n\n{note}```{language}\n{text_of_file}\n```")
     return "\n\n".join(parts) + "\n"
 
 
