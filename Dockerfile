@@ -8,8 +8,7 @@
 #     -v "$PWD/my_data.jsonl:/workspace/my_data.jsonl:ro" llama-ft torchrun --nproc_per_node 8 recipes/finetuning.py \
 #     --config configs/llama3.3_70b_lora_8x80gb.yaml --dataset my_data.jsonl
 #
-# torch's wheels bring CUDA 13 with them; of the host the driver (580 or newer) and the NVIDIA Container Toolkit are
-# needed.
+# torch's wheels contain CUDA 13. The host needs the driver (580 or newer) and the NVIDIA Container Toolkit.
 FROM python:3.12-slim-bookworm
 
 # A compiler for Triton, which makes the kernels of torch.compile and Liger; tini passes signals on and reaps processes.

@@ -11,11 +11,13 @@ QUICKSTART := recipes/finetuning.py --enable_fsdp --low_cpu_fsdp
 MACHINE_AND_MODEL := import torch; from llama_ft.data.smollm2 import quickstart_model; \
   print(torch.cuda.device_count(), max(1, torch.get_num_threads() // 2), *quickstart_model(), sep="\n")
 
-.PHONY: quickstart test test-all lint docs clean
+.PHONY: install quickstart test test-all lint docs clean
 
 # One or two GPUs serve one process each; without a GPU, two processes share the CPU's cores (gloo). torchrun would give
 # each process one thread, and say so, unless OMP_NUM_THREADS is set. The other variables have the C library give freed
 # memory back, so that a process takes less than 2 GiB in fp32, too. Without SmolLM2 the embedded demo is trained.
+install: $(VENV)/.installed
+
 quickstart: $(VENV)/.installed $(VENV)/.smollm2
 	@set -e; export PATH="$(CURDIR)/$(BIN):$$PATH"; \
 	found=$$(TQDM_DISABLE=1 python -c '$(MACHINE_AND_MODEL)'); \
@@ -28,8 +30,8 @@ quickstart: $(VENV)/.installed $(VENV)/.smollm2
 	line 4; echo "$$@"; \
 	exec "$$@"
 
-# Two workers, a file to each: a test mostly waits, for ranks that wait for each other. The slow ones have time limits and
-# want the machine for themselves.
+# Two workers, a file to each: tests mostly wait for ranks that wait for each other. The slow ones have time limits and need
+# the whole machine.
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
@@ -43,7 +45,7 @@ lint: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/python docs/generate.py --check
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/zensical build --strict
 
 $(VENV)/.installed: requirements.txt setup.py
 	@command -v $(PYTHON) >/dev/null || \
@@ -65,5 +67,5 @@ $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
 
 # Leaves output/, which holds people's runs.
 clean:
-	rm -rf $(VENV) build site src/*.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build site .cache src/*.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

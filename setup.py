@@ -10,9 +10,9 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 COPIED = ("recipes", "configs")
 
-# requirements.txt pins the set that is tested; these are the versions beside which it may be
-# installed. CI's job `oldest` takes the lower ends, which pip can resolve together. Upper ends are
-# of packages whose insides are used.
+# requirements.txt pins the tested versions; these are the supported ranges. CI's job `oldest` tests
+# the lower ends, which pip can resolve together. Packages whose private parts are used have an upper
+# end.
 REQUIREMENTS = [
     "torch>=2.11,<2.16",
     "transformers>=5.23,<5.24",

@@ -4,7 +4,7 @@ with Transformers.
     python benchmarks/models.py --results models.jsonl                 # resumes: models in the file are not run again
     python benchmarks/models.py --results models.jsonl --only "qwen3|lfm2" --columns full,packing
     --again
-    python benchmarks/models.py --results models.jsonl --write         # writes docs/models.md from the file
+    python benchmarks/models.py --results models.jsonl --write         # writes docs/reference/model-support.md
 
 A model is made of its config class's defaults, with the small sizes of models.yaml. Each column is
 a run of a recipe in a process of its own, forked from one that has imported everything. The first
@@ -25,6 +25,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -548,7 +549,20 @@ def exported(found: dict[str, Any]) -> str:
 
 ABOUT = """# Supported models
 
-`benchmarks/models.py` wrote this page on {date}, with {versions}, in fp32 on {processor}.
+`benchmarks/models.py` wrote this page on {date}, at commit `{commit}`, with {versions}, in fp32 on {processor}.
+[Models](../guides/models.md) says how to choose one and what `--model_name` accepts.
+
+| published models | model_type |
+| --- | --- |
+| Llama 2, 3, 3.1, 3.2 (1B, 3B), 3.3; Yi; SmolLM2 | `llama` |
+| Llama 4 | `llama4` |
+| Qwen2, Qwen2.5; Qwen2.5-VL | `qwen2`; `qwen2_5_vl` |
+| Qwen3; its MoE models; Qwen3.5 | `qwen3`; `qwen3_moe`; `qwen3_5` |
+| Mistral 7B; Mixtral; Mistral Small 3.1 and newer | `mistral`; `mixtral`; `mistral3` |
+| Gemma 2; Gemma 3; Gemma 4 | `gemma2`; `gemma3`, `gemma3_text`; `gemma4` |
+| Phi-2; Phi-3, Phi-4 | `phi`; `phi3` |
+| DeepSeek V3, R1; gpt-oss | `deepseek_v3`; `gpt_oss` |
+| SmolLM3; OLMo 2; Granite | `smollm3`; `olmo2`; `granite` |
 
 The benchmark builds a small random model of every causal language model that Transformers has, and of every model for
 images and text with a text decoder inside (`+`). Each is fine-tuned for one step of SGD and compared with Transformers
@@ -576,8 +590,13 @@ A number refers to the reasons below the table. All other columns but `plan` are
 """
 
 
+NOT_COMPARED = """\
+Transformers itself does not train these on text alone on a CPU. They need images or other inputs, are not causal,
+need a package, or fail with the small sizes of the benchmark."""
+
+
 def page(records: list[dict[str, Any]]) -> str:
-    """docs/models.md."""
+    """docs/reference/model-support.md."""
     records = sorted(records, key=lambda record: record["model"])
     tried = [record for record in records if "skipped" not in record]
     notes = Counter(
@@ -599,12 +618,18 @@ def page(records: list[dict[str, Any]]) -> str:
         name = record["model"] + (" +" if record["model"] in MULTIMODAL else "")
         lines.append(f"| {name} | {record['class']} | {' | '.join(cells)} |")
     lines += ["", "## Reasons", "", *(f"{number[note]}. {note}" for note in notes), ""]
-    lines += ["## Models that Transformers itself does not train on text alone on a CPU", ""]
-    lines += [
-        f"- {record['model']}: {record['skipped']}" for record in records if "skipped" in record
-    ]
-    about = ABOUT.format(date=date.today(), versions=versions, processor=processor())
+    skipped = [record["model"] for record in records if "skipped" in record]
+    lines += ["## Not compared", "", NOT_COMPARED, "", "```text", *skipped, "```"]
+    about = ABOUT.format(
+        date=date.today(), commit=commit(), versions=versions, processor=processor()
+    )
     return about + "\n".join(lines) + "\n"
+
+
+def commit() -> str:
+    """The short name of the commit that is checked out."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True).stdout.strip()
 
 
 def processor() -> str:
@@ -624,7 +649,9 @@ def main() -> None:
     parser.add_argument("--columns", default=",".join(COLUMNS))
     parser.add_argument("--again", action="store_true", help="run also what the file has")
     parser.add_argument("--show", action="store_true", help="print what fails")
-    parser.add_argument("--write", action="store_true", help="write docs/models.md")
+    parser.add_argument(
+        "--write", action="store_true", help="write docs/reference/model-support.md"
+    )
     arguments = parser.parse_args()
     known = {}
     if arguments.results.exists():
@@ -632,7 +659,9 @@ def main() -> None:
             record = json.loads(line)
             known[record["model"]] = known.get(record["model"], {}) | record
     if arguments.write:
-        (REPOSITORY / "docs" / "models.md").write_text(page(list(known.values())))
+        (REPOSITORY / "docs" / "reference" / "model-support.md").write_text(
+            page(list(known.values()))
+        )
         return
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="models-") as directory:

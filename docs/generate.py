@@ -3,12 +3,14 @@
 JSON schema of YAML configs, for editors.
 
 The settings come from the dataclasses of `llama_ft.config`, the flags of the other recipes from
-theirs, and the metrics from METRICS below, whose names a test compares with the code. Run it from
-anywhere; it needs no model and no network.
+theirs, and the metrics from METRICS below, whose names a test compares with the code. The ready
+configs, the examples, the launch files and the notebook are shown as they are: the site has no other
+files. Run it from anywhere; it needs no model and no network.
 """
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from pictures.draw import FOLDER, PICTURES  # noqa: E402
 
 REFERENCE = Path(__file__).resolve().parent / "reference"
+REPOSITORY = REFERENCE.parents[1]
+SAMPLES_SHOWN = 5
+LANGUAGES = {".yaml": "yaml", ".jsonl": "json"}  # of a file, for its colors; else a shell script
 HEADER = "<!-- Written by docs/generate.py. Do not edit. -->\n\n"
 # Recipe -> what it is for, the module and the class of its flags, the words that stand alone.
 RECIPES = {
@@ -48,7 +53,7 @@ METRICS = {
         "",
         "MoE models: the routers' load-balancing loss before its coefficient, the mean over micro-batches.",
     ),
-    "train/rewards/margins": ("", "Pairs: reward of the chosen response less that of the rejected one."),
+    "train/rewards/margins": ("", "Pairs: reward of the chosen response minus that of the rejected one."),
     "train/kl": ("nats", "KTO: estimate of the KL divergence from the reference, the mean over micro-batches."),
     "train/rewards/accuracies": ("share", "Pairs whose chosen response has the higher reward."),
     "train/loss_scale": ("", "fp16 only: the factor on the loss."),
@@ -68,6 +73,27 @@ METRICS = {
     "memory/host_peak_bytes": ("bytes", "Peak host memory, one number per rank."),
     "memory/device_peak_bytes": ("bytes", "Peak GPU memory of tensors, one number per rank; CUDA only."),
 }  # fmt: skip
+
+
+# The settings that most runs set -> the page that explains them, from docs/reference.
+COMMON = {
+    "model_name": "../guides/models.md",
+    "dataset": "../guides/data.md",
+    "validation": "../guides/data.md",
+    "output_dir": "run-directory.md",
+    "use_peft": "../guides/lora-qlora.md",
+    "r": "../guides/lora-qlora.md",
+    "mode": "../guides/lora-qlora.md",  # --quantization
+    "lr": "../guides/training-options.md",
+    "num_epochs": "../guides/training-options.md",
+    "batch_size_training": "../guides/training-options.md",
+    "gradient_accumulation_steps": "../guides/training-options.md",
+    "context_length": "../guides/data.md",
+    "activation_checkpointing": "../guides/training-options.md",
+    "enable_fsdp": "../guides/multi-gpu-multi-node.md",
+    "objective": "../guides/preference-tuning.md",
+    "resume": "../guides/resume.md",
+}
 
 
 def cell(text: str) -> str:
@@ -100,12 +126,25 @@ def table(settings: dict[str, Setting], flags: bool = False) -> str:
     return "\n".join(rows) + "\n"
 
 
+def common_table() -> str:
+    """A row per setting that most runs set, with the page that explains it."""
+    rows = ["| setting | default | explained in |", "|---|---|---|"]
+    for name, guide in COMMON.items():
+        default = format_value(SETTINGS[name].default).strip("[]")
+        title = (REFERENCE / guide).read_text().partition("# ")[2].partition("\n")[0]
+        rows.append(
+            f"| `{SETTINGS[name].flag}` | {f'`{default}`' if default else 'empty'} | [{title}]({guide}) |"
+        )
+    return "\n".join(rows) + "\n"
+
+
 def config_page() -> str:
     """Every setting of a run, by section."""
     parts = [
         "# Config reference\n\nEvery setting is a YAML key in its section and a flag: `train.lr` is `--lr 1e-4` or\n"
         "`--train.lr 1e-4`. `--config FILE` is read first, and the command line wins. Switches stand alone\n"
-        "(`--use_peft`) or take true or false. Lists are written `a,b,c`, and `none` unsets a value.\n"
+        "(`--use_peft`) or take true or false. Lists are written `a,b,c`, and `none` unsets a value.\n",
+        f"## The most used\n\n{common_table()}",
     ]
     for section, cls in SECTIONS.items():
         own = {name: setting for name, setting in SETTINGS.items() if setting.section == section}
@@ -141,11 +180,77 @@ def metrics_page() -> str:
         "# Metrics\n\n`metrics.jsonl` in the run directory has one JSON object per logged step, written as it\n"
         "happens. A key appears only if it was measured. Trackers get the same names.\n\n"
         f"| key in `metrics.jsonl` | unit | meaning |\n|---|---|---|\n{rows}\n\n"
-        "[MFU and matmul utilization](../guides/performance.md#mfu-and-matmul-utilization) has the formulas.\n"
+        "[MFU and matmul utilization](../concepts/mfu.md) has the formulas.\n"
     )
 
 
-PAGES = {"config": config_page, "cli": cli_page, "metrics": metrics_page}
+def anchor(heading: str) -> str:
+    """What a link to a heading ends in."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def folder_page(folder: str, title: str, names: list[str]) -> str:
+    """The README of a folder of the repository and, below it, the files `names` as they are. Its
+    links lead to these files and to pages of docs/."""
+    text = (REPOSITORY / folder / "README.md").read_text().rstrip()
+    text = re.sub(r"^# .*$", f"# {title}", text, count=1, flags=re.MULTILINE)
+    text = text.replace("](../docs/", "](../").replace("](../launch)", "](launch.md)")
+    parts = [text, "## The files"]
+    for name in names:
+        text_of_file = (REPOSITORY / folder / name).read_text().rstrip()
+        note = ""
+        if name.endswith(".jsonl"):
+            lines = text_of_file.splitlines()
+            note = f"The first {SAMPLES_SHOWN} of {len(lines)} lines:\n\n"
+            text_of_file = "\n".join(lines[:SAMPLES_SHOWN])
+        language = LANGUAGES.get(Path(name).suffix, "sh")
+        parts[0] = parts[0].replace(f"]({name})", f"](#{anchor(name)})")
+        parts.append(f"### {name}\n\n{note}```{language}\n{text_of_file}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def configs_page() -> str:
+    """The ready configs, each with its file."""
+    names = [file.name for file in sorted((REPOSITORY / "configs").glob("*.yaml"))]
+    return folder_page("configs", "Ready configs", names)
+
+
+def examples_page() -> str:
+    """The examples, each with its file."""
+    names = [file.name for file in sorted((REPOSITORY / "examples").glob("*.yaml"))]
+    return folder_page("examples", "Examples", [*names, "data/support_tickets.jsonl"])
+
+
+def launch_page() -> str:
+    """The files for clusters."""
+    folder = REPOSITORY / "launch"
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.suffix != ".md"]
+    return folder_page(
+        "launch", "Launch files for clusters", [str(file.relative_to(folder)) for file in files]
+    )
+
+
+def notebook_page() -> str:
+    """The cells of the notebook."""
+    cells = json.loads((REPOSITORY / "notebooks" / "quickstart.ipynb").read_text())["cells"]
+    parts = []
+    for cell_of_notebook in cells:
+        source = "".join(cell_of_notebook["source"])
+        is_code = cell_of_notebook["cell_type"] == "code"
+        parts.append(f"```python\n{source}\n```" if is_code else source.replace("```bash", "```sh"))
+    note = "`notebooks/quickstart.ipynb` in the repository is this page as a notebook."
+    return "\n\n".join([parts[0], note, *parts[1:]]) + "\n"
+
+
+PAGES = {
+    "config": config_page,
+    "cli": cli_page,
+    "metrics": metrics_page,
+    "configs": configs_page,
+    "examples": examples_page,
+    "launch": launch_page,
+    "notebook": notebook_page,
+}
 
 
 def stale() -> list[str]:
@@ -166,6 +271,4 @@ if __name__ == "__main__":
         (REFERENCE / f"{name}.md").write_text(HEADER + page())
     for name, draw in PICTURES.items():
         (FOLDER / name).write_text(draw())
-    (REFERENCE.parents[1] / "configs" / "schema.json").write_text(
-        json.dumps(json_schema(), indent=2) + "\n"
-    )
+    (REPOSITORY / "configs" / "schema.json").write_text(json.dumps(json_schema(), indent=2) + "\n")

@@ -37,9 +37,25 @@ OTHERS_FLAGS = re.compile(  # torchrun's, and what stands for any flag
     r"|(enable-lora|lora-modules|max-lora-rank|chat-template|served-model-name|max-model-len|tool-call-parser"
     r"|enable-auto-tool-choice)$"  # vLLM's
     r"|(outfile|outtype|base|lora|jinja|chat-template-file)$"  # llama.cpp's
+    r"|(build-arg)$"  # Docker's
 )
 CONFIG_PAGE = "docs/getting-started/choose-a-config.md"
 DATA_PAGE = "docs/guides/data.md"
+TOOLS_PAGE = "docs/guides/chat-templates.md"
+# The Hub names in commands that tests run. They stand for tiny models in a cache of the Hub that
+# `lay_out` builds, so that the commands run as they are printed, without a network.
+HUB_MODELS = (
+    "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "Qwen/Qwen3-0.6B",
+    "Qwen/Qwen3-4B",
+    "Qwen/Qwen3-8B",
+    "meta-llama/Llama-3.1-8B",
+    "meta-llama/Llama-3.1-8B-Instruct",
+)
+COMMIT = "0" * 40  # of every model in that cache
+# A bash block, and what it needs that a laptop without network lacks: in a comment above it, which
+# readers of the page do not see.
+BASH_BLOCK = r"^(?:<!-- needs: (.*?) -->\n)?```bash\n(.*?)^```$"
 MISSING = ("no such directory", "no such file", "there is no folder", "no token for")
 ROWS = 400  # a few packs of 4,096 tokens
 
@@ -81,8 +97,16 @@ class Page:
     def blocks(self, language: str) -> list[str]:
         return re.findall(rf"^```{language}\n(.*?)^```$", self.text, re.MULTILINE | re.DOTALL)
 
+    def bash_blocks(self) -> list[tuple[str, str]]:
+        """What each bash block needs, and its text."""
+        return re.findall(BASH_BLOCK, self.text, re.MULTILINE | re.DOTALL)
+
     def commands(self) -> list[Command]:
-        return [command for block in self.blocks("bash") for command in read_commands(block)]
+        return [
+            command
+            for needs, block in self.bash_blocks()
+            for command in read_commands(block, needs)
+        ]
 
     def inline_code(self) -> list[str]:
         return re.findall(r"`([^`\n]+)`", self.prose)
@@ -149,15 +173,16 @@ class Page:
         ]
 
 
-def read_commands(block: str) -> list[Command]:
-    """The commands of a bash block."""
+def read_commands(block: str, needs: str = "") -> list[Command]:
+    """The commands of a bash block. One that needs more than the others says so in a comment behind
+    it."""
     commands = []
     for line in block.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
         lexer.whitespace_split = True
         if words := list(lexer):
-            text, _, needs = re.sub(r"\s+#\s(?!needs).*$", "", line).partition(" # needs ")
-            commands.append(Command(text.strip(), words, needs.strip()))
+            text, _, own_needs = re.sub(r"\s+#\s(?!needs).*$", "", line).partition(" # needs ")
+            commands.append(Command(text.strip(), words, own_needs.strip() or needs))
     return commands
 
 
@@ -197,7 +222,7 @@ def flag_errors(command: Command) -> list[str]:
         # as if the run before had written it
         Path(config).parent.mkdir(parents=True, exist_ok=True)
         Path(config).write_text(
-            "model: {model_name: my_models/Llama-3.1-8B}\ndata: {dataset: my_data.jsonl}\n"
+            "model: {model_name: Qwen/Qwen3-4B}\ndata: {dataset: my_data.jsonl}\n"
         )
     try:
         flag_reader(script)(words)
@@ -220,8 +245,8 @@ def make_targets() -> set[str]:
 
 
 def lay_out(folder: Path, save_model: Callable[..., Path]) -> Path:
-    """A copy of the repository in which a page's commands can be run: two tiny models with a
-    tokenizer and the chat template of Llama 3.1, and data."""
+    """A copy of the repository in which a page's commands can be run: a cache of the Hub with tiny
+    models, each with a tokenizer and the chat template of Llama 3.1, and data."""
     from transformers import AutoTokenizer
 
     from llama_ft.data.chat_template import BUILT_IN
@@ -246,8 +271,11 @@ def lay_out(folder: Path, save_model: Callable[..., Path]) -> Path:
         "vocab_size": 305,
         "max_position_embeddings": 131_072,
     }
-    for number, name in enumerate(("Llama-3.1-8B", "Llama-3.1-8B-Instruct")):
-        place = save_model(folder / "my_models" / name, seed=number, **shape)
+    for number, name in enumerate(HUB_MODELS):
+        repository = folder / "hub" / f"models--{name.replace('/', '--')}"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text(COMMIT)
+        place = save_model(repository / "snapshots" / COMMIT, seed=number, **shape)
         tokenizer = AutoTokenizer.from_pretrained(place)
         tokenizer.add_special_tokens(
             {"bos_token": special[0], "eos_token": special[3], "additional_special_tokens": special}
@@ -258,6 +286,10 @@ def lay_out(folder: Path, save_model: Callable[..., Path]) -> Path:
         ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
         (place / "config.json").write_text(json.dumps(config | ids))
         (place / "generation_config.json").write_text(json.dumps(ids))
+    (folder / "my_models").mkdir()  # of someone who downloads models by hand
+    for name in ("Qwen/Qwen3-4B", "meta-llama/Llama-3.1-8B"):
+        snapshot = folder / "hub" / f"models--{name.replace('/', '--')}" / "snapshots" / COMMIT
+        (folder / "my_models" / Path(name).name).symlink_to(snapshot)
     rows = [
         {
             "messages": [
@@ -269,6 +301,8 @@ def lay_out(folder: Path, save_model: Callable[..., Path]) -> Path:
     ]
     (folder / "my_prompts.jsonl").write_text('{"prompt": "What is a shard?"}\n')
     (folder / "my_data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    [tools] = Page(TOOLS_PAGE).blocks("json")
+    (folder / "my_tools.jsonl").write_text(" ".join(tools.split()) + "\n")
     write_tickets(folder)
     return folder
 
@@ -291,7 +325,12 @@ def run_commands(commands: list[Command], folder: Path, timeout: float) -> Finis
     """Run commands as they are printed, by one bash that stops at the first that fails, in a
     directory of `lay_out`."""
     path = [str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
-    own = {"PYTHONPATH": str(folder / "src"), "PATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1"}
+    own = {
+        "PYTHONPATH": str(folder / "src"),
+        "PATH": os.pathsep.join(path),
+        "HF_HUB_CACHE": str(folder / "hub"),
+        "HF_HUB_OFFLINE": "1",
+    }
     finished = subprocess.run(
         ["bash", "-exc", "\n".join(command.text for command in commands)],
         stdout=subprocess.PIPE,

@@ -135,7 +135,7 @@ def test_plain_pytorch_reads_a_checkpoint_on_one_process(results: Path, tiny_mod
     for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL):
         here = {
             "output/run/checkpoints/step-000100": str(folder),
-            "my_models/Llama-3.1-8B": str(tiny_model),
+            "Qwen/Qwen3-4B": str(tiny_model),
         }
         for there, path in here.items():
             code = code.replace(there, path)
