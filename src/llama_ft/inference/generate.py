@@ -198,7 +198,7 @@ class Answerer:
             max_new_tokens=self.longest_answer(width),
             pad_token_id=self._pad,
             logits_processor=LogitsProcessorList([check_and_show]),
-            # A rank whose answers have ended goes on until all have: every rank must all-gather.
+            # A rank whose answers have ended continues until all have: every rank must all-gather.
             synced_gpus=is_sharded,
         )
         if is_sharded:
