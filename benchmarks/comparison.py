@@ -98,6 +98,7 @@ class Comparison:
         self.folder: Path = asked.folder
         self.files = self.folder / "data"
         write_tickets(self.files, asked.seed)
+        self.plans = dict[str, tuple[list[Examples], Examples]]()
 
     def training(self, name: str) -> Training:
         asked = self.asked
@@ -109,8 +110,8 @@ class Comparison:
         lr = asked.lora_lr if name == "lora" else asked.full_lr
         return Training(name, name, "sft", asked.steps, lr, self.model, *files)
 
-    def flags(self, what: Training) -> list[str]:
-        """The recipe's flags, without those of a single run."""
+    def flags(self, what: Training, **more: Any) -> list[str]:
+        """The recipe's flags; `more` are those of a single run."""
         asked = self.asked
         flags: dict[str, Any] = {
             "model_name": what.model,
@@ -140,7 +141,7 @@ class Comparison:
             flags["enable_fsdp"] = True
         if asked.precision == "fp32":
             flags["save_dtype"] = "float32"
-        return [f"--{name}={value}" for name, value in flags.items()]
+        return [f"--{name}={value}" for name, value in (flags | more).items()]
 
     def warmup(self, what: Training) -> int:
         return max(1, what.steps // 10)
@@ -148,8 +149,13 @@ class Comparison:
     def plan(self, what: Training) -> tuple[list[Examples], Examples]:
         """What the recipe trains on: the examples of each micro-batch in the order in which TRL's
         ranks take turns, and the validation examples."""
+        if what.name not in self.plans:
+            self.plans[what.name] = self.make_plan(what)
+        return self.plans[what.name]
+
+    def make_plan(self, what: Training) -> tuple[list[Examples], Examples]:
         asked = self.asked
-        config: Config = load([*self.flags(what), f"--max_train_step={what.steps}"], paths=False)[0]
+        config: Config = load(self.flags(what, max_train_step=what.steps), paths=False)[0]
         objective = training.build_objective(config)
         tokenizer = models.load_tokenizer(what.model, False)
         dataset = data.prepare(
@@ -192,8 +198,8 @@ class Comparison:
         file = output / "model" / "adapter_model.safetensors"
         if not file.exists():
             shutil.rmtree(output, ignore_errors=True)
-            flags = [*self.flags(what), "--max_train_step=1", "--run_validation=False"]
-            self.launch_recipe(flags, output)
+            more = {"max_train_step": 1, "run_validation": False, "weight_decay": 0}
+            self.launch_recipe(self.flags(what, **more), output)
             weights = load_file(file)
             for name, weight in weights.items():
                 if "lora_B" in name:
@@ -226,8 +232,8 @@ class Comparison:
         cores = len(os.sched_getaffinity(0)) // self.asked.ranks
         return {"OMP_NUM_THREADS": str(max(1, cores))}
 
-    def run_llama_ft(self, what: Training, output: Path, more: list[str]) -> dict[str, Any]:
-        watched, ends = self.launch_recipe([*self.flags(what), *more], output)
+    def run_llama_ft(self, what: Training, output: Path, **more: Any) -> dict[str, Any]:
+        watched, ends = self.launch_recipe(self.flags(what, **more), output)
         lines = (output / "metrics.jsonl").read_text().splitlines()
         records = [json.loads(line) for line in lines]
         steps = [record for record in records if "train/loss" in record]
@@ -345,8 +351,8 @@ class Comparison:
         else:
             is_dpo = what.objective == "dpo"
             every = self.asked.dpo_eval_steps if is_dpo else self.asked.eval_steps
-            more = [f"--max_train_step={what.steps}", f"--eval_steps={every}"]
-            result = self.run_llama_ft(what, output, [*more, f"--save_steps={what.steps}"])
+            more = {"max_train_step": what.steps, "eval_steps": every, "save_steps": what.steps}
+            result = self.run_llama_ft(what, output, **more)
             planned = target_tokens(self.plan(what)[0], what.steps)
             assert planned == result["target_tokens"], f"{what.name}: other samples than planned"
         file.write_text(json.dumps(result))
@@ -370,9 +376,9 @@ class Comparison:
                 if side == "TRL":
                     result = self.run_trl(what, output, is_timed=True)
                 else:
-                    more = [f"--max_train_step={asked.timed_steps}", "--run_validation=False"]
-                    more += ["--save_model=False", "--save_every_epoch=False"]
-                    result = self.run_llama_ft(what, output, more)
+                    more = {"max_train_step": asked.timed_steps, "run_validation": False}
+                    more |= {"save_model": False, "save_every_epoch": False}
+                    result = self.run_llama_ft(what, output, **more)
                 seconds = result["ends"][-1] - result["ends"][WARMUP_TIMED - 1]
                 cpu_seconds = cpu_at(result, -1) - cpu_at(result, WARMUP_TIMED - 1)
                 steps = asked.timed_steps - WARMUP_TIMED
@@ -504,7 +510,7 @@ def measured(watched: Watched, ends: list[float]) -> dict[str, Any]:
     return {
         "started": watched.started,
         "ends": ends,
-        "clocks": watched.clocks[::4],
+        "clocks": watched.clocks,
         "seconds": watched.clocks[-1][0] - watched.started,
         "cpu_seconds": watched.clocks[-1][1],
         "peak_bytes": max(watched.peaks.values()),

@@ -62,6 +62,14 @@ class Evaluation(TrainerCallback):
         self.trainer.model.train()
 
 
+class EvaluateAtTheEnd(TrainerCallback):
+    """The recipe evaluates after the last step, too."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == state.max_steps:
+            control.should_evaluate = True
+
+
 class RecordingCollator:
     """A collator that keeps what it returns.
 
@@ -122,11 +130,12 @@ def build_trainer(job: dict[str, Any], callbacks: list[Any], batches: list[Any])
             target_modules="all-linear",
             task_type="CAUSAL_LM",
         )
+    evaluates_itself = job["trainer"] == "dpo" and job["validation"]
     return WithRows(
         load_model(job),
         args=settings_of(job),
         train_dataset=read_rows(job["rows"]),
-        eval_dataset=read_rows(job["validation"]) if job["trainer"] == "dpo" else None,
+        eval_dataset=read_rows(job["validation"]) if evaluates_itself else None,
         processing_class=AutoTokenizer.from_pretrained(job["model"]),
         peft_config=adapter,
         callbacks=callbacks,
@@ -152,6 +161,8 @@ def main(job: dict[str, Any]) -> None:
         evaluation = Evaluation(read_rows(job["validation"]), job["eval_steps"])
         callbacks.append(evaluation)
     batches = list[Any]()
+    if job["trainer"] == "dpo" and job["validation"]:
+        callbacks.append(EvaluateAtTheEnd())
     trainer = build_trainer(job, callbacks, batches)
     if job["adapter"]:
         weights = load_file(Path(job["adapter"], "adapter_model.safetensors"))
