@@ -27,7 +27,9 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -230,7 +232,8 @@ class Comparison:
         if self.asked.device != "cpu":
             return {}
         cores = len(os.sched_getaffinity(0)) // self.asked.ranks
-        return {"OMP_NUM_THREADS": str(max(1, cores))}
+        # a plain 1, which torchrun sets by itself, would mean a share of the cores to the recipe
+        return {"OMP_NUM_THREADS": f"0{self.asked.threads or max(1, cores)}"}
 
     def run_llama_ft(self, what: Training, output: Path, **more: Any) -> dict[str, Any]:
         watched, ends = self.launch_recipe(self.flags(what, **more), output)
@@ -423,7 +426,12 @@ class Comparison:
     def compare(self, name: str) -> dict[str, Any]:
         """Everything about one training."""
         what = self.training(name)
-        runs = {side: self.run(what, side) for side in SIDES}
+        self.plan(what)
+        if what.method == "lora":
+            self.first_adapter(what)
+        with ThreadPoolExecutor(max_workers=2 if self.asked.together else 1) as pool:
+            results = list(pool.map(partial(self.run, what), SIDES))
+        runs = dict(zip(SIDES, results, strict=True))
         turns = self.time_turns(what)
         scores = {"before": self.score("dpo-start" if name == "dpo" else "model", what.model)}
         for side in SIDES:
@@ -446,7 +454,7 @@ class Comparison:
             "largest_training_difference": max(trained),
             "scores": scores,
             "turns": turns,
-            "medians": {side: medians(turns[side]) for side in SIDES},
+            "medians": {side: medians(turns[side]) for side in SIDES if turns[side]},
             **{side: {key: runs[side][key] for key in kept} for side in SIDES},
         }
 
@@ -591,8 +599,10 @@ def parse() -> argparse.Namespace:
     add("--precision", choices=("fp32", "bf16_mixed"), default="fp32")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--ranks", type=int, default=1)
+    add("--threads", type=int, default=0, help="of a rank; 0: its share of the cores")
+    add("--together", action="store_true", help="both sides at once, except for the timed runs")
     add("--checkpointing", choices=("off", "full"), default="off")
-    add("--turns", type=int, default=3, help="of the timed runs")
+    add("--turns", type=int, default=3, help="of the timed runs; 0: no timed runs yet")
     add("--timed_steps", type=int, default=12)
     add("--scored", type=int, default=1_000_000, help="score only the first held-out chats")
     add("--seed", type=int, default=42)

@@ -72,7 +72,7 @@ def write_table(result: dict[str, Any]) -> str:
     costs = table(
         ["", "tokens/s", "TRL", "CPU s per step", "TRL", "ratio", "MiB of memory", "TRL"]
         + ["MiB of checkpoint + model", "TRL"],
-        [cost_row(name, training) for name, training in trainings],
+        [cost_row(name, training) for name, training in trainings if training["medians"]],
     )
     return f"{losses}\n{costs}"
 
