@@ -118,12 +118,10 @@ class Comparison:
         flags: dict[str, Any] = {
             "model_name": what.model,
             "dataset": what.train,
-            "validation": what.validation,
             "objective": what.objective,
             "context_length": asked.length,
             "batching_strategy": "padding",
             "batch_size_training": asked.micro_batch,
-            "val_batch_size": asked.micro_batch,
             "gradient_accumulation_steps": asked.accumulation,
             "num_epochs": 100,
             "lr": what.lr,
@@ -145,6 +143,14 @@ class Comparison:
             flags["save_dtype"] = "float32"
         return [f"--{name}={value}" for name, value in (flags | more).items()]
 
+    def validation_flags(self, what: Training) -> dict[str, Any]:
+        is_dpo = what.objective == "dpo"
+        return {
+            "validation": what.validation,
+            "val_batch_size": self.asked.micro_batch,
+            "eval_steps": self.asked.dpo_eval_steps if is_dpo else self.asked.eval_steps,
+        }
+
     def warmup(self, what: Training) -> int:
         return max(1, what.steps // 10)
 
@@ -157,7 +163,9 @@ class Comparison:
 
     def make_plan(self, what: Training) -> tuple[list[Examples], Examples]:
         asked = self.asked
-        config: Config = load(self.flags(what, max_train_step=what.steps), paths=False)[0]
+        config: Config = load(
+            self.flags(what, max_train_step=what.steps, **self.validation_flags(what)), paths=False
+        )[0]
         objective = training.build_objective(config)
         tokenizer = models.load_tokenizer(what.model, False)
         dataset = data.prepare(
@@ -352,9 +360,8 @@ class Comparison:
         if side == "TRL":
             result = self.run_trl(what, output, is_timed=False)
         else:
-            is_dpo = what.objective == "dpo"
-            every = self.asked.dpo_eval_steps if is_dpo else self.asked.eval_steps
-            more = {"max_train_step": what.steps, "eval_steps": every, "save_steps": what.steps}
+            more = {"max_train_step": what.steps, "save_steps": what.steps}
+            more |= self.validation_flags(what)
             result = self.run_llama_ft(what, output, **more)
             planned = target_tokens(self.plan(what)[0], what.steps)
             assert planned == result["target_tokens"], f"{what.name}: other samples than planned"
@@ -520,7 +527,7 @@ def measured(watched: Watched, ends: list[float]) -> dict[str, Any]:
         "ends": ends,
         "clocks": watched.clocks,
         "seconds": watched.clocks[-1][0] - watched.started,
-        "cpu_seconds": watched.clocks[-1][1],
+        "cpu_seconds": max(cpu for _, cpu in watched.clocks),  # the last one may lack a rank
         "peak_bytes": max(watched.peaks.values()),
     }
 
@@ -585,10 +592,10 @@ def parse() -> argparse.Namespace:
     add("--folder", type=Path, default=Path("output/comparison"))
     add("--methods", default="lora,full,dpo", help="of lora, full and dpo; dpo needs lora")
     add("--steps", type=int, default=300)
-    add("--eval_steps", type=int, default=75)
+    add("--eval_steps", type=int, default=100)
     add("--dpo_steps", type=int, default=100)
     add("--dpo_eval_steps", type=int, default=50)
-    add("--micro_batch", type=int, default=2, help="samples, or pairs, of a rank")
+    add("--micro_batch", type=int, default=1, help="samples, or pairs, of a rank")
     add("--accumulation", type=int, default=1)
     add("--length", type=int, default=128, help="longest sample in tokens")
     add("--lora_lr", type=float, default=1e-3)
