@@ -21,9 +21,7 @@ command. At its end there are result.json, table.md and comparison.svg.
 import argparse
 import json
 import os
-import platform
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -37,9 +35,25 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY / folder) for folder in ("src", "benchmarks")]
 
-import torch  # noqa: E402
 from comparison_data import write_tickets  # noqa: E402
 from comparison_figure import draw_figure  # noqa: E402
+from comparison_measures import (  # noqa: E402
+    commit,
+    cpu_at,
+    disk_of,
+    evaluation_record,
+    machine,
+    measured,
+    medians,
+)
+from comparison_rows import (  # noqa: E402
+    Examples,
+    examples_of,
+    pairs_of,
+    rows_of,
+    target_tokens,
+    without_tail,
+)
 from comparison_table import write_table  # noqa: E402
 from peers import PEERS, Watched, launch, make_environment  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -56,7 +70,6 @@ SECONDS_A_RUN = 6 * 3600.0
 WARMUP_TIMED = 2  # steps of a timed run that are not counted
 SIDES = ("llama_ft", "TRL")
 RECIPE = REPOSITORY / "recipes" / "finetuning.py"
-Examples = list[tuple[list[int], list[int]]]  # tokens and labels
 
 
 @dataclass(frozen=True)
@@ -204,18 +217,18 @@ class Comparison:
     def first_adapter(self, what: Training) -> Path:
         """The adapter with which the recipe begins: after one step A is as it was made, because B
         was zero and A had no gradient."""
-        output = self.folder / f"{what.name}-start"
-        file = output / "model" / "adapter_model.safetensors"
+        file = self.folder / f"{what.name}-start.safetensors"
         if not file.exists():
+            output = self.folder / f"{what.name}-start"
             shutil.rmtree(output, ignore_errors=True)
             more = {"max_train_step": 1, "run_validation": False, "weight_decay": 0}
             self.launch_recipe(self.flags(what, **more), output)
-            weights = load_file(file)
+            weights = load_file(output / "model" / "adapter_model.safetensors")
             for name, weight in weights.items():
                 if "lora_B" in name:
                     weight.zero_()
-            save_file(weights, file, metadata={"format": "pt"})
-        return file.parent
+            save_file(weights, file)
+        return file
 
     def launch_recipe(self, flags: list[str], output: Path) -> tuple[Watched, list[float]]:
         """Run the recipe. Also returns the wall clock at the end of each step."""
@@ -278,10 +291,11 @@ class Comparison:
             evaluation = {"eval_strategy": "steps", "eval_steps": asked.dpo_eval_steps}
             settings |= {"eval_on_start": True, **evaluation}
         is_lora = what.method == "lora"
+        train_rows, validation_rows = self.write_rows(what)
         job = {
             "model": str(what.model),
-            "rows": str(self.rows(what)[0]),
-            "validation": None if is_timed else str(self.rows(what)[1]),
+            "rows": str(train_rows),
+            "validation": None if is_timed else str(validation_rows),
             "eval_steps": asked.eval_steps,
             "output": str(output),
             "method": what.method,
@@ -324,7 +338,7 @@ class Comparison:
             "versions": first["versions"],
         }
 
-    def rows(self, what: Training) -> tuple[Path, Path]:
+    def write_rows(self, what: Training) -> tuple[Path, Path]:
         """Files with the recipe's tokens and labels, in the order of its steps."""
         folder = self.folder / "rows"
         files = (folder / f"{what.name}.jsonl", folder / f"{what.name}-validation.jsonl")
@@ -464,122 +478,6 @@ class Comparison:
             "medians": {side: medians(turns[side]) for side in SIDES if turns[side]},
             **{side: {key: runs[side][key] for key in kept} for side in SIDES},
         }
-
-
-def examples_of(batch: data.Batch) -> Examples:
-    return [(ids.tolist(), labels.tolist()) for ids, labels in batch.examples()]
-
-
-def rows_of(examples: Examples) -> list[dict[str, list[int]]]:
-    return [{"input_ids": ids, "labels": labels} for ids, labels in examples]
-
-
-def without_tail(example: tuple[list[int], list[int]]) -> tuple[list[int], list[int]]:
-    """Without the line break after the end of the last turn: no loss, and nothing after it."""
-    ids, labels = example
-    end = len(labels)
-    while labels[end - 1] == data.IGNORED:
-        end -= 1
-    return ids[:end], labels[:end]
-
-
-def pairs_of(examples: Examples) -> list[dict[str, list[int]]]:
-    """Chosen and rejected responses follow each other."""
-    shortened = [without_tail(example) for example in examples]
-    rows = []
-    for chosen, rejected in zip(shortened[::2], shortened[1::2], strict=True):
-        prompt = chosen[1].count(data.IGNORED)  # tokens; all of them come first
-        assert chosen[0][:prompt] == rejected[0][:prompt]
-        row = {"prompt_ids": chosen[0][:prompt], "chosen_ids": chosen[0][prompt:]}
-        rows.append({**row, "rejected_ids": rejected[0][prompt:]})
-    return rows
-
-
-def target_tokens(micro_batches: list[Examples], steps: int) -> list[int]:
-    """The labels in the loss up to each step, as metrics.jsonl counts them."""
-    per_step = len(micro_batches) // steps
-    total = 0
-    totals = []
-    for first in range(0, len(micro_batches), per_step):
-        for batch in micro_batches[first : first + per_step]:
-            for _, labels in batch:
-                total += sum(label != data.IGNORED for label in labels[1:])
-        totals.append(total)
-    return totals
-
-
-def evaluation_record(record: dict[str, Any]) -> dict[str, float]:
-    """Loss, margin and accuracy of an evaluation, by the names of neither side."""
-    found = {"step": record["step"]}
-    for name, value in record.items():
-        if not name.startswith("eval"):
-            continue
-        short = name.replace("eval_", "").replace("eval/", "").replace("rewards/", "")
-        if short in ("loss", "margins", "accuracies"):
-            found[short] = value
-    return found
-
-
-def measured(watched: Watched, ends: list[float]) -> dict[str, Any]:
-    """What was seen of a run from outside."""
-    return {
-        "started": watched.started,
-        "ends": ends,
-        "clocks": watched.clocks,
-        "seconds": watched.clocks[-1][0] - watched.started,
-        "cpu_seconds": max(cpu for _, cpu in watched.clocks),  # the last one may lack a rank
-        "peak_bytes": max(watched.peaks.values()),
-    }
-
-
-def cpu_at(result: dict[str, Any], step: int) -> float:
-    """CPU seconds of all ranks up to the end of a step."""
-    end = result["ends"][step]
-    before = [cpu for wall, cpu in result["clocks"] if wall <= end]
-    return float(before[-1])
-
-
-def medians(turns: list[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
-
-
-def disk_of(folder: Path) -> dict[str, int]:
-    """Bytes of the checkpoint and of the final model."""
-    sizes = {}
-    checkpoints = [*folder.glob("checkpoint-*"), *folder.glob("checkpoints/step-*")]
-    for name, parts in (("checkpoint", checkpoints), ("model", [folder / "model"])):
-        files = [file for part in parts for file in part.rglob("*") if file.is_file()]
-        sizes[name] = sum(file.stat().st_size for file in files)
-    return sizes
-
-
-def processor_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
-def machine() -> dict[str, Any]:
-    flags = Path("/proc/cpuinfo").read_text()
-    found = {
-        "processor": processor_name(),
-        "avx512_bf16": "avx512_bf16" in flags,
-        "amx": "amx_bf16" in flags,
-        "cores": len(os.sched_getaffinity(0)),
-        "load_average": os.getloadavg()[0],
-        "system": platform.platform(),
-        "python": platform.python_version(),
-    }
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
-
-
-def commit() -> str:
-    command = ["git", "-C", str(REPOSITORY), "rev-parse", "--short=7", "HEAD"]
-    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    return printed.stdout.strip()
 
 
 def parse() -> argparse.Namespace:

@@ -165,7 +165,7 @@ def main(job: dict[str, Any]) -> None:
         callbacks.append(EvaluateAtTheEnd())
     trainer = build_trainer(job, callbacks, batches)
     if job["adapter"]:
-        weights = load_file(Path(job["adapter"], "adapter_model.safetensors"))
+        weights = load_file(job["adapter"])
         unwrapped = trainer.accelerator.unwrap_model(trainer.model)
         loaded = set_peft_model_state_dict(unwrapped, weights)
         assert not loaded.unexpected_keys, loaded.unexpected_keys
