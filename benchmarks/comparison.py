@@ -45,6 +45,7 @@ from comparison_measures import (  # noqa: E402
     machine,
     measured,
     medians,
+    whole_run,
 )
 from comparison_rows import (  # noqa: E402
     Examples,
@@ -475,6 +476,7 @@ class Comparison:
             "largest_training_difference": max(trained),
             "scores": scores,
             "turns": turns,
+            "whole_runs": {side: whole_run(runs[side]) for side in SIDES},
             "medians": {side: medians(turns[side]) for side in SIDES if turns[side]},
             **{side: {key: runs[side][key] for key in kept} for side in SIDES},
         }

@@ -42,6 +42,17 @@ def cpu_at(result: dict[str, Any], step: int) -> float:
     return float(before[-1])
 
 
+def whole_run(result: dict[str, Any]) -> dict[str, float]:
+    """Memory and the median step's CPU seconds of a whole run. The median leaves out the steps with
+    an evaluation or a save."""
+    steps = range(1, len(result["ends"]))
+    seconds = [cpu_at(result, step) - cpu_at(result, step - 1) for step in steps]
+    return {
+        "cpu_seconds_per_step": statistics.median(seconds),
+        "peak_bytes": result["device_peak_bytes"] or result["peak_bytes"],
+    }
+
+
 def medians(turns: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
 

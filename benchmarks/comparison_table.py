@@ -4,6 +4,7 @@ python benchmarks/comparison_table.py output/comparison/result.json
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,14 +45,14 @@ def loss_row(name: str, training: dict[str, Any]) -> list[str]:
 
 
 def cost_row(name: str, training: dict[str, Any]) -> list[str]:
-    ours = training["medians"]["llama_ft"]
-    theirs = training["medians"]["TRL"]
+    measured = training["medians"] or training["whole_runs"]
+    ours = measured["llama_ft"]
+    theirs = measured["TRL"]
     ratio = ours["cpu_seconds_per_step"] / theirs["cpu_seconds_per_step"]
     disks = [training[side]["disk"] for side in ("llama_ft", "TRL")]
     return [
         TITLES[name],
-        f"{ours['tokens_per_second']:.0f}",
-        f"{theirs['tokens_per_second']:.0f}",
+        *(f"{side.get('tokens_per_second', math.nan):.0f}" for side in (ours, theirs)),
         f"{ours['cpu_seconds_per_step']:.2f}",
         f"{theirs['cpu_seconds_per_step']:.2f}",
         f"{ratio:.2f}",
@@ -72,7 +73,7 @@ def write_table(result: dict[str, Any]) -> str:
     costs = table(
         ["", "tokens/s", "TRL", "CPU s per step", "TRL", "ratio", "MiB of memory", "TRL"]
         + ["MiB of checkpoint + model", "TRL"],
-        [cost_row(name, training) for name, training in trainings if training["medians"]],
+        [cost_row(name, training) for name, training in trainings],
     )
     return f"{losses}\n{costs}"
 
