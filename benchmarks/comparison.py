@@ -132,6 +132,7 @@ class Comparison:
         flags: dict[str, Any] = {
             "model_name": what.model,
             "dataset": what.train,
+            "dataset_format": "preference" if what.objective == "dpo" else "messages",
             "objective": what.objective,
             "context_length": asked.length,
             "batching_strategy": "padding",
@@ -498,7 +499,7 @@ def parse() -> argparse.Namespace:
     add("--micro_batch", type=int, default=1, help="samples, or pairs, of a rank")
     add("--accumulation", type=int, default=1)
     add("--length", type=int, default=128, help="longest sample in tokens")
-    add("--lora_lr", type=float, default=1e-3)
+    add("--lora_lr", type=float, default=2e-4)
     add("--full_lr", type=float, default=1e-4)
     add("--dpo_lr", type=float, default=1e-4)
     add("--r", type=int, default=16, help="LoRA's rank")
