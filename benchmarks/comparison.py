@@ -500,7 +500,7 @@ def parse() -> argparse.Namespace:
     add("--accumulation", type=int, default=1)
     add("--length", type=int, default=128, help="longest sample in tokens")
     add("--lora_lr", type=float, default=2e-4)
-    add("--full_lr", type=float, default=1e-4)
+    add("--full_lr", type=float, default=3e-5)
     add("--dpo_lr", type=float, default=1e-4)
     add("--r", type=int, default=16, help="LoRA's rank")
     add("--weight_decay", type=float, default=0.01)
