@@ -428,7 +428,13 @@ class Comparison:
             command += ["--device", self.asked.device, "--limit", str(self.asked.scored)]
             command += ["--dtype", "float32" if self.asked.precision == "fp32" else "bfloat16"]
             command += ["--adapter", str(adapter)] if adapter else []
-            printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            printed = subprocess.run(
+                command,
+                check=True,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **self.threads()},
+            )
             file.write_text(printed.stdout)
         found: dict[str, Any] = json.loads(file.read_text())
         return found
