@@ -90,7 +90,18 @@ def test_three_steps_of_every_training_are_the_same_in_trl(tmp_path: Path) -> No
     command += ["--trl_python", str(python_with_trl()), "--model"]
     command += [str(build_demo(cache_dir()).model_dir), "--length", "256", "--seed", "3"]
     command += ["--steps", "3", "--eval_steps", "2", "--dpo_steps", "3", "--dpo_eval_steps", "2"]
-    command += ["--micro_batch", "2", "--turns", "1", "--timed_steps", "3", "--scored", "2"]
+    command += [
+        "--micro_batch",
+        "2",
+        "--threads",
+        "1",
+        "--turns",
+        "1",
+        "--timed_steps",
+        "3",
+        "--scored",
+        "2",
+    ]
     environment = {**ENVIRONMENT, "PATH": "/usr/bin:/bin", "HOME": str(Path.home())}
     environment["LLAMA_FT_CACHE"] = str(cache_dir())
     finished = subprocess.run(
