@@ -11,7 +11,7 @@ QUICKSTART := recipes/finetuning.py --enable_fsdp --low_cpu_fsdp
 MACHINE_AND_MODEL := import torch; from llama_ft.data.smollm2 import quickstart_model; \
   print(torch.cuda.device_count(), max(1, torch.get_num_threads() // 2), *quickstart_model(), sep="\n")
 
-.PHONY: install quickstart test test-all lint docs clean
+.PHONY: install quickstart test test-all comparison lint docs clean
 
 # One or two GPUs serve one process each; without a GPU, two processes share the CPU's cores (gloo). torchrun would give
 # each process one thread, and say so, unless OMP_NUM_THREADS is set. The other variables have the C library give freed
@@ -37,6 +37,10 @@ test: $(VENV)/.installed-dev
 
 test-all: test $(VENV)/.smollm2
 	$(BIN)/python -m pytest -m slow
+
+# The same fine-tuning here and in TRL, for which it makes an environment in the cache. Interrupted, it continues.
+comparison: $(VENV)/.installed $(VENV)/.smollm2
+	$(BIN)/python benchmarks/comparison.py --folder output/comparison
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

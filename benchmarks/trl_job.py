@@ -79,8 +79,7 @@ def settings_of(job: dict[str, Any]) -> Any:
         sharding = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": LAYER_POLICY}}
     if job["trainer"] == "sft":
         sharding["packing"] = job["layout"] == "packing"
-    return TRAINERS[job["trainer"]][1](
-        **job["settings"],
+    settings = dict(
         output_dir=job["output"],
         use_cpu=on_cpu,
         # With transformers' own FSDP2 the model casts for itself; bf16 would add autocast, which is
@@ -105,8 +104,8 @@ def settings_of(job: dict[str, Any]) -> Any:
         dataloader_drop_last=True,
         ddp_find_unused_parameters=False,
         seed=0,
-        **sharding,
     )
+    return TRAINERS[job["trainer"]][1](**{**settings, **sharding, **job["settings"]})
 
 
 def shard_with_accelerate(trainer: Any, bf16: bool) -> None:
@@ -146,21 +145,21 @@ def untuned_loss(trainer: Any, file: Path) -> float:
     """The mean loss over all target tokens of a file's rows, through this run's own preparation and
     batches; on every rank the same rows."""
     args = trainer.args
-    sums = torch.zeros(2, dtype=torch.float64)
     rows = trainer._prepare_dataset(
         read(file), trainer.processing_class, args, args.packing, None, "check"
     )
+    return mean_loss(trainer, rows)
+
+
+def mean_loss(trainer: Any, rows: Any) -> float:
+    """The same of rows that are tokenized. The model is in eval mode afterwards."""
+    size = trainer.args.per_device_train_batch_size
+    sums = torch.zeros(2, dtype=torch.float64)
     trainer.model.eval()
     with torch.no_grad():
-        for first in range(0, len(rows), args.per_device_train_batch_size):
-            batch = trainer.data_collator(
-                [
-                    rows[number]
-                    for number in range(
-                        first, min(first + args.per_device_train_batch_size, len(rows))
-                    )
-                ]
-            )
+        for first in range(0, len(rows), size):
+            numbers = range(first, min(first + size, len(rows)))
+            batch = trainer.data_collator([rows[number] for number in numbers])
             outputs = trainer.model(
                 **trainer._prepare_inputs(batch), use_cache=False, fused_lm_head=True
             )

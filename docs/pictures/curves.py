@@ -72,7 +72,9 @@ def draw() -> str:
     y = TOP + HEIGHT + 72
     body.append(svg.line(LEFT, y - 5, LEFT + 30, y - 5, "validation"))
     body.append(svg.text(LEFT + 38, y, "validation loss", "small"))
-    body.append(svg.line(LEFT + 160, y - 5, LEFT + 190, y - 5, "training", ' stroke-dasharray="4 3"'))
+    body.append(
+        svg.line(LEFT + 160, y - 5, LEFT + 190, y - 5, "training", ' stroke-dasharray="4 3"')
+    )
     body.append(svg.text(LEFT + 198, y, "training loss", "small"))
     style = """
     .validation { stroke: #1f6feb; stroke-width: 2.5px; fill: none; }
