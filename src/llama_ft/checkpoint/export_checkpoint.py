@@ -431,11 +431,12 @@ def _skeleton(
 ) -> models.BuiltModel:
     config = models.load_model_config(base, settings.model.trust_remote_code)
     models.choose_head(config, settings.preference.objective)
-    # An export copies what is stored, and a merge rejects a quantized base.
+    # An export copies what is stored, and a merge rejects a base in bitsandbytes' 4 bits.
+    is_published = models.stored_method(config) is not None
     quantization = vars(config).pop("quantization_config", None)
     request = models.ModelRequest(settings, base, config, new, purpose="read")
     built = build_model(request, None, NULL_MONITOR)
-    if quantization is not None:
+    if quantization is not None and not is_published:
         built.model.config.quantization_config = quantization
     return built
 

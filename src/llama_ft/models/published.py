@@ -1,0 +1,270 @@
+"""Read checkpoints that are published quantized, as if they were in 16 bits.
+
+Their weights are codes of few bits and the scales of blocks of codes:
+
+    fp8    weight float8 [out, in]      weight_scale_inv [ceil(out / 128), ceil(in / 128)]    value = code * scale
+
+`open_dequantized` returns a source of weights under the names and in the shapes of the model that was
+quantized. Requested rows are dequantized in fp32 and rounded once, to the dtype of config.json. So the
+conversion of names, sharding, quantization to 8 or 4 bits and exports see a checkpoint in 16 bits. Which
+tensors are quantized is read from the files, not from config.json's lists of excluded modules.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import PretrainedConfig
+
+from llama_ft.errors import UserError
+from llama_ft.models.source import StoredTensor, WeightSource, open_weights, row_blocks
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# of E2M1, whose fourth bit is the sign
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Suffixes of the scale's name, which replace that of the weight.
+SCALES_OF_FP8 = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
+# Of activations, which stay in 16 bits here.
+UNUSED = (".activation_scale", ".input_scale", ".qscale_act")
+FP4_BLOCK = (1, 32)  # of DeepSeek V4's experts
+WORK_ELEMENTS = 2**20  # dequantized at once: temporaries in fp32 and of indices take 4 MiB each
+SIXTEEN_BITS = "Download it again, or use a version in 16 bits."
+
+
+def stored_method(model_config: PretrainedConfig) -> dict[str, Any] | None:
+    """Return the quantization_config of a published format that can be read here, or None."""
+    stored = getattr(model_config, "quantization_config", None)
+    if stored is None:
+        return None
+    note: dict[str, Any] = stored if isinstance(stored, dict) else stored.to_dict()
+    return note if note.get("quant_method") in READERS else None
+
+
+def describe_stored(model_config: PretrainedConfig) -> str | None:
+    """Return a log text about a published format: what it is, and what it becomes."""
+    note = stored_method(model_config)
+    if note is None:
+        return None
+    blocks = note.get("weight_block_size")
+    name = f"FP8 in blocks of {blocks[0]} x {blocks[1]}" if blocks else "FP8, a scale per tensor"
+    return f"The checkpoint is quantized: {name}. Its weights are dequantized while loading."
+
+
+def open_dequantized(folder: Path) -> WeightSource:
+    """Open the weights of a model directory. Those of a published format are shown in 16 bits. Only
+    headers are read. Raises UserError if a tensor of the format is missing or does not fit."""
+    source = open_weights(folder)
+    try:
+        settings = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return source  # building the model reports it
+    note = settings.get("quantization_config")
+    if not note or note.get("quant_method") not in READERS:
+        return source
+    text = settings.get("text_config") or {}
+    names = (settings.get("dtype"), settings.get("torch_dtype"), text.get("dtype"))
+    name = next((name for name in names if name), "bfloat16")
+    return DequantizedSource(source, note, getattr(torch, name))
+
+
+class PackedWeight(Protocol):
+    """A quantized matrix [out, in], or a stack of them [experts, out, in]."""
+
+    @property
+    def codes(self) -> str:
+        """The name of the tensor with the numbers of few bits."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape before quantization."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of all its tensors."""
+
+    def read(self, source: WeightSource, expert: int | None, start: int, stop: int) -> torch.Tensor:
+        """Return rows [start, stop) of a matrix in fp32."""
+
+
+class DequantizedSource(WeightSource):
+    """The tensors of another source with quantized ones replaced by what they stand for.
+
+    Args:
+        source: the files.
+        note: config.json's quantization_config.
+        dtype: of the dequantized tensors.
+    """
+
+    def __init__(self, source: WeightSource, note: dict[str, Any], dtype: torch.dtype) -> None:
+        self._source = source
+        self._packed = READERS[note["quant_method"]](source, note)
+        self.tensors = dict(source.tensors)
+        for name, packed in self._packed.items():
+            file = source.tensors[packed.codes].file
+            for part in packed.parts:
+                self.tensors.pop(part, None)
+            self.tensors[name] = StoredTensor(file, packed.shape, dtype)
+        for name in source.tensors:
+            if name.endswith(UNUSED):
+                del self.tensors[name]
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See `WeightSource`. The rows of a stack are its experts."""
+        packed = self._packed.get(name)
+        if packed is None:
+            return self._source.read_rows(name, start, stop)
+        header = self.tensors[name]
+        rows = torch.empty(stop - start, *header.shape[1:], dtype=header.dtype)
+        if len(header.shape) == 2:
+            self._fill(rows, packed, None, start)
+            return rows
+        for expert in range(start, stop):
+            self._fill(rows[expert - start], packed, expert, 0)
+        return rows
+
+    def _fill(
+        self, matrix: torch.Tensor, packed: PackedWeight, expert: int | None, offset: int
+    ) -> None:
+        """Write consecutive rows of a quantized matrix, from row `offset` on."""
+        for start, stop in row_blocks(tuple(matrix.shape), 0, len(matrix), WORK_ELEMENTS):
+            values = packed.read(self._source, expert, offset + start, offset + stop)
+            matrix[start:stop] = values
+
+
+@dataclass(frozen=True)
+class ScaledWeight:
+    """Codes of 8 or 4 bits, and a scale per block of rows and columns."""
+
+    codes: str
+    scale: str
+    shape: tuple[int, ...]
+    block: tuple[int, int]  # rows and columns with the same scale
+    is_fp4: bool = False  # two codes per byte
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """See `PackedWeight`."""
+        return self.codes, self.scale
+
+    def read(self, source: WeightSource, expert: int | None, start: int, stop: int) -> torch.Tensor:
+        """See `PackedWeight`."""
+        codes = _read_matrix(source, self.codes, expert, start, stop)
+        values = fp4_values(codes) if self.is_fp4 else codes.float()
+        block_rows, block_columns = self.block
+        first = start // block_rows
+        last = ceil(stop / block_rows)
+        if source.tensors[self.scale].shape:
+            stored = _read_matrix(source, self.scale, expert, first, last)
+        else:
+            stored = source.read(self.scale)
+        scale = scale_values(stored).reshape(last - first, -1)
+        row = torch.arange(start, stop) // block_rows - first
+        column = torch.arange(self.shape[-1]) // block_columns
+        return values.mul_(scale[row][:, column])
+
+
+def _read_matrix(
+    source: WeightSource, name: str, expert: int | None, start: int, stop: int
+) -> torch.Tensor:
+    if expert is None:
+        return source.read_rows(name, start, stop)
+    return source.read_rows(name, expert, expert + 1)[0, start:stop]
+
+
+def fp4_values(packed: torch.Tensor) -> torch.Tensor:
+    """Return the fp32 values of two E2M1 codes per byte, the low half first: the last dimension
+    doubles."""
+    values = torch.tensor(FP4_VALUES)
+    table = torch.cat([values, -values])
+    packed = packed.contiguous().view(torch.uint8)
+    low = table[(packed & 15).int()]
+    high = table[(packed >> 4).int()]
+    return torch.stack([low, high], dim=-1).flatten(-2)
+
+
+def scale_values(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales in fp32. Bytes are exponents of 2 with a bias of 127 (UE8M0)."""
+    if scale.dtype == torch.uint8:
+        scale = scale.contiguous().view(torch.float8_e8m0fnu)
+    return scale.float()
+
+
+def find_fp8(source: WeightSource, note: dict[str, Any]) -> dict[str, PackedWeight]:
+    """Return the weights in FP8, and DeepSeek V4's experts in FP4, by name."""
+    found = dict[str, PackedWeight]()
+    stored_block = note.get("weight_block_size")
+    for name, header in source.tensors.items():
+        is_fp4 = header.dtype == torch.int8
+        if header.dtype not in FP8 and not is_fp4:
+            continue
+        scale = _find_scale(source, name)
+        *stack, rows, columns = _matrix_shape(name, header)
+        if is_fp4:
+            columns *= 2
+            blocks = [FP4_BLOCK]
+        elif stored_block is None:
+            blocks = [(rows, columns), (1, columns)]
+        else:
+            blocks = [(stored_block[0], stored_block[1])]
+        shape = (*stack, rows, columns)
+        block = _block(source, name, scale, shape, blocks)
+        found[name] = ScaledWeight(name, scale, shape, block, is_fp4)
+    return found
+
+
+def _find_scale(source: WeightSource, name: str) -> str:
+    """Return the name of a weight's scale. Stacked experts have no ".weight" in their names."""
+    prefix, _, last = name.rpartition(".")
+    names = [f"{name}_scale_inv", f"{name}_scale"]
+    if last == "weight":
+        names = [f"{prefix}.{suffix}" for suffix in SCALES_OF_FP8]
+    for candidate in names:
+        if candidate in source.tensors:
+            return candidate
+    header = source.tensors[name]
+    raise UserError(
+        f"{header.file}: {name} is quantized ({header.dtype}), and its scale {names[0]} is missing.\n{SIXTEEN_BITS}"
+    )
+
+
+def _matrix_shape(name: str, header: StoredTensor) -> tuple[int, ...]:
+    if len(header.shape) not in (2, 3):
+        raise UserError(
+            f"{header.file}: {name} is quantized and has the shape {list(header.shape)}, which is no matrix.\n"
+            f"{SIXTEEN_BITS}"
+        )
+    return header.shape
+
+
+def _block(
+    source: WeightSource,
+    name: str,
+    scale: str,
+    shape: tuple[int, ...],
+    blocks: Iterable[tuple[int, int]],
+) -> tuple[int, int]:
+    """Return the one of the block sizes that the shape of a weight's scale fits. Blocks at an edge
+    may be smaller. Raises UserError if none does."""
+    *stack, rows, columns = shape
+    header = source.tensors[scale]
+    expected = []
+    for block_rows, block_columns in blocks:
+        grid = (*stack, ceil(rows / block_rows), ceil(columns / block_columns))
+        expected.append(grid)
+        is_flat = not stack and grid[1] == 1 and header.shape == grid[:1]
+        is_scalar = not stack and grid == (1, 1) and header.shape == ()
+        if header.shape == grid or is_flat or is_scalar:
+            return block_rows, block_columns
+    shapes = " or ".join(str(list(grid)) for grid in expected)
+    raise UserError(
+        f"{header.file}: {scale} has the shape {list(header.shape)}; expected {shapes} for {name} {list(shape)}.\n"
+        f"{SIXTEEN_BITS}"
+    )
+
+
+# by quant_method
+READERS = {"fp8": find_fp8}
