@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    FineGrainedFP8Config,
+    Mxfp4Config,
+    PreTrainedModel,
+)
 
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
@@ -27,6 +33,22 @@ LLAMA = {
     "vocab_size": 50,
 }
 QWEN3_MOE = LLAMA | {"moe_intermediate_size": 128, "num_experts": 3, "head_dim": 64}
+
+GPT_OSS = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "vocab_size": 50,
+}
+MXFP4_NOTE = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+}
 
 
 def publish(
@@ -84,6 +106,18 @@ def with_exponents(name: str, tensor: torch.Tensor) -> Tensors:
     return tensors
 
 
+def experts_in_mxfp4(name: str, tensor: torch.Tensor) -> Tensors:
+    """Random codes and exponents of stacked experts [experts, in, out]. Biases stay."""
+    if not name.endswith("_proj"):
+        return {name: tensor}
+    experts, columns, rows = tensor.shape
+    blocks = columns // 32
+    return {
+        f"{name}_blocks": torch.randint(256, (experts, rows, blocks, 16), dtype=torch.uint8),
+        f"{name}_scales": torch.randint(115, 124, (experts, rows, blocks), dtype=torch.uint8),
+    }
+
+
 def fp8_note(**settings: Any) -> dict[str, Any]:
     note = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     return note | settings
@@ -132,6 +166,14 @@ def test_fp8_is_read_as_transformers_dequantizes_it(tmp_path: Path, case: str) -
     folder = publish(tmp_path, *FP8_CASES[case])
     expected = AutoModelForCausalLM.from_pretrained(
         folder, dtype="auto", quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    check(folder, expected)
+
+
+def test_mxfp4_is_read_as_transformers_dequantizes_it(tmp_path: Path) -> None:
+    folder = publish(tmp_path, "gpt_oss", GPT_OSS, MXFP4_NOTE, experts_in_mxfp4)
+    expected = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", quantization_config=Mxfp4Config(dequantize=True)
     )
     check(folder, expected)
 
@@ -192,6 +234,25 @@ def test_a_missing_scale_is_named_with_its_file(tmp_path: Path) -> None:
     folder = broken(tmp_path, lambda tensors: tensors.pop(SCALE))
     with pytest.raises(UserError, match=rf"model.safetensors: .*up_proj.weight .*{SCALE}.*missing"):
         open_dequantized(folder)
+
+
+@pytest.mark.parametrize("part", ["blocks", "scales"])
+def test_a_wrong_tensor_of_experts_in_mxfp4_is_named_with_its_file(
+    tmp_path: Path, part: str
+) -> None:
+    publish(tmp_path, "gpt_oss", GPT_OSS, MXFP4_NOTE, experts_in_mxfp4)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = f"model.layers.0.mlp.experts.down_proj_{part}"
+    tensors[name] = tensors[name][:, 1:].float()
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=f"model.safetensors: {name} is torch.float32"):
+        open_dequantized(tmp_path)
+    if part == "scales":
+        del tensors[name]
+        save_file(tensors, file, {"format": "pt"})
+        with pytest.raises(UserError, match=f"model.safetensors: .*{name} is missing"):
+            open_dequantized(tmp_path)
 
 
 def test_a_scale_of_another_shape_is_named_with_its_file(tmp_path: Path) -> None:

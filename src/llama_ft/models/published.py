@@ -2,7 +2,10 @@
 
 Their weights are codes of few bits and the scales of blocks of codes:
 
-    fp8    weight float8 [out, in]      weight_scale_inv [ceil(out / 128), ceil(in / 128)]    value = code * scale
+    fp8      weight float8 [out, in]                 weight_scale_inv [ceil(out / 128), ceil(in / 128)]
+    mxfp4    *_blocks uint8 [experts, out, in / 32, 16]    *_scales uint8 [experts, out, in / 32]
+
+    value = code * scale
 
 `open_dequantized` returns a source of weights under the names and in the shapes of the model that was
 quantized. Requested rows are dequantized in fp32 and rounded once, to the dtype of config.json. So the
@@ -49,9 +52,16 @@ def describe_stored(model_config: PretrainedConfig) -> str | None:
     note = stored_method(model_config)
     if note is None:
         return None
+    return f"The checkpoint is quantized: {_describe(note)}. Its weights are dequantized while loading."
+
+
+def _describe(note: dict[str, Any]) -> str:
+    if note["quant_method"] == "mxfp4":
+        return "experts in MXFP4"
     blocks = note.get("weight_block_size")
-    name = f"FP8 in blocks of {blocks[0]} x {blocks[1]}" if blocks else "FP8, a scale per tensor"
-    return f"The checkpoint is quantized: {name}. Its weights are dequantized while loading."
+    if blocks is None:
+        return "FP8 with a scale per tensor"
+    return f"FP8 in blocks of {blocks[0]} x {blocks[1]}"
 
 
 def open_dequantized(folder: Path) -> WeightSource:
@@ -85,6 +95,10 @@ class PackedWeight(Protocol):
     @property
     def parts(self) -> tuple[str, ...]:
         """The names of all its tensors."""
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether `shape` is that of the transposed matrices: [experts, in, out]."""
 
     def read(self, source: WeightSource, expert: int | None, start: int, stop: int) -> torch.Tensor:
         """Return rows [start, stop) of a matrix in fp32."""
@@ -123,7 +137,8 @@ class DequantizedSource(WeightSource):
             self._fill(rows, packed, None, start)
             return rows
         for expert in range(start, stop):
-            self._fill(rows[expert - start], packed, expert, 0)
+            matrix = rows[expert - start]
+            self._fill(matrix.T if packed.is_transposed else matrix, packed, expert, 0)
         return rows
 
     def _fill(
@@ -144,6 +159,7 @@ class ScaledWeight:
     shape: tuple[int, ...]
     block: tuple[int, int]  # rows and columns with the same scale
     is_fp4: bool = False  # two codes per byte
+    is_transposed: bool = False
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -165,6 +181,28 @@ class ScaledWeight:
         row = torch.arange(start, stop) // block_rows - first
         column = torch.arange(self.shape[-1]) // block_columns
         return values.mul_(scale[row][:, column])
+
+
+@dataclass(frozen=True)
+class Mxfp4Stack:
+    """Experts in FP4, in blocks of 32 columns: two codes per byte, and exponents as scales."""
+
+    codes: str
+    scale: str
+    shape: tuple[int, ...]
+    is_transposed: bool = True
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """See `PackedWeight`."""
+        return self.codes, self.scale
+
+    def read(self, source: WeightSource, expert: int | None, start: int, stop: int) -> torch.Tensor:
+        """See `PackedWeight`."""
+        codes = _read_matrix(source, self.codes, expert, start, stop)
+        scale = _read_matrix(source, self.scale, expert, start, stop)
+        values = fp4_values(codes)  # [rows, blocks, 32]
+        return values.mul_(scale_values(scale).unsqueeze(-1)).flatten(1)
 
 
 def _read_matrix(
@@ -213,6 +251,35 @@ def find_fp8(source: WeightSource, note: dict[str, Any]) -> dict[str, PackedWeig
         shape = (*stack, rows, columns)
         block = _block(source, name, scale, shape, blocks)
         found[name] = ScaledWeight(name, scale, shape, block, is_fp4)
+    return found
+
+
+def find_mxfp4(source: WeightSource, note: dict[str, Any]) -> dict[str, PackedWeight]:
+    """Return the stacked experts in MXFP4, by name."""
+    found = dict[str, PackedWeight]()
+    for codes, header in source.tensors.items():
+        if not codes.endswith("_blocks"):
+            continue
+        name = codes.removesuffix("_blocks")
+        scale = f"{name}_scales"
+        if scale not in source.tensors:
+            raise UserError(
+                f"{header.file}: {codes} is quantized, and its scale {scale} is missing.\n{SIXTEEN_BITS}"
+            )
+        is_packed = header.dtype == torch.uint8 and len(header.shape) == 4
+        if not is_packed or header.shape[-1] != 16:
+            raise UserError(
+                f"{header.file}: {codes} is {header.dtype} {list(header.shape)}; expected bytes "
+                f"[experts, out, in / 32, 16].\n{SIXTEEN_BITS}"
+            )
+        stored = source.tensors[scale]
+        if stored.dtype != torch.uint8 or stored.shape != header.shape[:-1]:
+            raise UserError(
+                f"{stored.file}: {scale} is {stored.dtype} {list(stored.shape)}; expected bytes "
+                f"{list(header.shape[:-1])}.\n{SIXTEEN_BITS}"
+            )
+        experts, rows, blocks, _ = header.shape
+        found[name] = Mxfp4Stack(codes, scale, (experts, blocks * 32, rows))
     return found
 
 
@@ -267,4 +334,4 @@ def _block(
 
 
 # by quant_method
-READERS = {"fp8": find_fp8}
+READERS = {"fp8": find_fp8, "mxfp4": find_mxfp4}
