@@ -30,7 +30,7 @@ LLAMA = {
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "vocab_size": 50,
+    "vocab_size": 301,
 }
 QWEN3_MOE = LLAMA | {"moe_intermediate_size": 128, "num_experts": 3, "head_dim": 64}
 
@@ -43,7 +43,7 @@ GPT_OSS = {
     "head_dim": 16,
     "num_local_experts": 3,
     "num_experts_per_tok": 2,
-    "vocab_size": 50,
+    "vocab_size": 301,
 }
 MXFP4_NOTE = {
     "quant_method": "mxfp4",

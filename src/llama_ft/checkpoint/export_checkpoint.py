@@ -50,6 +50,7 @@ from llama_ft.models.source import (
     blocks,
 )
 from llama_ft.phases import NULL_MONITOR
+from llama_ft.runtime import log
 
 # Settings of adapter_config.json that are supported. Any other setting must be at its default.
 SUPPORTED_ADAPTER_KEYS = {
@@ -241,6 +242,9 @@ class Exporter:
             RunFailure: the disk is full.
         """
         weights = self._merged(save_dtype)
+        trust = self.config.model.trust_remote_code
+        if found := models.describe_stored(models.load_model_config(self.base, trust)):
+            log.info(f"{found} To quantize the result again, use for example llm-compressor.")
         with written_aside(folder) as aside:
             export.write_model_settings(
                 aside, self.built.model.config, weights.main_dtype(), self.tokenizer, self.base

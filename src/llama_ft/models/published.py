@@ -52,7 +52,10 @@ def describe_stored(model_config: PretrainedConfig) -> str | None:
     note = stored_method(model_config)
     if note is None:
         return None
-    return f"The checkpoint is quantized: {_describe(note)}. Its weights are dequantized while loading."
+    return (
+        f"The checkpoint is quantized: {_describe(note)}. It is read in 16 bits, and whole models are "
+        f"written in 16 bits."
+    )
 
 
 def _describe(note: dict[str, Any]) -> str:
