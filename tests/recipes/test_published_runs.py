@@ -1,6 +1,8 @@
 """Runs on checkpoints that are published quantized, compared with Transformers' dequantized model."""
 
+import importlib.util
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import build_model, losses, run_cases
+from models.test_compressed_tensors import INT4, SHAPE, publish_compressed
 from models.test_published import (
     GPT_OSS,
     LLAMA,
@@ -18,7 +21,7 @@ from models.test_published import (
     publish,
 )
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 WORLD_SIZES = [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 MODELS: dict[str, tuple[Any, ...]] = {
@@ -40,6 +43,15 @@ CASES = {
     "mxfp4-lora": ("mxfp4", LORA),
     "mxfp4-lora-4bit": ("mxfp4", [*LORA, "--quantization", "4bit"]),
 }
+# in CI it is in requirements-dev.txt
+HAS_LIBRARY = "CI" in os.environ or importlib.util.find_spec("compressed_tensors") is not None
+if HAS_LIBRARY:
+    CASES |= {
+        "int4-full": ("int4", FULL),
+        "int4-lora": ("int4", LORA),
+        "int4-lora-4bit": ("int4", [*LORA, "--quantization", "4bit"]),
+    }
+    MODELS["int4"] = ()
 SAMPLES = 8
 
 
@@ -54,7 +66,12 @@ def runs(
     ranks: int = request.param
     folder = tmp_path_factory.mktemp("published")
     for name, published in MODELS.items():
-        publish(save_tokenizer(folder / name), *published)
+        save_tokenizer(folder / name)
+        if published:
+            publish(folder / name, *published)
+        else:
+            expected = publish_compressed(folder / name, "pack-quantized", INT4)
+            torch.save(expected, folder / "int4.pt")
     generator = torch.Generator().manual_seed(1)
     samples = []
     for number in range(SAMPLES):
@@ -77,7 +94,16 @@ def runs(
 
 
 def dequantized(folder: Path, name: str) -> Any:
-    """Return Transformers' model, dequantized to bf16 and then widened to fp32."""
+    """Return Transformers' model, dequantized to bf16 and then widened to fp32. That of
+    compressed-tensors has the weights that the library decompressed."""
+    if name == "int4":
+        config = AutoConfig.for_model("llama", **SHAPE)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        tensors = torch.load(folder / "int4.pt")
+        stored = load_file(folder / name / "model.safetensors")
+        tensors |= {key: value for key, value in stored.items() if ".weight_" not in key}
+        model.load_state_dict(tensors)
+        return model.float()
     model = AutoModelForCausalLM.from_pretrained(
         folder / name, dtype="auto", quantization_config=DEQUANTIZE[name]
     )
@@ -108,6 +134,8 @@ def test_the_start_says_what_was_found(runs: Path) -> None:
     output = " ".join((runs / "output.txt").read_text().split())
     assert "quantized: FP8 in blocks of 128 x 128" in output
     assert "quantized: experts in MXFP4" in output
+    if HAS_LIBRARY:
+        assert "quantized: integers of 4 or 8 bits in groups" in output
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -126,7 +154,7 @@ def test_full_fine_tuning_writes_16_bits(runs: Path, model: str) -> None:
         torch.testing.assert_close(tensor, expected[name], rtol=1e-2, atol=3e-3)
 
 
-@pytest.mark.parametrize("name", ["fp8-lora", "fp8-lora-4bit", "mxfp4-lora"])
+@pytest.mark.parametrize("name", [name for name in CASES if "lora" in name])
 def test_an_adapter_names_the_published_base_and_merges_into_16_bits(
     runs: Path, tmp_path: Path, name: str
 ) -> None:

@@ -3,9 +3,10 @@
 Their weights are codes of few bits and the scales of blocks of codes:
 
     fp8      weight float8 [out, in]                 weight_scale_inv [ceil(out / 128), ceil(in / 128)]
+    int4     weight_packed int32 [out, in / 8]      weight_scale [out, in / group], weight_zero_point
     mxfp4    *_blocks uint8 [experts, out, in / 32, 16]    *_scales uint8 [experts, out, in / 32]
 
-    value = code * scale
+    value = (code - zero point) * scale
 
 `open_dequantized` returns a source of weights under the names and in the shapes of the model that was
 quantized. Requested rows are dequantized in fp32 and rounded once, to the dtype of config.json. So the
@@ -32,19 +33,31 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Suffixes of the scale's name, which replace that of the weight.
 SCALES_OF_FP8 = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
 # Of activations, which stay in 16 bits here.
-UNUSED = (".activation_scale", ".input_scale", ".qscale_act")
+UNUSED = (".activation_scale", ".input_scale", ".input_zero_point", ".qscale_act")
+# Of compressed-tensors: name -> how the log calls it
+COMPRESSED_FORMATS = {
+    "pack-quantized": "integers of 4 or 8 bits in groups",
+    "int-quantized": "INT8",
+    "float-quantized": "FP8",
+    "naive-quantized": "FP8 or INT8",
+}
 FP4_BLOCK = (1, 32)  # of DeepSeek V4's experts
 WORK_ELEMENTS = 2**20  # dequantized at once: temporaries in fp32 and of indices take 4 MiB each
 SIXTEEN_BITS = "Download it again, or use a version in 16 bits."
 
 
 def stored_method(model_config: PretrainedConfig) -> dict[str, Any] | None:
-    """Return the quantization_config of a published format that can be read here, or None."""
+    """Return the quantization_config of a published format that can be read here, or None. Raises
+    UserError if its variant cannot be read."""
     stored = getattr(model_config, "quantization_config", None)
     if stored is None:
         return None
     note: dict[str, Any] = stored if isinstance(stored, dict) else stored.to_dict()
-    return note if note.get("quant_method") in READERS else None
+    if note.get("quant_method") not in READERS:
+        return None
+    if note["quant_method"] == "compressed-tensors":
+        _compressed_formats(note)  # rejects others
+    return note
 
 
 def describe_stored(model_config: PretrainedConfig) -> str | None:
@@ -61,6 +74,9 @@ def describe_stored(model_config: PretrainedConfig) -> str | None:
 def _describe(note: dict[str, Any]) -> str:
     if note["quant_method"] == "mxfp4":
         return "experts in MXFP4"
+    if note["quant_method"] == "compressed-tensors":
+        formats = _compressed_formats(note)
+        return ", ".join(COMPRESSED_FORMATS[name] for name in formats)
     blocks = note.get("weight_block_size")
     if blocks is None:
         return "FP8 with a scale per tensor"
@@ -173,17 +189,81 @@ class ScaledWeight:
         """See `PackedWeight`."""
         codes = _read_matrix(source, self.codes, expert, start, stop)
         values = fp4_values(codes) if self.is_fp4 else codes.float()
-        block_rows, block_columns = self.block
-        first = start // block_rows
-        last = ceil(stop / block_rows)
-        if source.tensors[self.scale].shape:
-            stored = _read_matrix(source, self.scale, expert, first, last)
+        return values.mul_(_read_scales(source, self, expert, start, stop))
+
+
+@dataclass(frozen=True)
+class CompressedWeight:
+    """A matrix of compressed-tensors: FP8 or INT8, or integers of 4 or 8 bits packed in int32."""
+
+    codes: str
+    scale: str
+    shape: tuple[int, ...]
+    block: tuple[int, int]  # rows and columns with the same scale and zero point
+    bits: int | None = None  # of packed integers
+    zero_point: str | None = None
+    shape_name: str | None = None  # of the tensor that holds the shape of packed integers
+    is_transposed: bool = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """See `PackedWeight`."""
+        names = (self.codes, self.scale, self.zero_point, self.shape_name)
+        return tuple(name for name in names if name is not None)
+
+    def read(self, source: WeightSource, expert: int | None, start: int, stop: int) -> torch.Tensor:
+        """See `PackedWeight`."""
+        codes = source.read_rows(self.codes, start, stop)
+        columns = self.shape[-1]
+        values = codes.float() if self.bits is None else unpacked(codes, self.bits)[:, :columns]
+        if self.zero_point is not None:
+            values = values - self._zero_points(source, self.zero_point, start, stop)
+        return values * _read_scales(source, self, None, start, stop)
+
+    def _zero_points(self, source: WeightSource, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return the zero points of rows [start, stop) for each column. Those of packed integers
+        are packed along the rows."""
+        if self.bits is None:
+            stored = source.read_rows(name, start, stop).float()
         else:
-            stored = source.read(self.scale)
-        scale = scale_values(stored).reshape(last - first, -1)
-        row = torch.arange(start, stop) // block_rows - first
-        column = torch.arange(self.shape[-1]) // block_columns
-        return values.mul_(scale[row][:, column])
+            per_word = 32 // self.bits
+            first = start // per_word
+            words = source.read_rows(name, first, ceil(stop / per_word))
+            by_row = unpacked(words.T, self.bits).T
+            offset = first * per_word
+            stored = by_row[start - offset : stop - offset]
+        column = torch.arange(self.shape[-1]) // self.block[1]
+        return stored[:, column]
+
+
+def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return integers of 4 or 8 bits, packed into the words of a matrix's rows from the lowest bit
+    on, as fp32. They are stored with half of their range added."""
+    codes = words.contiguous().view(torch.uint8)
+    if bits == 4:
+        codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+    return codes.float() - 2 ** (bits - 1)
+
+
+def _read_scales(
+    source: WeightSource,
+    weight: ScaledWeight | CompressedWeight,
+    expert: int | None,
+    start: int,
+    stop: int,
+) -> torch.Tensor:
+    """Return the scale of every weight in rows [start, stop) of a matrix."""
+    block_rows, block_columns = weight.block
+    first = start // block_rows
+    last = ceil(stop / block_rows)
+    if source.tensors[weight.scale].shape:
+        stored = _read_matrix(source, weight.scale, expert, first, last)
+    else:
+        stored = source.read(weight.scale)
+    scale = scale_values(stored).reshape(last - first, -1)
+    row = torch.arange(start, stop) // block_rows - first
+    column = torch.arange(weight.shape[-1]) // block_columns
+    return scale[row][:, column]
 
 
 @dataclass(frozen=True)
@@ -286,6 +366,102 @@ def find_mxfp4(source: WeightSource, note: dict[str, Any]) -> dict[str, PackedWe
     return found
 
 
+def _compressed_formats(note: dict[str, Any]) -> list[str]:
+    """Return the formats of the groups of a compressed-tensors checkpoint. Raises UserError if one
+    of them cannot be read."""
+    groups = note.get("config_groups") or {}
+    named = [group.get("format") or note.get("format") for group in groups.values()]
+    formats = list(dict.fromkeys(named or [note.get("format")]))
+    problems = [str(name) for name in formats if name not in COMPRESSED_FORMATS]
+    for group in groups.values():
+        bits = group["weights"]["num_bits"]
+        if bits not in (4, 8):
+            problems.append(f"{bits} bits")
+    if (note.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        problems.append("sparsity")
+    if (note.get("transform_config") or {}).get("config_groups"):
+        problems.append("transforms")
+    if problems:
+        raise UserError(
+            f"--model_name: quantized with compressed-tensors ({', '.join(problems)}), which is not supported. "
+            f"Supported are: {', '.join(COMPRESSED_FORMATS)}.\nUse a version in 16 bits or in bitsandbytes' 4 bits."
+        )
+    return formats
+
+
+def find_compressed(source: WeightSource, note: dict[str, Any]) -> dict[str, PackedWeight]:
+    """Return the weights of a compressed-tensors checkpoint, by name."""
+    _compressed_formats(note)
+    schemes = [group["weights"] for group in (note.get("config_groups") or {}).values()]
+    found = dict[str, PackedWeight]()
+    for codes, header in source.tensors.items():
+        prefix, _, last = codes.rpartition(".")
+        is_packed = last == "weight_packed"
+        is_plain = last == "weight" and header.dtype in (*FP8, torch.int8)
+        if last == "weight_g_idx":
+            raise UserError(
+                f"{header.file}: {codes}: groups of columns in another order (actorder) are not supported.\n"
+                f"Use a version in 16 bits."
+            )
+        if not (is_packed or is_plain):
+            continue
+        name = f"{prefix}.weight"
+        scale = f"{name}_scale"
+        needed = [scale, f"{name}_shape"] if is_packed else [scale]
+        for part in needed:
+            if part not in source.tensors:
+                raise UserError(
+                    f"{header.file}: {codes} is quantized, and {part} is missing.\n{SIXTEEN_BITS}"
+                )
+        shape = _matrix_shape(codes, header)
+        bits = None
+        if is_packed:
+            shape = tuple(source.read(needed[1]).tolist())
+            bits = _packed_bits(codes, header, shape)
+        blocks = _blocks_of(schemes, shape)
+        zero_point = f"{name}_zero_point"
+        found[name] = CompressedWeight(
+            codes=codes,
+            scale=scale,
+            shape=shape,
+            block=_block(source, name, scale, shape, blocks),
+            bits=bits,
+            zero_point=zero_point if zero_point in source.tensors else None,
+            shape_name=needed[1] if is_packed else None,
+        )
+    return found
+
+
+def _packed_bits(name: str, header: StoredTensor, shape: tuple[int, ...]) -> int:
+    """Return the number of bits of integers that are packed into words."""
+    for bits in (4, 8):
+        words = (shape[0], ceil(shape[-1] * bits / 32))
+        if header.dtype == torch.int32 and header.shape == words:
+            return bits
+    raise UserError(
+        f"{header.file}: {name} is {header.dtype} {list(header.shape)}, which does not hold {list(shape)} integers "
+        f"of 4 or 8 bits.\n{SIXTEEN_BITS}"
+    )
+
+
+def _blocks_of(schemes: list[dict[str, Any]], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return the possible sizes of blocks with one scale, of all groups of modules."""
+    rows, columns = shape[-2:]
+    found = []
+    for scheme in schemes:
+        strategy = scheme.get("strategy")
+        if strategy == "block":
+            block_rows, block_columns = scheme["block_structure"]
+            found.append((block_rows, block_columns))
+        elif strategy == "group":
+            found.append((1, scheme["group_size"]))
+        elif strategy == "channel":
+            found.append((1, columns))
+        else:
+            found.append((rows, columns))
+    return list(dict.fromkeys(found))
+
+
 def _find_scale(source: WeightSource, name: str) -> str:
     """Return the name of a weight's scale. Stacked experts have no ".weight" in their names."""
     prefix, _, last = name.rpartition(".")
@@ -337,4 +513,4 @@ def _block(
 
 
 # by quant_method
-READERS = {"fp8": find_fp8, "mxfp4": find_mxfp4}
+READERS = {"fp8": find_fp8, "mxfp4": find_mxfp4, "compressed-tensors": find_compressed}
