@@ -140,7 +140,7 @@ class DequantizedSource(WeightSource):
             file = source.tensors[packed.codes].file
             for part in packed.parts:
                 self.tensors.pop(part, None)
-            self.tensors[name] = StoredTensor(file, packed.shape, dtype)
+            self.tensors[name] = StoredTensor(file, packed.shape, dtype, is_dequantized=True)
         for name in source.tensors:
             if name.endswith(UNUSED):
                 del self.tensors[name]

@@ -23,12 +23,16 @@ from llama_ft.models.source import StoredTensor, weight_files
 
 @dataclass(frozen=True)
 class HeaderSource:
-    """Returns tensors without values. They count as memory-mapped files."""
+    """Returns tensors without values. They count as memory-mapped files, or as memory if they are
+    dequantized."""
 
     tensors: dict[str, StoredTensor]
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See `WeightSource`."""
+        header = self.tensors[name]
+        if header.is_dequantized:
+            return torch.empty(stop - start, *header.shape[1:], dtype=header.dtype)
         return self.read(name)[start:stop]
 
     def read(self, name: str) -> torch.Tensor:
