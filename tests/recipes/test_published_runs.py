@@ -39,6 +39,7 @@ CASES = {
     "fp8-full": ("fp8", FULL),
     "fp8-lora": ("fp8", LORA),
     "fp8-lora-4bit": ("fp8", [*LORA, "--quantization", "4bit"]),
+    "fp8-bf16": ("fp8", [*LORA, "--precision", "bf16_mixed"]),
     "mxfp4-full": ("mxfp4", [*FULL, "--low_cpu_fsdp"]),
     "mxfp4-lora": ("mxfp4", LORA),
     "mxfp4-lora-4bit": ("mxfp4", [*LORA, "--quantization", "4bit"]),
@@ -113,12 +114,14 @@ def dequantized(folder: Path, name: str) -> Any:
 @pytest.mark.parametrize("name", [name for name in CASES if "4bit" not in name])
 def test_the_first_loss_is_that_of_the_dequantized_model(runs: Path, name: str) -> None:
     model = dequantized(runs, CASES[name][0])
+    if "bf16" in name:
+        model = model.bfloat16()
     total = 0.0
     tokens = 0
     for line in (runs / "rows.jsonl").read_text().splitlines():
         ids = torch.tensor([json.loads(line)["input_ids"]])
         with torch.no_grad():
-            logits = model(input_ids=ids).logits[0]
+            logits = model(input_ids=ids).logits[0].float()
         loss = torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="sum")
         total += loss.item()
         tokens += ids.shape[1] - 1
