@@ -370,13 +370,13 @@ def _compressed_formats(note: dict[str, Any]) -> list[str]:
     """Return the formats of the groups of a compressed-tensors checkpoint. Raises UserError if one
     of them cannot be read."""
     groups = note.get("config_groups") or {}
-    named = [group.get("format") or note.get("format") for group in groups.values()]
-    formats = list(dict.fromkeys(named or [note.get("format")]))
-    problems = [str(name) for name in formats if name not in COMPRESSED_FORMATS]
-    for group in groups.values():
-        bits = group["weights"]["num_bits"]
-        if bits not in (4, 8):
-            problems.append(f"{bits} bits")
+    default = str(note.get("format"))
+    named = [str(group.get("format") or default) for group in groups.values()]
+    formats = list(dict.fromkeys(named or [default]))
+    problems = [name for name in formats if name not in COMPRESSED_FORMATS]
+    for scheme in _weight_schemes(note):
+        if scheme["num_bits"] not in (4, 8):
+            problems.append(f"{scheme['num_bits']} bits")
     if (note.get("sparsity_config") or {}).get("format", "dense") != "dense":
         problems.append("sparsity")
     if (note.get("transform_config") or {}).get("config_groups"):
@@ -389,10 +389,16 @@ def _compressed_formats(note: dict[str, Any]) -> list[str]:
     return formats
 
 
+def _weight_schemes(note: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return how each group of modules quantizes its weights. Some quantize only activations."""
+    groups = note.get("config_groups") or {}
+    return [group["weights"] for group in groups.values() if group.get("weights")]
+
+
 def find_compressed(source: WeightSource, note: dict[str, Any]) -> dict[str, PackedWeight]:
     """Return the weights of a compressed-tensors checkpoint, by name."""
     _compressed_formats(note)
-    schemes = [group["weights"] for group in (note.get("config_groups") or {}).values()]
+    schemes = _weight_schemes(note)
     found = dict[str, PackedWeight]()
     for codes, header in source.tensors.items():
         prefix, _, last = codes.rpartition(".")
