@@ -55,7 +55,7 @@ CASES = {
     ),
     # The row with a bad output is never read.
     "unsupported quantization": case(
-        "--model_name @gptq --dataset @late.jsonl", "quantized with gptq", "original model"
+        "--model_name @gptq --dataset @late.jsonl", "quantized with gptq", "version in 16 bits"
     ),
     # The data.
     "missing dataset": case(f"{MODEL} --dataset @row.jsonl", "row.jsonl: no such file"),
