@@ -97,7 +97,8 @@ def open_dequantized(folder: Path) -> WeightSource:
     text = settings.get("text_config") or {}
     names = (settings.get("dtype"), settings.get("torch_dtype"), text.get("dtype"))
     name = next((name for name in names if name), "bfloat16")
-    return DequantizedSource(source, note, getattr(torch, name))
+    dtype = getattr(torch, str(name), torch.bfloat16)
+    return DequantizedSource(source, note, dtype)
 
 
 class PackedWeight(Protocol):
