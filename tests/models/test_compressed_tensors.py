@@ -26,6 +26,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "int4 per channel": ("pack-quantized", INT4 | {"strategy": "channel", "group_size": None}),
     "int8 packed": ("pack-quantized", INT8 | {"strategy": "group", "group_size": 64}),
     "int8": ("int-quantized", INT8),
+    "int8 with zero points": ("int-quantized", INT8 | {"symmetric": False}),
+    "int8 per tensor with a zero point": (
+        "int-quantized",
+        INT8 | {"symmetric": False, "strategy": "tensor"},
+    ),
     "fp8 per channel": ("float-quantized", FP8),
     "fp8 per tensor": ("float-quantized", FP8 | {"strategy": "tensor"}),
     "fp8 in blocks": ("float-quantized", FP8 | {"strategy": "block", "block_structure": [128, 64]}),
@@ -92,15 +97,26 @@ def test_weights_are_those_of_the_library(tmp_path: Path, case: str) -> None:
         assert torch.equal(source.read_rows(name, 13, stop), tensor[13:stop].bfloat16()), name
 
 
-@pytest.mark.parametrize("part", ["weight_scale", "weight_shape"])
+@pytest.mark.parametrize("part", ["weight_scale", "weight_shape", "weight_zero_point"])
 def test_a_missing_tensor_is_named_with_its_file(tmp_path: Path, part: str) -> None:
-    publish_compressed(tmp_path, "pack-quantized", INT4)
+    publish_compressed(tmp_path, "pack-quantized", INT4 | {"symmetric": False})
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     name = f"model.layers.0.mlp.up_proj.{part}"
     del tensors[name]
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(UserError, match=f"model.safetensors: .*weight_packed .*{name} is missing"):
+        open_dequantized(tmp_path)
+
+
+def test_zero_points_of_another_shape_are_named(tmp_path: Path) -> None:
+    publish_compressed(tmp_path, "pack-quantized", INT4 | {"symmetric": False})
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight_zero_point"
+    tensors[name] = tensors[name][1:].contiguous()
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=rf"{name} has the shape \[39, 8\]; expected \[40, 8\]"):
         open_dequantized(tmp_path)
 
 

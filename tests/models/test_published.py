@@ -214,6 +214,19 @@ def test_a_block_at_the_edge_may_be_smaller(tmp_path: Path) -> None:
         assert torch.equal(source.read_rows(name, 120, 135), expected[120:135].bfloat16())
 
 
+def test_stacked_experts_in_fp8_have_a_grid_of_scales_each(tmp_path: Path) -> None:
+    name = "experts.gate_up_proj"
+    codes = random_fp8((3, 200, 130))
+    scale = torch.rand(3, 2, 2)
+    save_file({name: codes, f"{name}_scale_inv": scale}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": fp8_note()}))
+    expanded = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :200, :130]
+    expected = (codes.float() * expanded).bfloat16()
+    source = open_dequantized(tmp_path)
+    assert torch.equal(source.read(name), expected)
+    assert torch.equal(source.read_rows(name, 1, 3), expected[1:])
+
+
 def test_experts_in_fp4_have_two_codes_per_byte(tmp_path: Path) -> None:
     """As DeepSeek V4's: int8 with blocks of 32 columns, beside layers in FP8."""
     name = "model.layers.0.mlp.up_proj.weight"

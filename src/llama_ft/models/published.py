@@ -190,7 +190,7 @@ class ScaledWeight:
         """See `PackedWeight`."""
         codes = _read_matrix(source, self.codes, expert, start, stop)
         values = fp4_values(codes) if self.is_fp4 else codes.float()
-        return values.mul_(_read_scales(source, self, expert, start, stop))
+        return values.mul_(_read_grid(source, self, self.scale, expert, start, stop))
 
 
 @dataclass(frozen=True)
@@ -219,20 +219,19 @@ class CompressedWeight:
         values = codes.float() if self.bits is None else unpacked(codes, self.bits)[:, :columns]
         if self.zero_point is not None:
             values = values - self._zero_points(source, self.zero_point, start, stop)
-        return values * _read_scales(source, self, None, start, stop)
+        return values * _read_grid(source, self, self.scale, None, start, stop)
 
     def _zero_points(self, source: WeightSource, name: str, start: int, stop: int) -> torch.Tensor:
         """Return the zero points of rows [start, stop) for each column. Those of packed integers
         are packed along the rows."""
-        if self.bits is None:
-            stored = source.read_rows(name, start, stop).float()
-        else:
-            per_word = 32 // self.bits
-            first = start // per_word
-            words = source.read_rows(name, first, ceil(stop / per_word))
-            by_row = unpacked(words.T, self.bits).T
-            offset = first * per_word
-            stored = by_row[start - offset : stop - offset]
+        if self.bits is None or source.tensors[name].dtype != torch.int32:
+            return _read_grid(source, self, name, None, start, stop)
+        per_word = 32 // self.bits
+        first = start // per_word
+        words = source.read_rows(name, first, ceil(stop / per_word))
+        by_row = unpacked(words.T, self.bits).T
+        offset = first * per_word
+        stored = by_row[start - offset : stop - offset]
         column = torch.arange(self.shape[-1]) // self.block[1]
         return stored[:, column]
 
@@ -246,21 +245,22 @@ def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     return codes.float() - 2 ** (bits - 1)
 
 
-def _read_scales(
+def _read_grid(
     source: WeightSource,
     weight: ScaledWeight | CompressedWeight,
+    name: str,
     expert: int | None,
     start: int,
     stop: int,
 ) -> torch.Tensor:
-    """Return the scale of every weight in rows [start, stop) of a matrix."""
+    """Return the scale (or zero point) of every weight in rows [start, stop) of a matrix."""
     block_rows, block_columns = weight.block
     first = start // block_rows
     last = ceil(stop / block_rows)
-    if source.tensors[weight.scale].shape:
-        stored = _read_matrix(source, weight.scale, expert, first, last)
+    if source.tensors[name].shape:
+        stored = _read_matrix(source, name, expert, first, last)
     else:
-        stored = source.read(weight.scale)
+        stored = source.read(name)
     scale = scale_values(stored).reshape(last - first, -1)
     row = torch.arange(start, stop) // block_rows - first
     column = torch.arange(weight.shape[-1]) // block_columns
@@ -400,6 +400,8 @@ def find_compressed(source: WeightSource, note: dict[str, Any]) -> dict[str, Pac
     """Return the weights of a compressed-tensors checkpoint, by name."""
     _compressed_formats(note)
     schemes = _weight_schemes(note)
+    symmetric = [scheme.get("symmetric", True) for scheme in schemes]
+    has_zero_points = bool(symmetric) and not any(symmetric)
     found = dict[str, PackedWeight]()
     for codes, header in source.tensors.items():
         prefix, _, last = codes.rpartition(".")
@@ -414,7 +416,10 @@ def find_compressed(source: WeightSource, note: dict[str, Any]) -> dict[str, Pac
             continue
         name = f"{prefix}.weight"
         scale = f"{name}_scale"
+        zero_point = f"{name}_zero_point"
         needed = [scale, f"{name}_shape"] if is_packed else [scale]
+        if has_zero_points:
+            needed.append(zero_point)
         for part in needed:
             if part not in source.tensors:
                 raise UserError(
@@ -426,7 +431,8 @@ def find_compressed(source: WeightSource, note: dict[str, Any]) -> dict[str, Pac
             shape = tuple(source.read(needed[1]).tolist())
             bits = _packed_bits(codes, header, shape)
         blocks = _blocks_of(schemes, shape)
-        zero_point = f"{name}_zero_point"
+        if zero_point in source.tensors:
+            _check_zero_point(source, scale, zero_point, shape, bits)
         found[name] = CompressedWeight(
             codes=codes,
             scale=scale,
@@ -437,6 +443,21 @@ def find_compressed(source: WeightSource, note: dict[str, Any]) -> dict[str, Pac
             shape_name=needed[1] if is_packed else None,
         )
     return found
+
+
+def _check_zero_point(
+    source: WeightSource, scale: str, zero_point: str, shape: tuple[int, ...], bits: int | None
+) -> None:
+    """Raise a UserError if zero points do not fit the scales. They may be packed along the rows."""
+    header = source.tensors[zero_point]
+    expected = source.tensors[scale].shape
+    if bits is not None and header.dtype == torch.int32:
+        expected = (ceil(shape[0] * bits / 32), *expected[1:])
+    if header.shape != expected:
+        raise UserError(
+            f"{header.file}: {zero_point} has the shape {list(header.shape)}; expected {list(expected)}.\n"
+            f"{SIXTEEN_BITS}"
+        )
 
 
 def _packed_bits(name: str, header: StoredTensor, shape: tuple[int, ...]) -> int:
