@@ -1,8 +1,6 @@
 """Runs on checkpoints that are published quantized, compared with Transformers' dequantized model."""
 
-import importlib.util
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import build_model, losses, run_cases
-from models.test_compressed_tensors import INT4, SHAPE, publish_compressed
+from models.test_compressed_tensors import HAS_LIBRARY, INT4, SHAPE, publish_compressed
 from models.test_published import (
     GPT_OSS,
     LLAMA,
@@ -44,8 +42,6 @@ CASES = {
     "mxfp4-lora": ("mxfp4", LORA),
     "mxfp4-lora-4bit": ("mxfp4", [*LORA, "--quantization", "4bit"]),
 }
-# in CI it is in requirements-dev.txt
-HAS_LIBRARY = "CI" in os.environ or importlib.util.find_spec("compressed_tensors") is not None
 if HAS_LIBRARY:
     CASES |= {
         "int4-full": ("int4", FULL),
