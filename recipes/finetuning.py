@@ -148,6 +148,8 @@ def build_model(
     precision = request.precision
     device = torch.device("cpu") if ranks is None else ranks.device
     report = log.debug if request.purpose == "read" else log.info
+    if stored := models.describe_stored(request.model_config):
+        report(stored)
     quantization = models.choose_quantization(
         config.quantization,
         request.model_config,

@@ -5,6 +5,7 @@ benchmarks/loading.py measures; what is allowed is worked out here, from the mod
 bounds are those the benchmark checks, with twice the room above a rank's own shards."""
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 from forked import REPOSITORY, start_server
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 HIDDEN = 1024
@@ -68,6 +69,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def fp8_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, published in FP8."""
+    published = tmp_path_factory.mktemp("fp8")
+    config = json.loads((folder / "config.json").read_text())
+    config["dtype"] = "bfloat16"
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (published / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in list(tensors.items()):
+        if "_proj" in name:
+            rows, columns = tensor.shape
+            tensors[name] = tensor.to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = torch.ones(rows // 128, columns // 128)
+    save_file(tensors, published / "model.safetensors", {"format": "pt"})
+    return published
+
+
 def peaks(folder: Path, way: str, target: str) -> list[int]:
     """Peak of each rank's anonymous memory above its level before loading."""
     start_server()
@@ -101,6 +120,15 @@ def test_no_rank_holds_more_than_its_shards_and_a_part_of_a_tensor(
     folder: Path, way: str, target: str
 ) -> None:
     for peak, bound in zip(peaks(folder, way, target), bounds(way, target), strict=True):
+        assert MODEL_BYTES[target] / RANKS < peak < bound
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "target"), [("slices", "fp32"), ("scatter", "4bit")])
+def test_a_checkpoint_in_fp8_is_not_dequantized_as_a_whole(
+    fp8_folder: Path, way: str, target: str
+) -> None:
+    for peak, bound in zip(peaks(fp8_folder, way, target), bounds(way, target), strict=True):
         assert MODEL_BYTES[target] / RANKS < peak < bound
 
 

@@ -50,6 +50,7 @@ from llama_ft.models.source import (
     blocks,
 )
 from llama_ft.phases import NULL_MONITOR
+from llama_ft.runtime import log
 
 # Settings of adapter_config.json that are supported. Any other setting must be at its default.
 SUPPORTED_ADAPTER_KEYS = {
@@ -241,6 +242,9 @@ class Exporter:
             RunFailure: the disk is full.
         """
         weights = self._merged(save_dtype)
+        trust = self.config.model.trust_remote_code
+        if found := models.describe_stored(models.load_model_config(self.base, trust)):
+            log.info(f"{found} To quantize the result again, use for example llm-compressor.")
         with written_aside(folder) as aside:
             export.write_model_settings(
                 aside, self.built.model.config, weights.main_dtype(), self.tokenizer, self.base
@@ -431,11 +435,12 @@ def _skeleton(
 ) -> models.BuiltModel:
     config = models.load_model_config(base, settings.model.trust_remote_code)
     models.choose_head(config, settings.preference.objective)
-    # An export copies what is stored, and a merge rejects a quantized base.
+    # An export copies what is stored, and a merge rejects a base in bitsandbytes' 4 bits.
+    is_published = models.stored_method(config) is not None
     quantization = vars(config).pop("quantization_config", None)
     request = models.ModelRequest(settings, base, config, new, purpose="read")
     built = build_model(request, None, NULL_MONITOR)
-    if quantization is not None:
+    if quantization is not None and not is_published:
         built.model.config.quantization_config = quantization
     return built
 

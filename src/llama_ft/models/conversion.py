@@ -41,10 +41,11 @@ from llama_ft.errors import UserError
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.lora import checkpoint_key, is_adapter_weight
 from llama_ft.models.new_tokens import GrownSource
+from llama_ft.models.published import open_dequantized
 from llama_ft.models.quantization import is_part
 from llama_ft.models.quantized import quantized_weights
 from llama_ft.models.score_head import ScoredSource
-from llama_ft.models.source import StoredTensor, WeightSource, open_weights
+from llama_ft.models.source import StoredTensor, WeightSource
 from llama_ft.models.transformers_private import private
 
 # Rotary frequencies. Llama 2's checkpoints have them per layer; models compute them.
@@ -56,7 +57,7 @@ def open_source(folder: Path, built: BuiltModel, seed: int = 0) -> WeightSource:
     headers only. The conversions that it needs remain in `built.conversions`. `seed` is for the
     first values of a score head. Raises UserError if the weights are missing, unreadable or cannot
     be converted."""
-    source = open_weights(folder)
+    source = open_dequantized(folder)
     converted = ConvertedSource(source, built)
     built.conversions = converted.used
     if not converted.changes_nothing:

@@ -25,6 +25,7 @@ from llama_ft.config import QuantizationConfig
 from llama_ft.errors import UserError
 from llama_ft.models.build import read_linears
 from llama_ft.models.built import BuiltModel
+from llama_ft.models.published import READERS, stored_method
 from llama_ft.models.quantized import (
     FourBit,
     Int8,
@@ -58,14 +59,16 @@ class Quantization(NamedTuple):
 def choose_quantization(
     settings: QuantizationConfig, model_config: PretrainedConfig, use_peft: bool
 ) -> Quantization | None:
-    """Return the requested quantization, or that of the checkpoint, which is removed from
-    `model_config`. Raises UserError if the checkpoint's differs from the request, is not
-    bitsandbytes', or full fine-tuning would train it."""
+    """Return the requested quantization, or that of a checkpoint of bitsandbytes. The checkpoint's is
+    removed from `model_config`; formats of published.py count as 16 bits. Raises UserError if
+    the checkpoint's differs from the request, is not supported, or full fine-tuning would train it."""
     dtype = (
         None
         if settings.compute_dtype == "auto"
         else cast(torch.dtype, getattr(torch, settings.compute_dtype))
     )
+    if stored_method(model_config) is not None:
+        del model_config.quantization_config
     stored = getattr(model_config, "quantization_config", None)
     if stored is None:
         if settings.mode == "none":
@@ -77,7 +80,8 @@ def choose_quantization(
     method = note.get("quant_method", "bitsandbytes")
     if method != "bitsandbytes" or not note.get("load_in_4bit"):
         raise UserError(
-            f"--model_name: quantized with {method}, not in bitsandbytes' 4 bits. Use the original model."
+            f"--model_name: quantized with {method}, not in bitsandbytes' 4 bits or one of: {', '.join(READERS)}.\n"
+            f"Use a version in 16 bits or in bitsandbytes' 4 bits."
         )
     if settings.mode == "8bit" or not use_peft:
         raise UserError(

@@ -27,6 +27,7 @@ IGNORED_CONFIG_KEYS = (
 )  # in config.json
 # by their names in a header
 DTYPES = {name: dtype for name, dtype in _TYPES.items() if isinstance(dtype, torch.dtype)}
+DTYPES["F8_E8M0"] = torch.float8_e8m0fnu  # scales; safetensors reads them, but its table lacks them
 BLOCK_ELEMENTS = 2**20  # of an exported tensor at once: its temporaries in fp32 take 4 MiB
 
 
@@ -37,6 +38,7 @@ class StoredTensor:
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
+    is_dequantized: bool = False  # rows are computed, not mapped (see published.py)
     # Not part of the loaded model, and copied unchanged by an export:
     is_left_out: bool = False  # of a tower, not in the model's text part (see text_part.py)
     is_ignored: bool = False  # Transformers skips it, e.g. layers for multi-token prediction
@@ -78,16 +80,24 @@ class SafetensorsSource(WeightSource):
             try:
                 handle = self._handles[file] = safe_open(file, framework="pt")
                 headers = {name: handle.get_slice(name) for name in handle.keys()}
-                self.tensors |= {
-                    name: StoredTensor(file, tuple(header.get_shape()), DTYPES[header.get_dtype()])
-                    for name, header in headers.items()
-                }
+                stored = {name: header.get_dtype() for name, header in headers.items()}
+                unknown = {name: dtype for name, dtype in stored.items() if dtype not in DTYPES}
+                if not unknown:
+                    self.tensors |= {
+                        name: StoredTensor(file, tuple(header.get_shape()), DTYPES[stored[name]])
+                        for name, header in headers.items()
+                    }
             # a header may be anything: not JSON, a list, or longer than memory
             except Exception as error:
                 damage = "It is missing or corrupted: download it again."
                 raise UserError(
                     f"{file}: cannot be read as safetensors ({reason(error)}).\n{damage}"
                 ) from error
+            for name, dtype in unknown.items():
+                raise UserError(
+                    f"{file}: {name} has the type {dtype}, which torch {torch.__version__} cannot read.\n"
+                    f"Install a newer torch, or use a version in 16 bits."
+                )
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See `WeightSource`. Only these rows are read."""

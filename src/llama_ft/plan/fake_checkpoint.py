@@ -17,17 +17,22 @@ from llama_ft.errors import UserError
 from llama_ft.models import conversion
 from llama_ft.models.build import build_on_meta, decoder_layers, load_model_config
 from llama_ft.models.lora import checkpoint_key
-from llama_ft.models.source import StoredTensor, open_weights, weight_files
+from llama_ft.models.published import open_dequantized, stored_method
+from llama_ft.models.source import StoredTensor, weight_files
 
 
 @dataclass(frozen=True)
 class HeaderSource:
-    """Returns tensors without values. They count as memory-mapped files."""
+    """Returns tensors without values. They count as memory-mapped files, or as memory if they are
+    dequantized."""
 
     tensors: dict[str, StoredTensor]
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See `WeightSource`."""
+        header = self.tensors[name]
+        if header.is_dequantized:
+            return torch.empty(stop - start, *header.shape[1:], dtype=header.dtype)
         return self.read(name)[start:stop]
 
     def read(self, name: str) -> torch.Tensor:
@@ -50,8 +55,8 @@ def read_headers(
     """
     config = load_model_config(folder, model.trust_remote_code)
     if weight_files(folder):
-        headers = open_weights(folder).tensors
-    elif getattr(config, "quantization_config", None):
+        headers = open_dequantized(folder).tensors
+    elif getattr(config, "quantization_config", None) and not stored_method(config):
         raise UserError(
             f"--model_name {model.model_name}: it is quantized, and what its files hold cannot be known without them."
             "\nDownload it, or plan with the model it was made of and --quantization."

@@ -138,7 +138,7 @@ def _loading_patches(headers: dict[str, StoredTensor]) -> list[Any]:
 
     return [
         # The weights may be on the Hub only, or of a model with fewer layers.
-        patch.object(conversion, "open_weights", open_headers),
+        patch.object(conversion, "open_dequantized", open_headers),
         # Of a saved adapter; fake tensors cannot be read from a file.
         patch.object(loader, "SafetensorsSource", open_adapter),
         # Parameters of the same shapes and dtypes take the same memory while they load. Loading

@@ -1,0 +1,142 @@
+"""A checkpoint of compressed-tensors is read as its own library decompresses it."""
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.test_published import LLAMA, Tensors, publish
+from safetensors.torch import load_file, save_file
+
+from llama_ft.config import QuantizationConfig
+from llama_ft.errors import UserError
+from llama_ft.models import choose_quantization, load_model_config
+from llama_ft.models.published import open_dequantized
+
+# requirements-dev.txt has it, so in CI a missing library is a failure
+HAS_LIBRARY = "CI" in os.environ or importlib.util.find_spec("compressed_tensors") is not None
+pytestmark = pytest.mark.skipif(not HAS_LIBRARY, reason="compressed-tensors is not installed")
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "int4": ("pack-quantized", INT4),
+    "int4 with zero points": ("pack-quantized", INT4 | {"symmetric": False}),
+    "int4 per channel": ("pack-quantized", INT4 | {"strategy": "channel", "group_size": None}),
+    "int8 packed": ("pack-quantized", INT8 | {"strategy": "group", "group_size": 64}),
+    "int8": ("int-quantized", INT8),
+    "int8 with zero points": ("int-quantized", INT8 | {"symmetric": False}),
+    "int8 per tensor with a zero point": (
+        "int-quantized",
+        INT8 | {"symmetric": False, "strategy": "tensor"},
+    ),
+    "fp8 per channel": ("float-quantized", FP8),
+    "fp8 per tensor": ("float-quantized", FP8 | {"strategy": "tensor"}),
+    "fp8 in blocks": ("float-quantized", FP8 | {"strategy": "block", "block_structure": [128, 64]}),
+}
+SHAPE = LLAMA | {"intermediate_size": 320}  # blocks of 128 rows are not whole at the edge
+
+
+def grid_of(weights: dict[str, Any], rows: int, columns: int) -> tuple[int, ...]:
+    strategy = weights["strategy"]
+    if strategy == "group":
+        return rows, columns // weights["group_size"]
+    if strategy == "channel":
+        return rows, 1
+    if strategy == "block":
+        return -(-rows // 128), -(-columns // 64)
+    return (1,)
+
+
+def note_of(form: str, weights: dict[str, Any]) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "format": form}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+    }
+
+
+def publish_compressed(folder: Path, form: str, weights: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Save a model that the library has compressed. Return what it decompresses that to."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+    compressor = BaseCompressor.get_value_from_registry(form)
+    expected = Tensors()
+
+    def compress(name: str, tensor: torch.Tensor) -> Tensors:
+        rows, columns = tensor.shape
+        grid = grid_of(weights, rows, columns)
+        state = {"weight": tensor, "weight_scale": (torch.rand(grid) * 1e-2 + 1e-3).bfloat16()}
+        if not weights["symmetric"]:
+            state["weight_zero_point"] = torch.randint(-8, 8, grid, dtype=torch.int8)
+        stored = compressor.compress(state, scheme)
+        expected[name] = compressor.decompress(stored, scheme)["weight"]
+        prefix = name.removesuffix("weight")
+        return {f"{prefix}{part}": value.contiguous() for part, value in stored.items()}
+
+    publish(folder, "llama", SHAPE, note_of(form, weights), compress)
+    return expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_those_of_the_library(tmp_path: Path, case: str) -> None:
+    expected = publish_compressed(tmp_path, *CASES[case])
+    source = open_dequantized(tmp_path)
+    assert len(expected) == 7
+    assert not any("scale" in name or "packed" in name for name in source.tensors)
+    for name, tensor in expected.items():
+        assert source.tensors[name].shape == tuple(tensor.shape)
+        assert torch.equal(source.read(name), tensor.bfloat16()), name
+        stop = min(135, tensor.shape[0])
+        assert torch.equal(source.read_rows(name, 13, stop), tensor[13:stop].bfloat16()), name
+
+
+@pytest.mark.parametrize("part", ["weight_scale", "weight_shape", "weight_zero_point"])
+def test_a_missing_tensor_is_named_with_its_file(tmp_path: Path, part: str) -> None:
+    publish_compressed(tmp_path, "pack-quantized", INT4 | {"symmetric": False})
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = f"model.layers.0.mlp.up_proj.{part}"
+    del tensors[name]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=f"model.safetensors: .*weight_packed .*{name} is missing"):
+        open_dequantized(tmp_path)
+
+
+def test_zero_points_of_another_shape_are_named(tmp_path: Path) -> None:
+    publish_compressed(tmp_path, "pack-quantized", INT4 | {"symmetric": False})
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight_zero_point"
+    tensors[name] = tensors[name][1:].contiguous()
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=rf"{name} has the shape \[39, 8\]; expected \[40, 8\]"):
+        open_dequantized(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "printed"),
+    [
+        ({"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity"),
+    ],
+)
+def test_other_formats_are_rejected_at_the_start(
+    tmp_path: Path, change: dict[str, Any], printed: str
+) -> None:
+    publish_compressed(tmp_path, "pack-quantized", INT4)
+    config = load_model_config(tmp_path, False)
+    note = note_of("pack-quantized", INT4) | change
+    if "format" in change:
+        note["config_groups"]["group_0"]["format"] = change["format"]
+    config.quantization_config = note
+    with pytest.raises(UserError, match=rf"compressed-tensors \({printed}\).*not supported"):
+        choose_quantization(QuantizationConfig(), config, use_peft=True)

@@ -1,0 +1,300 @@
+"""A checkpoint that is published quantized is read as Transformers dequantizes it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    FineGrainedFP8Config,
+    Mxfp4Config,
+    PreTrainedModel,
+)
+
+from llama_ft.config import ModelConfig
+from llama_ft.errors import UserError
+from llama_ft.models import BuiltModel, build_on_meta, load_model_config
+from llama_ft.models.conversion import open_source
+from llama_ft.models.load_weights import account_for
+from llama_ft.models.published import open_dequantized
+
+Tensors = dict[str, torch.Tensor]
+LLAMA = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 301,
+}
+QWEN3_MOE = LLAMA | {"moe_intermediate_size": 128, "num_experts": 3, "head_dim": 64}
+
+DEEPSEEK_V3 = LLAMA | {
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+}
+GPT_OSS = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "vocab_size": 301,
+}
+MXFP4_NOTE = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+}
+
+
+def publish(
+    folder: Path,
+    model_type: str,
+    shape: dict[str, Any],
+    note: dict[str, Any],
+    quantize: Callable[[str, torch.Tensor], Tensors],
+) -> Path:
+    """Save a random model, with `quantize` of every projection of its decoder layers."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **shape)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    tensors = Tensors()
+    for name, tensor in load_file(file).items():
+        is_quantized = "_proj" in name and tensor.ndim > 1
+        tensors |= quantize(name, tensor) if is_quantized else {name: tensor}
+    save_file(tensors, file, {"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = note
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def random_fp8(shape: tuple[int, ...]) -> torch.Tensor:
+    return (torch.randn(shape) * 50).to(torch.float8_e4m3fn)
+
+
+def in_blocks(name: str, tensor: torch.Tensor) -> Tensors:
+    """Random codes, and scales per block of 128 x 128."""
+    *stack, rows, columns = tensor.shape
+    grid = (*stack, -(-rows // 128), -(-columns // 128))
+    scale = torch.rand(grid) * 1e-3 + 1e-4
+    return {name: random_fp8(tuple(tensor.shape)), f"{name}_scale_inv": scale}
+
+
+def per_tensor(name: str, tensor: torch.Tensor) -> Tensors:
+    """Random codes and one scale, with the scale of the inputs, as Ministral 3 is published."""
+    scale = torch.rand(()) * 1e-3 + 1e-4
+    prefix = name.removesuffix(".weight")
+    return {
+        name: random_fp8(tuple(tensor.shape)),
+        f"{prefix}.weight_scale_inv": scale.to(torch.bfloat16),
+        f"{prefix}.activation_scale": torch.ones((), dtype=torch.bfloat16),
+    }
+
+
+def with_exponents(name: str, tensor: torch.Tensor) -> Tensors:
+    """Scales that are powers of 2, in one byte each."""
+    tensors = in_blocks(name, tensor)
+    scale = f"{name}_scale_inv"
+    tensors[scale] = tensors[scale].to(torch.float8_e8m0fnu)
+    return tensors
+
+
+def experts_in_mxfp4(name: str, tensor: torch.Tensor) -> Tensors:
+    """Random codes and exponents of stacked experts [experts, in, out]. Biases stay."""
+    if not name.endswith("_proj"):
+        return {name: tensor}
+    experts, columns, rows = tensor.shape
+    blocks = columns // 32
+    return {
+        f"{name}_blocks": torch.randint(256, (experts, rows, blocks, 16), dtype=torch.uint8),
+        f"{name}_scales": torch.randint(115, 124, (experts, rows, blocks), dtype=torch.uint8),
+    }
+
+
+def fp8_note(**settings: Any) -> dict[str, Any]:
+    note = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    return note | settings
+
+
+FP8_CASES = {
+    "blocks": ("llama", LLAMA, fp8_note(), in_blocks),
+    "exponents": ("llama", LLAMA, fp8_note(scale_fmt="ue8m0"), with_exponents),
+    "tensor": (
+        "llama",
+        LLAMA,
+        fp8_note(weight_block_size=None, activation_scheme="static"),
+        per_tensor,
+    ),
+    "experts": ("qwen3_moe", QWEN3_MOE, fp8_note(), in_blocks),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK_V3, fp8_note(), in_blocks),
+}
+
+
+def skeleton(folder: Path) -> BuiltModel:
+    config = load_model_config(folder, False)
+    del config.quantization_config
+    return build_on_meta(config, ModelConfig(model_name=str(folder)), folder=folder)
+
+
+def check(folder: Path, expected: PreTrainedModel) -> None:
+    """Compare every parameter with Transformers', whole and in uneven blocks of rows."""
+    built = skeleton(folder)
+    source = open_source(folder, built)
+    keys = account_for(built.model, source.tensors, folder)
+    parameters = dict(expected.named_parameters())
+    assert keys.keys() == parameters.keys()
+    for name, parameter in parameters.items():
+        key = keys[name]
+        rows = parameter.shape[0]
+        assert source.tensors[key].shape == tuple(parameter.shape)
+        assert source.tensors[key].dtype == torch.bfloat16
+        assert torch.equal(source.read(key).to(parameter.dtype), parameter), name
+        parts = [
+            source.read_rows(key, start, min(start + 37, rows)) for start in range(0, rows, 37)
+        ]
+        assert torch.equal(torch.cat(parts).to(parameter.dtype), parameter), name
+
+
+@pytest.mark.parametrize("case", FP8_CASES)
+def test_fp8_is_read_as_transformers_dequantizes_it(tmp_path: Path, case: str) -> None:
+    folder = publish(tmp_path, *FP8_CASES[case])
+    expected = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    check(folder, expected)
+
+
+def test_mxfp4_is_read_as_transformers_dequantizes_it(tmp_path: Path) -> None:
+    folder = publish(tmp_path, "gpt_oss", GPT_OSS, MXFP4_NOTE, experts_in_mxfp4)
+    expected = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", quantization_config=Mxfp4Config(dequantize=True)
+    )
+    check(folder, expected)
+
+
+def test_a_block_at_the_edge_may_be_smaller(tmp_path: Path) -> None:
+    """Transformers rejects it: 576 rows are 4.5 blocks."""
+    shape = LLAMA | {"intermediate_size": 576}
+    folder = publish(tmp_path, "llama", shape, fp8_note(), in_blocks)
+    stored = load_file(folder / "model.safetensors")
+    source = open_dequantized(folder)
+    for part in ("up_proj", "down_proj"):
+        name = f"model.layers.0.mlp.{part}.weight"
+        codes = stored[name].float()
+        scale = stored[f"{name}_scale_inv"]
+        expected = torch.empty_like(codes)
+        for row in range(codes.shape[0]):
+            for column in range(0, codes.shape[1], 64):
+                values = codes[row, column : column + 64] * scale[row // 128, column // 128]
+                expected[row, column : column + 64] = values
+        assert torch.equal(source.read(name), expected.bfloat16())
+        assert torch.equal(source.read_rows(name, 120, 135), expected[120:135].bfloat16())
+
+
+def test_stacked_experts_in_fp8_have_a_grid_of_scales_each(tmp_path: Path) -> None:
+    name = "experts.gate_up_proj"
+    codes = random_fp8((3, 200, 130))
+    scale = torch.rand(3, 2, 2)
+    save_file({name: codes, f"{name}_scale_inv": scale}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": fp8_note()}))
+    expanded = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :200, :130]
+    expected = (codes.float() * expanded).bfloat16()
+    source = open_dequantized(tmp_path)
+    assert torch.equal(source.read(name), expected)
+    assert torch.equal(source.read_rows(name, 1, 3), expected[1:])
+
+
+def test_experts_in_fp4_have_two_codes_per_byte(tmp_path: Path) -> None:
+    """As DeepSeek V4's: int8 with blocks of 32 columns, beside layers in FP8."""
+    name = "model.layers.0.mlp.up_proj.weight"
+
+    def quantize(stored: str, tensor: torch.Tensor) -> Tensors:
+        if stored != name:
+            return in_blocks(stored, tensor)
+        codes = torch.randint(-128, 128, (384, 128), dtype=torch.int8)
+        scale = torch.randint(110, 130, (384, 8), dtype=torch.uint8)
+        return {name: codes, name.replace("weight", "scale"): scale}
+
+    folder = publish(tmp_path, "llama", LLAMA, fp8_note(expert_dtype="fp4"), quantize)
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    stored = load_file(folder / "model.safetensors")
+    scale = stored[name.replace("weight", "scale")]
+    expected = Fp8Dequantize(None)._dequantize_one(stored[name], scale, torch.bfloat16)
+    assert torch.equal(open_dequantized(folder).read(name), expected)
+
+
+def broken(folder: Path, change: Callable[[Tensors], None]) -> Path:
+    """Publish in FP8 and change the tensors."""
+    publish(folder, "llama", LLAMA, fp8_note(), in_blocks)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+SCALE = "model.layers.0.mlp.up_proj.weight_scale_inv"
+
+
+def test_a_missing_scale_is_named_with_its_file(tmp_path: Path) -> None:
+    folder = broken(tmp_path, lambda tensors: tensors.pop(SCALE))
+    with pytest.raises(UserError, match=rf"model.safetensors: .*up_proj.weight .*{SCALE}.*missing"):
+        open_dequantized(folder)
+
+
+@pytest.mark.parametrize("part", ["blocks", "scales"])
+def test_a_wrong_tensor_of_experts_in_mxfp4_is_named_with_its_file(
+    tmp_path: Path, part: str
+) -> None:
+    publish(tmp_path, "gpt_oss", GPT_OSS, MXFP4_NOTE, experts_in_mxfp4)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = f"model.layers.0.mlp.experts.down_proj_{part}"
+    tensors[name] = tensors[name][:, 1:].float()
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=f"model.safetensors: {name} is torch.float32"):
+        open_dequantized(tmp_path)
+    if part == "scales":
+        del tensors[name]
+        save_file(tensors, file, {"format": "pt"})
+        with pytest.raises(UserError, match=f"model.safetensors: .*{name} is missing"):
+            open_dequantized(tmp_path)
+
+
+def test_a_scale_of_another_shape_is_named_with_its_file(tmp_path: Path) -> None:
+    folder = broken(tmp_path, lambda tensors: tensors.update({SCALE: torch.ones(3, 1)}))
+    with pytest.raises(UserError, match=rf"{SCALE} has the shape \[3, 1\]; expected \[3, 2\]"):
+        open_dequantized(folder)
+
+
+def test_a_type_that_torch_lacks_is_named(tmp_path: Path) -> None:
+    """safetensors knows it, but has no torch type for it."""
+    header = json.dumps({"some.weight": {"dtype": "F4", "shape": [16], "data_offsets": [0, 8]}})
+    length = len(header).to_bytes(8, "little")
+    (tmp_path / "model.safetensors").write_bytes(length + header.encode() + bytes(8))
+    with pytest.raises(UserError, match=r"model.safetensors: some.weight has the type F4.*torch"):
+        open_dequantized(tmp_path)

@@ -1,0 +1,181 @@
+"""Runs on checkpoints that are published quantized, compared with Transformers' dequantized model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import build_model, losses, run_cases
+from models.test_compressed_tensors import HAS_LIBRARY, INT4, SHAPE, publish_compressed
+from models.test_published import (
+    GPT_OSS,
+    LLAMA,
+    MXFP4_NOTE,
+    experts_in_mxfp4,
+    fp8_note,
+    in_blocks,
+    publish,
+)
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
+
+WORLD_SIZES = [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+MODELS: dict[str, tuple[Any, ...]] = {
+    "fp8": ("llama", LLAMA, fp8_note(), in_blocks),
+    "mxfp4": ("gpt_oss", GPT_OSS, MXFP4_NOTE, experts_in_mxfp4),
+}
+DEQUANTIZE = {
+    "fp8": FineGrainedFP8Config(dequantize=True),
+    "mxfp4": Mxfp4Config(dequantize=True),
+}
+FULL = ["--enable_fsdp", "--save_steps", "1"]
+LORA = ["--enable_fsdp", "--low_cpu_fsdp", "--use_peft", "--lora_dropout", "0", "--save_steps", "1"]
+LORA += ["--target_modules", "q_proj,o_proj"]
+CASES = {
+    "fp8-full": ("fp8", FULL),
+    "fp8-lora": ("fp8", LORA),
+    "fp8-lora-4bit": ("fp8", [*LORA, "--quantization", "4bit"]),
+    "fp8-bf16": ("fp8", [*LORA, "--precision", "bf16_mixed"]),
+    "mxfp4-full": ("mxfp4", [*FULL, "--low_cpu_fsdp"]),
+    "mxfp4-lora": ("mxfp4", LORA),
+    "mxfp4-lora-4bit": ("mxfp4", [*LORA, "--quantization", "4bit"]),
+}
+if HAS_LIBRARY:
+    CASES |= {
+        "int4-full": ("int4", FULL),
+        "int4-lora": ("int4", LORA),
+        "int4-lora-4bit": ("int4", [*LORA, "--quantization", "4bit"]),
+    }
+    MODELS["int4"] = ()
+SAMPLES = 8
+
+
+@pytest.fixture(scope="module", params=WORLD_SIZES)
+def runs(
+    request: pytest.FixtureRequest,
+    save_tokenizer: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """Two steps of each case, with all samples in each step, and a second run of each from the
+    first step's checkpoint."""
+    ranks: int = request.param
+    folder = tmp_path_factory.mktemp("published")
+    for name, published in MODELS.items():
+        save_tokenizer(folder / name)
+        if published:
+            publish(folder / name, *published)
+        else:
+            expected = publish_compressed(folder / name, "pack-quantized", INT4)
+            torch.save(expected, folder / "int4.pt")
+    generator = torch.Generator().manual_seed(1)
+    samples = []
+    for number in range(SAMPLES):
+        ids = torch.randint(0, 301, (10 + number,), generator=generator).tolist()
+        samples.append(json.dumps({"input_ids": ids, "labels": ids}))
+    rows = folder / "rows.jsonl"
+    rows.write_text("\n".join(samples))
+    common = ["--dataset", str(rows), "--device", "cpu", "--precision", "fp32", "--lr", "1e-3"]
+    common += ["--batching_strategy", "padding", "--batch_size_training", str(SAMPLES // ranks)]
+    common += ["--max_train_step", "2", "--num_epochs", "2"]
+    flags = []
+    for name, (model, settings) in CASES.items():
+        run = [*common, "--model_name", f"{folder}/{model}", *settings]
+        checkpoint = f"{folder}/{name}/checkpoints/step-000001"
+        flags.append([*run, "--output_dir", f"{folder}/{name}"])
+        flags.append([*run, "--output_dir", f"{folder}/{name}-resumed", "--resume", checkpoint])
+    finished = run_cases(folder, flags, ranks=0 if ranks == 1 else ranks)
+    (folder / "output.txt").write_text(finished.output)
+    return folder
+
+
+def dequantized(folder: Path, name: str) -> Any:
+    """Return Transformers' model, dequantized to bf16 and then widened to fp32. That of
+    compressed-tensors has the weights that the library decompressed."""
+    if name == "int4":
+        config = AutoConfig.for_model("llama", **SHAPE)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        tensors = torch.load(folder / "int4.pt")
+        stored = load_file(folder / name / "model.safetensors")
+        tensors |= {key: value for key, value in stored.items() if ".weight_" not in key}
+        model.load_state_dict(tensors)
+        return model.float()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / name, dtype="auto", quantization_config=DEQUANTIZE[name]
+    )
+    return model.float()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "4bit" not in name])
+def test_the_first_loss_is_that_of_the_dequantized_model(runs: Path, name: str) -> None:
+    model = dequantized(runs, CASES[name][0])
+    if "bf16" in name:
+        model = model.bfloat16()
+    total = 0.0
+    tokens = 0
+    for line in (runs / "rows.jsonl").read_text().splitlines():
+        ids = torch.tensor([json.loads(line)["input_ids"]])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0].float()
+        loss = torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="sum")
+        total += loss.item()
+        tokens += ids.shape[1] - 1
+    assert losses(runs / name)[0] == pytest.approx(total / tokens, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_has_the_same_last_loss(runs: Path, name: str) -> None:
+    assert losses(runs / f"{name}-resumed")[-1] == losses(runs / name)[-1]
+
+
+def test_the_start_says_what_was_found(runs: Path) -> None:
+    output = " ".join((runs / "output.txt").read_text().split())
+    assert "quantized: FP8 in blocks of 128 x 128" in output
+    assert "quantized: experts in MXFP4" in output
+    if HAS_LIBRARY:
+        assert "quantized: integers of 4 or 8 bits in groups" in output
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_full_fine_tuning_writes_16_bits(runs: Path, model: str) -> None:
+    folder = runs / f"{model}-full" / "model"
+    config = json.loads((folder / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["dtype"] == "bfloat16"
+    tensors = load_file(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    expected = dequantized(runs, model).state_dict()
+    trained = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    assert trained.keys() == expected.keys()
+    for name, tensor in trained.items():
+        # two steps of AdamW with a learning rate of 1e-3, rounded to bf16
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-2, atol=3e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "lora" in name])
+def test_an_adapter_names_the_published_base_and_merges_into_16_bits(
+    runs: Path, tmp_path: Path, name: str
+) -> None:
+    from peft import PeftModel
+
+    from llama_ft.checkpoint import Exporter, find_valid
+
+    model = CASES[name][0]
+    adapter = runs / name / "model"
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(runs / model)
+    checkpoint = find_valid(runs / name)
+    exporter = Exporter.prepare(
+        checkpoint, build_model(), None, None, trust_remote_code=False, merge=True
+    )
+    exporter.write_model(tmp_path / "merged", None, 10**9)
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert "quantization_config" not in config
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").state_dict()
+    by_peft: Any = PeftModel.from_pretrained(dequantized(runs, model), adapter)
+    expected = by_peft.merge_and_unload().state_dict()
+    assert merged.keys() == expected.keys()
+    for key, tensor in merged.items():
+        assert tensor.dtype == torch.bfloat16
+        torch.testing.assert_close(tensor.float(), expected[key], rtol=1e-2, atol=1e-5)
