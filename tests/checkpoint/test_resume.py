@@ -40,7 +40,7 @@ def test_settings_that_make_another_run_are_reported_with_old_and_new_values() -
     lines = str(refused.value).splitlines()
     expected = ["--optimizer is SGD, was AdamW", "--seed is 7, was 42", "--peft.r is 4, was 8"]
     assert [line.strip() for line in lines[1:4]] == expected
-    assert "data.dataset is demo, and its content" in lines[4]
+    assert "data.dataset is demo, as before, but its content" in lines[4]
     assert "do not fit another optimizer" in lines[5] and "--model_name FOLDER" in lines[6]
     with pytest.raises(UserError, match="--resume_allow_changes seed,r,dataset$"):
         check("--seed 7 --use_peft --peft.r 4", before="--use_peft", rows="d2")

@@ -478,8 +478,8 @@ def test_a_completion_with_a_label_comes_with_its_prompt_and_another_completion(
     assert at == len(examples) and data.report.bad_samples == 1
     counts = f"{15 - (truncation == 'drop')} desirable, 6 undesirable"
     assert f"labels of the training data: {counts}" in data.summary
-    shape = {"global_batch": 1, "world_size": 1, "rank": 0, "micro_batch": 1}
-    plan = BatchSampler.of(examples, pack_length=14, seed=1, **shape)
+    layout = BatchLayout(world_size=1, rank=0, micro_batch=1, pack_length=14)
+    plan = BatchSampler.of(examples, layout, global_batch=1, seed=1)
     for step in range(plan.steps_per_epoch):
         batch = collate(examples, plan.step(0, step).micro_batches[0], 0, True)
         assert sum(batch.example_lengths[::2]) <= 14

@@ -49,6 +49,6 @@ def test_a_run_plans_its_memory_and_saves_the_plan(tmp_path: Path) -> None:
     flags += ["--device", "cpu"]
     finished = forked(RECIPE, "--enable_fsdp", *flags, "--output_dir", tmp_path / "run", ranks=2)
     assert finished.exit_code == 0, finished.output
-    assert finished.output.count("Planned: ") == 1
+    assert finished.output.count("Planned peak: ") == 1
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert (plan["world_size"], plan["device"]) == (2, "cpu")

@@ -71,7 +71,7 @@ def test_a_run_prints_few_lines_and_ends_with_commands_that_work(
     ]
     finished = run_cases(tmp_path, cases, ranks=1)
     # --no_plan
-    assert "Planned: " not in finished.output and not (tmp_path / "a" / "plan.json").exists()
+    assert "Planned peak: " not in finished.output and not (tmp_path / "a" / "plan.json").exists()
     printed, quiet = re.findall(
         r"(?s)(.*?\n\nTraining ended.*?exported --merge)\n", finished.output
     )
