@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from . import concepts, curves, memory, planned, recording
+from . import concepts, memory, planned, recording
 
 FOLDER = Path(__file__).resolve().parents[1] / "img"
 PICTURES: dict[str, Callable[[], str]] = {
     "memory.svg": memory.draw,
     "planned.svg": planned.draw,
-    "curves.svg": curves.draw,
     "recording.svg": recording.draw,
     "packing.svg": concepts.draw_packing,
     "quantized_sharding.svg": concepts.draw_quantized_sharding,
@@ -18,7 +17,6 @@ PICTURES: dict[str, Callable[[], str]] = {
 WORDS: dict[str, Callable[[], str]] = {
     "memory.svg": memory.describe,
     "planned.svg": planned.describe,
-    "curves.svg": curves.describe,
     "recording.svg": recording.describe,
     "packing.svg": lambda: concepts.PACKING,
     "quantized_sharding.svg": lambda: concepts.QUANTIZED_SHARDING,

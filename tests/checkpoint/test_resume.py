@@ -49,7 +49,7 @@ def test_settings_that_make_another_run_are_reported_with_old_and_new_values() -
     check("--lr 3e-4 --num_epochs 5", allowed=["lr", "num_epochs"])
     with pytest.raises(UserError, match="--resume_allow_changes lr$"):
         check("--lr 3e-4 --num_epochs 5", allowed=["num_epochs"])
-    with pytest.raises(UserError, match="--model_name is folder, and its content"):
+    with pytest.raises(UserError, match="--model_name is folder, as before, but its content"):
         check("", model="m2")
     with pytest.raises(UserError, match="--validation is 0.2, was 0.1"):
         check("--validation 0.2", before="--validation 0.1", held_out="v2")
