@@ -12,6 +12,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     FineGrainedFP8Config,
+    LlamaConfig,
     Mxfp4Config,
     PreTrainedModel,
 )
@@ -21,7 +22,7 @@ from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, build_on_meta, load_model_config
 from llama_ft.models.conversion import open_source
 from llama_ft.models.load_weights import account_for
-from llama_ft.models.published import open_dequantized
+from llama_ft.models.published import open_dequantized, stored_method
 
 Tensors = dict[str, torch.Tensor]
 LLAMA = {
@@ -298,3 +299,29 @@ def test_a_type_that_torch_lacks_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(length + header.encode() + bytes(8))
     with pytest.raises(UserError, match=r"model.safetensors: some.weight has the type F4.*torch"):
         open_dequantized(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("note", "problem"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": "x"}, "weight_block_size is x;"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size is"),
+        ({"quant_method": "compressed-tensors"}, "config_groups is None;"),
+        ({"quant_method": "compressed-tensors", "config_groups": [1]}, "config_groups is"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": None}}},
+            "expected a group with weights",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"a": {"weights": {"num_bits": 4, "group_size": 0}}},
+            },
+            "group_size is 0;",
+        ),
+    ],
+)
+def test_a_malformed_quantization_config_is_named(note: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match="quantization_config") as error:
+        stored_method(LlamaConfig(quantization_config=note))
+    assert problem in str(error.value)

@@ -304,9 +304,14 @@ def test_routers_and_gates_are_not_quantized(
             {},
             True,
             {"load_in_8bit": True},
-            "quantized with bitsandbytes, not in bitsandbytes' 4 bits",
+            "quantization_config of bitsandbytes that is not supported",
         ),
-        ({}, True, {"quant_method": "gptq", "bits": 4}, "quantized with gptq"),
+        (
+            {},
+            True,
+            {"quant_method": "gptq", "bits": 4},
+            "quantization_config of gptq that is not supported",
+        ),
         ({}, False, {"load_in_4bit": True}, "--use_peft"),
     ],
 )

@@ -55,9 +55,48 @@ def stored_method(model_config: PretrainedConfig) -> dict[str, Any] | None:
     note: dict[str, Any] = stored if isinstance(stored, dict) else stored.to_dict()
     if note.get("quant_method") not in READERS:
         return None
+    check_note(note)
     if note["quant_method"] == "compressed-tensors":
         _compressed_formats(note)  # rejects others
     return note
+
+
+def check_note(note: dict[str, Any]) -> None:
+    """Raise a UserError if a quantization_config has a value that no such checkpoint can have."""
+    if note["quant_method"] == "fp8":
+        blocks = note.get("weight_block_size")
+        is_pair = isinstance(blocks, list | tuple) and len(blocks) == 2
+        if blocks is not None and not (is_pair and all(map(_is_positive, blocks))):
+            raise _wrong_note("weight_block_size", blocks, "two whole numbers above 0, or null")
+    if note["quant_method"] != "compressed-tensors":
+        return
+    groups = note.get("config_groups")
+    are_groups = isinstance(groups, dict) and all(
+        isinstance(group, dict) for group in groups.values()
+    )
+    if not groups or not are_groups:
+        raise _wrong_note("config_groups", groups, "groups by name")
+    schemes = _weight_schemes(note)
+    if not schemes:
+        raise _wrong_note("config_groups", groups, "a group with weights")
+    for scheme in schemes:
+        if not isinstance(scheme, dict) or not _is_positive(scheme.get("num_bits")):
+            raise _wrong_note("config_groups", groups, "weights with num_bits in each group")
+        size = scheme.get("group_size")
+        if size not in (None, -1) and not _is_positive(size):
+            raise _wrong_note("group_size", size, "a whole number above 0, or null")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int) and value > 0
+
+
+def _wrong_note(name: str, value: Any, expected: str) -> UserError:
+    shown = str(value)[:100]
+    return UserError(
+        f"config.json: quantization_config.{name} is {shown}; expected {expected}.\n"
+        "Download config.json again, or use a version in 16 bits."
+    )
 
 
 def describe_stored(model_config: PretrainedConfig) -> str | None:
@@ -94,6 +133,7 @@ def open_dequantized(folder: Path) -> WeightSource:
     note = settings.get("quantization_config")
     if not note or note.get("quant_method") not in READERS:
         return source
+    check_note(note)
     text = settings.get("text_config") or {}
     names = (settings.get("dtype"), settings.get("torch_dtype"), text.get("dtype"))
     name = next((name for name in names if name), "bfloat16")

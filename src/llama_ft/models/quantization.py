@@ -80,8 +80,8 @@ def choose_quantization(
     method = note.get("quant_method", "bitsandbytes")
     if method != "bitsandbytes" or not note.get("load_in_4bit"):
         raise UserError(
-            f"--model_name: quantized with {method}, not in bitsandbytes' 4 bits or one of: {', '.join(READERS)}.\n"
-            f"Use a version in 16 bits or in bitsandbytes' 4 bits."
+            f"--model_name: config.json has a quantization_config of {method} that is not supported. Supported are: "
+            f"bitsandbytes in 4 bits, {', '.join(READERS)}.\nUse a version in 16 bits or in bitsandbytes' 4 bits."
         )
     if settings.mode == "8bit" or not use_peft:
         raise UserError(
