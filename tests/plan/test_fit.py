@@ -109,7 +109,8 @@ def test_qlora_is_the_first_suggestion_on_a_small_gpu(
     line = "--use_peft --context_length 2048 --batch_size_training 1 --activation_checkpointing full --precision fp16"
     fits, _ = search(request_for(line, 1, folder=folder), finetuning, device_bytes("t4"))
     assert fits[0].flags == ["--quantization 4bit"] and fits[0].plan.device_bytes < 9 * 2**30
-    assert not any(fit.config.fsdp.fsdp_cpu_offload for fit in fits)
+    # CPU offload keeps the precision, and is the slowest: it comes last
+    assert not any(fit.config.fsdp.fsdp_cpu_offload for fit in fits[:-1])
 
 
 def test_only_the_rank_of_qlora_among_the_suggestions_depends_on_the_gpu(

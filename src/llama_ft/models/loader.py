@@ -74,14 +74,13 @@ class Loader:
         """Wait until at most `most_bytes` are being sent. With a limit above 0, reading and sending
         overlap."""
         while self.in_flight and sum(sent.nbytes for _, sent in self.in_flight) > most_bytes:
-            work, _ = self.in_flight.popleft()
-            work.wait()
+            self.in_flight.popleft()[0].wait()
 
     def _keep(self, load: ShardLoad, start: int, stop: int) -> None:
         assert self.source is not None
         for first, last in row_blocks(load.shape, start, stop, load.block_elements):
-            made = load.make(self.source, first, last)
-            for shard, rows in zip(load.shards, made, strict=True):
+            # Without a name for what is made: it would keep this block while the next one is made.
+            for shard, rows in zip(load.shards, load.make(self.source, first, last), strict=True):
                 shard[first - start : last - start].copy_(rows)
 
     def _send(self, load: ShardLoad) -> None:
@@ -92,8 +91,7 @@ class Loader:
         own, *others = row_ranges(load.shape[0], self.group.size)
         for destination, (start, stop) in enumerate(others, start=1):
             for first, last in row_blocks(load.shape, start, stop, load.block_elements):
-                made = load.make(self.source, first, last)
-                for rows, wire in zip(made, load.wire, strict=True):
+                for rows, wire in zip(load.make(self.source, first, last), load.wire, strict=True):
                     block = rows.to(device=device, dtype=wire).contiguous()
                     self.finish(BYTES_IN_FLIGHT - block.nbytes)
                     work = cast(dist.Work, dist.isend(block, dst=destination))
