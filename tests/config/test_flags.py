@@ -185,6 +185,8 @@ def test_a_config_may_have_earlier_names(tmp_path: Path) -> None:
     assert config.preference.dpo_label_smoothing == 0.2
     file.write_text("memory: {no_plan: false}\n")
     assert parsed(f"--config {file}").memory.plan_memory
+    file.write_text("memory: {no_plan: yes}\n")
+    assert not parsed(f"--config {file}").memory.plan_memory
     file.write_text("memory: {plan_memory: true, no_plan: true}\n")
     with pytest.raises(UserError, match=r"old.yaml:1: memory.plan_memory is set twice"):
         parsed(f"--config {file}")

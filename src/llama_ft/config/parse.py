@@ -28,7 +28,9 @@ from llama_ft.config.paths import file_problem
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting
 from llama_ft.errors import rank, reason
 
-OPPOSITES = {"true": "false", "false": "true"}
+# The spellings that pydantic takes for a switch, and the opposite of each.
+OPPOSITES = dict.fromkeys(("true", "t", "yes", "y", "on", "1"), "false")
+OPPOSITES |= dict.fromkeys(("false", "f", "no", "n", "off", "0"), "true")
 MODES = {"true": "8bit", "false": "none"}  # bare --quantization means 8bit, as in llama-recipes
 PLAIN_NAME = re.compile(r"[\w.\-]+")
 NEGATIVE_NUMBER = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
