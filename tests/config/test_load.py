@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ft.config import load
+from llama_ft.config import Config, load, with_present_names
 from llama_ft.config.dump import to_yaml
 
 
@@ -154,3 +154,19 @@ def test_early_stopping_needs_data_that_can_have_a_validation_split(errors_of) -
         )
     for dataset in ("org/name", "samsum", "code.py:build", "demo"):
         assert errors_of("--dataset", dataset, "--early_stopping_patience", "5") == []
+
+
+def test_settings_of_a_run_saved_with_earlier_names_are_read() -> None:
+    saved = {
+        "memory": {"no_plan": True},
+        "preference": {"label_smoothing": 0.2},
+        "train": {"lr": 1},
+    }
+    config = Config(**with_present_names(saved))
+    assert not config.memory.plan_memory
+    assert config.preference.dpo_label_smoothing == 0.2
+    assert config.train.lr == 1
+    assert saved["memory"] == {"no_plan": True}
+    for wrong in (None, {"memory": None}):
+        with pytest.raises((TypeError, ValueError)):
+            with_present_names(wrong)  # type: ignore[arg-type]

@@ -35,7 +35,13 @@ from llama_ft.checkpoint.export import SavedWeights, write_model_card, written_a
 from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, step_folder
 from llama_ft.checkpoint.resume import first_valid, result_step
 from llama_ft.checkpoint.state import check_same_tensors
-from llama_ft.config import Config, ModelConfig, PeftConfig, PreferenceConfig
+from llama_ft.config import (
+    Config,
+    ModelConfig,
+    PeftConfig,
+    PreferenceConfig,
+    with_present_names,
+)
 from llama_ft.errors import UserError
 from llama_ft.models import lora
 from llama_ft.models.built import Adapter, settings_to_read
@@ -463,8 +469,8 @@ def recorded_config(checkpoint: Checkpoint) -> Config:
             does not know.
     """
     try:
-        return Config(**checkpoint.trainer["config"])
-    except (ValidationError, KeyError, TypeError) as error:
+        return Config(**with_present_names(checkpoint.trainer["config"]))
+    except (ValidationError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{checkpoint.folder}: written by another version of llama_ft ({error})."
         ) from error

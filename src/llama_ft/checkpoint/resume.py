@@ -21,6 +21,7 @@ from llama_ft.checkpoint.reader import (
     step_folder,
 )
 from llama_ft.config import CheckpointConfig, Config, TrainConfig, check_device
+from llama_ft.config.load import with_present_names
 from llama_ft.config.messages import describe_setting, format_value
 from llama_ft.config.settings import SETTINGS
 from llama_ft.errors import RunFailure, UserError
@@ -144,7 +145,7 @@ def check_same_run(
     Raises:
         UserError: names all differing settings with their old and new values.
     """
-    before = settings_by_name(saved["config"])
+    before = settings_by_name(with_present_names(saved["config"]))
     then = saved["contents"]
     contents = now.get("contents", {})
     changed = {}

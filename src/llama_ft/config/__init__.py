@@ -6,7 +6,7 @@ Nothing here imports torch, so `--help` and errors appear within a second.
 
 from llama_ft.config.data_settings import DataConfig, PreferenceConfig
 from llama_ft.config.dump import differences, to_yaml
-from llama_ft.config.load import check_command_line, load, load_flags
+from llama_ft.config.load import check_command_line, load, load_flags, with_present_names
 from llama_ft.config.output_settings import (
     CheckpointConfig,
     MemoryConfig,

@@ -185,3 +185,16 @@ def _explain(head: str, setting: Setting, value: Any, error: Any) -> str:
         return f"{head}: {unsupported}"
     suggestion = f" Did you mean {match}?" if match else ""
     return f"{head}: {wanted}.{suggestion}"
+
+
+def with_present_names(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a saved run, by section, with earlier names replaced. Raises TypeError
+    or ValueError if they are not dicts by section."""
+    renamed = {section: dict(settings) for section, settings in dict(sections).items()}
+    memory = renamed.get("memory", {})
+    if "no_plan" in memory:
+        memory["plan_memory"] = not memory.pop("no_plan")
+    preference = renamed.get("preference", {})
+    if "label_smoothing" in preference:
+        preference["dpo_label_smoothing"] = preference.pop("label_smoothing")
+    return renamed

@@ -10,6 +10,7 @@ import yaml
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from llama_ft.config.load import with_present_names
 from llama_ft.config.paths import (
     file_problem,
     folder_problem,
@@ -212,7 +213,8 @@ def settings_of_run(kind: Result, held: Path) -> Config | None:
     the base model of an adapter."""
     directory = {"run": held, "checkpoint": held.parent.parent}.get(kind, held.parent)
     try:
-        run = Config(**yaml.safe_load((directory / "config.yaml").read_text()))
+        saved = yaml.safe_load((directory / "config.yaml").read_text())
+        run = Config(**with_present_names(saved))
     except (OSError, ValueError, yaml.YAMLError, TypeError):
         return None
     return replace(run, quantization=QuantizationConfig()) if kind == "model" else run
