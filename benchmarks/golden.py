@@ -368,26 +368,32 @@ def save(checkout: Path, inputs: Path, folder: Path, only: str | None, file: Pat
 
 
 def cost(checkouts: list[Path], inputs: Path, folder: Path, turns: int) -> None:
-    """Print medians of step time and peak memory of alternating runs, by new processes: a forked
-    one begins with the memory of its parent."""
+    """Print medians of alternating runs, by new processes: a forked one begins with the memory of
+    its parent."""
     common = "--dataset demo --context_length 512 --batch_size_training 2 --max_train_step 20"
-    methods = {"full": (0, ""), "full, 2 ranks": (2, SCATTERED), "LoRA, 2 ranks": (2, LORA)}
+    methods = {
+        "one step": (0, "--max_train_step 1"),
+        "full": (0, ""),
+        "full, 2 ranks": (2, SCATTERED),
+        "LoRA, 2 ranks": (2, LORA),
+    }
     for number, (name, (ranks, method)) in enumerate(methods.items()):
-        seen: list[list[tuple[float, float]]] = [[] for _ in checkouts]
+        seen: list[list[dict[str, float]]] = [[] for _ in checkouts]
         for turn in range(turns):
             for side, checkout in enumerate(checkouts):
                 run = folder / f"{number}-{turn}-{side}"
-                flags = f"{COMMON} --model_name demo {common} --save_steps 0 {method}"
-                launch(checkout, inputs, f"{without_overridden(flags)} --output_dir {run}", ranks)
-                seen[side].append(time_and_memory(run))
-        for column, what in enumerate(("s per step", "MiB of host memory, peak")):
-            old, new = (statistics.median(values[column] for values in side) for side in seen)
+                flags = f"{COMMON} --model_name demo --save_steps 0 {common} {method}"
+                flags = f"{without_overridden(flags)} --output_dir {run}"
+                launched = launch(checkout, inputs, flags, ranks)
+                seen[side].append(launched | time_and_memory(run))
+        for what in seen[0][0]:
+            old, new = (statistics.median(values[what] for values in side) for side in seen)
             numbers = f"{old:9.3f} before {new:9.3f} after  {new / old:5.3f}x"
             print(f"{name:16} {what:26} {numbers}", flush=True)
 
 
-def launch(checkout: Path, inputs: Path, flags: str, ranks: int) -> None:
-    """Run the recipe of a checkout in new processes."""
+def launch(checkout: Path, inputs: Path, flags: str, ranks: int) -> dict[str, float]:
+    """Run the recipe of a checkout in new processes. Returns what the whole run took."""
     command = torchrun_command(ranks) if ranks else [sys.executable]
     command += [str(checkout / "recipes" / "finetuning.py"), *flags.split()]
     variables = {
@@ -395,15 +401,27 @@ def launch(checkout: Path, inputs: Path, flags: str, ranks: int) -> None:
         "OMP_NUM_THREADS": "1",
         "LLAMA_FT_CACHE": str(inputs / "cache"),
     }
+    before = os.times()
     subprocess.run(command, cwd=inputs, env=os.environ | variables, check=True, capture_output=True)
+    after = os.times()
+    spent_by_program = after.children_user - before.children_user
+    spent_by_system = after.children_system - before.children_system
+    return {
+        "s of the whole run": after.elapsed - before.elapsed,
+        "CPU s of the whole run": spent_by_program + spent_by_system,
+    }
 
 
-def time_and_memory(run: Path) -> tuple[float, float]:
-    """Return the median step time in seconds, and the peak of host memory in MiB."""
+def time_and_memory(run: Path) -> dict[str, float]:
+    """Return the median step time, without the first steps, and the peak of host memory."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    seconds = [line["perf/step_seconds"] for line in lines[3:] if "train/loss" in line]
+    steps = [line for line in lines if "train/loss" in line]
+    seconds = [line["perf/step_seconds"] for line in steps[3:] or steps]
     peaks = [max(line.get("memory/host_peak_bytes", [0])) for line in lines]
-    return statistics.median(seconds), max(peaks) / 2**20
+    return {
+        "s per step": statistics.median(seconds),
+        "MiB of host memory, peak": max(peaks) / 2**20,
+    }
 
 
 def main() -> None:
