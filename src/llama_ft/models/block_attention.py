@@ -1,20 +1,23 @@
-"""Causal attention of packed short samples in 16 bits on the CPU: a block of queries at a time, over
+"""Causal attention of packed short samples in bf16 on the CPU: a block of queries at a time, over
 the keys from the first sample in the block on.
 
-    queries    a a a b | b b c c | c d d e     blocks of one length, whatever the samples a to e are
-    keys       a a a b | b b b c c | c c c d d e     from where the first sample of the block begins
+    queries   a a a b | b b c c | c d d e         samples a to e in blocks of equal length
+    keys      a a a b | b b b c c | c c c d d e   of each block
 
-torch's flash attention for CPUs takes a call per sample, and longer for short ones. As there, scores
-and probabilities are in fp32, and the backward pass recomputes them. The forward pass is one
-operator, so selective activation checkpointing keeps its output and nothing else.
+torch's flash attention for CPUs takes a call per sample, and more time, most in the backward pass.
+As there, scores are in fp32, and the backward pass recomputes them. The forward pass is one operator,
+so selective activation checkpointing keeps its output and nothing else.
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
+
+from llama_ft.runtime.devices import SLOW, matmul_slowdown
 
 LONGEST = 512  # tokens of a sample
 BLOCK = 128  # queries
@@ -26,6 +29,13 @@ _LIBRARY = torch.library.Library("llama_ft", "FRAGMENT")
 _LIBRARY.define(
     "block_attention(Tensor query, Tensor key, Tensor value, SymInt[] lengths, float scale) -> Tensor"
 )
+
+
+@cache
+def is_faster(dtype: torch.dtype) -> bool:
+    """Return whether this CPU multiplies in bf16. One that emulates it takes longer in blocks. In
+    fp16 gradients that are scaled could overflow. A plan replaces this function."""
+    return dtype == torch.bfloat16 and matmul_slowdown(dtype) < SLOW
 
 
 class BlockAttention(torch.autograd.Function):
@@ -64,7 +74,9 @@ class BlockAttention(torch.autograd.Function):
             by_query[:, block] = of_block.view(by_query[:, block].shape)
         by_query *= scale
         by_key *= scale
-        gradients = [part[None, :, :tokens].to(query.dtype) for part in (by_query, by_key, by_value)]
+        gradients = [
+            part[None, :, :tokens].to(query.dtype) for part in (by_query, by_key, by_value)
+        ]
         return *gradients, None, None  # none for lengths and scale
 
 
@@ -109,9 +121,7 @@ def _together(queries: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return queries.reshape(len(key), -1, queries.shape[2])
 
 
-def _blocks(
-    lengths: tuple[int, ...], tokens: int
-) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+def _blocks(lengths: tuple[int, ...], tokens: int) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Yield the queries of each block, its keys, and which of them each query does not see: bool
     [queries, keys]. Added tokens are a sample of their own."""
     starts = torch.zeros(tokens, dtype=torch.int64)  # per token: where its sample begins

@@ -119,7 +119,9 @@ class Preflight:
         the CPU keep freed memory if there is room. All ranks call it together."""
         has_room = ranks.broadcast_from_rank0(partial(self._report, output_dir))
         if ranks.device.type == "cpu" and has_room and keep_freed_memory():
-            log.info("Freed memory is kept for the next tensors, since the plan leaves room for it.")
+            log.info(
+                "Freed memory is kept for the next tensors, since the plan leaves room for it."
+            )
 
     def _report(self, output_dir: Path) -> bool:
         """Return whether the plan leaves room; False if there is no plan."""
