@@ -8,7 +8,7 @@ from forked import forked
 
 COUNTS_PAGE_FAULTS = """
 import resource, torch
-from llama_ft.runtime.devices import keep_freed_memory
+from llama_ft.runtime.freed_memory import keep_freed_memory
 print("kept", keep_freed_memory())
 torch.ones(2**26)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

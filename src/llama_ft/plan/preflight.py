@@ -28,7 +28,7 @@ from llama_ft.plan.free_memory import free_bytes, free_text
 from llama_ft.plan.types import Plan, PlanRequest
 from llama_ft.processes import end_with
 from llama_ft.runtime import Ranks, log
-from llama_ft.runtime.devices import keep_freed_memory
+from llama_ft.runtime.freed_memory import keep_freed_memory
 
 SECONDS_FOR_PLAN = 15.0
 SECONDS_FOR_ADVICE = 60.0

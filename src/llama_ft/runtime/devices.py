@@ -1,7 +1,5 @@
 """Devices of the ranks, copies to them, and the dtypes of each --precision."""
 
-import contextlib
-import ctypes
 import os
 import socket
 from functools import partial
@@ -14,9 +12,6 @@ from llama_ft.config.messages import size_text
 from llama_ft.errors import UserError, reason
 
 SLOW = 1.5  # a CPU without AVX512-BF16 or AMX emulates 16-bit matmuls several times slower
-# parameters of glibc's mallopt, from malloc.h
-M_TRIM_THRESHOLD = -1
-M_MMAP_MAX = -4
 PrecisionName = Literal["bf16_mixed", "bf16_pure", "fp32", "fp16"]
 
 
@@ -87,23 +82,6 @@ def claim_device(device: torch.device, memory_fraction: float | None) -> str:
         torch.cuda.set_per_process_memory_fraction(memory_fraction, device)
     name = f"{torch.cuda.get_device_name(device)} on {socket.gethostname()}"
     return f"{name}, {size_text(total)}, free at the start: {free / total:.0%}"
-
-
-def keep_freed_memory() -> bool:
-    """Make the C library keep freed memory for the next tensor. Return whether it does: not if it is
-    another one than glibc, or if the user has set variables of its own.
-
-    By itself glibc returns blocks above 32 MiB and the end of its heap to the kernel, which zeroes
-    every page that it hands out again. Source: `man 3 mallopt`.
-    """
-    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
-        return False
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        libc = ctypes.CDLL(None)
-        has_no_maps = libc.mallopt(M_MMAP_MAX, 0)
-        is_never_trimmed = libc.mallopt(M_TRIM_THRESHOLD, -1)
-        return bool(has_no_maps and is_never_trimmed)
-    return False
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
