@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
-from llama_ft.runtime.devices import SLOW, matmul_slowdown
+from llama_ft.runtime.devices import MATMUL_FEATURES, cpu_features
 
 LONGEST = 512  # tokens of a sample
 BLOCK = 128  # queries
@@ -33,9 +33,11 @@ _LIBRARY.define(
 
 @cache
 def is_faster(dtype: torch.dtype) -> bool:
-    """Return whether this CPU multiplies in bf16. One that emulates it takes longer in blocks. In
-    fp16 gradients that are scaled could overflow. A plan replaces this function."""
-    return dtype == torch.bfloat16 and matmul_slowdown(dtype) < SLOW
+    """Return whether this CPU multiplies matrices in bf16. One that emulates it takes longer in
+    blocks. In fp16 the products of scaled gradients could overflow. A plan replaces this
+    function."""
+    features = MATMUL_FEATURES[torch.bfloat16]
+    return dtype == torch.bfloat16 and not cpu_features().isdisjoint(features)
 
 
 class BlockAttention(torch.autograd.Function):
