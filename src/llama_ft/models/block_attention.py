@@ -9,8 +9,7 @@ As there, scores are in fp32, and the backward pass recomputes them. The forward
 so selective activation checkpointing keeps its output and nothing else.
 """
 
-from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -88,7 +87,7 @@ def _block_attention(query: Any, key: Any, value: Any, lengths: Any, scale: floa
     heads, padded, width = query.shape
     # as the output projection reads it: [tokens, heads, width]
     output = query.new_empty(padded, heads, width).transpose(0, 1)
-    for block, keys, is_hidden in _blocks(lengths, padded):
+    for block, keys, is_hidden in _blocks(tuple(lengths), padded):
         queries = _together(query[:, block], key)
         probabilities = _probabilities(queries, key[:, keys], is_hidden, scale)
         made = torch.bmm(probabilities, value[:, keys])
@@ -123,9 +122,11 @@ def _together(queries: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return queries.reshape(len(key), -1, queries.shape[2])
 
 
-def _blocks(lengths: tuple[int, ...], tokens: int) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Yield the queries of each block, its keys, and which of them each query does not see: bool
+@lru_cache(maxsize=1)  # all layers have the same blocks
+def _blocks(lengths: tuple[int, ...], tokens: int) -> list[tuple[slice, slice, torch.Tensor]]:
+    """Return the queries of each block, its keys, and which of them each query does not see: bool
     [queries, keys]. Added tokens are a sample of their own."""
+    blocks = []
     starts = torch.zeros(tokens, dtype=torch.int64)  # per token: where its sample begins
     begin = 0
     for length in lengths:
@@ -141,7 +142,8 @@ def _blocks(lengths: tuple[int, ...], tokens: int) -> Iterator[tuple[slice, slic
         keys = slice(first, stop)
         is_earlier = positions[keys] < starts[block, None]
         is_later = positions[keys] > positions[block, None]
-        yield block, keys, is_earlier | is_later
+        blocks.append((block, keys, is_earlier | is_later))
+    return blocks
 
 
 def _probabilities(
