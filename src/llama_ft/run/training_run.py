@@ -384,7 +384,7 @@ class TrainingRun:
 
     # After training
 
-    def take_best_weights(self, model: PreTrainedModel) -> None:
+    def load_best_weights(self, model: PreTrainedModel) -> None:
         """With early stopping, load the weights with the best validation loss."""
         self.writer.finish()
         self.weights_of = self.state.step
