@@ -13,6 +13,7 @@ from llama_ft.config.paths import (
     RUN_MARKER,
     base_model_of,
     folder_problem,
+    missing_run,
     model_dir_problem,
     model_problem,
 )
@@ -83,7 +84,9 @@ def read_export_flags(argv: list[str], description: str) -> ExportFlags:
     options.out = Path(out).expanduser().absolute()
     options.kind = export_kind(options.source)
     if options.kind is None:
-        problem = folder_problem(options.source, "a directory")
+        problem = missing_run(options.source)
+        if options.source.exists():
+            problem = folder_problem(options.source, "a directory")
         if problem is None:
             problem = "is neither a checkpoint, nor a run's directory, nor an adapter."
         raise UserError(*errors, f"{options.source}: {problem}")

@@ -335,6 +335,10 @@ def adapter(tmp_path: Path, tiny_model: Path) -> Path:
 
 USER_ERRORS: dict[str, tuple[str, list[str]]] = {
     "nothing to export": ("@run @out", ["run: is neither a checkpoint, nor a run's directory"]),
+    "a mistyped run": (
+        "@tunde @out",
+        ["/tunde: there is no run or model here. Did you mean ", "/tuned?"],
+    ),
     "a base that is gone": (
         "@old @out",
         ["(--base_model overrides it): base model /gone/llama: no such directory"],

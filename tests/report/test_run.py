@@ -211,6 +211,7 @@ def test_user_errors_are_reported_together(run_dir: Path, tmp_path: Path) -> Non
     assert finished.exit_code == 2
     places = (f"{tmp_path}/goof: ", f"{tmp_path}: ", f"{tmp_path}/file: ")
     assert all(f"error: {place}" in finished.output for place in places)
+    assert f"{tmp_path}/goof: there is no run or model here." in finished.output
     finished = report(tmp_path / "good", "--output", tmp_path / "good" / "config.yaml")
     assert finished.exit_code == 2 and finished.output.startswith("error: --output ")
 

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from llama_ft.config.data_names import NOT_A_FILE, data_problem, is_split_of
-from llama_ft.config.messages import describe_setting
+from llama_ft.config.messages import describe_setting, nearest
 from llama_ft.config.rules import SECRET, as_fraction
 from llama_ft.errors import UserError, rank, reason
 from llama_ft.masking import is_url_with_secret
@@ -170,6 +170,19 @@ def _holds_runs(folder: Path) -> bool:
 def runs_in(folder: Path) -> list[str]:
     """Return the names of the runs in a directory, which need not exist."""
     return sorted(marker.parent.name for marker in folder.glob(f"*/{RUN_MARKER}"))
+
+
+def similar_run(folder: Path) -> Path | None:
+    """Return the run next to `folder` whose name is most similar, or None."""
+    name = nearest(folder.name, runs_in(folder.parent))
+    return folder.parent / name if name else None
+
+
+def missing_run(folder: Path) -> str:
+    """Return the error message for a path at which there is nothing."""
+    similar = similar_run(folder)
+    hint = f" Did you mean {similar}?" if similar else ""
+    return f"there is no run or model here.{hint}"
 
 
 def model_problem(name: str) -> str | None:

@@ -11,14 +11,14 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llama_ft.config.load import with_present_names
-from llama_ft.config.messages import nearest
 from llama_ft.config.paths import (
     file_problem,
     folder_problem,
     looks_local,
+    missing_run,
     model_problem,
     not_writable,
-    runs_in,
+    similar_run,
 )
 from llama_ft.config.settings import Config, QuantizationConfig
 from llama_ft.config.tool_flags import check, read
@@ -205,11 +205,8 @@ def result_problem(name: str) -> str | None:
     if find_result(folder):
         return None
     if not folder.exists():
-        similar = nearest(folder.name, runs_in(folder.parent))
-        if not looks_local(name) and similar is None:
-            return None  # a Hub name
-        hint = f" Did you mean {Path(name).parent / similar}?" if similar else ""
-        return f"there is no run or model here.{hint}"
+        is_on_hub = not looks_local(name) and similar_run(folder) is None
+        return None if is_on_hub else missing_run(folder)
     expected = "the directory of a run, a checkpoint, a model or an adapter"
     nothing = "holds no run with a final model or a checkpoint, no model and no adapter."
     return folder_problem(folder, expected) or nothing

@@ -14,7 +14,7 @@ import yaml
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from llama_ft.config.paths import RUN_MARKER, folder_problem
+from llama_ft.config.paths import RUN_MARKER, folder_problem, missing_run
 from llama_ft.config.settings import SETTINGS
 from llama_ft.config.tool_flags import check, read
 from llama_ft.config.value_types import STRICT
@@ -62,7 +62,9 @@ def read_report_flags(argv: list[str], description: str) -> ReportFlags:
     errors += [] if options.paths else ["RUN is needed: report.py RUN [RUN...]."]
     for name in options.paths:
         folder = Path(name).expanduser()
-        if error := folder_problem(folder, "a run's directory"):
+        if not folder.exists():
+            errors.append(f"{name}: {missing_run(folder)}")
+        elif error := folder_problem(folder, "a run's directory"):
             errors.append(f"{name}: {error}")
         elif not any((folder / file).is_file() for file in ("status.json", "metrics.jsonl")):
             errors.append(
