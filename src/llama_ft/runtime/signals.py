@@ -127,7 +127,7 @@ class StopSignals:
         if number == 0:
             return None
         stop_after = Stop(0, f"--stop_after {self._stop_after}")
-        return SIGNALS.get(int(number), stop_after)  # int(STOP_AFTER_CODE) is no signal
+        return SIGNALS.get(int(number), stop_after)  # int(STOP_AFTER_CODE) is not a signal
 
     def closing(self, error: BaseException) -> None:
         """Stop interrupting the main thread, which is ending with an error."""
