@@ -14,7 +14,16 @@ from torch.nn import functional
 from transformers.integrations import hub_kernels
 
 from llama_ft.errors import UserError
-from llama_ft.models import attention_kernels, chunked_loss, compiled, conversion, loader, quantized
+from llama_ft.models import (
+    attention_kernels,
+    block_attention,
+    chunked_loss,
+    compiled,
+    conversion,
+    gloo,
+    loader,
+    quantized,
+)
 from llama_ft.models.attention_kernels import AMPERE, T4
 from llama_ft.models.load_weights import QUANTIZED_AT_ONCE
 from llama_ft.models.source import SafetensorsSource, StoredTensor
@@ -150,6 +159,8 @@ def _loading_patches(headers: dict[str, StoredTensor]) -> list[Any]:
 def _fake_tensor_patches() -> list[Any]:
     """Return the patches of what does not work with fake tensors."""
     return [
+        # This measures real tensors. The memory differs little: no sum per query is kept.
+        patch.object(block_attention, "is_faster", lambda _: False),
         # Kernels of layers with a recurrent state need CUDA. With this, Transformers uses torch
         # operations instead.
         patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
@@ -172,6 +183,8 @@ def _cuda_patches() -> list[Any]:
         patch.object(attention_kernels, "capability_of", planned_capability),
         # 8-bit weights: the GPU multiplies int8, the CPU a dequantized copy of the weight.
         patch.object(quantized, "_on_cuda", lambda _: True),
+        # NCCL's collectives instead of our own over gloo.
+        patch.object(gloo, "is_over_gloo", lambda _: False),
         # The GPU computes RMSNorm in torch's kernel instead of the model's own operations.
         patch.object(compiled, "_is_cuda", lambda _: True),
         # That kernel on the CPU keeps more for backward.

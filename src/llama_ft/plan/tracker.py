@@ -287,10 +287,4 @@ def _workspace_bytes(func: Any, args: Any, is_cuda: bool) -> int:
             weight = args[2]
             copies = 5 if weight.dtype == torch.float32 else 6
             return int(weight.numel() * 4 * copies)
-        case name if not is_cuda and name.replace("._", ".").startswith(
-            ("c10d.allgather", "c10d.reduce_scatter")
-        ):
-            # gloo receives into its own memory, and all-reduces a copy for a reduce-scatter.
-            # Source: AsyncAllgatherWork in torch's ProcessGroupGloo.cpp.
-            return max((value.nbytes for value in _tensors(args)), default=0)
     return 0
