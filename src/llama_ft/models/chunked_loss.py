@@ -274,7 +274,7 @@ class _Chunks:
             with torch.enable_grad():
                 losses = self.losses_of(chunk, targets[part])
             total += losses.detach()[: max(0, count - start)].sum()
-            node = losses.grad_fn
+            node: Any = losses.grad_fn
             is_padded = start + len(losses) > count  # there the factors are 0
             if isinstance(node, CrossEntropy._backward_cls) and not (has_factors or is_padded):
                 node.has_factors = False  # this node is the `ctx` of CrossEntropy
