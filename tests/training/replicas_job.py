@@ -29,6 +29,7 @@ def settings(precision: str) -> TrainConfig:
         precision=precision,
         lr=1e-2,
         weight_decay=0.1,
+        adam_epsilon=1e-2,  # else a gradient that is almost 0 moves a weight as far as any other
         gradient_clipping=True,
         gradient_clipping_threshold=0.05,
     )
