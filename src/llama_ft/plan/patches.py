@@ -20,6 +20,7 @@ from llama_ft.models import (
     chunked_loss,
     compiled,
     conversion,
+    fsdp,
     gloo,
     loader,
     quantized,
@@ -50,6 +51,13 @@ ALLOCATING: dict[tuple[Any, str], MemoryCategory] = {
 if hasattr(FSDPParam, "to_accumulated_grad_if_needed"):
     ALLOCATING[FSDPParam, "to_accumulated_grad_if_needed"] = "gradients"
 
+# sizes by device
+_LIMITS = (
+    chunked_loss.LOGITS_AT_ONCE,
+    chunked_loss.LOGITS_WITH_TRAINED_HEAD,
+    QUANTIZED_AT_ONCE,
+    objective.PAD_MULTIPLE,
+)
 Function = Callable[..., Any]
 
 
@@ -181,6 +189,8 @@ def _cuda_patches() -> list[Any]:
     return [
         # The attention kernel depends on the GPU's generation.
         patch.object(attention_kernels, "capability_of", planned_capability),
+        # On a GPU, units are all-gathered before they are needed.
+        patch.object(fsdp, "_is_cuda", lambda _: True),
         # 8-bit weights: the GPU multiplies int8, the CPU a dequantized copy of the weight.
         patch.object(quantized, "_on_cuda", lambda _: True),
         # NCCL's collectives instead of our own over gloo.
@@ -190,7 +200,5 @@ def _cuda_patches() -> list[Any]:
         # That kernel on the CPU keeps more for backward.
         patch.object(functional, "rms_norm", _KernelNorm.apply),
         # Sizes of chunks and of padding differ between devices.
-        patch.dict(chunked_loss.LOGITS_AT_ONCE, cpu=chunked_loss.LOGITS_AT_ONCE["cuda"]),
-        patch.dict(QUANTIZED_AT_ONCE, cpu=QUANTIZED_AT_ONCE["cuda"]),
-        patch.dict(objective.PAD_MULTIPLE, cpu=objective.PAD_MULTIPLE["cuda"]),
+        *[patch.dict(limits, cpu=limits["cuda"]) for limits in _LIMITS],
     ]
