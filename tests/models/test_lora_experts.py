@@ -2,23 +2,21 @@
 Transformers' experts multiply."""
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llama_ft.config import TrainConfig
-from llama_ft.models import BuiltModel, checkpoint_activations, quantize_linears
-from llama_ft.models.lora import expert_names
+from llama_ft.models import BuiltModel, checkpoint_activations
+from llama_ft.models.lora import adapter_off, expert_names
 from llama_ft.models.lora_experts import LowRankSum, StackLora, use_split_experts
-from llama_ft.models.quantization import Quantization
-from llama_ft.models.quantized import FourBit, Int8, QuantizedStacks, Scheme
+from llama_ft.models.quantized import FourBit, Int8, Scheme, quantize_stacks
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 16,
          "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -109,6 +107,87 @@ def test_loss_and_gradients_are_those_of_peft(model_type: str, way: str, rank: i
     use_split_experts(model)
     assert any(type(module) is StackLora for module in model.modules())
     with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(LowRankSum, "sum")  # the sum of all experts' weights is never made
+        patch.delattr(LowRankSum, "merged")  # the sum of all experts' weights is never made
         found = results(model)
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "llama4_text"])
+def test_gradients_are_the_same_with_activation_checkpointing(
+    model_type: str, checkpointing: str
+) -> None:
+    expected = results(model_of(model_type))
+    model = model_of(model_type, checkpointing=checkpointing)
+    use_split_experts(model)
+    assert_close(results(model), expected)
+
+
+def test_selective_keeps_what_experts_without_adapters_compute(model_type: str = "gpt_oss") -> None:
+    """Also if Transformers adds a bias to it."""
+    seen = []
+    for checkpointing in ("off", "selective"):
+        model = model_of(model_type, checkpointing=checkpointing)
+        with adapter_off(model), Operators() as operators:
+            model.requires_grad_(True)
+            seen.append(results(model))
+        assert operators.runs["aten::_grouped_mm"] == 3 * 2 * 2
+    assert_close(seen[1], seen[0])
+
+
+@pytest.mark.parametrize("way", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_quantized_experts_have_the_gradients_of_their_dequantized_weights(
+    model_type: str, name: str, way: str
+) -> None:
+    plain = model_of(model_type, way)
+    ours = model_of(model_type, way)
+    for experts, copied in zip(stacks_of(plain), stacks_of(ours), strict=True):
+        quantize(copied, SCHEMES[name])
+        for part in copied.stack_shapes:
+            experts.get_parameter(part).data = getattr(copied, part).clone()
+    expected = results(plain)
+    use_split_experts(ours)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(LowRankSum, "merged")
+        found = results(ours)
+    assert_close(found, expected)
+
+
+def stacks_of(model: nn.Module) -> list[Any]:
+    adapters = [module for module in model.modules() if isinstance(module, ParamWrapper)]
+    return list(dict.fromkeys(adapter.get_base_layer() for adapter in adapters))
+
+
+def quantize(experts: Any, scheme: Scheme) -> None:
+    values = {name: value.detach() for name, value in experts.named_parameters()}
+    names = [name for name, value in values.items() if value.dim() == 3]
+    quantize_stacks(experts, names, scheme)
+    for name in names:
+        parts = scheme.quantize(values[name].flatten(0, 1))
+        for key, part in zip((name, f"{name}_scale"), parts, strict=True):
+            part = part.view(experts._parameters[key].shape)
+            experts._parameters[key] = nn.Parameter(part, requires_grad=False)
+
+
+def test_a_function_without_parts_gets_the_sum() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(3, 8, 6)
+    left = torch.randn(3, 8, 2, requires_grad=True)
+    right = torch.randn(3, 2, 6)
+    lazy = LowRankSum(lambda: weight, left, right, 0.5)
+    whole = weight + 0.5 * left @ right
+    x = torch.randn(4, 6)
+    assert lazy.shape == (3, 8, 6) and lazy.dtype == torch.float32 and lazy.size(1) == 8
+    for found, expected in (
+        (torch.einsum("tc,erc->etr", x, lazy), torch.einsum("tc,erc->etr", x, whole)),
+        (torch.stack([lazy[0], lazy[2]]), torch.stack([whole[0], whole[2]])),
+        (lazy[:, 1:3], whole[:, 1:3]),
+        (lazy.sum(dim=0), whole.sum(dim=0)),
+        (lazy.view(24, 6), whole.view(24, 6)),
+        (lazy.transpose(0, 1), whole.transpose(0, 1)),
+        (x @ lazy[1].T, x @ whole[1].T),
+        (lazy @ x.t(), whole @ x.t()),
+    ):
+        torch.testing.assert_close(found, expected)

@@ -151,19 +151,19 @@ class LowRankSum:
         self.right = right
         self.scaling = scaling
 
-    def sum(self) -> torch.Tensor:
+    def merged(self) -> torch.Tensor:
         """Return W + s L R as a tensor."""
         add = torch.baddbmm if self.left.dim() == 3 else torch.addmm
         return add(self.read(), self.left, self.right, alpha=self.scaling)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.read() if name in FACTS else self.sum(), name)
+        return getattr(self.read() if name in FACTS else self.merged(), name)
 
     def transpose(self, first: int, second: int) -> Any:
         """As torch's."""
         dimensions = self.left.dim()
         if {first % dimensions, second % dimensions} != {dimensions - 2, dimensions - 1}:
-            return self.sum().transpose(first, second)
+            return self.merged().transpose(first, second)
         return LowRankSum(
             lambda: self.read().transpose(-2, -1),
             self.right.transpose(-2, -1),
@@ -178,7 +178,7 @@ class LowRankSum:
 
     def __getitem__(self, index: Any) -> Any:
         if self.left.dim() != 3:
-            return self.sum()[index]
+            return self.merged()[index]
         if isinstance(index, torch.Tensor) and index.dtype in (torch.int32, torch.int64):
             if index.dim() == 1:  # an expert for each token
                 left = self.left[index]
@@ -186,7 +186,7 @@ class LowRankSum:
                 return LowRankSum(lambda: self.read()[index], left, right, self.scaling)
             index = int(index) if index.dim() == 0 else index
         if not isinstance(index, int):
-            return self.sum()[index]
+            return self.merged()[index]
         return LowRankSum(lambda: self.read()[index], *self._factors[index], self.scaling)
 
     @classmethod
@@ -203,7 +203,7 @@ class LowRankSum:
 
 
 def _as_tensor(value: Any) -> Any:
-    return value.sum() if isinstance(value, LowRankSum) else value
+    return value.merged() if isinstance(value, LowRankSum) else value
 
 
 # The products in parts, with the arguments of torch's functions; None: not for these arguments.
@@ -286,7 +286,7 @@ class StackLora(ParamWrapper):
 
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
-        experts = self.get_base_layer()
+        experts: Any = self.get_base_layer()
         part = self.parameter_name
         names = [name for name in active_adapters if name in self.lora_A]
         is_quantized = isinstance(experts, QuantizedStacks) and part in experts.stack_shapes

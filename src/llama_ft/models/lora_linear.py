@@ -199,7 +199,7 @@ class FusedLora(LoraLinear):
         if is_changed or len(names) != 1 or not self._is_plain(names[0], x):
             return super().forward(x, *args, **kwargs)
         name = names[0]
-        base = self.base_layer
+        base: Any = self.base_layer
         dropout = self.lora_dropout[name]
         scale = None
         scheme = ""
