@@ -49,7 +49,7 @@ def _lora_experts(
     """Compute y [tokens, out] from x [tokens, in] and u [tokens, r], sorted by experts. Those of
     expert e end before ends[e]."""
     y = functional.grouped_mm(x, weight, offs=ends)
-    return y.add_(functional.grouped_mm(u, _dense(right), offs=ends), alpha=scaling)
+    return y.add_(functional.grouped_mm(u, _ready(right, 1), offs=ends), alpha=scaling)
 
 
 LIBRARY.impl("lora_experts", _lora_experts, "CompositeExplicitAutograd")
@@ -71,10 +71,13 @@ def workspace_bytes(arguments: tuple[Any, ...]) -> int:
     return int((len(x) * weight.shape[2] + right.numel()) * x.dtype.itemsize)
 
 
-def _dense(stack: torch.Tensor) -> torch.Tensor:
-    """Return a stack of matrices whose rows or columns are contiguous, as a grouped matmul needs
-    them; PEFT's B of all experts is one matrix with the experts innermost."""
-    return stack if 1 in stack.stride()[-2:] else stack.contiguous()
+def _ready(factor: torch.Tensor, rank_dimension: int) -> torch.Tensor:
+    """Return the factors of all experts as a grouped matmul needs them: r filled up with zeros, and
+    rows or columns contiguous. PEFT's B of all experts is one matrix with the experts innermost."""
+    lacking = -factor.shape[rank_dimension] % (ALIGNMENT // factor.dtype.itemsize)
+    if lacking:
+        factor = functional.pad(factor, (0, lacking) if rank_dimension == 2 else (0, 0, 0, lacking))
+    return factor if 1 in factor.stride()[-2:] else factor.contiguous()
 
 
 class _LowRank(torch.autograd.Function):
@@ -93,7 +96,7 @@ class _LowRank(torch.autograd.Function):
         """x [tokens, in] -> zeros [tokens, out] without storage, which pass on the gradient of y;
         and u [tokens, r]."""
         ctx.scaling = scaling
-        u = functional.grouped_mm(x, _dense(left), offs=ends)
+        u = functional.grouped_mm(x, _ready(left, 2), offs=ends)
         ctx.save_for_backward(x, u, weight, left, right, ends)
         ctx.mark_non_differentiable(u)
         zeros = x.new_zeros(()).expand(len(x), weight.shape[2])
@@ -103,15 +106,17 @@ class _LowRank(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
         x, u, weight, left, right, ends = ctx.saved_tensors
         g = gradient.contiguous()
-        t = functional.grouped_mm(g, _dense(right).transpose(-2, -1), offs=ends)
+        rank = left.shape[2]
+        t = functional.grouped_mm(g, _ready(right, 1).transpose(-2, -1), offs=ends)
         t = t.mul_(ctx.scaling)
         scaled_u = u * ctx.scaling
-        d_right = functional.grouped_mm(scaled_u.t(), g, offs=ends)
-        d_left = functional.grouped_mm(x.t(), t, offs=ends)
+        d_right = functional.grouped_mm(scaled_u.t(), g, offs=ends)[:, :rank]
+        d_left = functional.grouped_mm(x.t(), t, offs=ends)[:, :, :rank]
         dx = None
         if ctx.needs_input_grad[0]:
             dx = functional.grouped_mm(g, weight.transpose(-2, -1), offs=ends)
-            dx = dx.add_(functional.grouped_mm(t, _dense(left).transpose(-2, -1), offs=ends))
+            low = functional.grouped_mm(t, _ready(left, 2).transpose(-2, -1), offs=ends)
+            dx = dx.add_(low)
         # none for weight, ends and scaling
         return dx, None, d_left, d_right, None, None
 
@@ -243,10 +248,6 @@ def _grouped_mm(x: Any, weight: Any, offs: Any = None, **others: Any) -> torch.T
     base = weight.read()
     left = weight.left
     right = weight.right
-    lacking = -left.shape[-1] % (ALIGNMENT // x.dtype.itemsize)
-    if lacking:
-        left = functional.pad(left, (0, lacking))
-        right = functional.pad(right, (0, 0, 0, lacking))
     zeros, u = _LowRank.apply(x, base, left, right, offs, weight.scaling)
     # Detached: _LowRank has the backward pass of x and R, and `zeros` leads to it.
     return cast(
