@@ -2,12 +2,15 @@
 Transformers' experts multiply."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from conftest import run_cases
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -191,3 +194,65 @@ def test_a_function_without_parts_gets_the_sum() -> None:
         (lazy @ x.t(), whole @ x.t()),
     ):
         torch.testing.assert_close(found, expected)
+
+
+JOB = Path(__file__).with_name("lora_experts_job.py")
+CASES = {
+    "off": [],
+    "full": ["--activation_checkpointing", "full"],
+    "selective": ["--activation_checkpointing", "selective"],
+    "4bit": ["--quantization", "4bit"],
+}
+
+
+@pytest.fixture(scope="module")
+def work(save_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, an adapter saved by PEFT, and four samples."""
+    work = tmp_path_factory.mktemp("experts")
+    save_tokenizer(work / "tokenizer")
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3_moe", **SHAPE | MODELS["qwen3_moe"] | {"vocab_size": 320})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(work / "model")
+    lora = LoraConfig(
+        r=4, lora_alpha=12, target_modules=["q_proj"], target_parameters=expert_names(model),
+        init_lora_weights=False, task_type="CAUSAL_LM",
+    )  # fmt: skip
+    adapted = get_peft_model(model, lora)
+    adapted.save_pretrained(work / "adapter")
+    samples = torch.randint(3, 320, (4, 12), generator=torch.Generator().manual_seed(1))
+    torch.save(samples, work / "samples.pt")
+    return work
+
+
+@pytest.fixture(scope="module")
+def of_peft(work: Path) -> dict[str, torch.Tensor]:
+    """The gradients of plain Transformers and PEFT."""
+    base = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, work / "adapter", is_trainable=True).train()
+    samples = torch.load(work / "samples.pt", weights_only=True)
+    model(input_ids=samples, labels=samples, use_cache=False).loss.backward()
+    trained = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    return {name.replace(".default", ""): p.grad for name, p in trained.items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_gradients_on_ranks_are_those_of_plain_peft(
+    work: Path, of_peft: dict[str, torch.Tensor], ranks: int
+) -> None:
+    common = ["--model_name", str(work / "model"), "--from_peft_checkpoint", str(work / "adapter")]
+    cases = {name: [*common, *flags] for name, flags in CASES.items()}
+    run_cases(work, cases, ranks=ranks, script=JOB)
+    results = work / "results" / str(ranks)
+    for name in CASES:
+        found = torch.load(results / name / "gradients.pt", weights_only=True)
+        assert found.keys() == of_peft.keys() and len(found) == 2 * 2 * 3
+        for key, expected in of_peft.items():
+            tolerance = 1e-5 if name != "4bit" else 0.3
+            difference = (found[key] - expected).norm()
+            assert difference <= tolerance * expected.norm(), (name, key)
+        # the adapter's file is that which PEFT wrote: nothing was trained
+        saved = load_file(results / name / "model" / "adapter_model.safetensors")
+        stored = load_file(work / "adapter" / "adapter_model.safetensors")
+        assert saved.keys() == stored.keys()
+        assert all(torch.equal(saved[key], value) for key, value in stored.items())
