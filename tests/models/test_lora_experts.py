@@ -2,6 +2,7 @@
 Transformers' experts multiply."""
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,24 @@ def test_quantized_experts_have_the_gradients_of_their_dequantized_weights(
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(LowRankSum, "merged")
         found = results(ours)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["", "nf4"])
+def test_experts_with_a_kernel_of_their_own_read_the_sum(name: str) -> None:
+    """As Liger's, which replaces `forward` and would get no gradient through a LowRankSum."""
+    models = [model_of("qwen3_moe") for _ in range(2)]
+    for model in models:
+        for experts in stacks_of(model):
+            if name:
+                quantize(experts, SCHEMES[name])
+        use_split_experts(model)
+    expected = results(models[0])
+    for experts in stacks_of(models[1]):
+        experts.forward = partial(type(experts).forward, experts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(LowRankSum, "__init__")
+        found = results(models[1])
     assert_close(found, expected)
 
 
