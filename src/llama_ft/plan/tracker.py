@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from llama_ft.errors import UserError
-from llama_ft.models import BuiltModel, lora_linear
+from llama_ft.models import BuiltModel, lora_experts, lora_linear
 from llama_ft.models.score_head import SCORE
 from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
 from llama_ft.plan.patches import counted_memory
@@ -268,6 +268,8 @@ def _workspace_bytes(func: Any, args: Any, is_cuda: bool) -> int:
     match f"{func.namespace}.{func._opname}":
         case "llama_ft.lora_linear":
             return lora_linear.workspace_bytes(args)
+        case "llama_ft.lora_experts":
+            return lora_experts.workspace_bytes(args)
         # dequantizes the weight to the inputs' dtype, then multiplies
         case "bitsandbytes.gemm_4bit":
             inputs, _, shape, *_ = args
