@@ -168,7 +168,9 @@ class Row:
         everyone = torch.tensor([seconds, self.tokens], dtype=torch.float64, device=job.device)
         both = [torch.empty_like(everyone) for _ in range(job.world_size)]
         dist.all_gather(both, everyone)
-        return max(it[0].item() for it in both) / count, sum(it[1].item() for it in both) / count
+        slowest_seconds = max(of_rank[0].item() for of_rank in both)
+        tokens = sum(of_rank[1].item() for of_rank in both)
+        return slowest_seconds / count, tokens / count
 
     def next_batches(self) -> tuple[list[data.Batch], int]:
         batches, targets = next(self.feed)
@@ -253,13 +255,9 @@ class Recipe(Row):
 def own_bytes(row: Row) -> int:
     """A rank's part of parameters and optimizer states."""
     tensors = [*row.model.parameters(), *row.model.buffers()]
-    tensors += [
-        it
-        for state in row.optimizer.state.values()
-        for it in state.values()
-        if isinstance(it, torch.Tensor)
-    ]
-    return sum(getattr(it, "_local_tensor", it).nbytes for it in tensors)
+    for state in row.optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors)
 
 
 def note_peak(row: Row, job: Ranks) -> None:

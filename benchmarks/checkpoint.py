@@ -124,10 +124,8 @@ def measure_plain(
 
 def own_rows(trainee: Trainee, job: Ranks) -> dict[str, torch.Tensor]:
     """What this rank writes, where training has it."""
-    return {
-        name: local_shard(it)
-        for name, it in own_state(trainee.model, trainee.optimizer, job).items()
-    }
+    state = own_state(trainee.model, trainee.optimizer, job)
+    return {name: local_shard(tensor) for name, tensor in state.items()}
 
 
 def measure_save(
@@ -279,7 +277,7 @@ def row(kind: str, ranks: int, way: str, rounds: list[Round]) -> tuple[str, ...]
 def print_table(lines: list[tuple[str, ...]]) -> None:
     titles = "weights ranks way MiB copy stall x torch.save write total x read resume slowed step verdict"
     table = [tuple(titles.split()), *lines]
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
         print(
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

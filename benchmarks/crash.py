@@ -259,10 +259,11 @@ def relative_files(folder: Path, parent: Path) -> Iterator[str]:
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Its lines, without what differs between any two runs."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {key: value for key, value in line.items() if not key.startswith(TIMINGS)} for line in lines
-    ]
+    kept = []
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        values = json.loads(line)
+        kept.append({key: values[key] for key in values if not key.startswith(TIMINGS)})
+    return kept
 
 
 def unfinished(run: Path) -> set[tuple[str, int]]:

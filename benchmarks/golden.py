@@ -341,7 +341,11 @@ def compare(name: str, old: Outcome, new: Outcome) -> bool:
 def cases(only: str | None) -> dict[str, Case]:
     """Return the cases asked for."""
     parts = only.split(";") if only is not None else [""]
-    return {name: case for name, case in CASES.items() if any(part in name for part in parts)}
+    chosen = {}
+    for name, case in CASES.items():
+        if any(part in name for part in parts):
+            chosen[name] = case
+    return chosen
 
 
 def equal_everywhere(old: Path, new: Path, inputs: Path, folder: Path, only: str | None) -> bool:
@@ -387,7 +391,10 @@ def cost(checkouts: list[Path], inputs: Path, folder: Path, turns: int) -> None:
                 launched = launch(checkout, inputs, flags, ranks)
                 seen[side].append(launched | time_and_memory(run))
         for what in seen[0][0]:
-            old, new = (statistics.median(values[what] for values in side) for side in seen)
+            medians = []
+            for side in seen:
+                medians.append(statistics.median(values[what] for values in side))
+            old, new = medians
             numbers = f"{old:9.3f} before {new:9.3f} after  {new / old:5.3f}x"
             print(f"{name:16} {what:26} {numbers}", flush=True)
 

@@ -204,6 +204,11 @@ def predict(cases: list[Case], folder: Path, device: str) -> dict[Case, Plan]:
     return plans
 
 
+def highest_by_phase(peaks: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Return the highest of all steps' peaks, by phase."""
+    return {phase: max(steps.values()) for phase, steps in peaks.items()}
+
+
 class Line:
     """A case, what was predicted of it, and what each rank held: the most in every phase."""
 
@@ -213,9 +218,7 @@ class Line:
         self.ranks = ranks
         if (left := max(rank["baseline_bytes"] for rank in ranks)) > LEFT_BYTES:
             raise SystemExit(f"{case.name}: {left} bytes of the run before it were still there")
-        self.by_rank = [
-            {phase: max(steps.values()) for phase, steps in rank["peaks"].items()} for rank in ranks
-        ]
+        self.by_rank = [highest_by_phase(rank["peaks"]) for rank in ranks]
         self.fullest = max(self.by_rank, key=lambda phases: max(phases.values()))
         self.measured = max(self.fullest.values())
         self.ratio = plan.peak.bytes / self.measured
@@ -298,7 +301,7 @@ def print_dumps(lines: list[Line]) -> None:
 
 
 def print_columns(table: list[list[str]]) -> None:
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
         print(
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -323,9 +326,9 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write all that was found into this file")
     asked = parser.parse_args()
-    device = (
-        asked.device if asked.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    )
+    device = asked.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     machine_ranks = torch.cuda.device_count() if device == "cuda" else max(RANKS)
     cases = [case for case in CASES if asked.only in case.name and case.ranks <= machine_ranks][
         : asked.cases

@@ -52,6 +52,16 @@ SECONDS = 600.0
 Row = dict[str, Any]
 
 
+def without_other(sample: dict[str, Any]) -> dict[str, Any]:
+    """Return a sample of KTO without the number of the completion that its KL uses."""
+    return {name: value for name, value in sample.items() if name != "other"}
+
+
+def without_prefix(metrics: dict[str, float]) -> dict[str, float]:
+    """Return metrics by their names in TRL."""
+    return {name.removeprefix("train/"): value for name, value in metrics.items()}
+
+
 @dataclass(frozen=True)
 class Case:
     """An objective on both sides.
@@ -188,7 +198,7 @@ class Bench:
         self.rows["trl"] = write(
             folder / "trl-pairs.jsonl", [rows[at] for at in our_order(rows, tokenizer)]
         )
-        without = [{name: row[name] for name in row if name != "other"} for row in samples]
+        without = [without_other(row) for row in samples]
         self.rows["ours kto"] = write(folder / "samples.jsonl", without)
         order = our_order(with_others, tokenizer, is_kto=True)
         ordered = [{**samples[at], "other": order.index(samples[at]["other"])} for at in order]
@@ -249,9 +259,7 @@ class Bench:
         launch(Path(sys.executable), recipe, list(map(str, flags)), 1, log, SECONDS, environment)
         records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
         logged = [record for record in records if "train/loss" in record]
-        return [
-            {name.removeprefix("train/"): value for name, value in each.items()} for each in logged
-        ]
+        return [without_prefix(each) for each in logged]
 
     def trl(self, case: Case, method: str, output: Path) -> list[dict[str, float]]:
         """The same of a run of TRL."""

@@ -185,9 +185,9 @@ def measure(folder: Path, case: Case, device: str, precision: str) -> Cost:
 
 def exponent(work: Sequence[float], seconds: Sequence[float]) -> float:
     """e of seconds ~ work^e, by least squares of the logarithms."""
-    return statistics.linear_regression(
-        [math.log(it) for it in work], [math.log(it) for it in seconds]
-    ).slope
+    log_work = list(map(math.log, work))
+    log_seconds = list(map(math.log, seconds))
+    return statistics.linear_regression(log_work, log_seconds).slope
 
 
 def table(
@@ -250,7 +250,7 @@ def ranks_table(base: Case, asked: argparse.Namespace, folder: Path) -> None:
         + "|"
     )
     for method in ("full", "lora"):
-        for ranks in (int(it) for it in asked.ranks.split(",")):
+        for ranks in map(int, asked.ranks.split(",")):
             case = replace(base, method=method, ranks=ranks)
             cost = measure(folder, case, asked.device, asked.precision)
             rate = case.tokens / cost.seconds
@@ -295,14 +295,12 @@ def main() -> None:
             lengths = doubling(1024, asked.longest)
             narrow = replace(base, method="lora", micro_batch=1, recomputes=True, layers=2)
             narrow = replace(narrow, width=HEAD_WIDTH) if asked.device == "cpu" else narrow
-            cases = {
-                f"{length:,}": replace(
-                    narrow,
-                    length=length,
-                    steps=2 if length > 65536 else 3 if length > 8192 else asked.steps,
-                )
-                for length in lengths
-            }
+            cases = {}
+            for length in lengths:
+                steps = asked.steps
+                if length > 8192:
+                    steps = 2 if length > 65536 else 3
+                cases[f"{length:,}"] = replace(narrow, length=length, steps=steps)
             title = "Length of a row (LoRA, layers recomputed)"
             table(title, "tokens", cases, list(map(float, lengths)), "token", asked, folder)
         if "layers" in wanted:
