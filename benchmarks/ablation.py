@@ -51,6 +51,7 @@ import finetuning  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
+from text_files import write_json_lines  # noqa: E402
 from throughput import SMALL_LLAMA, dense_rows, natural_rows, word_tokenizer  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # noqa: E402
@@ -434,7 +435,7 @@ def write_inputs(
         rows = natural_rows(folder, LENGTH, 64 * nproc * 4 * LENGTH)
     else:
         rows = dense_rows(len(tokenizer), LENGTH, 8 * nproc * 4)
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(folder / "rows.jsonl", rows)
 
 
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:

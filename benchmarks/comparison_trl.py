@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
+from text_files import read_json_lines
 from transformers import AutoTokenizer, TrainerCallback
 from trl_job import (
     TRAINERS,
@@ -32,7 +33,7 @@ EVALUATED = ("eval_loss", "eval_rewards/margins", "eval_rewards/accuracies")
 
 
 def read_rows(file: str) -> Dataset:
-    return Dataset.from_list([json.loads(line) for line in Path(file).read_text().splitlines()])
+    return Dataset.from_list(read_json_lines(file))
 
 
 class Evaluation(TrainerCallback):

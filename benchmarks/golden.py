@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from golden_inputs import write_inputs
+from text_files import read_json_lines
 from torchrun_command import torchrun_command
 
 # Processes are forks of one that has imported these; importing them takes each 5 to 8 s of a core.
@@ -421,7 +422,7 @@ def launch(checkout: Path, inputs: Path, flags: str, ranks: int) -> dict[str, fl
 
 def time_and_memory(run: Path) -> dict[str, float]:
     """Return the median step time, without the first steps, and the peak of host memory."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_json_lines(run / "metrics.jsonl")
     steps = [line for line in lines if "train/loss" in line]
     seconds = [line["perf/step_seconds"] for line in steps[3:] or steps]
     peaks = [max(line.get("memory/host_peak_bytes", [0])) for line in lines]

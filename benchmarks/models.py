@@ -324,9 +324,8 @@ def train(work: Path, column: str, layout: list[str]) -> dict[str, Any]:
     finetuning.main(**as_keywords([*flags, "--tokenizer_name", "../tokenizer"]))
     if os.environ.get("RANK", "0") != "0":
         return {}
-    lines = [
-        json.loads(line) for line in (work / column / "metrics.jsonl").read_text().splitlines()
-    ]
+    metrics = work / column / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     seen = next(line for line in lines if "train/loss" in line)
     if column == "bf16":
         return compared_in_bf16(work, seen)

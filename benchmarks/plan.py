@@ -31,6 +31,7 @@ sys.path[:0] = [str(REPOSITORY / folder) for folder in ("src", "recipes", "bench
 import finetuning  # noqa: E402
 import torch  # noqa: E402
 from plan_job import compile_counter  # noqa: E402
+from text_files import print_columns, write_json_lines  # noqa: E402
 from tokenizers import Tokenizer, pre_tokenizers  # noqa: E402
 from tokenizers.models import BPE  # noqa: E402
 from torchrun_command import torchrun_command  # noqa: E402
@@ -139,17 +140,15 @@ def write_inputs(folder: Path, hidden: int, layers: int, vocabulary: int) -> Non
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "model")
     for length in LENGTHS:
-        # a token of the prompt, and </s> after each response
-        with open(folder / f"pairs-{length}.jsonl", "w") as file:
-            for number in range(STEPS * MICRO_BATCH * max(RANKS)):
-                responses = {"chosen": "c" * (length - 2), "rejected": "r" * (length - 2)}
-                file.write(json.dumps({"prompt": chr(ord("A") + number), **responses}) + "\n")
-        with open(folder / f"rows-{length}.jsonl", "w") as file:
-            for number in range(STEPS * MICRO_BATCH * max(RANKS)):
-                file.write(
-                    json.dumps({"input_ids": [(number + place) % 256 for place in range(length)]})
-                    + "\n"
-                )
+        pairs = []
+        rows = []
+        for number in range(STEPS * MICRO_BATCH * max(RANKS)):
+            # a token of the prompt, and </s> after each response
+            responses = {"chosen": "c" * (length - 2), "rejected": "r" * (length - 2)}
+            pairs.append({"prompt": chr(ord("A") + number), **responses})
+            rows.append({"input_ids": [(number + place) % 256 for place in range(length)]})
+        write_json_lines(folder / f"pairs-{length}.jsonl", pairs)
+        write_json_lines(folder / f"rows-{length}.jsonl", rows)
 
 
 def write_job(cases: list[Case], folder: Path, device: str, dump: bool = False) -> Path:
@@ -230,10 +229,12 @@ class Line:
 
     def phases(self) -> list[tuple[str, float, int]]:
         """Phase, bytes predicted, bytes measured, of phases that have both."""
-        both = [
-            (peak.phase, peak.bytes, self.fullest.get(peak.phase, 0)) for peak in self.plan.peaks
-        ]
-        return [each for each in both if each[2]]
+        both = []
+        for peak in self.plan.peaks:
+            measured = self.fullest.get(peak.phase, 0)
+            if measured:
+                both.append((peak.phase, peak.bytes, measured))
+        return both
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -287,10 +288,9 @@ def print_dumps(lines: list[Line]) -> None:
     """Predicted holders, and what rank 0 had allocated, by place, at the peak of each phase."""
     for line in lines:
         for peak in line.plan.peaks:
-            places = line.ranks[0].get("dump", {}).get(peak.phase, [])
-            print(
-                f"\n{line.case.name}, {peak.phase}: {peak.bytes / MIB:,.2f} MiB predicted, in {peak.module or '-'}"
-            )
+            dump = line.ranks[0].get("dump", {})
+            places = dump.get(peak.phase, [])
+            print(f"\n{line.case.name}, {peak.phase}: {peak.bytes / MIB:,.2f} MiB predicted")
             for holder, nbytes in peak.holders.items():
                 print(f"  {nbytes / MIB:10,.3f}  {holder}")
             print(f"  {line.by_rank[0].get(peak.phase, 0) / MIB:,.2f} MiB measured:")
@@ -298,14 +298,6 @@ def print_dumps(lines: list[Line]) -> None:
                 print(
                     f"  {place['bytes'] / MIB:10,.3f}  in {place['tensors']:3d}  {place['place']}"
                 )
-
-
-def print_columns(table: list[list[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        )
 
 
 def main() -> None:

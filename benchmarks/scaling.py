@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from crash import REPOSITORY, write_inputs
+from text_files import read_json_lines
 from torchrun_command import torchrun_command
 
 VOCABULARY = 8000
@@ -122,7 +123,9 @@ def write_rows(folder: Path, case: Case) -> Path:
     file = folder / f"rows-{case.length}-{count}.jsonl"
     with open(file, "w") as lines:
         for number in range(count):
-            ids = [(7 * place + place * place // 64 + number) % 256 for place in range(case.length)]
+            ids = []
+            for place in range(case.length):
+                ids.append((7 * place + place * place // 64 + number) % 256)
             lines.write(json.dumps({"input_ids": ids, "labels": ids}) + "\n")
     return file
 
@@ -173,14 +176,13 @@ def measure(folder: Path, case: Case, device: str, precision: str) -> Cost:
     )
     if finished.returncode:
         raise SystemExit(f"{case} failed:\n{finished.stdout}")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_json_lines(run / "metrics.jsonl")
     steps = [line for line in lines if "perf/step_seconds" in line]
     peaks = [
         line.get("memory/device_peak_bytes") or line["memory/host_peak_bytes"] for line in steps
     ]
-    return Cost(
-        statistics.median(line["perf/step_seconds"] for line in steps[1:]), max(map(max, peaks))
-    )
+    seconds = statistics.median(line["perf/step_seconds"] for line in steps[1:])
+    return Cost(seconds, max(map(max, peaks)))
 
 
 def exponent(work: Sequence[float], seconds: Sequence[float]) -> float:

@@ -21,6 +21,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
+from text_files import read_json_lines
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
@@ -205,7 +206,7 @@ def mean_loss(trainer: Any, rows: Any) -> float:
 
 
 def read(file: Path) -> Dataset:
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = read_json_lines(file)
     # What all ranks read from a file has its cache there; TRL's precomputed reference needs one
     # that they share.
     return Dataset.from_json(str(file)) if "chosen" in rows[0] else Dataset.from_list(rows)
