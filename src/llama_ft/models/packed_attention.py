@@ -34,7 +34,7 @@ from llama_ft.models.packed_samples import (
     set_samples,
 )
 from llama_ft.models.torch_2_11 import shared_heads
-from llama_ft.models.transformers_private import noted, private
+from llama_ft.models.transformers_private import marked, private
 from llama_ft.runtime.console import log
 from llama_ft.runtime.devices import sent
 
@@ -92,7 +92,7 @@ def packed_arguments(
     assert mixers is not None
     samples = PackedSamples.of(lengths, device)
     positions = torch.cat([torch.arange(length) for length in lengths])
-    position_ids = noted(sent(positions.unsqueeze(0), device), needs_no_mask=True)
+    position_ids = marked(sent(positions.unsqueeze(0), device), needs_no_mask=True)
     arguments: dict[str, Any] = {"position_ids": position_ids, "attention_mask": None}
     if mixers.needs_scope:  # for some models, such as Mamba, forward takes neither
         parameters = inspect.signature(model.base_model.forward).parameters

@@ -66,21 +66,21 @@ class _KernelNorm(torch.autograd.Function):
 
 @contextmanager
 def counted_memory(
-    note: Callable[[torch.UntypedStorage], None],
+    count: Callable[[torch.UntypedStorage], None],
     allocating: Callable[[Function, MemoryCategory], Function],
 ) -> Iterator[None]:
     """In the block, report memory that no operator of this rank shows.
 
     Args:
-        note: called with each storage after it was resized.
+        count: called with each storage after it was resized.
         allocating: returns a function wrapped so that its memory counts for a category.
     """
     resize = torch.UntypedStorage.resize_
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
-    def resize_and_note(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+    def resize_and_count(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
         result = resize(storage, nbytes)
-        note(storage)
+        count(storage)
         return result
 
     def propagate_unseen(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +90,7 @@ def counted_memory(
     patches: list[Any] = [
         # fully_shard frees and allocates unsharded parameters by resizing their storage. That is
         # no operator, so a dispatch mode does not see it.
-        patch.object(torch.UntypedStorage, "resize_", resize_and_note),
+        patch.object(torch.UntypedStorage, "resize_", resize_and_count),
         # DTensor runs every operator once on tensors of the global shape, which exist on no rank.
         # They must not be counted.
         patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unseen),

@@ -79,7 +79,7 @@ class Tracker(TorchDispatchMode):
         """See PhaseMonitor."""
         self._phase = phase
         self._holder = CATEGORY_OF_PHASE[phase]
-        self._note_peak()
+        self._update_peak()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -95,9 +95,9 @@ class Tracker(TorchDispatchMode):
         if self._phase is None or _computes_for_real(func, args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        self.note_workspace(_workspace_bytes(func, args, self._is_cuda))
+        self.count_workspace(_workspace_bytes(func, args, self._is_cuda))
         if self._workspace_bytes and func._opname in ("mm", "addmm", "bmm"):
-            self.note_workspace(self._workspace_bytes, is_kept=True)
+            self.count_workspace(self._workspace_bytes, is_kept=True)
             self._workspace_bytes = 0
         if func is GROUPED_MM and args[0].dtype != torch.bfloat16:
             # torch's fake kernel accepts only bf16; the real kernels also accept fp32 and fp16.
@@ -108,10 +108,10 @@ class Tracker(TorchDispatchMode):
             result = func(*args, **kwargs)
         workspace = attention_workspace_bytes(func, args) if self._is_cuda else 0
         if workspace:
-            number = self.note_workspace(workspace, is_kept=True)
+            number = self.count_workspace(workspace, is_kept=True)
         for value in _tensors((result,)):
             if not isinstance(value, DTensor):
-                self.note(value.untyped_storage())
+                self.count_storage(value.untyped_storage())
         if workspace:
             self._change(number, -workspace, "temporaries")
         return result
@@ -120,7 +120,7 @@ class Tracker(TorchDispatchMode):
     def planning(self) -> Iterator[None]:
         """In the block, all tensors are fake and counted."""
         with (
-            counted_memory(self.note, self._allocating),
+            counted_memory(self.count_storage, self._allocating),
             FakeTensorMode(allow_non_fake_inputs=True),
             self,
         ):
@@ -180,7 +180,7 @@ class Tracker(TorchDispatchMode):
             if args and isinstance(args[0], torch.Tensor) and args[0].requires_grad:
                 args[0].register_hook(lambda _: setattr(self, "_holder", "activations"))
 
-    def note(self, storage: torch.UntypedStorage) -> None:
+    def count_storage(self, storage: torch.UntypedStorage) -> None:
         """Count a storage that may be new or resized."""
         key = storage._cdata
         nbytes = storage.nbytes()
@@ -192,7 +192,7 @@ class Tracker(TorchDispatchMode):
             self._change(number, nbytes - before, holder)
         self._alive[key] = (number, nbytes, holder)
 
-    def note_workspace(self, nbytes: int, is_kept: bool = False) -> int:
+    def count_workspace(self, nbytes: int, is_kept: bool = False) -> int:
         """Count memory that an operator allocates, and frees before it returns unless `is_kept`.
         Return its number in `events`."""
         self._numbered += 1
@@ -216,7 +216,7 @@ class Tracker(TorchDispatchMode):
                 self._holders[before] -= nbytes
                 self._holders[holder] += nbytes
 
-    def _note_peak(self) -> None:
+    def _update_peak(self) -> None:
         phase = self._phase
         if phase is None:
             return
@@ -229,7 +229,7 @@ class Tracker(TorchDispatchMode):
         self._holders[holder] += more
         self.events.append((number, more))
         if more > 0:
-            self._note_peak()
+            self._update_peak()
 
     def _drop(self, key: int) -> None:
         number, nbytes, holder = self._alive.pop(key)

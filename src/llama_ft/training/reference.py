@@ -307,7 +307,7 @@ class ReferencePass:
         gc.collect()  # FSDP units and modules refer to each other
         torch.cuda.empty_cache()
 
-    def settle(self, built: BuiltModel, directory: Path) -> None:
+    def complete(self, built: BuiltModel, directory: Path) -> None:
         """Compute the numbers unless they are known, and write them into the run's directory.
 
         Args:
