@@ -33,8 +33,8 @@ from llama_ft.runtime.freed_memory import keep_freed_memory
 SECONDS_FOR_PLAN = 15.0
 SECONDS_FOR_ADVICE = 60.0
 SECONDS_FOR_CHOICE = 120.0
-# Planned share of free host memory up to which the C library keeps freed memory: peaks grow by 3 to
-# 30%.
+# Planned share of free host memory up to which the C library keeps freed memory, which makes peaks
+# higher.
 SHARE_TO_KEEP = 2 / 3
 
 
