@@ -114,7 +114,7 @@ def test_the_table_has_the_settings_of_the_config(stem: str) -> None:
     )
     train = config.train
     length = config.data.context_length
-    assert checkpointing == train.activation_checkpointing
+    assert checkpointing == (train.activation_checkpointing or "auto")
     assert length is not None and context_length == f"{length:,}"
     step = (
         train.batch_size_training

@@ -123,6 +123,8 @@ class BuiltModel:
     adapter: Adapter | None = None  # inject_lora
     has_chunked_loss: bool = False  # use_chunked_loss; check_packing may turn it off
     units: list[Unit] = field(default_factory=list)  # apply_fsdp
+    # by apply_fsdp: modules whose unit stays unsharded between the micro-batches of a step
+    kept_unsharded: list[nn.Module] = field(default_factory=list)
     stored: StoredModel = StoredModel({}, {})  # load_weights
 
 

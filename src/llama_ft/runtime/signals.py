@@ -1,5 +1,5 @@
 """Requests to stop a run: SIGTERM, SIGHUP, Ctrl-C or --stop_after. The training loop stops between
-two steps. SIGUSR1 requests a checkpoint, and training goes on.
+two steps. SIGUSR1 requests a checkpoint without a stop.
 
 Outside the loop a signal ends the process at once. Inside the loop it is only stored: every rank
 gathers `asked()` with its other numbers once per step, and `agreed()` of the gathered column gives
