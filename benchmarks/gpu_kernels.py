@@ -339,7 +339,7 @@ def one_pass() -> dict[str, Check]:
     return {
         "anyprecision": Check(expected, _anyprecision),
         "8bit": Check(expected, _int8_pass),
-        "8bit beside the CPU": Check("equal", _int8_beside_the_cpu),
+        "8bit against the CPU": Check("equal", _int8_against_the_cpu),
         "copies for a checkpoint": Check("equal, >= 10 GB/s", _host_block),
     }
 
@@ -372,7 +372,7 @@ def _int8_pass() -> Finding:
     return _pass(lambda: scheme.dequantize(*packed, torch.bfloat16), 3 * weight.numel())
 
 
-def _int8_beside_the_cpu() -> Finding:
+def _int8_against_the_cpu() -> Finding:
     from llama_ft.models.quantized import Int8
 
     scheme = Int8(6.0)
@@ -410,11 +410,11 @@ def quantized() -> dict[str, Check]:
     backend."""
     checks: dict[str, Check] = {}
     for kind in ("nf4", "fp4"):
-        checks[f"{kind} beside its formula"] = Check("within 1e-3", partial(_four_bit, kind))
+        checks[f"{kind} against its formula"] = Check("within 1e-3", partial(_four_bit, kind))
         checks[f"{kind}, half of the rows"] = Check("bits of the whole", partial(_half, kind))
-    checks["8bit beside its formula"] = Check("within 1e-5", _int8)
+    checks["8bit against its formula"] = Check("within 1e-5", _int8)
     checks["int8_threshold 0"] = Check("the product within 2e-2", _int8_threshold)
-    checks["3 steps of AdamW8bit beside the CPU"] = Check("within 1e-3", _adamw_8bit)
+    checks["3 steps of AdamW8bit against the CPU"] = Check("within 1e-3", _adamw_8bit)
     for kind, least in (("8bit", 1500.0), ("nf4", 700.0)):
         expected = f">= {least:,.0f} GB/s" if ON_GPU else "a number"
         claim = f"{kind} -> bf16, bytes read and written"

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from llama_ft.config import FSDPConfig
 from llama_ft.errors import UserError
+from llama_ft.models import gloo
 from llama_ft.models.build import decoder_layers
 from llama_ft.models.built import BuiltModel, Unit
 from llama_ft.models.dtypes import fp32_modules
@@ -87,6 +88,8 @@ def apply_fsdp(
             if mesh.size() > 1:  # on one process, fully_shard would divide by 1 and copy the result
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+            if gloo.is_over_gloo(mesh):
+                gloo.use_gloo_collectives(module)
     return units
 
 

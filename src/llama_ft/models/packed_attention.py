@@ -24,7 +24,8 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.models import attention_kernels
+from llama_ft.models import attention_kernels, block_attention
+from llama_ft.models.block_attention import BlockAttention
 from llama_ft.models.build import function_of_file
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.packed_samples import (
@@ -406,7 +407,14 @@ def _call_kernel_per_sample(
     window: int | None,
     is_efficient: bool,
 ) -> Attention:
-    """Call the memory-efficient kernel, or that of the CPU, for each sample or several ones."""
+    """Call the memory-efficient kernel, or that of the CPU, for each sample or several ones. On a
+    CPU that multiplies 16 bits, short samples are computed in blocks instead."""
+    query = tensors[0]
+    is_short = samples.longest <= min(block_attention.LONGEST, window or block_attention.LONGEST)
+    if is_short and not query.is_cuda and block_attention.is_faster(query.dtype):
+        scale = query.shape[3] ** -0.5 if scale is None else scale
+        output = BlockAttention.apply(*tensors, samples.lengths, scale)
+        return output.transpose(1, 2), None
     how = (scale, window, is_efficient)
     output = _SampleAttention.apply(*tensors, samples, *how)
     return output.transpose(1, 2), None

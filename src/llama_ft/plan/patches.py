@@ -16,10 +16,12 @@ from transformers.integrations import hub_kernels
 from llama_ft.errors import UserError
 from llama_ft.models import (
     attention_kernels,
+    block_attention,
     chunked_loss,
     compiled,
     conversion,
     fsdp,
+    gloo,
     loader,
     quantized,
 )
@@ -165,6 +167,8 @@ def _loading_patches(headers: dict[str, StoredTensor]) -> list[Any]:
 def _fake_tensor_patches() -> list[Any]:
     """Return the patches of what does not work with fake tensors."""
     return [
+        # This measures real tensors. The memory differs little: no sum per query is kept.
+        patch.object(block_attention, "is_faster", lambda _: False),
         # Kernels of layers with a recurrent state need CUDA. With this, Transformers uses torch
         # operations instead.
         patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
@@ -189,6 +193,8 @@ def _cuda_patches() -> list[Any]:
         patch.object(fsdp, "_is_cuda", lambda _: True),
         # 8-bit weights: the GPU multiplies int8, the CPU a dequantized copy of the weight.
         patch.object(quantized, "_on_cuda", lambda _: True),
+        # NCCL's collectives instead of our own over gloo.
+        patch.object(gloo, "is_over_gloo", lambda _: False),
         # The GPU computes RMSNorm in torch's kernel instead of the model's own operations.
         patch.object(compiled, "_is_cuda", lambda _: True),
         # That kernel on the CPU keeps more for backward.
