@@ -5,7 +5,8 @@
 A random Llama runs full fine-tuning, LoRA, LoRA on an 8-bit base, and QLoRA, with and without
 activation checkpointing, on 1, 2 and 4 ranks, with packed sequences of two lengths, and DPO and
 KTO: 60 runs of recipes/finetuning.py under torchrun, with 2 steps and a checkpoint each. Sequences
-are full, and all of their tokens are in the loss.
+are full, and all of their tokens are in the loss. 3 more runs are LoRA on the experts of a random
+Qwen3-MoE.
 
 The measured value is the peak of tensors on the rank with the highest memory, from the construction
 of the model to the
@@ -35,7 +36,13 @@ from text_files import print_columns, write_json_lines  # noqa: E402
 from tokenizers import Tokenizer, pre_tokenizers  # noqa: E402
 from tokenizers.models import BPE  # noqa: E402
 from torchrun_command import torchrun_command  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+from transformers import (  # noqa: E402
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from llama_ft.config import load  # noqa: E402
 from llama_ft.plan import predict as planner  # noqa: E402
@@ -53,6 +60,7 @@ PREFERENCES = {
     "kto_full": ["--objective", "kto"],
     "kto_lora": ["--objective", "kto", "--use_peft"],
 }
+EXPERTS = {"experts_lora": ["--use_peft", "--target_modules", "all-linear", "--lora_dropout", "0"]}
 RANKS = (1, 2, 4)
 LENGTHS = (128, 512)
 MICRO_BATCH = 2
@@ -67,7 +75,7 @@ class Case:
     """One run.
 
     Attributes:
-        method: a key of METHODS or PREFERENCES.
+        method: a key of METHODS, PREFERENCES or EXPERTS.
         checkpointing: off or full.
         ranks: processes.
         length: tokens of a pack.
@@ -82,14 +90,18 @@ class Case:
     def name(self) -> str:
         return f"{self.method}-{self.checkpointing}-{self.ranks}-{self.length}"
 
+    def model(self, folder: Path) -> Path:
+        """The model's folder."""
+        return folder / ("moe" if self.method in EXPERTS else "model")
+
     def flags(self, folder: Path, device: str) -> list[str]:
         """Of recipes/finetuning.py."""
-        flags = ["--model_name", folder / "model", "--dataset"]
+        flags = ["--model_name", self.model(folder), "--dataset"]
         flags += [
             folder / f"{'pairs' if self.method in PREFERENCES else 'rows'}-{self.length}.jsonl"
         ]
         flags += ["--device", device, "--enable_fsdp", "--min_num_params", 100_000]
-        flags += {**METHODS, **PREFERENCES}[self.method]
+        flags += {**METHODS, **PREFERENCES, **EXPERTS}[self.method]
         flags += [
             "--precision",
             "bf16_mixed",
@@ -117,28 +129,36 @@ CASES = [
     for checkpointing in ("off", "full")
     for length in LENGTHS
 ] + [Case(method, "off", ranks, LENGTHS[-1]) for ranks in RANKS for method in PREFERENCES]
+CASES += [Case(method, "off", ranks, LENGTHS[0]) for ranks in RANKS for method in EXPERTS]
 
 
 def write_inputs(folder: Path, hidden: int, layers: int, vocabulary: int) -> None:
-    """A random Llama in bf16, a tokenizer of single bytes, and rows that fill a pack each."""
+    """A random Llama and a random Qwen3-MoE in bf16, a tokenizer of single bytes, and rows that
+    fill a pack each."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=hidden * 11 // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 128,
-        vocab_size=vocabulary,
-        max_position_embeddings=max(LENGTHS),
-    )
-    LlamaForCausalLM(config).bfloat16().save_pretrained(folder / "model")
+    shape = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 128,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": max(LENGTHS),
+    }
+    dense = LlamaConfig(**shape, intermediate_size=hidden * 11 // 4)
+    LlamaForCausalLM(dense).bfloat16().save_pretrained(folder / "model")
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
+    sparse = Qwen3MoeConfig(**shape, **experts, head_dim=64)
+    Qwen3MoeForCausalLM(sparse).bfloat16().save_pretrained(folder / "moe")
     tokens = {
         token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
     }
     tokenizer = Tokenizer(BPE(vocab=tokens, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "model")
+    for model in ("model", "moe"):
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(
+            folder / model
+        )
     for length in LENGTHS:
         pairs = []
         rows = []
@@ -197,7 +217,11 @@ def predict(cases: list[Case], folder: Path, device: str) -> dict[Case, Plan]:
         words = case.flags(folder, device)
         config, _ = load(words, finetuning.DEMO_CONFIG)
         request = PlanRequest(
-            config, folder / "model", case.ranks, case.ranks, "cuda" if device == "cuda" else "cpu"
+            config,
+            case.model(folder),
+            case.ranks,
+            case.ranks,
+            "cuda" if device == "cuda" else "cpu",
         )
         plans[case] = planner.predict(request, finetuning.build_model)
     return plans

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from llama_ft.errors import UserError
-from llama_ft.models import BuiltModel, lora_linear
+from llama_ft.models import BuiltModel, lora_experts, lora_linear
 from llama_ft.models.score_head import SCORE
 from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
 from llama_ft.plan.attention_workspace import attention_workspace_bytes
@@ -276,6 +276,8 @@ def _workspace_bytes(func: Any, args: Any, is_cuda: bool) -> int:
     match f"{func.namespace}.{func._opname}":
         case "llama_ft.lora_linear":
             return lora_linear.workspace_bytes(args)
+        case "llama_ft.lora_experts":
+            return lora_experts.workspace_bytes(args)
         # dequantizes the weight to the inputs' dtype, then multiplies
         case "bitsandbytes.gemm_4bit":
             inputs, _, shape, *_ = args
@@ -295,10 +297,4 @@ def _workspace_bytes(func: Any, args: Any, is_cuda: bool) -> int:
             weight = args[2]
             copies = 5 if weight.dtype == torch.float32 else 6
             return int(weight.numel() * 4 * copies)
-        case name if not is_cuda and name.replace("._", ".").startswith(
-            ("c10d.allgather", "c10d.reduce_scatter")
-        ):
-            # gloo receives into its own memory, and all-reduces a copy for a reduce-scatter.
-            # Source: AsyncAllgatherWork in torch's ProcessGroupGloo.cpp.
-            return max((value.nbytes for value in _tensors(args)), default=0)
     return 0

@@ -1,4 +1,4 @@
-"""Requests for a checkpoint while training goes on: SIGUSR1 to a rank, or a file `save` in the run's
+"""Requests for a checkpoint without a stop: SIGUSR1 to a rank, or a file `save` in the run's
 directory."""
 
 from pathlib import Path

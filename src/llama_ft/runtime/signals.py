@@ -1,5 +1,5 @@
 """Requests to stop a run: SIGTERM, SIGHUP, Ctrl-C or --stop_after. The training loop stops between
-two steps. SIGUSR1 requests a checkpoint, and training goes on.
+two steps. SIGUSR1 requests a checkpoint without a stop.
 
 Outside the loop a signal ends the process at once. Inside the loop it is only stored: every rank
 gathers `asked()` with its other numbers once per step, and `agreed()` of the gathered column gives
@@ -127,7 +127,7 @@ class StopSignals:
         if number == 0:
             return None
         stop_after = Stop(0, f"--stop_after {self._stop_after}")
-        return SIGNALS.get(int(number), stop_after)  # int(STOP_AFTER_CODE) is no signal
+        return SIGNALS.get(int(number), stop_after)  # int(STOP_AFTER_CODE) is not a signal
 
     def closing(self, error: BaseException) -> None:
         """Stop interrupting the main thread, which is ending with an error."""
