@@ -76,6 +76,18 @@ def test_full_fine_tuning_has_its_shard_of_weights_gradients_and_states(
     assert held(copies, "optimizer step")["sharded parameters"] == 4 * PARAMETERS
 
 
+def test_dequantized_rows_take_host_memory_also_if_only_config_json_is_known(
+    plan: Plan, tmp_path: Path
+) -> None:
+    """The rows of a plain checkpoint are a mapped file."""
+    note = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    plain = write_llama(tmp_path / "plain")
+    published = write_llama(tmp_path / "published", quantization_config=note)
+    flags = (*FLAGS, *LORA)
+    loads = [plan(folder, 1, *flags).host_load_bytes for folder in (plain, published)]
+    assert loads[1] - loads[0] >= 2 * INNER * HIDDEN
+
+
 def test_experts_are_planned_in_fp32(plan: Plan, tmp_path: Path) -> None:
     mixtral = write_llama(tmp_path / "model", **MIXTRAL)
     fp32, bf16 = (

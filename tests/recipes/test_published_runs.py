@@ -246,3 +246,12 @@ def test_a_scale_of_another_shape_is_found_before_samples_are_read(
     assert f"model.safetensors: {SCALE} has the shape [9, 1]; expected [3, 2]" in text
     assert "rows.jsonl" not in text.rpartition("error: ")[2] and "Traceback" not in text
     assert not (tmp_path / "run").exists()
+
+
+def test_a_merge_says_how_to_quantize_again(runs: Path, tmp_path: Path) -> None:
+    script = RECIPE.with_name("export.py")
+    finished = forked(script, str(runs / "fp8-lora"), str(tmp_path / "merged"), "--merge")
+    assert finished.exit_code == 0, finished.output
+    text = " ".join(finished.output.split())
+    assert "quantized: FP8 in blocks of 128 x 128. It is read in 16 bits" in text
+    assert "To quantize the result again, use for example llm-compressor" in text

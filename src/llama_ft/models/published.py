@@ -53,8 +53,8 @@ SIXTEEN_BITS = "Download it again, or use a version in 16 bits."
 
 
 def find_note(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the quantization_config of a config.json. Some models for images have it in their
-    text_config (Kimi K2.5)."""
+    """Return the quantization_config of a config.json, or of one of its parts: Transformers reads
+    that of a text_config, too."""
     for part in (settings, *settings.values()):
         if isinstance(part, Mapping) and part.get("quantization_config"):
             note: dict[str, Any] = part["quantization_config"]
@@ -246,7 +246,8 @@ class DequantizedSource(WeightSource):
         """Write consecutive rows of a quantized matrix, from row `offset` on."""
         for start, stop in row_blocks(tuple(matrix.shape), 0, len(matrix), WORK_ELEMENTS):
             values = packed.read(self._source, expert, offset + start, offset + stop)
-            if not values.isfinite().all():
+            # the sum first: of 9.4 ms for a block it takes 0.2, and the second check 3.8
+            if not values.sum().isfinite() and not values.isfinite().all():
                 raise self._not_finite(packed)
             matrix[start:stop] = values
 

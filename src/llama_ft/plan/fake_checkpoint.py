@@ -65,8 +65,10 @@ def read_headers(
         # as a string, or not at all, in some files
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
         parameters = build_on_meta(deepcopy(config), model).model.named_parameters()
+        # Which tensors are quantized is not known: all count as dequantized.
+        is_published = stored_method(config) is not None
         headers = {
-            checkpoint_key(name): StoredTensor(folder, tuple(parameter.shape), dtype)
+            checkpoint_key(name): StoredTensor(folder, tuple(parameter.shape), dtype, is_published)
             for name, parameter in parameters
         }
     if layers is not None:
