@@ -91,8 +91,8 @@ class _LowRank(torch.autograd.Function):
         dropout: float,
         scheme: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [..., in] -> zeros [..., out] without storage, which pass on the gradient of y; and u
-        [n, r]."""
+        """x [..., in] -> a placeholder [..., out] of one unset number, which passes on the gradient
+        of y; and u [n, r]."""
         ctx.factors = (scaling, 1 - dropout)
         ctx.scheme = scheme
         flat = x.reshape(-1, x.shape[-1])
@@ -110,8 +110,8 @@ class _LowRank(torch.autograd.Function):
         ctx.save_for_backward(x, mask, u, weight, scale, a, b)
         ctx.mark_non_differentiable(u)
         output_shape = (*x.shape[:-1], len(b))
-        zeros = x.new_zeros(()).expand(output_shape)
-        return zeros, u
+        placeholder = x.new_empty(()).expand(output_shape)  # nothing reads it
+        return placeholder, u
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
@@ -146,19 +146,19 @@ class _LowRank(torch.autograd.Function):
 
 
 class _Matmul(torch.autograd.Function):
-    """Computes y. Its gradient is passed on to `zeros`."""
+    """Computes y. Its gradient is passed on to `placeholder`."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        zeros: torch.Tensor,
+        placeholder: torch.Tensor,
         x: torch.Tensor,
         *others: Any,
     ) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
         y: torch.Tensor = torch.ops.llama_ft.lora_linear(flat, *others)
         # no view: Llama 4 adds to it in place
-        whole: torch.Tensor = torch.ops.aten._unsafe_view(y, zeros.shape)
+        whole: torch.Tensor = torch.ops.aten._unsafe_view(y, placeholder.shape)
         return whole
 
     @staticmethod
@@ -194,11 +194,11 @@ class FusedLora(LoraLinear):
         a = cast(Any, self.lora_A[name]).weight
         b = cast(Any, self.lora_B[name]).weight
         scaling = self.scaling[name]
-        zeros, u = _LowRank.apply(x, weight, scale, a, b, scaling, p, scheme)
-        # Detached: _LowRank has the backward pass of x and b, and `zeros` leads to it.
+        placeholder, u = _LowRank.apply(x, weight, scale, a, b, scaling, p, scheme)
+        # Detached: _LowRank has the backward pass of x and b, and `placeholder` leads to it.
         b = b.detach().to(x.dtype)
         x = x.detach()
-        return _Matmul.apply(zeros, x, u, weight, scale, base.bias, b, scaling, scheme)
+        return _Matmul.apply(placeholder, x, u, weight, scale, base.bias, b, scaling, scheme)
 
     def _is_plain(self, name: str, x: torch.Tensor) -> bool:
         """Return whether the fused forward pass is equivalent to PEFT's."""

@@ -428,7 +428,8 @@ def _damaged(file: Path, problem: str) -> UserError:
 
 def _matrix_shape(name: str, header: StoredTensor) -> tuple[int, ...]:
     if len(header.shape) not in (2, 3):
-        problem = f"{name} is quantized and has the shape {list(header.shape)}, which is no matrix"
+        found = list(header.shape)
+        problem = f"{name} is quantized and has the shape {found}, which is not a matrix"
         raise _damaged(header.file, problem)
     return header.shape
 
