@@ -115,6 +115,18 @@ def test_a_missing_tensor_is_named_with_its_file(tmp_path: Path, part: str) -> N
         open_dequantized(tmp_path)
 
 
+@pytest.mark.parametrize("value", [torch.tensor(40), torch.tensor([256.0, 256.0])])
+def test_a_shape_that_is_not_one_is_named(tmp_path: Path, value: torch.Tensor) -> None:
+    publish_compressed(tmp_path, "pack-quantized", INT4)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight_shape"
+    tensors[name] = value
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=f"model.safetensors: {name} is .*expected two whole"):
+        open_dequantized(tmp_path)
+
+
 def test_zero_points_of_another_shape_are_named(tmp_path: Path) -> None:
     publish_compressed(tmp_path, "pack-quantized", INT4 | {"symmetric": False})
     file = tmp_path / "model.safetensors"

@@ -342,7 +342,7 @@ def find_compressed(source: WeightSource, note: Mapping[str, Any]) -> dict[str, 
         shape = _matrix_shape(codes, header)
         bits = None
         if is_packed:
-            shape = tuple(source.read(needed[1]).tolist())
+            shape = _stored_shape(source, needed[1])
             bits = _packed_bits(codes, header, shape)
         blocks = _blocks_of(schemes, shape)
         if zero_point in source.tensors:
@@ -357,6 +357,15 @@ def find_compressed(source: WeightSource, note: Mapping[str, Any]) -> dict[str, 
             shape_name=needed[1] if is_packed else None,
         )
     return found
+
+
+def _stored_shape(source: WeightSource, name: str) -> tuple[int, ...]:
+    """Return the shape of a packed matrix, which is itself a tensor."""
+    header = source.tensors[name]
+    if header.shape != (2,) or header.dtype not in (torch.int32, torch.int64):
+        found = f"{header.dtype} {list(header.shape)}"
+        raise _damaged(header.file, f"{name} is {found}; expected two whole numbers")
+    return tuple(source.read(name).tolist())
 
 
 def _check_zero_point(
