@@ -84,7 +84,7 @@ def read_export_flags(argv: list[str], description: str) -> ExportFlags:
     options.out = Path(out).expanduser().absolute()
     options.kind = export_kind(options.source)
     if options.kind is None:
-        problem = missing_run(options.source)
+        problem: str | None = missing_run(options.source)
         if options.source.exists():
             problem = folder_problem(options.source, "a directory")
         if problem is None:

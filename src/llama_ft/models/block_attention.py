@@ -106,7 +106,8 @@ def _output(query: torch.Tensor, *others: Any) -> torch.Tensor:
 
 @register_flop_formula(torch.ops.llama_ft.block_attention)
 def _flops(query: torch.Size, key: Any, value: Any, lengths: Any, *_: Any, **__: Any) -> int:
-    _, heads, _, width = query
+    heads = query[1]
+    width = query[3]
     return sum(4 * heads * length**2 * width for length in lengths)
 
 

@@ -274,10 +274,10 @@ class _Chunks:
             with torch.enable_grad():
                 losses = self.losses_of(chunk, targets[part])
             total += losses.detach()[: max(0, count - start)].sum()
-            node: Any = losses.grad_fn
+            node = losses.grad_fn
             is_padded = start + len(losses) > count  # there the factors are 0
             if isinstance(node, CrossEntropy._backward_cls) and not (has_factors or is_padded):
-                node.has_factors = False  # this node is the `ctx` of CrossEntropy
+                cast(Any, node).has_factors = False  # this node is the `ctx` of CrossEntropy
             inputs = [chunk, *self.trained] if for_hidden else self.trained
             weights = factors[part].to(losses.dtype)
             gradients = torch.autograd.grad(losses, inputs, weights, materialize_grads=True)
