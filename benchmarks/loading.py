@@ -2,7 +2,7 @@
 and accelerate.
 
     python benchmarks/loading.py
-    python benchmarks/loading.py --published fp8
+    python benchmarks/loading.py --published fp8 --targets bf16,4bit --device cpu
 
 The table has a row per number of ranks, way of loading, and target. Each is measured alternately
 with one process that calls `from_pretrained(dtype=bfloat16)` and then clones every parameter (the
