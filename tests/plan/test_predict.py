@@ -238,6 +238,21 @@ def test_quantized_layers_take_their_quantized_bytes(
     )
 
 
+def test_double_quantization_takes_an_eighth_of_the_scales(plan: Plan, tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "model", hidden_size=1024, intermediate_size=1024)
+    flags = (*FLAGS, *LORA, "--quantization", "4bit")
+    plain = held(plan(model, 1, *flags), "load")["quantized parts"]
+    double = held(plan(model, 1, *flags, "--double_quant"), "load")["quantized parts"]
+    heads = HEADS * HEAD
+    # down_proj, gate_proj, up_proj, q_proj, k_proj, v_proj: 16 blocks in each row
+    rows = 3 * 1024 + heads + 2 * KEY_VALUE_HEADS * HEAD
+    # 4 words of codes, a scale and a mean in the place of 16 scales
+    saved = rows * 4 * (16 - 6)
+    # o_proj has a block per row: a word of codes, a scale and a mean in the place of a scale
+    saved -= 1024 * 4 * (3 - 1)
+    assert plain - double == LAYERS * saved
+
+
 def test_the_chunked_loss_holds_the_logits_of_one_chunk(plan: Plan, tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "model", vocab_size=32_000)
     found = []

@@ -36,7 +36,7 @@ DEQUANTIZE = {
 FULL = ["--enable_fsdp", "--save_steps", "1"]
 LORA = ["--enable_fsdp", "--low_cpu_fsdp", "--use_peft", "--lora_dropout", "0", "--save_steps", "1"]
 LORA += ["--target_modules", "q_proj,o_proj"]
-BITS = ("4bit", "8bit")
+BITS = {"4bit": ["4bit"], "8bit": ["8bit"], "4bit-double": ["4bit", "--double_quant"]}
 CASES = {
     "fp8-full": ("fp8", FULL),
     "fp8-lora": ("fp8", LORA),
@@ -51,8 +51,8 @@ if HAS_LIBRARY:
     }
     MODELS["int4"] = ()
 for model in MODELS:
-    for bits in BITS:
-        CASES[f"{model}-lora-{bits}"] = (model, [*LORA, "--quantization", bits])
+    for bits, words in BITS.items():
+        CASES[f"{model}-lora-{bits}"] = (model, [*LORA, "--quantization", *words])
 SAMPLES = 8
 
 
@@ -87,9 +87,9 @@ def runs(
     for model in MODELS:
         plain = save_dequantized(folder, model, save_tokenizer)
         run = [*common, *LORA, "--model_name", str(plain)]
-        for bits in BITS:
+        for bits, words in BITS.items():
             name = f"{folder}/{model}-plain-{bits}"
-            flags.append([*run, "--quantization", bits, "--output_dir", name])
+            flags.append([*run, "--quantization", *words, "--output_dir", name])
     for name, (model, settings) in CASES.items():
         run = [*common, "--model_name", f"{folder}/{model}", *settings]
         checkpoint = f"{folder}/{name}/checkpoints/step-000001"

@@ -72,7 +72,7 @@ def choose_quantization(
     if note is None or is_published:
         if settings.mode == "none":
             return None
-        four_bit = FourBit(settings.quant_type, settings.block_size, dtype)
+        four_bit = FourBit(settings.quant_type, settings.block_size, dtype, settings.double_quant)
         asked = four_bit if settings.mode == "4bit" else Int8(settings.int8_threshold)
         return Quantization(asked, settings.skip_modules, is_stored=False)
     method = note.get("quant_method", "bitsandbytes")
@@ -81,9 +81,9 @@ def choose_quantization(
             f"--model_name: config.json has a quantization_config of {method} that is not supported. Supported are: "
             f"bitsandbytes in 4 bits, {', '.join(READERS)}.\nUse a version in 16 bits or in bitsandbytes' 4 bits."
         )
-    if settings.mode == "8bit" or not use_peft:
+    if settings.mode == "8bit" or settings.double_quant or not use_peft:
         raise UserError(
-            "--model_name: already quantized in 4 bits. Use --use_peft, and no other --quantization."
+            "--model_name: already quantized in 4 bits. Use --use_peft, and no other --quantization or --double_quant."
         )
     # Transformers always uses blocks of 64, and does not store this number.
     scheme = FourBit(note.get("bnb_4bit_quant_type", "fp4"), 64, dtype)
