@@ -14,13 +14,13 @@ from pages import Page
 FOLDER = REPOSITORY / "docs" / "pictures"
 sys.path.insert(0, str(FOLDER.parent))
 
-from pictures import draw, memory, plans, recording  # noqa: E402
+from pictures import curves, draw, memory, plans, recording  # noqa: E402
 
 NAMES = list(draw.PICTURES)
 LARGEST = 300_000  # bytes
 SMALLEST_TEXT = 13  # px
 PAGES = ("README.md", "docs/guides/memory.md", "docs/guides/packing-and-streaming.md",
-         "docs/concepts/sharding.md", "docs/development/benchmarks.md")  # fmt: skip
+         "docs/concepts/sharding.md", "docs/development/benchmarks.md", "docs/guides/hyperparameters.md")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -71,6 +71,20 @@ def test_the_recording_is_what_the_planner_prints(cache: Path) -> None:
 @pytest.mark.slow
 def test_the_bars_are_what_the_planner_says(cache: Path) -> None:
     assert plans.plan_methods(cache) == json.loads(memory.FIGURES.read_text())
+
+
+def test_the_curves_show_what_their_names_say() -> None:
+    recorded = json.loads(curves.FIGURES.read_text())
+    assert {"date", "commit", "machine", "versions", "command"} <= recorded.keys()
+    validation = {}
+    for run in recorded["runs"]:
+        validation[run["name"]] = [loss for _, loss in run["validation"]]
+    good = validation["good"]
+    too_high = validation["learning rate too high"]
+    overfitting = validation["overfitting"]
+    assert good[0] - min(good) > 1 and good[-1] - min(good) < 0.1
+    assert max(too_high) > too_high[0] and too_high[-1] > good[-1] + 0.5
+    assert overfitting[-1] - min(overfitting) > 0.3
 
 
 def test_the_planned_figures_come_from_the_benchmark(tmp_path: Path) -> None:

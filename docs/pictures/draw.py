@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from . import concepts, memory, planned, recording
+from . import concepts, curves, memory, planned, recording
 
 FOLDER = Path(__file__).resolve().parents[1] / "img"
 PICTURES: dict[str, Callable[[], str]] = {
@@ -12,6 +12,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "recording.svg": recording.draw,
     "packing.svg": concepts.draw_packing,
     "quantized_sharding.svg": concepts.draw_quantized_sharding,
+    "curves.svg": curves.draw,
 }
 # The text that pages show in place of a picture.
 WORDS: dict[str, Callable[[], str]] = {
@@ -20,4 +21,5 @@ WORDS: dict[str, Callable[[], str]] = {
     "recording.svg": recording.describe,
     "packing.svg": lambda: concepts.PACKING,
     "quantized_sharding.svg": lambda: concepts.QUANTIZED_SHARDING,
+    "curves.svg": curves.describe,
 }

@@ -12,7 +12,6 @@ from pydantic.dataclasses import dataclass
 from llama_ft.config.paths import (
     RUN_MARKER,
     base_model_of,
-    folder_problem,
     missing_run,
     model_dir_problem,
     model_problem,
@@ -84,11 +83,11 @@ def read_export_flags(argv: list[str], description: str) -> ExportFlags:
     options.out = Path(out).expanduser().absolute()
     options.kind = export_kind(options.source)
     if options.kind is None:
-        problem: str | None = missing_run(options.source)
-        if options.source.exists():
-            problem = folder_problem(options.source, "a directory")
-        if problem is None:
-            problem = "is neither a checkpoint, nor a run's directory, nor an adapter."
+        problem = "is neither a checkpoint, nor a run's directory, nor an adapter."
+        if not options.source.exists():
+            problem = missing_run(options.source)
+        elif not options.source.is_dir():
+            problem = "is a file; expected a directory."
         raise UserError(*errors, f"{options.source}: {problem}")
     if options.kind == "adapter" and not options.base_model:
         options.base_model = base_model_of(source)
