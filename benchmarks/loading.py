@@ -2,6 +2,7 @@
 and accelerate.
 
     python benchmarks/loading.py
+    python benchmarks/loading.py --published fp8 --targets bf16,4bit --device cpu
 
 The table has a row per number of ranks, way of loading, and target. Each is measured alternately
 with one process that calls `from_pretrained(dtype=bfloat16)` and then clones every parameter (the
@@ -14,11 +15,15 @@ memory minus its memory after imports and the start of the process group: anonym
 
 On CUDA the shards do not count in host memory. Weights are in the page cache. `verdict` compares
 with these bounds, and for slices and scatter in bf16 with 1.2 and 2 times the baseline.
+
+`--published` loads a checkpoint that is quantized in that format: a Llama, or for mxfp4 a gpt-oss.
+The baseline cannot read them, so seconds are compared with the first row.
 """
 
 import argparse
 import contextlib
 import importlib.util
+import json
 import multiprocessing
 import os
 import re
@@ -32,14 +37,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 SOURCES = str(Path(__file__).resolve().parent.parent / "src")
 sys.path.insert(0, SOURCES)
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+)
 from transformers.modeling_utils import PreTrainedModel  # noqa: E402
 
 from llama_ft import models, observe, runtime  # noqa: E402
@@ -57,6 +69,23 @@ TARGETS: dict[str, tuple[str, PeftConfig, QuantizationConfig]] = {
     "4bit": ("bf16_mixed", LORA, QuantizationConfig(mode="4bit")),
 }
 Device = Literal["auto", "cuda", "cpu"]
+Format = Literal["fp8", "int4", "mxfp4"]
+INT4_GROUP = 32
+# quantization_config of each format
+NOTES: dict[Format, dict[str, Any]] = {
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "mxfp4": {"quant_method": "mxfp4"},
+    "int4": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "strategy": "group", "group_size": INT4_GROUP},
+            }
+        },
+    },
+}
 LIMITS = {"slices": 1.2, "scatter": 2.0}  # times the baseline, in bf16
 
 
@@ -97,9 +126,10 @@ def load(folder: Path, case: Case, job: Ranks) -> PreTrainedModel:
     precision_name, peft, settings = TARGETS[case.target]
     precision = runtime.PRECISIONS[precision_name]
     model_config = models.load_model_config(folder, False)
+    quantization = models.choose_quantization(settings, model_config, peft.use_peft)
     built = models.build_on_meta(model_config, ModelConfig(model_name=str(folder)), folder=folder)
     model = built.model
-    if quantization := models.choose_quantization(settings, model.config, peft.use_peft):
+    if quantization is not None:
         models.quantize_linears(built, quantization)
     if peft.use_peft:
         built.adapter = models.inject_lora(built, peft, str(folder))
@@ -181,6 +211,7 @@ def preload() -> None:
     os.environ["PYTHONPATH"] = SOURCES
     libraries = [
         "transformers.models.llama.modeling_llama",
+        "transformers.models.gpt_oss.modeling_gpt_oss",
         "llama_ft.models",
         "accelerate.utils.fsdp_utils",
     ]
@@ -248,6 +279,79 @@ def bounds(case: Case, ranks: list[Loaded], shards_count: bool) -> list[int]:
         + 64 * MIB
         for rank, loaded in enumerate(ranks)
     ]
+
+
+def codes_and_scales(form: Format, name: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Random tensors of a quantized weight. Stacks of mxfp4 are transposed: [experts, in, out]."""
+    if form == "mxfp4":
+        experts, columns, rows = shape
+        grid = (experts, rows, columns // 32)
+        return {
+            f"{name}_blocks": torch.randint(256, (*grid, 16), dtype=torch.uint8),
+            f"{name}_scales": torch.randint(115, 124, grid, dtype=torch.uint8),
+        }
+    rows, columns = shape
+    if form == "fp8":
+        codes = torch.randint(0x70, shape, dtype=torch.uint8)
+        scale = torch.rand(-(-rows // 128), -(-columns // 128))
+        return {name: codes.view(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+    words = torch.randint(-(2**31), 2**31, (rows, columns // 8))
+    return {
+        f"{name}_packed": words.int(),
+        f"{name}_scale": torch.rand(rows, columns // INT4_GROUP).bfloat16(),
+        f"{name}_shape": torch.tensor([rows, columns]),
+    }
+
+
+def save_published(folder: Path, config: PretrainedConfig, form: Format) -> None:
+    """Save a random checkpoint whose projections (of mxfp4: experts) are quantized, tensor by
+    tensor, in a file per layer."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config.architectures = [type(model).__name__]
+    config.quantization_config = NOTES[form]
+    config.dtype = torch.bfloat16
+    config.save_pretrained(folder)
+    files = dict[str, dict[str, torch.Tensor]]()
+    for name, tensor in model.state_dict().items():
+        layer = re.search(r"layers\.\d+", name)
+        file = f"model-{layer[0] if layer else 'rest'}.safetensors"
+        shape = tuple(tensor.shape)
+        is_projection = "_proj" in name and len(shape) == (3 if form == "mxfp4" else 2)
+        if is_projection:
+            made = codes_and_scales(form, name, shape)
+        else:
+            made = {name: torch.full(shape, 0.01, dtype=torch.bfloat16)}
+        files.setdefault(file, {}).update(made)
+    weight_map = dict[str, str]()
+    for file, tensors in files.items():
+        save_file(tensors, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@contextlib.contextmanager
+def published_folder(form: Format, millions: int) -> Iterator[Path]:
+    """A random checkpoint in a published format, of about so many million weights, removed at the
+    end."""
+    shape = {"hidden_size": 1536, "num_attention_heads": 12, "vocab_size": 32000}
+    if form == "mxfp4":
+        config: PretrainedConfig = GptOssConfig(
+            **shape,
+            intermediate_size=1536,
+            num_key_value_heads=4,
+            head_dim=128,
+            num_local_experts=8,
+            num_hidden_layers=max(1, round((millions - 98) / 63)),
+        )
+    else:
+        config = LlamaConfig(
+            **shape, intermediate_size=4096, num_hidden_layers=max(1, round((millions - 98) / 28.3))
+        )
+    with tempfile.TemporaryDirectory(prefix="loading-") as temporary:
+        save_published(Path(temporary), config, form)
+        yield Path(temporary)
 
 
 @contextlib.contextmanager
@@ -356,6 +460,7 @@ def main() -> None:
         help="auto is CUDA where there is a GPU",
     )
     parser.add_argument("--turns", type=int, default=3, help="how often each row is measured")
+    parser.add_argument("--published", choices=get_args(Format), help="a quantized checkpoint")
     asked = parser.parse_args()
     if not importlib.util.find_spec("accelerate"):
         print("accelerate is not installed: its rows are left out")
@@ -367,12 +472,19 @@ def main() -> None:
         for target in asked.targets.split(",")
         for way in asked.ways.split(",")
         if (way != "accelerate" or target in ("bf16", "fp32"))  # it does not quantize
+        and (way != "accelerate" or not asked.published)
         and (gpus == 0 or int(ranks) <= gpus)
     ]
     preload()
-    with model_folder(asked.model, asked.millions) as folder:
-        measure(BASELINE, folder, asked.device, Result())  # the files are in the page cache now
-        results = {case: Result() for case in [BASELINE, *cases]}
+    baseline = cases[0] if asked.published else BASELINE
+    with contextlib.ExitStack() as stack:
+        if asked.published:
+            opened = published_folder(asked.published, asked.millions)
+        else:
+            opened = model_folder(asked.model, asked.millions)
+        folder = stack.enter_context(opened)
+        measure(baseline, folder, asked.device, Result())  # the files are in the page cache now
+        results = {case: Result() for case in [baseline, *cases]}
         for turn in range(asked.turns):
             for case, result in results.items():
                 measure(case, folder, asked.device, result)
@@ -381,7 +493,7 @@ def main() -> None:
                 )
                 print(f"{about}: {result.seconds[-1]:.2f} s", file=sys.stderr)
     print_table(
-        [line for case, result in results.items() for line in row(case, result, results[BASELINE])]
+        [line for case, result in results.items() for line in row(case, result, results[baseline])]
     )
 
 

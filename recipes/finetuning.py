@@ -48,7 +48,7 @@ def main(**flags: str) -> None:
         # Find the model, and tokenize samples. The first rank of each node fills the cache that its
         # other ranks read.
         with ranks.local_main_process_first():
-            folder, model_config, tokenizer = find_model(config, ask_hub=ranks.local_rank == 0)
+            folder, model_config, tokenizer = find_model(config, ranks)
         config = setup.choose_kernels(config, model_config)
         context_length = models.resolve_context_length(config.data.context_length, model_config)
         stored_vocabulary = models.vocabulary_size(model_config)
@@ -107,10 +107,11 @@ def main(**flags: str) -> None:
 
 
 def find_model(
-    config: Config, ask_hub: bool
+    config: Config, ranks: Ranks
 ) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase]:
     """Return the model's directory, config and tokenizer. Only one rank per node asks the Hub."""
     wanted = config.model
+    ask_hub = ranks.local_rank == 0
     is_demo = wanted.model_name == "demo"
     if is_demo or config.data.dataset == "demo":
         demo = data.build_demo(data.cache_dir())
@@ -124,8 +125,11 @@ def find_model(
         folder = models.local_folder(wanted.model_name, "--model_name", ask_hub)
     model_config = models.load_model_config(folder, wanted.trust_remote_code)
     models.choose_head(model_config, config.preference.objective)
-    # rejects a quantized model that cannot be fine-tuned before samples are tokenized
+    # rejects a quantized model that cannot be fine-tuned, and damaged files, before samples are
+    # tokenized
     models.choose_quantization(config.quantization, deepcopy(model_config), config.peft.use_peft)
+    if ranks.is_main and (stored := models.describe_stored(folder, model_config)):
+        log.info(stored)
     tokens = folder
     if wanted.tokenizer_name is not None:
         tokens = models.local_folder(
@@ -148,8 +152,6 @@ def build_model(
     precision = request.precision
     device = torch.device("cpu") if ranks is None else ranks.device
     report = log.debug if request.purpose == "read" else log.info
-    if stored := models.describe_stored(request.model_config):
-        report(stored)
     quantization = models.choose_quantization(
         config.quantization,
         request.model_config,

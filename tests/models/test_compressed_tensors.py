@@ -26,6 +26,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "int4": ("pack-quantized", INT4),
     "int4 with zero points": ("pack-quantized", INT4 | {"symmetric": False}),
     "int4 per channel": ("pack-quantized", INT4 | {"strategy": "channel", "group_size": None}),
+    "int4, groups in the order of activations": (
+        "pack-quantized",
+        INT4 | {"actorder": "weight"},
+    ),
     "int8 packed": ("pack-quantized", INT8 | {"strategy": "group", "group_size": 64}),
     "int8": ("int-quantized", INT8),
     "int8 with zero points": ("int-quantized", INT8 | {"symmetric": False}),
@@ -111,6 +115,18 @@ def test_a_missing_tensor_is_named_with_its_file(tmp_path: Path, part: str) -> N
         open_dequantized(tmp_path)
 
 
+@pytest.mark.parametrize("value", [torch.tensor(40), torch.tensor([256.0, 256.0])])
+def test_a_shape_that_is_not_one_is_named(tmp_path: Path, value: torch.Tensor) -> None:
+    publish_compressed(tmp_path, "pack-quantized", INT4)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight_shape"
+    tensors[name] = value
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=f"model.safetensors: {name} is .*expected two whole"):
+        open_dequantized(tmp_path)
+
+
 def test_zero_points_of_another_shape_are_named(tmp_path: Path) -> None:
     publish_compressed(tmp_path, "pack-quantized", INT4 | {"symmetric": False})
     file = tmp_path / "model.safetensors"
@@ -127,6 +143,8 @@ def test_zero_points_of_another_shape_are_named(tmp_path: Path) -> None:
     [
         ({"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity"),
+        ({"actorder": "group"}, "actorder group"),
+        ({"actorder": True}, "actorder True"),
     ],
 )
 def test_other_formats_are_rejected_at_the_start(
@@ -134,7 +152,8 @@ def test_other_formats_are_rejected_at_the_start(
 ) -> None:
     publish_compressed(tmp_path, "pack-quantized", INT4)
     config = load_model_config(tmp_path, False)
-    note = note_of("pack-quantized", INT4) | change
+    weights = INT4 | {"actorder": change.get("actorder")}
+    note = note_of("pack-quantized", weights) | change
     if "format" in change:
         note["config_groups"]["group_0"]["format"] = change["format"]
     config.quantization_config = note

@@ -46,6 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         name: ("odd", {**BF16_LORA, "quantization": settings})
         for name, (settings, _) in MODES.items()
     },
+    "double": ("odd", {**BF16_LORA, "quantization": {"mode": "4bit", "double_quant": True}}),
     **{f"stored-{name}": (f"stored-{name}", BF16_LORA) for name in STORED},
 }
 WORLD_SIZES = [1, pytest.param(2, marks=pytest.mark.slow), 4]
@@ -143,6 +144,25 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Held:
 def chunk(tensor: torch.Tensor, shards: int, index: int) -> torch.Tensor:
     pieces = torch.chunk(tensor.detach(), shards)
     return pieces[index] if index < len(pieces) else tensor.detach()[:0]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("way", ["slices", "scatter"])
+def test_double_quantized_rows_do_not_depend_on_the_ranks(
+    held: Callable[[int], dict[str, list[Held]]], world_size: int, way: str
+) -> None:
+    shards = held(world_size)[f"double-{way}"]
+    plain = held(world_size)[f"nf4-{way}"]
+    checked = 0
+    for name, scale in held(1)["double-slices"][0].items():
+        if name.endswith(".scale"):
+            rows = [shard[name] for shard in shards]
+            assert torch.equal(torch.cat(rows), scale)
+            assert plain[0][name].shape != rows[0].shape
+            weight = name.replace(".scale", ".weight")
+            assert torch.equal(shards[0][weight], plain[0][weight])
+            checked += 1
+    assert checked > 8
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

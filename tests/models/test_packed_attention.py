@@ -15,6 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.models import (
     BuiltModel,
     attention_kernels,
+    block_attention,
     packed_arguments,
     packed_attention,
     use_packed_attention,
@@ -349,6 +350,7 @@ def test_the_kernel_follows_from_device_dtype_and_shape(
 def test_samples_of_equal_length_use_cudnn_on_hopper_although_it_is_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(block_attention, "is_faster", lambda _: False)
     model = make("Llama", "sdpa").bfloat16()
     built = packed(model)
     per_sample = packed_logits(built, samples([128, 128]))

@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     FineGrainedFP8Config,
     LlamaConfig,
+    Mistral3Config,
     Mxfp4Config,
     PreTrainedModel,
 )
@@ -22,7 +23,7 @@ from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, build_on_meta, load_model_config
 from llama_ft.models.conversion import open_source
 from llama_ft.models.load_weights import account_for
-from llama_ft.models.published import open_dequantized, stored_method
+from llama_ft.models.published import describe_stored, open_dequantized, remove_note, stored_method
 
 Tensors = dict[str, torch.Tensor]
 LLAMA = {
@@ -284,6 +285,67 @@ def test_a_wrong_tensor_of_experts_in_mxfp4_is_named_with_its_file(
         save_file(tensors, file, {"format": "pt"})
         with pytest.raises(UserError, match=f"model.safetensors: .*{name} is missing"):
             open_dequantized(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_scale_that_is_not_finite_is_named_with_its_file(tmp_path: Path, value: float) -> None:
+    def change(tensors: Tensors) -> None:
+        tensors[SCALE][1, 0] = value
+
+    source = open_dequantized(broken(tmp_path, change))
+    name = SCALE.removesuffix("_scale_inv")
+    assert source.read_rows(name, 0, 128).isfinite().all()
+    with pytest.raises(UserError, match=rf"model.safetensors: {SCALE} has values .*not finite"):
+        source.read(name)
+
+
+def test_a_code_that_is_not_finite_is_named_with_its_file(tmp_path: Path) -> None:
+    name = SCALE.removesuffix("_scale_inv")
+
+    def change(tensors: Tensors) -> None:
+        tensors[name].view(torch.uint8)[130, 7] = 0x7F  # NaN in E4M3
+
+    source = open_dequantized(broken(tmp_path, change))
+    with pytest.raises(UserError, match=rf"model.safetensors: {name} has values .*not finite"):
+        source.read(name)
+
+
+def test_an_exponent_that_is_not_a_number_is_named_with_its_file(tmp_path: Path) -> None:
+    publish(tmp_path, "gpt_oss", GPT_OSS, MXFP4_NOTE, experts_in_mxfp4)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    tensors[f"{name}_scales"][2, 5, 1] = 255
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=rf"model.safetensors: {name}_scales has values .*not fin"):
+        open_dequantized(tmp_path).read_rows(name, 2, 3)
+
+
+def test_a_quantization_config_over_plain_weights_is_reported(tmp_path: Path) -> None:
+    """A checkpoint that was dequantized by a script that left config.json as it was."""
+    publish(tmp_path, "llama", LLAMA, fp8_note(), lambda name, tensor: {name: tensor})
+    config = load_model_config(tmp_path, False)
+    text = describe_stored(tmp_path, config)
+    assert text is not None and "quantized (FP8 in blocks of 128 x 128), but no tensor is" in text
+    quantized = tmp_path / "quantized"
+    publish(quantized, "llama", LLAMA, fp8_note(), in_blocks)
+    text = describe_stored(quantized, load_model_config(quantized, False))
+    assert text is not None and "The checkpoint is quantized: FP8 in blocks" in text
+
+
+def test_the_quantization_config_of_a_text_part_is_found(tmp_path: Path) -> None:
+    name = "language_model.model.layers.0.mlp.up_proj.weight"
+    save_file(in_blocks(name, torch.empty(256, 128)), tmp_path / "model.safetensors")
+    config = Mistral3Config(
+        text_config={"model_type": "mistral", "quantization_config": fp8_note()}
+    )
+    config.save_pretrained(tmp_path)
+    assert open_dequantized(tmp_path).tensors[name].dtype == torch.bfloat16
+    loaded = load_model_config(tmp_path, False)
+    assert stored_method(loaded) == fp8_note()
+    assert remove_note(loaded) == fp8_note()
+    assert stored_method(loaded) is None
+    assert '"quantization_config"' not in json.dumps(loaded.to_dict())
 
 
 def test_a_scale_of_another_shape_is_named_with_its_file(tmp_path: Path) -> None:

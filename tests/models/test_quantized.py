@@ -4,7 +4,7 @@ out."""
 import copy
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import bitsandbytes
 import pytest
@@ -32,6 +32,7 @@ from llama_ft.models.quantized import (
     quantized_weights,
 )
 
+DOUBLE = FourBit("nf4", 64, None, double_quant=True)
 SCHEMES: dict[str, Scheme] = {
     "8bit": Int8(6.0),
     "nf4": FourBit("nf4", 64, None),
@@ -107,6 +108,39 @@ def test_quantized_layers_have_the_values_and_gradients_of_bitsandbytes(
         assert (ours - theirs).norm() <= tolerance * theirs.norm()
     exact = torch.nn.functional.linear(inputs, weight, bias)
     assert 1e-3 < (seen[0][0] - exact).norm() / exact.norm() < 0.2, "it is quantized, and right"
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("blocks", [1, 2, 6, 40, 256, 300])
+def test_each_row_is_double_quantized_as_bitsandbytes_quantizes_it_alone(
+    quant_type: Literal["nf4", "fp4"], blocks: int
+) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(7, 64 * blocks) * torch.rand(7, 1)
+    scheme = FourBit(quant_type, 64, None, double_quant=True)
+    layer = layer_of(scheme, weight)
+    ours = scheme.dequantize(layer.weight, layer.scale, torch.float32)
+    for row, values in zip(weight, ours, strict=True):
+        packed, state = functional.quantize_4bit(
+            row.unsqueeze(0), blocksize=64, quant_type=quant_type, compress_statistics=True
+        )
+        assert torch.equal(functional.dequantize_4bit(packed, state).squeeze(0), values)
+    some = layer_of(scheme, weight[2:5])
+    assert torch.equal(some.scale, layer.scale[2:5])
+
+
+def test_a_double_quantized_layer_multiplies_by_its_dequantized_weight() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(40, 256)
+    layer = layer_of(DOUBLE, weight)
+    dequantized = DOUBLE.dequantize(layer.weight, layer.scale, torch.float32)
+    exact = SCHEMES["nf4"].dequantize(*SCHEMES["nf4"].quantize(weight), torch.float32)
+    assert 0 < (dequantized - exact).norm() < 0.01 * exact.norm()
+    inputs = torch.randn(5, 256, requires_grad=True)
+    output = layer(inputs)
+    output.sum().backward()
+    torch.testing.assert_close(output.detach(), inputs.detach() @ dequantized.T)
+    torch.testing.assert_close(inputs.grad, torch.ones(5, 40) @ dequantized)
 
 
 @pytest.mark.parametrize("name", SCHEMES)

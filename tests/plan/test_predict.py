@@ -76,6 +76,18 @@ def test_full_fine_tuning_has_its_shard_of_weights_gradients_and_states(
     assert held(copies, "optimizer step")["sharded parameters"] == 4 * PARAMETERS
 
 
+def test_dequantized_rows_take_host_memory_also_if_only_config_json_is_known(
+    plan: Plan, tmp_path: Path
+) -> None:
+    """The rows of a plain checkpoint are a mapped file."""
+    note = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    plain = write_llama(tmp_path / "plain")
+    published = write_llama(tmp_path / "published", quantization_config=note)
+    flags = (*FLAGS, *LORA)
+    loads = [plan(folder, 1, *flags).host_load_bytes for folder in (plain, published)]
+    assert loads[1] - loads[0] >= 2 * INNER * HIDDEN
+
+
 def test_experts_are_planned_in_fp32(plan: Plan, tmp_path: Path) -> None:
     mixtral = write_llama(tmp_path / "model", **MIXTRAL)
     fp32, bf16 = (
@@ -224,6 +236,21 @@ def test_quantized_layers_take_their_quantized_bytes(
         held(planned, "optimizer step")["quantized parts"]
         == LAYERS * (weights * bits // 8 + 4 * scales) // 2
     )
+
+
+def test_double_quantization_takes_an_eighth_of_the_scales(plan: Plan, tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "model", hidden_size=1024, intermediate_size=1024)
+    flags = (*FLAGS, *LORA, "--quantization", "4bit")
+    plain = held(plan(model, 1, *flags), "load")["quantized parts"]
+    double = held(plan(model, 1, *flags, "--double_quant"), "load")["quantized parts"]
+    heads = HEADS * HEAD
+    # down_proj, gate_proj, up_proj, q_proj, k_proj, v_proj: 16 blocks in each row
+    rows = 3 * 1024 + heads + 2 * KEY_VALUE_HEADS * HEAD
+    # 4 words of codes, a scale and a mean in the place of 16 scales
+    saved = rows * 4 * (16 - 6)
+    # o_proj has a block per row: a word of codes, a scale and a mean in the place of a scale
+    saved -= 1024 * 4 * (3 - 1)
+    assert plain - double == LAYERS * saved
 
 
 def test_the_chunked_loss_holds_the_logits_of_one_chunk(plan: Plan, tmp_path: Path) -> None:

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import build_model, losses, run_cases
+from conftest import RECIPE, build_model, losses, run_cases
+from forked import forked
 from models.test_compressed_tensors import HAS_LIBRARY, INT4, SHAPE, publish_compressed
 from models.test_published import (
     GPT_OSS,
     LLAMA,
     MXFP4_NOTE,
+    SCALE,
+    broken,
     experts_in_mxfp4,
     fp8_note,
     in_blocks,
@@ -33,22 +36,23 @@ DEQUANTIZE = {
 FULL = ["--enable_fsdp", "--save_steps", "1"]
 LORA = ["--enable_fsdp", "--low_cpu_fsdp", "--use_peft", "--lora_dropout", "0", "--save_steps", "1"]
 LORA += ["--target_modules", "q_proj,o_proj"]
+BITS = {"4bit": ["4bit"], "8bit": ["8bit"], "4bit-double": ["4bit", "--double_quant"]}
 CASES = {
     "fp8-full": ("fp8", FULL),
     "fp8-lora": ("fp8", LORA),
-    "fp8-lora-4bit": ("fp8", [*LORA, "--quantization", "4bit"]),
     "fp8-bf16": ("fp8", [*LORA, "--precision", "bf16_mixed"]),
     "mxfp4-full": ("mxfp4", [*FULL, "--low_cpu_fsdp"]),
     "mxfp4-lora": ("mxfp4", LORA),
-    "mxfp4-lora-4bit": ("mxfp4", [*LORA, "--quantization", "4bit"]),
 }
 if HAS_LIBRARY:
     CASES |= {
         "int4-full": ("int4", FULL),
         "int4-lora": ("int4", LORA),
-        "int4-lora-4bit": ("int4", [*LORA, "--quantization", "4bit"]),
     }
     MODELS["int4"] = ()
+for model in MODELS:
+    for bits, words in BITS.items():
+        CASES[f"{model}-lora-{bits}"] = (model, [*LORA, "--quantization", *words])
 SAMPLES = 8
 
 
@@ -80,6 +84,12 @@ def runs(
     common += ["--batching_strategy", "padding", "--batch_size_training", str(SAMPLES // ranks)]
     common += ["--max_train_step", "2", "--num_epochs", "2"]
     flags = []
+    for model in MODELS:
+        plain = save_dequantized(folder, model, save_tokenizer)
+        run = [*common, *LORA, "--model_name", str(plain)]
+        for bits, words in BITS.items():
+            name = f"{folder}/{model}-plain-{bits}"
+            flags.append([*run, "--quantization", *words, "--output_dir", name])
     for name, (model, settings) in CASES.items():
         run = [*common, "--model_name", f"{folder}/{model}", *settings]
         checkpoint = f"{folder}/{name}/checkpoints/step-000001"
@@ -107,7 +117,27 @@ def dequantized(folder: Path, name: str) -> Any:
     return model.float()
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "4bit" not in name])
+def save_dequantized(folder: Path, name: str, save_tokenizer: Callable[..., Path]) -> Path:
+    """Save Transformers' dequantized model as a plain checkpoint in bf16."""
+    model = dequantized(folder, name).bfloat16()
+    config = AutoConfig.for_model(**{**model.config.to_dict(), "quantization_config": None})
+    del config.quantization_config
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    plain.load_state_dict(model.state_dict())
+    place = save_tokenizer(folder / f"{name}-plain")
+    plain.save_pretrained(place)
+    return place
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("bits", BITS)
+def test_quantized_again_it_trains_as_the_dequantized_model(
+    runs: Path, model: str, bits: str
+) -> None:
+    assert losses(runs / f"{model}-lora-{bits}") == losses(runs / f"{model}-plain-{bits}")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "bit" not in name])
 def test_the_first_loss_is_that_of_the_dequantized_model(runs: Path, name: str) -> None:
     model = dequantized(runs, CASES[name][0])
     if "bf16" in name:
@@ -179,3 +209,49 @@ def test_an_adapter_names_the_published_base_and_merges_into_16_bits(
     for key, tensor in merged.items():
         assert tensor.dtype == torch.bfloat16
         torch.testing.assert_close(tensor.float(), expected[key], rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("ways", [[], pytest.param(["--low_cpu_fsdp"], marks=pytest.mark.slow)])
+def test_a_scale_that_is_not_finite_ends_the_run_while_loading(
+    save_tokenizer: Callable[..., Path], rows16: Path, tmp_path: Path, ways: list[str]
+) -> None:
+    """Only the rank that reads it knows; the others do not hang."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[SCALE][-1, 0] = float("nan")
+
+    base = broken(save_tokenizer(tmp_path / "base"), change)
+    flags = ["--model_name", str(base), "--dataset", str(rows16), "--enable_fsdp", "--no_plan"]
+    flags += ["--use_peft", "--output_dir", f"{tmp_path}/run", *ways]
+    finished = forked(RECIPE, *flags, ranks=2)
+    assert finished.exit_code == 2
+    text = " ".join(finished.output.split())
+    assert f"model.safetensors: {SCALE} has values that are not finite" in text
+    assert text.count("error: ") == 1 and "Traceback" not in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_scale_of_another_shape_is_found_before_samples_are_read(
+    save_tokenizer: Callable[..., Path], tmp_path: Path
+) -> None:
+    base = broken(
+        save_tokenizer(tmp_path / "base"), lambda tensors: tensors.update({SCALE: torch.ones(9, 1)})
+    )
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("not JSON")
+    flags = ["--model_name", str(base), "--dataset", str(rows), "--output_dir", f"{tmp_path}/run"]
+    finished = forked(RECIPE, *flags)
+    assert finished.exit_code == 2
+    text = " ".join(finished.output.split())
+    assert f"model.safetensors: {SCALE} has the shape [9, 1]; expected [3, 2]" in text
+    assert "rows.jsonl" not in text.rpartition("error: ")[2] and "Traceback" not in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_merge_says_how_to_quantize_again(runs: Path, tmp_path: Path) -> None:
+    script = RECIPE.with_name("export.py")
+    finished = forked(script, str(runs / "fp8-lora"), str(tmp_path / "merged"), "--merge")
+    assert finished.exit_code == 0, finished.output
+    text = " ".join(finished.output.split())
+    assert "quantized: FP8 in blocks of 128 x 128. It is read in 16 bits" in text
+    assert "To quantize the result again, use for example llm-compressor" in text

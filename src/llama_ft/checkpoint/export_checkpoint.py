@@ -248,8 +248,8 @@ class Exporter:
             RunFailure: the disk is full.
         """
         weights = self._merged(save_dtype)
-        trust = self.config.model.trust_remote_code
-        if found := models.describe_stored(models.load_model_config(self.base, trust)):
+        base_config = models.load_model_config(self.base, self.config.model.trust_remote_code)
+        if found := models.describe_stored(self.base, base_config):
             log.info(f"{found} To quantize the result again, use for example llm-compressor.")
         with written_aside(folder) as aside:
             export.write_model_settings(
@@ -443,7 +443,7 @@ def _skeleton(
     models.choose_head(config, settings.preference.objective)
     # An export copies what is stored, and a merge rejects a base in bitsandbytes' 4 bits.
     is_published = models.stored_method(config) is not None
-    quantization = vars(config).pop("quantization_config", None)
+    quantization = models.remove_note(config)
     request = models.ModelRequest(settings, base, config, new, purpose="read")
     built = build_model(request, None, NULL_MONITOR)
     if quantization is not None and not is_published:

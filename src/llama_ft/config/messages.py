@@ -27,7 +27,7 @@ LLAMA_RECIPES_PREFIXES: dict[str, tuple[str, ...]] = {
 # exist here.
 LLAMA_RECIPES = set(
     "one_gpu checkpoint_type activation_checkpointing_use_reentrant enable_memory_monitoring save_metrics "
-    "memory_monitoring_interval use_double_quant quant_storage num_workers_dataloader task_type inference_mode "
+    "memory_monitoring_interval quant_storage num_workers_dataloader task_type inference_mode "
     "save_optimizer freeze_LLM_only custom_dataset samsum_dataset grammar_dataset alpaca_dataset "
     "llamaguard_toxicchat_dataset llama_adapter_config adapter_len adapter_layers prefix_config "
     "num_virtual_tokens".split()
@@ -72,7 +72,11 @@ ALIASES: dict[str, str] = {
 
 # Earlier names of settings, which still work: --label_smoothing, --no_plan and, in a YAML file,
 # no_plan with the opposite value.
-EARLIER_NAMES: dict[str, str] = {"label_smoothing": "dpo_label_smoothing", "plan": "plan_memory"}
+EARLIER_NAMES: dict[str, str] = {
+    "label_smoothing": "dpo_label_smoothing",
+    "plan": "plan_memory",
+    "use_double_quant": "double_quant",  # llama-recipes' name
+}
 
 # Names that are flags of another program.
 OTHER_PROGRAMS: dict[str, str] = dict.fromkeys(

@@ -277,7 +277,11 @@ CONDITIONS: tuple[Condition, ...] = (
     (["min_num_params"], "fsdp_wrap_policy", lambda value: value != "transformer"),
     (PEFT_FIELDS, "use_peft", bool),
     (["skip_modules"], "mode", lambda value: value != "none"),
-    (["quant_type", "block_size", "compute_dtype"], "mode", lambda value: value == "4bit"),
+    (
+        ["quant_type", "block_size", "double_quant", "compute_dtype"],
+        "mode",
+        lambda value: value == "4bit",
+    ),
     (["int8_threshold"], "mode", lambda value: value == "8bit"),
     # the saved adapter's own settings are used
     (ADAPTER_FIELDS, "from_peft_checkpoint", lambda value: value is None),

@@ -345,6 +345,10 @@ class QuantizationConfig:
     block_size: Annotated[int, Field(ge=32, le=4096)] = 64
     """4bit: neighboring weights of a matrix row that share a scale; a power of two."""
 
+    double_quant: bool = False
+    """4bit: store the scales of the blocks in 8 bits, too: 4.13 bits per weight instead of 4.5, and
+    a slower forward and backward pass."""
+
     compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """4bit: precision of the quantized layers' matmuls; auto: as precision says."""
 

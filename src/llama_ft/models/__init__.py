@@ -26,7 +26,7 @@ from llama_ft.models.load_weights import LoadSettings, load_weights
 from llama_ft.models.lora import describe_experts, inject_lora
 from llama_ft.models.new_tokens import NewTokens
 from llama_ft.models.packed_attention import packed_arguments, use_packed_attention
-from llama_ft.models.published import describe_stored, stored_method
+from llama_ft.models.published import describe_stored, remove_note, stored_method
 from llama_ft.models.quantization import choose_quantization, quantize_linears
 from llama_ft.models.routers import use_router_loss
 from llama_ft.models.score_head import choose_head

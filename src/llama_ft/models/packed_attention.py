@@ -193,6 +193,9 @@ def _packed_sdpa(
         return _sample_by_sample(attend, tensors, None, samples, window)
     is_efficient = kernel == "efficient"
     scale = arguments.get("scaling")
+    is_short = samples.longest <= min(block_attention.LONGEST, window or block_attention.LONGEST)
+    if kernel == "cpu" and is_short and block_attention.is_faster(query.dtype):
+        return _attend_in_blocks(tensors, samples, scale)
     return _call_kernel_per_sample(tensors, samples, scale, window, is_efficient)
 
 
@@ -400,6 +403,19 @@ def _samples(
 
 
 @torch.compiler.disable(reason="a graph would hold for one tuple of lengths")
+def _attend_in_blocks(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # query, key, value
+    samples: PackedSamples,
+    scale: float | None,
+) -> Attention:
+    """Compute short samples on the CPU."""
+    if scale is None:
+        scale = tensors[0].shape[3] ** -0.5
+    output = BlockAttention.apply(*tensors, samples.lengths, scale)
+    return output.transpose(1, 2), None
+
+
+@torch.compiler.disable(reason="a graph would hold for one tuple of lengths")
 def _call_kernel_per_sample(
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # query, key, value
     samples: PackedSamples,
@@ -407,14 +423,7 @@ def _call_kernel_per_sample(
     window: int | None,
     is_efficient: bool,
 ) -> Attention:
-    """Call the memory-efficient kernel, or that of the CPU, for each sample or several ones. On a
-    CPU that multiplies 16 bits, short samples are computed in blocks instead."""
-    query = tensors[0]
-    is_short = samples.longest <= min(block_attention.LONGEST, window or block_attention.LONGEST)
-    if is_short and not query.is_cuda and block_attention.is_faster(query.dtype):
-        scale = query.shape[3] ** -0.5 if scale is None else scale
-        output = BlockAttention.apply(*tensors, samples.lengths, scale)
-        return output.transpose(1, 2), None
+    """Call the memory-efficient kernel, or that of the CPU, for each sample or several ones."""
     how = (scale, window, is_efficient)
     output = _SampleAttention.apply(*tensors, samples, *how)
     return output.transpose(1, 2), None

@@ -25,7 +25,7 @@ from llama_ft.config import QuantizationConfig
 from llama_ft.errors import UserError
 from llama_ft.models.build import read_linears
 from llama_ft.models.built import BuiltModel
-from llama_ft.models.published import READERS, stored_method
+from llama_ft.models.published import READERS, remove_note, stored_method
 from llama_ft.models.quantized import (
     FourBit,
     Int8,
@@ -67,27 +67,24 @@ def choose_quantization(
         if settings.compute_dtype == "auto"
         else cast(torch.dtype, getattr(torch, settings.compute_dtype))
     )
-    if stored_method(model_config) is not None:
-        del model_config.quantization_config
-    stored = getattr(model_config, "quantization_config", None)
-    if stored is None:
+    is_published = stored_method(model_config) is not None
+    note = remove_note(model_config)
+    if note is None or is_published:
         if settings.mode == "none":
             return None
-        four_bit = FourBit(settings.quant_type, settings.block_size, dtype)
+        four_bit = FourBit(settings.quant_type, settings.block_size, dtype, settings.double_quant)
         asked = four_bit if settings.mode == "4bit" else Int8(settings.int8_threshold)
         return Quantization(asked, settings.skip_modules, is_stored=False)
-    note: dict[str, Any] = stored if isinstance(stored, dict) else stored.to_dict()
     method = note.get("quant_method", "bitsandbytes")
     if method != "bitsandbytes" or not note.get("load_in_4bit"):
         raise UserError(
             f"--model_name: config.json has a quantization_config of {method} that is not supported. Supported are: "
             f"bitsandbytes in 4 bits, {', '.join(READERS)}.\nUse a version in 16 bits or in bitsandbytes' 4 bits."
         )
-    if settings.mode == "8bit" or not use_peft:
+    if settings.mode == "8bit" or settings.double_quant or not use_peft:
         raise UserError(
-            "--model_name: already quantized in 4 bits. Use --use_peft, and no other --quantization."
+            "--model_name: already quantized in 4 bits. Use --use_peft, and no other --quantization or --double_quant."
         )
-    del model_config.quantization_config
     # Transformers always uses blocks of 64, and does not store this number.
     scheme = FourBit(note.get("bnb_4bit_quant_type", "fp4"), 64, dtype)
     skip = note.get("llm_int8_skip_modules")

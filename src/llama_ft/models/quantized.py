@@ -11,6 +11,8 @@ together:
 Transformers stacks the weights of experts: [experts, out, in] or, transposed, [experts, in, out].
 The rows of each expert's stored matrix are quantized, and the experts are sharded.
 
+With double_quant, the scales are in 8 bits, too (double_quantization.py).
+
 `scale` is fp32, stored as int32 with the same bits. fully_shard casts floating parameters to the
 compute dtype when it all-gathers them, which would round the scale; integers stay unchanged. Each
 rank's rows equal those of the unsharded quantization, and the ranks exchange int8 or uint8.
@@ -39,6 +41,11 @@ import bitsandbytes  # noqa: E402, F401  # registers torch.ops.bitsandbytes
 if _is_ours:
     del os.environ["TORCHDYNAMO_DISABLE"]
 
+from llama_ft.models.double_quantization import (  # noqa: E402
+    dequantize_scales,
+    quantize_scales,
+    words_per_row,
+)
 from llama_ft.models.replaced import become  # noqa: E402
 from llama_ft.runtime.one_kernel import OneKernel  # noqa: E402
 
@@ -112,17 +119,20 @@ class FourBit:
     quant_type: Literal["nf4", "fp4"]  # the data type, sixteen values
     block_size: int  # number of weights that share a scale
     compute_dtype: torch.dtype | None  # of the matmul; None: the inputs' dtype
+    double_quant: bool = False  # the scales are in 8 bits
     weights_per_byte = 2
     weight_dtype = torch.uint8
 
     @property
     def name(self) -> str:
         """Name for messages."""
-        return f"4bit ({self.quant_type}, blocks of {self.block_size})"
+        double = ", double quantization" if self.double_quant else ""
+        return f"4bit ({self.quant_type}, blocks of {self.block_size}{double})"
 
     def scale_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
         """Return the shape of the scales of a weight [out, in]."""
-        return (out_features, in_features // self.block_size)
+        blocks = in_features // self.block_size
+        return (out_features, words_per_row(blocks) if self.double_quant else blocks)
 
     def quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize float rows [n, in] to weight and scale."""
@@ -130,15 +140,15 @@ class FourBit:
             rows.contiguous(), self.block_size, self.quant_type, torch.uint8
         )
         weight = packed.view(len(rows), -1)
-        scale = absmax.view(torch.int32).view(len(rows), -1)
-        return weight, scale
+        scale = absmax.view(len(rows), -1)
+        return weight, quantize_scales(scale) if self.double_quant else scale.view(torch.int32)
 
     def dequantize(
         self, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
         """Return rows [n, in] in `dtype` from weight and scale."""
         shape = (weight.shape[0], weight.shape[1] * 2)
-        absmax = scale.view(torch.float32).view(-1)
+        absmax = self._absmax(weight, scale)
         packed = weight.view(-1, 1)
         return cast(
             torch.Tensor,
@@ -150,12 +160,19 @@ class FourBit:
     ) -> torch.Tensor:
         """inputs [..., in] x weight -> [..., out] in the inputs' dtype."""
         shape = (weight.shape[0], weight.shape[1] * 2)
-        absmax = scale.view(torch.float32).view(-1)
+        absmax = self._absmax(weight, scale)
         wide = inputs.to(self.compute_dtype or inputs.dtype)
         output = OPS.gemm_4bit(
             wide, weight.view(-1, 1), shape, absmax, self.block_size, self.quant_type
         )
         return cast(torch.Tensor, output).to(inputs.dtype)
+
+    def _absmax(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return the fp32 scale of each block, flat."""
+        if not self.double_quant:
+            return scale.view(torch.float32).view(-1)
+        blocks = weight.shape[1] * 2 // self.block_size
+        return dequantize_scales(scale, blocks).view(-1)
 
 
 Scheme = Int8 | FourBit

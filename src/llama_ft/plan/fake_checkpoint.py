@@ -17,7 +17,7 @@ from llama_ft.errors import UserError
 from llama_ft.models import conversion
 from llama_ft.models.build import build_on_meta, decoder_layers, load_model_config
 from llama_ft.models.lora import checkpoint_key
-from llama_ft.models.published import open_dequantized, stored_method
+from llama_ft.models.published import find_note, open_dequantized, stored_method
 from llama_ft.models.source import StoredTensor, weight_files
 
 
@@ -56,7 +56,7 @@ def read_headers(
     config = load_model_config(folder, model.trust_remote_code)
     if weight_files(folder):
         headers = open_dequantized(folder).tensors
-    elif getattr(config, "quantization_config", None) and not stored_method(config):
+    elif find_note(config.to_dict()) and not stored_method(config):
         raise UserError(
             f"--model_name {model.model_name}: it is quantized, and what its files hold cannot be known without them."
             "\nDownload it, or plan with the model it was made of and --quantization."
@@ -65,8 +65,10 @@ def read_headers(
         # as a string, or not at all, in some files
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
         parameters = build_on_meta(deepcopy(config), model).model.named_parameters()
+        # Which tensors are quantized is not known: all count as dequantized.
+        is_published = stored_method(config) is not None
         headers = {
-            checkpoint_key(name): StoredTensor(folder, tuple(parameter.shape), dtype)
+            checkpoint_key(name): StoredTensor(folder, tuple(parameter.shape), dtype, is_published)
             for name, parameter in parameters
         }
     if layers is not None:

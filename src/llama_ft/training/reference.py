@@ -295,6 +295,8 @@ class ReferencePass:
             model_config = models.load_model_config(folder, trust)
             check_same_tokens(self._other, models.load_tokenizer(folder, trust), self._tokenizer)
         log.info(f"Reference: {self._other}")
+        if ranks.is_main and (stored := models.describe_stored(folder, model_config)):
+            log.info(stored)
         config = reference_config(self._config)
         models.choose_head(model_config, config.preference.objective)
         request = models.ModelRequest(config, folder, model_config, purpose="reference")

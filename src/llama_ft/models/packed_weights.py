@@ -1,0 +1,185 @@
+"""Quantized weights of published checkpoints: which tensors they consist of, and the values of their
+rows in fp32. published.py finds them and has the layouts."""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Protocol
+
+import torch
+
+from llama_ft.models.source import WeightSource
+
+# of E2M1, whose fourth bit is the sign
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class PackedWeight(Protocol):
+    """A quantized matrix [out, in], or a stack of them [experts, out, in]."""
+
+    @property
+    def codes(self) -> str:
+        """The name of the tensor with the numbers of few bits."""
+
+    @property
+    def scale(self) -> str:
+        """The name of the tensor with their scales."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape before quantization."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of all its tensors."""
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether `shape` is that of the transposed matrices: [experts, in, out]."""
+
+    def read(self, source: WeightSource, expert: int | None, start: int, stop: int) -> torch.Tensor:
+        """Return rows [start, stop) of a matrix in fp32."""
+
+
+@dataclass(frozen=True)
+class ScaledWeight:
+    """Codes of 8 or 4 bits, and a scale per block of rows and columns."""
+
+    codes: str
+    scale: str
+    shape: tuple[int, ...]
+    block: tuple[int, int]  # rows and columns with the same scale
+    is_fp4: bool = False  # two codes per byte
+    is_transposed: bool = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """See `PackedWeight`."""
+        return self.codes, self.scale
+
+    def read(self, source: WeightSource, expert: int | None, start: int, stop: int) -> torch.Tensor:
+        """See `PackedWeight`."""
+        codes = _read_matrix(source, self.codes, expert, start, stop)
+        values = fp4_values(codes) if self.is_fp4 else codes.float()
+        return values.mul_(_read_grid(source, self, self.scale, expert, start, stop))
+
+
+@dataclass(frozen=True)
+class CompressedWeight:
+    """A matrix of compressed-tensors: FP8 or INT8, or integers of 4 or 8 bits packed in int32."""
+
+    codes: str
+    scale: str
+    shape: tuple[int, ...]
+    block: tuple[int, int]  # rows and columns with the same scale and zero point
+    bits: int | None = None  # of packed integers
+    zero_point: str | None = None
+    shape_name: str | None = None  # of the tensor that holds the shape of packed integers
+    is_transposed: bool = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """See `PackedWeight`."""
+        names = (self.codes, self.scale, self.zero_point, self.shape_name)
+        return tuple(name for name in names if name is not None)
+
+    def read(self, source: WeightSource, expert: int | None, start: int, stop: int) -> torch.Tensor:
+        """See `PackedWeight`."""
+        codes = source.read_rows(self.codes, start, stop)
+        columns = self.shape[-1]
+        values = codes.float() if self.bits is None else unpacked(codes, self.bits)[:, :columns]
+        if self.zero_point is not None:
+            values = values - self._zero_points(source, self.zero_point, start, stop)
+        return values * _read_grid(source, self, self.scale, None, start, stop)
+
+    def _zero_points(self, source: WeightSource, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return the zero points of rows [start, stop) for each column. Those of packed integers
+        are packed along the rows."""
+        if self.bits is None or source.tensors[name].dtype != torch.int32:
+            return _read_grid(source, self, name, None, start, stop)
+        per_word = 32 // self.bits
+        first = start // per_word
+        words = source.read_rows(name, first, ceil(stop / per_word))
+        by_row = unpacked(words.T, self.bits).T
+        offset = first * per_word
+        stored = by_row[start - offset : stop - offset]
+        column = torch.arange(self.shape[-1]) // self.block[1]
+        return stored[:, column]
+
+
+def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return integers of 4 or 8 bits, packed into the words of a matrix's rows from the lowest bit
+    on, as fp32. They are stored with half of their range added."""
+    codes = words.contiguous().view(torch.uint8)
+    if bits == 4:
+        codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+    return codes.float() - 2 ** (bits - 1)
+
+
+def _read_grid(
+    source: WeightSource,
+    weight: ScaledWeight | CompressedWeight,
+    name: str,
+    expert: int | None,
+    start: int,
+    stop: int,
+) -> torch.Tensor:
+    """Return the scale (or zero point) of every weight in rows [start, stop) of a matrix."""
+    block_rows, block_columns = weight.block
+    first = start // block_rows
+    last = ceil(stop / block_rows)
+    if source.tensors[name].shape:
+        stored = _read_matrix(source, name, expert, first, last)
+    else:
+        stored = source.read(name)
+    scale = scale_values(stored).reshape(last - first, -1)
+    row = torch.arange(start, stop) // block_rows - first
+    column = torch.arange(weight.shape[-1]) // block_columns
+    return scale[row][:, column]
+
+
+@dataclass(frozen=True)
+class Mxfp4Stack:
+    """Experts in FP4, in blocks of 32 columns: two codes per byte, and exponents as scales."""
+
+    codes: str
+    scale: str
+    shape: tuple[int, ...]
+    is_transposed: bool = True
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """See `PackedWeight`."""
+        return self.codes, self.scale
+
+    def read(self, source: WeightSource, expert: int | None, start: int, stop: int) -> torch.Tensor:
+        """See `PackedWeight`."""
+        codes = _read_matrix(source, self.codes, expert, start, stop)
+        scale = _read_matrix(source, self.scale, expert, start, stop)
+        values = fp4_values(codes)  # [rows, blocks, 32]
+        return values.mul_(scale_values(scale).unsqueeze(-1)).flatten(1)
+
+
+def _read_matrix(
+    source: WeightSource, name: str, expert: int | None, start: int, stop: int
+) -> torch.Tensor:
+    if expert is None:
+        return source.read_rows(name, start, stop)
+    return source.read_rows(name, expert, expert + 1)[0, start:stop]
+
+
+def fp4_values(packed: torch.Tensor) -> torch.Tensor:
+    """Return the fp32 values of two E2M1 codes per byte, the low half first: the last dimension
+    doubles."""
+    values = torch.tensor(FP4_VALUES)
+    table = torch.cat([values, -values])
+    packed = packed.contiguous().view(torch.uint8)
+    low = table[(packed & 15).int()]
+    high = table[(packed >> 4).int()]
+    return torch.stack([low, high], dim=-1).flatten(-2)
+
+
+def scale_values(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales in fp32. Bytes are exponents of 2 with a bias of 127 (UE8M0)."""
+    if scale.dtype == torch.uint8:
+        scale = scale.contiguous().view(torch.float8_e8m0fnu)
+    return scale.float()

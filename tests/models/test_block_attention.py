@@ -1,0 +1,108 @@
+"""Attention in blocks of queries, compared with the formula in fp32."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llama_ft.config import TrainConfig
+from llama_ft.models import (
+    BuiltModel,
+    checkpoint_activations,
+    packed_arguments,
+    use_packed_attention,
+)
+from llama_ft.models import block_attention as blocks
+from llama_ft.models.block_attention import BlockAttention
+
+LENGTHS = {
+    "many": (64, 64, 33, 5, 32, 1, 150, 151),
+    "one": (512,),
+    "a few tokens": (3,),
+    "on block ends": (128, 256),
+}
+
+
+def formula(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: tuple[int, ...],
+    scale: float,
+) -> torch.Tensor:
+    groups = query.shape[1] // key.shape[1]
+    samples = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    is_seen = (samples[:, None] == samples).tril()
+    scores = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scale
+    probabilities = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+    return probabilities @ value.repeat_interleave(groups, 1)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1), (2, 2)])
+def test_outputs_and_gradients_are_those_of_each_sample_alone(
+    lengths: tuple[int, ...], heads: tuple[int, int]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    many, few = heads
+    wide = [
+        torch.randn(1, count, sum(lengths), 16, generator=generator).bfloat16().float()
+        for count in (many, few, few, many)
+    ]
+    found = []
+    for dtype, attend in ((torch.float32, formula), (torch.bfloat16, BlockAttention.apply)):
+        *inputs, wanted = [part.to(dtype) for part in wide]
+        inputs = [part.requires_grad_() for part in inputs]
+        output = attend(*inputs, lengths, 0.3)
+        found.append([output, *torch.autograd.grad(output, inputs, wanted)])
+    for exact, rounded in zip(*found, strict=True):
+        assert (rounded.float() - exact).norm() < 0.01 * exact.norm()
+
+
+def trained(how: str) -> list[torch.Tensor]:
+    """Gradients of a packed Llama in bf16."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 50}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**shape, **heads, num_hidden_layers=2, attn_implementation="sdpa")
+    model = LlamaForCausalLM(config).bfloat16().train()
+    built = BuiltModel(model)
+    built.mixers = use_packed_attention(built)
+    checkpoint_activations(built, TrainConfig(activation_checkpointing=how))
+    lengths = [70, 200]
+    arguments = packed_arguments(built, lengths, torch.device("cpu"))
+    tokens = torch.arange(sum(lengths))[None] % 50
+    logits = model(input_ids=tokens, use_cache=False, **arguments).logits
+    logits.float().logsumexp(-1).sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_selective_checkpointing_keeps_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = []
+    probabilities = blocks._probabilities
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        computed.append(arguments)
+        return probabilities(*arguments)
+
+    monkeypatch.setattr(blocks, "is_faster", lambda _: True)
+    monkeypatch.setattr(blocks, "_probabilities", counted)
+    expected = trained("off")
+    once = len(computed)
+    assert once == 2 * 2 * 3  # forward and backward, two layers, three blocks
+    found = trained("selective")
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert len(computed) == 2 * once
+    trained("full")
+    assert len(computed) == 2 * once + once * 3 // 2
+
+
+def test_only_bf16_is_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "cpu_features", lambda: {"avx512_bf16"})
+    blocks.is_faster.cache_clear()
+    fast = [blocks.is_faster(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+    monkeypatch.setattr(blocks, "cpu_features", set[str])
+    blocks.is_faster.cache_clear()
+    assert fast == [True, False, False] and not blocks.is_faster(torch.bfloat16)
+    blocks.is_faster.cache_clear()
