@@ -38,11 +38,12 @@ def describe() -> str:
         step, lowest = min(run["validation"], key=lambda point: point[1])
         _, last = run["validation"][-1]
         _, training = run["training"][-1]
+        name = run["name"].capitalize()
         parts.append(
-            f"{run['name']}: validation loss {first:.2f} before training, lowest {lowest:.2f} at step {step}, "
+            f"{name}: validation loss {first:.2f} before training, lowest {lowest:.2f} at step {step}, "
             f"{last:.2f} at the end, where the training loss is {training:.2f}"
         )
-    return f"Losses of three runs. {'; '.join(parts)}.".replace("runs. good", "runs. Good")
+    return f"Losses of three runs. {'. '.join(parts)}."
 
 
 def about(run: dict[str, Any]) -> str:
