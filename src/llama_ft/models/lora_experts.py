@@ -162,6 +162,8 @@ class LowRankSum:
         return add(self.read(), self.left, self.right, alpha=self.scaling)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         return getattr(self.read() if name in FACTS else self.merged(), name)
 
     def transpose(self, first: int, second: int) -> Any:
