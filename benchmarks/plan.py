@@ -32,6 +32,7 @@ sys.path[:0] = [str(REPOSITORY / folder) for folder in ("src", "recipes", "bench
 import finetuning  # noqa: E402
 import torch  # noqa: E402
 from plan_job import compile_counter  # noqa: E402
+from text_files import print_columns, write_json_lines  # noqa: E402
 from tokenizers import Tokenizer, pre_tokenizers  # noqa: E402
 from tokenizers.models import BPE  # noqa: E402
 from torchrun_command import torchrun_command  # noqa: E402
@@ -159,17 +160,15 @@ def write_inputs(folder: Path, hidden: int, layers: int, vocabulary: int) -> Non
             folder / model
         )
     for length in LENGTHS:
-        # a token of the prompt, and </s> after each response
-        with open(folder / f"pairs-{length}.jsonl", "w") as file:
-            for number in range(STEPS * MICRO_BATCH * max(RANKS)):
-                responses = {"chosen": "c" * (length - 2), "rejected": "r" * (length - 2)}
-                file.write(json.dumps({"prompt": chr(ord("A") + number), **responses}) + "\n")
-        with open(folder / f"rows-{length}.jsonl", "w") as file:
-            for number in range(STEPS * MICRO_BATCH * max(RANKS)):
-                file.write(
-                    json.dumps({"input_ids": [(number + place) % 256 for place in range(length)]})
-                    + "\n"
-                )
+        pairs = []
+        rows = []
+        for number in range(STEPS * MICRO_BATCH * max(RANKS)):
+            # a token of the prompt, and </s> after each response
+            responses = {"chosen": "c" * (length - 2), "rejected": "r" * (length - 2)}
+            pairs.append({"prompt": chr(ord("A") + number), **responses})
+            rows.append({"input_ids": [(number + place) % 256 for place in range(length)]})
+        write_json_lines(folder / f"pairs-{length}.jsonl", pairs)
+        write_json_lines(folder / f"rows-{length}.jsonl", rows)
 
 
 def write_job(cases: list[Case], folder: Path, device: str, dump: bool = False) -> Path:
@@ -228,6 +227,11 @@ def predict(cases: list[Case], folder: Path, device: str) -> dict[Case, Plan]:
     return plans
 
 
+def highest_by_phase(peaks: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Return the highest of all steps' peaks, by phase."""
+    return {phase: max(steps.values()) for phase, steps in peaks.items()}
+
+
 class Line:
     """A case, what was predicted of it, and what each rank held: the most in every phase."""
 
@@ -237,9 +241,7 @@ class Line:
         self.ranks = ranks
         if (left := max(rank["baseline_bytes"] for rank in ranks)) > LEFT_BYTES:
             raise SystemExit(f"{case.name}: {left} bytes of the run before it were still there")
-        self.by_rank = [
-            {phase: max(steps.values()) for phase, steps in rank["peaks"].items()} for rank in ranks
-        ]
+        self.by_rank = [highest_by_phase(rank["peaks"]) for rank in ranks]
         self.fullest = max(self.by_rank, key=lambda phases: max(phases.values()))
         self.measured = max(self.fullest.values())
         self.ratio = plan.peak.bytes / self.measured
@@ -251,10 +253,12 @@ class Line:
 
     def phases(self) -> list[tuple[str, float, int]]:
         """Phase, bytes predicted, bytes measured, of phases that have both."""
-        both = [
-            (peak.phase, peak.bytes, self.fullest.get(peak.phase, 0)) for peak in self.plan.peaks
-        ]
-        return [each for each in both if each[2]]
+        both = []
+        for peak in self.plan.peaks:
+            measured = self.fullest.get(peak.phase, 0)
+            if measured:
+                both.append((peak.phase, peak.bytes, measured))
+        return both
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -308,10 +312,9 @@ def print_dumps(lines: list[Line]) -> None:
     """Predicted holders, and what rank 0 had allocated, by place, at the peak of each phase."""
     for line in lines:
         for peak in line.plan.peaks:
-            places = line.ranks[0].get("dump", {}).get(peak.phase, [])
-            print(
-                f"\n{line.case.name}, {peak.phase}: {peak.bytes / MIB:,.2f} MiB predicted, in {peak.module or '-'}"
-            )
+            dump = line.ranks[0].get("dump", {})
+            places = dump.get(peak.phase, [])
+            print(f"\n{line.case.name}, {peak.phase}: {peak.bytes / MIB:,.2f} MiB predicted")
             for holder, nbytes in peak.holders.items():
                 print(f"  {nbytes / MIB:10,.3f}  {holder}")
             print(f"  {line.by_rank[0].get(peak.phase, 0) / MIB:,.2f} MiB measured:")
@@ -319,14 +322,6 @@ def print_dumps(lines: list[Line]) -> None:
                 print(
                     f"  {place['bytes'] / MIB:10,.3f}  in {place['tensors']:3d}  {place['place']}"
                 )
-
-
-def print_columns(table: list[list[str]]) -> None:
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    for line in table:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        )
 
 
 def main() -> None:
@@ -347,9 +342,9 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write all that was found into this file")
     asked = parser.parse_args()
-    device = (
-        asked.device if asked.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    )
+    device = asked.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     machine_ranks = torch.cuda.device_count() if device == "cuda" else max(RANKS)
     cases = [case for case in CASES if asked.only in case.name and case.ranks <= machine_ranks][
         : asked.cases

@@ -99,7 +99,7 @@ def main(**flags: str) -> None:
             training.check_packing(built, batches.first_samples(), context_length, dtype, ranks)
 
         with open_run(setup, config, inputs, dataset, batches, built) as run:
-            reference.settle(built, run.directory)
+            reference.complete(built, run.directory)
             train(run, built, objective, tokenizer)
             if config.checkpoint.save_model:
                 export(run, built, tokenizer)
@@ -290,7 +290,7 @@ def train(
             if is_over:
                 run.end(early or "all steps are done")
                 break
-        run.take_best_weights(model)
+        run.load_best_weights(model)
         run.show_answers("after fine-tuning", model, tokenizer)
 
 

@@ -17,7 +17,7 @@ from forked import REPOSITORY
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-VERBS = ["train", "plan", "chat", "evaluate", "export", "report"]
+VERBS = ["train", "plan", "check", "chat", "evaluate", "export", "report"]
 PACKAGED = ["setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE",
             "NOTICE", "THIRD_PARTY_NOTICES.md", "requirements.txt", "requirements-dev.txt", "src", "recipes",
             "configs"]  # fmt: skip
@@ -139,6 +139,8 @@ def test_the_launcher_prints_only_what_the_run_prints(installed: Path, tmp_path:
     assert run(installed / "llama-ft", "--version", cwd=tmp_path).stdout.startswith("llama_ft ")
     lines = run(installed / "llama-ft", "--help", cwd=tmp_path).stdout.splitlines()
     assert [line.split()[0] for line in lines[2:-2]] == VERBS
+    bare = run(installed / "llama-ft", cwd=tmp_path, check=False)
+    assert bare.returncode == 2 and bare.stderr.splitlines() == lines
     usage = run(installed / "llama-ft", "train", "--help", cwd=tmp_path).stdout
     assert "\n  llama-ft train --nproc 2 --enable_fsdp [flags]\n" in usage
     for flags, printed in {

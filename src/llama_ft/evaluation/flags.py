@@ -114,7 +114,7 @@ def read_evaluate_flags(argv: list[str], description: str) -> Evaluation:
     if flags.tasks and importlib.util.find_spec("lm_eval") is None:
         errors.append("--tasks: needs lm-evaluation-harness. pip install -e '.[eval]' installs it.")
     check(errors)
-    asked = [_asked(place, flags) for place in flags.paths]
+    asked = [_model_to_evaluate(place, flags) for place in flags.paths]
     what = _select_samples(flags, asked, parsed.origins.keys())
     if what.samples:
         by_run = f"{asked[0].place}: its run"
@@ -124,7 +124,7 @@ def read_evaluate_flags(argv: list[str], description: str) -> Evaluation:
     return what
 
 
-def _asked(place: str, flags: EvaluateFlags) -> ModelToEvaluate:
+def _model_to_evaluate(place: str, flags: EvaluateFlags) -> ModelToEvaluate:
     found = find_result(Path(place).expanduser()) if looks_local(place) else None
     run = settings_of_run(*found) if found else None
     base = flags.base_model or (run.model.model_name if run else None)

@@ -110,7 +110,7 @@ def read_prompts(
             try:
                 if isinstance(sample, BadSample):
                     raise sample
-                prompts.append((dict(sample), _asked(sample)))
+                prompts.append((dict(sample), _prompt_of(sample)))
             except BadSample as error:
                 bad.append(f"{place}: {error}")
         refuse_or_skip(bad, skip_bad_rows)
@@ -119,7 +119,7 @@ def read_prompts(
     return prompts
 
 
-def _asked(sample: Sample) -> Messages | str:
+def _prompt_of(sample: Sample) -> Messages | str:
     """Return the prompt of a sample in a training format. Its last response may be missing."""
     if "answer" in sample:
         raise BadSample('the sample already has a column "answer". Rename it.')

@@ -241,7 +241,7 @@ def _check_for_pissa(model: nn.Module, peft: PeftConfig) -> None:
         base = layer.get_base_layer()
         is_plain_linear = isinstance(layer, LoraLinear) and not isinstance(base, QuantizedLinear)
         if not is_plain_linear or peft.r > min(base.weight.shape):
-            problem = f"{name} is no unquantized linear layer with at least {peft.r} inputs and outputs (--peft.r)."
+            problem = f"{name} is not an unquantized linear layer with at least {peft.r} inputs and outputs (--peft.r)."
             way_out = "Name such layers: --target_modules q_proj,v_proj."
             raise UserError(f"--init_lora_weights {peft.init_lora_weights}: {problem} {way_out}")
 

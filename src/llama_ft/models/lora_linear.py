@@ -88,8 +88,8 @@ class _LowRank(torch.autograd.Function):
         dropout: float,
         scheme: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [..., in] -> zeros [..., out] without storage, which pass on the gradient of y; and u
-        [n, r]."""
+        """x [..., in] -> a placeholder [..., out] of one unset number, which passes on the gradient
+        of y; and u [n, r]."""
         ctx.factors = (scaling, 1 - dropout)
         ctx.scheme = scheme
         flat = x.reshape(-1, x.shape[-1])
@@ -107,8 +107,8 @@ class _LowRank(torch.autograd.Function):
         ctx.save_for_backward(x, mask, u, weight, scale, a, b)
         ctx.mark_non_differentiable(u)
         output_shape = (*x.shape[:-1], len(b))
-        zeros = x.new_zeros(()).expand(output_shape)
-        return zeros, u
+        placeholder = x.new_empty(()).expand(output_shape)  # nothing reads it
+        return placeholder, u
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
@@ -143,19 +143,19 @@ class _LowRank(torch.autograd.Function):
 
 
 class _Matmul(torch.autograd.Function):
-    """Computes y. Its gradient is passed on to `zeros`."""
+    """Computes y. Its gradient is passed on to `placeholder`."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        zeros: torch.Tensor,
+        placeholder: torch.Tensor,
         x: torch.Tensor,
         *others: Any,
     ) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
         y: torch.Tensor = torch.ops.llama_ft.lora_linear(flat, *others)
         # no view: Llama 4 adds to it in place
-        whole: torch.Tensor = torch.ops.aten._unsafe_view(y, zeros.shape)
+        whole: torch.Tensor = torch.ops.aten._unsafe_view(y, placeholder.shape)
         return whole
 
     @staticmethod
@@ -176,11 +176,12 @@ def lora_linear(
 ) -> torch.Tensor:
     """Compute y [..., out] from x [..., in], a frozen weight [out, in] and bias, A [r, in] and B
     [out, r]. A quantized weight has a scale and a scheme."""
-    zeros, u = _LowRank.apply(x, weight, scale, a, b, scaling, dropout, scheme)
-    # Detached: _LowRank has the backward pass of x and b, and `zeros` leads to it.
+    placeholder, u = _LowRank.apply(x, weight, scale, a, b, scaling, dropout, scheme)
+    # Detached: _LowRank has the backward pass of x and b, and `placeholder` leads to it.
     b = b.detach().to(x.dtype)
     x = x.detach()
-    return cast(torch.Tensor, _Matmul.apply(zeros, x, u, weight, scale, bias, b, scaling, scheme))
+    y = _Matmul.apply(placeholder, x, u, weight, scale, bias, b, scaling, scheme)
+    return cast(torch.Tensor, y)
 
 
 class FusedLora(LoraLinear):

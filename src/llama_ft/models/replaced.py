@@ -34,7 +34,7 @@ def replace_method(
     name: str,
     method: Callable[..., Any],
 ) -> None:
-    """Let this module alone, not others of its class, run `method` in the place of its method
+    """Let this module alone, not others of its class, run `method` in place of its method
     `name`, mostly `forward`. The hooks of the module run around it as before."""
     assert callable(getattr(module, name))
     setattr(module, name, method)

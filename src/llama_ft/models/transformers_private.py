@@ -36,8 +36,8 @@ def private(owner: Any, name: str) -> Any:
 
 
 # Masks: Transformers inspects tensors on the device, which synchronizes once per packed micro-batch
-# and twice per padded one. Here the host notes what it knows about these tensors. It works without
-# notes, too.
+# and twice per padded one. Here the host marks what it knows about these tensors. It works without
+# marks, too.
 _find_packed: Any = getattr(masking_utils, "find_packed_sequence_indices", None)
 _is_causal: Any = getattr(masking_utils, "_ignore_causal_mask_sdpa", None)
 # Without flash attention (fp32, T4, V100), only sdpa's math kernel lets heads share keys, and it
@@ -46,26 +46,26 @@ _shares_heads: Any = getattr(sdpa_attention, "use_gqa_in_sdpa", None)
 # Biases of experts, of gpt-oss for example: Transformers adds them in place to the output of a grouped
 # matmul, which selective activation checkpointing keeps, and so must not change.
 _grouped_linear: Any = getattr(moe, "_grouped_linear", None)
-# The notes: position_ids or attention_mask -> whether attention needs no mask. A note ends with its
-# tensor. Tensors are compared by identity: `==` of two tensors is a tensor, which fails as a key.
+# position_ids or attention_mask -> whether attention needs no mask. An entry ends with its tensor.
+# Tensors are compared by identity: `==` of two tensors is a tensor, which fails as a key.
 _NEEDS_NO_MASK: MutableMapping[torch.Tensor, bool] = WeakTensorKeyDictionary()
 
 
-def noted(tensor: torch.Tensor, needs_no_mask: bool) -> torch.Tensor:
-    """Note of position_ids, or of an attention_mask of bool: attention is causal without a mask,
-    because `packed_samples` keep the samples apart or no sample is padded. A copy of the tensor has
-    no note."""
+def marked(tensor: torch.Tensor, needs_no_mask: bool) -> torch.Tensor:
+    """Mark position_ids, or an attention_mask of bool: attention is causal without a mask, because
+    `packed_samples` keep the samples apart or no sample is padded. A copy of the tensor is not
+    marked."""
     _NEEDS_NO_MASK[tensor] = needs_no_mask
     return tensor
 
 
-def _find_unless_noted(position_ids: torch.Tensor) -> torch.Tensor | None:
+def _find_unless_marked(position_ids: torch.Tensor) -> torch.Tensor | None:
     if _NEEDS_NO_MASK.get(position_ids, False):
         return None
     return _find_packed(position_ids)
 
 
-def _is_causal_as_noted(padding_mask: torch.Tensor | None, *args: Any, **kwargs: Any) -> bool:
+def _is_causal_as_marked(padding_mask: torch.Tensor | None, *args: Any, **kwargs: Any) -> bool:
     needs_no_mask = None if padding_mask is None else _NEEDS_NO_MASK.get(padding_mask)
     if needs_no_mask is None:
         return _is_causal(padding_mask, *args, **kwargs)
@@ -94,7 +94,7 @@ def _add_bias_to_a_copy(
 
 # These are functions of Transformers' modules: it has no other way to choose them. They are replaced
 # once, when this module is imported.
-masking_utils.find_packed_sequence_indices = _find_unless_noted
-masking_utils._ignore_causal_mask_sdpa = _is_causal_as_noted
+masking_utils.find_packed_sequence_indices = _find_unless_marked
+masking_utils._ignore_causal_mask_sdpa = _is_causal_as_marked
 vars(sdpa_attention)["use_gqa_in_sdpa"] = _shares_heads_in_flash
 vars(moe)["_grouped_linear"] = _add_bias_to_a_copy

@@ -133,7 +133,7 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.leave()
-        self._note_peaks(ask_others=self._training is not None and error is None)
+        self._update_peaks(from_all_ranks=self._training is not None and error is None)
 
     def enter(self, phase: Phase) -> None:
         """See PhaseMonitor."""
@@ -200,7 +200,7 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
         it."""
         self._steps += 1
         if self._steps == COMPARED_STEP:
-            self._note_peaks(ask_others=True)
+            self._update_peaks(from_all_ranks=True)
 
     def _compare_ranks(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         _free_unused_heap()
@@ -215,10 +215,10 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
         holders = [held.holders for held in held_by_rank]
         self._facts.add(memory={"holders": holders, "warnings": warnings})
 
-    def _note_peaks(self, ask_others: bool) -> None:
+    def _update_peaks(self, from_all_ranks: bool) -> None:
         # At the end other ranks may be gone: their last values stay. Only rank 0 writes the facts.
         self._peaks_of_ranks[0] = self.by_phase
-        if ask_others:
+        if from_all_ranks:
             dist.all_gather_object(self._peaks_of_ranks, self.by_phase)
         phases = dict[str, list[dict[str, int]]]()
         for phase in PHASES:

@@ -21,6 +21,7 @@ from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, lora_experts, lora_linear
 from llama_ft.models.score_head import SCORE
 from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
+from llama_ft.plan.attention_workspace import attention_workspace_bytes
 from llama_ft.plan.patches import counted_memory
 from llama_ft.plan.types import Peak
 
@@ -78,7 +79,7 @@ class Tracker(TorchDispatchMode):
         """See PhaseMonitor."""
         self._phase = phase
         self._holder = CATEGORY_OF_PHASE[phase]
-        self._note_peak()
+        self._update_peak()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -94,9 +95,9 @@ class Tracker(TorchDispatchMode):
         if self._phase is None or _computes_for_real(func, args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        self.note_workspace(_workspace_bytes(func, args, self._is_cuda))
+        self.count_workspace(_workspace_bytes(func, args, self._is_cuda))
         if self._workspace_bytes and func._opname in ("mm", "addmm", "bmm"):
-            self.note_workspace(self._workspace_bytes, is_kept=True)
+            self.count_workspace(self._workspace_bytes, is_kept=True)
             self._workspace_bytes = 0
         if func is GROUPED_MM and args[0].dtype != torch.bfloat16:
             # torch's fake kernel accepts only bf16; the real kernels also accept fp32 and fp16.
@@ -105,16 +106,21 @@ class Tracker(TorchDispatchMode):
             result = result.to(inputs.dtype)
         else:
             result = func(*args, **kwargs)
+        workspace = attention_workspace_bytes(func, args) if self._is_cuda else 0
+        if workspace:
+            number = self.count_workspace(workspace, is_kept=True)
         for value in _tensors((result,)):
             if not isinstance(value, DTensor):
-                self.note(value.untyped_storage())
+                self.count_storage(value.untyped_storage())
+        if workspace:
+            self._change(number, -workspace, "temporaries")
         return result
 
     @contextmanager
     def planning(self) -> Iterator[None]:
         """In the block, all tensors are fake and counted."""
         with (
-            counted_memory(self.note, self._allocating),
+            counted_memory(self.count_storage, self._allocating),
             FakeTensorMode(allow_non_fake_inputs=True),
             self,
         ):
@@ -174,7 +180,7 @@ class Tracker(TorchDispatchMode):
             if args and isinstance(args[0], torch.Tensor) and args[0].requires_grad:
                 args[0].register_hook(lambda _: setattr(self, "_holder", "activations"))
 
-    def note(self, storage: torch.UntypedStorage) -> None:
+    def count_storage(self, storage: torch.UntypedStorage) -> None:
         """Count a storage that may be new or resized."""
         key = storage._cdata
         nbytes = storage.nbytes()
@@ -186,14 +192,16 @@ class Tracker(TorchDispatchMode):
             self._change(number, nbytes - before, holder)
         self._alive[key] = (number, nbytes, holder)
 
-    def note_workspace(self, nbytes: int, is_kept: bool = False) -> None:
-        """Count memory that an operator allocates, and frees before it returns unless `is_kept`."""
+    def count_workspace(self, nbytes: int, is_kept: bool = False) -> int:
+        """Count memory that an operator allocates, and frees before it returns unless `is_kept`.
+        Return its number in `events`."""
         self._numbered += 1
         if is_kept:
             self._change(self._numbered, nbytes, "temporaries")
         elif nbytes:
             self._change(self._numbered, nbytes, "temporaries")
             self._change(self._numbered, -nbytes, "temporaries")
+        return self._numbered
 
     def assign(self, tensors: Iterable[torch.Tensor | None], holder: MemoryCategory) -> None:
         """Set the category of living tensors; of a DTensor only this rank's part."""
@@ -208,7 +216,7 @@ class Tracker(TorchDispatchMode):
                 self._holders[before] -= nbytes
                 self._holders[holder] += nbytes
 
-    def _note_peak(self) -> None:
+    def _update_peak(self) -> None:
         phase = self._phase
         if phase is None:
             return
@@ -221,7 +229,7 @@ class Tracker(TorchDispatchMode):
         self._holders[holder] += more
         self.events.append((number, more))
         if more > 0:
-            self._note_peak()
+            self._update_peak()
 
     def _drop(self, key: int) -> None:
         number, nbytes, holder = self._alive.pop(key)
@@ -289,10 +297,4 @@ def _workspace_bytes(func: Any, args: Any, is_cuda: bool) -> int:
             weight = args[2]
             copies = 5 if weight.dtype == torch.float32 else 6
             return int(weight.numel() * 4 * copies)
-        case name if not is_cuda and name.replace("._", ".").startswith(
-            ("c10d.allgather", "c10d.reduce_scatter")
-        ):
-            # gloo receives into its own memory, and all-reduces a copy for a reduce-scatter.
-            # Source: AsyncAllgatherWork in torch's ProcessGroupGloo.cpp.
-            return max((value.nbytes for value in _tensors(args)), default=0)
     return 0

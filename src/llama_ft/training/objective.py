@@ -21,7 +21,7 @@ from llama_ft.data.tokenize import Example
 from llama_ft.models import BuiltModel, packed_arguments
 from llama_ft.models.chunked_loss import LossFunction, cross_entropy
 from llama_ft.models.routers import router_arguments, router_loss
-from llama_ft.models.transformers_private import noted
+from llama_ft.models.transformers_private import marked
 from llama_ft.runtime import Ranks, sent
 
 PAD_MULTIPLE = {"cuda": 1, "cpu": 64}  # tokens of a packed micro-batch are a multiple of these
@@ -186,7 +186,7 @@ def model_inputs(built: BuiltModel, batch: Batch, device: torch.device) -> dict[
     else:
         mask = batch.attention_mask.bool()
         is_full = bool(mask.all())  # asked on the host, where it does not wait for the device
-        layout = {"attention_mask": noted(sent(mask, device), needs_no_mask=is_full)}
+        layout = {"attention_mask": marked(sent(mask, device), needs_no_mask=is_full)}
     return {
         "input_ids": sent(input_ids, device),
         "use_cache": False,

@@ -148,7 +148,7 @@ class StoredReference:
         dist.all_gather_object(everyone, local)
         all_keys = numpy.concatenate([keys_of_rank for keys_of_rank, _ in everyone])
         all_sums = numpy.concatenate([sums_of_rank for _, sums_of_rank in everyone])
-        # equal examples, perhaps on different ranks, are stored once; sorted by key
+        # equal examples, possibly on different ranks, are stored once; sorted by key
         self._keys, first = numpy.unique(all_keys, return_index=True)
         self._sums = all_sums[first]
 
@@ -307,7 +307,7 @@ class ReferencePass:
         gc.collect()  # FSDP units and modules refer to each other
         torch.cuda.empty_cache()
 
-    def settle(self, built: BuiltModel, directory: Path) -> None:
+    def complete(self, built: BuiltModel, directory: Path) -> None:
         """Compute the numbers unless they are known, and write them into the run's directory.
 
         Args:
