@@ -135,7 +135,7 @@ class _Matmul(torch.autograd.Function):
 
 
 class LowRankSum:
-    """W + s L R of all experts, or of one, in the place of a weight.
+    """W + s L R of all experts, or of one, which is read as a weight.
 
     Args:
         read: returns W, [..., rows, columns], which is frozen; a quantized stack dequantizes then.
