@@ -99,7 +99,7 @@ def main() -> None:
     )
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
-    parser.add_argument("--tokens", type=int, default=1024, help="of a step, in samples of 256")
+    parser.add_argument("--tokens", type=int, default=512, help="of a step, in samples of 256")
     parser.add_argument("--turns", type=int, default=5, help="of each form")
     parser.add_argument("--steps", type=int, default=2, help="of each turn")
     parser.add_argument("--activation_checkpointing", action="store_true")

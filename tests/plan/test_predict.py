@@ -145,7 +145,8 @@ def test_tensors_that_an_export_copies_count_in_the_final_model(
 def test_expert_adapters_and_the_router_loss_are_planned(plan: Plan, tmp_path: Path) -> None:
     mixtral = write_llama(tmp_path / "model", **MIXTRAL)
     lora = ("--target_parameters", "experts.gate_up_proj,experts.down_proj", "--lora_dropout", "0")
-    with_adapters = plan(mixtral, 2, *FLAGS, *LORA, *lora, "--router_aux_loss_coef", "0.1")
+    router_loss = ("--router_aux_loss_coef", "0.1")
+    with_adapters = plan(mixtral, 2, *FLAGS, *LORA, *lora, *router_loss)
     adapters = (
         HIDDEN
         + HIDDEN
@@ -160,7 +161,7 @@ def test_expert_adapters_and_the_router_loss_are_planned(plan: Plan, tmp_path: P
     kept = 2 * 2 * TOKENS * (HIDDEN + INNER + 2 * 8)
     more = (
         held(with_adapters, "forward")["activations"]
-        - held(plan(mixtral, 2, *FLAGS, *LORA), "forward")["activations"]
+        - held(plan(mixtral, 2, *FLAGS, *LORA, *router_loss), "forward")["activations"]
     )
     assert more == LAYERS * kept
     dequantized = 2 * 4 * 3 * HIDDEN * INNER

@@ -135,7 +135,7 @@ class _Matmul(torch.autograd.Function):
 
 
 class LowRankSum:
-    """W + s L R of all experts, or of one, instead of a weight.
+    """W + s L R of all experts, or of one, which is read as a weight.
 
     Args:
         read: returns W, [..., rows, columns], which is frozen; a quantized stack dequantizes then.
@@ -162,6 +162,8 @@ class LowRankSum:
         return add(self.read(), self.left, self.right, alpha=self.scaling)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         return getattr(self.read() if name in FACTS else self.merged(), name)
 
     def transpose(self, first: int, second: int) -> Any:
