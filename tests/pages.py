@@ -200,7 +200,7 @@ def flag_reader(script: str) -> Callable[[list[str]], Any]:
 def script_flag_names() -> set[str]:
     """Flags of the recipes that have a few of their own, out of their --help."""
     names = set[str]()
-    for script in ("export", "report", "inference", "evaluate"):
+    for script in ("check", "export", "report", "inference", "evaluate"):
         printed = StringIO()
         with redirect_stdout(printed), suppress(SystemExit):
             flag_reader(script)(["--help"])

@@ -34,6 +34,10 @@ def _run(recipe: str) -> None:
 VERBS = {
     "train": ("finetuning", "Fine-tune a model. --nproc N: on N processes of this machine."),
     "plan": ("plan", "Predict the GPU memory of a run."),
+    "check": (
+        "check",
+        "Measure devices, network and disk before a run. --nproc N: on N processes.",
+    ),
     "chat": ("inference", "Chat with a model or adapter, or answer a file of prompts."),
     "evaluate": ("evaluate", "Measure losses on a dataset, and scores of lm-evaluation-harness."),
     "export": (
@@ -42,13 +46,14 @@ VERBS = {
     ),
     "report": ("report", "Write the HTML report of a run, or compare several."),
 }
+LAUNCHED = ("train", "check")  # verbs that take --nproc
 HELP = "Usage: llama-ft VERB [flags]\n\n{}\n\nllama-ft VERB --help lists a verb's flags, --version prints the version."
 
 
 def main() -> None:
-    """Run `llama-ft VERB FLAGS`: the recipe of that verb. `train --nproc N` starts it with
-    torchrun, as N processes on this machine, and hides torchrun's own report of a failed
-    process."""
+    """Run `llama-ft VERB FLAGS`: the recipe of that verb. `train --nproc N` and `check --nproc N`
+    start it with torchrun, as N processes on this machine, and hide torchrun's own report of a
+    failed process."""
     verb, *flags = sys.argv[1:] or [""]
     if verb == "--version":
         print(f"llama_ft {__version__}")
@@ -59,8 +64,8 @@ def main() -> None:
         names = ", ".join(VERBS)
         print(f"llama-ft {verb}: expected one of {names}, or --version.", file=sys.stderr)
         sys.exit(2)
-    elif verb == "train" and _has_nproc(flags):
-        _launch(flags)
+    elif verb in LAUNCHED and _has_nproc(flags):
+        _launch(verb, flags)
     else:
         recipe, _ = VERBS[verb]
         sys.argv = [f"{sys.argv[0]} {verb}", *flags]
@@ -71,8 +76,8 @@ def _has_nproc(flags: list[str]) -> bool:
     return any(flag == "--nproc" or flag.startswith("--nproc=") for flag in flags)
 
 
-def _launch(flags: list[str]) -> None:
-    """Run the training recipe with torchrun, on the number of processes in --nproc. The exit code
+def _launch(verb: str, flags: list[str]) -> None:
+    """Run the recipe of a verb with torchrun, on the number of processes in --nproc. The exit code
     is that of the first process that failed."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -82,8 +87,8 @@ def _launch(flags: list[str]) -> None:
         logger = logging.getLogger(f"torch.distributed.elastic.{name}")
         logger.setLevel(logging.CRITICAL)
     parser = ArgumentParser(
-        prog="llama-ft train",
-        usage="llama-ft train --nproc N [flags]",
+        prog=f"llama-ft {verb}",
+        usage=f"llama-ft {verb} --nproc N [flags]",
         add_help=False,
         allow_abbrev=False,
     )
@@ -91,7 +96,8 @@ def _launch(flags: list[str]) -> None:
     options, flags = parser.parse_known_args(flags)
     if options.nproc < 1:
         parser.error("--nproc: expected the number of processes, such as one per GPU")
-    recipe = RECIPES / "finetuning.py"
+    name, _ = VERBS[verb]
+    recipe = RECIPES / f"{name}.py"
     try:
         run.main(["--nproc_per_node", str(options.nproc), str(recipe), *flags])
     except ChildFailedError as error:

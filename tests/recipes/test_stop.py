@@ -2,6 +2,7 @@
 lost. What torchrun adds to a signal is tested in runtime/test_signals.py."""
 
 import json
+import os
 import re
 import signal
 import time
@@ -140,3 +141,35 @@ def test_a_run_stopped_after_its_last_step_resumes_with_the_export(folder: Path)
     assert run.status["state"] == "stopped" and not (run.directory / "model").exists()
     finished = forked(RECIPE, *flags(folder, "after"), "--resume", "auto", *SHORT_EVALUATION)
     assert finished.exit_code == 0 and (run.directory / "model").is_dir(), finished.output
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_requested_checkpoint_is_saved_and_training_goes_on(folder: Path, ranks: int) -> None:
+    name = f"requested-{ranks}"
+    never = "--save_steps 0 --save_model False --max_train_step 4000 --num_epochs 4000".split()
+    run = Run(folder, name, *never, "--eval_steps", "0", *SHORT_EVALUATION, ranks=ranks)
+    run.wait_for('"step": 1', "metrics.jsonl")
+    last_rank = run.running.processes[-1]
+    os.kill(last_rank.pid, signal.SIGUSR1)
+    run.wait_for("was requested")
+    first = requested_steps(run)
+    request = run.directory / "save"
+    request.touch()
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while len(requested_steps(run)) == len(first):
+        assert time.monotonic() < deadline, run.log.read_text()
+        time.sleep(0.02)
+    assert not request.exists()
+    last = requested_steps(run)[-1]
+    run.wait_for(f'"step": {last + 2}', "metrics.jsonl")
+    exit_code, output = run.stop(signal.SIGINT)
+    assert exit_code == 130, output
+    assert len(requested_steps(run)) == 2, output
+    saved = run.directory / "checkpoints" / f"step-{last:06d}"
+    assert checkpoint_errors(saved) == []
+    assert f"To resume: --resume {saved}" in output
+
+
+def requested_steps(run: Run) -> list[int]:
+    found = re.findall(r"A checkpoint of step (\d+) was requested", run.log.read_text())
+    return [int(step) for step in found]

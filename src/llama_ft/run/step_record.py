@@ -16,6 +16,7 @@ class RankNumbers(NamedTuple):
     peak_bytes: torch.Tensor  # highest host and device memory so far, [ranks, 2]
     stop_asked: torch.Tensor  # the rank's request to stop; see StopSignals
     save_failed: torch.Tensor  # 1 if the rank could not write the pending checkpoint
+    save_requested: torch.Tensor  # 1 if the rank was asked for a checkpoint; see SaveRequests
     seconds: torch.Tensor  # since the first step of this launch
 
 
@@ -33,7 +34,7 @@ class StepRecord:
         save_failed: a rank could not write the pending checkpoint.
         evaluation: the validation loss is due.
         answers: answers to the sample prompts are due.
-        save: a checkpoint is due by the settings or by the request to stop.
+        save: a checkpoint is due by the settings or by a request to save or to stop.
     """
 
     batches: StepBatches

@@ -19,6 +19,7 @@ from llama_ft import checkpoint, data, models, observe, runtime, training
 from llama_ft.config import Config, parse_duration, to_yaml
 from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.prefetch import StepBatches
+from llama_ft.run.save_requests import SaveRequests
 from llama_ft.run.setup import Setup, end_run
 from llama_ft.run.step_record import RankNumbers, StepRecord
 from llama_ft.runtime import log
@@ -105,6 +106,7 @@ class TrainingRun:
             directory, config.checkpoint, self._description, self.ranks, uploads
         )
         dtype = runtime.PRECISIONS[config.train.precision].compute
+        self._save_requests = SaveRequests(directory, self.ranks)
         self.throughput = observe.ThroughputMeter(
             model, config.profile, dtype, directory, self.facts, self.ranks
         )
@@ -163,11 +165,12 @@ class TrainingRun:
             self.memory.device_peak_bytes,
             self.ranks.signals.asked(),
             self.writer.has_failed,
+            self._save_requests.read(),
             time.monotonic() - self._first_step_at,
-        )  # [ranks, 7]
-        tokens, flops, _, _, asked, failed, seconds = gathered.unbind(1)
+        )  # [ranks, 8]
+        tokens, flops, _, _, asked, failed, save, seconds = gathered.unbind(1)
         peak_bytes = gathered[:, 2:4]
-        return RankNumbers(tokens, flops, peak_bytes, asked, failed, seconds)
+        return RankNumbers(tokens, flops, peak_bytes, asked, failed, save, seconds)
 
     def end_step(self, step: StepBatches, numbers: RankNumbers, is_skipped: bool) -> StepRecord:
         """Count a step whose weights are updated, and return what is due after it."""
@@ -192,6 +195,9 @@ class TrainingRun:
         ends_run = is_last or self.stop is not None
         evaluates = training.is_due(step.step, settings.eval_steps, step.ends_epoch or is_last)
         answers = training.is_due(step.step, settings.sample_steps, False)
+        is_save_requested = bool(numbers.save_requested.any())
+        if is_save_requested:
+            log.info(f"A checkpoint of step {step.step} was requested.")
         return StepRecord(
             batches=step,
             numbers=numbers,
@@ -202,7 +208,7 @@ class TrainingRun:
             save_failed=bool(numbers.save_failed.any()),
             evaluation=evaluates and self.dataset.validation is not None,
             answers=answers and not is_last,
-            save=self.writer.is_due(step.step, step.ends_epoch, ends_run),
+            save=is_save_requested or self.writer.is_due(step.step, step.ends_epoch, ends_run),
         )
 
     def step_metrics(self, record: StepRecord, lr: float) -> Metrics:

@@ -1,5 +1,5 @@
 """Requests to stop a run: SIGTERM, SIGHUP, Ctrl-C or --stop_after. The training loop stops between
-two steps.
+two steps. SIGUSR1 requests a checkpoint without a stop.
 
 Outside the loop a signal ends the process at once. Inside the loop it is only stored: every rank
 gathers `asked()` with its other numbers once per step, and `agreed()` of the gathered column gives
@@ -46,10 +46,11 @@ SECONDS_TO_CLOSE = 20.0
 
 
 class StopSignals:
-    """The requests to stop this process."""
+    """The requests to stop this process, or to save."""
 
     def __init__(self) -> None:
         self.end_requested = threading.Event()  # set by the first signal
+        self.save_requested = threading.Event()  # set by SIGUSR1
         self._phase: Literal["at once", "between steps", "closing"] = "at once"
         self._error: BaseException | None = None  # the error that is ending this process
         self._signal = 0
@@ -60,14 +61,15 @@ class StopSignals:
 
     @contextmanager
     def listening(self, end: Callable[[BaseException], NoReturn]) -> Iterator[None]:
-        """Handle SIGNALS while the block runs. `end` ends the process after an error; a thread may
-        call it."""
+        """Handle SIGNALS and SIGUSR1 while the block runs. `end` ends the process after an error; a
+        thread may call it."""
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         handled = set(SIGNALS)
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup
             handled.remove(signal.SIGHUP)
         earlier = {number: signal.signal(number, self._interrupt) for number in handled}
+        earlier[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._request_save)
         wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
         def forget() -> None:  # a forked process must not report its signals through our socket
@@ -136,6 +138,9 @@ class StopSignals:
         """Stop interrupting the main thread, which is ending with an error."""
         self._error = error
         self._phase = "closing"
+
+    def _request_save(self, *_: object) -> None:
+        self.save_requested.set()
 
     def _interrupt(self, number: int, *_: object) -> None:
         """Handle any of SIGNALS in the main thread."""

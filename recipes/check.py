@@ -1,0 +1,54 @@
+"""Check the machines before a run: start it with torchrun exactly as you will start the training.
+
+It measures each rank (device, free memory, matmul rate), the network between ranks and nodes, and
+the disk of --output_dir. It prints a table and names what is odd. The exit code is 1 if something
+is.
+"""
+
+import sys
+from pathlib import Path
+from typing import TypeVar
+
+from llama_ft.check.flags import CheckFlags, read_check_flags
+from llama_ft.errors import before_imports
+
+if __name__ == "__main__":
+    with before_imports():
+        OPTIONS = read_check_flags(sys.argv[1:], str(__doc__))
+
+import torch.distributed as dist  # noqa: E402
+
+from llama_ft import check, runtime  # noqa: E402
+from llama_ft.config import parse_duration  # noqa: E402
+from llama_ft.errors import RunFailure  # noqa: E402
+from llama_ft.runtime import Ranks, log  # noqa: E402
+
+T = TypeVar("T")
+
+
+def main(options: CheckFlags) -> None:
+    """Measure, and print what was found."""
+    seconds = parse_duration(options.collective_timeout)
+    with runtime.start(options.device, "world", timeout_seconds=seconds) as ranks:
+        nbytes = options.megabytes * 2**20
+        facts = gather(ranks, check.measure_rank(ranks))
+        links = check.measure_network(ranks, [rank.node for rank in facts], nbytes)
+        folder = Path(options.output_dir).expanduser()
+        disks = gather(ranks, check.try_disk(ranks, folder, nbytes))
+        result = check.CheckResult(options.output_dir, facts, disks, links)
+        log.info(result.table())
+        problems = result.problems()
+        if problems:
+            raise RunFailure(*problems)
+        log.info("No problem was found.")
+
+
+def gather(ranks: Ranks, mine: T) -> list[T]:
+    """Return the objects of all ranks."""
+    everyone = [mine] * ranks.world_size
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+if __name__ == "__main__":
+    main(OPTIONS)
