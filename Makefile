@@ -14,8 +14,7 @@ MACHINE_AND_MODEL := import torch; from llama_ft.data.smollm2 import quickstart_
 .PHONY: install quickstart test test-all comparison lint docs clean
 
 # One or two GPUs serve one process each; without a GPU, two processes share the CPU's cores (gloo). torchrun would give
-# each process one thread, and say so, unless OMP_NUM_THREADS is set. The other variables have the C library give freed
-# memory back, so that a process takes less than 2 GiB in fp32, too. Without SmolLM2 the embedded demo is trained.
+# each process one thread, and say so, unless OMP_NUM_THREADS is set. Without SmolLM2 the embedded demo is trained.
 install: $(VENV)/.installed
 
 quickstart: $(VENV)/.installed $(VENV)/.smollm2
@@ -23,7 +22,6 @@ quickstart: $(VENV)/.installed $(VENV)/.smollm2
 	found=$$(TQDM_DISABLE=1 python -c '$(MACHINE_AND_MODEL)'); \
 	line() { echo "$$found" | sed -n "$$1p"; }; \
 	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(line 2)}; \
-	export MALLOC_MMAP_THRESHOLD_=2097152 THP_MEM_ALLOC_ENABLE=1; \
 	if [ "$$(line 1)" -eq 1 ]; then ranks=1; else ranks=2; fi; \
 	set -- torchrun --nproc_per_node $$ranks $(QUICKSTART); \
 	if [ -n "$$(line 3)" ]; then set -- "$$@" --config configs/quickstart.yaml --model_name "$$(line 3)"; fi; \

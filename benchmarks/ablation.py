@@ -51,6 +51,7 @@ import finetuning  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
+from text_files import write_json_lines  # noqa: E402
 from throughput import SMALL_LLAMA, dense_rows, natural_rows, word_tokenizer  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # noqa: E402
@@ -168,7 +169,9 @@ class Row:
         everyone = torch.tensor([seconds, self.tokens], dtype=torch.float64, device=job.device)
         both = [torch.empty_like(everyone) for _ in range(job.world_size)]
         dist.all_gather(both, everyone)
-        return max(it[0].item() for it in both) / count, sum(it[1].item() for it in both) / count
+        slowest_seconds = max(of_rank[0].item() for of_rank in both)
+        tokens = sum(of_rank[1].item() for of_rank in both)
+        return slowest_seconds / count, tokens / count
 
     def next_batches(self) -> tuple[list[data.Batch], int]:
         batches, targets = next(self.feed)
@@ -253,13 +256,9 @@ class Recipe(Row):
 def own_bytes(row: Row) -> int:
     """A rank's part of parameters and optimizer states."""
     tensors = [*row.model.parameters(), *row.model.buffers()]
-    tensors += [
-        it
-        for state in row.optimizer.state.values()
-        for it in state.values()
-        if isinstance(it, torch.Tensor)
-    ]
-    return sum(getattr(it, "_local_tensor", it).nbytes for it in tensors)
+    for state in row.optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors)
 
 
 def note_peak(row: Row, job: Ranks) -> None:
@@ -436,7 +435,7 @@ def write_inputs(
         rows = natural_rows(folder, LENGTH, 64 * nproc * 4 * LENGTH)
     else:
         rows = dense_rows(len(tokenizer), LENGTH, 8 * nproc * 4)
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(folder / "rows.jsonl", rows)
 
 
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:

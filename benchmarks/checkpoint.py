@@ -40,6 +40,7 @@ sys.path.insert(0, str(REPOSITORY / "src"))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from text_files import print_columns, read_json_lines  # noqa: E402
 from torchrun_command import torchrun_command  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
@@ -93,9 +94,11 @@ def measure_round(number: int, trainee: Trainee, folder: Path, job: Ranks) -> Ro
     depends on what was freed just before."""
     usual = statistics.median(slowest(trainee.step, job) for _ in range(USUAL_STEPS))
     nbytes = sum(tensor.nbytes for tensor in own_rows(trainee, job).values())
-    found: Round = {"usual step": usual, "bytes": job.all_gather_floats(nbytes).sum().item()}
+    all_bytes = job.all_gather_floats(nbytes).sum().item()
+    found: Round = {"usual step": usual, "bytes": all_bytes}
     ways = list(WAYS)
-    for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
+    first = number % len(ways)
+    for way in ways[first:] + ways[:first]:
         if job.is_main:
             (folder / way).mkdir()
         dist.barrier()
@@ -114,7 +117,8 @@ def measure_plain(
     copies: dict[str, torch.Tensor] = {}
 
     def copy() -> None:
-        copies.update({name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()})
+        for name, tensor in tensors.items():
+            copies[name] = tensor.to("cpu", copy=True)
 
     copy_seconds = slowest(copy, job)
     write = write_with_torch if way == "torch.save" else write_bytes
@@ -124,10 +128,8 @@ def measure_plain(
 
 def own_rows(trainee: Trainee, job: Ranks) -> dict[str, torch.Tensor]:
     """What this rank writes, where training has it."""
-    return {
-        name: local_shard(it)
-        for name, it in own_state(trainee.model, trainee.optimizer, job).items()
-    }
+    state = own_state(trainee.model, trainee.optimizer, job)
+    return {name: local_shard(tensor) for name, tensor in state.items()}
 
 
 def measure_save(
@@ -251,12 +253,14 @@ def row(kind: str, ranks: int, way: str, rounds: list[Round]) -> tuple[str, ...]
     total = median(lambda each: each[f"{way} total"])
     read = median(lambda each: each["read"])
     resume = median(lambda each: each["resume"])
-    late = [
-        # sync: all of it is
-        *(["stall"] if way == "async" and stall > 1.5 * median(copy) + 0.05 else []),
-        *(["total"] if total > 2 * median(quicker) + 0.5 else []),
-        *(["resume"] if resume > 2 * read + 0.5 else []),
-    ]
+    late = []
+    # sync: all of it is
+    if way == "async" and stall > 1.5 * median(copy) + 0.05:
+        late.append("stall")
+    if total > 2 * median(quicker) + 0.5:
+        late.append("total")
+    if resume > 2 * read + 0.5:
+        late.append("resume")
     line = [kind, str(ranks), way, f"{rounds[0]['bytes'] / 2**20:,.0f}", f"{median(copy):.3f}"]
     waits = [f"{stall:.3f}", f"{median(lambda each: each['async stall'] / copy(each)):.2f}"]
     line += waits if way == "async" else ["", ""]
@@ -279,11 +283,7 @@ def row(kind: str, ranks: int, way: str, rounds: list[Round]) -> tuple[str, ...]
 def print_table(lines: list[tuple[str, ...]]) -> None:
     titles = "weights ranks way MiB copy stall x torch.save write total x read resume slowed step verdict"
     table = [tuple(titles.split()), *lines]
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    for line in table:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        )
+    print_columns(table)
 
 
 def main() -> None:
@@ -306,7 +306,7 @@ def main() -> None:
         for ranks in asked.ranks.split(","):
             command = [*torchrun_command(int(ranks)), __file__, *sys.argv[1:]]
             subprocess.run([*command, "--worker", str(folder.resolve())], check=True)
-        found = [json.loads(line) for line in (folder / "found.jsonl").read_text().splitlines()]
+        found = read_json_lines(folder / "found.jsonl")
     lines = []
     for kind in KINDS:
         for count in map(int, asked.ranks.split(",")):

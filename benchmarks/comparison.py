@@ -486,8 +486,13 @@ class Comparison:
             "turns": turns,
             "whole_runs": {side: whole_run(runs[side]) for side in SIDES},
             "medians": {side: medians(turns[side]) for side in SIDES if turns[side]},
-            **{side: {key: runs[side][key] for key in kept} for side in SIDES},
+            **{side: select(runs[side], kept) for side in SIDES},
         }
+
+
+def select(values: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    """Return the values of these keys."""
+    return {key: values[key] for key in keys}
 
 
 def parse() -> argparse.Namespace:

@@ -20,6 +20,8 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
+from text_files import write_json_lines
+
 SEED = 7
 TRAIN_SAMPLES = 1500
 TRAIN_PAIRS = 500
@@ -108,10 +110,6 @@ def answer_of(fields: dict[str, Any]) -> Chat:
     return [{"role": "assistant", "content": json.dumps(fields)}]
 
 
-def write_lines(file: Path, rows: list[Any]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
 def write_tickets(folder: Path, seed: int = SEED) -> None:
     """Write all files into a directory. No message is in two of them."""
     generator = random.Random(seed)
@@ -138,7 +136,7 @@ def write_tickets(folder: Path, seed: int = SEED) -> None:
                 samples.append({"prompt": prompt, "chosen": answer, "rejected": rejected})
             else:
                 samples.append({"messages": prompt + answer})
-        write_lines(folder / f"{name}.jsonl", samples)
+        write_json_lines(folder / f"{name}.jsonl", samples)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,10 @@ def whole_run(result: dict[str, Any]) -> dict[str, float]:
 
 
 def medians(turns: list[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+    found = {}
+    for name in turns[0]:
+        found[name] = statistics.median(turn[name] for turn in turns)
+    return found
 
 
 def disk_of(folder: Path) -> dict[str, int]:

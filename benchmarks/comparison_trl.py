@@ -5,26 +5,27 @@ evaluations, the tokens and labels of every micro-batch, and versions.
 """
 
 import json
-import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from datasets import Dataset
-from peft import LoraConfig, set_peft_model_state_dict
+from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
+from text_files import read_json_lines
 from transformers import AutoTokenizer, TrainerCallback
 from trl_job import (
     TRAINERS,
     Clock,
     load_model,
     mean_loss,
+    new_adapter,
     settings_of,
-    shard_with_accelerate,
+    sharded,
     what_it_is,
+    write_and_exit,
 )
 
 PACKAGES = ("trl", "torch", "transformers", "accelerate", "peft")
@@ -32,7 +33,7 @@ EVALUATED = ("eval_loss", "eval_rewards/margins", "eval_rewards/accuracies")
 
 
 def read_rows(file: str) -> Dataset:
-    return Dataset.from_list([json.loads(line) for line in Path(file).read_text().splitlines()])
+    return Dataset.from_list(read_json_lines(file))
 
 
 class Evaluation(TrainerCallback):
@@ -98,21 +99,15 @@ class RecordingCollator:
 
 
 def build_trainer(job: dict[str, Any], callbacks: list[Any], batches: list[Any]) -> Any:
-    kind = TRAINERS[job["trainer"]][0]
+    kind, _ = TRAINERS[job["trainer"]]
 
-    class WithRows(kind):  # type: ignore[misc, valid-type]
-        """Takes tokenized pairs as they are, and on a CPU with several ranks shards with FSDP2, as
-        on a GPU."""
+    class WithRows(sharded(kind, job)):  # type: ignore[misc]
+        """Takes tokenized pairs as they are."""
 
         def _prepare_dataset(self, dataset: Any, *arguments: Any, **settings: Any) -> Any:
             if job["trainer"] == "dpo":
                 return dataset
             return super()._prepare_dataset(dataset, *arguments, **settings)
-
-        def create_accelerator_and_postprocess(self) -> None:
-            super().create_accelerator_and_postprocess()
-            if job["way"] == "accelerate" and job["device"] == "cpu":
-                shard_with_accelerate(self, job["precision"] != "fp32")
 
         def get_train_dataloader(self) -> Any:
             collate = self.data_collator
@@ -121,15 +116,6 @@ def build_trainer(job: dict[str, Any], callbacks: list[Any], batches: list[Any])
             self.data_collator = collate
             return loader
 
-    adapter = None
-    if job["method"] != "full":
-        adapter = LoraConfig(
-            r=job["r"],
-            lora_alpha=32,
-            lora_dropout=0.0,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
-        )
     evaluates_itself = job["trainer"] == "dpo" and job["validation"]
     return WithRows(
         load_model(job),
@@ -137,7 +123,7 @@ def build_trainer(job: dict[str, Any], callbacks: list[Any], batches: list[Any])
         train_dataset=read_rows(job["rows"]),
         eval_dataset=read_rows(job["validation"]) if evaluates_itself else None,
         processing_class=AutoTokenizer.from_pretrained(job["model"]),
-        peft_config=adapter,
+        peft_config=new_adapter(job),
         callbacks=callbacks,
     )
 
@@ -188,10 +174,7 @@ def main(job: dict[str, Any]) -> None:
         "versions": {name: version(name) for name in PACKAGES},
         "device_peak": torch.cuda.max_memory_allocated() if job["device"] == "cuda" else 0,
     }
-    Path(job["output"], f"result-{dist.get_rank()}.json").write_text(json.dumps(result))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # Python's own way out was seen to wait for gloo's threads without end
+    write_and_exit(job, "result", result)
 
 
 if __name__ == "__main__":

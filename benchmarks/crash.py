@@ -40,6 +40,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY / "src"))
 
 import torch  # noqa: E402
+from text_files import read_json_lines  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from torchrun_command import torchrun_command  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
@@ -226,11 +227,11 @@ def differences(run: Path, reference: Path) -> list[str]:
     if len(lines) != len(expected):
         found.append(f"metrics.jsonl: {len(lines)} lines, not {len(expected)}")
     for line, wanted in zip(lines, expected, strict=False):
-        found += [
-            f"metrics.jsonl: step {line['step']}: {key} is {line.get(key)}, not {wanted.get(key)}"
-            for key in sorted(line.keys() | wanted.keys())
-            if line.get(key) != wanted.get(key) or (key in line) != (key in wanted)
-        ]
+        for key in sorted(line.keys() | wanted.keys()):
+            is_equal = line.get(key) == wanted.get(key)
+            if not is_equal or (key in line) != (key in wanted):
+                where = f"metrics.jsonl: step {line['step']}"
+                found.append(f"{where}: {key} is {line.get(key)}, not {wanted.get(key)}")
     files = {
         "checkpoints/best.json",
         *relative_files(reference / "model", reference),
@@ -259,10 +260,10 @@ def relative_files(folder: Path, parent: Path) -> Iterator[str]:
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Its lines, without what differs between any two runs."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {key: value for key, value in line.items() if not key.startswith(TIMINGS)} for line in lines
-    ]
+    kept = []
+    for values in read_json_lines(run / "metrics.jsonl"):
+        kept.append({key: values[key] for key in values if not key.startswith(TIMINGS)})
+    return kept
 
 
 def unfinished(run: Path) -> set[tuple[str, int]]:
@@ -294,7 +295,9 @@ def flip_bits(run: Path, flips: int, chance: random.Random) -> list[str]:
         bit = chance.randrange(8)
         if number % 2 and file.suffix == ".safetensors":
             place = chance.randrange(8 + int.from_bytes(valid[:8], "little"))  # in its header
-        file.write_bytes(valid[:place] + bytes([valid[place] ^ 1 << bit]) + valid[place + 1 :])
+        flipped = bytearray(valid)
+        flipped[place] ^= 1 << bit
+        file.write_bytes(flipped)
         if (
             not any(file.name in line for line in checkpoint_errors(newest))
             or find_valid(run).folder != before
@@ -335,7 +338,8 @@ class Crashes:
         while True:
             before = unfinished(run)
             launch = Launch(self.inputs, run, method)
-            moment = self.chance.choices(list(MOMENTS), list(MOMENTS.values()))[0]
+            weights = list(MOMENTS.values())
+            moment = self.chance.choices(list(MOMENTS), weights)[0]
             if self.kills < self.wanted and reaches(
                 launch, moment, run, startup_seconds, self.chance
             ):
@@ -392,7 +396,9 @@ def main() -> None:
         run = inputs / f"run-{runs}"
         if method not in references:
             references[method] = reference_run(inputs, method)
-            if missed := flip_bits(references[method][0], asked.flips, random.Random(asked.seed)):
+            folder, _ = references[method]
+            missed = flip_bits(folder, asked.flips, random.Random(asked.seed))
+            if missed:
                 raise SystemExit("\n".join(missed))
             print(f"{asked.flips} of {asked.flips} flipped bits were found ({method})", flush=True)
         reference, startup = references[method]

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from golden_inputs import write_inputs
+from text_files import read_json_lines
 from torchrun_command import torchrun_command
 
 # Processes are forks of one that has imported these; importing them takes each 5 to 8 s of a core.
@@ -341,7 +342,11 @@ def compare(name: str, old: Outcome, new: Outcome) -> bool:
 def cases(only: str | None) -> dict[str, Case]:
     """Return the cases asked for."""
     parts = only.split(";") if only is not None else [""]
-    return {name: case for name, case in CASES.items() if any(part in name for part in parts)}
+    chosen = {}
+    for name, case in CASES.items():
+        if any(part in name for part in parts):
+            chosen[name] = case
+    return chosen
 
 
 def equal_everywhere(old: Path, new: Path, inputs: Path, folder: Path, only: str | None) -> bool:
@@ -387,7 +392,10 @@ def cost(checkouts: list[Path], inputs: Path, folder: Path, turns: int) -> None:
                 launched = launch(checkout, inputs, flags, ranks)
                 seen[side].append(launched | time_and_memory(run))
         for what in seen[0][0]:
-            old, new = (statistics.median(values[what] for values in side) for side in seen)
+            medians = []
+            for side in seen:
+                medians.append(statistics.median(values[what] for values in side))
+            old, new = medians
             numbers = f"{old:9.3f} before {new:9.3f} after  {new / old:5.3f}x"
             print(f"{name:16} {what:26} {numbers}", flush=True)
 
@@ -414,7 +422,7 @@ def launch(checkout: Path, inputs: Path, flags: str, ranks: int) -> dict[str, fl
 
 def time_and_memory(run: Path) -> dict[str, float]:
     """Return the median step time, without the first steps, and the peak of host memory."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_json_lines(run / "metrics.jsonl")
     steps = [line for line in lines if "train/loss" in line]
     seconds = [line["perf/step_seconds"] for line in steps[3:] or steps]
     peaks = [max(line.get("memory/host_peak_bytes", [0])) for line in lines]

@@ -1,10 +1,10 @@
 """The small models and data of golden.py: random, but the same for every checkout."""
 
-import json
 import random
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from text_files import write_json_lines
 
 VOCABULARY = 260  # 256 bytes, 3 special tokens, and a row without a token
 SIZES = {
@@ -38,15 +38,12 @@ def write_inputs(folder: Path) -> None:
     """Write models with a tokenizer of single bytes, and data for every objective."""
     _write_models(folder)
     generator = random.Random(0)
-    write_lines(folder / "samples.jsonl", (_sample(generator, number) for number in range(150)))
-    write_lines(folder / "chats.jsonl", (_chat(number) for number in range(120)))
-    write_lines(folder / "pairs.jsonl", (_pair(number) for number in range(60)))
-    write_lines(folder / "prompts.jsonl", ({"prompt": f"What is {n} + 1?"} for n in range(5)))
-
-
-def write_lines(file: Path, samples: Iterable[dict[str, Any]]) -> None:
-    """Write a .jsonl file."""
-    file.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    write_json_lines(
+        folder / "samples.jsonl", (_sample(generator, number) for number in range(150))
+    )
+    write_json_lines(folder / "chats.jsonl", (_chat(number) for number in range(120)))
+    write_json_lines(folder / "pairs.jsonl", (_pair(number) for number in range(60)))
+    write_json_lines(folder / "prompts.jsonl", ({"prompt": f"What is {n} + 1?"} for n in range(5)))
 
 
 def _write_models(folder: Path) -> None:

@@ -90,9 +90,11 @@ def _run_recipe(
 
     Yields:
         `seconds`: when its steps, or answers, began, and the end of the last one; `pinned_bytes`:
-        the most pinned host memory of torch's allocator; `pinning_seconds`: in CUDA's calls for it.
+        the most pinned host memory, of torch's allocator and for checkpoints; `pinning_seconds`:
+        in CUDA's calls for it.
     """
     from llama_ft import training
+    from llama_ft.checkpoint import host_block
     from llama_ft.config.load import load
     from llama_ft.config.parse import as_keywords
     from llama_ft.errors import exit_on_error
@@ -110,6 +112,16 @@ def _run_recipe(
         seconds.append(time.perf_counter())
         return function(*args, **kwargs)
 
+    pin = host_block._pin
+    blocks: list[tuple[int, float]] = []  # bytes and seconds
+
+    def timed_pin(block: torch.Tensor) -> bool:
+        begun = time.perf_counter()
+        is_pinned = pin(block)
+        blocks.append((block.numel(), time.perf_counter() - begun))
+        return is_pinned
+
+    host_block._pin = timed_pin
     if toggle:
         TOGGLES[toggle](training, seconds)
     training.accumulate_gradients = functools.partial(timed, training.accumulate_gradients)
@@ -117,6 +129,7 @@ def _run_recipe(
     Answerer.answer = lambda *args, **kwargs: timed(answer, *args, **kwargs)
     for name, case_flags in cases.items():
         seconds.clear()
+        blocks.clear()
         if recipe == "inference":
             module.main(read_inference_flags(case_flags, ""))
         else:
@@ -128,8 +141,10 @@ def _run_recipe(
         pinned = torch.cuda.host_memory_stats() if ON_GPU else {}
         yield {
             "seconds": [*seconds, ended],
-            "pinned_bytes": pinned.get("allocated_bytes.peak", 0),
-            "pinning_seconds": pinned.get("host_alloc_time.total", 0) / 1e6,
+            "pinned_bytes": pinned.get("allocated_bytes.peak", 0)
+            + max((nbytes for nbytes, _ in blocks), default=0),
+            "pinning_seconds": pinned.get("host_alloc_time.total", 0) / 1e6
+            + sum(spent for _, spent in blocks),
         }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from text_files import read_json_lines
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DistributedSampler
 
@@ -19,7 +20,7 @@ ROWS = "THROUGHPUT_ROWS"
 
 def rows(dataset_config: Any, tokenizer: Any, split: str) -> list[dict[str, Any]]:
     """What --custom_dataset.file names: tokenized rows."""
-    found = [json.loads(line) for line in Path(os.environ[ROWS]).read_text().splitlines()]
+    found = read_json_lines(os.environ[ROWS])
     return [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in found]
 
 

@@ -107,7 +107,8 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
         elif isinstance(value, list | tuple) and value and len(value) == depth:
             kinds = list(dict.fromkeys(value))
             kinds = [
-                SMALL.get(name, it) if isinstance(it, int) and it > LAYERS else it for it in kinds
+                SMALL.get(name, kind) if isinstance(kind, int) and kind > LAYERS else kind
+                for kind in kinds
             ]
             given[name] = [kinds[number % len(kinds)] for number in range(LAYERS)]
         elif "drop" in name or "jitter" in name:
@@ -188,8 +189,11 @@ def add_ignored_tensors(folder: Path, model: Any) -> list[str]:
             for name in opened.keys():
                 stored[name] = opened.get_tensor(name)
                 files[name] = file.name
-    numbered = [re.match(r"(.*\blayers\.)(\d+)\.", name) for name in stored]
-    layers = [it[0] for it in numbered if it and not re.search("vision|visual|audio", it[0])]
+    layers = []
+    for name in stored:
+        numbered = re.match(r"(.*\blayers\.)(\d+)\.", name)
+        if numbered and not re.search("vision|visual|audio", numbered[0]):
+            layers.append(numbered[0])
     layer = layers[-1] if layers else "-"
     parts = {
         name.removeprefix(layer): tensor
@@ -228,7 +232,10 @@ def example_of(pattern: str) -> str:
 def samples() -> list[list[int]]:
     """Token ids of the samples."""
     generator = random.Random(0)
-    return [[generator.randrange(3, 256) for _ in range(length)] for length in LENGTHS]
+    samples = []
+    for length in LENGTHS:
+        samples.append([generator.randrange(3, 256) for _ in range(length)])
+    return samples
 
 
 def plain(
@@ -317,9 +324,8 @@ def train(work: Path, column: str, layout: list[str]) -> dict[str, Any]:
     finetuning.main(**as_keywords([*flags, "--tokenizer_name", "../tokenizer"]))
     if os.environ.get("RANK", "0") != "0":
         return {}
-    lines = [
-        json.loads(line) for line in (work / column / "metrics.jsonl").read_text().splitlines()
-    ]
+    metrics = work / column / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     seen = next(line for line in lines if "train/loss" in line)
     if column == "bf16":
         return compared_in_bf16(work, seen)
@@ -379,9 +385,12 @@ def lost_tensors(model: Any, adapter: Path) -> int:
 
     held = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
     stored = load_file(adapter / "adapter_model.safetensors").values()
-    return sum(
-        not any(it.shape == mine.shape and torch.equal(it, mine) for mine in held) for it in stored
-    )
+    lost = 0
+    for tensor in stored:
+        same_shape = [mine for mine in held if mine.shape == tensor.shape]
+        if not any(torch.equal(tensor, mine) for mine in same_shape):
+            lost += 1
+    return lost
 
 
 def stored_names(folder: Path) -> set[str]:
@@ -518,7 +527,9 @@ def run(model_type: str, columns: list[str], scratch: Path, show: bool) -> dict[
     record |= made
     for column in filter(None, columns):
         has_own = "--batch_size_training" in COLUMNS[column]
-        layout = [] if has_own else PACKED if record.get("packing") == "yes" else [*PADDED, "4"]
+        layout = PACKED if record.get("packing") == "yes" else [*PADDED, "4"]
+        if has_own:
+            layout = []
         if refused(earlier := record.get("full", "")):
             record[column] = earlier
             continue
@@ -608,10 +619,10 @@ def page(records: list[dict[str, Any]]) -> str:
     lines = [f"| model_type | class | {' | '.join(SHOWN)} |", "| --- " * (2 + len(SHOWN)) + "|"]
     for title, is_multimodal in (("**text**", False), ("**images and text (`+`)**", True)):
         group = [record for record in tried if (record["model"] in MULTIMODAL) == is_multimodal]
-        counts = [
-            f"{sum(record.get(column) == 'yes' for record in group)} of {sum(column in record for record in group)}"
-            for column in SHOWN
-        ]
+        counts = []
+        for column in SHOWN:
+            found = [record[column] for record in group if column in record]
+            counts.append(f"{found.count('yes')} of {len(found)}")
         lines.append(f"| {title} | | {' | '.join(counts)} |")
     for record in tried:
         cells = [number.get(record.get(column, ""), record.get(column, "")) for column in SHOWN]

@@ -5,7 +5,8 @@
 A random Llama runs full fine-tuning, LoRA, LoRA on an 8-bit base, and QLoRA, with and without
 activation checkpointing, on 1, 2 and 4 ranks, with packed sequences of two lengths, and DPO and
 KTO: 60 runs of recipes/finetuning.py under torchrun, with 2 steps and a checkpoint each. Sequences
-are full, and all of their tokens are in the loss.
+are full, and all of their tokens are in the loss. 3 more runs are LoRA on the experts of a random
+Qwen3-MoE.
 
 The measured value is the peak of tensors on the rank with the highest memory, from the construction
 of the model to the
@@ -31,10 +32,17 @@ sys.path[:0] = [str(REPOSITORY / folder) for folder in ("src", "recipes", "bench
 import finetuning  # noqa: E402
 import torch  # noqa: E402
 from plan_job import compile_counter  # noqa: E402
+from text_files import print_columns, write_json_lines  # noqa: E402
 from tokenizers import Tokenizer, pre_tokenizers  # noqa: E402
 from tokenizers.models import BPE  # noqa: E402
 from torchrun_command import torchrun_command  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+from transformers import (  # noqa: E402
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from llama_ft.config import load  # noqa: E402
 from llama_ft.plan import predict as planner  # noqa: E402
@@ -52,6 +60,7 @@ PREFERENCES = {
     "kto_full": ["--objective", "kto"],
     "kto_lora": ["--objective", "kto", "--use_peft"],
 }
+EXPERTS = {"experts_lora": ["--use_peft", "--target_modules", "all-linear", "--lora_dropout", "0"]}
 RANKS = (1, 2, 4)
 LENGTHS = (128, 512)
 MICRO_BATCH = 2
@@ -66,7 +75,7 @@ class Case:
     """One run.
 
     Attributes:
-        method: a key of METHODS or PREFERENCES.
+        method: a key of METHODS, PREFERENCES or EXPERTS.
         checkpointing: off or full.
         ranks: processes.
         length: tokens of a pack.
@@ -81,14 +90,18 @@ class Case:
     def name(self) -> str:
         return f"{self.method}-{self.checkpointing}-{self.ranks}-{self.length}"
 
+    def model(self, folder: Path) -> Path:
+        """The model's folder."""
+        return folder / ("moe" if self.method in EXPERTS else "model")
+
     def flags(self, folder: Path, device: str) -> list[str]:
         """Of recipes/finetuning.py."""
-        flags = ["--model_name", folder / "model", "--dataset"]
+        flags = ["--model_name", self.model(folder), "--dataset"]
         flags += [
             folder / f"{'pairs' if self.method in PREFERENCES else 'rows'}-{self.length}.jsonl"
         ]
         flags += ["--device", device, "--enable_fsdp", "--min_num_params", 100_000]
-        flags += {**METHODS, **PREFERENCES}[self.method]
+        flags += {**METHODS, **PREFERENCES, **EXPERTS}[self.method]
         flags += [
             "--precision",
             "bf16_mixed",
@@ -116,40 +129,46 @@ CASES = [
     for checkpointing in ("off", "full")
     for length in LENGTHS
 ] + [Case(method, "off", ranks, LENGTHS[-1]) for ranks in RANKS for method in PREFERENCES]
+CASES += [Case(method, "off", ranks, LENGTHS[0]) for ranks in RANKS for method in EXPERTS]
 
 
 def write_inputs(folder: Path, hidden: int, layers: int, vocabulary: int) -> None:
-    """A random Llama in bf16, a tokenizer of single bytes, and rows that fill a pack each."""
+    """A random Llama and a random Qwen3-MoE in bf16, a tokenizer of single bytes, and rows that
+    fill a pack each."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=hidden * 11 // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 128,
-        vocab_size=vocabulary,
-        max_position_embeddings=max(LENGTHS),
-    )
-    LlamaForCausalLM(config).bfloat16().save_pretrained(folder / "model")
+    shape = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 128,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": max(LENGTHS),
+    }
+    dense = LlamaConfig(**shape, intermediate_size=hidden * 11 // 4)
+    LlamaForCausalLM(dense).bfloat16().save_pretrained(folder / "model")
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
+    sparse = Qwen3MoeConfig(**shape, **experts, head_dim=64)
+    Qwen3MoeForCausalLM(sparse).bfloat16().save_pretrained(folder / "moe")
     tokens = {
         token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
     }
     tokenizer = Tokenizer(BPE(vocab=tokens, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "model")
+    for model in ("model", "moe"):
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(
+            folder / model
+        )
     for length in LENGTHS:
-        # a token of the prompt, and </s> after each response
-        with open(folder / f"pairs-{length}.jsonl", "w") as file:
-            for number in range(STEPS * MICRO_BATCH * max(RANKS)):
-                responses = {"chosen": "c" * (length - 2), "rejected": "r" * (length - 2)}
-                file.write(json.dumps({"prompt": chr(ord("A") + number), **responses}) + "\n")
-        with open(folder / f"rows-{length}.jsonl", "w") as file:
-            for number in range(STEPS * MICRO_BATCH * max(RANKS)):
-                file.write(
-                    json.dumps({"input_ids": [(number + place) % 256 for place in range(length)]})
-                    + "\n"
-                )
+        pairs = []
+        rows = []
+        for number in range(STEPS * MICRO_BATCH * max(RANKS)):
+            # a token of the prompt, and </s> after each response
+            responses = {"chosen": "c" * (length - 2), "rejected": "r" * (length - 2)}
+            pairs.append({"prompt": chr(ord("A") + number), **responses})
+            rows.append({"input_ids": [(number + place) % 256 for place in range(length)]})
+        write_json_lines(folder / f"pairs-{length}.jsonl", pairs)
+        write_json_lines(folder / f"rows-{length}.jsonl", rows)
 
 
 def write_job(cases: list[Case], folder: Path, device: str, dump: bool = False) -> Path:
@@ -198,10 +217,19 @@ def predict(cases: list[Case], folder: Path, device: str) -> dict[Case, Plan]:
         words = case.flags(folder, device)
         config, _ = load(words, finetuning.DEMO_CONFIG)
         request = PlanRequest(
-            config, folder / "model", case.ranks, case.ranks, "cuda" if device == "cuda" else "cpu"
+            config,
+            case.model(folder),
+            case.ranks,
+            case.ranks,
+            "cuda" if device == "cuda" else "cpu",
         )
         plans[case] = planner.predict(request, finetuning.build_model)
     return plans
+
+
+def highest_by_phase(peaks: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Return the highest of all steps' peaks, by phase."""
+    return {phase: max(steps.values()) for phase, steps in peaks.items()}
 
 
 class Line:
@@ -213,9 +241,7 @@ class Line:
         self.ranks = ranks
         if (left := max(rank["baseline_bytes"] for rank in ranks)) > LEFT_BYTES:
             raise SystemExit(f"{case.name}: {left} bytes of the run before it were still there")
-        self.by_rank = [
-            {phase: max(steps.values()) for phase, steps in rank["peaks"].items()} for rank in ranks
-        ]
+        self.by_rank = [highest_by_phase(rank["peaks"]) for rank in ranks]
         self.fullest = max(self.by_rank, key=lambda phases: max(phases.values()))
         self.measured = max(self.fullest.values())
         self.ratio = plan.peak.bytes / self.measured
@@ -227,10 +253,12 @@ class Line:
 
     def phases(self) -> list[tuple[str, float, int]]:
         """Phase, bytes predicted, bytes measured, of phases that have both."""
-        both = [
-            (peak.phase, peak.bytes, self.fullest.get(peak.phase, 0)) for peak in self.plan.peaks
-        ]
-        return [each for each in both if each[2]]
+        both = []
+        for peak in self.plan.peaks:
+            measured = self.fullest.get(peak.phase, 0)
+            if measured:
+                both.append((peak.phase, peak.bytes, measured))
+        return both
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -284,10 +312,9 @@ def print_dumps(lines: list[Line]) -> None:
     """Predicted holders, and what rank 0 had allocated, by place, at the peak of each phase."""
     for line in lines:
         for peak in line.plan.peaks:
-            places = line.ranks[0].get("dump", {}).get(peak.phase, [])
-            print(
-                f"\n{line.case.name}, {peak.phase}: {peak.bytes / MIB:,.2f} MiB predicted, in {peak.module or '-'}"
-            )
+            dump = line.ranks[0].get("dump", {})
+            places = dump.get(peak.phase, [])
+            print(f"\n{line.case.name}, {peak.phase}: {peak.bytes / MIB:,.2f} MiB predicted")
             for holder, nbytes in peak.holders.items():
                 print(f"  {nbytes / MIB:10,.3f}  {holder}")
             print(f"  {line.by_rank[0].get(peak.phase, 0) / MIB:,.2f} MiB measured:")
@@ -295,14 +322,6 @@ def print_dumps(lines: list[Line]) -> None:
                 print(
                     f"  {place['bytes'] / MIB:10,.3f}  in {place['tensors']:3d}  {place['place']}"
                 )
-
-
-def print_columns(table: list[list[str]]) -> None:
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    for line in table:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        )
 
 
 def main() -> None:
@@ -323,9 +342,9 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write all that was found into this file")
     asked = parser.parse_args()
-    device = (
-        asked.device if asked.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    )
+    device = asked.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     machine_ranks = torch.cuda.device_count() if device == "cuda" else max(RANKS)
     cases = [case for case in CASES if asked.only in case.name and case.ranks <= machine_ranks][
         : asked.cases

@@ -175,9 +175,10 @@ class Dump:
         for order, phase, total, _ in self._replay():
             peaks[phase] = max(peaks.get(phase, (0, 0)), (total, order))
         wanted = {order: phase for phase, (_, order) in peaks.items()}
-        found = {
-            wanted[order]: dict(alive) for order, _, _, alive in self._replay() if order in wanted
-        }
+        found = {}
+        for order, _, _, alive in self._replay():
+            if order in wanted:
+                found[wanted[order]] = dict(alive)
         return {phase: _by_place(tensors) for phase, tensors in found.items()}
 
     def _replay(self) -> Iterator[tuple[int, str, int, dict[int, tuple[int, str]]]]:
@@ -203,10 +204,12 @@ def _by_place(tensors: dict[int, tuple[int, str]]) -> list[dict[str, Any]]:
     places: dict[str, list[int]] = {}
     for nbytes, place in tensors.values():
         places.setdefault(place, []).append(nbytes)
-    largest = sorted(places.items(), key=lambda item: -sum(item[1]))[:DUMPED]
-    return [
-        {"bytes": sum(sizes), "tensors": len(sizes), "place": place} for place, sizes in largest
-    ]
+    largest = sorted(places, key=lambda place: sum(places[place]), reverse=True)
+    found = []
+    for place in largest[:DUMPED]:
+        sizes = places[place]
+        found.append({"bytes": sum(sizes), "tensors": len(sizes), "place": place})
+    return found
 
 
 def _place() -> str:

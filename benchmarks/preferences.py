@@ -26,6 +26,7 @@ sys.path[:0] = [str(REPOSITORY / folder) for folder in ("src", "benchmarks")]
 
 from peers import PEERS, launch, make_environment  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
+from text_files import read_json_lines  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
 from llama_ft.data import Encoder, build_demo, cache_dir, two_examples  # noqa: E402
@@ -50,6 +51,16 @@ LORA = [
 LIMIT = 1e-5  # of the differences
 SECONDS = 600.0
 Row = dict[str, Any]
+
+
+def without_other(sample: dict[str, Any]) -> dict[str, Any]:
+    """Return a sample of KTO without the number of the completion that its KL uses."""
+    return {name: value for name, value in sample.items() if name != "other"}
+
+
+def without_prefix(metrics: dict[str, float]) -> dict[str, float]:
+    """Return metrics by their names in TRL."""
+    return {name.removeprefix("train/"): value for name, value in metrics.items()}
 
 
 @dataclass(frozen=True)
@@ -148,9 +159,13 @@ def our_order(rows: list[Row], tokenizer: Any, is_kto: bool = False) -> list[int
     """Numbers of the pairs in the order of our steps. KTO counts another completion as no shorter
     than the own one."""
     encoder = Encoder(tokenizer, LENGTH)
-    lengths = [len(ids) for row in rows for ids, _ in two_examples(row, "preference", encoder)]
+    lengths = []
+    for row in rows:
+        lengths += [len(ids) for ids, _ in two_examples(row, "preference", encoder)]
     if is_kto:
-        lengths[1::2] = map(max, lengths[::2], lengths[1::2])
+        own = lengths[::2]
+        others = lengths[1::2]
+        lengths[1::2] = map(max, own, others)
     layout = BatchLayout(world_size=1, rank=0, micro_batch=GLOBAL_BATCH)
     plan = BatchSampler(
         lengths,
@@ -188,16 +203,22 @@ class Bench:
         self.rows["trl"] = write(
             folder / "trl-pairs.jsonl", [rows[at] for at in our_order(rows, tokenizer)]
         )
-        without = [{name: row[name] for name in row if name != "other"} for row in samples]
+        without = [without_other(row) for row in samples]
         self.rows["ours kto"] = write(folder / "samples.jsonl", without)
         order = our_order(with_others, tokenizer, is_kto=True)
-        ordered = [{**samples[at], "other": order.index(samples[at]["other"])} for at in order]
+        ordered = []
+        for at in order:
+            sample = samples[at]
+            ordered.append({**sample, "other": order.index(sample["other"])})
         self.rows["trl kto"] = write(folder / "trl-samples.jsonl", ordered)
         self.adapter = folder / "start" / "model"
         self.ours(CASES["dpo"], "lora", folder / "start", ["--max_train_step", "1"])
         # In the first step B is zero, so that A gets no gradient: it is as it was made.
         file = self.adapter / "adapter_model.safetensors"
-        weights = {name: weight * ("lora_A" in name) for name, weight in load_file(file).items()}
+        weights = load_file(file)
+        for name, weight in weights.items():
+            if "lora_A" not in name:
+                weights[name] = weight * 0
         save_file(weights, file, metadata={"format": "pt"})
 
     def ours(
@@ -246,12 +267,11 @@ class Bench:
         environment = {"PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1"}
         recipe = REPOSITORY / "recipes" / "finetuning.py"
         log = Path(f"{output}.txt")
-        launch(Path(sys.executable), recipe, list(map(str, flags)), 1, log, SECONDS, environment)
-        records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        words = list(map(str, flags))
+        launch(Path(sys.executable), recipe, words, 1, log, SECONDS, environment)
+        records = read_json_lines(output / "metrics.jsonl")
         logged = [record for record in records if "train/loss" in record]
-        return [
-            {name.removeprefix("train/"): value for name, value in each.items()} for each in logged
-        ]
+        return [without_prefix(each) for each in logged]
 
     def trl(self, case: Case, method: str, output: Path) -> list[dict[str, float]]:
         """The same of a run of TRL."""
@@ -309,7 +329,9 @@ def differences(
         # the first rewards are 0, but for rounding errors
         both = both[name == "rewards/accuracies" :]
         if both:
-            found[name] = max(abs(own - its) for own, its in both), max(abs(its) for _, its in both)
+            difference = max(abs(own - its) for own, its in both)
+            largest = max(abs(its) for _, its in both)
+            found[name] = (difference, largest)
     return found
 
 
@@ -331,7 +353,9 @@ def main() -> None:
     bench = Bench(folder, python)
     worst = 0.0
     for name in asked.only.split(","):
-        for method in (each for each in asked.methods.split(",") if each in CASES[name].methods):
+        for method in asked.methods.split(","):
+            if method not in CASES[name].methods:
+                continue
             run = folder / f"{name.replace(' ', '-')}-{method}"
             theirs = bench.trl(CASES[name], method, Path(f"{run}-trl"))
             ours = bench.ours(CASES[name], method, run, [])

@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from crash import REPOSITORY, write_inputs
+from text_files import read_json_lines
 from torchrun_command import torchrun_command
 
 VOCABULARY = 8000
@@ -122,7 +123,9 @@ def write_rows(folder: Path, case: Case) -> Path:
     file = folder / f"rows-{case.length}-{count}.jsonl"
     with open(file, "w") as lines:
         for number in range(count):
-            ids = [(7 * place + place * place // 64 + number) % 256 for place in range(case.length)]
+            ids = []
+            for place in range(case.length):
+                ids.append((7 * place + place * place // 64 + number) % 256)
             lines.write(json.dumps({"input_ids": ids, "labels": ids}) + "\n")
     return file
 
@@ -173,21 +176,20 @@ def measure(folder: Path, case: Case, device: str, precision: str) -> Cost:
     )
     if finished.returncode:
         raise SystemExit(f"{case} failed:\n{finished.stdout}")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_json_lines(run / "metrics.jsonl")
     steps = [line for line in lines if "perf/step_seconds" in line]
     peaks = [
         line.get("memory/device_peak_bytes") or line["memory/host_peak_bytes"] for line in steps
     ]
-    return Cost(
-        statistics.median(line["perf/step_seconds"] for line in steps[1:]), max(map(max, peaks))
-    )
+    seconds = statistics.median(line["perf/step_seconds"] for line in steps[1:])
+    return Cost(seconds, max(map(max, peaks)))
 
 
 def exponent(work: Sequence[float], seconds: Sequence[float]) -> float:
     """e of seconds ~ work^e, by least squares of the logarithms."""
-    return statistics.linear_regression(
-        [math.log(it) for it in work], [math.log(it) for it in seconds]
-    ).slope
+    log_work = list(map(math.log, work))
+    log_seconds = list(map(math.log, seconds))
+    return statistics.linear_regression(log_work, log_seconds).slope
 
 
 def table(
@@ -250,7 +252,7 @@ def ranks_table(base: Case, asked: argparse.Namespace, folder: Path) -> None:
         + "|"
     )
     for method in ("full", "lora"):
-        for ranks in (int(it) for it in asked.ranks.split(",")):
+        for ranks in map(int, asked.ranks.split(",")):
             case = replace(base, method=method, ranks=ranks)
             cost = measure(folder, case, asked.device, asked.precision)
             rate = case.tokens / cost.seconds
@@ -295,14 +297,12 @@ def main() -> None:
             lengths = doubling(1024, asked.longest)
             narrow = replace(base, method="lora", micro_batch=1, recomputes=True, layers=2)
             narrow = replace(narrow, width=HEAD_WIDTH) if asked.device == "cpu" else narrow
-            cases = {
-                f"{length:,}": replace(
-                    narrow,
-                    length=length,
-                    steps=2 if length > 65536 else 3 if length > 8192 else asked.steps,
-                )
-                for length in lengths
-            }
+            cases = {}
+            for length in lengths:
+                steps = asked.steps
+                if length > 8192:
+                    steps = 2 if length > 65536 else 3
+                cases[f"{length:,}"] = replace(narrow, length=length, steps=steps)
             title = "Length of a row (LoRA, layers recomputed)"
             table(title, "tokens", cases, list(map(float, lengths)), "token", asked, folder)
         if "layers" in wanted:

@@ -144,10 +144,14 @@ def print_table(timings: dict[str, Timings]) -> None:
         cpu_ratio = statistics.median(
             a / b for a, b in zip(its.cpu_seconds, imports.cpu_seconds, strict=True)
         )
-        target = most if its.first_step else HELP_SECONDS if "--help" in name else None
-        verdict = (
-            "" if target is None else "met" if statistics.median(asked) <= target else "MISSED"
-        )
+        target = None
+        if its.first_step:
+            target = most
+        elif "--help" in name:
+            target = HELP_SECONDS
+        verdict = ""
+        if target is not None:
+            verdict = "met" if statistics.median(asked) <= target else "MISSED"
         print(
             f"| {name} | {cell(its.first_step)} | {cell(its.seconds)} | {cell(its.cpu_seconds)} | {ratio:.2f} | "
             f"{cpu_ratio:.2f} | {'' if target is None else f'{target:.1f}'} | {verdict} |"

@@ -54,6 +54,7 @@ sys.path[:0] = [str(REPOSITORY / folder) for folder in ("src", "benchmarks")]
 
 import torch  # noqa: E402
 from peers import PEERS, RunFailed, launch, make_environment  # noqa: E402
+from text_files import print_columns, read_json_lines  # noqa: E402
 from tokenizers import Tokenizer, pre_tokenizers  # noqa: E402
 from tokenizers.models import WordLevel  # noqa: E402
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
@@ -186,15 +187,22 @@ class Run:
 
     def cpu_seconds(self, warmup: int) -> float:
         """Of a step after the warm-up."""
-        first, last = (
-            [cpu for wall, cpu in self.clocks if wall <= end][-1]
-            for end in (self.ends[warmup - 1], self.ends[-1])
-        )
+        first = self._cpu_seconds_at(self.ends[warmup - 1])
+        last = self._cpu_seconds_at(self.ends[-1])
         return (last - first) / (len(self.ends) - warmup)
+
+    def _cpu_seconds_at(self, end: float) -> float:
+        before = [cpu for wall, cpu in self.clocks if wall <= end]
+        return before[-1]
+
+    def usable_warmup(self, warmup: int) -> int:
+        """Return the steps of the warm-up, at most all but one."""
+        return min(warmup, len(self.ends) - 1)
 
     def tokens_per_second(self, warmup: int) -> float:
         """Over the steps after the warm-up."""
-        seconds = max(self.ends[-1] - self.ends[warmup - 1], sum(self.step_seconds[warmup:]))
+        between_ends = self.ends[-1] - self.ends[warmup - 1]
+        seconds = max(between_ends, sum(self.step_seconds[warmup:]))
         return sum(self.tokens[warmup:]) / seconds
 
     @property
@@ -307,7 +315,7 @@ class Bench:
         watched = launch(
             python, script, arguments, self.asked.nproc, log, seconds, environment, look
         )
-        records = [json.loads(line) for line in metrics.read_text().splitlines()]
+        records = read_json_lines(metrics)
         found = [record for record in records if "train/loss" in record]
         device_peaks = [max(record.get("memory/device_peak_bytes", [0])) for record in found]
         own = [record["perf/step_seconds"] for record in found]
@@ -466,11 +474,12 @@ def dense_rows(vocabulary: int, length: int, count: int) -> list[dict[str, list[
     losses that agree after a step say that the weights were changed alike. No label before the
     first token, whoever shifts them."""
     chance = random.Random(0)
-    rows = [
-        [3 + int((vocabulary - 3) * chance.random() ** 3) for _ in range(length)]
-        for _ in range(count)
-    ]
-    return [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in rows]
+    rows = []
+    for _ in range(count):
+        ids = [3 + int((vocabulary - 3) * chance.random() ** 3) for _ in range(length)]
+        labels = [-100, *ids[1:]]
+        rows.append({"input_ids": ids, "labels": labels})
+    return rows
 
 
 def natural_rows(model: Path, longest: int, tokens: int) -> list[dict[str, list[int]]]:
@@ -659,19 +668,20 @@ def measure(bench: Bench, case: Case) -> tuple[dict[Contender, list[Run]], list[
 def table_lines(case: Case, runs: dict[Contender, list[Run]], warmup: int) -> list[list[str]]:
     """The table's lines of one case. The ratio is the median over the turns of ours by the
     peer's."""
-    rates = {
-        who: [run.tokens_per_second(min(warmup, len(run.ends) - 1)) for run in done]
-        for who, done in runs.items()
-    }
+    rates = {}
+    for who, done in runs.items():
+        rates[who] = [run.tokens_per_second(run.usable_warmup(warmup)) for run in done]
     mfu = [value for run in runs[OURS] for value in run.mfu[warmup:]]
     lines = []
     for who, done in runs.items():
-        theirs = rates[who] if len(rates[who]) > 1 else rates[who] * len(rates[OURS])
-        ratio = statistics.median(own / rate for own, rate in zip(rates[OURS], theirs, strict=True))
+        ours = rates[OURS]
+        theirs = rates[who] if len(rates[who]) > 1 else rates[who] * len(ours)
+        ratio = statistics.median(own / rate for own, rate in zip(ours, theirs, strict=True))
         target = case.targets.get(who.layout)
-        verdict = (
-            "" if target is None else f"{target:g} {'reached' if ratio >= target else 'missed'}"
-        )
+        verdict = ""
+        if target is not None:
+            verdict = f"{target:g} {'reached' if ratio >= target else 'missed'}"
+        cpu_seconds = [run.cpu_seconds(run.usable_warmup(warmup)) for run in done]
         lines.append(
             [
                 case.name,
@@ -682,7 +692,7 @@ def table_lines(case: Case, runs: dict[Contender, list[Run]], warmup: int) -> li
                 f"{statistics.median(mfu) / ratio:.1%}" if mfu else "-",
                 f"{max(run.peak_bytes for run in done) / MIB:,.0f}",
                 f"{statistics.median(run.first_step_seconds for run in done):.1f}",
-                f"{statistics.median(run.cpu_seconds(min(warmup, len(run.ends) - 1)) for run in done):.1f}",
+                f"{statistics.median(cpu_seconds):.1f}",
             ]
         )
     return lines
@@ -702,11 +712,7 @@ def print_table(lines: list[list[str]]) -> None:
         "1st step s",
         "CPU s",
     ]
-    widths = [max(len(line[column]) for line in [titles, *lines]) for column in range(len(titles))]
-    for line in [titles, *lines]:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        )
+    print_columns([titles, *lines])
 
 
 def parse() -> argparse.Namespace:
@@ -825,9 +831,9 @@ def main() -> None:
             runs, said = measure(bench, case)
             notes += said
             lines += table_lines(case, runs, asked.warmup)
-            found[case.name] = {
-                str(who): [asdict(run) for run in done] for who, done in runs.items()
-            }
+            found[case.name] = {}
+            for who, done in runs.items():
+                found[case.name][str(who)] = [asdict(run) for run in done]
             if asked.json:
                 asked.json.write_text(json.dumps(found))
     except RunFailed as error:

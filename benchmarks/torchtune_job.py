@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torchtune
 from omegaconf import OmegaConf
+from text_files import read_json_lines
 from torch.distributed.fsdp import FSDPModule
 from torchtune import training
 
@@ -43,7 +44,7 @@ class Rows(torch.utils.data.Dataset[Any]):
     """Tokenized rows of a file, under torchtune's names."""
 
     def __init__(self, tokenizer: Any, file: str) -> None:
-        self.rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
+        self.rows = read_json_lines(file)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
+from text_files import read_json_lines
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
@@ -119,6 +120,41 @@ def shard_with_accelerate(trainer: Any, bf16: bool) -> None:
     trainer.is_fsdp_enabled = True
 
 
+def sharded(kind: Any, job: dict[str, Any]) -> Any:
+    """Return a trainer class that accelerate shards with FSDP2, also on the CPU. It is sharded
+    before the rest of the trainer is made, as on a GPU: its reference model is sharded, too."""
+    if job["way"] != "accelerate" or job["device"] != "cpu":
+        return kind
+
+    class Sharded(kind):  # type: ignore[misc, valid-type]
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            shard_with_accelerate(self, job["precision"] != "fp32")
+
+    return Sharded
+
+
+def new_adapter(job: dict[str, Any]) -> LoraConfig | None:
+    """Return the settings of a new adapter; None for full fine-tuning."""
+    if job["method"] == "full":
+        return None
+    return LoraConfig(
+        r=job["r"],
+        lora_alpha=32,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+
+
+def write_and_exit(job: dict[str, Any], name: str, result: dict[str, Any]) -> NoReturn:
+    """Write this rank's result and end the process."""
+    Path(job["output"], f"{name}-{dist.get_rank()}.json").write_text(json.dumps(result))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # Python's own way out was seen to wait for gloo's threads without end
+
+
 class Clock(TrainerCallback):
     """Notes when each step ends, its loss and its tokens."""
 
@@ -170,7 +206,7 @@ def mean_loss(trainer: Any, rows: Any) -> float:
 
 
 def read(file: Path) -> Dataset:
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = read_json_lines(file)
     # What all ranks read from a file has its cache there; TRL's precomputed reference needs one
     # that they share.
     return Dataset.from_json(str(file)) if "chosen" in rows[0] else Dataset.from_list(rows)
@@ -181,42 +217,20 @@ def what_it_is(model: Any) -> str:
     if isinstance(model, DistributedDataParallel):
         return "DDP"
     units = sum(isinstance(module, FSDPModule) for module in model.modules())
-    return (
-        f"FSDP2, {units} units"
-        if units
-        else "one process"
-        if dist.get_world_size() == 1
-        else "not distributed"
-    )
+    if units:
+        return f"FSDP2, {units} units"
+    return "one process" if dist.get_world_size() == 1 else "not distributed"
 
 
 def main(job: dict[str, Any]) -> None:
-    peft = None
+    peft = new_adapter(job)
     model = load_model(job)
     if job["adapter"]:
         model = PeftModel.from_pretrained(model, job["adapter"], is_trainable=True)
-    elif job["method"] != "full":
-        peft = LoraConfig(
-            r=job["r"],
-            lora_alpha=32,
-            lora_dropout=0.0,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
-        )
+        peft = None
     clock = Clock(job["device"])
-    kind = TRAINERS[job["trainer"]][0]
-    if job["way"] == "accelerate" and job["device"] == "cpu":
-
-        class Sharded(kind):  # type: ignore[misc, valid-type]
-            """Sharded before the rest of the trainer is made, as on a GPU: its reference model is
-            sharded, too."""
-
-            def create_accelerator_and_postprocess(self) -> None:
-                super().create_accelerator_and_postprocess()
-                shard_with_accelerate(self, job["precision"] != "fp32")
-
-        kind = Sharded
-    trainer = kind(
+    kind, _ = TRAINERS[job["trainer"]]
+    trainer = sharded(kind, job)(
         model,
         args=settings_of(job),
         train_dataset=read(Path(job["rows"])),
@@ -239,10 +253,7 @@ def main(job: dict[str, Any]) -> None:
         "logs": clock.logs,
         "device_peak": torch.cuda.max_memory_allocated() if job["device"] == "cuda" else 0,
     }
-    Path(job["output"], f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # Python's own way out was seen to wait for gloo's threads without end
+    write_and_exit(job, "rank", found)
 
 
 if __name__ == "__main__":

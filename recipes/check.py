@@ -18,7 +18,11 @@ if __name__ == "__main__":
 
 import torch.distributed as dist  # noqa: E402
 
-from llama_ft import check, runtime  # noqa: E402
+from llama_ft import runtime  # noqa: E402
+from llama_ft.check.disk import try_disk  # noqa: E402
+from llama_ft.check.machine import measure_rank  # noqa: E402
+from llama_ft.check.network import measure_network  # noqa: E402
+from llama_ft.check.result import CheckResult  # noqa: E402
 from llama_ft.config import parse_duration  # noqa: E402
 from llama_ft.errors import RunFailure  # noqa: E402
 from llama_ft.runtime import Ranks, log  # noqa: E402
@@ -31,11 +35,11 @@ def main(options: CheckFlags) -> None:
     seconds = parse_duration(options.collective_timeout)
     with runtime.start(options.device, "world", timeout_seconds=seconds) as ranks:
         nbytes = options.megabytes * 2**20
-        facts = gather(ranks, check.measure_rank(ranks))
-        links = check.measure_network(ranks, [rank.node for rank in facts], nbytes)
+        facts = gather(ranks, measure_rank(ranks))
+        links = measure_network(ranks, [rank.node for rank in facts], nbytes)
         folder = Path(options.output_dir).expanduser()
-        disks = gather(ranks, check.try_disk(ranks, folder, nbytes))
-        result = check.CheckResult(options.output_dir, facts, disks, links)
+        disks = gather(ranks, try_disk(ranks, folder, nbytes))
+        result = CheckResult(options.output_dir, facts, disks, links)
         log.info(result.table())
         problems = result.problems()
         if problems:

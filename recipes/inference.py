@@ -15,7 +15,7 @@ if __name__ == "__main__":  # Ctrl-C prints no traceback of an import; runtime.s
     signal.signal(signal.SIGINT, lambda *_: os.write(2, b"stopped by Ctrl-C\n") and os._exit(130))
 
 from llama_ft.config import FSDPConfig  # noqa: E402
-from llama_ft.errors import before_imports  # noqa: E402
+from llama_ft.errors import before_imports, plural  # noqa: E402
 from llama_ft.inference.flags import InferenceFlags, read_inference_flags  # noqa: E402
 
 if __name__ == "__main__":
@@ -76,7 +76,9 @@ def main(options: InferenceFlags) -> None:
             if prompts
             else answer_one(prompt, answerer, ranks)
         ):
-            log.info(f"{truncated} answers were truncated; --max_new_tokens allows longer ones.")
+            log.info(
+                f"Truncated: {plural(truncated, 'answer')}. --max_new_tokens allows longer ones."
+            )
 
 
 def answer_one(prompt: str, answerer: Answerer, ranks: Ranks) -> int:

@@ -56,7 +56,13 @@ COMMIT = "0" * 40  # of every model in that cache
 # A bash block, and what it needs that a laptop without network lacks: in a comment above it, which
 # readers of the page do not see.
 BASH_BLOCK = r"^(?:<!-- needs: (.*?) -->\n)?```bash\n(.*?)^```$"
-MISSING = ("no such directory", "no such file", "there is no folder", "no token for")
+MISSING = (
+    "no such directory",
+    "there is no run or model",
+    "no such file",
+    "there is no folder",
+    "no token for",
+)
 ROWS = 400  # a few packs of 4,096 tokens
 
 

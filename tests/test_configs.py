@@ -114,7 +114,7 @@ def test_the_table_has_the_settings_of_the_config(stem: str) -> None:
     )
     train = config.train
     length = config.data.context_length
-    assert checkpointing == train.activation_checkpointing
+    assert checkpointing == (train.activation_checkpointing or "auto")
     assert length is not None and context_length == f"{length:,}"
     step = (
         train.batch_size_training
@@ -157,6 +157,34 @@ def test_the_plan_of_an_example_has_the_figure_of_the_table(
     plan = predict(request, finetuning.build_model, quick=True)
     [planned] = re.findall(example_row(file), EXAMPLES.read_text())
     assert plan.device_bytes / 2**30 == pytest.approx(float(planned), abs=0.051)
+
+
+def advised_rates() -> list[tuple[str, float, float, float]]:
+    """The table of the hyperparameters page: methods, the largest model in billions of parameters,
+    and the lowest and highest learning rate."""
+    page = (REPOSITORY / "docs" / "guides" / "hyperparameters.md").read_text()
+    rows = []
+    for line in page.partition("| method | model |")[2].partition("\n\n")[0].splitlines()[2:]:
+        method, model, rate = (cell.strip() for cell in line.strip("|").split("|")[:3])
+        rates = [float(value) for value in rate.split(" to ")]
+        largest = float(re.findall(r"[\d.]+", model)[-1])
+        rows.append((method, largest, rates[0], rates[-1]))
+    return rows
+
+
+@pytest.mark.parametrize("stem", CONFIG_FILES)
+def test_the_learning_rate_is_the_one_that_the_documentation_advises(stem: str) -> None:
+    config, _ = load([f"--config={CONFIG_FILES[stem]}"], paths=False)
+    is_dpo = config.preference.objective == "dpo"
+    weights = "LoRA" if config.peft.use_peft else "full"
+    [billions] = re.findall(r"_([\d.]+)b_", stem)
+    fitting = []
+    for method, largest, low, high in advised_rates():
+        is_same_method = ("DPO" in method) == is_dpo and weights in method
+        if is_same_method and float(billions) <= largest:
+            fitting.append((low, high))
+    low, high = fitting[0]  # the rows of a method are sorted by size
+    assert low <= config.train.lr <= high
 
 
 @pytest.mark.parametrize("stem", CONFIG_FILES)

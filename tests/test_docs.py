@@ -38,6 +38,8 @@ OTHERS = (
     "configs/README.md",
     "examples/README.md",
     "launch/README.md",
+    "AGENTS.md",
+    "CODE_OF_CONDUCT.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
 )
@@ -50,7 +52,16 @@ LONGEST_SENTENCE = 30  # words
 FIRST_SCREEN = 45  # lines of the README
 LONGEST_COMMAND_LINE = 120  # characters
 # Words that once made sentences hard to read; CONTRIBUTING.md has the rules.
-NOT_PLAIN = re.compile(r"\b(anew|beside|mend|is told|a line says|goes on)\b", re.IGNORECASE)
+NOT_PLAIN = re.compile(
+    r"\b(anew|beside|mend|is told|a line says|goes on|in the place of|moot|meaned|aimed at)\b",
+    re.IGNORECASE,
+)
+# Files other than Python and Markdown that people read.
+READ_FILES = (
+    "Makefile", "Dockerfile", "setup.py", "pyproject.toml", "requirements*.txt", "mkdocs.yml", ".ci/run",
+    ".github/**/*.*", "configs/**/*.yaml", "examples/*.yaml", "launch/**/*.*", "notebooks/*.ipynb",
+    "src/**/*.html", "src/**/*.css", "src/**/*.js", "docs/*.css", "docs/*.py", "docs/pictures/*.py",
+)  # fmt: skip
 EXAMPLE_OF_ERRORS = "$ python recipes/finetuning.py "
 
 
@@ -258,6 +269,18 @@ def test_docstrings_and_comments_are_plain() -> None:
     assert not wrong
 
 
+def test_configs_scripts_and_templates_are_plain() -> None:
+    files = [file for pattern in READ_FILES for file in REPOSITORY.glob(pattern)]
+    suffixes = {file.suffix for file in files}
+    assert suffixes >= {"", ".html", ".sh", ".yaml", ".yml", ".py", ".sbatch"}
+    wrong = {}
+    for file in files:
+        found = NOT_PLAIN.findall(file.read_text())
+        if found:
+            wrong[str(file)] = found
+    assert not wrong
+
+
 def test_the_readme_is_short_and_its_first_screen_is_in_order() -> None:
     lines = README.text.splitlines()
     assert len(lines) <= 250
@@ -300,6 +323,31 @@ def test_every_cell_of_the_comparison_has_a_source_or_says_not_checked() -> None
     assert not without
     dates = re.findall(r"20\d\d", page.text.partition("## TRL")[0])
     assert len(dates) >= 7  # when it was read, and a commit's date per project
+
+
+# What a reader wants, in the page's last table -> the row of the first table that says who has it,
+# and the word that stands there.
+WANTED = {
+    "GRPO": ("Reinforcement learning", "GRPO"),
+    "PPO": ("Reinforcement learning", "PPO"),
+    "images": ("Images, audio", "images"),
+    "video or audio": ("Images, audio", "audio"),
+    "kernels written for LoRA": ("Kernels", "[own]"),
+    "context parallelism": ("Tensor, context, pipeline parallelism", "context"),
+    "AMD GPUs": ("Hardware", "AMD"),
+    "Apple GPUs": ("Hardware", "Apple"),
+}
+
+
+def test_the_trainers_to_choose_are_those_of_the_comparison() -> None:
+    page = Page("docs/comparison.md")
+    rows = comparison_rows(page)
+    chosen = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", page.text, re.MULTILINE))
+    for wanted, (row, word) in WANTED.items():
+        cells = rows[row][1:]
+        trainers = ("TRL", "axolotl", "Unsloth", "LLaMA-Factory")
+        having = [trainer for trainer, cell in zip(trainers, cells, strict=True) if word in cell]
+        assert [trainer for trainer in trainers if trainer in chosen[wanted]] == having, wanted
 
 
 def test_the_comparison_in_the_readme_is_part_of_the_page() -> None:

@@ -139,6 +139,8 @@ def test_the_launcher_prints_only_what_the_run_prints(installed: Path, tmp_path:
     assert run(installed / "llama-ft", "--version", cwd=tmp_path).stdout.startswith("llama_ft ")
     lines = run(installed / "llama-ft", "--help", cwd=tmp_path).stdout.splitlines()
     assert [line.split()[0] for line in lines[2:-2]] == VERBS
+    bare = run(installed / "llama-ft", cwd=tmp_path, check=False)
+    assert bare.returncode == 2 and bare.stderr.splitlines() == lines
     usage = run(installed / "llama-ft", "train", "--help", cwd=tmp_path).stdout
     assert "\n  llama-ft train --nproc 2 --enable_fsdp [flags]\n" in usage
     for flags, printed in {

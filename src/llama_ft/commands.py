@@ -57,9 +57,10 @@ def main() -> None:
     verb, *flags = sys.argv[1:] or [""]
     if verb == "--version":
         print(f"llama_ft {__version__}")
-    elif verb in ("--help", "-h"):
+    elif verb in ("--help", "-h", ""):
         lines = [f"  {name:10}{meaning}" for name, (_, meaning) in VERBS.items()]
-        print(HELP.format("\n".join(lines)))
+        print(HELP.format("\n".join(lines)), file=sys.stdout if verb else sys.stderr)
+        sys.exit(0 if verb else 2)
     elif verb not in VERBS:
         names = ", ".join(VERBS)
         print(f"llama-ft {verb}: expected one of {names}, or --version.", file=sys.stderr)

@@ -9,7 +9,14 @@ from huggingface_hub import constants, get_token
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llama_ft.config.paths import base_model_of, folder_problem, model_dir_problem, model_problem
+from llama_ft.config.paths import (
+    RUN_MARKER,
+    base_model_of,
+    folder_problem,
+    missing_run,
+    model_dir_problem,
+    model_problem,
+)
 from llama_ft.config.tool_flags import check, read
 from llama_ft.config.value_types import STRICT, Size
 from llama_ft.errors import UserError
@@ -77,7 +84,9 @@ def read_export_flags(argv: list[str], description: str) -> ExportFlags:
     options.out = Path(out).expanduser().absolute()
     options.kind = export_kind(options.source)
     if options.kind is None:
-        problem = folder_problem(options.source, "a directory")
+        problem: str | None = missing_run(options.source)
+        if options.source.exists():
+            problem = folder_problem(options.source, "a directory")
         if problem is None:
             problem = "is neither a checkpoint, nor a run's directory, nor an adapter."
         raise UserError(*errors, f"{options.source}: {problem}")
@@ -96,6 +105,9 @@ def read_export_flags(argv: list[str], description: str) -> ExportFlags:
         **recorded,
     }
     out_problem = model_dir_problem(out, options.overwrite, inputs)
+    is_merged = options.merge or options.kind == "adapter"
+    if is_merged and _is_adapter_of_run(options.out):
+        out_problem = "is a run's adapter; a merged model would replace it. Choose another OUT."
     if out_problem:
         errors.append(f"{out}: {out_problem}")
     if options.push_to_hub and get_token() is None:
@@ -117,6 +129,11 @@ def export_kind(folder: Path) -> Literal["checkpoint", "run", "adapter"] | None:
     if (folder / "adapter_config.json").is_file():
         return "adapter"
     return None
+
+
+def _is_adapter_of_run(folder: Path) -> bool:
+    is_of_run = folder.name == "model" and (folder.parent / RUN_MARKER).is_file()
+    return is_of_run and (folder / "adapter_config.json").is_file()
 
 
 def recorded_inputs(folder: Path) -> dict[str, str | None]:

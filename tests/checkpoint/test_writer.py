@@ -129,7 +129,7 @@ def test_checkpoints_are_due_at_epochs_intervals_and_the_end(
 def test_an_asynchronous_save_writes_the_values_at_the_time_of_the_save(
     new_writer: Callable[..., CheckpointWriter], tmp_path: Path
 ) -> None:
-    """A pipe in the place of the file holds the write until somebody reads."""
+    """A pipe in place of the file holds the write until somebody reads."""
     model, optimizer = trained()
     before = {f"model.{name}": p.detach().clone() for name, p in model.named_parameters()}
     for name, parameter in model.named_parameters():

@@ -114,7 +114,7 @@ def test_overwrite_replaces_only_files_that_an_export_wrote(tmp_path: Path) -> N
 def test_a_file_where_the_output_directory_should_be_is_named(errors_of, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     assert errors_of("--output_dir", "file", paths=True) == [
-        "--output_dir file: file is not a directory."
+        "--output_dir file: is not a directory."
     ]
     (message,) = errors_of("--output_dir", "/proc/run", paths=True)
     assert message.startswith("--output_dir /proc/run: /proc cannot be written to: "), (

@@ -79,6 +79,11 @@ def test_the_first_bad_samples_are_reported_together(
     assert second.startswith(f'{path}:2: "messages[1].role" is "asistant"; expected assistant')
     assert fourth.startswith(f"{path}:4: malformed JSON") and "--skip_bad_rows" in last
     assert cached(tmp_path / "cache") == set()
+    with pytest.raises(UserError) as caught:
+        prepared(write_jsonl(path, [good, bad]), llama3, tmp_path / "cache")
+    [message] = caught.value.messages
+    # its kind would repeat it
+    assert message.count("asistant") == 1 and "\n  1 bad sample.\n" in message
 
 
 def test_all_skipped_samples_can_be_found_also_with_a_cache_hit(

@@ -88,7 +88,7 @@ def test_model_and_adapter_have_their_llama_recipes_flags(place: Path) -> None:
     ("flags", "expected"),
     [
         ([], ["MODEL is needed"]),
-        (["./kapt"], ["./kapt: no such directory."]),
+        (["./kapt"], ["./kapt: there is no run or model here."]),
         (["kept", "--lables", "all"], ["--lables is not a flag. Did you mean --labels?"]),
         (["plain"], ["plain: no run with a validation set is there"]),
         (["kept", "--validation", "0.5"], ["--validation: needs --dataset"]),
@@ -103,7 +103,7 @@ def test_model_and_adapter_have_their_llama_recipes_flags(place: Path) -> None:
         (["kept", "--tasks="], ["--tasks: the value is empty."]),
         (
             ["./kapt", "--output", "base"],
-            ["./kapt: no such directory.", "--output base: exists already."],
+            ["./kapt: there is no run or model here.", "--output base: exists already."],
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

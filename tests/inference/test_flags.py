@@ -5,6 +5,7 @@ import pytest
 from result_files import ADAPTER, MODEL, make
 
 from llama_ft.config import Config, QuantizationConfig, TrainConfig, to_yaml
+from llama_ft.config.paths import RUN_MARKER
 from llama_ft.errors import UserError
 from llama_ft.inference.flags import (
     find_result,
@@ -73,7 +74,25 @@ def test_a_run_gives_its_final_model_or_else_its_checkpoints(tmp_path: Path) -> 
     )
     make(tmp_path / "empty", "notes.txt")
     assert "holds no run" in str(result_problem(f"{tmp_path}/empty"))
-    assert result_problem(f"{tmp_path}/othre") == "no such directory."
+
+
+def test_a_mistyped_run_is_not_looked_up_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / "runs" / "alpaca", RUN_MARKER, *(f"model/{file}" for file in MODEL))
+    make(tmp_path / "models" / "tiny", *MODEL)
+    monkeypatch.chdir(tmp_path)
+    expected = "there is no run or model here."
+    for name in ("runs/quickstart", "output/alpaca", "./alpaca", "a/b/c"):
+        assert result_problem(name) == expected
+    assert result_problem("runs/alpca") == f"{expected} Did you mean runs/alpaca?"
+    assert result_problem("runs/alpaca/modle") == expected
+    # these may be on the Hub
+    for name in ("gpt2", "alpaca", "models/tiny", "models/other", "org/alpaca"):
+        assert result_problem(name) is None
+    monkeypatch.chdir(tmp_path / "runs")
+    assert result_problem("alpca") == f"{expected} Did you mean alpaca?"
+    assert result_problem("gpt2") is None
 
 
 def test_the_settings_of_a_run_are_found_next_to_its_model_and_its_checkpoints(

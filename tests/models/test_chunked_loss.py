@@ -1,6 +1,7 @@
 """The loss in pieces is that of all logits at once: the reference is the same model's logits and
 torch's loss."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,7 +40,8 @@ ALL_LOGITS = ("OPT", "Falcon-H1", "ModernBERT decoder", "Mamba")
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """83 positions in pieces of 16."""
     monkeypatch.setattr(chunked_loss, "FEWEST_POSITIONS", 16)
-    monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", {"cpu": VOCABULARY * 16})
+    for limits in ("LOGITS_AT_ONCE", "LOGITS_WITH_TRAINED_HEAD"):
+        monkeypatch.setattr(chunked_loss, limits, {"cpu": VOCABULARY * 16})
 
 
 def with_chunked_loss(model: PreTrainedModel) -> PreTrainedModel:
@@ -141,7 +143,8 @@ def test_in_16_bits_chunks_are_as_close_to_fp32_as_all_logits_at_once(
 ) -> None:
     """In pieces of 2: what is rounded to 16 bits 42 times shows."""
     monkeypatch.setattr(chunked_loss, "FEWEST_POSITIONS", 2)
-    monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", {"cpu": 1})
+    for limits in ("LOGITS_AT_ONCE", "LOGITS_WITH_TRAINED_HEAD"):
+        monkeypatch.setattr(chunked_loss, limits, {"cpu": 1})
     exact = loss_and_gradients(llama, in_pieces=False)[1]
     llama = with_chunked_loss(llama.bfloat16())
     _, theirs = loss_and_gradients(llama, False, per_token)
@@ -163,6 +166,68 @@ def test_losses_per_token_have_the_gradients_of_their_sum_even_with_dropout(
         torch.manual_seed(5)
         results.append(loss_and_gradients(llama, True, per_token))
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_largest_probability_is_that_of_the_largest_logit(dtype: torch.dtype) -> None:
+    logits = torch.randn(50, 1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[0] = 0.0  # all are the largest
+    probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    by_position = chunked_loss._largest(logits, probabilities, by_position=True)
+    by_value = chunked_loss._largest(logits, probabilities, by_position=False)
+    assert all(map(torch.equal, by_position, by_value))
+
+
+def test_gradients_of_a_sum_are_not_multiplied_by_ones(llama: LlamaForCausalLM) -> None:
+    class Factors(TorchDispatchMode):
+        """Counts the logits that are multiplied in place."""
+
+        count = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten.mul_.Tensor and args[0].shape[-1] == VOCABULARY:
+                self.count += len(args[0])
+            return func(*args, **(kwargs or {}))
+
+    llama = with_chunked_loss(llama)
+    counts = []
+    for per_token in (False, True):
+        with Factors() as factors:
+            loss_and_gradients(llama, True, per_token)
+        counts.append(factors.count)
+    padded = -(-len(TARGETS) // 8) * 8
+    assert counts == [padded % 32, padded], "only the last chunk, which is padded with factors of 0"
+
+
+def test_a_trained_head_gets_larger_chunks_but_not_in_fp16_or_for_an_adapter(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked_loss, "LOGITS_WITH_TRAINED_HEAD", {"cpu": VOCABULARY * 64})
+    largest = []
+
+    def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(targets))
+        return chunked_loss.cross_entropy(logits, targets)
+
+    for kind in ("full", "fp16", "adapter"):
+        model = copy.deepcopy(llama)
+        if kind == "fp16":
+            model.half()
+        if kind == "adapter":
+            get_peft_model(model, LoraConfig(r=4, target_modules=["lm_head"]))
+        model = with_chunked_loss(model)
+        sizes: list[int] = []
+        model(
+            input_ids=INPUT_IDS,
+            use_cache=False,
+            positions=POSITIONS,
+            targets=TARGETS,
+            loss_fn=loss_fn,
+        )
+        largest.append(max(sizes))
+    assert largest == [64, 32, 32]
 
 
 def test_in_fp16_the_sum_of_the_head_gradients_may_exceed_the_range_of_fp16(

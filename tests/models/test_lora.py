@@ -158,7 +158,7 @@ def test_experts_are_adapted_or_the_log_names_the_flags_for_it(
     ("settings", "message"),
     [
         ({"lora_dropout": 0.1}, "experts support neither lora_dropout nor use_dora"),
-        ({"init_lora_weights": "pissa"}, "no unquantized linear layer"),
+        ({"init_lora_weights": "pissa"}, "not an unquantized linear layer"),
         (
             {"init_lora_weights": "pissa", "target_modules": ["q_proj"], "r": 33},
             "at least 33 inputs",

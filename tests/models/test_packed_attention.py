@@ -20,6 +20,7 @@ from llama_ft.models import (
     use_packed_attention,
 )
 from llama_ft.models.attention_kernels import AMPERE, HOPPER, T4
+from llama_ft.models.packed_samples import PackedSamples
 from llama_ft.models.rope import use_rope_per_sample
 
 CPU = torch.device("cpu")
@@ -232,31 +233,63 @@ def test_samples_on_the_cpu_have_the_same_gradients_in_16_bits(window: int | Non
     for dtype in (torch.float32, torch.bfloat16):
         *inputs, wanted = [part.to(dtype) for part in wide]
         inputs = [part.requires_grad_() for part in inputs]
-        output = packed_attention._SampleAttention.apply(*inputs, lengths, 0.3, window, False)
+        several = PackedSamples.of(list(lengths), CPU)
+        output = packed_attention._SampleAttention.apply(*inputs, several, 0.3, window, False)
         found.append([output, *torch.autograd.grad(output, inputs, wanted)])
     for exact, rounded in zip(*found, strict=True):
         assert (rounded.float() - exact).norm() < 0.01 * exact.norm()
 
 
-def emulated(q: Any, k: Any, v: Any, *_: Any, scale: float, window_size: int | None = None) -> Any:
-    """The memory-efficient kernel by its formula: output, sums, and what is unused."""
+CALLS: list[list[int]] = []  # ends of the samples of each forward call
+
+
+def emulated(
+    q: Any,
+    k: Any,
+    v: Any,
+    bias: None,
+    offsets: torch.Tensor | None,
+    key_offsets: torch.Tensor | None,
+    longest: int | None,
+    *_: Any,
+    scale: float,
+    window_size: int | None = None,
+) -> Any:
+    """The memory-efficient kernel by its formula: output, sums [samples, heads, longest], and what
+    is unused."""
     length = q.shape[1]
+    ends = [0, length]
+    if offsets is not None:
+        assert offsets.dtype == torch.int32 and offsets.is_contiguous()
+        assert key_offsets is offsets
+        ends = offsets.tolist()
+        assert longest == int(offsets.diff().max())
+    CALLS.append(ends)
+    sample_of = torch.repeat_interleave(torch.arange(len(ends) - 1), torch.tensor(ends).diff())
     allowed = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - (window_size or length))
+    allowed = allowed & (sample_of[:, None] == sample_of)
     scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * scale
     scores = scores.masked_fill(~allowed, -math.inf)
     output = scores.softmax(-1) @ v.transpose(1, 2)
-    sums = torch.nn.functional.pad(scores.logsumexp(-1), (0, -length % 32))
+    size = longest or length
+    by_sample = [
+        torch.nn.functional.pad(part, (0, -(-size // 32) * 32 - part.shape[-1]))
+        for part in scores.logsumexp(-1)[0].split(torch.tensor(ends).diff().tolist(), dim=-1)
+    ]
     unused = torch.zeros(())
-    return output.transpose(1, 2), sums, unused, unused, length, length
+    return output.transpose(1, 2), torch.stack(by_sample), unused, unused, length, length
 
 
 def emulated_backward(
     gradient: Any, q: Any, k: Any, v: Any, _: Any, output: Any, *rest: Any, **how: Any
 ) -> Any:
     assert output.is_contiguous()  # the kernel reads it as such, whatever its strides are
-    assert rest[2:4] == (q.shape[1], k.shape[1])
-    assert rest[4].shape[2] % 32 == 0
-    _, backward = torch.func.vjp(lambda *parts: emulated(*parts, **how)[0], q, k, v)
+    offsets, key_offsets, longest, longest_key, sums, *_ = rest
+    assert longest == longest_key <= q.shape[1]
+    samples = 1 if offsets is None else len(offsets) - 1
+    assert sums.shape == (samples, q.shape[2], -(-longest // 32) * 32)
+    several = (None, offsets, key_offsets, longest if offsets is not None else None)
+    _, backward = torch.func.vjp(lambda *parts: emulated(*parts, *several, **how)[0], q, k, v)
     return *backward(gradient), torch.zeros(())
 
 
@@ -264,7 +297,7 @@ def emulated_backward(
 def test_the_memory_efficient_kernel_has_the_results_of_the_cpu_kernel(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lengths = (64, 33, 5, 1)
+    lengths = [64, 33, 5, 1, 7, 20, 64]
     generator = torch.Generator().manual_seed(0)
     found = []
     wide = [torch.randn(1, heads, sum(lengths), 8, generator=generator) for heads in (4, 2, 2, 4)]
@@ -273,14 +306,16 @@ def test_the_memory_efficient_kernel_has_the_results_of_the_cpu_kernel(
     library.impl("_efficient_attention_backward", emulated_backward, "CPU")
     for kind in ("cpu", "plan of a GPU", "GPU"):
         if kind == "GPU":
-            for way in ("forward", "backward"):
-                kernel = getattr(packed_attention, f"_efficient_{way}")
-                monkeypatch.setattr(packed_attention, f"_cpu_{way}", kernel)
+            monkeypatch.setattr(packed_attention, "_is_cuda", lambda _: True)
         inputs = [part.clone().requires_grad_() for part in wide[:3]]
         is_gpu = kind != "cpu"
-        output = packed_attention._SampleAttention.apply(*inputs, lengths, 0.3, window, is_gpu)
+        several = PackedSamples.of(lengths, CPU)
+        output = packed_attention._SampleAttention.apply(*inputs, several, 0.3, window, is_gpu)
         found.append([output, *torch.autograd.grad(output, inputs, wide[3])])
     library._destroy()
+    # As many neighbors per call as, times the longest one, are at most 194 tokens.
+    assert CALLS[: len(CALLS) // 2] == [[0, 64, 97, 102], [0, 1, 8, 28], [0, 64]]
+    CALLS.clear()
     for exact, *others in zip(*found, strict=True):
         for other in others:
             torch.testing.assert_close(other, exact, rtol=1e-4, atol=1e-5)
@@ -295,7 +330,9 @@ def test_the_memory_efficient_kernel_has_the_results_of_the_cpu_kernel(
         (HOPPER, BF16, (128, 128), False, "varlen"),
         (HOPPER, BF16, (256, 256), True, "varlen"),
         (HOPPER, FP32, (128, 128), True, "efficient"),
-        ((10, 0), BF16, (128, 128), True, "varlen"),
+        ((10, 0), BF16, (128, 128), True, "cudnn"),
+        ((10, 3), BF16, (128, 128), True, "cudnn"),
+        ((12, 0), BF16, (128, 128), True, "varlen"),
         (AMPERE, FP16, (64, 64), True, "varlen"),
         (AMPERE, BF16, (192, 128), False, "efficient"),
         (AMPERE, BF16, (60, 60), False, "own"),

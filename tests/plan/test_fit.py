@@ -12,6 +12,7 @@ from model_shapes import write_config
 from llama_ft.config import Config, load, to_yaml
 from llama_ft.config.messages import size_text
 from llama_ft.plan.fit import (
+    USABLE,
     Fit,
     apply_changes,
     choose_checkpointing,
@@ -220,3 +221,31 @@ def test_the_choice_of_checkpointing_and_the_plan_report_the_same_size(
     assert f"off (planned: off {size_text(plan.device_bytes)};" in why
     _, _, quick_plan = choose_checkpointing(request, finetuning.build_model, math.inf)
     assert quick_plan.is_quick
+
+
+def test_one_gpu_casts_weights_once_per_step_if_that_fits(
+    finetuning: ModuleType, save_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path / "model", num_hidden_layers=7)
+
+    def choose(room: float, flags: str = "", world: int = 1) -> tuple[str, int]:
+        line = f"--context_length 64 {flags}"
+        request = request_for(line, world, folder=folder)
+        config, why, plan = choose_checkpointing(request, finetuning.build_model, room)
+        assert config.train.activation_checkpointing == "off"
+        strategy = config.fsdp.sharding_strategy
+        assert ("weights are cast once" in why) == (strategy == "SHARD_GRAD_OP")
+        return strategy, plan.device_bytes
+
+    strategy, twice = choose(math.inf)
+    assert strategy == "FULL_SHARD", "the memory is unknown"
+    kept = "--context_length 64 --enable_fsdp --sharding_strategy SHARD_GRAD_OP"
+    request = request_for(kept, 1, folder=folder)
+    once = predict(request, finetuning.build_model, quick=True).device_bytes
+    assert once > twice
+    assert choose(twice / USABLE + 1) == ("FULL_SHARD", twice)
+    assert choose(once / USABLE + 1) == ("SHARD_GRAD_OP", once)
+    room = 2.0**40
+    assert choose(room, "--use_peft")[0] == "FULL_SHARD"
+    assert choose(room, "--precision fp32")[0] == "FULL_SHARD"
+    assert choose(room, "--enable_fsdp", world=2)[0] == "FULL_SHARD"

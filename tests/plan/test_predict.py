@@ -143,19 +143,21 @@ def test_expert_adapters_and_the_router_loss_are_planned(plan: Plan, tmp_path: P
     )
     # this rank's
     assert held(with_adapters, "optimizer step")["gradients"] == 4 * LAYERS * 4 * adapters // 2
-    # each layer keeps W + B A of its experts, in bf16, for the backward pass
-    merged = 2 * 4 * 3 * HIDDEN * INNER
+    # Each layer keeps, in bf16 and for each of a token's two experts, the inputs of both stacks and
+    # their products with A, of rank 4 filled up to 8. It keeps no W + B A.
+    kept = 2 * 2 * TOKENS * (HIDDEN + INNER + 2 * 8)
     more = (
         held(with_adapters, "forward")["activations"]
         - held(plan(mixtral, 2, *FLAGS, *LORA), "forward")["activations"]
     )
-    assert more > LAYERS * merged
+    assert more == LAYERS * kept
+    dequantized = 2 * 4 * 3 * HIDDEN * INNER
     flags = (*FLAGS, *LORA, *lora, "--quantization", "4bit", "--activation_checkpointing", "full")
     deep = write_llama(tmp_path / "deep", **MIXTRAL, num_hidden_layers=5)
     few, many = (
         held(plan(folder, 2, *flags), "forward")["activations"] for folder in (mixtral, deep)
     )
-    assert many - few < merged / 3, "a layer keeps no dequantized experts"
+    assert many - few < dequantized / 3, "a layer keeps no dequantized experts"
 
 
 def test_a_reward_model_has_one_score_a_response_and_no_logits(plan: Plan, tmp_path: Path) -> None:

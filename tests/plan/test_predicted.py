@@ -1,5 +1,5 @@
 """Plans compared with runs of the recipe whose tensors are counted; benchmarks/plan.py does it for
-60 cases."""
+63 cases."""
 
 import json
 import shutil
@@ -11,7 +11,13 @@ import pytest
 from conftest import load_script
 from forked import REPOSITORY, forked
 
-CASES = ["full-off-1-128", "4bit-full-1-128", "full-full-2-128", "8bit-off-2-128"]
+CASES = [
+    "full-off-1-128",
+    "4bit-full-1-128",
+    "full-full-2-128",
+    "8bit-off-2-128",
+    "experts_lora-off-2-128",
+]
 ATTEMPTS = 3
 
 

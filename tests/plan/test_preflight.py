@@ -57,9 +57,26 @@ def report_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) ->
     job.all_gather_floats = lambda *mine: torch.tensor([mine, mine], dtype=torch.float64)
     job.broadcast_from_rank0 = lambda make: make()
     config = start.start(config, folder, None, rows, steps, job)  # type: ignore[arg-type]
-    start.report(run)
+    start.report(run, job)  # type: ignore[arg-type]
     assert planner.pid is not None
     return planner.pid, config
+
+
+@pytest.mark.parametrize(("free_mib", "is_kept"), [(1000, True), (7, False)])
+def test_freed_memory_is_kept_if_the_plan_leaves_room(
+    free_mib: int,
+    is_kept: bool,
+    finetuning: ModuleType,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: Said,
+) -> None:
+    """The run takes 5.9 MiB. Here glibc is left as it is, for the other tests."""
+    monkeypatch.setattr("llama_ft.plan.preflight.free_bytes", lambda *_: free_mib * 2**20)
+    monkeypatch.setattr("llama_ft.plan.preflight.keep_freed_memory", lambda: True)
+    report_plan(finetuning, folder, tmp_path)
+    assert said().count("Freed memory is kept") == is_kept
 
 
 def test_a_run_that_will_not_fit_gets_a_suggestion_that_does(

@@ -12,6 +12,8 @@ import pytest
 from conftest import REPOSITORY, Finished, build_model, run, run_cases
 from forked import forked
 
+from llama_ft.config.paths import RUN_MARKER
+
 EXPORT = REPOSITORY / "recipes" / "export.py"
 
 
@@ -317,6 +319,15 @@ def adapter(tmp_path: Path, tiny_model: Path) -> Path:
     config = {"model": {"model_name": "/gone/llama"}, "peft": {"use_peft": False}}
     (step / "trainer.json").write_text(json.dumps({"config": config}))
     config["model"] = {"model_name": str(base)}
+    (tmp_path / "file").touch()
+    tuned = tmp_path / "tuned"
+    shutil.copytree(tmp_path / "old", tuned)
+    (tuned / "checkpoints" / "step-000001" / "trainer.json").write_text(
+        json.dumps({"config": config})
+    )
+    (tuned / RUN_MARKER).touch()
+    shutil.copytree(folder, tuned / "model")
+    shutil.copy(base / "README.md", tuned / "model")
     second = shutil.copytree(tmp_path / "old", tmp_path / "second") / "checkpoints" / "step-000001"
     (second / "trainer.json").write_text(json.dumps({"config": config}))
     return folder
@@ -324,6 +335,10 @@ def adapter(tmp_path: Path, tiny_model: Path) -> Path:
 
 USER_ERRORS: dict[str, tuple[str, list[str]]] = {
     "nothing to export": ("@run @out", ["run: is neither a checkpoint, nor a run's directory"]),
+    "a mistyped run": (
+        "@tunde @out",
+        ["/tunde: there is no run or model here. Did you mean ", "/tuned?"],
+    ),
     "a base that is gone": (
         "@old @out",
         ["(--base_model overrides it): base model /gone/llama: no such directory"],
@@ -332,6 +347,11 @@ USER_ERRORS: dict[str, tuple[str, list[str]]] = {
         "@adapter @base --overwrite",
         ["would delete", "which its base model reads"],
     ),
+    "the adapter of a run": (
+        "@tuned @tuned/model --merge --overwrite",
+        ["tuned/model: is a run's adapter; a merged model would replace it. Choose another OUT."],
+    ),
+    "a file": ("@adapter @file", ["/file: is not a directory."]),
     "the base of a run": (
         "@second @base --overwrite",
         ["would delete", "which its base model reads"],
@@ -350,4 +370,6 @@ def test_user_errors_are_printed_and_nothing_is_written(
     assert finished.exit_code == 2
     assert finished.output.startswith("error: ") and "Traceback" not in finished.output
     assert all(part in finished.output for part in expected), finished.output
+    assert finished.output.count("error: ") == 1
+    assert "output_dir" not in finished.output
     assert sorted(tmp_path.rglob("*")) == before

@@ -144,7 +144,7 @@ def test_a_run_stopped_after_its_last_step_resumes_with_the_export(folder: Path)
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_a_requested_checkpoint_is_saved_and_training_goes_on(folder: Path, ranks: int) -> None:
+def test_a_requested_checkpoint_is_saved_and_training_continues(folder: Path, ranks: int) -> None:
     name = f"requested-{ranks}"
     never = "--save_steps 0 --save_model False --max_train_step 4000 --num_epochs 4000".split()
     run = Run(folder, name, *never, "--eval_steps", "0", *SHORT_EVALUATION, ranks=ranks)

@@ -181,6 +181,27 @@ def test_the_script_writes_one_report_or_a_comparison(run_dir: Path, tmp_path: P
     assert not (second / "report.html").exists()
 
 
+def test_only_reports_are_replaced(run_dir: Path, tmp_path: Path) -> None:
+    folder = copied(run_dir, tmp_path / "run")
+    notes = tmp_path / "notes.html"
+    notes.write_text("mine")
+    (folder / "report.html").write_text("mine, too")
+    for flags, named in ((["--output", notes], notes), ([], folder / "report.html")):
+        finished = report(folder, *flags)
+        assert finished.exit_code == 2
+        assert finished.output == (
+            f"error: --output {named}: exists, and is not a report. Name another file.\n"
+        )
+    assert notes.read_text() == "mine"
+    notes.unlink()
+    for _ in range(2):
+        assert report(folder, "--output", notes).exit_code == 0
+    finished = report(folder, "--output", tmp_path / "x.txt")
+    assert finished.output == (
+        f"error: --output {tmp_path}/x.txt: expected a name that ends in .html.\n"
+    )
+
+
 def test_user_errors_are_reported_together(run_dir: Path, tmp_path: Path) -> None:
     copied(run_dir, tmp_path / "good")
     (tmp_path / "file").touch()
@@ -190,6 +211,7 @@ def test_user_errors_are_reported_together(run_dir: Path, tmp_path: Path) -> Non
     assert finished.exit_code == 2
     places = (f"{tmp_path}/goof: ", f"{tmp_path}: ", f"{tmp_path}/file: ")
     assert all(f"error: {place}" in finished.output for place in places)
+    assert f"{tmp_path}/goof: there is no run or model here." in finished.output
     finished = report(tmp_path / "good", "--output", tmp_path / "good" / "config.yaml")
     assert finished.exit_code == 2 and finished.output.startswith("error: --output ")
 

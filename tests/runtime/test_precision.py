@@ -1,30 +1,54 @@
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 
 from llama_ft.errors import UserError
-from llama_ft.runtime import advise_precision
-from llama_ft.runtime.devices import matmul_slowdown
+from llama_ft.runtime import advise_precision, devices
+from llama_ft.runtime.devices import (
+    MATMUL_FEATURES,
+    PrecisionName,
+    cpu_features,
+    features_of,
+)
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
 
 
-@pytest.mark.parametrize(
-    ("asked", "dtype"), [("bf16_mixed", torch.bfloat16), ("fp16", torch.float16)]
-)
-def test_the_precision_advice_follows_the_measured_speed_of_this_cpu(
-    asked: Any, dtype: torch.dtype
+FEATURES = {
+    "avx2 fma": ("fp32", "fp32"),  # Zen 3
+    "avx512f avx512_bf16": ("bf16_mixed", "fp32"),  # Zen 4
+    "avx512_bf16 avx512_fp16 amx_tile amx_bf16": ("bf16_mixed", "fp16"),  # Sapphire Rapids
+    "asimd asimdhp": ("fp32", "fp16"),  # Graviton 2
+    "asimd asimdhp bf16 svebf16": ("bf16_mixed", "fp16"),  # Graviton 3
+}
+
+
+@pytest.mark.parametrize("flags", FEATURES)
+def test_the_precision_follows_the_features_of_the_cpu(
+    flags: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen, note = advise_precision(asked, True, CPU)
-    unchanged, warning = advise_precision(asked, False, CPU)
-    assert unchanged == asked, "the setting of the user is kept"
-    if matmul_slowdown(dtype) > 2:
-        assert chosen == "fp32" and "slower than fp32" in note and "--precision fp32" in warning
-    else:
-        assert chosen in (asked, "fp32") and (chosen == "fp32") == bool(note)
+    name = "Features" if flags.startswith("asimd") else "flags"
+    found = features_of(["processor\t: 0", f"{name}\t\t: {flags}"])
+    monkeypatch.setattr(devices, "cpu_features", lambda: found)
+    names: tuple[PrecisionName, PrecisionName] = ("bf16_mixed", "fp16")
+    for asked, expected in zip(names, FEATURES[flags], strict=True):
+        chosen, note = advise_precision(asked, True, CPU)
+        assert chosen == expected
+        assert (chosen == "fp32") == bool(note)
+        unchanged, warning = advise_precision(asked, False, CPU)
+        assert unchanged == asked, "the setting of the user is kept"
+        assert bool(warning) == bool(note)
     assert advise_precision("fp32", True, CPU) == ("fp32", "")
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="not Linux")
+def test_torch_and_linux_name_the_same_features_of_this_cpu() -> None:
+    """So all supported versions of torch choose the same precision on one machine."""
+    on_linux = features_of(Path("/proc/cpuinfo").read_text().splitlines())
+    for features in MATMUL_FEATURES.values():
+        assert cpu_features() & set(features) == on_linux & set(features)
 
 
 @pytest.mark.parametrize("has_bf16", [False, True])

@@ -155,7 +155,8 @@ def largest_error(
         ("momentum", partial(torch.optim.SGD, momentum=0.9), 1e-5, 1e-5),
         ("Adafactor", torch.optim.Adafactor, 1e-5, 1e-5),
         ("AdamW8bit", torch.optim.AdamW, 0.03, 0),
-        ("anyprecision", torch.optim.AdamW, 0.01, 0.05),
+        # of the parameter with one element; with 40 seeds 0.02 in the median, 0.07 at most
+        ("anyprecision", torch.optim.AdamW, 0.1, 0.1),
         ("RMSprop", FOREIGN["RMSprop"], 1e-5, 1e-5),
         ("Lion", Lion, 1e-5, 0),
     ],
@@ -216,6 +217,42 @@ def test_compensated_bf16_weights_follow_fp32_weights_and_plain_bf16_does_not() 
     held = kahan.float() + optimizers[2].state[kahan]["compensation"].float()
     assert (held - exact).abs().mean().item() < 0.05 * abs(moved)
     assert (stochastic.float() - start.float()).mean().item() == pytest.approx(moved, rel=0.15)
+
+
+def test_noise_is_uniform_in_int16_and_independent_between_its_tensors() -> None:
+    generator = torch.Generator().manual_seed(0)
+    like = torch.empty(999, 1001)  # not a multiple of 8
+    noises = anyprecision._draw_noises(like, 3, generator)
+    again = anyprecision._draw_noises(like, 3, torch.Generator().manual_seed(0))
+    assert torch.equal(noises, again)
+    count = like.numel()
+    for noise in noises:
+        assert noise.shape == like.shape and noise.dtype == torch.int16
+        assert noise.data_ptr() % 16 == 0
+        assert (noise.min(), noise.max()) == (-(2**15), 2**15 - 1)
+        for bit in range(16):
+            share = ((noise.int() >> bit) & 1).double().mean().item()
+            assert abs(share - 0.5) < 5 * 0.5 / count**0.5
+        expected = count / 256
+        found = torch.bincount((noise.flatten().int() + 2**15) >> 8, minlength=256)
+        chi_square = ((found - expected) ** 2 / expected).sum().item()
+        assert chi_square < 255 + 5 * (2 * 255) ** 0.5
+    table = torch.stack([noise.flatten().double() for noise in noises])
+    neighbors = torch.stack([table[0][:-1], table[0][1:]])
+    for values in (table, neighbors):
+        others = torch.corrcoef(values) - torch.eye(len(values))
+        assert others.abs().max().item() < 5 / count**0.5
+
+
+def test_stochastic_rounding_is_unbiased() -> None:
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.tensor([1.0 + 1 / 1024, -3.0 - 1 / 100, 1e-30, 0.7]).expand(400_000, 4)
+    rounded = torch.empty_like(exact, dtype=torch.bfloat16)
+    (noise,) = anyprecision._draw_noises(exact, 1, generator)
+    anyprecision.round_stochastically(rounded, exact.contiguous(), noise)
+    error = rounded.double().mean(0) / exact[0].double() - 1
+    spacing = 2**-7  # at most, of neighboring bf16 numbers
+    assert error.abs().max().item() < 5 * spacing / 2 / 400_000**0.5
 
 
 def three_steps(dtype: torch.dtype) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from llama_ft.checkpoint.export_checkpoint import (
     understood_adapter,
 )
 from llama_ft.checkpoint.fetch import open_store
+from llama_ft.checkpoint.host_block import HostBlock
 from llama_ft.checkpoint.reader import Checkpoint, checkpoint_errors, complete_checkpoints
 from llama_ft.checkpoint.resume import (
     check_same_run,
@@ -30,4 +31,4 @@ from llama_ft.checkpoint.run_directory import create_run_directory
 from llama_ft.checkpoint.state import own_state, restore, restore_weights
 from llama_ft.checkpoint.store import ObjectStore, is_uploaded
 from llama_ft.checkpoint.uploads import GRACE_SECONDS, Uploads, open_uploads
-from llama_ft.checkpoint.writer import CheckpointWriter, to_host
+from llama_ft.checkpoint.writer import CheckpointWriter

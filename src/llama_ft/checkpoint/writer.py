@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.futures import Future as TorchFuture
 
 from llama_ft.checkpoint import reader
+from llama_ft.checkpoint.host_block import HostBlock
 from llama_ft.checkpoint.reader import complete_checkpoints, step_folder, step_of
 from llama_ft.checkpoint.safetensors_file import SafetensorsFile
 from llama_ft.checkpoint.state import Tensors, own_state
@@ -79,6 +80,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         # To create it they wait as long as for training.
         self._group = dist.new_group(backend="gloo", timeout=ranks.timeout)
         _set_pg_timeout(timedelta(hours=6), self._group)
+        self._host_block = HostBlock()
         self._in_flight: Future[None] | None = None
         self._timings: dict[str, float] = {}
         if ranks.is_main:
@@ -156,7 +158,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             raise self._failure(
                 step, f"it needs {size_text(needed)}, but only {size_text(free)} are free"
             )
-        copies = to_host(live)
+        copies = self._host_block.copy(live)
         stall = time.perf_counter() - started
         self._timings["perf/save_stall_seconds"] = stall
         future = Future[None]()
@@ -199,6 +201,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if kind is None or isinstance(error, UserError):
             self.finish()
+            self._host_block.free()
 
     def timings(self) -> dict[str, float]:
         """Return perf/save_stall_seconds and perf/save_seconds of saves that started or ended since
@@ -351,18 +354,6 @@ class _ShardWriter(dcp.HuggingFaceStorageWriter):
         for written in results:
             digests |= {result.index.fqn: result.storage_data for result in written}
         self._complete(digests)
-
-
-def to_host(tensors: Tensors) -> Tensors:
-    """Copy this rank's rows to host memory; from a GPU all at once, into pinned memory."""
-    shards = {name: local_shard(tensor) for name, tensor in tensors.items()}
-    copies = {}
-    for name, shard in shards.items():
-        pinned = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda)
-        copies[name] = pinned.copy_(shard, non_blocking=True)
-    if any(shard.is_cuda for shard in shards.values()):
-        torch.cuda.current_stream().synchronize()
-    return copies
 
 
 def _write_synced(path: Path, text: str) -> None:

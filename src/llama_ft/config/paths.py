@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from llama_ft.config.data_names import NOT_A_FILE, data_problem, is_split_of
-from llama_ft.config.messages import describe_setting
+from llama_ft.config.messages import describe_setting, nearest
 from llama_ft.config.rules import SECRET, as_fraction
 from llama_ft.errors import UserError, rank, reason
 from llama_ft.masking import is_url_with_secret
@@ -155,14 +155,37 @@ def folder_problem(folder: Path, expected: str) -> str | None:
 
 
 def looks_local(name: str) -> bool:
-    """Return whether `name` is a path. org/name is a Hub name unless a directory of that name
-    exists."""
+    """Return whether `name` is a path. org/name is a Hub name, unless a directory of that name
+    exists, or org is a run or a directory of runs."""
     return (
-        name.startswith((".", "/", "~"))
+        name.startswith((".", "/", "~", "output/"))
         or name.count("/") > 1
         or name.endswith("/")
         or Path(name).exists()
+        or ("/" in name and _holds_runs(Path(name).parent))
     )
+
+
+def _holds_runs(folder: Path) -> bool:
+    return (folder / RUN_MARKER).exists() or bool(runs_in(folder))
+
+
+def runs_in(folder: Path) -> list[str]:
+    """Return the names of the runs in a directory, which need not exist."""
+    return sorted(marker.parent.name for marker in folder.glob(f"*/{RUN_MARKER}"))
+
+
+def similar_run(folder: Path) -> Path | None:
+    """Return the run next to `folder` whose name is most similar, or None."""
+    name = nearest(folder.name, runs_in(folder.parent))
+    return folder.parent / name if name else None
+
+
+def missing_run(folder: Path) -> str:
+    """Return the error message for a path at which there is nothing."""
+    similar = similar_run(folder)
+    hint = f" Did you mean {similar}?" if similar else ""
+    return f"there is no run or model here.{hint}"
 
 
 def model_problem(name: str) -> str | None:
@@ -344,12 +367,12 @@ def model_dir_problem(
         if not is_of_model and name not in copied:
             others.append(name)
     if others:
-        return f"contains files that are not part of a model ({', '.join(others[:5])}). Choose another output_dir."
+        return f"contains files that are not part of a model ({', '.join(others[:5])}). Choose another OUT."
     is_ours = card.is_file() and CARD_TAG in card.read_text(errors="replace")
     if not is_ours:
-        return "holds a model that llama_ft did not write (no README.md tagged llama_ft). Choose another output_dir."
+        return "holds a model that llama_ft did not write (no README.md tagged llama_ft). Choose another OUT."
     if not overwrite:
-        return "already holds a model. Choose another output_dir, or replace that model with --overwrite."
+        return "already holds a model. Choose another OUT, or replace that model with --overwrite."
     return deleted_input([path], inputs)
 
 
@@ -377,7 +400,7 @@ def deleted_input(
         source = Path(before_function or value).expanduser().resolve()
         for entry in entries:
             if source.is_relative_to(entry.resolve()):
-                return f"--overwrite would delete {entry}, which {name} reads. Choose another output_dir."
+                return f"--overwrite would delete {entry}, which {name} reads. Choose another directory."
     return None
 
 
@@ -391,7 +414,8 @@ def not_writable(path: Path) -> str | None:
     # a link to nothing exists, too: a directory of its name cannot be made
     existing = next(folder for folder in ancestors if folder.exists() or folder.is_symlink())
     if not existing.is_dir():
-        return f"{existing} is not a directory."
+        # The message begins with `path`.
+        return "is not a directory." if existing == path else f"{existing} is not a directory."
     try:
         with tempfile.TemporaryDirectory(prefix=".llama_ft_", dir=existing):
             return None

@@ -35,7 +35,7 @@ def parse_size(text: str) -> int:
     them, or `80GiB`.
 
     Raises:
-        ValueError: the text is no such size, or is zero.
+        ValueError: the text is not such a size, or is zero.
     """
     size_bytes = 0
     match = SIZE.fullmatch(text.strip())
@@ -52,7 +52,7 @@ def parse_duration(text: str) -> int:
     """Return the seconds that `3h50m`, `90s` or `1d` stand for.
 
     Raises:
-        ValueError: the text is no such time, is zero, or longer than a year.
+        ValueError: the text is not such a time, is zero, or longer than a year.
     """
     total = 0
     match = DURATION.fullmatch(text.replace(" ", ""))

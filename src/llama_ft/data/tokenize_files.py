@@ -447,9 +447,11 @@ class BadSamples:
         skip_bad_rows is off."""
         if self.skip or not self.count:
             return
-        kinds = [describe_kind(kind, *counts) for kind, counts in self.kinds.items()]
+        kinds = list[str]()
+        if self.count > len(self.first):  # else all bad samples are shown
+            kinds = [describe_kind(kind, *counts) for kind, counts in self.kinds.items()]
         or_more = " or more" if self.count >= BAD_SAMPLES_COUNTED else ""
-        total = f"{plural(self.count, 'bad sample')}{or_more}:"
+        total = f"{plural(self.count, 'bad sample')}{or_more}{':' if kinds else '.'}"
         way_out = (
             "--skip_bad_rows skips such samples and counts them; --repair_chats repairs chats."
         )

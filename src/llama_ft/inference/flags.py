@@ -15,8 +15,10 @@ from llama_ft.config.paths import (
     file_problem,
     folder_problem,
     looks_local,
+    missing_run,
     model_problem,
     not_writable,
+    similar_run,
 )
 from llama_ft.config.settings import Config, QuantizationConfig
 from llama_ft.config.tool_flags import check, read
@@ -200,8 +202,11 @@ def result_problem(name: str) -> str | None:
     """Return why `name` cannot be loaded (it is not a run, checkpoint, adapter, model or Hub name),
     or None."""
     folder = Path(name).expanduser()
-    if not looks_local(name) or find_result(folder):
+    if find_result(folder):
         return None
+    if not folder.exists():
+        is_on_hub = not looks_local(name) and similar_run(folder) is None
+        return None if is_on_hub else missing_run(folder)
     expected = "the directory of a run, a checkpoint, a model or an adapter"
     nothing = "holds no run with a final model or a checkpoint, no model and no adapter."
     return folder_problem(folder, expected) or nothing

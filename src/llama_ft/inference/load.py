@@ -95,7 +95,7 @@ def open_model(
     request = _request(found, flags, PRECISIONS[chosen].compute)
     built = build_model(request, ranks, NULL_MONITOR)
     model = built.model
-    # Without an adapter, build_model has loaded the trained weights in the place of the base's.
+    # Without an adapter, build_model has loaded the trained weights in place of the base's.
     if found.trained is not None and built.adapter is not None:
         checkpoint.restore_weights(found.trained, model)
     model.requires_grad_(False)

@@ -17,9 +17,9 @@ from llama_ft.models.built import BuiltModel
 # keeps their outputs. They are matched by name, because many exist only with their package or
 # device.
 EXPENSIVE = re.compile(
-    r"aten::(mm|addmm|bmm|baddbmm|_int_mm|_scaled_mm|_grouped_mm|_(scaled_dot_product|efficient)_\w*attention\w*)"
+    r"aten::(mm|addmm|bmm|_int_mm|_scaled_mm|_grouped_mm|_(scaled_dot_product|efficient)_\w*attention\w*)"
     r"|bitsandbytes::(gemm_4bit|gemv_4bit|int8_linear_matmul|int8_scaled_mm|int8_mixed_scaled_mm)"
-    r"|llama_ft::lora_linear"
+    r"|llama_ft::(lora_linear|lora_experts|block_attention)"
     r"|torch_attn::_varlen_attn"
     r"|\w*flash_attn\w*::\w*(forward|fwd)\w*"
 )

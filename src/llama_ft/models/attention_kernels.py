@@ -14,6 +14,7 @@ Capability = tuple[int, int] | None  # compute capability of a GPU; None: a CPU
 T4 = (7, 5)
 AMPERE = (8, 0)
 HOPPER = (9, 0)
+BLACKWELL = 10  # B200 and GB200 (10.0), B300 (10.3); not 12.0, GeForce
 # cuDNN builds a plan for each shape, in 0.1 to 0.5 s. Samples truncated to the context length have
 # a length that is a multiple of this, and repeat. Other samples that fill a sequence alone rarely
 # do.
@@ -47,7 +48,9 @@ def choose_kernel(
         return "own"
     if capability < AMPERE or dtype == torch.float32 or not is_even or widths[0] > 256:
         return "efficient"
-    return "cudnn" if capability == HOPPER and equal_length and widths[0] <= 128 else "varlen"
+    # Elsewhere torch prefers flash attention, too. On 10.x the varlen kernel is flash attention 2.
+    prefers_cudnn = capability == HOPPER or capability[0] == BLACKWELL
+    return "cudnn" if prefers_cudnn and equal_length and widths[0] <= 128 else "varlen"
 
 
 def activate_flash_attention_3(config: PretrainedConfig) -> None:

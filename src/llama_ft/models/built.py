@@ -114,7 +114,7 @@ class BuiltModel:
     conversions: list[WeightTransform] = field(default_factory=list)
     left_out: LeftOut = LeftOut([], {})  # what the text part of a multimodal model lacks
     grown: GrownRows | None = None  # parameters with fewer rows in the checkpoint
-    has_score: bool = False  # a reward model's head in the place of the LM head
+    has_score: bool = False  # a reward model's head in place of the LM head
     # By the steps of the same names
     mixers: TokenMixers | None = (
         None  # use_packed_attention; None: the model is called with padding
@@ -123,6 +123,8 @@ class BuiltModel:
     adapter: Adapter | None = None  # inject_lora
     has_chunked_loss: bool = False  # use_chunked_loss; check_packing may turn it off
     units: list[Unit] = field(default_factory=list)  # apply_fsdp
+    # by apply_fsdp: modules whose unit stays unsharded between the micro-batches of a step
+    kept_unsharded: list[nn.Module] = field(default_factory=list)
     stored: StoredModel = StoredModel({}, {})  # load_weights
 
 

@@ -64,7 +64,7 @@ def load_weights(
         ranks: the ranks the model is sharded over. Shards live on their storage device, buffers
             where they compute, and there weights are quantized.
         settings: see LoadSettings.
-        trained: weights of a checkpoint to load later (with an adapter), or here in the place of
+        trained: weights of a checkpoint to load later (with an adapter), or here in place of
             the base model's of the same names; not with settings.scatter.
 
     Returns:

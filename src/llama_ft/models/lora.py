@@ -36,6 +36,7 @@ from llama_ft.config import PeftConfig
 from llama_ft.errors import UserError
 from llama_ft.models.build import read_linears
 from llama_ft.models.built import Adapter, BuiltModel
+from llama_ft.models.lora_experts import use_split_experts
 from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.models.new_tokens import NewTokens, use_token_rows
 from llama_ft.models.quantized import QuantizedLinear, quantized_weights
@@ -156,6 +157,7 @@ def inject_adapter(model: PreTrainedModel, settings: Any) -> Adapter:
     settings.modules_to_save = whole
     use_token_rows(model)
     use_fused_lora(model)
+    use_split_experts(model)
     layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, tuners_utils.BaseTunerLayer):
@@ -239,7 +241,7 @@ def _check_for_pissa(model: nn.Module, peft: PeftConfig) -> None:
         base = layer.get_base_layer()
         is_plain_linear = isinstance(layer, LoraLinear) and not isinstance(base, QuantizedLinear)
         if not is_plain_linear or peft.r > min(base.weight.shape):
-            problem = f"{name} is no unquantized linear layer with at least {peft.r} inputs and outputs (--peft.r)."
+            problem = f"{name} is not an unquantized linear layer with at least {peft.r} inputs and outputs (--peft.r)."
             way_out = "Name such layers: --target_modules q_proj,v_proj."
             raise UserError(f"--init_lora_weights {peft.init_lora_weights}: {problem} {way_out}")
 

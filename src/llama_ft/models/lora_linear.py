@@ -11,22 +11,19 @@ The matmul is one operator, so selective activation checkpointing keeps only y a
 are the same as those of PEFT's dropout.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
-from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
-from llama_ft.models.quantized import SCHEMES, QuantizedLinear, QuantizedStacks, frozen_matmul
+from llama_ft.models.quantized import SCHEMES, QuantizedLinear, frozen_matmul
 from llama_ft.models.replaced import become
 
-_LIBRARY = torch.library.Library("llama_ft", "DEF")
-_LIBRARY.define(
+LIBRARY = torch.library.Library("llama_ft", "DEF")  # all operators of this package
+LIBRARY.define(
     "lora_linear(Tensor x, Tensor u, Tensor weight, Tensor? scale, Tensor? bias, Tensor b, float scaling, str scheme) "
     "-> Tensor"
 )
@@ -52,10 +49,10 @@ def _lora_linear(
     return y.addmm_(u, b.t(), alpha=scaling)
 
 
-_LIBRARY.impl("lora_linear", _lora_linear, "CompositeExplicitAutograd")
+LIBRARY.impl("lora_linear", _lora_linear, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("llama_ft::lora_linear", lib=_LIBRARY)
+@torch.library.register_fake("llama_ft::lora_linear", lib=LIBRARY)
 def _output(x: torch.Tensor, *others: Any) -> torch.Tensor:
     return x.new_empty(len(x), len(others[4]))
 
@@ -91,8 +88,8 @@ class _LowRank(torch.autograd.Function):
         dropout: float,
         scheme: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [..., in] -> zeros [..., out] without storage, which pass on the gradient of y; and u
-        [n, r]."""
+        """x [..., in] -> a placeholder [..., out] of one unset number, which passes on the gradient
+        of y; and u [n, r]."""
         ctx.factors = (scaling, 1 - dropout)
         ctx.scheme = scheme
         flat = x.reshape(-1, x.shape[-1])
@@ -110,8 +107,8 @@ class _LowRank(torch.autograd.Function):
         ctx.save_for_backward(x, mask, u, weight, scale, a, b)
         ctx.mark_non_differentiable(u)
         output_shape = (*x.shape[:-1], len(b))
-        zeros = x.new_zeros(()).expand(output_shape)
-        return zeros, u
+        placeholder = x.new_empty(()).expand(output_shape)  # nothing reads it
+        return placeholder, u
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
@@ -146,24 +143,45 @@ class _LowRank(torch.autograd.Function):
 
 
 class _Matmul(torch.autograd.Function):
-    """Computes y. Its gradient is passed on to `zeros`."""
+    """Computes y. Its gradient is passed on to `placeholder`."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        zeros: torch.Tensor,
+        placeholder: torch.Tensor,
         x: torch.Tensor,
         *others: Any,
     ) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
         y: torch.Tensor = torch.ops.llama_ft.lora_linear(flat, *others)
         # no view: Llama 4 adds to it in place
-        whole: torch.Tensor = torch.ops.aten._unsafe_view(y, zeros.shape)
+        whole: torch.Tensor = torch.ops.aten._unsafe_view(y, placeholder.shape)
         return whole
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient, *[None] * 8
+
+
+def lora_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scaling: float,
+    bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    scheme: str = "",
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Compute y [..., out] from x [..., in], a frozen weight [out, in] and bias, A [r, in] and B
+    [out, r]. A quantized weight has a scale and a scheme."""
+    placeholder, u = _LowRank.apply(x, weight, scale, a, b, scaling, dropout, scheme)
+    # Detached: _LowRank has the backward pass of x and b, and `placeholder` leads to it.
+    b = b.detach().to(x.dtype)
+    x = x.detach()
+    y = _Matmul.apply(placeholder, x, u, weight, scale, bias, b, scaling, scheme)
+    return cast(torch.Tensor, y)
 
 
 class FusedLora(LoraLinear):
@@ -182,7 +200,7 @@ class FusedLora(LoraLinear):
         if is_changed or len(names) != 1 or not self._is_plain(names[0], x):
             return super().forward(x, *args, **kwargs)
         name = names[0]
-        base = self.base_layer
+        base: Any = self.base_layer
         dropout = self.lora_dropout[name]
         scale = None
         scheme = ""
@@ -190,15 +208,10 @@ class FusedLora(LoraLinear):
             scale = base.scale
             scheme = base.scheme_name
         p = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-        weight = base.weight
         a = cast(Any, self.lora_A[name]).weight
         b = cast(Any, self.lora_B[name]).weight
         scaling = self.scaling[name]
-        zeros, u = _LowRank.apply(x, weight, scale, a, b, scaling, p, scheme)
-        # Detached: _LowRank has the backward pass of x and b, and `zeros` leads to it.
-        b = b.detach().to(x.dtype)
-        x = x.detach()
-        return _Matmul.apply(zeros, x, u, weight, scale, base.bias, b, scaling, scheme)
+        return lora_linear(x, base.weight, a, b, scaling, base.bias, scale, scheme, p)
 
     def _is_plain(self, name: str, x: torch.Tensor) -> bool:
         """Return whether the fused forward pass is equivalent to PEFT's."""
@@ -249,37 +262,8 @@ def cast_where_used(model: nn.Module) -> set[nn.Parameter]:
     return found
 
 
-class QuantizedStackLora(ParamWrapper):
-    """PEFT's adapter of a quantized stacked weight. The module below adds it when the weight is
-    read. PEFT's own way would temporarily replace the parameter by the sum."""
-
-    def get_param(self) -> torch.Tensor:
-        """Return a tensor with the weight's shape and dtype, without dequantizing it."""
-        stacks = cast(QuantizedStacks, self.get_base_layer())
-        return torch.empty(
-            stacks.stack_shapes[self.parameter_name], dtype=stacks.dtype, device="meta"
-        )
-
-    @contextmanager
-    def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
-        additions = cast(QuantizedStacks, self.get_base_layer()).additions
-        for name in active_adapters:  # there is only one
-            additions[self.parameter_name] = self.get_delta_factors(name)
-        try:
-            yield
-        finally:
-            additions.pop(self.parameter_name, None)
-
-
 def use_fused_lora(model: nn.Module) -> None:
-    """Use the fused forward pass in PEFT's LoRA layers, and `QuantizedStackLora` for quantized
-    stacks."""
+    """Use the fused forward pass in PEFT's LoRA layers."""
     for module in model.modules():
         if type(module) is LoraLinear:
             become(module, FusedLora)
-        elif type(module) is ParamWrapper:
-            stacks = module.get_base_layer()
-            if not isinstance(stacks, QuantizedStacks):
-                continue
-            if module.parameter_name in stacks.stack_shapes:
-                become(module, QuantizedStackLora)

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,8 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.models import attention_kernels
+from llama_ft.models import attention_kernels, block_attention
+from llama_ft.models.block_attention import BlockAttention
 from llama_ft.models.build import function_of_file
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.packed_samples import (
@@ -231,17 +232,58 @@ def _samples_of(module: nn.Module, samples: PackedSamples | None) -> PackedSampl
     return samples.cut(chunk)
 
 
+class _Call(NamedTuple):
+    """Neighboring samples that one call of a kernel computes."""
+
+    tokens: int  # of all of them
+    longest: int
+    offsets: torch.Tensor | None  # int32 [samples + 1], on the device; None: one sample
+
+
+def _divide_into_calls(samples: PackedSamples, together: bool) -> list[_Call]:
+    """Divide samples into kernel calls: each its own, or `together` as many neighbors as take no
+    more workspace than one sample as long as the packed sequence. The memory-efficient kernel's
+    workspace grows with the number of samples times the longest one."""
+    lengths = samples.lengths
+    limit = sum(lengths) if together else 0
+    calls = []
+    first = 0
+    longest = 0
+    for index, length in enumerate(lengths):
+        longest = max(longest, length)
+        if index > first and longest * (index + 1 - first) > limit:
+            calls.append(_call_for(samples, first, index))
+            first = index
+            longest = length
+    return [*calls, _call_for(samples, first, len(lengths))]
+
+
+def _call_for(samples: PackedSamples, first: int, end: int) -> _Call:
+    """Return the call for the samples [first, end)."""
+    lengths = samples.lengths[first:end]
+    offsets = None
+    if len(lengths) > 1:
+        offsets = samples.offsets[first : end + 1]
+        if first:
+            offsets = offsets - offsets[:1]
+    return _Call(sum(lengths), max(lengths), offsets)
+
+
+def _is_cuda(query: torch.Tensor) -> bool:
+    return query.is_cuda
+
+
 class _SampleAttention(torch.autograd.Function):
     """Causal attention within each sample: [1, heads, tokens, head_dim] in and out. The CPU kernel
-    lets query heads share keys and values; for the memory-efficient kernel they are repeated, one
-    sample at a time."""
+    lets query heads share keys and values; for the memory-efficient kernel they are repeated, for
+    one call at a time."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Any, key: Any, value: Any, lengths: Any, *how: Any
+        ctx: Any, query: Any, key: Any, value: Any, samples: PackedSamples, *how: Any
     ) -> torch.Tensor:
         scale, window, is_efficient = how
-        ctx.lengths = lengths
+        ctx.calls = _divide_into_calls(samples, together=_is_cuda(query))
         ctx.how = (scale, window)
         ctx.groups = query.shape[1] // key.shape[1] if is_efficient else 1
         # The memory layout that the memory-efficient kernel's backward pass assumes for any
@@ -249,11 +291,13 @@ class _SampleAttention(torch.autograd.Function):
         _, heads, tokens, _ = query.shape
         memory = query.new_empty(1, tokens, heads, value.shape[3])
         output = memory.transpose(1, 2)
-        compute = _efficient_forward if query.is_cuda else _cpu_forward
+        compute = _efficient_forward if _is_cuda(query) else _cpu_forward
         sums = []
-        for sample, *shared, sample_output in _samples(lengths, query, key, value, output):
+        tokens_of_calls = tuple(call.tokens for call in ctx.calls)
+        parts = _samples(tokens_of_calls, query, key, value, output)
+        for call, (sample, *shared, sample_output) in zip(ctx.calls, parts, strict=True):
             repeated = [repeat_kv(part, ctx.groups) for part in shared]
-            made, log_sums = compute([sample, *repeated], *ctx.how)
+            made, log_sums = compute([sample, *repeated], call, *ctx.how)
             # in a plan, torch's fake kernel returns the query's width
             sample_output.copy_(made[..., : value.shape[3]])
             sums.append(log_sums)
@@ -264,24 +308,26 @@ class _SampleAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         query, key, value, output, *sums = ctx.saved_tensors
         gradients = [torch.empty_like(whole) for whole in (query, key, value)]
-        samples = _samples(ctx.lengths, gradient, query, key, value, output)
-        targets = _samples(ctx.lengths, *gradients)
-        compute = _efficient_backward if query.is_cuda else _cpu_backward
-        for sample, log_sums, of_sample in zip(samples, sums, targets, strict=True):
+        tokens_of_calls = tuple(call.tokens for call in ctx.calls)
+        samples = _samples(tokens_of_calls, gradient, query, key, value, output)
+        targets = _samples(tokens_of_calls, *gradients)
+        compute = _efficient_backward if _is_cuda(query) else _cpu_backward
+        for sample, call, log_sums, of_call in zip(samples, ctx.calls, sums, targets, strict=True):
             # the keys and values among [gradient, query, key, value, output]
             sample[2:4] = [repeat_kv(part, ctx.groups) for part in sample[2:4]]
-            parts = compute(sample, log_sums, *ctx.how)
-            for target, part in zip(of_sample, parts, strict=True):
+            parts = compute(sample, call, log_sums, *ctx.how)
+            for target, part in zip(of_call, parts, strict=True):
                 if part.shape != target.shape:
                     # the sum over the query heads that share a key head
                     part = part.unflatten(1, (-1, ctx.groups)).sum(2)
                 target.copy_(part)
-        # none for lengths, scale, window and is_efficient
+        # none for samples, scale, window and is_efficient
         return *gradients, None, None, None, None
 
 
 def _cpu_forward(
     sample: list[torch.Tensor],
+    call: _Call,
     scale: float | None,
     window: int | None,
 ) -> Any:
@@ -293,6 +339,7 @@ def _cpu_forward(
 
 def _cpu_backward(
     sample: list[torch.Tensor],
+    call: _Call,
     log_sums: torch.Tensor,
     scale: float | None,
     window: int | None,
@@ -311,25 +358,31 @@ def _cpu_backward(
 
 def _efficient_forward(
     sample: list[torch.Tensor],
+    call: _Call,
     scale: float | None,
     window: int | None,
 ) -> Any:
     parts = [part.transpose(1, 2) for part in sample]
     how = {"scale": scale, "window_size": window}
+    longest = call.longest if call.offsets is not None else None
+    several = (call.offsets, call.offsets, longest, longest)
     made, log_sums, *_ = ATEN._efficient_attention_forward(
-        *parts, *[None] * 5, 0.0, CAUSAL, True, **how
+        *parts, None, *several, 0.0, CAUSAL, True, **how
     )
     return made.transpose(1, 2), log_sums
 
 
 def _efficient_backward(
-    sample: list[torch.Tensor], log_sums: Any, scale: float | None, window: int | None
+    sample: list[torch.Tensor],
+    call: _Call,
+    log_sums: Any,
+    scale: float | None,
+    window: int | None,
 ) -> Any:
     # Not autograd: torch's derivative of the forward operator ignores the window.
     gradient, *parts, output = (part.transpose(1, 2) for part in sample)
-    length = output.shape[1]
-    # None: no bias, and no offsets of several sequences
-    inputs = (gradient, *parts, None, output, None, None, length, length, log_sums)
+    several = (call.offsets, call.offsets, call.longest, call.longest)
+    inputs = (gradient, *parts, None, output, *several, log_sums)  # None: no bias
     # used only with dropout
     no_seeds = (log_sums, log_sums)
     how = {"scale": scale, "window_size": window}
@@ -354,9 +407,16 @@ def _call_kernel_per_sample(
     window: int | None,
     is_efficient: bool,
 ) -> Attention:
-    """Call the memory-efficient kernel, or that of the CPU, for each sample."""
+    """Call the memory-efficient kernel, or that of the CPU, for each sample or several ones. On a
+    CPU that multiplies 16 bits, short samples are computed in blocks instead."""
+    query = tensors[0]
+    is_short = samples.longest <= min(block_attention.LONGEST, window or block_attention.LONGEST)
+    if is_short and not query.is_cuda and block_attention.is_faster(query.dtype):
+        scale = query.shape[3] ** -0.5 if scale is None else scale
+        output = BlockAttention.apply(*tensors, samples.lengths, scale)
+        return output.transpose(1, 2), None
     how = (scale, window, is_efficient)
-    output = _SampleAttention.apply(*tensors, samples.lengths, *how)
+    output = _SampleAttention.apply(*tensors, samples, *how)
     return output.transpose(1, 2), None
 
 

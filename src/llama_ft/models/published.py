@@ -548,7 +548,7 @@ def _find_scale(source: WeightSource, name: str) -> str:
 def _matrix_shape(name: str, header: StoredTensor) -> tuple[int, ...]:
     if len(header.shape) not in (2, 3):
         raise UserError(
-            f"{header.file}: {name} is quantized and has the shape {list(header.shape)}, which is no matrix.\n"
+            f"{header.file}: {name} is quantized and has the shape {list(header.shape)}, which is not a matrix.\n"
             f"{SIXTEEN_BITS}"
         )
     return header.shape

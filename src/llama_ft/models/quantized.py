@@ -310,7 +310,8 @@ class QuantizedStacks(nn.Module):
         left, right, scaling = addition
         left = left[first:last].to(value)
         right = right[first:last].to(value)
-        return torch.baddbmm(value, left, right, alpha=scaling)
+        # in place: autograd needs only the factors
+        return value.baddbmm_(left, right, alpha=scaling)
 
     @contextmanager
     def _holding_weights(self) -> Iterator[None]:

@@ -1,4 +1,5 @@
-"""Change how a module of another library computes: by another class, or by another method.
+"""Change how a module of another library computes: by another class, by another method, or by
+another value of a weight.
 
 These are the only assignments to modules of other libraries, apart from values of attributes that
 those libraries define. Everything else about a model is in `BuiltModel`.
@@ -33,10 +34,21 @@ def replace_method(
     name: str,
     method: Callable[..., Any],
 ) -> None:
-    """Let this module alone, not others of its class, run `method` in the place of its method
+    """Let this module alone, not others of its class, run `method` in place of its method
     `name`, mostly `forward`. The hooks of the module run around it as before."""
     assert callable(getattr(module, name))
     setattr(module, name, method)
+
+
+@contextmanager
+def reads_as(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """In the block, the module reads `value` as its parameter `name`, which stays where it is.
+    Transformers' experts read their weights themselves, and multiply in one of several functions."""
+    vars(module)[name] = value  # found before parameters, which torch looks up only in their dict
+    try:
+        yield
+    finally:
+        del vars(module)[name]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Reward models: a decoder with a scalar head `score` in the place of the LM head, in the layout of
+"""Reward models: a decoder with a scalar head `score` in place of the LM head, in the layout of
 Transformers' AutoModelForSequenceClassification with num_labels 1.
 
     hidden [tokens, width]  --last token of each sample-->  [samples, width]  --score [1, width]-->  scores [samples]
@@ -6,7 +6,7 @@ Transformers' AutoModelForSequenceClassification with num_labels 1.
 The last token is the last one that is not `pad_token_id`, as in Transformers' classes.
 config.json's `architectures` tells such a model, and `choose_head` writes it there. A causal
 model's LM head is left out, and the score head gets first values that depend on the seed alone:
-they are one more tensor of the checkpoint, as far as the loader knows.
+the loader treats them as a tensor of the checkpoint.
 """
 
 import hashlib

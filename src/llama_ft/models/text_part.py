@@ -69,7 +69,7 @@ def takes_more_than_text(config: PretrainedConfig) -> bool:
 
 
 def names_score(config: PretrainedConfig) -> bool:
-    """Whether a config is of a model with a head that scores or classifies text in the place of the
+    """Whether a config is of a model with a head that scores or classifies text in place of the
     LM head."""
     scored = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
     return scored is not None and (config.architectures or [""])[0] == scored

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import masking_utils
-from transformers.integrations import sdpa_attention
+from transformers.integrations import moe, sdpa_attention
 
 from llama_ft.models import attention_kernels
 
@@ -43,6 +43,9 @@ _is_causal: Any = getattr(masking_utils, "_ignore_causal_mask_sdpa", None)
 # Without flash attention (fp32, T4, V100), only sdpa's math kernel lets heads share keys, and it
 # keeps all scores. So keys are repeated, and the memory-efficient kernel computes padded batches.
 _shares_heads: Any = getattr(sdpa_attention, "use_gqa_in_sdpa", None)
+# Biases of experts, of gpt-oss for example: Transformers adds them in place to the output of a grouped
+# matmul, which selective activation checkpointing keeps, and so must not change.
+_grouped_linear: Any = getattr(moe, "_grouped_linear", None)
 # position_ids or attention_mask -> whether attention needs no mask. An entry ends with its tensor.
 # Tensors are compared by identity: `==` of two tensors is a tensor, which fails as a key.
 _NEEDS_NO_MASK: MutableMapping[torch.Tensor, bool] = WeakTensorKeyDictionary()
@@ -78,8 +81,20 @@ def _shares_heads_in_flash(
     return kernel in ("cpu", "varlen") and _shares_heads(mask, key, value)
 
 
+def _add_bias_to_a_copy(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    is_transposed: bool = False,
+) -> torch.Tensor:
+    output: torch.Tensor = _grouped_linear(inputs, weight, offs, is_transposed=is_transposed)
+    return output if bias is None else output + bias
+
+
 # These are functions of Transformers' modules: it has no other way to choose them. They are replaced
 # once, when this module is imported.
 masking_utils.find_packed_sequence_indices = _find_unless_marked
 masking_utils._ignore_causal_mask_sdpa = _is_causal_as_marked
 vars(sdpa_attention)["use_gqa_in_sdpa"] = _shares_heads_in_flash
+vars(moe)["_grouped_linear"] = _add_bias_to_a_copy

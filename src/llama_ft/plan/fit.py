@@ -25,11 +25,13 @@ from llama_ft.plan.flags import PlanFlags
 from llama_ft.plan.free_memory import free_text
 from llama_ft.plan.predict import predict
 from llama_ft.plan.types import Plan, PlanRequest
+from llama_ft.runtime.devices import PRECISIONS
 
 USABLE = 0.97  # plans are right within 3% (measured with benchmarks/plan.py)
 MAX_PROPOSALS = 3
 SMALL_GPU = 24 * 2**30  # bytes
 MOST_RANKS = 8  # ranks are doubled up to here, the GPUs of most nodes
+CAST_ONCE: dict[str, Any] = {"enable_fsdp": True, "sharding_strategy": "SHARD_GRAD_OP"}
 SHARDED: dict[str, Any] = {"enable_fsdp": True, "sharding_strategy": "FULL_SHARD"}
 RANKS = "--nproc"  # a flag of recipes/plan.py; the only change that is not a setting
 
@@ -252,9 +254,9 @@ def choose_checkpointing(
 ) -> tuple[Config, str, Plan]:
     """Choose for `--activation_checkpointing auto`: the first of off, selective and full that fits
     `free` bytes (inf: unknown), else the one with the least memory. What fits by a quick plan is
-    also planned in full unless `quick`. Returns the settings with it, a text with the choice and
-    the reason, and the plan. Raises UserError like the run. This process must not have a process
-    group."""
+    also planned in full unless `quick`. If memory is left, weights of one process may stay cast;
+    see `_keep_cast_weights`. Returns the settings with it, a text with the choice and the reason,
+    and the plan. Raises UserError like the run. This process must not have a process group."""
     planned = list[str]()
     for how in ("off", "selective", "full"):
         config = changed(request.config, {"activation_checkpointing": how}, request.device)
@@ -275,7 +277,34 @@ def choose_checkpointing(
         choice = config, f"{how} (planned: {', '.join(planned)}; free: {free_text(free)})", plan
         if has_room(plan, free):
             break
-    return choice
+    return _keep_cast_weights(request, build_model, free, quick, choice)
+
+
+def _keep_cast_weights(
+    request: PlanRequest,
+    build_model: models.BuildModel,
+    free: float,
+    quick: bool,
+    choice: tuple[Config, str, Plan],
+) -> tuple[Config, str, Plan]:
+    """If one process casts fp32 weights to 16 bits for every forward and backward pass, return the
+    choice with SHARD_GRAD_OP, which casts them once per step, if its plan fits. Each cast moves 6
+    bytes per weight."""
+    config, why, plan = choice
+    precision = PRECISIONS[config.train.precision]
+    is_cast = not config.peft.use_peft and precision.trained != precision.compute
+    if request.world_size > 1 or config.fsdp.enable_fsdp or not is_cast or math.isinf(free):
+        return choice
+    kept = changed(config, CAST_ONCE, request.device)
+    if kept is None or not has_room(plan, free):
+        return choice
+    asked = dataclasses.replace(request, config=kept)
+    larger = predict(asked, build_model, quick)
+    if not has_room(larger, free):
+        return choice
+    size = size_text(larger.device_bytes)
+    note = f"weights are cast once per step, sharding_strategy SHARD_GRAD_OP ({size})"
+    return kept, f"{why}; {note}", larger
 
 
 def changed(config: Config, changes: dict[str, Any], device: str) -> Config | None:

@@ -57,16 +57,15 @@ class PlanFlags:
     a node."""
 
     fit: str | None = None
-    """A device's memory, as 80GiB or 80, or its name, as h100: plan one change after another, and print
-    what fits."""
+    """Search for settings that fit this GPU (h100) or size (80GiB, 80), and print them."""
 
     price: Annotated[float, Field(gt=0)] | None = None
     """Price of one GPU for an hour, in any currency: print the cost too. Needs --fit with a GPU's
     name."""
 
     quick: bool | None = None
-    """Extrapolate from models of 3 and 5 layers: seconds, also for the largest. If not given: true
-    with --fit. --quick false plans every layer."""
+    """Extrapolate from models of 3 and 5 layers, in seconds for any size. If not given: true with
+    --fit. --quick false plans every layer."""
 
     json: bool = False
     """Print the plan as JSON."""

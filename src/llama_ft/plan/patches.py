@@ -14,7 +14,17 @@ from torch.nn import functional
 from transformers.integrations import hub_kernels
 
 from llama_ft.errors import UserError
-from llama_ft.models import attention_kernels, chunked_loss, compiled, conversion, loader, quantized
+from llama_ft.models import (
+    attention_kernels,
+    block_attention,
+    chunked_loss,
+    compiled,
+    conversion,
+    fsdp,
+    gloo,
+    loader,
+    quantized,
+)
 from llama_ft.models.attention_kernels import AMPERE, T4
 from llama_ft.models.load_weights import QUANTIZED_AT_ONCE
 from llama_ft.models.source import SafetensorsSource, StoredTensor
@@ -41,6 +51,13 @@ ALLOCATING: dict[tuple[Any, str], MemoryCategory] = {
 if hasattr(FSDPParam, "to_accumulated_grad_if_needed"):
     ALLOCATING[FSDPParam, "to_accumulated_grad_if_needed"] = "gradients"
 
+# sizes by device
+_LIMITS = (
+    chunked_loss.LOGITS_AT_ONCE,
+    chunked_loss.LOGITS_WITH_TRAINED_HEAD,
+    QUANTIZED_AT_ONCE,
+    objective.PAD_MULTIPLE,
+)
 Function = Callable[..., Any]
 
 
@@ -150,6 +167,8 @@ def _loading_patches(headers: dict[str, StoredTensor]) -> list[Any]:
 def _fake_tensor_patches() -> list[Any]:
     """Return the patches of what does not work with fake tensors."""
     return [
+        # This measures real tensors. The memory differs little: no sum per query is kept.
+        patch.object(block_attention, "is_faster", lambda _: False),
         # Kernels of layers with a recurrent state need CUDA. With this, Transformers uses torch
         # operations instead.
         patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
@@ -170,14 +189,16 @@ def _cuda_patches() -> list[Any]:
     return [
         # The attention kernel depends on the GPU's generation.
         patch.object(attention_kernels, "capability_of", planned_capability),
+        # On a GPU, units are all-gathered before they are needed.
+        patch.object(fsdp, "_is_cuda", lambda _: True),
         # 8-bit weights: the GPU multiplies int8, the CPU a dequantized copy of the weight.
         patch.object(quantized, "_on_cuda", lambda _: True),
+        # NCCL's collectives instead of our own over gloo.
+        patch.object(gloo, "is_over_gloo", lambda _: False),
         # The GPU computes RMSNorm in torch's kernel instead of the model's own operations.
         patch.object(compiled, "_is_cuda", lambda _: True),
         # That kernel on the CPU keeps more for backward.
         patch.object(functional, "rms_norm", _KernelNorm.apply),
         # Sizes of chunks and of padding differ between devices.
-        patch.dict(chunked_loss.LOGITS_AT_ONCE, cpu=chunked_loss.LOGITS_AT_ONCE["cuda"]),
-        patch.dict(QUANTIZED_AT_ONCE, cpu=QUANTIZED_AT_ONCE["cuda"]),
-        patch.dict(objective.PAD_MULTIPLE, cpu=objective.PAD_MULTIPLE["cuda"]),
+        *[patch.dict(limits, cpu=limits["cuda"]) for limits in _LIMITS],
     ]

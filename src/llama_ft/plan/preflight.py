@@ -28,10 +28,14 @@ from llama_ft.plan.free_memory import free_bytes, free_text
 from llama_ft.plan.types import Plan, PlanRequest
 from llama_ft.processes import end_with
 from llama_ft.runtime import Ranks, log
+from llama_ft.runtime.freed_memory import keep_freed_memory
 
 SECONDS_FOR_PLAN = 15.0
 SECONDS_FOR_ADVICE = 60.0
 SECONDS_FOR_CHOICE = 120.0
+# Planned share of free host memory up to which the C library keeps freed memory: peaks grow by 3 to
+# 30%.
+SHARE_TO_KEEP = 2 / 3
 
 
 class Preflight:
@@ -110,15 +114,26 @@ class Preflight:
         full = dataclasses.replace(config.train, activation_checkpointing="full")
         return dataclasses.replace(config, train=full), f"full (not planned: {answer})"
 
-    def report(self, output_dir: Path) -> None:
-        """Write plan.json, log the predicted memory, and warn if it is more than is available."""
+    def report(self, output_dir: Path, ranks: Ranks) -> None:
+        """Write plan.json, log the predicted memory, and warn if it is more than is available. On
+        the CPU keep freed memory if there is room. All ranks call it together."""
+        has_room = ranks.broadcast_from_rank0(partial(self._report, output_dir))
+        if ranks.device.type == "cpu" and has_room and keep_freed_memory():
+            log.info(
+                "Freed memory is kept for the next tensors, since the plan leaves room for it."
+            )
+
+    def _report(self, output_dir: Path) -> bool:
+        """Return whether the plan leaves room; False if there is no plan."""
+        has_room = False
         if self._pipe is None:
-            return
+            return has_room
         plan = self._receive(SECONDS_FOR_PLAN)
         if isinstance(plan, Plan):
             plan.save(output_dir)
             needs = f"{size_text(plan.device_bytes)} of {free_text(self._free)} per rank"
             log.info(f"Planned peak: {needs}, in phase {plan.peak.phase} (details: plan.json)")
+            has_room = plan.device_bytes <= SHARE_TO_KEEP * self._free
             if plan.device_bytes > self._free:
                 fits = self._receive(SECONDS_FOR_ADVICE)
                 log.warning(
@@ -131,6 +146,7 @@ class Preflight:
         else:
             log.info(f"No memory plan: {plan}")
         self._end()
+        return has_room
 
     def _end(self) -> None:
         if self._pipe is not None:

@@ -18,9 +18,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from llama_ft.errors import UserError
-from llama_ft.models import BuiltModel, lora_linear
+from llama_ft.models import BuiltModel, lora_experts, lora_linear
 from llama_ft.models.score_head import SCORE
 from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
+from llama_ft.plan.attention_workspace import attention_workspace_bytes
 from llama_ft.plan.patches import counted_memory
 from llama_ft.plan.types import Peak
 
@@ -105,9 +106,14 @@ class Tracker(TorchDispatchMode):
             result = result.to(inputs.dtype)
         else:
             result = func(*args, **kwargs)
+        workspace = attention_workspace_bytes(func, args) if self._is_cuda else 0
+        if workspace:
+            number = self.count_workspace(workspace, is_kept=True)
         for value in _tensors((result,)):
             if not isinstance(value, DTensor):
                 self.count_storage(value.untyped_storage())
+        if workspace:
+            self._change(number, -workspace, "temporaries")
         return result
 
     @contextmanager
@@ -186,14 +192,16 @@ class Tracker(TorchDispatchMode):
             self._change(number, nbytes - before, holder)
         self._alive[key] = (number, nbytes, holder)
 
-    def count_workspace(self, nbytes: int, is_kept: bool = False) -> None:
-        """Count memory that an operator allocates, and frees before it returns unless `is_kept`."""
+    def count_workspace(self, nbytes: int, is_kept: bool = False) -> int:
+        """Count memory that an operator allocates, and frees before it returns unless `is_kept`.
+        Return its number in `events`."""
         self._numbered += 1
         if is_kept:
             self._change(self._numbered, nbytes, "temporaries")
         elif nbytes:
             self._change(self._numbered, nbytes, "temporaries")
             self._change(self._numbered, -nbytes, "temporaries")
+        return self._numbered
 
     def assign(self, tensors: Iterable[torch.Tensor | None], holder: MemoryCategory) -> None:
         """Set the category of living tensors; of a DTensor only this rank's part."""
@@ -268,6 +276,8 @@ def _workspace_bytes(func: Any, args: Any, is_cuda: bool) -> int:
     match f"{func.namespace}.{func._opname}":
         case "llama_ft.lora_linear":
             return lora_linear.workspace_bytes(args)
+        case "llama_ft.lora_experts":
+            return lora_experts.workspace_bytes(args)
         # dequantizes the weight to the inputs' dtype, then multiplies
         case "bitsandbytes.gemm_4bit":
             inputs, _, shape, *_ = args
@@ -287,10 +297,4 @@ def _workspace_bytes(func: Any, args: Any, is_cuda: bool) -> int:
             weight = args[2]
             copies = 5 if weight.dtype == torch.float32 else 6
             return int(weight.numel() * 4 * copies)
-        case name if not is_cuda and name.replace("._", ".").startswith(
-            ("c10d.allgather", "c10d.reduce_scatter")
-        ):
-            # gloo receives into its own memory, and all-reduces a copy for a reduce-scatter.
-            # Source: AsyncAllgatherWork in torch's ProcessGroupGloo.cpp.
-            return max((value.nbytes for value in _tensors(args)), default=0)
     return 0

@@ -11,10 +11,10 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy
 import yaml
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from llama_ft.config.paths import RUN_MARKER, folder_problem
+from llama_ft.config.paths import RUN_MARKER, folder_problem, missing_run
 from llama_ft.config.settings import SETTINGS
 from llama_ft.config.tool_flags import check, read
 from llama_ft.config.value_types import STRICT
@@ -27,6 +27,19 @@ DIED = (
 )
 
 
+# What every report has had, in any version.
+REPORT_MARK = "<footer>Written by llama_ft on "
+
+
+def _check_suffix(name: str) -> str:
+    if not name.endswith((".html", ".htm")):
+        raise ValueError("expected a name that ends in .html")
+    return name
+
+
+HtmlFile = Annotated[str, AfterValidator(_check_suffix)]
+
+
 @checked_dataclass(config=STRICT, kw_only=True)
 class ReportFlags:
     """Flags of recipes/report.py."""
@@ -34,9 +47,9 @@ class ReportFlags:
     paths: list[str] = Field(default_factory=list)
     """RUN: one or more run directories (output/...)."""
 
-    output: Annotated[str, Field(pattern=r"\.html?$")] | None = None
+    output: HtmlFile | None = None
     """The .html file to write; if not given RUN/report.html, or comparison.html here for several
-    runs."""
+    runs. An earlier report is replaced, any other file is not."""
 
 
 def read_report_flags(argv: list[str], description: str) -> ReportFlags:
@@ -49,7 +62,9 @@ def read_report_flags(argv: list[str], description: str) -> ReportFlags:
     errors += [] if options.paths else ["RUN is needed: report.py RUN [RUN...]."]
     for name in options.paths:
         folder = Path(name).expanduser()
-        if error := folder_problem(folder, "a run's directory"):
+        if not folder.exists():
+            errors.append(f"{name}: {missing_run(folder)}")
+        elif error := folder_problem(folder, "a run's directory"):
             errors.append(f"{name}: {error}")
         elif not any((folder / file).is_file() for file in ("status.json", "metrics.jsonl")):
             errors.append(
@@ -59,7 +74,21 @@ def read_report_flags(argv: list[str], description: str) -> ReportFlags:
     options.output = options.output or (
         "comparison.html" if options.paths[1:] else f"{options.paths[0]}/report.html"
     )
+    if _is_other_file(Path(options.output).expanduser()):
+        raise UserError(
+            f"--output {options.output}: exists, and is not a report. Name another file."
+        )
     return options
+
+
+def _is_other_file(path: Path) -> bool:
+    """Return whether a file exists that no version of llama_ft has written as a report."""
+    if not path.is_file():
+        return False  # a directory cannot be replaced, and the error of writing says so
+    try:
+        return REPORT_MARK not in path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True
 
 
 class Curve(NamedTuple):

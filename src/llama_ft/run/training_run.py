@@ -483,7 +483,7 @@ def open_run(
         (directory / "config.yaml").write_text(text)
         if dataset.bad_samples is not None:
             shutil.copyfile(dataset.bad_samples, directory / BAD_SAMPLES_FILE)
-    setup.preflight.report(directory)
+    setup.preflight.report(directory, ranks)
     setup = dataclasses.replace(setup, config=config)
     run = TrainingRun(setup, inputs, dataset, batches, built.model, directory, uploads)
     run.facts.add(units=[dataclasses.asdict(unit) for unit in built.units])

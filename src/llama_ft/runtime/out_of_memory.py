@@ -14,9 +14,7 @@ from llama_ft.config.messages import size_text
 
 Shortage = Literal["device", "host"]
 KILLED = "killed (exit code -9)"  # part of every message about a rank that was ended by SIGKILL
-KILLED_BY = (
-    "Exit code -9 is the kernel's if host memory ran out (dmesg says so), or somebody's kill -9."
-)
+KILLED_BY = "Exit code -9 is SIGKILL: the kernel ran out of host memory (see dmesg), or somebody ran kill -9."
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 # Messages of torch's CPU allocator, C++ and the kernel; then those of torch's CUDA allocator, CUDA,

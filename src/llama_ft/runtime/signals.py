@@ -127,7 +127,7 @@ class StopSignals:
         if number == 0:
             return None
         stop_after = Stop(0, f"--stop_after {self._stop_after}")
-        return SIGNALS.get(int(number), stop_after)  # int(STOP_AFTER_CODE) is no signal
+        return SIGNALS.get(int(number), stop_after)  # int(STOP_AFTER_CODE) is not a signal
 
     def seconds_left(self, grace_seconds: float) -> float:
         """Return how much of `grace_seconds` is left since the first signal, or all of it."""

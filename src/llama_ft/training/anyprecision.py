@@ -13,6 +13,7 @@ PIECE = 2**24  # elements per kernel call: five fp32 temporaries of 64 MiB for a
 # elements; pieces are whole rows of them, so that a kernel for any number of rows can read 16 bytes
 # at once
 ROW = 128
+ALIGNED = 8  # int16 numbers in 16 bytes; a compiled kernel assumes that tensors start there
 BETA1 = 0.9
 BETA2 = 0.999
 EPS = 1e-8
@@ -29,7 +30,7 @@ def round_stochastically(target: Tensor, source: Tensor, noise: Tensor) -> None:
 
 
 def _update_piece(
-    weight: Tensor, others: list[Tensor], noises: list[Tensor], factors: list[Tensor]
+    weight: Tensor, others: list[Tensor], noises: Tensor, factors: list[Tensor]
 ) -> None:
     """Update in place. Changing factors are tensors, so that a compiled kernel can be reused for
     other values."""
@@ -123,11 +124,19 @@ class AnyPrecisionAdamW(ShardedOptimizer):
         for flat in zip(*flat_pieces, strict=True):
             is_whole_rows = len(flat[0]) % ROW == 0
             pieces = [piece.view(-1, ROW) for piece in flat] if is_whole_rows else list(flat)
-            noises = []
-            for _ in range(rounded):
-                noise = torch.empty_like(pieces[0], dtype=torch.int16)
-                noises.append(noise.random_(-(1 << 15), 1 << 15, generator=generator))
+            noises = _draw_noises(pieces[0], rounded, generator)
             compute(pieces[0], pieces[1:], noises, factors)
+
+
+def _draw_noises(like: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Return uniform int16 numbers [count, *like.shape]. They are drawn as int64: CUDA uses 32
+    random bits for each int16, but 64 for each int64, which makes four of them."""
+    numbers = like.numel()
+    aligned = -(-numbers // ALIGNED) * ALIGNED
+    words = torch.empty(count * aligned // 4, dtype=torch.int64, device=like.device)
+    words.random_(-(1 << 63), None, generator=generator)  # all values of int64
+    parts = words.view(torch.int16).view(count, aligned)
+    return parts[:, :numbers].unflatten(1, like.shape)
 
 
 def _shard_number(parameter: Tensor) -> int:

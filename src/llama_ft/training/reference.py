@@ -148,7 +148,7 @@ class StoredReference:
         dist.all_gather_object(everyone, local)
         all_keys = numpy.concatenate([keys_of_rank for keys_of_rank, _ in everyone])
         all_sums = numpy.concatenate([sums_of_rank for _, sums_of_rank in everyone])
-        # equal examples, perhaps on different ranks, are stored once; sorted by key
+        # equal examples, possibly on different ranks, are stored once; sorted by key
         self._keys, first = numpy.unique(all_keys, return_index=True)
         self._sums = all_sums[first]
 

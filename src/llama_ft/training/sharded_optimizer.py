@@ -45,7 +45,7 @@ class ShardUpdate:
 
     Attributes:
         parameter: the DTensor (or plain tensor) itself, for its global shape and its mesh.
-        weight: its local rows, perhaps none; the rank must still join collectives.
+        weight: its local rows, possibly none; the rank must still join collectives.
         gradient: the gradient of these rows, in the weight's dtype.
         states: the local rows of the states from `new_state`.
         step: number of this step; 1 for the first.

@@ -16,6 +16,7 @@ from llama_ft.config import TrainConfig
 from llama_ft.data import Batch
 from llama_ft.errors import RunFailure
 from llama_ft.models import BuiltModel
+from llama_ft.models.fsdp import sum_over_replicas
 from llama_ft.models.lora import clear_frozen_half
 from llama_ft.models.shards import ShardGroup, local_shard
 from llama_ft.phases import NULL_MONITOR, PhaseMonitor
@@ -61,12 +62,15 @@ def accumulate_gradients(
         sharded.set_requires_gradient_sync(is_last or not reduce_last_only)
         # copies of the model (replicate) need the sum only once
         sharded.set_requires_all_reduce(is_last)
+        for module in built.kept_unsharded:
+            cast(FSDPModule, module).set_reshard_after_backward(is_last, recurse=False)
         watch.enter("forward")
         summed = objective.loss(built, batch, ranks)
         watch.enter("backward")
         # FSDP adds up the ranks' gradients here (it does not average them, see models/fsdp.py).
         (summed.loss / divisor).backward()
         losses.append(replace(summed, loss=summed.loss.detach()))
+    sum_over_replicas(built.model, ranks.mesh)
     return losses
 
 

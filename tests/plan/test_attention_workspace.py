@@ -1,0 +1,123 @@
+"""Memory of attention in plans for GPUs, compared with the shapes in the kernels' sources and with
+the operations of eager attention."""
+
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.varlen  # registers its operator
+from model_shapes import write_llama
+
+from llama_ft.plan.attention_workspace import attention_workspace_bytes
+
+Plan = Callable[..., Any]
+ATEN = torch.ops.aten
+FP32 = 4
+BF16 = 2
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_varlen_attention_takes_the_tensors_of_mha_varlen_bwd() -> None:
+    # 3 samples, 32 heads, 8 of keys and values, head dimension 96
+    query = tensor(5000, 32, 96)
+    key = tensor(5000, 8, 96)
+    offsets = tensor(4, dtype=torch.int32)
+    padded = 5000 + 128 * 3
+    shapes = {
+        "dq_accum": (FP32, padded, 32, 96),
+        "softmax_d": (FP32, 32, padded),
+        "dk_expanded": (BF16, 5000, 32, 96),
+        "dv_expanded": (BF16, 5000, 32, 96),
+    }
+    backward = torch.ops.torch_attn._varlen_attn_backward.default
+    args = (query, query, key, key, query, None, offsets, offsets)
+    assert attention_workspace_bytes(backward, args) == sum(map(prod, shapes.values()))
+
+
+@pytest.mark.parametrize(("width", "padded_width"), [(80, 96), (128, 128), (160, 192), (256, 256)])
+def test_sdpa_takes_the_tensors_of_mha_bwd(width: int, padded_width: int) -> None:
+    # 2 samples of 1000 tokens, 4 heads for queries and keys
+    query = tensor(2, 4, 1000, width)
+    shapes = {"dq_accum": (FP32, 2, 1024, 4, padded_width), "softmax_d": (FP32, 2, 4, 1024)}
+    backward = ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
+    args = (query, query, query, query, query, None, 0.0, True)
+    assert attention_workspace_bytes(backward, args) == sum(map(prod, shapes.values()))
+
+
+def test_efficient_attention_takes_the_buffers_of_its_kernel() -> None:
+    # 1 sample of 1000 tokens, 4 heads, head dimensions 192 (keys) and 128 (values), as in DeepSeek
+    query = tensor(1, 1000, 4, 192)
+    value = tensor(1, 1000, 4, 128)
+    splits = 200 // 4
+    summed_keys = min(splits * 128, 1024)
+    shapes = {
+        "delta": (FP32, 4, 1000),
+        "gradient of queries": (FP32, 4, 1024, 256),
+        "gradient of keys": (FP32, 4, summed_keys, 256),
+        "gradient of values": (FP32, 4, summed_keys, 128),
+    }
+    backward = ATEN._efficient_attention_backward.default
+    args = (value, query, query, value, None, value)
+    assert attention_workspace_bytes(backward, args) == sum(map(prod, shapes.values()))
+    narrow = tensor(1, 1000, 4, 64)
+    in_registers = {"delta": (FP32, 4, 1000), "gradient of queries": (FP32, 4, 1024, 64)}
+    args = (narrow, narrow, narrow, narrow, None, narrow)
+    assert attention_workspace_bytes(backward, args) == sum(map(prod, in_registers.values()))
+
+
+def peak(plan: Any, phase: str) -> Any:
+    return next(peak for peak in plan.peaks if peak.phase == phase)
+
+
+def test_the_backward_peak_of_a_gpu_holds_the_workspace(plan: Plan, tmp_path: Path) -> None:
+    # so narrow that attention is the largest part
+    narrow = {"hidden_size": 32, "intermediate_size": 16, "vocab_size": 64, "num_hidden_layers": 1}
+    folder = write_llama(tmp_path / "model", **narrow, max_position_embeddings=65_536)
+    tokens = 65_536
+    flags = ("--context_length", str(tokens), "--batch_size_training", "1")
+    planned = plan(folder, 1, *flags, "--activation_checkpointing", "off", device="cuda")
+    padded = tokens + 128
+    # 4 heads of width 16, padded to 32; and keys and values per query head
+    workspace = FP32 * padded * 4 * (32 + 1) + 2 * BF16 * tokens * 4 * 16
+    cublas = 32 * 2**20
+    temporaries = peak(planned, "backward").holders["temporaries"]
+    assert temporaries == pytest.approx(workspace + cublas, rel=0.001)
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_eager_attention_is_planned_with_all_its_scores(
+    layers: int, plan: Plan, tmp_path: Path
+) -> None:
+    """Scores with a soft cap, as in Gemma 2: what grows with the square of the tokens."""
+    heads = 4
+    gemma2 = {
+        **{"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]},
+        **{"attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 16, "sliding_window": 4096},
+        **{"num_attention_heads": heads, "num_hidden_layers": layers, "vocab_size": 64},
+        **{"max_position_embeddings": 4096, "final_logit_softcapping": None},
+    }
+    folder = write_llama(tmp_path / "model", **gemma2)
+    block = 512
+    sizes = dict[str, list[int]]()
+    for multiple in (1, 2, 3):
+        flags = ("--context_length", str(block * multiple), "--batch_size_training", "1")
+        planned = plan(folder, 1, *flags, "--activation_checkpointing", "off", device="cuda")
+        for phase in ("forward", "backward"):
+            sizes.setdefault(phase, []).append(peak(planned, phase).bytes)
+    # Kept per score: tanh (bf16), softmax (fp32), its cast for the matmul (bf16)
+    kept = BF16 + FP32 + BF16
+    # In the last layer's softmax: tanh, capped scores, their fp32 copy, the result; and the mask,
+    # which all heads share
+    in_forward = (layers - 1) * kept + BF16 + BF16 + FP32 + FP32 + BF16 / heads
+    # In its backward pass: tanh, softmax, gradients after and before it
+    in_backward = (layers - 1) * kept + BF16 + FP32 + FP32 + FP32
+    for phase, expected in (("forward", in_forward), ("backward", in_backward)):
+        first, second, third = sizes[phase]
+        quadratic = (third - 2 * second + first) / 2  # of block x block scores
+        assert quadratic / block**2 / heads == pytest.approx(expected, abs=0.01), phase

@@ -1,0 +1,66 @@
+"""Full fine-tuning on shards: how often units are all-gathered in a step. Arguments: a file for the
+results."""
+
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from training.replicas_job import SHAPE, batches, settings, train
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llama_ft import runtime, training
+from llama_ft.config import FSDPConfig
+from llama_ft.models import BuiltModel, apply_fsdp, fsdp
+
+LAYERS = 3
+# whether units are all-gathered early, as on GPUs
+CASES = [("FULL_SHARD", False), ("FULL_SHARD", True), ("SHARD_GRAD_OP", False)]
+CASES += [("SHARD_GRAD_OP", True)]
+
+
+class Gathers(TorchDispatchMode):
+    """Counts all-gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "c10d" in func.namespace and "allgather" in func._opname
+        return func(*args, **(kwargs or {}))
+
+
+def run(strategy: str, is_early: bool, ranks: runtime.Ranks) -> dict[str, Any]:
+    """Two steps: their losses and norms, the weights after them, and the all-gathers of the
+    second."""
+    torch.manual_seed(0)
+    built = BuiltModel(LlamaForCausalLM(LlamaConfig(**SHAPE, num_hidden_layers=LAYERS)))
+    config = FSDPConfig(enable_fsdp=True, sharding_strategy=strategy)
+    with patch.object(fsdp, "_is_cuda", lambda _: is_early):
+        built.units = apply_fsdp(built, ranks.mesh, config, runtime.PRECISIONS["fp32"])
+    optimizer = training.build_optimizer(built.model, settings("fp32"))
+    numbers = train(built, optimizer, "fp32", range(1), ranks, reduce_last_only=False)
+    with Gathers() as gathers:
+        numbers += train(built, optimizer, "fp32", range(1, 2), ranks, reduce_last_only=False)
+    parameters = dict(built.model.named_parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in parameters.values())
+    weights = {name: value.full_tensor().detach() for name, value in parameters.items()}
+    micro_batches = len(batches(0, ranks))
+    return {
+        "numbers": numbers,
+        "weights": weights,
+        "gathers": gathers.count,
+        "units": len(built.units),
+        "micro_batches": micro_batches,
+    }
+
+
+if __name__ == "__main__":
+    with runtime.start("cpu", "world") as ranks:
+        found = {case: run(*case, ranks) for case in CASES}
+        if ranks.is_main:
+            torch.save(found, Path(sys.argv[1]))
