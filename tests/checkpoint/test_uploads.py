@@ -108,6 +108,9 @@ def test_keep_last_and_the_best_hold_in_the_store_and_foreign_objects_stay(
     foreign = tmp_path / "store" / "checkpoints" / "step-000002" / "notes.txt"
     foreign.parent.mkdir(parents=True)
     foreign.write_text("mine")
+    # of an upload that was killed
+    (foreign.parent / "trainer.json").write_text("{}")
+    (foreign.parent / "shard-00001-model-00001-of-00001.safetensors").write_text("half")
     for step, best_loss in ((1, 2.0), (2, None), (3, None)):
         run.save(step, best_loss)
     assert [*read_commits(run.uploads.store)] == [3, 1]

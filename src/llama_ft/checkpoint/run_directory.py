@@ -54,7 +54,8 @@ def create_run_directory(
         is_own = resumed is not None and folder.resolve() == resumed.run.resolve()
         if not is_own:
             _check_foreign(folder)
-        if ranks.lock is None:  # else it was locked before a checkpoint was fetched
+        held = None if ranks.lock is None else Path(ranks.lock.name).resolve()
+        if held != (folder / RUN_MARKER).resolve():  # else it was locked to fetch a checkpoint
             ranks.lock = _lock(folder)
         if ranks.lock is not None:
             _report_death(folder)

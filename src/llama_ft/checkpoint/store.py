@@ -9,6 +9,7 @@ import re
 import threading
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
@@ -29,6 +30,12 @@ COMMIT_FILE = "commit.json"
 OWNER_FILE = "owner.json"
 RESULT_FILE = "result.json"
 COMMIT_NAME = re.compile(rf"checkpoints/step-(\d{{6,}})/{re.escape(COMMIT_FILE)}")
+# The names that a run deletes. Others in the same folder belong to somebody else.
+CHECKPOINT_OBJECT = re.compile(
+    r"checkpoints/step-(?P<step>\d{6,})/((shard-\d{5}-model-00001-of-00001|reference)\.safetensors|trainer\.json"
+    r"|checksums\.txt|metrics\.jsonl|facts\.json)"
+)
+MODEL_OBJECT = re.compile(r"model/[\w.-]+\.safetensors")
 # Of files that are not in the local checkpoint, but in the directory of its run.
 RUN_FILES = ("metrics.jsonl", "facts.json")
 CREDENTIALS = (
@@ -101,6 +108,25 @@ class ObjectStore:
             self._system.rm_file(f"{self._root}/{name}")
         except FileNotFoundError:
             pass
+
+    def abort_parts(self) -> None:
+        """Abort multipart uploads of checkpoints and models that a kill has left in S3, which bills
+        them. Other protocols have none, and a server that cannot list them is no error."""
+        if not hasattr(self._system, "call_s3"):
+            return
+        bucket, _, prefix = self._root.partition("/")
+        with suppress(Exception):
+            found = self._system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
+            for upload in found.get("Uploads", []):
+                key = upload["Key"]
+                name = key.removeprefix(f"{prefix}/") if prefix else key
+                if CHECKPOINT_OBJECT.fullmatch(name) or MODEL_OBJECT.fullmatch(name):
+                    self._system.call_s3(
+                        "abort_multipart_upload",
+                        Bucket=bucket,
+                        Key=key,
+                        UploadId=upload["UploadId"],
+                    )
 
     def failure(self, error: Exception) -> UserError:
         """Return the message about a store that cannot be used at the start."""
@@ -199,8 +225,9 @@ def read_commits(store: ObjectStore) -> dict[int, Commit]:
         step = int(match[1])
         try:
             commit = Commit.parse(_read(store, name))
-            if commit.step != step:
-                raise ValueError(f"it is of step {commit.step}")
+            # a name with a directory could be fetched to anywhere on the disk
+            if commit.step != step or any("/" in file for file in commit.files):
+                raise ValueError("it is of another checkpoint")
             found[step] = commit
         except FileNotFoundError:  # deleted meanwhile
             continue

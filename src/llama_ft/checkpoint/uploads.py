@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from llama_ft.checkpoint import reader
 from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, step_folder
 from llama_ft.checkpoint.store import (
+    CHECKPOINT_OBJECT,
     COMMIT_FILE,
     OWNER_FILE,
     RESULT_FILE,
@@ -150,6 +151,7 @@ class Uploads:
         }
         try:
             with_retries(lambda: self.store.put_text(json.dumps(owner) + "\n", OWNER_FILE))
+            self.store.abort_parts()
             for step, commit in read_commits(self.store).items():
                 if step > self._resumed_step:
                     self.store.delete(commit_name(step))
@@ -162,7 +164,8 @@ class Uploads:
     def _check_owner(self) -> None:
         """Raise RunFailure if another run has taken over the prefix."""
         try:
-            owner = json.loads(with_retries(lambda: self.store.get_text(OWNER_FILE)))
+            read = partial(self.store.get_text, OWNER_FILE)
+            owner = json.loads(with_retries(read, self._given_up))
         except (FileNotFoundError, ValueError):
             owner = {}
         if not isinstance(owner, dict) or owner.get("token") != self._token:
@@ -205,8 +208,13 @@ class Uploads:
             return steps if self._current is None else {*steps, self._current}
 
     def _run_until_exit(self) -> None:
-        with suppress(RuntimeError, ConnectionError):  # the ranks' store is gone, the run has ended
-            self._run()
+        try:
+            with suppress(RuntimeError, ConnectionError):  # the ranks' store is gone: the run ends
+                self._run()
+        finally:
+            with self._changed:  # `finish` must not wait for ever
+                self._given_up.set()
+                self._changed.notify_all()
 
     def _run(self) -> None:
         """Upload what is waiting, one checkpoint after the other, until the process ends."""
@@ -326,8 +334,8 @@ class Uploads:
         self._commits[step] = commit
 
     def _prune(self, newest: int) -> None:
-        """Delete what keep_last does not keep: first the commit object, then exactly the files that
-        it names."""
+        """Delete what keep_last does not keep: first the commit objects, then the files of older
+        checkpoints without one, also those that an earlier run has uploaded in part."""
         kept = [
             SavedCheckpoint(step, commit.asked, commit.best_loss)
             for step, commit in sorted(self._commits.items(), reverse=True)
@@ -335,10 +343,14 @@ class Uploads:
         try:
             for step in surplus(kept, newest, self._keep_last)[1]:
                 self._retried(partial(self.store.delete, commit_name(step)))
-                commit = self._commits.pop(step)
-                folder = commit_name(step).removesuffix(COMMIT_FILE)
-                for name in commit.files:
-                    self.store.delete(folder + name)
+                del self._commits[step]
+            names = self.store.sizes("checkpoints")
+            for name in names:
+                match = CHECKPOINT_OBJECT.fullmatch(name)
+                if match is None or int(match["step"]) >= newest:
+                    continue
+                if commit_name(int(match["step"])) not in names:
+                    self.store.delete(name)
         except Exception as error:  # the new checkpoint itself is complete
             log.warning(
                 f"{self.store.url}: could not delete older checkpoints: {store_reason(error)}"
