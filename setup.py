@@ -99,6 +99,7 @@ setup(
             "causal-conv1d",
         ],  # kernels of layers that carry a state; need CUDA
         "eval": ["lm_eval==0.4.13"],
+        "s3": ["s3fs>=2025.3"],  # --save_to s3://...; gcsfs for gs://, adlfs for az://
         "mlflow": ["mlflow-skinny>=3.17,<4"],
         "dev": (ROOT / "requirements-dev.txt").read_text().splitlines(),
     },

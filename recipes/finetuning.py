@@ -103,6 +103,7 @@ def main(**flags: str) -> None:
             train(run, built, objective, tokenizer)
             if config.checkpoint.save_model:
                 export(run, built, tokenizer)
+            run.finish_uploads()  # with --save_to
             run.log_summary(PLANNER.parent)
 
 

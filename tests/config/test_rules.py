@@ -28,6 +28,8 @@ from llama_ft.errors import UserError
         f"--collective_timeout {'9' * 40}h",
         "--resume auto",
         "--output_dir x --resume auto --overwrite",
+        "--resume s3://bucket/run",
+        "--output_dir x --save_to bucket/run",
         "--streaming",
         "--streaming --max_train_step 3 --validation 0.1",
         "--objective dpo --streaming --max_train_step 5",
@@ -56,6 +58,7 @@ def test_impossible_combinations_are_rejected(errors_of, line: str) -> None:
         "--dataset https://h/a.jsonl?X-Amz-Signature=hunter2",
         "--dataset [{path:https://h/a.jsonl?token=hunter2},{path:b.jsonl}]",
         "--model_name https://me:hunter2@host/model",
+        "--save_to s3://me:hunter2@bucket/run",
     ],
 )
 def test_a_secret_in_a_setting_is_rejected_and_not_printed(errors_of, line: str) -> None:

@@ -14,6 +14,7 @@ from llama_ft.checkpoint.export_checkpoint import (
     tokens_added,
     understood_adapter,
 )
+from llama_ft.checkpoint.fetch import open_store
 from llama_ft.checkpoint.host_block import HostBlock
 from llama_ft.checkpoint.reader import Checkpoint, checkpoint_errors, complete_checkpoints
 from llama_ft.checkpoint.resume import (
@@ -28,4 +29,6 @@ from llama_ft.checkpoint.resume import (
 )
 from llama_ft.checkpoint.run_directory import create_run_directory
 from llama_ft.checkpoint.state import own_state, restore, restore_weights
+from llama_ft.checkpoint.store import ObjectStore, is_uploaded
+from llama_ft.checkpoint.uploads import GRACE_SECONDS, Uploads, open_uploads
 from llama_ft.checkpoint.writer import CheckpointWriter

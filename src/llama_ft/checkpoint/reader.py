@@ -127,6 +127,11 @@ def step_folder(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:06d}"
 
 
+def step_of(folder: Path) -> int:
+    """Return the step of a checkpoint by its name, step-000100."""
+    return int(folder.name.removeprefix("step-"))
+
+
 def complete_checkpoints(run: Path) -> list[Path]:
     """Return the checkpoints of a run directory, newest first. They are complete, but may be
     corrupted."""
@@ -135,12 +140,8 @@ def complete_checkpoints(run: Path) -> list[Path]:
         for path in (run / "checkpoints").glob("step-*")
         if re.fullmatch(r"step-\d{6,}", path.name)
     ]
-
-    def step(path: Path) -> int:
-        return int(path.name.removeprefix("step-"))
-
     folders = [path for path in found if path.is_dir()]
-    return sorted(folders, key=step, reverse=True)
+    return sorted(folders, key=step_of, reverse=True)
 
 
 def checkpoint_errors(
@@ -180,6 +181,11 @@ def checkpoint_errors(
         except OSError as error:
             errors.append(f"{name} cannot be read ({error.strerror})")
     return errors
+
+
+def content_digest(content: bytes) -> str:
+    """Return what `file_digest` returns for a file of this content."""
+    return xxhash.xxh3_128_hexdigest(content)
 
 
 def file_digest(file: Path) -> str:

@@ -14,12 +14,15 @@ import torch.distributed as dist
 
 from llama_ft import __version__
 from llama_ft.checkpoint import reader
+from llama_ft.checkpoint.fetch import StoredRun, find_stored
 from llama_ft.checkpoint.reader import (
     Checkpoint,
     checkpoint_errors,
     complete_checkpoints,
     step_folder,
+    step_of,
 )
+from llama_ft.checkpoint.store import ObjectStore, is_uploaded
 from llama_ft.config import CheckpointConfig, Config, TrainConfig, check_device
 from llama_ft.config.load import with_present_names
 from llama_ft.config.messages import describe_setting, format_value
@@ -57,24 +60,31 @@ PACKS_OTHERWISE = (
 )
 
 
-def find_checkpoint(settings: CheckpointConfig, ranks: Ranks) -> Checkpoint | None:
+def find_checkpoint(
+    settings: CheckpointConfig, ranks: Ranks, store: ObjectStore | None = None
+) -> Checkpoint | None:
     """Return the checkpoint to resume from; None without --resume, or with --resume auto if there
-    is none.
+    is none. If it is only in a store, it is fetched, together with the one that has the best
+    validation loss.
 
     Args:
         settings: resume and output_dir. If torchrun has restarted the ranks, they resume from the
             checkpoints of the previous attempt, whatever these settings are.
         ranks: the ranks. All of them call it, and share the work of verifying checksums.
+        store: of --save_to.
 
     Raises:
-        UserError: --resume does not name a checkpoint.
+        UserError: --resume does not name a checkpoint, or --save_to holds another run.
         RunFailure: the named checkpoint is corrupted, or with --resume auto all of them are.
     """
-    find = partial(_candidates, settings, ranks.earlier_run)
+    stored = find_stored(settings, store, ranks)
+    find = partial(_candidates, settings, ranks.earlier_run, stored)
     candidates = ranks.broadcast_from_rank0(find)
     if not candidates:
         return None
-    checkpoint = first_valid(candidates, partial(_shared_errors, ranks))
+    checkpoint = first_valid(candidates, partial(_errors_or_fetch, ranks, stored))
+    if stored is not None:
+        _fetch_best(checkpoint, stored, ranks)
     log.info(f"Resuming from {checkpoint.folder}, after step {checkpoint.step}")
     return checkpoint
 
@@ -94,8 +104,15 @@ def first_valid(
     raise RunFailure("\n".join([f"{folder} is corrupted:", *errors, advice]))
 
 
-def _candidates(settings: CheckpointConfig, earlier_run: Path | None) -> list[Path]:
-    """Return the checkpoints to try, in order."""
+def _candidates(
+    settings: CheckpointConfig, earlier_run: Path | None, stored: StoredRun | None
+) -> list[Path]:
+    """Return the checkpoints to try, in order; those of a store as the paths that they will get."""
+    if stored is not None:
+        folders = {step_folder(stored.directory, step) for step in stored.commits}
+        if stored.with_local:
+            folders |= {*complete_checkpoints(stored.directory)}
+        return sorted(folders, key=step_of, reverse=True)
     found = [] if earlier_run is None else complete_checkpoints(earlier_run)
     if found:
         return found
@@ -124,6 +141,32 @@ def _shared_errors(ranks: Ranks, folder: Path) -> list[str]:
     everyone: list[list[str]] = [[] for _ in range(ranks.world_size)]
     dist.all_gather_object(everyone, mine.result())
     return list(itertools.chain.from_iterable(everyone))
+
+
+def _errors_or_fetch(ranks: Ranks, stored: StoredRun | None, folder: Path) -> list[str]:
+    """Return what is wrong with a local checkpoint, on all ranks. If it is missing or corrupted,
+    fetch it from the store, and return what is wrong there."""
+    errors = []
+    if ranks.broadcast_from_rank0(folder.is_dir):
+        errors = _shared_errors(ranks, folder)
+        if not errors:
+            return []
+    if stored is None or step_of(folder) not in stored.commits:
+        return errors
+    stored_errors = stored.fetch(step_of(folder), ranks)
+    return errors + stored_errors if stored_errors else []
+
+
+def _fetch_best(resumed: Checkpoint, stored: StoredRun, ranks: Ranks) -> None:
+    """Fetch the checkpoint with the best validation loss, whose weights early stopping takes and
+    which checkpoints/best.json names."""
+    step = int(resumed.trainer["progress"]["best"]["step"])
+    is_local = ranks.broadcast_from_rank0(step_folder(stored.directory, step).is_dir)
+    if is_local or step not in stored.commits:
+        return
+    errors = stored.fetch(step, ranks, is_resumed=False)
+    if errors:
+        log.warning("\n".join(["The checkpoint with the best validation loss is lost:", *errors]))
 
 
 def check_same_run(
@@ -198,9 +241,12 @@ def open_best(step: int, run: Path, resumed: Checkpoint | None, ranks: Ranks) ->
     return first_valid(candidates, partial(_shared_errors, ranks))
 
 
-def finished_result(resumed: Checkpoint, config: Config) -> Path | None:
-    """Return the final model of a finished run if --resume would change nothing, or None. With
-    another model or other data there is more to compare first, so the result is None."""
+def finished_result(
+    resumed: Checkpoint, config: Config, store: ObjectStore | None = None
+) -> str | None:
+    """Return where the final model of a finished run is if --resume would change nothing, or None.
+    With another model or other data there is more to compare first, so the result is None. `store`:
+    of --save_to, which may hold the model of a run whose disk is lost."""
     settings = config.checkpoint
     result = resumed.run / "model"
     output_dir = Path(settings.output_dir or resumed.run).expanduser()
@@ -213,7 +259,13 @@ def finished_result(resumed: Checkpoint, config: Config) -> Path | None:
         saved.get(name, SETTINGS[name].default) == now[name] for name in COMPARED_BY_CONTENT
     )
     ended = resumed.trainer["ends_run"] and is_newest and is_own and has_same_inputs
-    return result if ended and result.is_dir() and not settings.resume_allow_changes else None
+    if not ended or settings.resume_allow_changes:
+        return None
+    if result.is_dir():
+        return str(result)
+    if store is not None and is_uploaded(store, resumed.step):
+        return f"{store.url}/model"
+    return None
 
 
 def settings_by_name(

@@ -52,10 +52,11 @@ def create_run_directory(
             default = resumed.run
         folder = ranks.earlier_run or Path(checkpoint.output_dir or default).expanduser()
         is_own = resumed is not None and folder.resolve() == resumed.run.resolve()
-        foreign = "" if is_own else foreign_entries(folder)
-        if foreign:
-            raise UserError(f"--output_dir {folder}: {foreign}")
-        ranks.lock = _lock(folder)
+        if not is_own:
+            _check_foreign(folder)
+        held = None if ranks.lock is None else Path(ranks.lock.name).resolve()
+        if held != (folder / RUN_MARKER).resolve():  # else it was locked to fetch a checkpoint
+            ranks.lock = _lock(folder)
         if ranks.lock is not None:
             _report_death(folder)
         for leftover in folder.glob(".*.tmp"):
@@ -70,6 +71,19 @@ def create_run_directory(
         return folder
 
     return ranks.broadcast_from_rank0(create)
+
+
+def claim_directory(folder: Path, ranks: Ranks) -> None:
+    """Create and lock the directory of a run, on rank 0, before a checkpoint is fetched into it.
+    Raises the errors of `create_run_directory`."""
+    _check_foreign(folder)
+    ranks.lock = _lock(folder)
+
+
+def _check_foreign(folder: Path) -> None:
+    foreign = foreign_entries(folder)
+    if foreign:
+        raise UserError(f"--output_dir {folder}: {foreign}")
 
 
 def _lock(folder: Path) -> IO[str] | None:
@@ -141,8 +155,11 @@ def _set_newer_aside(resumed: Checkpoint) -> None:
     ]
     for path in (*newer, resumed.run / "model"):
         if path.exists():
-            names = (path.with_name(f"set-aside-{n}-{path.name}") for n in itertools.count(1))
-            target = path.rename(next(name for name in names if not name.exists()))
-            log.warning(
-                f"{path} is newer than the checkpoint the run resumes from; it is kept as {target.name}."
-            )
+            set_aside(path, "is newer than the checkpoint the run resumes from")
+
+
+def set_aside(path: Path, why: str) -> None:
+    """Rename a directory that the run will write again, and log `why`."""
+    names = (path.with_name(f"set-aside-{n}-{path.name}") for n in itertools.count(1))
+    target = path.rename(next(name for name in names if not name.exists()))
+    log.warning(f"{path} {why}; it is kept as {target.name}.")

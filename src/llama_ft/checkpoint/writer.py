@@ -30,9 +30,10 @@ from torch.futures import Future as TorchFuture
 
 from llama_ft.checkpoint import reader
 from llama_ft.checkpoint.host_block import HostBlock
-from llama_ft.checkpoint.reader import complete_checkpoints, step_folder
+from llama_ft.checkpoint.reader import complete_checkpoints, step_folder, step_of
 from llama_ft.checkpoint.safetensors_file import SafetensorsFile
 from llama_ft.checkpoint.state import Tensors, own_state
+from llama_ft.checkpoint.uploads import SavedCheckpoint, Uploads, surplus
 from llama_ft.config import CheckpointConfig
 from llama_ft.config.messages import size_text
 from llama_ft.config.paths import REFERENCE_FILE
@@ -52,6 +53,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         settings: when to save, save_async and keep_last.
         about: part of every trainer.json: the configuration and other data that identify the run.
         ranks: the ranks.
+        uploads: to an object store; None without --save_to.
 
     As a context manager it waits for a pending save, if the run ends in the same way on all ranks.
 
@@ -66,8 +68,10 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         settings: CheckpointConfig,
         about: Mapping[str, Any],
         ranks: Ranks,
+        uploads: Uploads | None = None,
     ) -> None:
         self.run = output_dir
+        self._uploads = uploads
         self._settings = settings
         self._about = about
         self._ranks = ranks
@@ -89,10 +93,15 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             self._tidy(next(iter(complete_checkpoints(output_dir)), None))
         complete = ranks.broadcast_from_rank0(lambda: complete_checkpoints(output_dir))
         self.last: Path | None = next(iter(complete), None)
+        if uploads is not None:
+            uploads.add_missing()
 
     @property
     def has_failed(self) -> bool:
-        """Whether the pending save has failed. `finish` will raise the error."""
+        """Whether the pending save has failed, or another run has taken over --save_to. `finish`
+        will raise the error."""
+        if self._uploads is not None and self._uploads.error is not None:
+            return True
         return (
             self._in_flight is not None
             and self._in_flight.done()
@@ -172,12 +181,22 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
 
     def finish(self) -> Path | None:
         """Wait for the pending save and return the newest complete checkpoint. Raises RunFailure if
-        the last one could not be written."""
+        the last one could not be written, or another run has taken over --save_to."""
         in_flight = self._in_flight
         self._in_flight = None
         if in_flight is not None:
             in_flight.result()
+        if self._uploads is not None and self._uploads.error is not None:
+            raise self._uploads.error
         return self.last
+
+    def finish_uploads(self, seconds: float | None = None) -> None:
+        """Wait at most `seconds` until all checkpoints are uploaded, and abandon the rest. All
+        ranks call it after `finish`."""
+        if self._uploads is not None:
+            self._uploads.finish(seconds)
+            if self._ranks.is_main:
+                self._tidy_or_warn()  # those that were kept to be uploaded
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if kind is None or isinstance(error, UserError):
@@ -216,11 +235,16 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             rank, (cause, _) = min(error.failures.items())
             raise self._failure(record["step"], f"rank {rank}: {reason(cause)}") from error
         self.last = final
+        if self._uploads is not None:
+            self._uploads.add(record["step"])
         if self._ranks.is_main:
-            try:
-                self._tidy(final)
-            except OSError as error:  # the checkpoint itself is complete
-                log.warning(f"{self._folder}: could not delete older checkpoints: {reason(error)}")
+            self._tidy_or_warn()
+
+    def _tidy_or_warn(self) -> None:
+        try:
+            self._tidy(self.last)
+        except OSError as error:  # the checkpoint itself is complete
+            log.warning(f"{self._folder}: could not delete older checkpoints: {reason(error)}")
 
     def _complete(
         self,
@@ -257,31 +281,33 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
 
     def _tidy(self, newest: Path | None) -> None:
         """Write best.json, which names the newest of the checkpoints that were the best at their
-        time. Delete checkpoints older than `newest`, except this one and the last keep_last
-        requested ones."""
-        best = None
-        asked = 0
+        time. Delete checkpoints older than `newest`, except this one, the last keep_last requested
+        ones, and those that are being uploaded."""
+        found = list[SavedCheckpoint]()
         for folder in complete_checkpoints(self.run):
             try:
                 record = json.loads((folder / reader.TRAINER_FILE).read_text())
-                is_asked = record["asked"]
-                loss = record["best_loss"]
+                step = step_of(folder)
+                found.append(SavedCheckpoint(step, record["asked"], record["best_loss"]))
             except (OSError, ValueError, LookupError, TypeError):
                 continue  # a corrupted checkpoint is not deleted
-            asked += is_asked
-            if loss is not None and best is None:
-                best = {"checkpoint": folder.name, "step": record["step"], "eval/loss": loss}
-                _write_synced(self._folder / ".best.json", json.dumps(best) + "\n")
-                os.replace(self._folder / ".best.json", self._folder / "best.json")
-                continue
-            is_surplus = 0 < self._settings.keep_last < asked
-            if newest not in (None, folder) and (is_surplus or not is_asked):
-                doomed = folder.with_name(f".removing-{folder.name}")
-                # an incompletely deleted directory must not look like a checkpoint
-                os.replace(folder, doomed)
-                shutil.rmtree(doomed)
+        newest_step = None if newest is None else step_of(newest)
+        best, doomed = surplus(found, newest_step, self._settings.keep_last)
         if best is None:
             (self._folder / "best.json").unlink(missing_ok=True)
+        else:
+            name = step_folder(self.run, best.step).name
+            text = json.dumps({"checkpoint": name, "step": best.step, "eval/loss": best.best_loss})
+            _write_synced(self._folder / ".best.json", text + "\n")
+            os.replace(self._folder / ".best.json", self._folder / "best.json")
+        in_use = set() if self._uploads is None else self._uploads.in_use()
+        for step in doomed:
+            if step not in in_use:
+                folder = step_folder(self.run, step)
+                aside = folder.with_name(f".removing-{folder.name}")
+                # an incompletely deleted directory must not look like a checkpoint
+                os.replace(folder, aside)
+                shutil.rmtree(aside)
 
 
 class _ShardWriter(dcp.HuggingFaceStorageWriter):

@@ -18,9 +18,13 @@ class CheckpointConfig:
     overwrite: bool = False
     """Replace the run that output_dir already holds."""
 
+    save_to: str | None = None
+    """Also upload checkpoints, the final model and the report to this URL, such as s3://bucket/run.
+    --resume auto continues from there on any machine. Credentials come from the environment."""
+
     resume: str | None = None
-    """Continue a run. auto: from output_dir's newest checkpoint, or from scratch if there is none;
-    otherwise the directory of a checkpoint."""
+    """Continue a run. auto: from the newest checkpoint in output_dir or save_to, or from scratch if
+    there is none; otherwise the directory of a checkpoint, or a run's URL."""
 
     resume_allow_changes: list[str] = Field(default_factory=list)
     """Settings that may differ from those of the resumed run, such as lr,num_epochs."""
@@ -40,7 +44,8 @@ class CheckpointConfig:
     memory."""
 
     keep_last: CountOrZero = 0
-    """Keep only the N newest checkpoints and the one with the best validation loss; 0 = all."""
+    """Keep only the N newest checkpoints and the one with the best validation loss, in output_dir
+    and in save_to; 0 = all."""
 
     save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of output_dir/model; auto: the base model's own, tensor by tensor, and fp32 for

@@ -91,7 +91,10 @@ def check_paths(
         return None if name in BUILT_IN_TEMPLATES else file_problem(name)
 
     def output_dir(name: str) -> str | None:
-        return output_dir_problem(name, values["overwrite"], values["resume"], inputs)
+        resume = values["resume"]
+        # the URL of the run's own copy
+        is_own = resume is not None and resume == values["save_to"]
+        return output_dir_problem(name, values["overwrite"], "auto" if is_own else resume, inputs)
 
     # the field, its value, and the function that returns what is wrong with that value
     checks: list[tuple[str, Any, Callable[[Any], str | None]]] = [

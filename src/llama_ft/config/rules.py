@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from llama_ft.config.data_names import has_splits, kind_of_data
+from llama_ft.config.data_names import has_splits, is_url, kind_of_data
 from llama_ft.config.messages import describe_setting, format_value
 from llama_ft.config.settings import SETTINGS, Config, values_of
 from llama_ft.errors import UserError
@@ -73,6 +73,11 @@ VALUE_RULES: tuple[Rule, ...] = (
         "validation",
         lambda s: is_out_of_range(s.validation),
         "is {}; expected a fraction between 0 and 1, such as 0.05.",
+    ),
+    (
+        "save_to",
+        lambda s: s.save_to is not None and not is_url(s.save_to),
+        "is {}; expected a URL such as s3://bucket/run. For a local directory, set output_dir.",
     ),
     (
         "resume_allow_changes",
@@ -175,6 +180,11 @@ RULES: tuple[Rule, ...] = (
         "resume",
         lambda s: s.resume == "auto" and s.output_dir is None,
         "is auto, which looks for checkpoints in output_dir. Add the run's --output_dir.",
+    ),
+    (
+        "resume",
+        lambda s: s.resume is not None and is_url(s.resume) and s.output_dir is None,
+        "is a URL, whose checkpoint is fetched into output_dir. Add --output_dir.",
     ),
     (
         "resume",

@@ -28,6 +28,7 @@ class RunOutcome:
         best_step: its step.
         weights_of: the step of the weights in model/.
         has_validation: the run has a validation set, for which evaluate.py can compute the loss.
+        uploads: a line about --save_to; empty without.
     """
 
     ended: str
@@ -36,10 +37,11 @@ class RunOutcome:
     best_step: int
     weights_of: int
     has_validation: bool
+    uploads: str = ""
 
 
 def summary(config: Config, run: Path, recipes: Path, outcome: RunOutcome) -> str:
-    """Return an empty line and at most six lines. Their commands can be copied into a shell.
+    """Return an empty line and at most seven lines. Their commands can be copied into a shell.
 
     Args:
         config: the run's settings.
@@ -62,6 +64,8 @@ def summary(config: Config, run: Path, recipes: Path, outcome: RunOutcome) -> st
     if math.isfinite(outcome.best_loss):
         best_loss = f"{outcome.best_loss:.4g} at step {outcome.best_step}"
         lines.append(f"Best validation loss: {best_loss}")
+    if outcome.uploads:
+        lines.append(outcome.uploads)
     report = f"(report: {run / 'report.html'})"
     if not has_model:
         lines.append(f"No model was saved: {run} {report}")

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from llama_ft import checkpoint, data, models, observe, runtime, training
+from llama_ft import checkpoint, data, models, observe, report, runtime, training
 from llama_ft.config import Config, differences, parse_duration
 from llama_ft.config.paths import unusual_output_dir
 from llama_ft.errors import UserError
@@ -33,6 +33,7 @@ class Setup:
         ranks: all processes of the run.
         memory: measures each phase.
         resumed: the checkpoint that the run resumes from; None for a new run.
+        store: of --save_to; None without.
         is_finished: the run to resume is already complete, so there is nothing to do.
         global_batch: packed sequences, or samples, of an optimizer step over all ranks.
         layout: a line about the ranks and the batch size.
@@ -45,6 +46,7 @@ class Setup:
     ranks: Ranks
     memory: observe.MemoryMonitor
     resumed: checkpoint.Checkpoint | None
+    store: checkpoint.ObjectStore | None
     is_finished: bool
     global_batch: int
     layout: str
@@ -171,13 +173,14 @@ def start_run(
         explain_errors(config, ranks, memory, planner),
     ):
         runtime.set_quiet(config.tracking.quiet)
-        resumed = checkpoint.find_checkpoint(config.checkpoint, ranks)
+        store = checkpoint.open_store(config.checkpoint, ranks)
+        resumed = checkpoint.find_checkpoint(config.checkpoint, ranks, store)
         config = checkpoint.resolve_precision(config, origins, ranks, resumed)
         config = training.resolve_format(config)
         log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))
         config = resolve_checkpointing(config, ranks.device.type)
         check_same_run(resumed, config, {}, origins)
-        is_finished = end_if_finished(resumed, config, ranks)
+        is_finished = end_if_finished(resumed, config, ranks, store)
         global_batch = 0
         layout = ""
         if not is_finished:
@@ -198,6 +201,7 @@ def start_run(
             ranks=ranks,
             memory=memory,
             resumed=resumed,
+            store=store,
             is_finished=is_finished,
             global_batch=global_batch,
             layout=layout,
@@ -206,13 +210,38 @@ def start_run(
         )
 
 
-def end_if_finished(resumed: checkpoint.Checkpoint | None, config: Config, ranks: Ranks) -> bool:
-    """Return whether the run to resume is complete, and if so, log where its final model is."""
+def end_if_finished(
+    resumed: checkpoint.Checkpoint | None,
+    config: Config,
+    ranks: Ranks,
+    store: checkpoint.ObjectStore | None,
+) -> bool:
+    """Return whether the run to resume is complete, and if so, log where its final model is. An
+    upload that was interrupted is finished."""
     if resumed is None:
         return False
-    result = checkpoint.finished_result(resumed, config)
+    find = partial(checkpoint.finished_result, resumed, config, store)
+    result = ranks.broadcast_from_rank0(find)
     if result is None:
         return False
     log.info(f"This run was finished after step {resumed.step}; its final model is {result}")
-    ranks.begin_run(resumed.run, resumed.step)
+    missing = None
+    if store is not None:
+        step = resumed.step
+        is_uploaded = ranks.broadcast_from_rank0(lambda: checkpoint.is_uploaded(store, step))
+        missing = None if is_uploaded else store
+    uploads = checkpoint.open_uploads(missing, resumed.run, config.checkpoint, resumed, ranks)
+    at_end = partial(end_run, resumed.run, uploads, ranks)
+    ranks.begin_run(resumed.run, resumed.step, at_end)
+    if uploads is not None:
+        uploads.add_missing()
+        uploads.finish()
+        uploads.put_model()
     return True
+
+
+def end_run(directory: Path, uploads: checkpoint.Uploads | None, ranks: Ranks) -> None:
+    """Write the report of a run that has ended in any way, and upload it."""
+    report.write_or_warn(directory)
+    if uploads is not None and ranks.status is not None:
+        uploads.put_outcome(ranks.status.step)

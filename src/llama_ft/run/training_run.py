@@ -15,12 +15,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft import checkpoint, data, models, observe, report, runtime, training
+from llama_ft import checkpoint, data, models, observe, runtime, training
 from llama_ft.config import Config, parse_duration, to_yaml
 from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.prefetch import StepBatches
 from llama_ft.run.save_requests import SaveRequests
-from llama_ft.run.setup import Setup
+from llama_ft.run.setup import Setup, end_run
 from llama_ft.run.step_record import RankNumbers, StepRecord
 from llama_ft.runtime import log
 from llama_ft.runtime.exit import Stop
@@ -40,6 +40,7 @@ class TrainingRun:
         batches: the plan of all steps.
         model: loaded, on this rank's device.
         directory: of the run, created.
+        uploads: to --save_to; None without.
 
     Attributes:
         config, ranks, memory, resumed, dataset, batches, directory: as above and in `Setup`.
@@ -63,6 +64,7 @@ class TrainingRun:
         batches: data.TrainingBatches,
         model: PreTrainedModel,
         directory: Path,
+        uploads: checkpoint.Uploads | None = None,
     ) -> None:
         config = setup.config
         self.config = config
@@ -72,6 +74,7 @@ class TrainingRun:
         self.dataset = dataset
         self.batches = batches
         self.directory = directory
+        self.uploads = uploads
         self.state = training.TrainState(config.train)
         self.metrics: Metrics = {}
         resumed_log = None
@@ -100,7 +103,7 @@ class TrainingRun:
             total_steps=last_step,
         )
         self.writer = checkpoint.CheckpointWriter(
-            directory, config.checkpoint, self._description, self.ranks
+            directory, config.checkpoint, self._description, self.ranks, uploads
         )
         dtype = runtime.PRECISIONS[config.train.precision].compute
         self._save_requests = SaveRequests(directory, self.ranks)
@@ -384,9 +387,13 @@ class TrainingRun:
 
     def stopped(self) -> runtime.Stopped:
         """Return the exception that ends a run by a request to stop, after its checkpoint is
-        written."""
+        written. After a signal, an upload has only the time that launchers leave."""
         assert self.stop is not None
-        return runtime.Stopped(self.stop, self.state.step, self.writer.finish())
+        saved = self.writer.finish()
+        is_signal = self.stop.exit_code != 0
+        left = self.ranks.signals.seconds_left(checkpoint.GRACE_SECONDS)
+        self.writer.finish_uploads(left if is_signal else None)
+        return runtime.Stopped(self.stop, self.state.step, saved)
 
     # After training
 
@@ -411,6 +418,14 @@ class TrainingRun:
         seconds = parse_duration(self.config.train.collective_timeout) / 2
         self.log.log_result(result, self._outcome(), seconds)
 
+    def finish_uploads(self) -> None:
+        """With --save_to, wait for the checkpoints, and upload the final model or adapter. The
+        report and the status follow when they are written."""
+        self.writer.finish()
+        self.writer.finish_uploads()
+        if self.uploads is not None:
+            self.uploads.put_model()
+
     def log_summary(self, recipes: Path) -> None:
         """Log the results, the files and the next commands. `recipes` is the recipes' directory."""
         if not self.ranks.is_main:
@@ -423,6 +438,7 @@ class TrainingRun:
             best_step=best.step,
             weights_of=self.weights_of,
             has_validation=self.dataset.validation is not None,
+            uploads=self.uploads.describe() if self.uploads is not None else "",
         )
         runtime.console.print(observe.summary(self.config, self.directory, recipes, outcome))
 
@@ -458,8 +474,10 @@ def open_run(
     name = config.model.model_name
     directory = checkpoint.create_run_directory(config.checkpoint, name, ranks, setup.resumed)
     log.info(f"Run directory: {directory}")
-    write_report = partial(report.write_or_warn, directory)
-    ranks.begin_run(directory, setup.resumed.step if setup.resumed else 0, at_end=write_report)
+    resumed = setup.resumed
+    uploads = checkpoint.open_uploads(setup.store, directory, config.checkpoint, resumed, ranks)
+    at_end = partial(end_run, directory, uploads, ranks)
+    ranks.begin_run(directory, resumed.step if resumed else 0, at_end)
     if ranks.is_main:
         text = to_yaml(config, f"--config {directory}/config.yaml repeats this run")
         (directory / "config.yaml").write_text(text)
@@ -467,7 +485,7 @@ def open_run(
             shutil.copyfile(dataset.bad_samples, directory / BAD_SAMPLES_FILE)
     setup.preflight.report(directory, ranks)
     setup = dataclasses.replace(setup, config=config)
-    run = TrainingRun(setup, inputs, dataset, batches, built.model, directory)
+    run = TrainingRun(setup, inputs, dataset, batches, built.model, directory, uploads)
     run.facts.add(units=[dataclasses.asdict(unit) for unit in built.units])
     with run.log:
         yield run

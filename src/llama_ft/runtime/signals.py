@@ -129,6 +129,11 @@ class StopSignals:
         stop_after = Stop(0, f"--stop_after {self._stop_after}")
         return SIGNALS.get(int(number), stop_after)  # int(STOP_AFTER_CODE) is not a signal
 
+    def seconds_left(self, grace_seconds: float) -> float:
+        """Return how much of `grace_seconds` is left since the first signal, or all of it."""
+        waited = max(0.0, time.monotonic() - self._signal_time)  # 0 without a signal here
+        return max(0.0, grace_seconds - waited)
+
     def closing(self, error: BaseException) -> None:
         """Stop interrupting the main thread, which is ending with an error."""
         self._error = error

@@ -1,0 +1,217 @@
+"""Fetch checkpoints from an object store into the directory of a run that resumes, perhaps on an
+empty disk. One rank per node fetches, and then the normal resume reads the files."""
+
+import os
+import re
+import shutil
+import socket
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from llama_ft.checkpoint.reader import complete_checkpoints, step_folder
+from llama_ft.checkpoint.run_directory import claim_directory, set_aside
+from llama_ft.checkpoint.store import (
+    RUN_FILES,
+    Commit,
+    ObjectStore,
+    StoredFile,
+    check_access,
+    commit_name,
+    read_commits,
+    stored_file,
+    unreachable,
+    with_retries,
+)
+from llama_ft.config import CheckpointConfig
+from llama_ft.config.data_names import is_url
+from llama_ft.errors import UserError
+from llama_ft.runtime import Ranks, log
+
+PARALLEL_FILES = 8
+# s3://bucket/run/checkpoints/step-000100 names one checkpoint
+OF_A_CHECKPOINT = re.compile(r"(?P<run>.+)/checkpoints/step-(?P<step>\d{6,})")
+
+
+class StoredRun:
+    """The checkpoints of a run in a store, and the local directory into which they are fetched.
+
+    Attributes:
+        store: where they are.
+        directory: of the run that resumes.
+        commits: the checkpoints, by step.
+        with_local: whether local checkpoints of the directory belong to the same run.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        directory: Path,
+        commits: Mapping[int, Commit],
+        with_local: bool,
+    ) -> None:
+        self.store = store
+        self.directory = directory
+        self.commits = commits
+        self.with_local = with_local
+
+    def fetch(self, step: int, ranks: Ranks, is_resumed: bool = True) -> list[str]:
+        """Fetch a checkpoint, and with `is_resumed` also the log of the run. All ranks call it.
+
+        Returns:
+            What is wrong with it, one line per file; empty if the checkpoint is there now.
+
+        Raises:
+            RunFailure: the store does not answer.
+        """
+        final = step_folder(self.directory, step)
+
+        def make_room() -> None:
+            if final.exists():
+                set_aside(final, "is corrupted")
+
+        ranks.broadcast_from_rank0(make_room)
+        errors = list[str]()
+        with ranks.local_main_process_first():
+            if ranks.local_rank == 0:
+                errors = self._fetch(step, final, is_resumed)
+        everyone: list[list[str]] = [[] for _ in range(ranks.world_size)]
+        dist.all_gather_object(everyone, errors)
+        return sorted({error for lines in everyone for error in lines})
+
+    def _fetch(self, step: int, final: Path, is_resumed: bool) -> list[str]:
+        commit = self.commits[step]
+        log.info(f"Fetching {final.name} from {self.store.url}")
+        # The name differs per node, which may share the disk.
+        node = f"{socket.gethostname()}-{os.getpid()}"
+        aside = final.with_name(f".writing-{final.name}-{node}")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        try:
+            names = [name for name in commit.files if is_resumed or name not in RUN_FILES]
+            prefix = commit_name(step).rpartition("/")[0]
+            fetch = partial(self._fetch_file, prefix, aside)
+            with ThreadPoolExecutor(PARALLEL_FILES) as pool:
+                results = list(pool.map(fetch, names, [commit.files[name] for name in names]))
+            errors = [error for error in results if error]
+            if not errors:
+                self._put_in_place(aside, final)
+            return errors
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def _fetch_file(self, prefix: str, folder: Path, name: str, expected: StoredFile) -> str:
+        """Download a file. Return what is wrong with it, or an empty text."""
+        try:
+            with_retries(lambda: self.store.get_file(f"{prefix}/{name}", folder / name))
+        except FileNotFoundError:
+            return f"{self.store.url}/{prefix}/{name} is missing"
+        except Exception as error:  # each package has its own errors
+            raise unreachable(self.store, error) from error
+        if stored_file(folder / name) != expected:
+            return f"{self.store.url}/{prefix}/{name} is corrupted: it differs from its checksum"
+        return ""
+
+    def _put_in_place(self, aside: Path, final: Path) -> None:
+        """Move the files of a fetched checkpoint to where a local save would have written them."""
+        for name in RUN_FILES:
+            if (aside / name).exists():
+                os.replace(aside / name, self.directory / name)
+        try:
+            os.replace(aside, final)
+        except OSError:
+            if not final.is_dir():  # another node has fetched it to the disk that they share
+                raise
+
+
+def open_store(settings: CheckpointConfig, ranks: Ranks) -> ObjectStore | None:
+    """Return the store of --save_to, None without. Rank 0 checks that it can be written. All ranks
+    call it, before anything slow starts.
+
+    Raises:
+        UserError: it cannot be used.
+    """
+    if settings.save_to is None:
+        return None
+    store = ObjectStore(settings.save_to, "--save_to")
+    ranks.broadcast_from_rank0(lambda: check_access(store))
+    return store
+
+
+def find_stored(
+    settings: CheckpointConfig, store: ObjectStore | None, ranks: Ranks
+) -> StoredRun | None:
+    """Return the checkpoints in a store from which a run can resume; None if it resumes from none
+    of a store. All ranks call it.
+
+    Args:
+        settings: resume, save_to and output_dir.
+        store: the result of `open_store`.
+        ranks: the ranks. After a restart by torchrun they continue the earlier attempt.
+
+    Raises:
+        UserError: --resume names no checkpoint, or --save_to holds those of another run.
+    """
+    resume = settings.resume or ""
+    earlier_run = ranks.broadcast_from_rank0(lambda: ranks.earlier_run)
+    source = store if resume == "auto" or earlier_run else None
+    only = None  # the step that --resume names
+    if is_url(resume):
+        named = OF_A_CHECKPOINT.fullmatch(resume.rstrip("/"))
+        url = named["run"] if named else resume.rstrip("/")
+        only = int(named["step"]) if named else None
+        is_same = store is not None and store.url == url
+        source = store if is_same else ObjectStore(url, "--resume")
+    elif resume not in ("", "auto"):
+        only = _local_step(Path(resume).expanduser())
+    continues = source is store and only is None
+    if store is not None and not earlier_run:
+        ranks.broadcast_from_rank0(lambda: _check_owned(store, settings.resume, continues, only))
+    if source is None:
+        return None
+    commits = ranks.broadcast_from_rank0(lambda: _read_commits(source))
+    if is_url(resume):
+        commits = {step: commit for step, commit in commits.items() if only in (None, step)}
+        if not commits:
+            raise UserError(f"--resume {resume}: holds no checkpoint; expected s3://bucket/run.")
+    directory = earlier_run or Path(str(settings.output_dir)).expanduser()
+    if commits:
+        ranks.broadcast_from_rank0(lambda: claim_directory(directory, ranks))
+    with_local = continues or earlier_run is not None
+    return StoredRun(source, directory, commits, with_local)
+
+
+def _check_owned(
+    store: ObjectStore, resume: str | None, continues: bool, named_step: int | None
+) -> None:
+    """Raise a UserError if --save_to holds checkpoints that this run must not replace. `continues`:
+    the run takes the newest of them."""
+    newest = max(_read_commits(store), default=None)
+    if newest is None or continues:
+        return
+    holds = f"--save_to {store.url}: holds checkpoints up to step {newest}"
+    if resume is None:
+        raise UserError(f"{holds}. Continue that run with --resume auto, or choose another prefix.")
+    if named_step is None or named_step < newest:
+        raise UserError(
+            f"{holds}, which are newer than --resume {resume}. "
+            "Continue with --resume auto, or choose another prefix."
+        )
+
+
+def _local_step(folder: Path) -> int | None:
+    """Return the step of the checkpoint that --resume names by its directory, or its run's; None if
+    the directory has another name."""
+    newest = next(iter(complete_checkpoints(folder)), folder)
+    found = re.fullmatch(r"step-(\d{6,})", newest.resolve().name)
+    return int(found[1]) if found else None
+
+
+def _read_commits(store: ObjectStore) -> dict[int, Commit]:
+    try:
+        return read_commits(store)
+    except Exception as error:  # each package has its own errors
+        raise store.failure(error) from error

@@ -1,0 +1,267 @@
+"""Objects of a run in a store, such as s3://bucket/run, opened through fsspec.
+
+A checkpoint exists in the store exactly if its commit object exists and names files that verify.
+docs/guides/object-storage.md describes the objects.
+"""
+
+import json
+import re
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeVar
+
+import fsspec
+
+from llama_ft.checkpoint.reader import content_digest, file_digest
+from llama_ft.errors import RunFailure, UserError, reason
+from llama_ft.masking import mask_secrets
+from llama_ft.runtime import log
+
+T = TypeVar("T")
+# protocol -> the package in which fsspec finds it
+PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}  # fmt: skip
+# between the attempts of one request; the packages retry some errors by themselves before that
+RETRY_SECONDS: tuple[float, ...] = (1, 2, 4, 8, 16, 32)
+COMMIT_FILE = "commit.json"
+OWNER_FILE = "owner.json"
+RESULT_FILE = "result.json"
+COMMIT_NAME = re.compile(rf"checkpoints/step-(\d{{6,}})/{re.escape(COMMIT_FILE)}")
+# The names that a run deletes. Others in the same folder belong to somebody else.
+CHECKPOINT_OBJECT = re.compile(
+    r"checkpoints/step-(?P<step>\d{6,})/((shard-\d{5}-model-00001-of-00001|reference)\.safetensors|trainer\.json"
+    r"|checksums\.txt|metrics\.jsonl|facts\.json)"
+)
+MODEL_OBJECT = re.compile(r"model/[\w.-]+\.safetensors")
+# Of files that are not in the local checkpoint, but in the directory of its run.
+RUN_FILES = ("metrics.jsonl", "facts.json")
+CREDENTIALS = (
+    "Credentials come from the environment of every rank, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+    "or from the machine's role."
+)
+
+
+class ObjectStore:
+    """A prefix in an object store, or a directory for file://. Names are relative to it.
+
+    Args:
+        url: of the prefix.
+        setting: the flag that set it, for messages.
+
+    Raises:
+        UserError: fsspec does not know the protocol, or its package is missing.
+    """
+
+    def __init__(self, url: str, setting: str) -> None:
+        self.url = url.rstrip("/")
+        self.setting = setting
+        protocol = url.partition("://")[0]
+        try:
+            # an instance of its own: a cached one would keep listings and the credentials
+            self._system, root = fsspec.core.url_to_fs(self.url, skip_instance_cache=True)
+        except ImportError as error:
+            needed = "a package for this protocol"
+            if protocol in PACKAGES:
+                needed = f"the package {PACKAGES[protocol]}: pip install {PACKAGES[protocol]}"
+            raise UserError(f"{setting} {url}: needs {needed}") from error
+        except Exception as error:  # each package has its own errors
+            raise self.failure(error) from error
+        self._root = str(root).rstrip("/")
+        self._is_local = protocol in ("file", "local")
+
+    def _path(self, name: str) -> str:
+        path = f"{self._root}/{name}"
+        if self._is_local:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def put_file(self, file: Path, name: str) -> None:
+        """Upload a file, in parts if it is large."""
+        self._system.put_file(str(file), self._path(name))
+
+    def put_text(self, text: str, name: str) -> None:
+        """Write a small object."""
+        self._system.pipe_file(self._path(name), text.encode())
+
+    def get_file(self, name: str, file: Path) -> None:
+        """Download an object. Raises FileNotFoundError if there is none."""
+        self._system.get_file(f"{self._root}/{name}", str(file))
+
+    def get_text(self, name: str) -> str:
+        """Return the content of a small object. Raises FileNotFoundError if there is none."""
+        content = self._system.cat_file(f"{self._root}/{name}")
+        return bytes(content).decode()
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return the names of all objects below a folder, and their sizes in bytes."""
+        self._system.invalidate_cache()
+        found = self._system.find(f"{self._root}/{folder}", detail=True)
+        start = len(self._root) + 1
+        return {path[start:]: int(info["size"]) for path, info in found.items()}
+
+    def delete(self, name: str) -> None:
+        """Delete an object if it exists."""
+        try:
+            self._system.rm_file(f"{self._root}/{name}")
+        except FileNotFoundError:
+            pass
+
+    def abort_parts(self) -> None:
+        """Abort multipart uploads of checkpoints and models that a kill has left in S3, which bills
+        them. Other protocols have none, and a server that cannot list them is no error."""
+        if not hasattr(self._system, "call_s3"):
+            return
+        bucket, _, prefix = self._root.partition("/")
+        with suppress(Exception):
+            found = self._system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
+            for upload in found.get("Uploads", []):
+                key = upload["Key"]
+                name = key.removeprefix(f"{prefix}/") if prefix else key
+                if CHECKPOINT_OBJECT.fullmatch(name) or MODEL_OBJECT.fullmatch(name):
+                    self._system.call_s3(
+                        "abort_multipart_upload",
+                        Bucket=bucket,
+                        Key=key,
+                        UploadId=upload["UploadId"],
+                    )
+
+    def failure(self, error: Exception) -> UserError:
+        """Return the message about a store that cannot be used at the start."""
+        text = store_reason(error)
+        if isinstance(error, FileNotFoundError):
+            text = "there is no such bucket"
+        return UserError(f"{self.setting} {self.url}: cannot be used ({text}).\n{CREDENTIALS}")
+
+
+def store_reason(error: BaseException) -> str:
+    """Return the message of an error on one line, without secrets."""
+    return mask_secrets(reason(error))
+
+
+def with_retries(attempt: Callable[[], T], given_up: threading.Event | None = None) -> T:
+    """Return the result of `attempt`, which is repeated after errors of the store, later and later.
+    Raises the last error, also as soon as `given_up` is set."""
+    waiting = given_up or threading.Event()
+    for seconds in RETRY_SECONDS:
+        try:
+            return attempt()
+        except FileNotFoundError:  # it will not appear
+            raise
+        except Exception:  # each package has its own errors
+            if waiting.wait(seconds):
+                raise
+    return attempt()
+
+
+class StoredFile(NamedTuple):
+    """What a commit object says about a file."""
+
+    bytes: int
+    xxh3_128: str
+
+
+def stored_file(file: Path, digest: str | None = None) -> StoredFile:
+    """Describe a local file; `digest` if it is known."""
+    return StoredFile(file.stat().st_size, digest or file_digest(file))
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A commit object: of a checkpoint, or of the files of a finished run.
+
+    Attributes:
+        step: optimizer steps done.
+        asked: see CheckpointWriter.save.
+        best_loss: the validation loss, if it was the best so far.
+        files: name -> size and checksum. Names are relative to the folder of the commit object.
+    """
+
+    step: int
+    asked: bool
+    best_loss: float | None
+    files: Mapping[str, StoredFile]
+
+    def text(self) -> str:
+        """Return the content of the object, which has its own checksum."""
+        record = asdict(self)
+        record["files"] = {name: file._asdict() for name, file in self.files.items()}
+        return json.dumps({**record, "checksum": _checksum(record)}, indent=1) + "\n"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the commit of an object's content. Raises ValueError if it is corrupted."""
+        try:
+            record: dict[str, Any] = json.loads(text)
+            checksum = record.pop("checksum")
+            if checksum != _checksum(record):
+                raise ValueError("its checksum differs")
+            files = {name: StoredFile(**file) for name, file in record.pop("files").items()}
+            return cls(**record, files=files)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a commit object ({error!r})") from error
+
+
+def _checksum(record: Mapping[str, Any]) -> str:
+    return content_digest(json.dumps(record, sort_keys=True).encode())
+
+
+def commit_name(step: int) -> str:
+    """Return the name of a checkpoint's commit object."""
+    return f"checkpoints/step-{step:06d}/{COMMIT_FILE}"
+
+
+def read_commits(store: ObjectStore) -> dict[int, Commit]:
+    """Return the checkpoints in a store, newest first. Corrupted commit objects are not among them;
+    a warning names them."""
+    names = with_retries(lambda: store.sizes("checkpoints"))
+    found = dict[int, Commit]()
+    for name in names:
+        match = COMMIT_NAME.fullmatch(name)
+        if match is None:
+            continue
+        step = int(match[1])
+        try:
+            commit = Commit.parse(_read(store, name))
+            # a name with a directory could be fetched to anywhere on the disk
+            if commit.step != step or any("/" in file for file in commit.files):
+                raise ValueError("it is of another checkpoint")
+            found[step] = commit
+        except FileNotFoundError:  # deleted meanwhile
+            continue
+        except ValueError as error:
+            log.warning(f"{store.url}/{name} is corrupted and not used: {error}")
+    return dict(sorted(found.items(), reverse=True))
+
+
+def _read(store: ObjectStore, name: str) -> str:
+    return with_retries(lambda: store.get_text(name))
+
+
+def is_uploaded(store: ObjectStore, step: int) -> bool:
+    """Return whether the files of the finished run are in the store, with its last step `step`."""
+    try:
+        commit = Commit.parse(_read(store, RESULT_FILE))
+    except (FileNotFoundError, ValueError):
+        return False
+    sizes = with_retries(lambda: store.sizes(""))
+    is_complete = all(sizes.get(name) == file.bytes for name, file in commit.files.items())
+    return commit.step == step and is_complete
+
+
+def check_access(store: ObjectStore) -> None:
+    """Write, read and delete a small object. Raises UserError if one of these is not possible."""
+    name = f".llama_ft-probe-{uuid.uuid4().hex}"
+    try:
+        store.put_text("probe", name)
+        store.get_text(name)
+        store.delete(name)
+    except Exception as error:  # each package has its own errors
+        raise store.failure(error) from error
+
+
+def unreachable(store: ObjectStore, error: Exception) -> RunFailure:
+    """Return the error of a store that failed after its access was checked."""
+    return RunFailure(f"{store.url}: cannot be read ({store_reason(error)}).")

@@ -1,0 +1,525 @@
+"""Upload the checkpoints and the results of a run to an object store while training continues.
+
+Each rank uploads its own file of a checkpoint that is complete on disk. When all ranks have, rank 0
+writes the commit object, which makes the checkpoint exist in the store. Rank 0 decides which
+checkpoint comes next: if checkpoints are written faster than they are uploaded, older ones are left
+out, except the best.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llama_ft.checkpoint import reader
+from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, step_folder
+from llama_ft.checkpoint.store import (
+    CHECKPOINT_OBJECT,
+    COMMIT_FILE,
+    OWNER_FILE,
+    RESULT_FILE,
+    RUN_FILES,
+    Commit,
+    ObjectStore,
+    StoredFile,
+    commit_name,
+    read_commits,
+    store_reason,
+    stored_file,
+    unreachable,
+    with_retries,
+)
+from llama_ft.config import CheckpointConfig
+from llama_ft.config.messages import size_text
+from llama_ft.config.paths import BAD_SAMPLES_FILE
+from llama_ft.errors import RunFailure
+from llama_ft.runtime import Ranks, log
+
+POLL_SECONDS = 0.2
+PARALLEL_FILES = 8
+# How long an upload may take after a signal: torchrun kills the ranks after 30 s.
+GRACE_SECONDS = 20.0
+# for status.json and report.html of a run that fails or is stopped
+SECONDS_FOR_SMALL_FILES = 4.0
+OUTCOME_FILES = (
+    "config.yaml", "metrics.jsonl", "facts.json", "plan.json", "report.html", "status.json", "checkpoints/best.json",
+    BAD_SAMPLES_FILE,
+)  # fmt: skip
+
+
+class SavedCheckpoint(NamedTuple):
+    """What decides how long a checkpoint is kept."""
+
+    step: int
+    asked: bool  # False if it was saved only for its validation loss
+    best_loss: float | None  # the validation loss, if it was the best so far
+
+
+def surplus(
+    checkpoints: Iterable[SavedCheckpoint], newest: int | None, keep_last: int
+) -> tuple[SavedCheckpoint | None, list[int]]:
+    """Return the newest of the checkpoints that were the best at their time, and the steps of those
+    to delete: all older than `newest`, except the best and the last keep_last requested ones (0:
+    all).
+
+    Args:
+        checkpoints: newest first.
+        newest: its step; None: nothing is deleted.
+        keep_last: see CheckpointConfig.
+    """
+    best = None
+    asked = 0
+    doomed = []
+    for checkpoint in checkpoints:
+        asked += checkpoint.asked
+        if checkpoint.best_loss is not None and best is None:
+            best = checkpoint
+            continue
+        is_surplus = 0 < keep_last < asked
+        if newest not in (None, checkpoint.step) and (is_surplus or not checkpoint.asked):
+            doomed.append(checkpoint.step)
+    return best, doomed
+
+
+class Uploads:
+    """The uploads of a run on this rank. All ranks create it, which takes over the prefix: a run
+    that still writes there stops before its next commit.
+
+    Args:
+        store: of --save_to.
+        directory: of the run.
+        keep_last: see CheckpointConfig.
+        resumed_step: the step of the checkpoint that the run resumes from; 0 for a new run.
+        ranks: the ranks.
+
+    Attributes:
+        error: set on rank 0 if another run has taken over the prefix. The run must stop.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        directory: Path,
+        keep_last: int,
+        resumed_step: int,
+        ranks: Ranks,
+    ) -> None:
+        self.store = store
+        self.error: RunFailure | None = None
+        self._directory = directory
+        self._keep_last = keep_last
+        self._resumed_step = resumed_step
+        self._ranks = ranks
+        self._commits = dict[int, Commit]()  # on rank 0: what is in the store
+        self._failed = list[str]()  # on rank 0: what is not in the store, with the reason
+        self._result: dict[str, StoredFile] | None = None  # uploaded files of the final model
+        self._changed = threading.Condition()
+        self._waiting = list[SavedCheckpoint]()
+        self._current: int | None = None  # the step that is being uploaded
+        self._last = -1  # the newest step whose upload has begun
+        self._rounds = 0
+        self._finishes = 0
+        self._given_up = threading.Event()
+        self._board = None
+        if ranks.world_size > 1:
+            assert ranks.store is not None
+            # a client serves one call at a time, and the main thread uses the other one
+            self._board = ranks.store.clone()  # type: ignore[attr-defined]
+        self._token = ranks.broadcast_from_rank0(self._take_over)
+        threading.Thread(target=self._run_until_exit, name="uploads", daemon=True).start()
+
+    # The owner of the prefix
+
+    def _take_over(self) -> str:
+        """Write a new owner token, and remove the commit objects of corrupted checkpoints that are
+        newer than the one that the run resumes from."""
+        token = uuid.uuid4().hex
+        owner = {
+            "token": token,
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        }
+        try:
+            with_retries(lambda: self.store.put_text(json.dumps(owner) + "\n", OWNER_FILE))
+            self.store.abort_parts()
+            for step, commit in read_commits(self.store).items():
+                if step > self._resumed_step:
+                    self.store.delete(commit_name(step))
+                else:
+                    self._commits[step] = commit
+        except Exception as error:  # each package has its own errors
+            raise unreachable(self.store, error) from error
+        return token
+
+    def _check_owner(self) -> None:
+        """Raise RunFailure if another run has taken over the prefix."""
+        try:
+            read = partial(self.store.get_text, OWNER_FILE)
+            owner = json.loads(with_retries(read, self._given_up))
+        except (FileNotFoundError, ValueError):
+            owner = {}
+        if not isinstance(owner, dict) or owner.get("token") != self._token:
+            by = "its owner.json is gone or corrupted"
+            if isinstance(owner, dict) and "token" in owner:
+                by = f"process {owner.get('process')} on {owner.get('host')}, started {owner.get('started')}"
+            self.error = RunFailure(
+                f"--save_to {self.store.url}: another run has taken over ({by}), so this one stops.\n"
+                "Its local checkpoints are complete. End one of the two, or give each its own --save_to."
+            )
+            raise self.error
+
+    # Checkpoints
+
+    def add(self, step: int) -> None:
+        """Upload a checkpoint that is complete on disk. All ranks call it, in any thread."""
+        record = json.loads((step_folder(self._directory, step) / reader.TRAINER_FILE).read_text())
+        saved = SavedCheckpoint(step, record["asked"], record["best_loss"])
+        with self._changed:
+            if step > self._last:
+                self._waiting.append(saved)
+                self._changed.notify_all()
+
+    def add_missing(self) -> None:
+        """Upload the newest local checkpoint if the store lacks it. All ranks call it."""
+
+        def missing() -> int | None:
+            newest = next(iter(complete_checkpoints(self._directory)), None)
+            step = None if newest is None else reader.step_of(newest)
+            return None if step in self._commits else step
+
+        step = self._ranks.broadcast_from_rank0(missing)
+        if step is not None:
+            self.add(step)
+
+    def in_use(self) -> set[int]:
+        """Return the steps whose files are still needed on disk."""
+        with self._changed:
+            steps = {saved.step for saved in self._waiting}
+            return steps if self._current is None else {*steps, self._current}
+
+    def _run_until_exit(self) -> None:
+        try:
+            with suppress(RuntimeError, ConnectionError):  # the ranks' store is gone: the run ends
+                self._run()
+        finally:
+            with self._changed:  # `finish` must not wait for ever
+                self._given_up.set()
+                self._changed.notify_all()
+
+    def _run(self) -> None:
+        """Upload what is waiting, one checkpoint after the other, until the process ends."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._waiting))
+                self._rounds += 1
+                self._current = self._waiting[0].step
+                chosen = self._choose()
+            step = int(self._told("step", str(chosen)))
+            with self._changed:
+                self._current = self._last = step
+                self._waiting = [saved for saved in self._waiting if saved.step > step]
+            try:
+                self._upload(step)
+            except RunFailure:  # `error` is set
+                self._given_up.set()
+            with self._changed:
+                self._current = None
+                self._changed.notify_all()
+
+    def _choose(self) -> int:
+        """Return the step of the checkpoint to upload next: the best, then the newest."""
+        bests = [saved.step for saved in self._waiting if saved.best_loss is not None]
+        newest = self._waiting[-1].step
+        return min(newest, max(bests, default=newest))
+
+    def _upload(self, step: int) -> None:
+        """Upload this rank's files of a checkpoint. Rank 0 waits for all ranks and commits."""
+        started = time.monotonic()
+        report: dict[str, Any] = {}
+        try:
+            report["files"] = self._put_own_files(step)
+        except Exception as error:  # never stop training
+            report["error"] = f"rank {self._ranks.rank}: {store_reason(error)}"
+        reports = self._collected(report)
+        if not self._ranks.is_main:
+            return
+        name = step_folder(self._directory, step).name
+        try:
+            files = dict[str, StoredFile]()
+            for report in reports:
+                if "error" in report:
+                    raise RuntimeError(report["error"])
+                files |= {file: StoredFile(*stored) for file, stored in report["files"].items()}
+            self._commit(step, files)
+        except RunFailure:
+            raise
+        except Exception as error:
+            if not self._given_up.is_set():
+                self._fail(name, error)
+            return
+        size = size_text(sum(file.bytes for file in files.values()))
+        seconds = time.monotonic() - started
+        log.info(f"Uploaded {name} to {self.store.url}: {size} in {seconds:.1f} s")
+        self._prune(step)
+
+    def _fail(self, what: str, error: BaseException) -> None:
+        cause = store_reason(error)
+        self._failed.append(f"{what} ({cause})")
+        log.warning(f"{what} was not uploaded to {self.store.url}: {cause}. The run continues.")
+
+    def _put_own_files(self, step: int) -> dict[str, StoredFile]:
+        """Upload this rank's shards; on rank 0 also the small files. Return their descriptions."""
+        folder = step_folder(self._directory, step)
+        digests = {}
+        for line in (folder / reader.CHECKSUMS_FILE).read_text().splitlines():
+            digest, name = line.split("  ")
+            digests[name] = digest
+        shards = sorted(name for name in digests if name.startswith("shard-"))
+        # its own one, unless the checkpoint is from another number of ranks
+        names = shards[self._ranks.rank :: self._ranks.world_size]
+        prefix = commit_name(step).removesuffix(COMMIT_FILE)
+        uploaded = {}
+        if self._ranks.is_main:
+            names += [name for name in digests if name not in shards]
+            names.append(reader.CHECKSUMS_FILE)
+            for name, text in self._run_files(step).items():
+                self._retried(partial(self.store.put_text, text, prefix + name))
+                uploaded[name] = described(text)
+        for name in names:
+            file = folder / name
+            stored = stored_file(file, digests.get(name))
+            self._retried(partial(self.store.put_file, file, prefix + name))
+            uploaded[name] = stored
+        return uploaded
+
+    def _run_files(self, step: int) -> dict[str, str]:
+        """Return what a resume on an empty disk needs in addition to the local checkpoint: the log
+        up to its step, and the facts for the report."""
+        contents = {}
+        for name in RUN_FILES:
+            file = self._directory / name
+            if file.exists():
+                contents[name] = file.read_text()
+        lines = contents.get("metrics.jsonl", "").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        return contents | {"metrics.jsonl": "".join(kept)}
+
+    def _retried(self, put: Callable[[], None]) -> None:
+        with_retries(put, self._given_up)
+
+    def _commit(self, step: int, files: dict[str, StoredFile]) -> None:
+        """Write the commit object, if all files are in the store and this run is the owner."""
+        self._check_owner()
+        folder = commit_name(step).removesuffix(COMMIT_FILE)
+        sizes = with_retries(lambda: self.store.sizes(folder), self._given_up)
+        for name, file in files.items():
+            if sizes.get(folder + name) != file.bytes:
+                raise RuntimeError(f"{folder}{name} is incomplete in the store")
+        trainer = step_folder(self._directory, step) / reader.TRAINER_FILE
+        record = json.loads(trainer.read_text())
+        commit = Commit(step, record["asked"], record["best_loss"], files)
+        if self._given_up.is_set():
+            raise RuntimeError("abandoned")
+        self._retried(partial(self.store.put_text, commit.text(), commit_name(step)))
+        self._commits[step] = commit
+
+    def _prune(self, newest: int) -> None:
+        """Delete what keep_last does not keep: first the commit objects, then the files of older
+        checkpoints without one, also those that an earlier run has uploaded in part."""
+        kept = [
+            SavedCheckpoint(step, commit.asked, commit.best_loss)
+            for step, commit in sorted(self._commits.items(), reverse=True)
+        ]
+        try:
+            for step in surplus(kept, newest, self._keep_last)[1]:
+                self._retried(partial(self.store.delete, commit_name(step)))
+                del self._commits[step]
+            names = self.store.sizes("checkpoints")
+            for name in names:
+                match = CHECKPOINT_OBJECT.fullmatch(name)
+                if match is None or int(match["step"]) >= newest:
+                    continue
+                if commit_name(int(match["step"])) not in names:
+                    self.store.delete(name)
+        except Exception as error:  # the new checkpoint itself is complete
+            log.warning(
+                f"{self.store.url}: could not delete older checkpoints: {store_reason(error)}"
+            )
+
+    # The end of a run
+
+    def finish(self, seconds: float | None = None) -> None:
+        """Wait until all checkpoints are uploaded, at most `seconds`; then abandon the rest. All
+        ranks call it. Raises RunFailure if another run has taken over."""
+        self._finishes += 1
+        if self._ranks.is_main:
+            self._wait(seconds)
+        self._wait_for_rank0(f"finish {self._finishes}")
+        if self.error is not None:
+            raise self.error
+
+    def _wait(self, seconds: float | None) -> None:
+        try:
+            with self._changed:
+                is_done = self._changed.wait_for(self._is_idle, seconds)
+        except BaseException:  # a signal
+            self._abandon("")
+            raise
+        if not is_done:
+            self._abandon(f" after {seconds:.0f} s")
+
+    def _is_idle(self) -> bool:
+        return self._given_up.is_set() or (self._current is None and not self._waiting)
+
+    def _abandon(self, when: str) -> None:
+        self._given_up.set()
+        steps = ", ".join(f"step-{step:06d}" for step in sorted(self.in_use()))
+        newest = max(self._commits, default=None)
+        held = "no checkpoint" if newest is None else f"step-{newest:06d}"
+        self._failed.append(f"{steps} (abandoned)")
+        log.warning(
+            f"The upload of {steps} was abandoned{when}; the newest in {self.store.url} is {held}. "
+            f"On this disk, {self._directory} is complete."
+        )
+
+    def put_model(self) -> None:
+        """Upload the final model or adapter, if there is one. All ranks call it after `finish`."""
+        self._finishes += 1
+        if self._ranks.is_main:
+            self._put_model()
+        self._wait_for_rank0(f"finish {self._finishes}")
+        if self.error is not None:
+            raise self.error
+
+    def _put_model(self) -> None:
+        files = sorted(path for path in (self._directory / "model").rglob("*") if path.is_file())
+        started = time.monotonic()
+        try:
+            self._check_owner()
+            self.store.delete(RESULT_FILE)  # of an earlier end of the run
+            uploaded = self._put_files(files)
+        except RunFailure:
+            return  # `error` is set
+        except Exception as error:  # the model is on the disk
+            self._fail("model/", error)
+            return
+        except BaseException:  # a signal
+            self._given_up.set()
+            log.warning(f"The upload of model/ to {self.store.url} was abandoned.")
+            raise
+        self._result = uploaded
+        if files:
+            size = size_text(sum(file.bytes for file in uploaded.values()))
+            seconds = time.monotonic() - started
+            log.info(f"Uploaded model/ to {self.store.url}: {size} in {seconds:.1f} s")
+
+    def _put_files(self, files: list[Path]) -> dict[str, StoredFile]:
+        """Upload files of the run's directory. Return their names and descriptions."""
+
+        def put(file: Path) -> tuple[str, StoredFile]:
+            name = str(file.relative_to(self._directory))
+            stored = stored_file(file)
+            self._retried(partial(self.store.put_file, file, name))
+            return name, stored
+
+        with ThreadPoolExecutor(PARALLEL_FILES) as pool:
+            return dict(pool.map(put, files))
+
+    def put_outcome(self, step: int) -> None:
+        """Upload the log, the report and the status of a run that has ended in any way. If it has
+        finished, `step` is its last one, and result.json, which is written last, says so. It does
+        not raise, and waits for a short time only if the run has not finished."""
+        is_finished = self._result is not None
+
+        def put() -> None:
+            try:
+                self._check_owner()
+                files = [self._directory / name for name in OUTCOME_FILES]
+                uploaded = self._put_files([file for file in files if file.exists()])
+                if self._result is not None:
+                    commit = Commit(step, True, None, self._result | uploaded)
+                    self._retried(partial(self.store.put_text, commit.text(), RESULT_FILE))
+            except Exception as error:  # the run has ended, and its files are on the disk
+                text = store_reason(error)
+                log.warning(f"The report was not uploaded to {self.store.url}: {text}")
+
+        if self.error is not None:
+            return
+        thread = threading.Thread(target=put, daemon=True)
+        thread.start()
+        thread.join(None if is_finished else SECONDS_FOR_SMALL_FILES)
+
+    def describe(self) -> str:
+        """Return a line for the summary, on rank 0."""
+        if self._failed:
+            return f"Not uploaded to {self.store.url}: {'; '.join(self._failed)}"
+        return f"Uploaded: {self.store.url}"
+
+    # Messages between the ranks, through the store of the process group
+
+    def _told(self, what: str, value: str) -> str:
+        """Return rank 0's value of this round on all ranks."""
+        if self._board is None:
+            return value
+        key = f"uploads/{self._rounds}/{what}"
+        if self._ranks.is_main:
+            self._board.set(key, value)
+            return value
+        return self._get(key)
+
+    def _collected(self, report: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the reports of all ranks on rank 0."""
+        if self._board is None:
+            return [report]
+        key = f"uploads/{self._rounds}/rank"
+        if not self._ranks.is_main:
+            self._board.set(f"{key} {self._ranks.rank}", json.dumps(report))
+            return []
+        others = range(1, self._ranks.world_size)
+        return [report, *(json.loads(self._get(f"{key} {rank}")) for rank in others)]
+
+    def _wait_for_rank0(self, what: str) -> None:
+        """Wait on the other ranks until rank 0 has called it, too."""
+        if self._board is None:
+            return
+        if self._ranks.is_main:
+            self._board.set(f"uploads/{what}", "1")
+        else:
+            self._get(f"uploads/{what}")
+
+    def _get(self, key: str) -> str:
+        assert self._board is not None
+        # a collective would time out, and `get` would block the other thread of this rank
+        while not self._board.check([key]):
+            threading.Event().wait(POLL_SECONDS)
+        return str(self._board.get(key).decode())
+
+
+def open_uploads(
+    store: ObjectStore | None,
+    directory: Path,
+    settings: CheckpointConfig,
+    resumed: Checkpoint | None,
+    ranks: Ranks,
+) -> Uploads | None:
+    """Return the uploads of a run, see `Uploads`; None without --save_to."""
+    if store is None:
+        return None
+    step = resumed.step if resumed is not None else 0
+    return Uploads(store, directory, settings.keep_last, step, ranks)
+
+
+def described(text: str) -> StoredFile:
+    """Describe a text that is written as a file."""
+    content = text.encode()
+    return StoredFile(len(content), reader.content_digest(content))

@@ -1,0 +1,268 @@
+"""Checkpoints in a store, with a process group of one, real files, and S3 servers that fail."""
+
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from llama_ft.checkpoint import CheckpointWriter, ObjectStore, Uploads, open_store
+from llama_ft.checkpoint.resume import find_checkpoint
+from llama_ft.checkpoint.store import read_commits
+from llama_ft.config import CheckpointConfig
+from llama_ft.errors import RunFailure, UserError
+from llama_ft.runtime import Ranks
+
+STATE = {"progress": {"best": {"step": 0}}}
+CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+
+
+class Run(NamedTuple):
+    """A writer that uploads, and what it writes."""
+
+    writer: CheckpointWriter
+    uploads: Uploads
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def save(self, step: int, best_loss: float | None = None, asked: bool = True) -> None:
+        self.writer.save(step, self.model, self.optimizer, STATE, asked, best_loss)
+        self.writer.finish()
+        self.writer.finish_uploads()
+
+
+@pytest.fixture
+def start(tmp_path: Path, runtime: Ranks) -> Callable[..., Run]:
+    """Starts a run in tmp_path/run, or another directory, that saves to tmp_path/store."""
+
+    def open_run(resumed_step: int = 0, keep_last: int = 2, directory: str = "run") -> Run:
+        run = tmp_path / directory
+        run.mkdir(exist_ok=True)
+        (run / ".llama_ft-run").touch()
+        lines = [f'{{"step": {step}}}\n' for step in range(1, 9)]
+        (run / "metrics.jsonl").write_text("".join(lines))
+        store = ObjectStore(f"file://{tmp_path}/store", "--save_to")
+        uploads = Uploads(store, run, keep_last, resumed_step, runtime)
+        settings = CheckpointConfig(keep_last=keep_last)
+        writer = CheckpointWriter(run, settings, {}, runtime, uploads)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return Run(writer, uploads, model, optimizer)
+
+    return open_run
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama_ft.checkpoint.store.RETRY_SECONDS", (0.01, 0.01))
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The messages of all warnings, from any thread."""
+    found = list[str]()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.WARNING:
+                found.append(record.getMessage())
+
+    from llama_ft.runtime import log
+
+    monkeypatch.setattr(log, "handlers", [*log.handlers, Handler()])
+    return found
+
+
+def settings_of(tmp_path: Path, resume: str | None = "auto") -> CheckpointConfig:
+    return CheckpointConfig(
+        save_to=f"file://{tmp_path}/store", output_dir=str(tmp_path / "run"), resume=resume
+    )
+
+
+def resume(tmp_path: Path, ranks: Ranks, how: str | None = "auto") -> int | None:
+    """The step from which a run would resume."""
+    settings = settings_of(tmp_path, how)
+    try:
+        found = find_checkpoint(settings, ranks, open_store(settings, ranks))
+    finally:
+        if ranks.lock is not None:
+            ranks.lock.close()
+            ranks.lock = None
+    return None if found is None else found.step
+
+
+def stored(tmp_path: Path) -> set[str]:
+    return {path.name for path in (tmp_path / "store" / "checkpoints").iterdir()}
+
+
+def test_keep_last_and_the_best_hold_in_the_store_and_foreign_objects_stay(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = start(keep_last=1)
+    foreign = tmp_path / "store" / "checkpoints" / "step-000002" / "notes.txt"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("mine")
+    # of an upload that was killed
+    (foreign.parent / "trainer.json").write_text("{}")
+    (foreign.parent / "shard-00001-model-00001-of-00001.safetensors").write_text("half")
+    for step, best_loss in ((1, 2.0), (2, None), (3, None)):
+        run.save(step, best_loss)
+    assert [*read_commits(run.uploads.store)] == [3, 1]
+    assert [path.name for path in foreign.parent.iterdir()] == ["notes.txt"]
+    local = {path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")}
+    assert local == {"step-000001", "step-000003"}
+    assert run.uploads.describe() == f"Uploaded: file://{tmp_path}/store"
+
+
+def test_a_checkpoint_is_fetched_with_its_log_on_an_empty_disk(
+    start: Callable[..., Run], tmp_path: Path, runtime: Ranks
+) -> None:
+    start().save(3)
+    shutil.rmtree(tmp_path / "run")
+    assert resume(tmp_path, runtime) == 3
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert lines == ['{"step": 1}', '{"step": 2}', '{"step": 3}']
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000003"]
+
+
+@pytest.mark.parametrize("damage", ["no commit", "commit", "file", "missing file"])
+def test_of_a_damaged_checkpoint_the_one_before_is_taken(
+    start: Callable[..., Run], tmp_path: Path, runtime: Ranks, damage: str
+) -> None:
+    run = start()
+    run.save(3)
+    run.save(5)
+    shutil.rmtree(tmp_path / "run")
+    folder = tmp_path / "store" / "checkpoints" / "step-000005"
+    name = "commit.json" if "commit" in damage else "trainer.json"
+    content = (folder / name).read_bytes()
+    if damage in ("no commit", "missing file"):
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(content[:20] + b"#" + content[21:])
+    assert resume(tmp_path, runtime) == 3
+    start(resumed_step=3)
+    assert [*read_commits(run.uploads.store)] == [3]
+
+
+def test_a_local_checkpoint_that_was_not_uploaded_is_newest_and_follows(
+    start: Callable[..., Run], tmp_path: Path, runtime: Ranks
+) -> None:
+    run = start()
+    run.save(3)
+    run.save(5)
+    (tmp_path / "store" / "checkpoints" / "step-000005" / "commit.json").unlink()
+    assert resume(tmp_path, runtime) == 5
+    start(resumed_step=5).uploads.finish()
+    assert [*read_commits(run.uploads.store)] == [5, 3]
+
+
+def test_a_corrupted_local_checkpoint_is_replaced_by_the_stored_one(
+    start: Callable[..., Run], tmp_path: Path, runtime: Ranks
+) -> None:
+    start().save(3)
+    file = tmp_path / "run" / "checkpoints" / "step-000003" / "trainer.json"
+    file.write_text(file.read_text() + " ")
+    assert resume(tmp_path, runtime) == 3
+    assert (file.parent.parent / "set-aside-1-step-000003").is_dir()
+
+
+def test_a_run_whose_prefix_was_taken_over_stops_before_it_commits(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = start()
+    run.save(3)
+    start(resumed_step=3, directory="other")
+    with pytest.raises(RunFailure, match="another run has taken over"):
+        run.save(5)
+    assert run.writer.has_failed and [*read_commits(run.uploads.store)] == [3]
+
+
+def test_a_prefix_with_checkpoints_is_rejected_unless_the_run_continues_them(
+    start: Callable[..., Run], tmp_path: Path, runtime: Ranks
+) -> None:
+    run = start()
+    run.save(3)
+    run.save(5)
+    with pytest.raises(UserError, match="holds checkpoints up to step 5. Continue that run with"):
+        resume(tmp_path, runtime, None)
+    older = f"{tmp_path}/run/checkpoints/step-000003"
+    with pytest.raises(UserError, match="newer than --resume"):
+        resume(tmp_path, runtime, older)
+    assert resume(tmp_path, runtime, f"{tmp_path}/run/checkpoints/step-000005") == 5
+    assert resume(tmp_path, runtime, f"file://{tmp_path}/store") == 5
+
+
+def test_an_upload_that_fails_for_good_is_one_warning_and_a_line_of_the_summary(
+    start: Callable[..., Run], tmp_path: Path, warnings: list[str]
+) -> None:
+    run = start()
+    folder = tmp_path / "store" / "checkpoints"
+    folder.mkdir()
+    (folder / "step-000003").write_text("a file where a directory has to go")
+    run.save(3)
+    run.save(5)
+    assert [*read_commits(run.uploads.store)] == [5]
+    told = [line for line in warnings if "step-000003" in line]
+    assert len(told) == 1 and "The run continues" in told[0]
+    assert run.uploads.describe().startswith("Not uploaded to file://")
+
+
+@pytest.fixture
+def aws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[socket.socket]:
+    """A server that accepts connections and never answers, as the S3 endpoint."""
+    pytest.importorskip("s3fs")
+    for name in CREDENTIALS:
+        monkeypatch.setenv(name, "do-not-print-this")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    silent = socket.create_server(("127.0.0.1", 0))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+    yield silent
+    silent.close()
+
+
+def test_an_upload_is_abandoned_when_the_time_is_over(
+    start: Callable[..., Run], tmp_path: Path, aws: socket.socket, warnings: list[str]
+) -> None:
+    run = start()
+    run.save(3)
+    run.uploads.store = ObjectStore("s3://bucket/run", "--save_to")  # does not answer any more
+    run.writer.save(5, run.model, run.optimizer, STATE)
+    run.writer.finish()
+    run.writer.finish_uploads(0.3)
+    assert "The upload of step-000005 was abandoned after 0 s" in warnings[-1]
+    assert "is step-000003" in warnings[-1]
+
+
+@pytest.mark.parametrize("problem", ["credentials", "down", "package", "protocol"])
+def test_a_store_that_cannot_be_used_is_an_error_at_the_start(
+    runtime: Ranks, aws: socket.socket, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    expected = "cannot be used"
+    url = "s3://bucket/run"
+    if problem == "credentials":
+        expected = "(?i)credentials"
+        for name in CREDENTIALS:
+            monkeypatch.delenv(name)
+    elif problem == "down":
+        aws.close()
+    elif problem == "package":
+        monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
+        url = "gs://bucket/run"
+        expected = "needs the package gcsfs: pip install gcsfs"
+    else:
+        url = "nowhere://bucket/run"
+    with pytest.raises(UserError, match=expected) as caught:
+        open_store(CheckpointConfig(save_to=url, output_dir="x"), runtime)
+    assert "do-not-print-this" not in str(caught.value)
+    assert "do-not-print-this" not in os.environ.get(CREDENTIALS[0], "") or url in str(caught.value)

@@ -1,0 +1,207 @@
+"""--save_to: a real S3 server on loopback, processes that are killed, and directories that are lost."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Set
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from conftest import RECIPE, REPOSITORY, load_script
+from forked import forked, start_forked
+
+from llama_ft.checkpoint import ObjectStore, is_uploaded
+from llama_ft.checkpoint.store import read_commits
+
+pytest.importorskip("s3fs")
+boto3 = pytest.importorskip("boto3")
+ThreadedMotoServer = pytest.importorskip("moto.server").ThreadedMotoServer
+
+SECRET = "do-not-write-this"
+ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": SECRET,
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of an S3 server with a bucket `runs`; processes that a test starts find it."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    address = f"http://{host}:{port}"
+    before = dict(os.environ)
+    os.environ.update(ENVIRONMENT, AWS_ENDPOINT_URL=address)
+    boto3.client("s3").create_bucket(Bucket="runs")
+    yield address
+    os.environ.clear()
+    os.environ.update(before)
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def crash() -> ModuleType:
+    return load_script(REPOSITORY / "benchmarks" / "crash.py")
+
+
+@pytest.fixture(scope="module")
+def inputs(crash: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, data, and the run `whole`, which nobody stops."""
+    folder = tmp_path_factory.mktemp("store")
+    crash.write_inputs(folder)
+    finished = forked(RECIPE, *flags(crash, folder, folder / "whole"), ranks=2)
+    assert finished.exit_code == 0, finished.output
+    return folder
+
+
+def flags(crash: ModuleType, inputs: Path, output: Path, *more: str, epochs: int = 1) -> list[str]:
+    """The benchmark's run on 2 ranks, of epochs of 7 steps."""
+    words = [*crash.FLAGS, "--model_name", f"{inputs}/model", "--dataset", f"{inputs}/rows.jsonl"]
+    words[words.index("--num_epochs") + 1] = str(epochs)
+    return [*words, "--no_plan", "--output_dir", str(output), *more]
+
+
+def download(url: str, folder: Path) -> Path:
+    """Copy everything under a URL, which has the layout of a run directory."""
+    store = ObjectStore(url, "")
+    for name in store.sizes(""):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        store.get_file(name, folder / name)
+    return folder
+
+
+def kill_when(happened: Callable[[], Any], words: list[str], log: Path) -> None:
+    """Start the recipe on 2 ranks, and kill both at once at a moment, as by kill -9."""
+    running = start_forked(RECIPE, *words, output=log, ranks=2)
+    while running.is_alive() and not happened():
+        time.sleep(0.01)
+    running.send(signal.SIGKILL)
+    running.wait(30)
+
+
+def has_no_secret(folder: Path) -> bool:
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return not any(SECRET.encode() in file.read_bytes() for file in files)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "checkpoints/step-000004/shard-00001-model-00001-of-00001.safetensors",
+        "checkpoints/step-000006/commit.json",
+        "model/config.json",
+    ],
+)
+def test_a_run_killed_during_an_upload_resumes_on_an_empty_disk(
+    server: str, crash: ModuleType, inputs: Path, tmp_path: Path, moment: str
+) -> None:
+    url = f"s3://runs/{tmp_path.name}"
+    store = ObjectStore(url, "")
+    store.put_text("mine", "checkpoints/notes.txt")
+    shard = "checkpoints/step-000004/shard-00002-model-00001-of-00001.safetensors"
+    parts = [f"{tmp_path.name}/{name}" for name in (shard, "checkpoints/notes.bin")]
+    s3 = boto3.client("s3")
+    for key in parts:  # as a kill leaves them
+        s3.create_multipart_upload(Bucket="runs", Key=key)
+    run = tmp_path / "run"
+    words = flags(crash, inputs, run, "--save_to", url)
+    kill_when(lambda: moment in store.sizes(""), words, tmp_path / "log")
+    held = read_commits(store)
+    assert held
+    shutil.rmtree(run)
+    resumed = forked(RECIPE, *words, ranks=2)
+    assert resumed.exit_code == 0, resumed.output
+    assert f"Fetching step-{max(held):06d} from {url}" in resumed.output
+    assert f"Uploaded: {url}" in resumed.output and SECRET not in resumed.output
+    assert crash.differences(download(url, tmp_path / "copy"), inputs / "whole") == []
+    assert store.get_text("checkpoints/notes.txt") == "mine"
+    left = s3.list_multipart_uploads(Bucket="runs", Prefix=tmp_path.name)["Uploads"]
+    assert [upload["Key"] for upload in left] == parts[1:]
+    assert json.loads(store.get_text("status.json"))["state"] == "finished"
+    assert is_uploaded(store, 7) and has_no_secret(tmp_path)
+
+
+def test_a_final_upload_that_was_killed_is_finished_by_resume(
+    server: str, crash: ModuleType, inputs: Path, tmp_path: Path
+) -> None:
+    url = f"s3://runs/{tmp_path.name}"
+    store = ObjectStore(url, "")
+    run = tmp_path / "run"
+    words = flags(crash, inputs, run, "--save_to", url)
+    kill_when(lambda: "model/config.json" in store.sizes(""), words, tmp_path / "log")
+    assert (run / "model").is_dir() and not is_uploaded(store, 7)
+    finished = forked(RECIPE, *words, ranks=2)
+    assert finished.exit_code == 0, finished.output
+    assert f"its final model is {run}/model" in finished.output
+    assert is_uploaded(store, 7)
+    assert crash.differences(download(url, tmp_path / "copy"), inputs / "whole") == []
+    owner = store.get_text("owner.json")
+    shutil.rmtree(run)
+    again = forked(RECIPE, *words, ranks=2)
+    assert again.exit_code == 0 and f"its final model is {url}/model" in again.output
+    assert store.get_text("owner.json") == owner  # nothing is uploaded again
+
+
+def test_sigterm_uploads_the_last_checkpoint_and_says_so(
+    server: str, crash: ModuleType, inputs: Path, tmp_path: Path
+) -> None:
+    url = f"s3://runs/{tmp_path.name}"
+    store = ObjectStore(url, "")
+    words = flags(crash, inputs, tmp_path / "run", "--save_to", url, epochs=30)
+    running = start_forked(RECIPE, *words, output=tmp_path / "log", ranks=2)
+    while running.is_alive() and not read_commits(store):
+        time.sleep(0.05)
+    running.send(signal.SIGTERM)
+    assert running.wait(60) == 143
+    output = (tmp_path / "log").read_text()
+    newest = max(read_commits(store))
+    assert f"stopped by SIGTERM after step {newest}." in output
+    assert f"Uploaded step-{newest:06d} to {url}" in output
+    assert json.loads(store.get_text("status.json"))["state"] == "stopped"
+
+
+def test_a_store_without_the_bucket_is_an_error_before_the_model_is_loaded(
+    server: str, crash: ModuleType, inputs: Path, tmp_path: Path
+) -> None:
+    words = flags(crash, inputs, tmp_path / "run", "--save_to", "s3://no-such-bucket/run")
+    finished = forked(RECIPE, *words, ranks=2)
+    assert finished.exit_code == 2
+    assert finished.output.count("error: --save_to s3://no-such-bucket/run: cannot be used") == 1
+    assert "there is no such bucket" in finished.output and SECRET not in finished.output
+    assert "Traceback" not in finished.output and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_runs_killed_at_random_moments_on_disks_that_are_lost_equal_the_undisturbed_one(
+    server: str, crash: ModuleType, inputs: Path, tmp_path: Path, seed: int
+) -> None:
+    chance = random.Random(seed)
+    url = f"s3://runs/{tmp_path.name}"
+    store = ObjectStore(url, "")
+    words = flags(crash, inputs, tmp_path / "run", "--save_to", url)
+    for number in range(3):
+        before = store.sizes("").keys()
+        objects = chance.randrange(2, 14)  # of this launch, after which it is killed
+        delay = chance.uniform(0, 0.2)
+
+        def happened(before: Set[str], objects: int, delay: float) -> bool:
+            if len(store.sizes("").keys() - before) < objects:
+                return False
+            time.sleep(delay)
+            return True
+
+        kill_when(partial(happened, before, objects, delay), words, tmp_path / f"log{number}")
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    resumed = forked(RECIPE, *words, ranks=2)
+    assert resumed.exit_code == 0, resumed.output
+    assert crash.differences(download(url, tmp_path / "copy"), inputs / "whole") == []
