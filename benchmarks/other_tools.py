@@ -24,7 +24,7 @@ FIGURES = REPOSITORY / "benchmarks" / "other_tools.yaml"
 PAGE = REPOSITORY / "docs" / "development" / "benchmarks.md"
 BEGIN = "<!-- Written by benchmarks/other_tools.py --write. -->\n"
 END = "<!-- End of what benchmarks/other_tools.py writes. -->\n"
-INTRODUCTION = """## Plans beside published figures of other tools
+INTRODUCTION = """## Plans against published figures of other tools
 
 `python benchmarks/other_tools.py --write` plans the settings of published runs with `recipes/plan.py --json --quick`
 and writes this table. The figures, their sources and all flags are in `benchmarks/other_tools.yaml`. The planned column
