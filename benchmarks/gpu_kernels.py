@@ -612,6 +612,22 @@ class _RepeatingGather:
         output_tensor.view(group.size(), -1).copy_(own)
 
 
+class _KeepingReduceScatter:
+    """A reduce-scatter that leaves out the other rank."""
+
+    allocate = _RepeatingGather.allocate
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
+
+
 def _early_gathers() -> Finding:
     """Two micro-batches of a sharded Llama whose layers are all-gathered before they are needed."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -644,6 +660,7 @@ def _early_gathers() -> Finding:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(_RepeatingGather())
+                module.set_custom_reduce_scatter(_KeepingReduceScatter())
         for _ in range(2):
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         gradients.append([local_shard(cast(Any, value.grad)) for value in model.parameters()])

@@ -117,11 +117,14 @@ def test_a_run_killed_during_an_upload_resumes_on_an_empty_disk(
     kill_when(lambda: moment in store.sizes(""), words, tmp_path / "log")
     held = read_commits(store)
     assert held
+    was_complete = is_uploaded(store, 7)
     shutil.rmtree(run)
     resumed = forked(RECIPE, *words, ranks=2)
     assert resumed.exit_code == 0, resumed.output
     assert f"Fetching step-{max(held):06d} from {url}" in resumed.output
-    assert f"Uploaded: {url}" in resumed.output and SECRET not in resumed.output
+    # unless the run had already ended when it was killed
+    assert was_complete or f"Uploaded: {url}" in resumed.output
+    assert SECRET not in resumed.output
     assert crash.differences(download(url, tmp_path / "copy"), inputs / "whole") == []
     assert store.get_text("checkpoints/notes.txt") == "mine"
     left = s3.list_multipart_uploads(Bucket="runs", Prefix=tmp_path.name)["Uploads"]
@@ -130,7 +133,6 @@ def test_a_run_killed_during_an_upload_resumes_on_an_empty_disk(
     assert is_uploaded(store, 7) and has_no_secret(tmp_path)
 
 
-@pytest.mark.xfail(reason="failed once on a loaded machine, not yet understood", strict=False)
 def test_a_final_upload_that_was_killed_is_finished_by_resume(
     server: str, crash: ModuleType, inputs: Path, tmp_path: Path
 ) -> None:
@@ -139,7 +141,11 @@ def test_a_final_upload_that_was_killed_is_finished_by_resume(
     run = tmp_path / "run"
     words = flags(crash, inputs, run, "--save_to", url)
     kill_when(lambda: "model/config.json" in store.sizes(""), words, tmp_path / "log")
-    assert (run / "model").is_dir() and not is_uploaded(store, 7)
+    assert (run / "model").is_dir()
+    # as if the kill had come a moment earlier
+    for name in ("result.json", "model/config.json"):
+        store.delete(name)
+    assert not is_uploaded(store, 7)
     finished = forked(RECIPE, *words, ranks=2)
     assert finished.exit_code == 0, finished.output
     assert f"its final model is {run}/model" in finished.output
