@@ -84,8 +84,9 @@ def main(**flags: str) -> None:
         # With activation_checkpointing=auto, wait for the planner's choice; else it plans while
         # weights are loaded.
         config = setup.plan_memory(config, folder, new_tokens, dataset, batches)
-        # DPO's reference is the model with its adapter off, or log-probabilities computed once: by
-        # --reference_model here, or below by the model itself before step 1.
+        # For dpo, ipo and kto; else this does nothing. The reference is the model with its adapter
+        # off, or log-probabilities computed once: by --reference_model here, or below by the model
+        # itself before step 1.
         request = models.ModelRequest(config, folder, model_config, new_tokens)
         reference = training.ReferencePass(objective, request, tokenizer, dataset, layout, ranks)
         if resumed is not None:
@@ -94,7 +95,8 @@ def main(**flags: str) -> None:
         built = build_model(request, ranks, memory)
         memory.leave()  # ends the phase "load"
         if layout.is_packed:
-            # samples must not see each other: compare a few with samples alone
+            # Samples must not see each other: compare a few with samples alone. It may turn off the
+            # chunked loss.
             dtype = runtime.PRECISIONS[config.train.precision].compute
             training.check_packing(built, batches.first_samples(), context_length, dtype, ranks)
 
@@ -257,10 +259,11 @@ def train(
             )
             run.memory.enter("optimizer step")
             result = training.clip_and_reduce_norm(built, losses, count, settings, scale, ranks)
-            # Gradients are complete here. Each rank has those of its own rows of each weight, and
-            # replicas (DDP, HYBRID_SHARD) have equal ones. Noise must be equal on replicas, too:
-            # seed its generator with the step and ranks.mesh["shard"].get_local_rank().
-            numbers = run.gather_numbers(step)
+            # Gradients are complete here: models.shards.local_shard(parameter.grad) is this rank's
+            # part, on ranks.storage_device. Frozen parameters have none. Replicas (DDP,
+            # HYBRID_SHARD) have equal gradients, and must draw equal noise: seed its generator with
+            # the step and ranks.mesh["shard"].get_local_rank().
+            numbers = run.gather_numbers(step)  # of all ranks: tokens, memory, requests to stop
             is_skipped = training.update_loss_scale(state.scale, step.step, result)
             failed = run.unread.failed_so_far(result, is_skipped)
             lr = training.learning_rate(
@@ -272,6 +275,7 @@ def train(
             record = run.end_step(step, numbers, is_skipped)
             metrics = run.step_metrics(record, lr)
             # Add your own here: metrics["my/number"] = ...
+            # A tensor of one number is read later, so that the GPU does not wait for it.
             read = run.read_losses(record, result, losses, metrics)  # ends the run if not finite
             is_best = False
             if record.evaluation:

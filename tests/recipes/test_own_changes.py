@@ -6,14 +6,16 @@ from pathlib import Path
 from conftest import RECIPE, metrics, write_rows
 from forked import forked
 
-OWN_METRIC = '            # Add your own here: metrics["my/number"] = ...\n'
-NOISE_PLACE = "            numbers = run.gather_numbers(step)\n"
+OWN_METRIC = (
+    '            # Add your own here: metrics["my/number"] = ...\n'  # the first of two lines
+)
+NOISE_PLACE = "            numbers = run.gather_numbers(step)  # of all ranks: tokens, memory, requests to stop\n"
 # As the comment at this place says: replicas draw the same noise.
 NOISE = """\
             shard = ranks.mesh["shard"].get_local_rank()
             generator = torch.Generator().manual_seed(1000 * step.step + shard)
             for parameter in model.parameters():
-                gradient = parameter.grad.to_local()
+                gradient = models.shards.local_shard(parameter.grad)
                 gradient += 0.1 * torch.randn(gradient.shape, generator=generator)
 """
 SPREAD = """\

@@ -150,7 +150,7 @@ def build_on_meta(
     sound, build the text part only.
 
     Args:
-        config: the model's config; it is not changed.
+        config: the model's config. Its vocab_size is set if there are new tokens.
         model: settings: attention implementation, trust_remote_code.
         new: tokens for which embedding and LM head get further rows.
         folder: the directory of its weights, which are not read here.

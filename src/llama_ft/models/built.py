@@ -1,6 +1,7 @@
 """A model, and what the steps that build it tell each other and the rest of the run.
 
-The recipe's `build_model` fills it from top to bottom. Nothing of it is stored on the model itself.
+The recipe's `build_model` fills it from top to bottom. Nothing of it is stored on the model itself,
+except in the model's config.
 """
 
 from dataclasses import dataclass, field, replace

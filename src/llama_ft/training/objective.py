@@ -97,7 +97,8 @@ def training_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def smoothed_loss(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """Return `training_loss` with label_smoothing_factor."""
+    """Return the cross-entropy with label_smoothing_factor. It takes the place of
+    `training_loss`."""
     return F.cross_entropy(logits.float(), targets, reduction="none", label_smoothing=smoothing)
 
 
@@ -161,7 +162,7 @@ def target_losses(
     positions = sent(host_positions, device)
     targets = sent(labels[host_positions], device)
     inputs = model_inputs(built, batch, device)
-    if built.has_chunked_loss:
+    if built.has_chunked_loss:  # then the forward method is ours: models/chunked_loss.py
         losses, router_logits = built.model(
             **inputs, positions=positions, targets=targets, loss_fn=loss_fn, per_token=per_token
         )
