@@ -261,7 +261,16 @@ def lay_out(folder: Path, save_model: Callable[..., Path]) -> Path:
         if (REPOSITORY / name).exists():
             ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
             shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
-    for name in ("tests", "benchmarks", "pyproject.toml", "setup.py", "README.md", "Makefile"):
+    linked = (
+        "tests",
+        "benchmarks",
+        "notebooks",
+        "pyproject.toml",
+        "setup.py",
+        "README.md",
+        "Makefile",
+    )
+    for name in linked:
         (folder / name).symlink_to(REPOSITORY / name)
     for name in ("output", "bin"):
         (folder / name).mkdir()

@@ -21,16 +21,14 @@ NETWORK_JOB = Path(__file__).with_name("network_job.py")
 def test_ranks_are_listed_and_nothing_is_left(tmp_path: Path, ranks: int) -> None:
     folder = tmp_path / "new" / "runs"
     finished = forked(CHECK, "--output_dir", folder, "--megabytes", "2", ranks=ranks)
-    # On a busy machine one rank may be slow, and is named.
     lines = finished.output.splitlines()
     rows = [line for line in lines if line[:2].strip().isdigit() and "CPU" in line]
     assert [row.split()[0] for row in rows] == [str(rank) for rank in range(max(ranks, 1))]
     assert all("MB/s" in row and "GFLOP/s" in row for row in rows)
     assert any("torch 2." in line for line in lines)
     assert ("all-reduce, all ranks: " in finished.output) == (ranks == 2)
-    slow = [line for line in lines if "of the median rate" in line]
-    assert finished.exit_code == (1 if slow else 0), finished.output
-    assert ("No problem was found." in lines) != bool(slow)
+    assert finished.exit_code == 0, finished.output
+    assert "No problem was found." in lines
     assert list(tmp_path.iterdir()) == []
 
 

@@ -129,11 +129,13 @@ class CheckResult:
         return problems
 
     def _slow_ranks(self) -> list[str]:
-        usual = median(facts.flops_per_second for facts in self.facts)
+        # cores of a CPU are shared with whatever else runs
+        gpus = [facts for facts in self.facts if facts.total_bytes is not None]
+        usual = median(facts.flops_per_second for facts in gpus) if gpus else 0.0
         return [
             f"rank {facts.rank} on {facts.node}: a matmul has {facts.flops_per_second / usual:.0%} of the "
             "median rate. All ranks would wait for it in every step."
-            for facts in self.facts
+            for facts in gpus
             if facts.flops_per_second < LEAST_RATE * usual
         ]
 

@@ -406,6 +406,8 @@ class Uploads:
         started = time.monotonic()
         try:
             self._check_owner()
+            # what a kill has left between a commit and its pruning
+            self._prune(max(self._commits, default=0))
             self.store.delete(RESULT_FILE)  # of an earlier end of the run
             uploaded = self._put_files(files)
         except RunFailure:
