@@ -1,7 +1,7 @@
 """fully_shard's collectives on CPUs, where gloo's own take detours: its all-gather receives into
 memory of its own and copies that, and its reduce-scatter all-reduces a copy of everything.
 
-On two ranks with one core each, they took 2 to 2.6 and 1.6 to 2.2 times as much CPU time (units of 3.5
+On two ranks with one core each, they took 2 to 2.6 and 1.5 to 2.2 times as much CPU time (units of 3.5
 and 12 million weights, bf16 and fp32).
 """
 
