@@ -135,6 +135,7 @@ def test_a_checkpoint_is_fetched_with_its_log_on_an_empty_disk(
     assert resume(tmp_path, runtime) == 3
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert lines == ['{"step": 1}', '{"step": 2}', '{"step": 3}']
+    assert (tmp_path / "run" / ".fetched").read_text() == "step-000003\n"
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000003"]
 
 
