@@ -36,7 +36,7 @@ BELOW = {
     "data": {"config", "runtime"},
     "models": {"config", "runtime"},
     "report": {"config"},
-    "check": {"config", "observe", "runtime"},
+    "check": {"checkpoint", "config", "observe", "runtime"},
     "observe": {"config", "models", "runtime"},
     "training": {"config", "data", "models", "runtime"},
     "checkpoint": {"config", "data", "models", "runtime", "training"},
