@@ -1,7 +1,6 @@
 """recipes/check.py --save_to against a real S3 server, which checks credentials and permissions."""
 
 import json
-import os
 import re
 import urllib.request
 from collections.abc import Iterator
@@ -10,10 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 from forked import Finished, forked
-
-pytest.importorskip("s3fs")
-boto3 = pytest.importorskip("boto3")
-ThreadedMotoServer = pytest.importorskip("moto.server").ThreadedMotoServer
+from stores import SECRET, boto3, environment, s3_server
 
 CHECK = REPOSITORY / "recipes" / "check.py"
 WRITER = ["s3:PutObject", "s3:GetObject", "s3:DeleteObject", "s3:ListBucket"]
@@ -46,37 +42,21 @@ def allow_unchecked(address: str, requests: str) -> None:
 @pytest.fixture(scope="module")
 def users() -> Iterator[dict[str, Keys]]:
     """Credentials on a server with the bucket `runs`, which has one object."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    address = f"http://{host}:{port}"
-    before = dict(os.environ)
-    os.environ.update(
-        AWS_ENDPOINT_URL=address,
-        AWS_ACCESS_KEY_ID="admin",
-        AWS_SECRET_ACCESS_KEY="admin",
-        AWS_DEFAULT_REGION="us-east-1",
-        AWS_EC2_METADATA_DISABLED="true",
-        AWS_MAX_ATTEMPTS="1",
-    )
-    s3 = boto3.client("s3")
-    s3.create_bucket(Bucket="runs")
-    s3.put_object(Bucket="runs", Key="run/notes.txt", Body=b"mine")
-    writer = new_keys("writer", WRITER)
-    users = {
-        "writer": writer,
-        "reader": new_keys("reader", READER),
-        "unknown": {"AWS_ACCESS_KEY_ID": "AKIAUNKNOWN", "AWS_SECRET_ACCESS_KEY": "unknown"},
-        "wrong secret": {**writer, "AWS_SECRET_ACCESS_KEY": "do-not-print-this"},
-    }
-    allow_unchecked(address, "0")
-    yield users
-    allow_unchecked(address, "inf")
-    left = [entry["Key"] for entry in s3.list_objects_v2(Bucket="runs")["Contents"]]
-    os.environ.clear()
-    os.environ.update(before)
-    server.stop()
-    assert left == ["run/notes.txt"]
+    with s3_server() as address, environment({"AWS_MAX_ATTEMPTS": "1"}):
+        s3 = boto3.client("s3")
+        s3.put_object(Bucket="runs", Key="run/notes.txt", Body=b"mine")
+        writer = new_keys("writer", WRITER)
+        users = {
+            "writer": writer,
+            "reader": new_keys("reader", READER),
+            "unknown": {"AWS_ACCESS_KEY_ID": "AKIAUNKNOWN", "AWS_SECRET_ACCESS_KEY": "unknown"},
+            "wrong secret": {**writer, "AWS_SECRET_ACCESS_KEY": SECRET},
+        }
+        allow_unchecked(address, "0")
+        yield users
+        allow_unchecked(address, "inf")
+        left = [entry["Key"] for entry in s3.list_objects_v2(Bucket="runs")["Contents"]]
+        assert left == ["run/notes.txt"]
 
 
 def check(folder: Path, url: str, keys: Keys, ranks: int = 0) -> Finished:

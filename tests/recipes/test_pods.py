@@ -2,7 +2,6 @@
 with torchrun's variables, each on a disk of its own that is lost with the pod, and an S3 server."""
 
 import os
-import re
 import shutil
 import signal
 import socket
@@ -12,17 +11,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import yaml
 from conftest import REPOSITORY, load_script
 from forked import ENVIRONMENT
+from stores import download, s3_server
 
 from llama_ft.checkpoint import ObjectStore
 from llama_ft.checkpoint.store import read_commits
-
-s3_server = pytest.importorskip("s3_server").s3_server
 
 RUNTIME, TRAIN_JOB = yaml.safe_load_all(
     (REPOSITORY / "launch" / "kubernetes" / "finetune.yaml").read_text()
@@ -55,14 +52,6 @@ def inputs(server: str, crash: ModuleType, tmp_path_factory: pytest.TempPathFact
     job.start()
     assert job.wait() == [0, 0], job.logs()
     return download("s3://runs/whole", folder / "whole").parent
-
-
-def download(url: str, folder: Path) -> Path:
-    store = ObjectStore(url, "")
-    for name in store.sizes(""):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        store.get_file(name, folder / name)
-    return folder
 
 
 class Job:
@@ -154,7 +143,7 @@ def test_a_job_that_is_stopped_saves_uploads_and_continues_on_empty_disks(
     assert job.wait() == [0, 0], job.logs()
     assert f"Fetching step-{newest:06d} from {url}" in job.logs()
     copy = download(url, tmp_path / "copy")
-    assert [line for line in differences(crash, copy, inputs / "whole") if line] == []
+    assert crash.differences(copy, inputs / "whole", all_checkpoints=False) == []
 
 
 @pytest.mark.slow
@@ -174,7 +163,8 @@ def test_a_job_that_loses_a_pod_continues_from_the_bucket(
     job.start()
     assert job.wait() == [0, 0], job.logs()
     assert f"Fetching step-{held:06d} from {url}" in job.logs()
-    assert differences(crash, download(url, tmp_path / "copy"), inputs / "whole") == []
+    copy = download(url, tmp_path / "copy")
+    assert crash.differences(copy, inputs / "whole", all_checkpoints=False) == []
 
 
 def wait_for_checkpoint(store: ObjectStore, job: Job) -> None:
@@ -183,7 +173,3 @@ def wait_for_checkpoint(store: ObjectStore, job: Job) -> None:
         assert time.monotonic() < deadline, job.logs()
         assert all(pod.poll() is None for pod in job.pods), job.logs()
         time.sleep(0.05)
-
-
-def differences(crash: ModuleType, run: Path, whole: Path) -> list[str]:
-    return list[Any](crash.differences(run, whole))
