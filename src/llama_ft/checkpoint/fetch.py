@@ -99,7 +99,7 @@ class StoredRun:
                 results = list(pool.map(fetch, names, [commit.files[name] for name in names]))
             errors = [error for error in results if error]
             if not errors:
-                if is_resumed:
+                if is_resumed and not final.exists():
                     (self.directory / FETCHED_FILE).write_text(f"{final.name}\n")
                 self._put_in_place(aside, final)
             return errors
