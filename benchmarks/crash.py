@@ -117,20 +117,7 @@ class Launch:
 
     def processes(self) -> dict[int, str]:
         """Process id -> RANK of all its living processes, torchrun's being empty."""
-        found = {}
-        for folder in Path("/proc").iterdir():
-            if folder.name.isdigit():
-                try:
-                    variables = (
-                        (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-                    )
-                except OSError:
-                    continue  # it has ended, or is another user's
-                if self.mark in variables:
-                    found[int(folder.name)] = next(
-                        (v[5:] for v in variables if v.startswith("RANK=")), ""
-                    )
-        return found
+        return marked_processes(self.mark)
 
     def kill_all(self, order: random.Random) -> None:
         """SIGKILL to torchrun and ranks, until none is left: torchrun may be about to start
@@ -163,6 +150,23 @@ class Launch:
 
     def tail(self) -> str:
         return "".join(self.log.read_text(errors="replace").splitlines(keepends=True)[-60:])
+
+
+def marked_processes(mark: str) -> dict[int, str]:
+    """Process id -> RANK, or an empty text, of the living processes with `mark` among their
+    environment's NAME=value."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                variables = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue  # it has ended, or is another user's
+            if mark in variables:
+                found[int(folder.name)] = next(
+                    (v[5:] for v in variables if v.startswith("RANK=")), ""
+                )
+    return found
 
 
 def kill(process: int) -> None:

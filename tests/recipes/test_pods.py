@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +27,7 @@ RUNTIME, TRAIN_JOB = yaml.safe_load_all(
 )
 PODS = 2
 STEPS = 7  # per epoch
-EPOCHS = 20  # enough for a run that has not ended when its first checkpoint is in the bucket
+EPOCHS = 10  # enough for a run that has not ended when its first checkpoint is in the bucket
 SECONDS = 240
 SAVE_AND_STOP = 143  # exit codes of launch/run.sh
 START_AGAIN = 138
@@ -64,6 +65,8 @@ class Job:
         self.command[self.command.index("--num_epochs") + 1] = str(EPOCHS)
         self.command += ["--model_name", f"{inputs}/model", "--dataset", f"{inputs}/rows.jsonl"]
         self.command += ["--output_dir", "output/finetune", "--save_to", url, "--no_plan"]
+        self.crash = crash
+        self.mark = f"POD_OF={uuid.uuid4().hex}"
         self.disks = disks
         self.pods: list[subprocess.Popen[bytes]] = []
 
@@ -91,6 +94,8 @@ class Job:
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "240",
             "LLAMA_FT_CACHE": str(disk / "cache"),
         }
+        name, _, value = self.mark_of(rank).partition("=")
+        variables[name] = value
         with open(self.disks / f"{rank}.log", "wb") as log:
             return subprocess.Popen(
                 self.command,
@@ -99,17 +104,27 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
             )
+
+    def mark_of(self, rank: int) -> str:
+        """What the environment of a pod's processes has."""
+        return f"{self.mark}-{rank}"
+
+    def lose(self, rank: int) -> None:
+        """Kill all processes of a pod, as the loss of its node does."""
+        while alive := self.crash.marked_processes(self.mark_of(rank)):
+            for process in alive:
+                self.crash.kill(process)
+            if self.pods[rank].poll() is None:
+                time.sleep(0.05)
 
     def wait(self) -> list[int]:
         """Return the exit codes of the pods."""
         try:
             return [pod.wait(SECONDS) for pod in self.pods]
         finally:
-            for pod in self.pods:
-                if pod.poll() is None:
-                    os.killpg(pod.pid, signal.SIGKILL)
+            for rank in range(PODS):
+                self.lose(rank)
 
     def logs(self) -> str:
         return "\n".join(file.read_text() for file in sorted(self.disks.glob("*.log")))
@@ -155,7 +170,7 @@ def test_a_job_that_loses_a_pod_continues_from_the_bucket(
     job = Job(crash, inputs, tmp_path / "disks", url)
     job.start()
     wait_for_checkpoint(store, job)
-    os.killpg(job.pods[1].pid, signal.SIGKILL)
+    job.lose(1)
     codes = job.wait()
     assert codes[0] in (1, START_AGAIN), job.logs()
 
