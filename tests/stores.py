@@ -11,8 +11,10 @@ import struct
 import subprocess
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from conftest import RECIPE
 from forked import start_forked
 
 from llama_ft.checkpoint import ObjectStore
+from llama_ft.checkpoint.store import with_retries
 
 pytest.importorskip("s3fs")
 boto3 = pytest.importorskip("boto3")
@@ -58,6 +61,9 @@ def s3_server() -> Iterator[str]:
     address = f"http://{host}:{port}"
     try:
         with environment({**AWS, "AWS_ENDPOINT_URL": address}):
+            # objects outlive a server of the same process
+            reset_all = urllib.request.Request(f"{address}/moto-api/reset", method="POST")
+            urllib.request.urlopen(reset_all, timeout=30).close()
             boto3.client("s3").create_bucket(Bucket="runs")
             yield address
     finally:
@@ -96,11 +102,10 @@ def is_open(port: int) -> bool:
 
 
 class CuttingProxy:
-    """Forwards connections to a port, and cuts some of them after a random number of bytes.
+    """Forwards connections to a port, and cuts each after a random number of bytes.
 
     Args:
         target: the port.
-        share: of the connections that are cut.
         most_bytes: before a cut.
 
     Attributes:
@@ -108,9 +113,8 @@ class CuttingProxy:
         cuts: connections that it has cut so far.
     """
 
-    def __init__(self, target: int, share: float, most_bytes: int) -> None:
+    def __init__(self, target: int, most_bytes: int) -> None:
         self.target = target
-        self.share = share
         self.most_bytes = most_bytes
         self.cuts = 0
         self._chance = random.Random(0)
@@ -126,22 +130,18 @@ class CuttingProxy:
             while True:
                 client, _ = self._listener.accept()
                 server = socket.create_connection(("127.0.0.1", self.target))
-                is_cut = self._chance.random() < self.share
-                limit = self._chance.randrange(self.most_bytes) if is_cut else None
-                left = [limit]
+                left = [self._chance.randrange(1, self.most_bytes)]
                 for source, sink in ((client, server), (server, client)):
                     pair = (source, sink, left)
                     threading.Thread(target=self._forward, args=pair, daemon=True).start()
 
-    def _forward(self, source: socket.socket, sink: socket.socket, left: list[int | None]) -> None:
+    def _forward(self, source: socket.socket, sink: socket.socket, left: list[int]) -> None:
         """Forward in one direction. `left` are the bytes until the cut, of both directions."""
         with suppress(OSError):  # the other direction was cut
             while data := source.recv(65536):
-                if left[0] is not None:
-                    data = data[: left[0]]
-                    left[0] -= len(data)
-                sink.sendall(data)
-                if left[0] == 0:
+                sink.sendall(data[: left[0]])
+                left[0] -= len(data)
+                if left[0] <= 0:
                     self.cuts += 1
                     reset(source)
                     reset(sink)
@@ -163,7 +163,7 @@ def download(url: str, folder: Path) -> Path:
     store = ObjectStore(url, "")
     for name in store.sizes(""):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        store.get_file(name, folder / name)
+        with_retries(partial(store.get_file, name, folder / name))
     return folder
 
 
