@@ -30,5 +30,5 @@ from llama_ft.checkpoint.resume import (
 from llama_ft.checkpoint.run_directory import create_run_directory
 from llama_ft.checkpoint.state import own_state, restore, restore_weights
 from llama_ft.checkpoint.store import ObjectStore, is_uploaded
-from llama_ft.checkpoint.uploads import GRACE_SECONDS, Uploads, open_uploads
+from llama_ft.checkpoint.uploads import Uploads, open_uploads, upload_grace_seconds
 from llama_ft.checkpoint.writer import CheckpointWriter

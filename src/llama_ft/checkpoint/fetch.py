@@ -28,6 +28,7 @@ from llama_ft.checkpoint.store import (
 )
 from llama_ft.config import CheckpointConfig
 from llama_ft.config.data_names import is_url
+from llama_ft.config.paths import FETCHED_FILE
 from llama_ft.errors import UserError
 from llama_ft.runtime import Ranks, log
 
@@ -98,6 +99,8 @@ class StoredRun:
                 results = list(pool.map(fetch, names, [commit.files[name] for name in names]))
             errors = [error for error in results if error]
             if not errors:
+                if is_resumed and not final.exists():
+                    (self.directory / FETCHED_FILE).write_text(f"{final.name}\n")
                 self._put_in_place(aside, final)
             return errors
         finally:

@@ -42,12 +42,16 @@ from llama_ft.config import CheckpointConfig
 from llama_ft.config.messages import size_text
 from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.errors import RunFailure
+from llama_ft.models.torch_2_11 import IS_TORCH_2_11
 from llama_ft.runtime import Ranks, log
 
 POLL_SECONDS = 0.2
 PARALLEL_FILES = 8
-# How long an upload may take after a signal: torchrun kills the ranks after 30 s.
-GRACE_SECONDS = 20.0
+# After a signal torchrun kills the ranks when so many seconds are over, unless this variable has another number. torch
+# 2.11 does not read it. An upload leaves the last ones to what follows.
+KILL_SECONDS = 30.0
+KILL_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+SECONDS_AFTER_UPLOAD = 10.0
 # for status.json and report.html of a run that fails or is stopped
 SECONDS_FOR_SMALL_FILES = 4.0
 OUTCOME_FILES = (
@@ -519,6 +523,14 @@ def open_uploads(
         return None
     step = resumed.step if resumed is not None else 0
     return Uploads(store, directory, settings.keep_last, step, ranks)
+
+
+def upload_grace_seconds() -> float:
+    """Return how long an upload may take after a signal."""
+    seconds = float(os.environ.get(KILL_VARIABLE) or KILL_SECONDS)
+    if IS_TORCH_2_11:
+        seconds = KILL_SECONDS
+    return max(0.0, seconds - SECONDS_AFTER_UPLOAD)
 
 
 def described(text: str) -> StoredFile:

@@ -391,7 +391,7 @@ class TrainingRun:
         assert self.stop is not None
         saved = self.writer.finish()
         is_signal = self.stop.exit_code != 0
-        left = self.ranks.signals.seconds_left(checkpoint.GRACE_SECONDS)
+        left = self.ranks.signals.seconds_left(checkpoint.upload_grace_seconds())
         self.writer.finish_uploads(left if is_signal else None)
         return runtime.Stopped(self.stop, self.state.step, saved)
 
