@@ -288,17 +288,20 @@ def describe_run(config: Config) -> dict[str, Any]:
     }
 
 
-def global_batch(settings: TrainConfig, resumed: Checkpoint | None, world_size: int) -> int:
-    """Return the packed sequences, or samples, per optimizer step. A resumed run keeps its number:
-    with other ranks, batch size or accumulation the number of micro-batches changes."""
-    asked = settings.batch_size_training * settings.gradient_accumulation_steps * world_size
-    if resumed is None:
-        return asked
-    kept = int(resumed.trainer["global_batch"])
+def global_batch(settings: TrainConfig, resumed: Checkpoint | None, ranks: Ranks) -> int:
+    """Return the packed sequences, or samples, per optimizer step. A resumed run keeps its number,
+    also if torchrun has started the ranks again before the first checkpoint: with other ranks,
+    batch size or accumulation the number of micro-batches changes."""
+    asked = settings.batch_size_training * settings.gradient_accumulation_steps * ranks.world_size
+    kept = asked
+    if resumed is not None:
+        kept = int(resumed.trainer["global_batch"])
+    elif ranks.earlier is not None:
+        kept = ranks.earlier.global_batch or asked
     if kept == asked:
         return asked
     log.info(
-        f"--resume: the global batch stays {kept}, as in the resumed run, although the settings ask for {asked}."
+        f"The global batch stays {kept}, as in the resumed run, although the settings ask for {asked}."
     )
     return kept
 

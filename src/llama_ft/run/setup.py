@@ -184,7 +184,7 @@ def start_run(
         global_batch = 0
         layout = ""
         if not is_finished:
-            global_batch = checkpoint.global_batch(config.train, resumed, ranks.world_size)
+            global_batch = checkpoint.global_batch(config.train, resumed, ranks)
             is_packed = config.data.batching_strategy == "packing"
             layout = ranks.describe(
                 config.train.batch_size_training,

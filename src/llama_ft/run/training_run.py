@@ -477,7 +477,8 @@ def open_run(
     resumed = setup.resumed
     uploads = checkpoint.open_uploads(setup.store, directory, config.checkpoint, resumed, ranks)
     at_end = partial(end_run, directory, uploads, ranks)
-    ranks.begin_run(directory, resumed.step if resumed else 0, at_end)
+    step = resumed.step if resumed else 0
+    ranks.begin_run(directory, step, at_end, setup.global_batch)
     if ranks.is_main:
         text = to_yaml(config, f"--config {directory}/config.yaml repeats this run")
         (directory / "config.yaml").write_text(text)

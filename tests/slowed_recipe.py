@@ -1,0 +1,50 @@
+"""recipes/finetuning.py, with steps that take longer, so that a test can act between two of them.
+
+STEP_SECONDS: what every step takes at least. SLOW_RANK: this rank makes each of its micro-batches
+SLOW_SECONDS later (LATE=data), or computes as long in each step (LATE=computing).
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parent))
+
+from conftest import RECIPE, load_script
+
+from llama_ft.config.parse import as_keywords
+from llama_ft.data.prefetch import PreparedBatches
+from llama_ft.observe import flops
+from llama_ft.run import TrainingRun
+
+begin_step = TrainingRun.begin_step
+steps = PreparedBatches.steps
+
+
+def slowly(*arguments: Any) -> Any:
+    time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+    if is_slow and late == "computing":
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+    return begin_step(*arguments)
+
+
+def late_steps(*arguments: Any) -> Iterator[Any]:
+    for step in steps(*arguments):
+        if is_slow and late == "data":
+            time.sleep(seconds)
+        yield step
+
+
+if __name__ == "__main__":
+    is_slow = os.environ.get("SLOW_RANK") == os.environ["RANK"]
+    seconds = float(os.environ.get("SLOW_SECONDS", "0"))
+    late = os.environ.get("LATE")
+    TrainingRun.begin_step = slowly  # type: ignore[method-assign]
+    PreparedBatches.steps = late_steps  # type: ignore[assignment, method-assign]
+    flops.SECONDS_MEASURED = 0.0
+    load_script(RECIPE).main(**as_keywords(sys.argv[1:]))
