@@ -412,6 +412,10 @@ class TrainingRun:
         self.weights_of = self.state.step
         step = checkpoint.result_step(self.config, self.state.step, self.state.best.step)
         if step != self.state.step:
+            if self.uploads is not None and not self.ranks.shares_disk:
+                self.writer.finish_uploads()
+                store = self.uploads.store
+                checkpoint.fetch_to_each_disk(store, self.directory, step, self.ranks)
             kept = checkpoint.open_best(step, self.directory, self.resumed, self.ranks)
             checkpoint.restore_weights(kept, model)
             self.weights_of = kept.step

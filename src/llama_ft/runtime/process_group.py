@@ -59,12 +59,29 @@ class Ranks:
     explainer: Explainer | None = None  # explains errors about memory; the recipe sets it
     # how long a rank waits for others before torch raises an error; the watchdog is earlier
     timeout: timedelta = timedelta(minutes=30)
-    lock: IO[str] | None = None  # on rank 0 an open file that locks the run's directory
+    lock: IO[str] | None = None  # where leads_disk, an open file that locks the run's directory
+    # per rank the one that creates and deletes directories on its disk of --output_dir; empty: all
+    # nodes share it
+    disk_leaders: tuple[int, ...] = ()
     _turns: int = 0
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def disk_leader(self) -> int:
+        """The rank that creates and deletes directories on this rank's disk of --output_dir."""
+        return self.disk_leaders[self.rank] if self.disk_leaders else 0
+
+    @property
+    def leads_disk(self) -> bool:
+        return self.disk_leader == self.rank
+
+    @property
+    def shares_disk(self) -> bool:
+        """Whether all ranks see the same --output_dir."""
+        return not any(self.disk_leaders)
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
@@ -94,6 +111,18 @@ class Ranks:
         box = [make() if self.is_main else None]
         dist.broadcast_object_list(box, src=0)
         return cast(T, box[0])
+
+    def from_each_disk(self, make: Callable[[], T]) -> dict[int, T]:
+        """Run `make` on the leader of each disk, and return all results, by the leaders' ranks."""
+        if self.shares_disk:
+            return {0: self.broadcast_from_rank0(make)}
+        results: list[Any] = [None] * self.world_size
+        dist.all_gather_object(results, make() if self.leads_disk else None)
+        return {rank: results[rank] for rank in sorted(set(self.disk_leaders))}
+
+    def on_each_disk(self, make: Callable[[], T]) -> T:
+        """Run `make` on the leader of each disk, and return the result of this rank's disk."""
+        return self.from_each_disk(make)[self.disk_leader]
 
     def all_gather_floats(self, *numbers: float) -> torch.Tensor:
         """Return the numbers of all ranks, float64 [world_size, len(numbers)]. It does not wait for
@@ -140,7 +169,7 @@ class Ranks:
         self.status = RunStatus(output_dir, at_end, step)
         if self.local_rank == 0 and self.attempt_file is not None:
             self.attempt_file.write(Attempt(str(output_dir), global_batch))
-        if self.is_main:
+        if self.leads_disk:
             self.status.write("running")
         # otherwise "running" could overwrite the "failed" of a rank that fails at once
         dist.barrier()
@@ -148,7 +177,7 @@ class Ranks:
     def record_step(self, step: int) -> None:
         """Tell status.json the number of completed optimizer steps."""
         if self.status is not None:
-            self.status.record_step(step, writes=self.is_main)
+            self.status.record_step(step, writes=self.leads_disk)
 
     def describe(
         self,
@@ -252,6 +281,7 @@ def start(
             end_requested=signals.end_requested,
             describe_lost=watchdog.describe_lost if watchdog is not None else str,
             explainer=ranks.explainer if ranks is not None else None,
+            leads_disk=ranks is not None and ranks.leads_disk,
         )
         exit_process(error, context)
 
@@ -352,8 +382,9 @@ def _watched_until_all_leave(watchdog: Watchdog | None) -> Iterator[None]:
 
 def _finish(ranks: Ranks) -> None:
     """Record that the run has finished, and close the process group."""
-    if ranks.is_main and ranks.status is not None:
+    if ranks.leads_disk and ranks.status is not None:
         ranks.status.write("finished", 0)
+    if ranks.is_main and ranks.status is not None:
         ranks.status.at_end()
     if ranks.lock is not None:
         ranks.lock.close()
