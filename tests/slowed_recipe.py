@@ -1,7 +1,7 @@
 """recipes/finetuning.py, with steps that take longer, so that a test can act between two of them.
 
-STEP_SECONDS: what every step takes at least. SLOW_RANK: this rank makes each of its micro-batches
-SLOW_SECONDS later (LATE=data), or computes as long in each step (LATE=computing).
+STEP_SECONDS: what every step takes at least. SLOW_RANK: this rank gets its batches SLOW_SECONDS later
+(LATE=data), or computes as much longer in each step (LATE=computing).
 """
 
 import os
@@ -24,13 +24,13 @@ begin_step = TrainingRun.begin_step
 steps = PreparedBatches.steps
 
 
-def slowly(*arguments: Any) -> Any:
+def slowly(*arguments: Any) -> None:
     time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+    begin_step(*arguments)
     if is_slow and late == "computing":
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
             pass
-    return begin_step(*arguments)
 
 
 def late_steps(*arguments: Any) -> Iterator[Any]:

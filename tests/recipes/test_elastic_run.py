@@ -2,109 +2,23 @@
 happens to. Each agent is a node; they meet on this machine."""
 
 import json
-import os
 import re
 import shutil
 import signal
-import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
+from agents import SLOWED, Node, ended_at_last, free_port, wait_until
 from conftest import RECIPE, metrics, reproducible_metrics
-from forked import ENVIRONMENT, REPOSITORY, forked
+from forked import forked, start_forked
 
-SLOWED = REPOSITORY / "tests" / "slowed_recipe.py"
 STEPS = 120
-DEADLINE_SECONDS = 150.0
 # Without LoRA's dropout, whose random numbers depend on the rank.
 SETTINGS = (
     "--precision fp32 --enable_fsdp --batch_size_training 2 --gradient_accumulation_steps 2 --num_epochs 99 "
     f"--max_train_step {STEPS} --lr 1e-3 --lr_scheduler linear --save_steps 5 --no_run_validation --no_plan"
 )
-# a lost node is noticed after 3 s, and a round begins 10 s after its first node
-MEETING = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=10"
-
-
-class Node:
-    """An agent of torchrun with one rank, in a directory of its own. The others meet at the host's
-    port."""
-
-    def __init__(
-        self, folder: Path, port: int, words: list[str], is_host: bool = False, **environment: str
-    ) -> None:
-        folder.mkdir(exist_ok=True)
-        self.log = folder / f"{time.monotonic_ns()}.log"
-        agent = f"-m torch.distributed.run --nnodes 1:3 --nproc_per_node 1 --max_restarts 10 --rdzv_id {port}"
-        agent += f" --rdzv_backend c10d --rdzv_endpoint localhost:{port}"
-        agent += f" --rdzv_conf {MEETING},is_host={int(is_host)}"
-        needed = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "STEP_SECONDS": "0.05"}
-        with open(self.log, "w") as log:
-            self.agent = subprocess.Popen(
-                [sys.executable, *agent.split(), str(SLOWED), *words],
-                stdout=log,
-                stderr=log,
-                cwd=folder,
-                env={**os.environ, **ENVIRONMENT, **needed, **environment},
-            )
-
-    @property
-    def output(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def lose(self) -> None:
-        """Kill the agent, and its ranks, whose parent it is until then."""
-        self.agent.send_signal(signal.SIGSTOP)
-        ranks = children(self.agent.pid)
-        self.agent.kill()
-        for rank in ranks:
-            os.kill(rank, signal.SIGKILL)
-        self.agent.wait()
-
-    def wait(self) -> int:
-        return self.agent.wait(DEADLINE_SECONDS)
-
-
-def children(parent: int) -> list[int]:
-    found = []
-    for status in Path("/proc").glob("[0-9]*/status"):
-        try:
-            if f"PPid:\t{parent}\n" in status.read_text():
-                found.append(int(status.parent.name))
-        except OSError:
-            continue  # it has ended
-    return found
-
-
-@contextmanager
-def ended_at_last(nodes: list[Node]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for node in nodes:
-            if node.agent.poll() is None:
-                node.lose()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return int(free.getsockname()[1])
-
-
-def wait_until(happened: Callable[[], Any], *nodes: Node) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not happened():
-        for node in nodes:
-            assert node.agent.poll() is None, node.output
-        assert time.monotonic() < deadline, nodes[0].output
-        threading.Event().wait(0.02)
 
 
 def last_step(run: Path) -> int:
@@ -136,6 +50,36 @@ def assert_equal_run(run: Path, whole: Path) -> None:
         assert [line[key] for line in lines] == [line[key] for line in expected]
     losses = [line["train/loss"] for line in lines]
     assert losses == pytest.approx([line["train/loss"] for line in expected], rel=1e-5)
+
+
+def test_attempts_on_other_numbers_of_ranks_continue_the_run_without_being_told(
+    whole: Path, tmp_path: Path, tiny_model: Path, rows70: Path
+) -> None:
+    run = tmp_path / "run"
+    words = words_of(tiny_model, rows70, run)
+    # as torchrun's agent sets it
+    error_file = tmp_path / "logs" / "attempt_0" / "0" / "error.json"
+    error_file.parent.mkdir(parents=True)
+    agent = {"TORCHELASTIC_ERROR_FILE": str(error_file), "GROUP_WORLD_SIZE": "2"}
+    output = ""
+    for ranks, last in ((2, 12), (1, 40)):
+        log = tmp_path / f"log{ranks}"
+        running = start_forked(
+            SLOWED, *words, output=log, ranks=ranks, STEP_SECONDS="0.02", **agent
+        )
+        while running.is_alive() and last_step(run) < last:
+            time.sleep(0.01)
+        running.send(signal.SIGKILL)
+        running.wait(30)
+        output += log.read_text()
+    finished = forked(RECIPE, *words, ranks=3, **agent)
+    assert finished.exit_code == 0, finished.output
+    assert output.count("Resuming from") == 1 and "Resuming from" in finished.output
+    assert output.count("The global batch stays 8, as in the resumed run") == 1
+    assert (
+        "3 ranks do not divide it, so some wait for others (1, 2, 4, 8 ranks do)" in finished.output
+    )
+    assert_equal_run(run, whole)
 
 
 @pytest.mark.slow

@@ -12,18 +12,23 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from conftest import RECIPE
+from agents import Node, ended_at_last, free_port, wait_until
+from conftest import RECIPE, load_script
 from forked import forked, start_forked
-from test_elastic_run import Node, assert_equal_run, ended_at_last, free_port, wait_until, words_of
-from test_elastic_run import whole as whole_elastic
-from test_object_storage import crash, download, flags, inputs, server
 
 from llama_ft.checkpoint import ObjectStore, is_uploaded
 from llama_ft.checkpoint.store import read_commits
 
-__all__ = ["crash", "inputs", "server", "whole_elastic"]  # fixtures
+storage = load_script(Path(__file__).with_name("test_object_storage.py"))
+elastic = load_script(Path(__file__).with_name("test_elastic_run.py"))
+# fixtures
+server = storage.server
+crash = storage.crash
+inputs = storage.inputs
+whole_elastic = elastic.whole
 
-
+download = storage.download
+flags = storage.flags
 two_nodes = partial(forked, RECIPE, ranks=2, nodes=2)
 
 
@@ -98,7 +103,9 @@ def test_agents_with_their_own_directories_resume_each_others_run(
     url = f"s3://runs/{tmp_path.name}"
     store = ObjectStore(url, "")
     port = free_port()
-    words = words_of(tiny_model, rows70, "run", "--save_to", url)  # relative to each node's own
+    words = elastic.words_of(
+        tiny_model, rows70, "run", "--save_to", url
+    )  # relative to each node's own
     first = Node(tmp_path / "first", port, words, is_host=True)
     second = Node(tmp_path / "second", port, words)
     nodes = [first, second]
@@ -112,5 +119,5 @@ def test_agents_with_their_own_directories_resume_each_others_run(
     output = first.output + nodes[-1].output
     assert exit_codes == [0, 0], output
     assert output.count("Fetching step-") >= 2
-    assert_equal_run(download(url, tmp_path / "copy"), whole_elastic)
+    elastic.assert_equal_run(download(url, tmp_path / "copy"), whole_elastic)
     assert json.loads(store.get_text("status.json"))["state"] == "finished"
