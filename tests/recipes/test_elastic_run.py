@@ -1,4 +1,4 @@
-"""A run on torchrun --nnodes 1:3 that loses a node and gets it back is the run that nothing
+"""A run on torchrun --nnodes 1:2 that loses a node and gets it back is the run that nothing
 happens to. Each agent is a node; they meet on this machine."""
 
 import json
@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from agents import SLOWED, Node, ended_at_last, free_port, wait_until
+from agents import SLOWED, nodes, wait_until
 from conftest import RECIPE, metrics, reproducible_metrics
 from forked import forked, start_forked
 
-STEPS = 120
+STEPS = 60
 # Without LoRA's dropout, whose random numbers depend on the rank.
 SETTINGS = (
     "--precision fp32 --enable_fsdp --batch_size_training 2 --gradient_accumulation_steps 2 --num_epochs 99 "
@@ -61,12 +61,12 @@ def test_attempts_on_other_numbers_of_ranks_continue_the_run_without_being_told(
     error_file = tmp_path / "logs" / "attempt_0" / "0" / "error.json"
     error_file.parent.mkdir(parents=True)
     agent = {"TORCHELASTIC_ERROR_FILE": str(error_file), "GROUP_WORLD_SIZE": "2"}
+    brake = tmp_path / "brake"
+    brake.write_text("0.05")
     output = ""
-    for ranks, last in ((2, 12), (1, 40)):
+    for ranks, last in ((2, 7), (1, 20)):
         log = tmp_path / f"log{ranks}"
-        running = start_forked(
-            SLOWED, *words, output=log, ranks=ranks, STEP_SECONDS="0.02", **agent
-        )
+        running = start_forked(SLOWED, *words, output=log, ranks=ranks, BRAKE=str(brake), **agent)
         while running.is_alive() and last_step(run) < last:
             time.sleep(0.01)
         running.send(signal.SIGKILL)
@@ -82,31 +82,31 @@ def test_attempts_on_other_numbers_of_ranks_continue_the_run_without_being_told(
     assert_equal_run(run, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("is_command", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_lost_node_that_returns_changes_no_step(
-    whole: Path, tmp_path: Path, tiny_model: Path, rows70: Path
+    whole: Path, tmp_path: Path, tiny_model: Path, rows70: Path, is_command: bool
 ) -> None:
     run = tmp_path / "run"
-    port = free_port()
     # no --resume: torchrun's next attempt must find the run by itself
     words = words_of(tiny_model, rows70, run)
-    first = Node(tmp_path / "first", port, words, is_host=True)
-    second = Node(tmp_path / "second", port, words)
-    nodes = [first, second]
-    with ended_at_last(nodes):
-        wait_until(lambda: last_step(run) >= 12, first, second)
+    with nodes(2, tmp_path, words, is_command) as started:
+        first = started.start("first")
+        second = started.start("second")
+        wait_until(lambda: last_step(run) >= 7, first, second)
         second.lose()
         lost_after = last_step(run)
-        alone = "The global batch stays 8, as in the resumed run"
-        wait_until(lambda: alone in first.output and last_step(run) > lost_after + 10, first)
-        nodes.append(Node(tmp_path / "second", port, words))
-        exit_codes = [node.wait() for node in (first, nodes[-1])]
-    assert exit_codes == [0, 0], first.output + nodes[-1].output
-    output = first.output + nodes[-1].output
+        wait_until(lambda: last_step(run) > lost_after, first)
+        started.take_per_step(1.0)  # so that the node is back before the run ends
+        second = started.start("second")
+        wait_until(lambda: "stopped by SIGTERM" in first.output, first, second)
+        started.take_per_step(0.0)
+        exit_codes = [node.wait() for node in (first, second)]
+        output = started.output
+    assert exit_codes == [0, 0], output
+    assert "The global batch stays 8, as in the resumed run" in output
     resumed_from = [int(step) for step in re.findall(r"Resuming from .*/step-(\d+)", output)]
     assert len(resumed_from) == 2, output
     assert lost_after - 10 < resumed_from[0] <= lost_after < resumed_from[1]
-    assert "stopped by SIGTERM" in first.output  # to let the node in
     assert_equal_run(run, whole)
     lines = reproducible_metrics(run)
     assert lines[: resumed_from[0]] == reproducible_metrics(whole)[: resumed_from[0]]
@@ -121,18 +121,17 @@ def test_a_lost_node_that_returns_changes_no_step(
     assert reproducible_metrics(tmp_path / "again") == lines[resumed_from[1] :]
 
 
-@pytest.mark.slow
 def test_a_node_lost_before_the_first_checkpoint_leaves_the_global_batch(
     whole: Path, tmp_path: Path, tiny_model: Path, rows70: Path
 ) -> None:
     run = tmp_path / "run"
-    port = free_port()
     words = words_of(tiny_model, rows70, run, "--save_steps", "0", "--save_every_epoch", "False")
-    first = Node(tmp_path / "first", port, words, is_host=True)
-    second = Node(tmp_path / "second", port, words)
-    with ended_at_last([first, second]):
+    with nodes(2, tmp_path, words) as started:
+        first = started.start("first")
+        second = started.start("second")
         wait_until(lambda: last_step(run) >= 5, first, second)
         second.lose()
+        started.take_per_step(0.0)
         assert first.wait() == 0, first.output
     assert "The global batch stays 8" in first.output and "Resuming from" not in first.output
     assert_equal_run(run, whole)

@@ -12,12 +12,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from agents import Node, ended_at_last, free_port, wait_until
+from agents import SLOWED, nodes, wait_until
 from conftest import RECIPE, load_script
 from forked import forked, start_forked
 
 from llama_ft.checkpoint import ObjectStore, is_uploaded
-from llama_ft.checkpoint.store import read_commits
+from llama_ft.checkpoint.store import commit_name, read_commits
 
 storage = load_script(Path(__file__).with_name("test_object_storage.py"))
 elastic = load_script(Path(__file__).with_name("test_elastic_run.py"))
@@ -36,16 +36,16 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def kill_when(happened: Callable[[], Any], words: list[str], log: Path) -> None:
-    """Start the recipe on two nodes, and kill both at a moment."""
-    running = start_forked(RECIPE, *words, output=log, ranks=2, nodes=2)
+def kill_before_step_6(happened: Callable[[], Any], words: list[str], log: Path) -> None:
+    """Start the recipe on two nodes, and kill both after a moment, but not before step 6 begins."""
+    running = start_forked(SLOWED, *words, output=log, ranks=2, nodes=2, HOLD_AT="6")
     while running.is_alive() and not happened():
         time.sleep(0.01)
     running.send(signal.SIGKILL)
     running.wait(30)
 
 
-@pytest.mark.parametrize("lost", ["nothing", "first disk", "second disk"])
+@pytest.mark.parametrize("lost", ["nothing", "first disk", "second disk", "uploads"])
 def test_nodes_with_their_own_disks_resume_from_the_store(
     server: str, crash: ModuleType, inputs: Path, tmp_path: Path, lost: str
 ) -> None:
@@ -53,25 +53,32 @@ def test_nodes_with_their_own_disks_resume_from_the_store(
     store = ObjectStore(url, "")
     disks = [tmp_path / "node0", tmp_path / "node1"]
     words = flags(crash, inputs, tmp_path / "node{node}" / "run", "--save_to", url)
-    kill_when(lambda: 4 in read_commits(store), words, tmp_path / "log")
+    kill_before_step_6(lambda: max(read_commits(store), default=0) >= 4, words, tmp_path / "log")
     assert not (disks[1] / "run" / "metrics.jsonl").exists()
     if lost == "nothing":  # but the nodes have changed places, so rank 0 has an old log
         disks[0].rename(tmp_path / "other")
         disks[1].rename(disks[0])
         (tmp_path / "other").rename(disks[1])
+    elif lost == "uploads":  # the store was down until the kill
+        for step in read_commits(store):
+            store.delete(commit_name(step))
     else:
         shutil.rmtree(disks[0] if lost == "first disk" else disks[1])
-    held = max(read_commits(store))
+    held = max(read_commits(store), default=0)
     finished = two_nodes(*words)
     assert finished.exit_code == 0, finished.output
     assert "The nodes have 2 disks for --output_dir" in finished.output
-    assert f"after step {held}" in finished.output
+    assert held == 0 or f"after step {held}" in finished.output
     assert crash.differences(download(url, tmp_path / "copy"), inputs / "whole") == []
     assert is_uploaded(store, 7)
     for disk in disks:
         assert json.loads((disk / "run" / "status.json").read_text())["state"] == "finished"
     first, second = (names(disk / "run" / "checkpoints") for disk in disks)
-    assert first == second == names(inputs / "whole" / "checkpoints")
+    whole = names(inputs / "whole" / "checkpoints")
+    if lost == "uploads":
+        assert {name for name in first if name.startswith("set-aside")} == first - whole != set()
+    else:
+        assert first == second == whole
     newest = [disk / "run" / "checkpoints" / "step-000007" for disk in disks]
     shards = [{file.name for file in folder.glob("shard-*")} for folder in newest]
     assert len(shards[0]) == len(shards[1]) == 1 and shards[0] != shards[1]
@@ -102,21 +109,20 @@ def test_agents_with_their_own_directories_resume_each_others_run(
 ) -> None:
     url = f"s3://runs/{tmp_path.name}"
     store = ObjectStore(url, "")
-    port = free_port()
-    words = elastic.words_of(
-        tiny_model, rows70, "run", "--save_to", url
-    )  # relative to each node's own
-    first = Node(tmp_path / "first", port, words, is_host=True)
-    second = Node(tmp_path / "second", port, words)
-    nodes = [first, second]
-    with ended_at_last(nodes):
-        wait_until(lambda: any(step >= 10 for step in read_commits(store)), first, second)
+    words = elastic.words_of(tiny_model, rows70, "run", "--save_to", url)  # in each node's own
+    with nodes(2, tmp_path, words, is_command=True) as started:
+        first = started.start("first")
+        second = started.start("second")
+        wait_until(lambda: any(step >= 5 for step in read_commits(store)), first, second)
         second.lose()
         held = max(read_commits(store))
-        wait_until(lambda: any(step > held + 10 for step in read_commits(store)), first)
-        nodes.append(Node(tmp_path / "second", port, words))
-        exit_codes = [node.wait() for node in (first, nodes[-1])]
-    output = first.output + nodes[-1].output
+        wait_until(lambda: any(step > held for step in read_commits(store)), first)
+        started.take_per_step(1.0)
+        second = started.start("second")
+        wait_until(lambda: "stopped by SIGTERM" in first.output, first, second)
+        started.take_per_step(0.0)
+        exit_codes = [node.wait() for node in (first, second)]
+        output = started.output
     assert exit_codes == [0, 0], output
     assert output.count("Fetching step-") >= 2
     elastic.assert_equal_run(download(url, tmp_path / "copy"), whole_elastic)

@@ -85,7 +85,7 @@ class StoredRun:
         aside.mkdir(parents=True)
         try:
             names = [name for name in commit.files if is_resumed or name not in RUN_FILES]
-            held = self._take_valid_files(commit, final, aside)
+            held = self._link_valid_files(commit, final, aside)
             names = [name for name in names if name not in held]
             prefix = commit_name(step).rpartition("/")[0]
             fetch = partial(self._fetch_file, prefix, aside)
@@ -98,21 +98,24 @@ class StoredRun:
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
-    def _take_valid_files(self, commit: Commit, final: Path, aside: Path) -> set[str]:
-        """Move the files of a local checkpoint to `aside`, if all that it has are valid: a disk of
-        one node holds only the shards of its ranks. Return their names. A corrupted checkpoint is
-        set aside."""
+    def _link_valid_files(self, commit: Commit, final: Path, aside: Path) -> set[str]:
+        """Link the files of a local checkpoint into `aside`, if all that it has are valid: a disk of
+        one node holds only the shards of its ranks. Return their names. Another checkpoint is set
+        aside."""
         if not final.exists():
             return set()
-        expected = commit.files
-        names = [name for name in expected if (final / name).is_file()]
-        if any(stored_file(final / name) != expected[name] for name in names):
-            set_aside(final, "is corrupted")
+        names = {file.name for file in final.iterdir()}
+        if not names <= commit.files.keys() or any(
+            stored_file(final / name) != commit.files[name] for name in names
+        ):
+            set_aside(final, f"differs from the one in {self.store.url}")
             return set()
         for name in names:
-            os.replace(final / name, aside / name)
-        shutil.rmtree(final)
-        return set(names)
+            try:
+                os.link(final / name, aside / name)
+            except OSError:  # the file system has no links
+                shutil.copyfile(final / name, aside / name)
+        return names
 
     def _fetch_file(self, prefix: str, folder: Path, name: str, expected: StoredFile) -> str:
         """Download a file. Return what is wrong with it, or an empty text."""
@@ -131,7 +134,12 @@ class StoredRun:
         for name in RUN_FILES:
             if (aside / name).exists():
                 os.replace(aside / name, self.directory / name)
+        old = final.with_name(f".removing-{final.name}")
+        shutil.rmtree(old, ignore_errors=True)
+        if final.exists():  # its files are also in `aside`
+            os.replace(final, old)
         os.replace(aside, final)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def fetch_to_each_disk(store: ObjectStore, directory: Path, step: int, ranks: Ranks) -> None:

@@ -67,6 +67,9 @@ def create_run_directory(
         if resumed is not None and is_own:
             _set_newer_aside(resumed)
         else:
+            if not ranks.shares_disk and not checkpoint.overwrite:
+                for path in complete_checkpoints(folder):
+                    set_aside(path, "was not uploaded completely")
             _remove_earlier_run(
                 folder, checkpoint, checkpoint.overwrite or ranks.earlier is not None
             )
