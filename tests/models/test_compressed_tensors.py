@@ -145,6 +145,7 @@ def test_zero_points_of_another_shape_are_named(tmp_path: Path) -> None:
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity"),
         ({"actorder": "group"}, "actorder group"),
         ({"actorder": True}, "actorder True"),
+        ({"actorder": "of tomorrow"}, "actorder of tomorrow"),
     ],
 )
 def test_other_formats_are_rejected_at_the_start(

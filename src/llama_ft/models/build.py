@@ -23,6 +23,7 @@ from llama_ft.config.paths import TO_SAFETENSORS, folder_problem, looks_local, s
 from llama_ft.errors import UserError, plural, reason
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.new_tokens import NewTokens, find_growth
+from llama_ft.models.published import read_note
 from llama_ft.models.replaced import replace_method
 from llama_ft.models.rope import use_rope_per_sample
 from llama_ft.models.score_head import add_score
@@ -114,6 +115,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
 def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     """Return the model's config.json. Raises UserError if it is missing or malformed, if the
     architecture is unknown or has no text decoder, or if its code needs a missing package."""
+    read_note(folder)  # Transformers' error would not say what is wrong with it
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code
