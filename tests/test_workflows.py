@@ -14,8 +14,8 @@ from conftest import REPOSITORY
 FOLDER = REPOSITORY / ".github" / "workflows"
 WORKFLOWS = sorted(FOLDER.glob("*.yml"))
 NAMES = [file.stem for file in WORKFLOWS]
-# A tag of the action, a commit, or the branch that PyPA publishes its releases on.
-VERSION = re.compile(r"v\d+(\.\d+)*|[0-9a-f]{40}|release/v1")
+# A commit with the tag that it had in the action's own repository, or the branch of PyPA's releases.
+PINNED = re.compile(r"\S+@([0-9a-f]{40} # v\d+\.\d+\.\d+|release/v1)")
 
 
 def read_workflow(name: str) -> dict[str, Any]:
@@ -53,10 +53,26 @@ def test_a_workflow_may_only_read_unless_a_job_says_more(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_action_has_a_version(name: str) -> None:
-    used = [step["uses"] for step in steps_of(name) if "uses" in step]
+def test_every_action_is_pinned_to_a_commit(name: str) -> None:
+    text = (FOLDER / f"{name}.yml").read_text()
+    used = re.findall(r"uses: (.*)", text)
     assert used
-    assert not [action for action in used if not VERSION.fullmatch(action.partition("@")[2])]
+    assert not [action for action in used if not PINNED.fullmatch(action)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_checkout_leaves_its_token_behind(name: str) -> None:
+    checkouts = [step for step in steps_of(name) if "actions/checkout@" in step.get("uses", "")]
+    assert checkouts
+    for step in checkouts:
+        assert step["with"]["persist-credentials"] is False
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_workflow_has_no_secret_but_its_own_token(name: str) -> None:
+    text = (FOLDER / f"{name}.yml").read_text()
+    assert "secrets." not in text
+    assert "password" not in re.sub(r"#.*", "", text)
 
 
 @pytest.mark.parametrize("name", NAMES)
