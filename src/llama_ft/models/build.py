@@ -129,8 +129,14 @@ def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig
 
 def _check_numbers(config: PretrainedConfig, folder: Path) -> None:
     """Raise a UserError for numbers that would fail only at the first step, or never end."""
-    settings = config.get_text_config().to_dict()
-    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    text_config = config.get_text_config()
+    if not isinstance(text_config, PretrainedConfig):
+        shown = str(text_config)[:100]
+        raise UserError(
+            f"{folder}: its config.json cannot be used (text_config is {shown}; expected settings by name)."
+        )
+    settings = text_config.to_dict()
+    layers = getattr(text_config, "num_hidden_layers", None)
     wrong = [
         f"{name} is {value}; expected 0 to 1"
         for name, value in settings.items()

@@ -165,6 +165,8 @@ def _problems_of(scheme: Any, groups: Any) -> list[str]:
     problems = []
     if scheme["num_bits"] not in (4, 8):
         problems.append(f"{scheme['num_bits']} bits")
+    elif scheme["num_bits"] == 4 and scheme.get("type") == "float":
+        problems.append("floating-point numbers of 4 bits")
     if scheme.get("actorder") not in IN_ORDER:
         problems.append(f"actorder {scheme['actorder']}")
     return problems
@@ -250,6 +252,8 @@ class DequantizedSource(WeightSource):
         self.tensors = dict(source.tensors)
         for name, packed in self._packed.items():
             file = source.tensors[packed.codes].file
+            if name != packed.codes and name in source.tensors:
+                raise _damaged(file, f"{name} is stored twice: {packed.codes} is the same weight")
             for part in packed.parts:
                 self.tensors.pop(part, None)
             self.tensors[name] = StoredTensor(file, packed.shape, dtype, is_dequantized=True)
