@@ -311,7 +311,7 @@ CONDITIONS: tuple[Condition, ...] = (
     (["activation_offload"], "activation_checkpointing", lambda value: value != "off"),
     (["shuffle_buffer"], "streaming", bool),
     (["sample_prompts", "sample_steps"], "sample_tokens", bool),
-    (["num_epochs"], "streaming", lambda value: not value),
+    (["num_epochs", "deduplicate"], "streaming", lambda value: not value),
     (["gradient_clipping_threshold"], "gradient_clipping", bool),
     (VALIDATION_FIELDS, "run_validation", bool),
     (["early_stopping_min_delta"], "early_stopping_patience", bool),
