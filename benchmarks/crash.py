@@ -216,8 +216,15 @@ def count_lines(run: Path) -> int:
         return 0
 
 
-def differences(run: Path, reference: Path) -> list[str]:
-    """What a finished run has otherwise than the one that was never stopped."""
+def differences(run: Path, reference: Path, all_checkpoints: bool = True) -> list[str]:
+    """What a finished run has otherwise than the one that was never stopped.
+
+    Args:
+        run: its directory, or a copy of what it has uploaded.
+        reference: the directory of the other one.
+        all_checkpoints: False: `run` may lack checkpoints. An upload leaves out older ones if they
+            are written faster than uploaded.
+    """
     found = []
     lines = read_metrics(run)
     expected = read_metrics(reference)
@@ -238,6 +245,8 @@ def differences(run: Path, reference: Path) -> list[str]:
         *relative_files(run / "model", run),
     }
     for folder in complete_checkpoints(reference):
+        if not all_checkpoints and not (run / "checkpoints" / folder.name).exists():
+            continue
         files |= {f"checkpoints/{folder.name}/{file.name}" for file in folder.glob("shard-*")}
     for file in sorted(files):
         contents = [

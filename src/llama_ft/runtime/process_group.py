@@ -30,6 +30,7 @@ from llama_ft.processes import cores
 from llama_ft.runtime.console import configure_console
 from llama_ft.runtime.devices import claim_device, pick_device
 from llama_ft.runtime.exit import ExitContext, Explainer, RunStatus, Stopped, exit_process
+from llama_ft.runtime.fp32_matmuls import use_fp32_matmuls
 from llama_ft.runtime.signals import StopSignals
 from llama_ft.runtime.watchdog import SECONDS_AFTER_WATCHDOG, Watchdog
 
@@ -294,8 +295,8 @@ def start(
 
 
 def _configure_cpu(storage: torch.device, local_world_size: int) -> None:
-    """Set how this process uses the cores, and oneDNN's cache. `storage` holds the parameters and
-    the optimizer state."""
+    """Set how this process uses the cores, oneDNN's cache and the way of bf16 products. `storage`
+    holds the parameters and the optimizer state."""
     # torchrun sets 1. That leaves cores idle if the CPU computes or updates the weights.
     is_torchruns_default = os.environ.get("OMP_NUM_THREADS", "1") == "1"
     if storage.type == "cpu" and local_world_size > 1 and is_torchruns_default:
@@ -303,6 +304,8 @@ def _configure_cpu(storage: torch.device, local_world_size: int) -> None:
     # oneDNN compiles a 16-bit matmul per shape on the CPU. Its default, 1,024, takes 0.9 GiB; this
     # takes half.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+    if storage.type == "cpu":
+        use_fp32_matmuls()
 
 
 def _open_mesh(
