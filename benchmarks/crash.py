@@ -32,7 +32,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ class Launch:
     """torchrun with 2 ranks of the recipe, whose processes are known by a variable in their
     environment."""
 
-    def __init__(self, inputs: Path, run: Path, method: str) -> None:
+    def __init__(self, inputs: Path, run: Path, method: str, more: Sequence[str] = ()) -> None:
         self.mark = f"CRASH_LAUNCH={uuid.uuid4().hex}"
         name, _, value = self.mark.partition("=")
         known = {
@@ -103,6 +103,7 @@ class Launch:
         command = torchrun_command(2)
         command += [str(REPOSITORY / "recipes" / "finetuning.py"), *FLAGS, *METHODS[method]]
         command += ["--model_name", str(inputs / "model"), "--dataset", str(inputs / "rows.jsonl")]
+        command += more
         self.log = run.with_suffix(".log")
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(

@@ -37,12 +37,15 @@ RUN_MARKER = ".llama_ft-run"
 REFERENCE_FILE = "reference.safetensors"
 # the samples that --skip_bad_rows has skipped; see data/tokenize_files.py
 BAD_SAMPLES_FILE = "bad_samples.jsonl"
+# The newest checkpoint that was fetched from --save_to. launch/run.sh does not count it as progress of
+# the run.
+FETCHED_FILE = ".fetched"
 SHOWN_ENTRIES = 3  # names of other files in a warning
 # Everything that a run writes into its directory. --overwrite deletes nothing else.
 RUN_ENTRIES = (
     "status.json", "config.yaml", "metrics.jsonl", "checkpoints", "model", "facts.json", "plan.json", "report.html",
     "profile", "tensorboard", "wandb", REFERENCE_FILE,
-    BAD_SAMPLES_FILE,
+    BAD_SAMPLES_FILE, FETCHED_FILE,
 )  # fmt: skip
 # The entries of checkpoints/ that --overwrite may delete. set-aside-* and files of other programs
 # stay.
