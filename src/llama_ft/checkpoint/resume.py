@@ -37,7 +37,7 @@ SECTIONS_THAT_MAY_DIFFER = {"fsdp", "checkpoint", "tracking", "memory", "profile
 # The content that these name is compared, after the model was found and the data were tokenized.
 COMPARED_BY_CONTENT = {
     "model_name", "dataset", "validation", "tokenizer_name", "chat_template", "dataset_split", "dataset_format",
-    "skip_bad_rows", "columns", "repair_chats", "max_samples",
+    "skip_bad_rows", "columns", "repair_chats", "max_samples", "deduplicate",
 }  # fmt: skip
 MAY_DIFFER = COMPARED_BY_CONTENT | {
     "batch_size_training", "gradient_accumulation_steps",  # see global_batch
