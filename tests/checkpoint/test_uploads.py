@@ -181,6 +181,26 @@ def test_a_corrupted_local_checkpoint_is_replaced_by_the_stored_one(
     assert (file.parent.parent / "set-aside-1-step-000003").is_dir()
 
 
+def test_valid_local_files_stay_if_the_rest_of_a_checkpoint_is_corrupted_in_the_store(
+    start: Callable[..., Run], tmp_path: Path, runtime: Ranks
+) -> None:
+    run = start()
+    run.save(3)
+    run.save(5)
+    name = "checkpoints/step-000005"
+    local = tmp_path / "run" / name
+    shard = next(local.glob("shard-*"))
+    content = shard.read_bytes()
+    # as on a node's own disk, if rank 0 is on another one
+    for file in (local / "trainer.json", local / "checksums.txt"):
+        file.unlink(missing_ok=True)
+    stored_trainer = tmp_path / "store" / name / "trainer.json"
+    stored_trainer.write_text(stored_trainer.read_text() + " ")
+    assert resume(tmp_path, runtime) == 3
+    assert [file.name for file in local.iterdir()] == [shard.name]
+    assert shard.read_bytes() == content
+
+
 def test_a_run_whose_prefix_was_taken_over_stops_before_it_commits(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:
