@@ -6,6 +6,7 @@ Their ranks are forks of the agent, which has torch imported, so that a restart 
 
 import multiprocessing
 import os
+import pickle
 import runpy
 import signal
 import sys
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,14 @@ from forked import ENVIRONMENT, POLLING, REPOSITORY, start_server
 
 SLOWED = REPOSITORY / "tests" / "slowed_recipe.py"
 DEADLINE_SECONDS = 200.0
-# A node without a sign of life for 3 s is lost. Few nodes wait so long for more of them.
-MEETING = "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout="
+# How long the nodes that are there wait for more, at the start and after a loss.
 START_SECONDS = 60
-RESTART_SECONDS = 2
+RESTART_SECONDS = 5
 
 
 class Nodes:
-    """Nodes that meet at a store of this process, so that any of them can be lost.
+    """Nodes that meet at a store of this process, so that any of them can be lost. The first one waits
+    for the others at the start: lose that one.
 
     Args:
         most: they wait for so many nodes at the start, and go on with fewer after a loss.
@@ -44,8 +46,12 @@ class Nodes:
         **environment: str,
     ) -> None:
         from torch.distributed import TCPStore
+        from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
+            C10dRendezvousBackend,
+        )
 
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._rendezvous = C10dRendezvousBackend(self._store, str(self._store.port))
         self._most = most
         self._folder = folder
         self._words = words
@@ -62,13 +68,29 @@ class Nodes:
         port = self._store.port
         flags = f"--nnodes 1:{self._most} --nproc_per_node 1 --max_restarts 10 --rdzv_id {port}"
         flags += f" --rdzv_backend c10d --rdzv_endpoint localhost:{port}"
-        flags += f" --rdzv_conf {MEETING}{START_SECONDS if is_first else RESTART_SECONDS}"
+        # torch's own 15 s, or more than a loaded machine takes to give a sign of life; see `lose`
+        flags += f" --rdzv_conf is_host=0,keep_alive_max_attempt={3 if self._is_command else 24}"
+        flags += f",last_call_timeout={START_SECONDS if is_first else RESTART_SECONDS}"
         words = [*flags.split(), str(SLOWED), *self._words]
         node = Node(self._folder / name, words, self._variables, self._is_command)
         self._started.append(node)
         if is_first:
-            wait_until(lambda: self._store.check([f"torch.rendezvous.{port}"]), node)
+            wait_until(lambda: self._rendezvous.get_state() is not None, node)
         return node
+
+    def lose(self, node: "Node") -> None:
+        """Kill a node. Others notice it at once, unless torchrun is a command."""
+        node.lose()
+        is_written = self._is_command
+        while not is_written:
+            found = self._rendezvous.get_state()
+            assert found is not None
+            state = pickle.loads(found[0])
+            for member in state.last_heartbeats:
+                if member.pid == node.pid:
+                    state.last_heartbeats[member] -= timedelta(days=1)
+            result = self._rendezvous.set_state(pickle.dumps(state), found[1])
+            is_written = result is not None and result[2]
 
     def take_per_step(self, seconds: float) -> None:
         """From now on, a step takes so many seconds longer than its work."""
@@ -105,6 +127,11 @@ class Node:
         return self._log.read_text(errors="replace")
 
     @property
+    def pid(self) -> int:
+        assert self._agent.pid is not None
+        return self._agent.pid
+
+    @property
     def exit_code(self) -> int | None:
         with POLLING:
             return self._agent.exitcode
@@ -113,11 +140,9 @@ class Node:
         """Kill the agent and its ranks, whose parent it is until then."""
         if self.exit_code is not None:
             return
-        agent = self._agent.pid
-        assert agent is not None
-        os.kill(agent, signal.SIGSTOP)
-        ranks = _children(agent)
-        for process in (agent, *ranks):
+        os.kill(self.pid, signal.SIGSTOP)
+        ranks = _children(self.pid)
+        for process in (self.pid, *ranks):
             os.kill(process, signal.SIGKILL)
         self.wait()
 

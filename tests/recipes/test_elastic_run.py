@@ -93,32 +93,34 @@ def test_a_lost_node_that_returns_changes_no_step(
         first = started.start("first")
         second = started.start("second")
         wait_until(lambda: last_step(run) >= 7, first, second)
-        second.lose()
+        started.lose(first)
         lost_after = last_step(run)
-        wait_until(lambda: last_step(run) > lost_after, first)
+        wait_until(lambda: last_step(run) > lost_after, second)
         started.take_per_step(1.0)  # so that the node is back before the run ends
-        second = started.start("second")
-        wait_until(lambda: "stopped by SIGTERM" in first.output, first, second)
+        first = started.start("first")
+        wait_until(lambda: started.output.count("= ranks (2) x micro-batch") >= 2, first, second)
         started.take_per_step(0.0)
         exit_codes = [node.wait() for node in (first, second)]
         output = started.output
     assert exit_codes == [0, 0], output
-    assert "The global batch stays 8, as in the resumed run" in output
+    assert "The global batch stays 8, as in the resumed run" in second.output
+    assert "stopped by SIGTERM" in second.output  # to let the node in
+    # twice, unless the nodes have met too late for a round
     resumed_from = [int(step) for step in re.findall(r"Resuming from .*/step-(\d+)", output)]
-    assert len(resumed_from) == 2, output
-    assert lost_after - 10 < resumed_from[0] <= lost_after < resumed_from[1]
+    assert len(resumed_from) >= 2, output
+    assert lost_after - 10 < min(resumed_from) <= lost_after < max(resumed_from)
     assert_equal_run(run, whole)
     lines = reproducible_metrics(run)
-    assert lines[: resumed_from[0]] == reproducible_metrics(whole)[: resumed_from[0]]
+    assert lines[: min(resumed_from)] == reproducible_metrics(whole)[: min(resumed_from)]
 
     # On 2 ranks again it is the run of 2 ranks from that checkpoint, bit for bit.
     copied = tmp_path / "copied"
-    name = f"checkpoints/step-{resumed_from[1]:06d}"
+    name = f"checkpoints/step-{max(resumed_from):06d}"
     shutil.copytree(run / name, copied / name)
     again = words_of(tiny_model, rows70, tmp_path / "again", "--resume", str(copied / name))
     finished = forked(RECIPE, *again, ranks=2)
     assert finished.exit_code == 0, finished.output
-    assert reproducible_metrics(tmp_path / "again") == lines[resumed_from[1] :]
+    assert reproducible_metrics(tmp_path / "again") == lines[max(resumed_from) :]
 
 
 def test_a_node_lost_before_the_first_checkpoint_leaves_the_global_batch(
@@ -130,8 +132,8 @@ def test_a_node_lost_before_the_first_checkpoint_leaves_the_global_batch(
         first = started.start("first")
         second = started.start("second")
         wait_until(lambda: last_step(run) >= 5, first, second)
-        second.lose()
+        started.lose(first)
         started.take_per_step(0.0)
-        assert first.wait() == 0, first.output
-    assert "The global batch stays 8" in first.output and "Resuming from" not in first.output
+        assert second.wait() == 0, second.output
+    assert "The global batch stays 8" in second.output and "Resuming from" not in second.output
     assert_equal_run(run, whole)

@@ -114,12 +114,12 @@ def test_agents_with_their_own_directories_resume_each_others_run(
         first = started.start("first")
         second = started.start("second")
         wait_until(lambda: any(step >= 5 for step in read_commits(store)), first, second)
-        second.lose()
+        started.lose(first)
         held = max(read_commits(store))
-        wait_until(lambda: any(step > held for step in read_commits(store)), first)
+        wait_until(lambda: any(step > held for step in read_commits(store)), second)
         started.take_per_step(1.0)
-        second = started.start("second")
-        wait_until(lambda: "stopped by SIGTERM" in first.output, first, second)
+        first = started.start("first")
+        wait_until(lambda: started.output.count("= ranks (2) x micro-batch") >= 2, first, second)
         started.take_per_step(0.0)
         exit_codes = [node.wait() for node in (first, second)]
         output = started.output
