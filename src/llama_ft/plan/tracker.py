@@ -24,6 +24,7 @@ from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
 from llama_ft.plan.attention_workspace import attention_workspace_bytes
 from llama_ft.plan.patches import counted_memory
 from llama_ft.plan.types import Peak
+from llama_ft.runtime import fp32_matmuls
 
 try:  # private names: without one of them (newer torch), training continues without a plan
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -274,14 +275,19 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 def _workspace_bytes(func: Any, args: Any, is_cuda: bool) -> int:
     """Return the bytes that an operator allocates and frees before it returns."""
     match f"{func.namespace}.{func._opname}":
+        case "aten.mm" | "aten.addmm" if not is_cuda:
+            *_, left, right = args
+            return _product_bytes(left, right.shape[1])
         case "llama_ft.lora_linear":
-            return lora_linear.workspace_bytes(args)
+            dequantized = lora_linear.workspace_bytes(args)
+            return dequantized + (0 if is_cuda else _product_bytes(args[0], len(args[5])))
         case "llama_ft.lora_experts":
             return lora_experts.workspace_bytes(args)
         # dequantizes the weight to the inputs' dtype, then multiplies
         case "bitsandbytes.gemm_4bit":
             inputs, _, shape, *_ = args
-            return int(torch.Size(shape).numel()) * int(inputs.dtype.itemsize)
+            dequantized = int(torch.Size(shape).numel()) * int(inputs.dtype.itemsize)
+            return dequantized + (0 if is_cuda else _product_bytes(inputs, shape[0]))
         case "bitsandbytes.int8_scaled_mm" if is_cuda:
             rows = args[0].shape[0]
             columns = args[1].shape[0]
@@ -298,3 +304,9 @@ def _workspace_bytes(func: Any, args: Any, is_cuda: bool) -> int:
             copies = 5 if weight.dtype == torch.float32 else 6
             return int(weight.numel() * 4 * copies)
     return 0
+
+
+def _product_bytes(left: torch.Tensor, columns: int) -> int:
+    """Return the workspace of a product with `columns` columns on the CPU."""
+    inner = left.shape[-1]
+    return fp32_matmuls.workspace_bytes(left.numel() // inner, inner, columns, left.dtype)

@@ -35,9 +35,22 @@ def use_fp32_matmuls() -> bool:
     return True
 
 
+def workspace_bytes(rows: int, inner: int, columns: int, dtype: torch.dtype) -> int:
+    """Return the bytes that a product [rows, inner] by [inner, columns] needs next to its operands
+    and before it returns: its output and three fp32 parts. 0 if it is computed as always."""
+    if not _is_faster() or dtype != torch.bfloat16 or min(rows, inner, columns) < SMALLEST:
+        return 0
+    row_part = min(rows, EDGE)
+    inner_part = min(inner, EDGE)
+    column_part = min(columns, EDGE)
+    parts = row_part * inner_part + inner_part * column_part + row_part * column_part
+    return 2 * rows * columns + 4 * parts
+
+
 _LIBRARIES: list[torch.library.Library] = []
 
 
+@cache
 def _is_faster() -> bool:
     features = cpu_features()
     try:
