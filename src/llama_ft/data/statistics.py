@@ -20,12 +20,13 @@ COLUMNS = {
     "truncated": "truncated",
     "skipped": "skipped",
 }
-# Per sample: a hash of its content; whether it is bad; its longest example before truncation; how
-# many of its parts were truncated and skipped. Of a chat that was split also the number of
-# responses, their tokens, and the tokens of the whole chat.
+# Per sample: a hash of its content; a hash of its tokens and labels; whether it is bad; its longest
+# example before truncation; how many of its parts were truncated and skipped. Of a chat that was
+# split also the number of responses, their tokens, and the tokens of the whole chat.
 SAMPLE_FIELDS = numpy.dtype(
     [
         ("content", "u8"),
+        ("encoded", "u8"),
         ("bad", "?"),
         ("longest", "i4"),
         ("truncated", "i4"),
@@ -51,6 +52,8 @@ class SplitStatistics:
         split_chats, split_samples: chats that became one sample per response; these samples.
         whole_tokens, split_tokens: tokens of these chats, and of these samples before truncation.
         first_split: place of the first of these chats, and the reason; empty without one.
+        duplicates: samples with the tokens and labels of an earlier one.
+        deduplicated: these samples were left out.
         largest_id: the largest token id.
         fingerprint: a checksum of all tokens and labels, in order.
     """
@@ -68,6 +71,8 @@ class SplitStatistics:
     whole_tokens: int = 0
     split_tokens: int = 0
     first_split: str = ""
+    duplicates: int = 0
+    deduplicated: bool = False
     largest_id: int = -1
     fingerprint: str = ""
 
@@ -81,6 +86,50 @@ class SplitStatistics:
         self.split_samples += int(samples["responses"].sum())
         self.split_tokens += int(samples["tokens"].sum())
         self.whole_tokens += int(samples["whole"].sum())
+
+
+class Duplicates:
+    """Finds samples of a split with the tokens and labels of an earlier one. Copies that a weight in
+    a dataset mixture makes are no duplicates.
+
+    Args:
+        leave_out: `--deduplicate`; otherwise they are only counted.
+    """
+
+    def __init__(self, leave_out: bool) -> None:
+        self._leaves_out = leave_out
+        self._seen = set[int]()  # only with leave_out
+        self._hashes = list[numpy.ndarray]()  # of all samples, each copy by a weight once
+        self._last = ("", 0)  # place and hash of the sample before
+        self._is_last_kept = True
+
+    def kept(self, places: list[str], hashes: numpy.ndarray, mine: numpy.ndarray) -> numpy.ndarray:
+        """Return which of neighboring samples stay in the split, bool [samples].
+
+        Args:
+            places: of each sample.
+            hashes: of their tokens and labels, uint64 [samples].
+            mine: which samples are of this split, bool [samples].
+        """
+        result = mine.copy()
+        is_first = numpy.zeros(len(places), bool)
+        for number in numpy.flatnonzero(mine):
+            current = (places[number], int(hashes[number]))
+            if current != self._last:  # else a copy, which follows its sample
+                self._last = current
+                is_first[number] = True
+                self._is_last_kept = current[1] not in self._seen
+                if self._leaves_out:
+                    self._seen.add(current[1])
+            result[number] = self._is_last_kept
+        self._hashes.append(hashes[is_first])
+        return result
+
+    def distinct(self) -> tuple[numpy.ndarray, int]:
+        """Return the hashes of the distinct samples so far, and the number of the others."""
+        every = numpy.concatenate([numpy.empty(0, numpy.uint64), *self._hashes])
+        hashes = numpy.unique(every)
+        return hashes, len(every) - len(hashes)
 
 
 class BadKind(NamedTuple):
@@ -140,11 +189,22 @@ def describe(report: BuildReport) -> list[str]:
         labels = f"{report.train.desirable:,} desirable, {report.train.undesirable:,} undesirable"
         lines.append(f"labels of the training data: {labels}")
     for name, split in splits.items():
+        if split is not None and split.duplicates:
+            lines.append(_duplicates_line(name, split))
+    for name, split in splits.items():
         if split is not None and split.split_chats:
             lines += _split_lines(name, split)
     if lines:
         lines = [header, *lines]
     return [*lines, *warnings_of(report)]
+
+
+def _duplicates_line(name: str, split: SplitStatistics) -> str:
+    """Return how many samples have the tokens of an earlier one."""
+    found = f"{name}: {plural(split.duplicates, 'exact duplicate')} of earlier samples"
+    if split.deduplicated:
+        return f"{found} left out"
+    return f"{found} (--deduplicate leaves them out)"
 
 
 def _split_lines(name: str, split: SplitStatistics) -> list[str]:

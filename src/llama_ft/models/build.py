@@ -129,7 +129,8 @@ def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig
 
 def _check_numbers(config: PretrainedConfig, folder: Path) -> None:
     """Raise a UserError for numbers that would fail only at the first step, or never end."""
-    text_config: object = config.get_text_config()  # what config.json has
+    # Any: a config.json may have anything in its place
+    text_config: Any = config.get_text_config()
     if not isinstance(text_config, PretrainedConfig):
         shown = str(text_config)[:100]
         raise UserError(
