@@ -61,6 +61,11 @@ METRICS = {
     "train/loss_scale": ("", "fp16 only: the factor on the loss."),
     "train/skipped_steps": ("steps", "fp16 only: steps whose gradients overflowed. They change no weight."),
     "eval/loss": ("nats per token", "Validation loss; only in steps with an evaluation."),
+    "eval/score": ("", "With `--score`: the mean score of generated answers."),
+    "eval/<name>/loss": (
+        "nats per token",
+        "Loss of the validation set `<name>`; it has its other numbers, too.",
+    ),
     "eval/perplexity": ("", "The exponential of `eval/loss`; not with pairs."),
     "eval/rewards/margins": ("", "As `train/rewards/margins`, of the validation set."),
     "eval/rewards/accuracies": ("share", "As `train/rewards/accuracies`, of the validation set."),

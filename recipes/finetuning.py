@@ -68,6 +68,8 @@ def main(**flags: str) -> None:
             )
         new_tokens = models.find_new_tokens(tokenizer, folder, model_config, config.model)
         inputs = setup.check_inputs(config, folder, model_config, tokenizer, new_tokens, dataset)
+        # --score: generates answers to the validation samples and scores them
+        scores = training.AnswerScores(config.train, dataset.validations, tokenizer)
 
         # Plan which samples this rank sees at which step. The plan depends on (seed, epoch, step)
         # only.
@@ -100,7 +102,7 @@ def main(**flags: str) -> None:
             dtype = runtime.PRECISIONS[config.train.precision].compute
             training.check_packing(built, batches.first_samples(), context_length, dtype, ranks)
 
-        with open_run(setup, config, inputs, dataset, batches, built) as run:
+        with open_run(setup, config, inputs, dataset, batches, built, scores) as run:
             reference.complete(built, run.directory)
             train(run, built, objective, tokenizer)
             if config.checkpoint.save_model:
@@ -249,7 +251,7 @@ def train(
     with run.training(model, optimizer), data.Prefetcher(run.remaining_steps) as steps:
         if run.resumed is None:
             run.show_answers("before fine-tuning", model, tokenizer)
-            if run.dataset.validation is not None:
+            if run.dataset.validations:
                 run.log.log_step(0, run.evaluate(built, objective))
         model.train()
         for step in steps:
@@ -286,7 +288,7 @@ def train(
             if record.evaluation:
                 metrics |= run.evaluate(built, objective, record)
                 if "eval/loss" in metrics:  # a signal abandons an evaluation
-                    is_best = state.best.update(metrics["eval/loss"], step.step)
+                    is_best = state.best.update(metrics, step.step)
             run.log_steps(read)
             if record.answers:
                 run.show_answers(f"after step {step.step}", model, tokenizer, record)

@@ -43,6 +43,14 @@ from llama_ft.errors import UserError
         "--objective dpo --use_peft --undesirable_weight 2",
         "--objective kto --streaming --max_train_step 5",
         "--objective orpo --labels completion",
+        "--dataset a.jsonl --score exact",
+        "--validation 0.1 --score exact --truncation split",
+        "--validation 0.1 --score exact --labels all",
+        "--best_by eval/score",
+        '--best_by eval/chat/loss --validation {"code":a.jsonl}',
+        "--objective dpo --score exact",
+        "--score_tokens 5",
+        "--validation a.jsonl --validation_output b.jsonl",
     ],
 )
 def test_impossible_combinations_are_rejected(errors_of, line: str) -> None:

@@ -406,3 +406,50 @@ def test_overlap_of_training_and_validation_is_a_warning(
     clean = write_jsonl(tmp_path / "clean.jsonl", others)
     assert not prepared(train, llama3, tmp_path / "cache", validation=str(clean)).warnings
     assert not prepared(train, llama3, tmp_path / "cache", validation="0.3").warnings
+
+
+def test_the_samples_of_a_fraction_are_written_and_are_the_same_as_a_validation_file(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    samples = [{"question": f"Hi {n}", "answer": "yes" * (1 + n % 3)} for n in range(60)]
+    path = write_jsonl(tmp_path / "my.jsonl", samples)
+    output = tmp_path / "held.jsonl"
+    cache = tmp_path / "cache"
+    settings: Any = {"validation": "0.3", "validation_output": str(output)}
+    data = prepared(path, llama3, cache, **settings)
+    assert data.validation is not None and 5 < len(data.validation) < 30
+    assert f"{len(data.validation)} validation samples: {output}" in data.summary
+    prepared(path, llama3, cache, **settings)  # the file may exist with the same samples
+    again = prepared(path, llama3, cache, validation=str(output))
+    assert again.fingerprints()["validation"] == data.fingerprints()["validation"]
+    written = output.read_text()
+    settings["validation"] = "0.2"
+    with pytest.raises(UserError, match="exists with other samples"):
+        prepared(path, llama3, cache, **settings)
+    assert output.read_text() == written
+    assert {file.name for file in tmp_path.iterdir()} == {"my.jsonl", "held.jsonl", "cache"}
+
+
+def test_named_validation_sets_are_those_of_single_files(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    train = write_jsonl(tmp_path / "my.jsonl", pairs(40))
+    first = write_jsonl(tmp_path / "a.jsonl", [*pairs(3), {"instruction": "Hi", "output": "no"}])
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes"}]
+    second = write_jsonl(tmp_path / "b.jsonl", [{"messages": messages}] * 2)
+    cache = tmp_path / "cache"
+    sets = {"own": str(first), "chat": str(second)}
+    data = prepared(train, llama3, cache, validation=sets)
+    assert data.validation is None and list(data.validations) == ["own", "chat"]
+    for name, file in sets.items():
+        single = prepared(train, llama3, cache, validation=file).validation
+        assert single is not None
+        for column in ("input_ids", "labels"):
+            assert list(data.validations[name][column]) == list(single[column])
+    [warning] = data.warnings
+    assert warning.startswith("3 samples of the validation set own are in the training data")
+    assert "chat: 1 exact duplicate of earlier samples (--deduplicate leaves them out)" in (
+        data.summary
+    )
+    assert data.fingerprints()["validation"].startswith("own ")
+    assert not prepared(train, llama3, cache, validation=sets, want=False).validations

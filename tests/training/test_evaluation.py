@@ -6,7 +6,7 @@ import torch
 from llama_ft.config import TrainConfig
 from llama_ft.runtime import Ranks
 from llama_ft.training import answer_prompts, sample_chats
-from llama_ft.training.train_state import BestLoss
+from llama_ft.training.train_state import Best, TrainState
 
 
 @pytest.mark.parametrize(
@@ -20,14 +20,33 @@ from llama_ft.training.train_state import BestLoss
 def test_early_stopping_ends_the_run_after_patience_evaluations_without_improvement(
     patience: int, min_delta: float, losses: list[float], best: tuple[float, int], stops: bool
 ) -> None:
-    found = BestLoss(
-        TrainConfig(early_stopping_patience=patience, early_stopping_min_delta=min_delta)
-    )
+    found = Best(TrainConfig(early_stopping_patience=patience, early_stopping_min_delta=min_delta))
     for step, loss in enumerate(losses, start=1):
-        assert found.update(loss, step) == (
+        assert found.update({"eval/loss": loss}, step) == (
             loss < min([*losses[: step - 1], float("inf")]) - min_delta
         )
-    assert (found.loss, found.step) == best and found.should_stop == stops
+    assert (found.value, found.step) == best and found.should_stop == stops
+
+
+def test_a_score_is_better_if_it_is_higher_and_a_checkpoint_of_another_metric_is_not_compared() -> (
+    None
+):
+    settings = TrainConfig(best_by="eval/code/score", early_stopping_patience=2)
+    state = TrainState(settings)
+    scores = [0.0, 0.5, 0.5, 0.25]
+    better = [state.best.update({"eval/code/score": score}, n) for n, score in enumerate(scores, 1)]
+    assert better == [True, True, False, False]
+    assert state.best.should_stop and (state.best.value, state.best.step) == (0.5, 2)
+    saved = state.state_dict()
+    again = TrainState(settings)
+    again.load_state_dict(saved)
+    assert vars(again.best) == vars(state.best)
+    other = TrainState(TrainConfig())
+    other.load_state_dict(saved)
+    assert vars(other.best) == vars(TrainState(TrainConfig()).best)
+    saved["best"] = {"loss": 2.5, "step": 3, "evaluations_since": 1}  # of version 0.1
+    other.load_state_dict(saved)
+    assert (other.best.value, other.best.step, other.best.evaluations_since) == (2.5, 3, 1)
 
 
 def test_without_a_chat_template_sample_prompts_are_continued_as_text(

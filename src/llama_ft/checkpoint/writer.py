@@ -135,7 +135,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             trainer: position and counters, for trainer.json.
             asked: False if it is saved only for its validation loss: it is deleted after a better
                 one is complete.
-            best_loss: the validation loss, if it is the best so far.
+            best_loss: the validation loss or other --best_by, if it is the best so far.
 
         Raises:
             RunFailure: this or the previous checkpoint could not be written. Earlier checkpoints
@@ -328,11 +328,14 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         time. Delete checkpoints older than `newest`, except this one, the last keep_last requested
         ones, and those that are being uploaded."""
         found = list[SavedCheckpoint]()
+        metrics = dict[int, str]()  # step -> --best_by
         for folder in complete_checkpoints(self.run):
             try:
                 record = json.loads((folder / reader.TRAINER_FILE).read_text())
                 step = step_of(folder)
                 found.append(SavedCheckpoint(step, record["asked"], record["best_loss"]))
+                train = record.get("config", {}).get("train", {})
+                metrics[step] = train.get("best_by", "eval/loss")
             except (OSError, ValueError, LookupError, TypeError):
                 continue  # a corrupted checkpoint is not deleted
         newest_step = None if newest is None else step_of(newest)
@@ -341,7 +344,8 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             (self._folder / "best.json").unlink(missing_ok=True)
         else:
             name = step_folder(self.run, best.step).name
-            text = json.dumps({"checkpoint": name, "step": best.step, "eval/loss": best.best_loss})
+            value = {metrics[best.step]: best.best_loss}
+            text = json.dumps({"checkpoint": name, "step": best.step, **value})
             _write_synced(self._folder / ".best.json", text + "\n")
             os.replace(self._folder / ".best.json", self._folder / "best.json")
         in_use = set() if self._uploads is None else self._uploads.in_use()

@@ -21,6 +21,10 @@ class DatasetPart(TypedDict):
     split: NotRequired[str]
 
 
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")]
+NamedSets = Annotated[dict[SetName, Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+
+
 @dataclass(config=STRICT, kw_only=True)
 class PreferenceConfig:
     """Supervised fine-tuning, preference tuning or a reward model; TRL's names and defaults."""
@@ -94,9 +98,14 @@ class DataConfig:
     datasets, and directories whose files are named by train, validation or test. train[:100] are
     the first 100 samples."""
 
-    validation: str | None = None
+    validation: str | NamedSets | None = None
     """The validation set: data as in dataset, a fraction of the samples (0.05, chosen by a hash),
-    or the name of a split (test). A split called validation is used by default."""
+    or the name of a split (test). A split called validation is used by default. Several sets by
+    name: '{chat: a.jsonl, code: b.jsonl}'."""
+
+    validation_output: str | None = None
+    """Write the samples that a fraction keeps out of training to this .jsonl file, which another
+    run can name as its validation."""
 
     chat_template: str | None = None
     """A file with a Jinja chat template, or llama3, chatml, alpaca or mistral; if not given, the

@@ -26,6 +26,7 @@ WORDS = {
     "choice": " WORD",
     "text": " TEXT",
     "data": " TEXT",
+    "data or sets": " TEXT",
     "groups": " LIST",
     "options": " MAPPING",
 }

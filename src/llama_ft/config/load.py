@@ -37,6 +37,7 @@ KEYS: dict[str, Any] = {"data": DatasetPart, "groups": ParameterGroup, "options"
 EXAMPLES = {
     "groups": "a list such as '[{match: embed_tokens, lr: 0.1x}]'",
     "options": "a mapping such as '{exclude_modules: [o_proj]}'",
+    "data or sets": "a dataset, or datasets by name such as '{chat: a.jsonl, code: b.jsonl}'",
 }
 
 
@@ -178,7 +179,8 @@ def _explain(head: str, setting: Setting, value: Any, error: Any) -> str:
         value = inside[-1]
         candidates = tuple(KEYS[setting.kind].__annotations__)
     if inside:
-        keys = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in inside]
+        shown = [key for key in inside if key != "[key]"]  # pydantic's mark of a bad name
+        keys = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in shown]
         head += "".join(keys)
     else:
         head = f"{head} {format_value(value)}"
@@ -189,9 +191,11 @@ def _explain(head: str, setting: Setting, value: Any, error: Any) -> str:
         for theirs, ours in PLAIN.items():
             wanted = wanted.replace(f"{theirs} to", ours)
             wanted = wanted.replace(theirs, ours)
+    if "[key]" in inside:
+        wanted = "expected a name of letters, digits and underscores"
     if setting.kind in EXAMPLES and not inside:
         wanted = f"expected {EXAMPLES[setting.kind]}"
-    if setting.name == "optimizer":
+    if setting.name in ("optimizer", "score"):
         wanted += ", or path/to/file.py:function"
     match = nearest(str(value), candidates)
     unsupported = UNSUPPORTED_VALUES.get((setting.name, str(value).lower()))

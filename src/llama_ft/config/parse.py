@@ -79,12 +79,15 @@ def from_text(setting: Setting, text: str) -> Any:
         return None
     is_list = text.startswith("[") and text.endswith("]")
     is_nested = setting.kind in ("groups", "options")
+    is_mapping = text.startswith("{") and text.endswith("}")
     node = None
     with suppress(yaml.YAMLError):  # [*.jsonl] is a pattern of names
-        if is_list or is_nested:
+        if is_list or is_mapping or is_nested:
             node = yaml.compose(text, Loader=yaml.SafeLoader)
     if is_nested and node is not None:
         return _texts(node)
+    if setting.kind == "data or sets" and isinstance(node, yaml.MappingNode):
+        return _sets(node)
     if has_names and text:
         inside = text[1:-1] if is_list else text
         stripped = [item.strip().strip("'\"") for item in inside.split(",")]
@@ -98,7 +101,8 @@ def from_text(setting: Setting, text: str) -> Any:
         return text if setting.kind == "names or pattern" and is_pattern else items
     if setting.kind == "data" and node is not None:
         return _parts(node)
-    return os.path.expanduser(text) if setting.kind in ("text", "data") else text
+    is_path = setting.kind in ("text", "data", "data or sets")
+    return os.path.expanduser(text) if is_path else text
 
 
 def _parts(node: yaml.Node | None) -> Any:
@@ -119,6 +123,11 @@ def _parts(node: yaml.Node | None) -> Any:
             part["path"] = os.path.expanduser(path)
         parts.append(part)
     return parts or ""
+
+
+def _sets(node: yaml.MappingNode) -> dict[str, Any]:
+    """Return the datasets of a mapping, by name."""
+    return {name: os.path.expanduser(str(path)) for name, path in _texts(node).items()}
 
 
 def _texts(node: yaml.Node) -> Any:
@@ -343,6 +352,8 @@ def _value(setting: Setting, node: yaml.Node | None) -> Any:
         return _parts(node)
     if setting.kind in ("groups", "options") and node is not None:
         return _texts(node)
+    if setting.kind == "data or sets" and isinstance(node, yaml.MappingNode):
+        return _sets(node)
     if isinstance(node, yaml.SequenceNode):
         items = node.value
         if all(isinstance(item, yaml.ScalarNode) for item in items):

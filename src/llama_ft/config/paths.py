@@ -25,7 +25,7 @@ from llama_ft.processes import attempt, may_be_restarted
 BUILT_IN_TEMPLATES = ("llama3", "chatml", "alpaca", "mistral")
 INPUTS = (
     "model_name", "tokenizer_name", "reference_model", "dataset", "validation", "from_peft_checkpoint", "chat_template",
-    "optimizer",
+    "optimizer", "score",
 )  # fmt: skip
 TO_SAFETENSORS = "Convert it with Transformers:\nAutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -79,7 +79,8 @@ def check_paths(
     dataset = values["dataset"]
     is_mixture = isinstance(dataset, list)
     datasets = [part["path"] for part in dataset] if is_mixture else [dataset]
-    inputs = _inputs(values, datasets)
+    named = values["validation"] if isinstance(values["validation"], dict) else {}
+    inputs = _inputs(values, [*datasets, *named.values()])
 
     def tokenizer(name: str) -> str | None:
         return _folder(name) if looks_local(name) else None
@@ -94,8 +95,14 @@ def check_paths(
     def chat_template(name: str) -> str | None:
         return None if name in BUILT_IN_TEMPLATES else file_problem(name)
 
-    def optimizer(name: str) -> str | None:
+    def own_function(name: str) -> str | None:
         return data_problem(name) if kind_of_data(name) == "function" else None
+
+    def validation_output(name: str) -> str | None:
+        if not name.endswith(".jsonl"):
+            return "expected the name of a .jsonl file."
+        file = Path(name).expanduser()
+        return NOT_A_FILE if file.is_dir() else not_writable(file.parent)
 
     def output_dir(name: str) -> str | None:
         resume = values["resume"]
@@ -109,10 +116,13 @@ def check_paths(
         ("tokenizer_name", values["tokenizer_name"], tokenizer),
         ("reference_model", values["reference_model"], model_problem),
         *(("dataset", name, data_problem) for name in datasets),
-        ("validation", values["validation"], validation),
+        ("validation", None if named else values["validation"], validation),
+        *(("validation", name, data_problem) for name in named.values()),
+        ("validation_output", values["validation_output"], validation_output),
         ("from_peft_checkpoint", values["from_peft_checkpoint"], adapter),
         ("chat_template", values["chat_template"], chat_template),
-        ("optimizer", values["optimizer"], optimizer),
+        ("optimizer", values["optimizer"], own_function),
+        ("score", values["score"], own_function),
         ("output_dir", values["output_dir"] or "output/<model>", output_dir),
     ]
     messages = []
@@ -141,6 +151,8 @@ def _inputs(
     inputs = {name: values[name] for name in INPUTS}
     inputs["resume"] = values["resume"] if values["overwrite"] else None
     inputs["dataset"] = None  # each part has its own entry
+    if isinstance(inputs["validation"], dict):
+        inputs["validation"] = None
     for name in datasets:
         inputs[f"dataset {name}"] = name
     return inputs

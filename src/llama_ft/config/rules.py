@@ -28,10 +28,10 @@ STEPS_BEFORE_PROFILE = 3
 PROFILED_STEPS = 3
 
 
-def as_fraction(validation: str | None) -> float | None:
+def as_fraction(validation: Any) -> float | None:
     """Return the number that validation is, or None where it names data."""
     try:
-        return float(validation) if validation is not None else None
+        return float(validation) if isinstance(validation, str) else None
     except ValueError:
         return None
 
@@ -63,7 +63,21 @@ def has_decay(s: Any) -> bool:
     return bool(s.weight_decay or any(group.get("weight_decay") for group in s.groups))
 
 
-def is_out_of_range(validation: str | None) -> bool:
+def best_metrics(s: Any) -> list[str]:
+    """Return the metrics that best_by can name. Settings as of `brings_validation`."""
+    endings = ["loss"]
+    if s.objective == "sft":
+        endings.append("perplexity")
+    elif s.objective != "reward":
+        endings += ["rewards/accuracies", "rewards/margins"]
+    if s.score:
+        endings.append("score")
+    sets = list(s.validation) if isinstance(s.validation, dict) else []
+    beginnings = ["eval", *(f"eval/{name}" for name in sets)]
+    return [f"{beginning}/{ending}" for beginning in beginnings for ending in endings]
+
+
+def is_out_of_range(validation: Any) -> bool:
     """Return whether validation is a number that is not a fraction of the samples."""
     share = as_fraction(validation)
     return share is not None and not 0 < share < 1
@@ -106,6 +120,16 @@ RULES: tuple[Rule, ...] = (
         "eval_steps",
         lambda s: s.eval_steps and s.run_validation and not brings_validation(s),
         "has no effect without validation data. Add validation 0.05, or a file.",
+    ),
+    (
+        "score",
+        lambda s: s.score and s.run_validation and not brings_validation(s),
+        "has no effect without validation data. Add validation 0.05, or a file.",
+    ),
+    (
+        "score",
+        lambda s: s.score and (s.truncation == "split" or s.labels == "all"),
+        "is {}, which needs whole samples with a prompt. It supports neither truncation split nor labels all.",
     ),
     ("min_lr", lambda s: s.min_lr > s.lr, "is {}, above lr {lr}. Lower it."),
     (
@@ -278,6 +302,7 @@ ADAPTER_FIELDS = [
     name for name in PEFT_FIELDS if name not in ("peft_method", "from_peft_checkpoint")
 ]
 VALIDATION_FIELDS = "val_batch_size eval_steps max_eval_step early_stopping_patience early_stopping_min_delta".split()
+VALIDATION_FIELDS += ["score", "best_by"]
 NEED_CUDA = "use_liger activation_offload compile memory_snapshot fsdp_cpu_offload device_memory_fraction".split()
 NEED_CUDA += ["int8_threshold"]
 FSDP_FIELDS = (
@@ -315,6 +340,9 @@ CONDITIONS: tuple[Condition, ...] = (
     (["gradient_clipping_threshold"], "gradient_clipping", bool),
     (VALIDATION_FIELDS, "run_validation", bool),
     (["early_stopping_min_delta"], "early_stopping_patience", bool),
+    (["score_tokens", "score_samples", "score_batch_size"], "score", bool),
+    (["score"], "objective", lambda value: value == "sft"),
+    (["validation_output"], "validation", lambda value: as_fraction(value) is not None),
     (FSDP_FIELDS, "enable_fsdp", bool),
     (NEED_CUDA, "device", lambda value: value != "cpu"),
     (["sharding_group_size"], "sharding_strategy", lambda value: value == "HYBRID_SHARD"),
@@ -383,6 +411,10 @@ def broken_rules(
     # Keys: the field, and the text of its rule. A secret and the conditions share the text "": a
     # field gets one of these messages only.
     messages = _broken(RULES, values, origins)
+    known = best_metrics(SimpleNamespace(**values))
+    if values["best_by"] not in known and values["run_validation"]:
+        problem = f"is {values['best_by']}; this run has {', '.join(known)}."
+        messages["best_by", ""] = f"{describe_setting('best_by', origins)} {problem}"
     for name, value in values.items():
         if is_url_with_secret(str(value)):
             messages[name, ""] = f"{describe_setting(name, origins)} {SECRET}"

@@ -44,8 +44,11 @@ OPTIMIZERS = {
 }
 if TYPE_CHECKING:
     Optimizer = str
+    Score = str
 else:
-    Optimizer = Literal[tuple(OPTIMIZERS)] | Annotated[str, Field(pattern=r"\.py:\w+$")]
+    OwnFunction = Annotated[str, Field(pattern=r"\.py:\w+$")]
+    Optimizer = Literal[tuple(OPTIMIZERS)] | OwnFunction
+    Score = Literal["exact", "contains", "json"] | OwnFunction
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -237,12 +240,30 @@ class TrainConfig:
     max_eval_step: CountOrZero = 0
     """Largest number of evaluation micro-batches per rank; 0 = the whole validation set."""
 
+    score: Score | None = None
+    """Score generated answers to the validation samples: exact (the reference response), contains
+    (it), json (the same value), or path/to/file.py:function, called with prompt, answer and
+    reference. eval/score is the mean."""
+
+    score_tokens: Count = 128
+    """Maximum new tokens of a scored answer."""
+
+    score_samples: CountOrZero = 0
+    """Score the first N samples of each validation set only; 0 = all."""
+
+    score_batch_size: Count = 4
+    """Answers that are generated at once, per rank."""
+
+    best_by: str = "eval/loss"
+    """Metric that chooses the best checkpoint and that early stopping watches, such as
+    eval/score."""
+
     early_stopping_patience: CountOrZero = 0
-    """Stop when the validation loss has not improved for N evaluations, and take the best weights;
-    0 = never."""
+    """Stop when best_by has not improved for N evaluations, and take the best weights; 0 =
+    never."""
 
     early_stopping_min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """Smallest decrease of the validation loss that counts as an improvement."""
+    """Smallest change of best_by that counts as an improvement."""
 
     log_steps: Count = 1
     """Write metrics every N optimizer steps."""
@@ -408,6 +429,7 @@ Kind = Literal[
     "names or pattern",
     "groups",
     "options",
+    "data or sets",
 ]
 
 
@@ -508,6 +530,7 @@ KINDS: dict[frozenset[Any], Kind] = {
     frozenset({list[DatasetPart], str}): "data",
     frozenset({list[ParameterGroup]}): "groups",
     frozenset({PeftOptions}): "options",
+    frozenset({dict[str, str], str}): "data or sets",
 }
 SECTIONS: dict[str, Any] = get_type_hints(Config)
 SETTINGS: dict[str, Setting] = {

@@ -1,12 +1,14 @@
 """Turn `--dataset` into tokenized samples on disk, or take them from the cache if nothing has
 changed."""
 
+import filecmp
 import hashlib
 import inspect
 import json
+import os
 import time
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ft.config import DataConfig, as_fraction
 from llama_ft.config.paths import BAD_SAMPLES_FILE
-from llama_ft.config.settings import DatasetPart
 from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template
 from llama_ft.data.formats import FORMATS, BadSample
@@ -25,8 +26,14 @@ from llama_ft.data.reshape import reshaped
 from llama_ft.data.sources import Source, Split, brings_validation, open_source
 from llama_ft.data.statistics import BuildReport, SplitStatistics, describe, warnings_of
 from llama_ft.data.tokenize import Encoder, ExamplesOf, one_example, unpaired_examples
-from llama_ft.data.tokenize_files import BadSamples, SplitWriter, chunks_of, encode_chunks
-from llama_ft.errors import UserError, plural
+from llama_ft.data.tokenize_files import (
+    BadSamples,
+    SplitWriter,
+    chunks_of,
+    content_hash,
+    encode_chunks,
+)
+from llama_ft.errors import UserError, plural, rank
 from llama_ft.processes import cores
 from llama_ft.runtime.console import log
 
@@ -64,6 +71,16 @@ class TokenizedData:
     stream: tuple[Source, Encoder, ExamplesOf] | None = None
     bad_samples: Path | None = None  # a line of JSON per skipped bad sample
     warnings: tuple[str, ...] = ()  # about the data, for the log and the report
+    # validation sets that have names; each is the `train` of its data
+    named: dict[str, "TokenizedData"] = field(default_factory=dict)
+    hashes: Path | None = None  # file of the hashes of the training samples
+
+    @property
+    def validations(self) -> dict[str, Dataset]:
+        """The validation sets by name; a single one without a name has the name ""."""
+        if self.validation is not None:
+            return {"": self.validation}
+        return {name: one.train for name, one in self.named.items() if one.train is not None}
 
     def fingerprints(self) -> dict[str, str]:
         """Return dataset, and validation if it exists -> a checksum of its tokens and labels.
@@ -71,7 +88,11 @@ class TokenizedData:
         For streamed samples it is a checksum of everything that determines them.
         """
         splits = {"dataset": self.report.train, "validation": self.report.validation}
-        return {name: split.fingerprint for name, split in splits.items() if split is not None}
+        found = {name: split.fingerprint for name, split in splits.items() if split is not None}
+        if self.named:
+            parts = [f"{name} {one.report.train.fingerprint}" for name, one in self.named.items()]
+            found["validation"] = "\n".join(parts)
+        return found
 
     @property
     def longest_example(self) -> int | None:
@@ -88,8 +109,9 @@ class TokenizedData:
         """Return the counts as plain values, for the run's report."""
         counts = asdict(self.report)
         splits = {"train": counts["train"], "validation": counts["validation"]}
+        named = {name: asdict(one.report.train) for name, one in self.named.items()}
         warnings = [*warnings_of(self.report), *self.warnings]
-        return {"summary": self.summary, "warnings": warnings, **splits}
+        return {"summary": self.summary, "warnings": warnings, **splits, "named": named}
 
 
 @dataclass(frozen=True)
@@ -173,6 +195,8 @@ def prepare(
         examples=request.examples,
     )
     report, folder = _tokenized(tokenization, cache, verify_cache)
+    if config.validation_output and rank() == 0:
+        summary.append(_write_held_out(tokenization, Path(config.validation_output).expanduser()))
     if not request.want_validation:
         report = replace(report, validation=None)
     is_trained_on = opened.is_trained_on
@@ -180,14 +204,24 @@ def prepare(
     if report.validation is not None:
         check_ids(report.validation.largest_id, source.name, tokenizer, request.vocabulary_size)
         is_trained_on |= report.validation.fingerprint == report.train.fingerprint
-    summary += describe(report)
-    if request.want_validation and report.validation is None:
+    named = dict[str, TokenizedData]()
+    if request.want_validation:
+        named = _prepare_named(config, tokenizer, request, cache, verify_cache)
+    for one in named.values():
+        report = replace(report, chat_sample=report.chat_sample or one.report.chat_sample)
+    statistics = {name: one.report.train for name, one in named.items()}
+    summary += describe(report, statistics)
+    if request.want_validation and report.validation is None and not named:
         summary.append("no validation data: --validation FILE or --validation 0.05")
     warnings = [TRAINED_ON] if is_trained_on else []
-    if report.validation is not None and not (config.streaming or is_trained_on):
-        validation_hashes = folder / HASHES.format("validation")
-        train_hashes = folder / HASHES.format("train")
-        warnings += _overlap("the validation set", validation_hashes, train_hashes)
+    hashes = folder / HASHES.format("train")
+    if not (config.streaming or is_trained_on):
+        if report.validation is not None:
+            warnings += _overlap("the validation set", folder / HASHES.format("validation"), hashes)
+        for name, one in named.items():
+            assert one.hashes is not None
+            warnings += _overlap(f"the validation set {name}", one.hashes, hashes)
+            summary += [f"{name}: {line}" for line in warnings_of(one.report)]
     return TokenizedData(
         train=None if config.streaming else _open_split(folder, "train"),
         validation=_open_split(folder, "validation") if report.validation else None,
@@ -196,7 +230,28 @@ def prepare(
         stream=(source, encoder, request.examples) if config.streaming else None,
         bad_samples=folder / BAD_SAMPLES_FILE if report.bad_samples else None,
         warnings=tuple(warnings),
+        named=named,
+        hashes=None if config.streaming else hashes,
     )
+
+
+def _prepare_named(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    request: DataRequest,
+    cache: Path,
+    verify_cache: bool,
+) -> dict[str, TokenizedData]:
+    """Return the validation sets that have names, each prepared like a training set of its own. For
+    arguments see `prepare`."""
+    if not isinstance(config.validation, dict):
+        return {}
+    prepared = {}
+    asked = replace(request, want_validation=False, use="validation")
+    for name, path in config.validation.items():
+        own = replace(config, dataset=path, validation=None, max_samples=0, streaming=False)
+        prepared[name] = prepare(own, tokenizer, asked, cache, verify_cache)
+    return prepared
 
 
 def _overlap(name: str, validation: Path, train: Path) -> list[str]:
@@ -210,6 +265,36 @@ def _overlap(name: str, validation: Path, train: Path) -> list[str]:
         f"{plural(int(shared), 'sample')} of {name} {verb} in the training data, too: the validation loss is too "
         "low. Remove them from one of both."
     ]
+
+
+def _write_held_out(tokenization: _Tokenization, file: Path) -> str:
+    """Write the samples that the fraction --validation keeps out of training, with the columns of
+    their format. Return a line for the log.
+
+    Raises:
+        UserError: the file exists with other samples.
+    """
+    count = 0
+    samples = tokenization.source.formatted_samples(tokenization.config.dataset_format)
+    assert tokenization.fraction is not None
+    aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        with aside.open("w", encoding="utf-8") as opened:
+            for _, sample, _ in samples:
+                if isinstance(sample, BadSample):
+                    continue
+                if content_hash(sample) / 2**64 < tokenization.fraction:
+                    # ASCII: JSON allows half a surrogate pair, which UTF-8 cannot encode
+                    opened.write(json.dumps(sample, default=str) + "\n")
+                    count += 1
+        if file.exists() and not filecmp.cmp(aside, file, shallow=False):
+            raise UserError(
+                f"--validation_output {file}: exists with other samples. Name another file."
+            )
+        os.replace(aside, file)
+    finally:
+        aside.unlink(missing_ok=True)
+    return f"{plural(count, 'validation sample')}: {file}"
 
 
 def _open_split(folder: Path, name: Split) -> Dataset:
@@ -230,9 +315,10 @@ def _open_sources(
     opened = partial(open_source, config=config, tokenizer=tokenizer, cache=cache)
     original = opened(config.dataset, request.use)
     training = reshaped(original, config, config.max_samples)
-    if not request.want_validation or as_fraction(config.validation) is not None:
+    is_named = isinstance(config.validation, dict)  # see _prepare_named
+    if not request.want_validation or is_named or as_fraction(config.validation) is not None:
         return _OpenedSources(training, None, is_trained_on=False)
-    name: str | list[DatasetPart] | None = config.validation
+    name: Any = config.validation  # a text or None
     if not name and brings_validation(config.dataset, config.streaming):
         name = config.dataset
     if not name:

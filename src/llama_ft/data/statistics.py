@@ -1,6 +1,7 @@
 """Statistics of samples: counted during tokenization, saved in meta.json, shown as a table."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -175,16 +176,18 @@ class BuildReport:
         return cls(**values)
 
 
-def describe(report: BuildReport) -> list[str]:
-    """Return the lines of a table of both splits, followed by the warnings."""
-    splits = {"training": report.train, "validation": report.validation}
-    header = " " * 10 + "".join(f"{title:>13}" for title in COLUMNS.values())
+def describe(report: BuildReport, named: Mapping[str, SplitStatistics] = {}) -> list[str]:
+    """Return the lines of a table of all splits, followed by the warnings. `named`: of validation
+    sets that have names."""
+    splits = {"training": report.train, "validation": report.validation, **named}
+    width = max(10, *(len(name) + 1 for name in splits))
+    header = " " * width + "".join(f"{title:>13}" for title in COLUMNS.values())
     lines = []
     for name, split in splits.items():
         # the statistics of streamed samples are not known in advance
         if split is not None and split.samples:
             counts = [f"{getattr(split, column):13,}" for column in COLUMNS]
-            lines.append(f"{name:10}" + "".join(counts))
+            lines.append(f"{name:{width}}" + "".join(counts))
     if report.train.desirable:
         labels = f"{report.train.desirable:,} desirable, {report.train.undesirable:,} undesirable"
         lines.append(f"labels of the training data: {labels}")

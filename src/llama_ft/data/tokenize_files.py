@@ -151,7 +151,7 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
             continue
         if sample_format == UNPAIRED:
             desirable[number] = is_desirable(sample)
-        samples[number]["content"] = _content_hash(sample)
+        samples[number]["content"] = content_hash(sample)
         samples[number]["encoded"] = _encoded_hash(tokenized[number], desirable.get(number))
     if examples_of is unpaired_examples:
         # A completion is not split, so each sample has one list of examples.
@@ -176,7 +176,7 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
     return EncodedChunk(table, sample_of_piece, samples, largest_id, problems, splits)
 
 
-def _content_hash(sample: Sample) -> int:
+def content_hash(sample: Sample) -> int:
     """Return a 64-bit hash of a sample's content. Equal samples share it, so that they are all in
     the same split."""
     text = json.dumps(sample, sort_keys=True, ensure_ascii=False, default=str)

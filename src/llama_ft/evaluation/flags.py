@@ -11,9 +11,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as settings_dataclass
 
 from llama_ft.config.data_settings import DataConfig
+from llama_ft.config.messages import format_value
 from llama_ft.config.paths import base_model_of, check_paths, looks_local, model_problem
 from llama_ft.config.rules import brings_validation
-from llama_ft.config.settings import SETTINGS, Config, values_of
+from llama_ft.config.settings import SETTINGS, Config, Score, values_of
 from llama_ft.config.tool_flags import check, read
 from llama_ft.config.value_types import STRICT, Count, CountOrZero
 from llama_ft.errors import UserError
@@ -45,8 +46,9 @@ SAMPLES = (
     "context_length",
 )
 Split = Literal["train", "validation"]
-READ = {"dataset", "validation", "chat_template"}
-TRAINING_ONLY_FLAGS = {"streaming", "shuffle_buffer", "show_samples"}
+READ = {"dataset", "validation", "chat_template", "score"}
+TRAINING_ONLY_FLAGS = {"streaming", "shuffle_buffer", "show_samples", "validation_output"}
+SCORE_SETTINGS = ("score", "score_tokens", "score_samples")
 
 
 @settings_dataclass(config=STRICT, kw_only=True)
@@ -66,6 +68,16 @@ class EvaluateFlags(DataConfig, ModelFlags):
     output: str | None = None
     """Write the results to this new file, as JSON."""
 
+    score: Score | None = None
+    """Score generated answers: exact, contains, json or path/to/file.py:function; if not given, as
+    in the run."""
+
+    score_tokens: Count = 128
+    """Maximum new tokens of a scored answer; if not given, as in the run."""
+
+    score_samples: CountOrZero = 0
+    """Score the first N samples of each set only; 0 = all. If not given, as in the run."""
+
     tasks: list[str] = Field(default_factory=list)
     """Tasks of lm-evaluation-harness by name, or YAML files of your own:
     hellaswag,my_tasks/arithmetic.yaml."""
@@ -77,7 +89,7 @@ class EvaluateFlags(DataConfig, ModelFlags):
     """Solved examples before each question."""
 
     batch_size: Count = 8
-    """Questions at a time, per rank."""
+    """Questions, or samples to score, at a time, per rank."""
 
     apply_chat_template: bool = False
     """Ask the questions as a user's message of the chat template."""
@@ -156,10 +168,13 @@ def _select_samples(
     place, run = runs[0] if runs else (asked[0].place, Config())
     samples = ""
     split: Split | None = None
-    changed: dict[str, Any] = {"chat_template": None}  # the final model's tokenizer contains it
+    # the final model's tokenizer contains the chat template
+    changed: dict[str, Any] = {"chat_template": None, "validation_output": None}
     if "dataset" in given:
         changed |= {name: getattr(DataConfig(), name) for name in (*DATASET_SETTINGS, "streaming")}
-        samples = f"the validation set of {flags.dataset} (--validation {flags.validation})"
+        samples = (
+            f"the validation set of {flags.dataset} (--validation {format_value(flags.validation)})"
+        )
         if "validation" not in given:
             samples = f"all samples of {flags.dataset}"
             split = "validation"
@@ -169,7 +184,7 @@ def _select_samples(
     elif runs and brings_validation(SimpleNamespace(**values_of(run))):
         samples = f"the validation set of {place}"
         if run.data.validation:
-            samples += f" ({run.data.validation})"
+            samples += f" ({format_value(run.data.validation)})"
         chosen = given & {"validation", "dataset_split"}
         if chosen:
             raise UserError(
@@ -187,8 +202,9 @@ def _select_samples(
     for name in given & vars(run.data).keys():
         changed[name] = getattr(flags, name)
     evaluated = dict[str, Any]()
-    for name in given & {"val_batch_size", "max_eval_step"}:
+    for name in given & {"val_batch_size", "max_eval_step", *SCORE_SETTINGS}:
         evaluated[name] = getattr(flags, name)
+    evaluated["score_batch_size"] = flags.batch_size
     settings = replace(run.data, **changed)
     train = replace(run.train, **evaluated)
     config = replace(run, data=settings, train=train)

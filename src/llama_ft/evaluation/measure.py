@@ -43,7 +43,8 @@ def measure_loss(
         is_base: the base model of a model that got the same samples: they are not reported again.
 
     Returns:
-        loss (mean per token), perplexity, and target_tokens, the number of tokens in the loss.
+        loss (mean per token), perplexity, target_tokens, the number of tokens in the loss, and with
+        --score the mean score; those of a validation set with a name as name/loss and so on.
     """
     model = built.model
     config = what.config
@@ -68,8 +69,10 @@ def measure_loss(
         )
     if not is_base:
         log.info("\n".join(tokenized.summary))
-    samples = tokenized.train if split else tokenized.validation
-    if samples is None:
+    sets = tokenized.validations
+    if split and tokenized.train is not None:
+        sets = {"": tokenized.train}
+    if not sets:
         raise UserError(
             f"{asked.place}: there is no validation set. --dataset FILE names samples for the evaluation."
         )
@@ -77,7 +80,8 @@ def measure_loss(
     is_packed = config.data.batching_strategy == "packing"
     if is_packed:
         built.mixers = models.use_packed_attention(built)
-        training.check_packing(built, samples, context_length, model.dtype, ranks)
+        first = next(iter(sets.values()))
+        training.check_packing(built, first, context_length, model.dtype, ranks)
     layout = data.BatchLayout(
         world_size=ranks.world_size,
         rank=ranks.rank,
@@ -87,11 +91,18 @@ def measure_loss(
     )
     objective = training.SupervisedFineTuning()
     max_batches = config.train.max_eval_step
-    loss, tokens, _ = training.mean_loss(built, objective, samples, layout, max_batches, ranks)
+    # before the loss: a wrong function ends the program early
+    answers = training.AnswerScores(config.train, sets, tokenizer)
+    sums = {
+        name: training.loss_sums(built, objective, samples, layout, max_batches, ranks)
+        for name, samples in sets.items()
+    }
+    scores = answers.score(model, layout.pad_token_id, ranks)
     # packed attention works only for packed sequences; run_tasks gives padded batches
     model.config._attn_implementation = attention
     model.eval()
-    return {"loss": loss, "perplexity": training.perplexity(loss), "target_tokens": tokens}
+    metrics = training.evaluation_metrics(sums, scores, has_perplexity=True)
+    return {**metrics, "target_tokens": sum(one.count for one in sums.values())}
 
 
 def find_tasks(flags: EvaluateFlags, ranks: Ranks) -> Any:

@@ -1,5 +1,6 @@
 """Progress of a run: a bar on a terminal, or occasional lines in a log file."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -19,7 +20,12 @@ FORMATS = {
     "perf/step_seconds": "{:.3g} s/step",
 }
 # Shown with a validation loss, with two digits after the point.
-VALIDATION_NAMES = {"eval/perplexity": "perplexity", "eval/rewards/accuracies": "accuracy"}
+VALIDATION_NAMES = {
+    "eval/perplexity": "perplexity",
+    "eval/rewards/accuracies": "accuracy",
+    "eval/score": "score",
+}
+OF_A_SET = re.compile(r"eval/(\w+)/(loss|score)")  # a validation set with a name
 # Keys with another beginning were added in the recipe, and are shown as they are.
 NAMESPACES = ("train/", "eval/", "perf/", "memory/")
 FIRST_LINES = 10  # in a log file, each of the first steps has a line
@@ -103,6 +109,10 @@ class ProgressBar:
                 value = metrics.get(key)
                 if value is not None:
                     line += f"  {name} {value:.2f}"
+            for key, value in metrics.items():
+                of_a_set = OF_A_SET.fullmatch(key)
+                if of_a_set is not None:
+                    line += f"  {of_a_set[1]} {of_a_set[2]} {value:.4g}"
             self._console.print(line)
         # after the loss, because the bar cuts off what does not fit
         shown = list(numbers)

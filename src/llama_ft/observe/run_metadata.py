@@ -54,15 +54,17 @@ class RunMetadata:
                 f"{self.path} could not be written, so report.html will lack its contents: {error.strerror}"
             )
 
-    def add_samples(self, when: str, samples: Sequence[dict[str, str]]) -> None:
-        """Add responses: question, answer and, if known, reference. They replace earlier ones of
-        the same moment."""
+    def add_samples(
+        self, when: str, samples: Sequence[dict[str, Any]], kind: str = "samples"
+    ) -> None:
+        """Add responses: question, answer and, if known, reference and score. They replace earlier
+        ones of the same kind and moment."""
         if not samples:
             return
-        earlier = self._facts.get("samples", [])
+        earlier = self._facts.get(kind, [])
         others = [old for old in earlier if old.get("when") != when]
         added = [{"when": when, **sample} for sample in samples]
-        self.add(samples=[*others, *added])
+        self.add(**{kind: [*others, *added]})
 
 
 def read_facts(path: Path) -> dict[str, Any]:
@@ -70,7 +72,7 @@ def read_facts(path: Path) -> dict[str, Any]:
     and the run starts a new one."""
     try:
         facts = json.loads(path.read_text())
-        samples = facts.get("samples", [])
+        samples = [*facts.get("samples", []), *facts.get("scored", [])]
         if not all(isinstance(sample.get("when"), str) for sample in samples):
             raise ValueError("samples without a moment")
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:

@@ -24,7 +24,8 @@ class RunOutcome:
     Attributes:
         ended: the last step and the reason for the end.
         seconds: since the start of this launch.
-        best_loss: the best validation loss; infinite if there is none.
+        best_of: name of the metric that chooses the best checkpoint.
+        best_value: its best value; infinite if there is none.
         best_step: its step.
         weights_of: the step of the weights in model/.
         has_validation: the run has a validation set, for which evaluate.py can compute the loss.
@@ -33,7 +34,8 @@ class RunOutcome:
 
     ended: str
     seconds: float
-    best_loss: float
+    best_of: str
+    best_value: float
     best_step: int
     weights_of: int
     has_validation: bool
@@ -61,9 +63,9 @@ def summary(config: Config, run: Path, recipes: Path, outcome: RunOutcome) -> st
 
     took = time_text(outcome.seconds)
     lines = ["", f"Training ended after {outcome.ended}. The run took {took}."]
-    if math.isfinite(outcome.best_loss):
-        best_loss = f"{outcome.best_loss:.4g} at step {outcome.best_step}"
-        lines.append(f"Best validation loss: {best_loss}")
+    if math.isfinite(outcome.best_value):
+        best = f"{outcome.best_value:.4g} at step {outcome.best_step}"
+        lines.append(f"Best {outcome.best_of}: {best}")
     if outcome.uploads:
         lines.append(outcome.uploads)
     report = f"(report: {run / 'report.html'})"

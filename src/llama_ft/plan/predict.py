@@ -162,6 +162,8 @@ def _plan_with(request: PlanRequest, build_model: models.BuildModel, layers: int
         tracker.watch(built)
         step_flops = _step_flops(config, model, batch, request.target_share)
         optimizer = _two_steps(config, built, batch, validation, tracker, ranks)
+        if is_validated and config.train.score:
+            _answer(request, model, context_length, tracker)
         of_the_device = len(tracker.events)
         tracker.enter("save")
         saved = checkpoint.HostBlock().copy(checkpoint.own_state(model, optimizer, ranks))
@@ -224,6 +226,23 @@ def _two_steps(
         training.free_unsharded(model)
         model.train()
     return optimizer
+
+
+def _answer(
+    request: PlanRequest, model: PreTrainedModel, context_length: int, tracker: Tracker
+) -> None:
+    """Run the forward pass of a batch of scored answers (--score) after their last token. Its cache
+    of keys and values, and its attention mask, have their largest size then."""
+    train = request.config.train
+    longest = min(context_length, request.longest_example or context_length)
+    length = longest + train.score_tokens
+    ids = torch.zeros(train.score_batch_size, length, dtype=torch.int64)
+    tracker.enter("evaluation")
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, logits_to_keep=1)
+    training.free_unsharded(model)
+    model.train()
 
 
 def _step_flops(config: Config, model: PreTrainedModel, batch: Batch, target_share: float) -> int:

@@ -95,7 +95,7 @@ class Preflight:
                     dataset.longest_example,
                     new_tokens,
                 ),
-                *(dataset.target_share, steps.size, dataset.validation is not None),
+                *(dataset.target_share, steps.size, bool(dataset.validations)),
             )
             request = PlanRequest(config, folder, *job_and_data)
             with suppress(OSError):

@@ -6,6 +6,7 @@ This module computes what is shown. The markup is in run.html, compare.html and 
 import base64
 import dataclasses
 import hashlib
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from itertools import groupby
@@ -27,6 +28,7 @@ ENDINGS = {"finished": "good", "failed": "bad", "stopped": "warn", "running": "i
 METRIC_PLOTS = {  # key -> title
     "train/loss": "Loss",
     "eval/loss": "Validation loss",
+    "eval/score": "Score of the validation set",
     "train/lr": "Learning rate",
     "train/grad_norm": "Gradient norm",
     "perf/tokens_per_second": "Tokens per second",
@@ -54,6 +56,7 @@ METRIC_PLOTS = {  # key -> title
 VISIBLE_CHANGE = 0.01
 
 # Keys without a plot; those of the recipe and of an objective of one's own have one.
+LOSS_OF_A_SET = re.compile(r"eval/\w+/loss")
 UNPLOTTED = {"step", "epoch", "tokens", "eval/perplexity", "train/skipped_steps"}
 
 
@@ -112,6 +115,9 @@ class Memory(NamedTuple):
 def report_page(run: Run) -> str:
     """Return the report of a run as HTML."""
     loss = _lines(run, "train/loss", "training") + _lines(run, "eval/loss", "validation", 1)
+    of_sets = [key for key in run.curves if LOSS_OF_A_SET.fullmatch(key)]
+    for colour, key in enumerate(of_sets, start=2):
+        loss += _lines(run, key, key.split("/")[1], colour)
     plots = list[Markup]()
     constants = dict[str, str]()  # title -> value
     titles = METRIC_PLOTS | own_metrics([run])
@@ -305,7 +311,7 @@ def _lines(run: Run, key: str, name: str, colour: int = 0, unit: Unit = PLAIN) -
     values = curve.values / unit.size
     if unit.decimals is not None:
         values = values.round(unit.decimals)
-    style = "dots" if key == "eval/loss" else "line"
+    style = "dots" if key.startswith("eval/") and key.endswith("/loss") else "line"
     series = Series(name, curve.steps, values, style, colour)
     is_noisy = key in ("train/loss", "train/grad_norm") or key.startswith("perf/")
     return smoothed(series) if is_noisy else [series]

@@ -39,6 +39,7 @@ class TrainingRun:
         dataset: the tokenized data.
         batches: the plan of all steps.
         model: loaded, on this rank's device.
+        scores: of generated answers, for --score.
         directory: of the run, created.
         uploads: to --save_to; None without.
 
@@ -63,6 +64,7 @@ class TrainingRun:
         dataset: data.TokenizedData,
         batches: data.TrainingBatches,
         model: PreTrainedModel,
+        scores: training.AnswerScores,
         directory: Path,
         uploads: checkpoint.Uploads | None = None,
     ) -> None:
@@ -75,6 +77,7 @@ class TrainingRun:
         self.batches = batches
         self.directory = directory
         self.uploads = uploads
+        self._scores = scores
         self.state = training.TrainState(config.train)
         self.metrics: Metrics = {}
         resumed_log = None
@@ -215,7 +218,7 @@ class TrainingRun:
             time_is_up=time_is_up,
             is_stopping=self.stop is not None,
             save_failed=bool(numbers.save_failed.any()),
-            evaluation=evaluates and self.dataset.validation is not None,
+            evaluation=evaluates and bool(self.dataset.validations),
             answers=answers and not is_last,
             save=is_save_requested or self.writer.is_due(step.step, step.ends_epoch, ends_run),
         )
@@ -273,7 +276,8 @@ class TrainingRun:
         objective: Objective,
         record: StepRecord | None = None,
     ) -> Metrics:
-        """Return the validation loss and related metrics. All ranks call it together.
+        """Return the validation loss and related metrics, also of each validation set with a name.
+        All ranks call it together.
 
         A signal abandons the evaluation. After a step, the result is then empty and the step's
         checkpoint can be saved.
@@ -287,23 +291,27 @@ class TrainingRun:
             Stopped: a signal has arrived before step 1.
         """
         self.memory.enter("evaluation")
-        samples = self.dataset.validation
-        assert samples is not None
         settings = self.config.train
         layout = dataclasses.replace(self.batches.layout, micro_batch=settings.val_batch_size)
+        sets = self.dataset.validations
         try:
-            loss, _, others = training.mean_loss(
-                built, objective, samples, layout, settings.max_eval_step, self.ranks
-            )
+            sums = {
+                name: training.loss_sums(
+                    built, objective, samples, layout, settings.max_eval_step, self.ranks
+                )
+                for name, samples in sets.items()
+            }
+            scores = self._scores.score(built.model, layout.pad_token_id, self.ranks)
         except runtime.Stopped as stopped:
             self._abandon("The evaluation", stopped, record)
             return {}
-        metrics = {"eval/loss": loss}
-        metrics |= {f"eval/{name}": value for name, value in others.items()}
-        if objective.counts_tokens:
-            metrics["eval/perplexity"] = training.perplexity(loss)
+        metrics = training.evaluation_metrics(sums, scores, objective.counts_tokens)
+        step = 0 if record is None else record.step
+        for name, score in scores.items():
+            title = f"step {step}, {name}" if name else f"step {step}"
+            self.facts.add_samples(title, score.samples, "scored")
         self.throughput.pause()
-        return metrics
+        return {f"eval/{name}": value for name, value in metrics.items()}
 
     def show_answers(
         self,
@@ -358,9 +366,9 @@ class TrainingRun:
             "metrics": self.metrics,
             "trackers": self.log.tracker_ids,
         }
-        best_loss = self.state.best.loss if is_best else None
+        best_value = self.state.best.value if is_best else None
         is_asked = self._is_save_asked(record)
-        self.writer.save(record.step, model, optimizer, description, is_asked, best_loss)
+        self.writer.save(record.step, model, optimizer, description, is_asked, best_value)
         self.throughput.pause()
 
     def _ends_run(self, record: StepRecord) -> bool:
@@ -377,7 +385,7 @@ class TrainingRun:
         max_train_time."""
         best = self.state.best
         if best.should_stop:
-            return f"the validation loss was best at step {best.step}"
+            return f"the {best.title} was best at step {best.step}"
         if record.time_is_up:
             return f"max_train_time {self.config.train.max_train_time} is over"
         return None
@@ -447,10 +455,11 @@ class TrainingRun:
         outcome = observe.RunOutcome(
             ended=self.ended,
             seconds=time.monotonic() - self._started_at,
-            best_loss=best.loss,
+            best_of=best.title,
+            best_value=best.value,
             best_step=best.step,
             weights_of=self.weights_of,
-            has_validation=self.dataset.validation is not None,
+            has_validation=bool(self.dataset.validations),
             uploads=self.uploads.describe() if self.uploads is not None else "",
         )
         runtime.console.print(observe.summary(self.config, self.directory, recipes, outcome))
@@ -472,6 +481,7 @@ def open_run(
     dataset: data.TokenizedData,
     batches: data.TrainingBatches,
     built: models.BuiltModel,
+    scores: training.AnswerScores,
 ) -> Iterator[TrainingRun]:
     """Create the run's directory (nothing is written before) and start the trackers.
 
@@ -482,6 +492,7 @@ def open_run(
         dataset: the tokenized data.
         batches: the plan of all steps.
         built: the loaded model; its FSDP units are for the report.
+        scores: of generated answers, for --score.
     """
     ranks = setup.ranks
     name = config.model.model_name
@@ -499,7 +510,7 @@ def open_run(
             shutil.copyfile(dataset.bad_samples, directory / BAD_SAMPLES_FILE)
     setup.preflight.report(directory, ranks)
     setup = dataclasses.replace(setup, config=config)
-    run = TrainingRun(setup, inputs, dataset, batches, built.model, directory, uploads)
+    run = TrainingRun(setup, inputs, dataset, batches, built.model, scores, directory, uploads)
     run.facts.add(units=[dataclasses.asdict(unit) for unit in built.units])
     with run.log:
         yield run

@@ -4,9 +4,9 @@ from llama_ft.training.advice import advice
 from llama_ft.training.check_packing import check_packing
 from llama_ft.training.evaluation import (
     answer_prompts,
+    evaluation_metrics,
     log_answers,
-    mean_loss,
-    perplexity,
+    loss_sums,
     sample_chats,
 )
 from llama_ft.training.objective import (
@@ -24,6 +24,7 @@ from llama_ft.training.optimizer import (
     warmup_steps,
 )
 from llama_ft.training.reference import ReferencePass
+from llama_ft.training.scoring import AnswerScores
 from llama_ft.training.step import (
     PendingMetrics,
     Step,

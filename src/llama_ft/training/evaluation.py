@@ -1,11 +1,13 @@
 """Evaluate the model during training: its mean loss on the validation set, and its answers to
 prompts."""
 
+import copy
 import math
 import textwrap
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,17 +49,74 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
         model.train()
 
 
+@dataclass(frozen=True)
+class SetScore:
+    """The answers to a validation set: the sum of their scores, their number, and the first ones
+    with question, answer, reference and score."""
+
+    total: float
+    count: int
+    samples: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Sums over a validation set: `loss` and the objective's other values by name, and the number
+    of losses, which are those of tokens or of pairs."""
+
+    sums: dict[str, float]
+    count: int
+
+    def metrics(self, has_perplexity: bool) -> dict[str, float]:
+        """Return the means, and the perplexity if the losses are those of tokens."""
+        means = logged_means(self.sums, self.count)
+        if has_perplexity:
+            means["perplexity"] = perplexity(means["loss"])
+        return means
+
+
+def evaluation_metrics(
+    losses: Mapping[str, LossSums], scores: Mapping[str, SetScore], has_perplexity: bool
+) -> dict[str, float]:
+    """Return the metrics of all validation sets together, then those of each set with a name.
+
+    Args:
+        losses: by the name of the set; a single one has the name "".
+        scores: of answers; empty without --score.
+        has_perplexity: the losses are those of tokens.
+    """
+    metrics = together(losses.values()).metrics(has_perplexity)
+    if scores:
+        total = math.fsum(score.total for score in scores.values())
+        metrics["score"] = total / sum(score.count for score in scores.values())
+    for name in filter(None, losses):
+        for key, value in losses[name].metrics(has_perplexity).items():
+            metrics[f"{name}/{key}"] = value
+        if name in scores:
+            metrics[f"{name}/score"] = scores[name].total / scores[name].count
+    return metrics
+
+
+def together(sets: Iterable[LossSums]) -> LossSums:
+    """Return the sums of several validation sets as those of one."""
+    sums = Counter[str]()
+    count = 0
+    for one in sets:
+        sums.update(one.sums)
+        count += one.count
+    return LossSums(dict(sums), count)
+
+
 @torch.no_grad()
-def mean_loss(
+def loss_sums(
     built: BuiltModel,
     objective: Objective,
     validation: Dataset,
     layout: BatchLayout,
     max_batches: int,
     ranks: Ranks,
-) -> tuple[float, int, dict[str, float]]:
-    """Return the mean loss over the validation set without dropout, the number of loss tokens or
-    pairs, and the means of the objective's other values.
+) -> LossSums:
+    """Return sums over the validation set, without dropout.
 
     Args:
         built: the model in training mode, also afterwards.
@@ -88,9 +147,7 @@ def mean_loss(
     local = [value.item() for value in sums.values()]
     gathered = ranks.all_gather_floats(*local, count)  # [ranks, sums + 1]
     *totals, total_count = gathered.sum(dim=0).tolist()
-    means = logged_means(dict(zip(sums, totals, strict=True)), total_count)
-    loss = means.pop("loss")
-    return loss, int(total_count), means
+    return LossSums(dict(zip(sums, totals, strict=True)), int(total_count))
 
 
 def sample_chats(
@@ -136,6 +193,48 @@ def answer_prompts(
         has_reference = messages[-1]["role"] == "assistant"
         questions.append(messages[:-1] if has_reference else messages)
     prompts = _encode_questions(tokenizer, questions)
+    # config.json of Llava has none
+    ends = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
+    before = model.generation_config
+    config = copy.deepcopy(before)
+    config.update(do_sample=False, pad_token_id=pad_token_id, eos_token_id=ends or None)
+    model.generation_config = config
+    try:
+        texts = generate_batch(model, tokenizer, prompts, new_tokens, set(ends), ranks)
+    finally:
+        model.generation_config = before
+    answers = []
+    for messages, question, text in zip(conversations, questions, texts, strict=True):
+        answer = {"question": question[-1]["content"], "answer": text}
+        if len(question) < len(messages):
+            answer["reference"] = messages[-1]["content"]
+        answers.append(answer)
+    return answers
+
+
+@torch.no_grad()
+def generate_batch(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[list[int]],
+    new_tokens: int,
+    ends: set[int],
+    ranks: Ranks,
+) -> list[str]:
+    """Return the model's answers to prompts in one batch, without special tokens and white space
+    around them. All ranks must call it equally often.
+
+    Args:
+        model: in training mode, also afterwards. Its generation_config says how to generate.
+        tokenizer: decodes the answers.
+        prompts: token ids of each.
+        new_tokens: maximum number of tokens in an answer.
+        ends: tokens that end an answer.
+        ranks: the ranks.
+
+    Raises:
+        Stopped: a signal has asked to stop; the answers are abandoned.
+    """
     width = max(len(prompt) for prompt in prompts)
     # Padding is on the left and masked, so any token can be used.
     padded = []
@@ -144,8 +243,6 @@ def answer_prompts(
         padding = width - len(prompt)
         padded.append(prompt[:1] * padding + prompt)
         masks.append([0] * padding + [1] * len(prompt))
-    # config.json of Llava has none
-    ends = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
     # All ranks call the model equally often, also those whose answers have ended. `prepend`: before
     # FSDP's own hook, which starts to gather weights.
     check = model.register_forward_pre_hook(lambda *_: ranks.check_stop(), prepend=True)
@@ -156,25 +253,18 @@ def answer_prompts(
                 input_ids=torch.tensor(padded).to(model.device),
                 attention_mask=torch.tensor(masks).to(model.device),
                 max_new_tokens=new_tokens,
-                do_sample=False,
                 use_cache=True,
                 # ranks whose answers have ended must join the all-gathers of weights
                 synced_gpus=ranks.world_size > 1,
-                pad_token_id=pad_token_id,
-                eos_token_id=ends or None,
             )
     finally:
         check.remove()
     answers = []
-    responses = tokens[:, width:].tolist()
-    for messages, question, token_ids in zip(conversations, questions, responses, strict=True):
+    for token_ids in tokens[:, width:].tolist():
         # padding follows the first end token
         end = next((place for place, token in enumerate(token_ids) if token in ends), None)
         text = str(tokenizer.decode(token_ids[:end], skip_special_tokens=True))
-        answer = {"question": question[-1]["content"], "answer": text.strip()}
-        if len(question) < len(messages):
-            answer["reference"] = messages[-1]["content"]
-        answers.append(answer)
+        answers.append(text.strip())
     return answers
 
 

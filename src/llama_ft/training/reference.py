@@ -331,7 +331,7 @@ class ReferencePass:
         """Yield this rank's examples in micro-batches of the size of training. Every rank has the
         same number of them."""
         layout = self._layout
-        for samples in (self._dataset.train, self._dataset.validation):
+        for samples in (self._dataset.train, *self._dataset.validations.values()):
             if samples is None:
                 continue
             lengths = example_lengths(samples)

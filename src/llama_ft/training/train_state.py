@@ -2,6 +2,7 @@
 generators."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -61,26 +62,34 @@ class LossScale:
         )
 
 
-class BestLoss:
-    """Keeps the best validation loss, and counts evaluations since then. `train` has the settings
-    of early stopping."""
+class Best:
+    """Keeps the best value of the metric --best_by, and counts evaluations since then. `train` has
+    the settings of early stopping."""
 
     def __init__(self, train: TrainConfig) -> None:
-        self.loss = math.inf
+        self.metric = train.best_by
+        is_lower_better = self.metric.endswith(("loss", "perplexity"))
+        self._sign = 1 if is_lower_better else -1
+        self.value = self._sign * math.inf
         self.step = 0
         self.evaluations_since = 0
         self._patience = train.early_stopping_patience
         self._min_delta = train.early_stopping_min_delta
 
-    def update(self, loss: float, step: int) -> bool:
-        """Count an evaluation. Return whether its loss is the best so far."""
-        if loss < self.loss - self._min_delta:
-            self.loss = loss
+    def update(self, metrics: Mapping[str, float], step: int) -> bool:
+        """Count an evaluation. Return whether its value is the best so far."""
+        value = metrics[self.metric]
+        if self._sign * value < self._sign * self.value - self._min_delta:
+            self.value = value
             self.step = step
             self.evaluations_since = 0
             return True
         self.evaluations_since += 1
         return False
+
+    @property
+    def title(self) -> str:
+        return "validation loss" if self.metric == "eval/loss" else self.metric
 
     @property
     def should_stop(self) -> bool:
@@ -94,13 +103,14 @@ class TrainState:
         self.step = 0  # optimizer steps done
         self.target_tokens = 0  # tokens in the loss so far, over all ranks
         self.position: dict[str, int] = {}  # position in streamed samples; empty without streaming
-        self.best = BestLoss(train)
+        self.best = Best(train)
         self.scale = LossScale(INITIAL_FACTOR if train.precision == "fp16" else 1.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all fields for trainer.json. JSON has no infinity."""
         best = {
-            "loss": self.best.loss if math.isfinite(self.best.loss) else None,
+            "metric": self.best.metric,
+            "value": self.best.value if math.isfinite(self.best.value) else None,
             "step": self.best.step,
         }
         return {
@@ -116,8 +126,12 @@ class TrainState:
         self.step = state["step"]
         self.target_tokens = state["target_tokens"]
         self.position = dict(state["position"])
-        best = state["best"]
         self.scale = LossScale(**state["scale"])
-        self.best.loss = math.inf if best["loss"] is None else best["loss"]
-        self.best.step = best["step"]
-        self.best.evaluations_since = best["evaluations_since"]
+        best = state["best"]
+        # checkpoints of version 0.1 have "loss"
+        value = best.get("value", best.get("loss"))
+        is_same = best.get("metric", "eval/loss") == self.best.metric
+        if is_same and value is not None:
+            self.best.value = value
+            self.best.step = best["step"]
+            self.best.evaluations_since = best["evaluations_since"]

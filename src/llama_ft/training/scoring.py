@@ -1,0 +1,248 @@
+"""Score generated answers to the validation samples.
+
+The reference is the last response of a sample, and the prompt is everything before it. Both are
+read from the tokens and the labels, so that every format with a prompt can be scored:
+
+    tokens  <s> user : 2 + 2 ? assistant : | 4 </s>        labels  - - - - - - - - - - | 4 </s>
+            prompt                           reference
+
+Which prompts share a batch does not depend on the number of ranks, so neither do the answers.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+import numpy
+import torch.distributed as dist
+from datasets import Dataset
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.config import TrainConfig
+from llama_ft.data import IGNORED, stop_token_ids
+from llama_ft.errors import UserError
+from llama_ft.runtime import Ranks
+from llama_ft.training.evaluation import SetScore, generate_batch
+from llama_ft.user_function import load_function
+
+FEWEST_PROMPT_TOKENS = 2  # a text has no prompt, but its first token may not be in the loss
+SAMPLES_SHOWN = 5  # per validation set, in the report
+LONGEST_SHOWN = 4000  # characters
+
+
+class Question(NamedTuple):
+    """A validation sample to answer."""
+
+    prompt_ids: list[int]
+    prompt: str
+    reference: str
+    location: str
+
+
+def exact(prompt: str, answer: str, reference: str) -> bool:
+    """Return whether the answer is the reference."""
+    return answer == reference
+
+
+def contains(prompt: str, answer: str, reference: str) -> bool:
+    """Return whether the reference is a part of the answer."""
+    return reference in answer
+
+
+def same_json(prompt: str, answer: str, reference: str) -> bool:
+    """Return whether both are JSON of the same value. Raises ValueError if the reference is not
+    JSON."""
+    expected = _canonical(reference)
+    try:
+        return _canonical(answer) == expected
+    except ValueError:
+        return False
+
+
+def _canonical(text: str) -> str:
+    """Return JSON in one form: sorted keys, and numbers as their value (1.0 is 1)."""
+    try:
+        value = json.loads(text, parse_int=Decimal, parse_float=Decimal)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    return json.dumps(
+        value, sort_keys=True, default=lambda number: {"number": str(number.normalize())}
+    )
+
+
+SCORES: dict[str, Callable[[str, str, str], Any]] = {
+    "exact": exact,
+    "contains": contains,
+    "json": same_json,
+}
+
+
+class AnswerScores:
+    """Generates answers to validation sets and scores them by `--score`; without it, there are no
+    questions.
+
+    Args:
+        settings: score, score_tokens, score_samples and score_batch_size.
+        sets: the validation sets by name.
+        tokenizer: of the run.
+
+    Raises:
+        UserError: a set has no sample with a prompt, or the function does not exist. It is called
+            with a reference as the answer, and raises an error or returns no number.
+    """
+
+    def __init__(
+        self,
+        settings: TrainConfig,
+        sets: Mapping[str, Dataset],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self._name = settings.score or ""
+        self._tokens = settings.score_tokens
+        self._batch_size = settings.score_batch_size
+        self._tokenizer = tokenizer
+        self._questions = dict[str, list[Question]]()
+        if not self._name:
+            return
+        self._function = SCORES.get(self._name) or load_function(self._name)
+        for name, samples in sets.items():
+            found = find_questions(samples, tokenizer, settings.score_samples)
+            if not found:
+                raise UserError(
+                    f"--score {self._name}: no sample of the validation set {name}".rstrip()
+                    + " has a prompt and a response."
+                )
+            # other functions may be slow
+            for question in found if self._name == "json" else found[:1]:
+                self._score(question, question.reference)
+            self._questions[name] = found
+
+    def score(self, model: PreTrainedModel, pad_token_id: int, ranks: Ranks) -> dict[str, SetScore]:
+        """Answer all questions. All ranks must call it.
+
+        Args:
+            model: in training mode, also afterwards.
+            pad_token_id: fills answers that end before the longest one.
+            ranks: the ranks. Each generates some of the batches.
+
+        Raises:
+            Stopped: a signal has asked to stop.
+            UserError: the function raises an error or returns no number.
+        """
+        before = model.generation_config
+        ends = stop_token_ids(
+            self._tokenizer, getattr(model.config.get_text_config(), "eos_token_id", None)
+        )
+        # not the model's generation_config.json, which may ask for sampling or for penalties
+        model.generation_config = GenerationConfig(
+            do_sample=False, pad_token_id=pad_token_id, eos_token_id=ends or None
+        )
+        try:
+            return {
+                name: self._score_set(model, questions, set(ends), ranks)
+                for name, questions in self._questions.items()
+            }
+        finally:
+            model.generation_config = before
+
+    def _score_set(
+        self, model: PreTrainedModel, questions: list[Question], ends: set[int], ranks: Ranks
+    ) -> SetScore:
+        lengths = numpy.array([len(question.prompt_ids) for question in questions])
+        order = numpy.argsort(-lengths, kind="stable").tolist()
+        starts = range(0, len(order), self._batch_size)
+        batches = [order[start : start + self._batch_size] for start in starts]
+        answers = dict[int, str]()
+        for first in range(0, len(batches), ranks.world_size):
+            number = first + ranks.rank
+            is_own = number < len(batches)
+            # all ranks must generate equally often: one without a batch repeats the shortest prompt
+            batch = batches[number] if is_own else order[-1:]
+            prompts = [questions[index].prompt_ids for index in batch]
+            texts = generate_batch(
+                model, self._tokenizer, prompts, self._new_tokens(model, prompts), ends, ranks
+            )
+            if is_own:
+                answers |= dict(zip(batch, texts, strict=True))
+        return self._gather(questions, answers, ranks)
+
+    def _new_tokens(self, model: PreTrainedModel, prompts: list[list[int]]) -> int:
+        """Return the maximum number of new tokens for which the model has positions."""
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if context is None:
+            return self._tokens
+        return max(1, min(self._tokens, context - max(map(len, prompts))))
+
+    def _gather(self, questions: list[Question], answers: dict[int, str], ranks: Ranks) -> SetScore:
+        """Score this rank's answers, and return the result of all ranks. An error of one rank is
+        raised on all of them."""
+        scored: dict[int, tuple[str, float]] | UserError = {}
+        try:
+            scored = {
+                index: (answer, self._score(questions[index], answer))
+                for index, answer in answers.items()
+            }
+        except UserError as error:
+            scored = error
+        everyone: list[Any] = [None] * ranks.world_size
+        dist.all_gather_object(everyone, scored)
+        together = dict[int, tuple[str, float]]()
+        for found in everyone:
+            if isinstance(found, UserError):
+                raise found
+            together |= found
+        samples = []
+        for index in range(min(SAMPLES_SHOWN, len(questions))):
+            answer, score = together[index]
+            question = questions[index]
+            texts = {"question": question.prompt, "answer": answer, "reference": question.reference}
+            shown = {name: text[:LONGEST_SHOWN] for name, text in texts.items()}
+            samples.append({**shown, "score": score})
+        # fsum rounds once, so the order of the ranks does not matter
+        total = math.fsum(score for _, score in together.values())
+        return SetScore(total, len(questions), samples)
+
+    def _score(self, question: Question, answer: str) -> float:
+        head = f"--score {self._name}: {question.location}"
+        try:
+            value = self._function(question.prompt, answer, question.reference)
+        except ValueError as error:  # of json
+            raise UserError(f"{head}: the reference is not JSON ({error}).") from error
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if isinstance(value, str) or not math.isfinite(number):
+            raise UserError(f"{head}: returned {value!r:.100}; expected a finite number.")
+        return number
+
+
+def find_questions(
+    samples: Dataset, tokenizer: PreTrainedTokenizerBase, most: int
+) -> list[Question]:
+    """Return the samples that have a prompt before their last response, in order.
+
+    Args:
+        samples: tokenized, with the columns `tokenize_files.FEATURES`.
+        tokenizer: of the run.
+        most: only so many of the first ones; 0 = all.
+    """
+    found = list[Question]()
+    for sample in samples.select_columns(["input_ids", "labels", "source"]):
+        if most and len(found) == most:
+            break
+        ids = sample["input_ids"]
+        in_loss = numpy.array(sample["labels"]) != IGNORED
+        end = len(ids) - int(in_loss[::-1].argmax())
+        before = in_loss[:end]
+        start = end - int((~before)[::-1].argmax())
+        has_both = before.any() and not before.all()
+        if not has_both or start < FEWEST_PROMPT_TOKENS:
+            continue
+        prompt = str(tokenizer.decode(ids[:start], skip_special_tokens=True))
+        reference = str(tokenizer.decode(ids[start:end], skip_special_tokens=True))
+        found.append(Question(ids[:start], prompt.strip(), reference.strip(), sample["source"]))
+    return found
