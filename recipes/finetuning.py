@@ -62,6 +62,7 @@ def main(**flags: str) -> None:
                     vocabulary_size=None if config.model.resize_embeddings else stored_vocabulary,
                     add_tokens=config.model.resize_embeddings,
                     examples=objective.examples,
+                    load_processor=models.processor_loader(folder, model_config, tokenizer),
                 ),
                 cache=data.cache_dir(),
                 verify_cache=ranks.local_rank == 0,
@@ -77,7 +78,7 @@ def main(**flags: str) -> None:
             # a score is that of the last token that is not this one
             tokenizer.pad_token_id = pad
             model_config.get_text_config().pad_token_id = pad
-        layout = data.training_layout(config, context_length, pad, ranks)
+        layout = data.training_layout(config, context_length, pad, ranks, dataset.images)
         batches = data.plan_training(config, dataset, layout, setup.global_batch, vocabulary, ranks)
         setup.check_batches(config, batches, tokenizer)
 
@@ -87,7 +88,9 @@ def main(**flags: str) -> None:
         # For dpo, ipo and kto; else this does nothing. The reference is the model with its adapter
         # off, or log-probabilities computed once: by --reference_model here, or below by the model
         # itself before step 1.
-        request = models.ModelRequest(config, folder, model_config, new_tokens)
+        request = models.ModelRequest(
+            config, folder, model_config, new_tokens, with_images=dataset.images is not None
+        )
         reference = training.ReferencePass(objective, request, tokenizer, dataset, layout, ranks)
         if resumed is not None:
             reference.load(resumed.folder, resumed.run)
@@ -161,9 +164,15 @@ def build_model(
         use_peft=config.peft.use_peft or request.purpose != "train",
     )
     built = models.build_on_meta(
-        request.model_config, config.model, request.new_tokens, request.folder
+        request.model_config,
+        config.model,
+        request.new_tokens,
+        request.folder,
+        request.with_images,
     )
     model = built.model
+    if parts := built.image_parts:
+        report(f"Frozen, not quantized, without adapters: {', '.join(parts)}")
     if others := built.left_out.modules:
         report(
             f"Only the text part is loaded and fine-tuned. Copied unchanged: {', '.join(others)}"

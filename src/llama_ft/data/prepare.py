@@ -5,6 +5,7 @@ import hashlib
 import inspect
 import json
 import time
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,6 +22,8 @@ from llama_ft.config.settings import DatasetPart
 from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template
 from llama_ft.data.formats import FORMATS, BadSample
+from llama_ft.data.image_parts import COLUMNS, MESSAGES, ImageStore, have_images
+from llama_ft.data.processor import Images
 from llama_ft.data.reshape import reshaped
 from llama_ft.data.sources import Source, Split, brings_validation, open_source
 from llama_ft.data.statistics import BuildReport, SplitStatistics, describe, warnings_of
@@ -35,7 +38,9 @@ CODE_VERSION = 7
 CODE = (
     "chat_template",
     "formats",
+    "image_parts",
     "loss_mask",
+    "processor",
     "reshape",
     "statistics",
     "tokenize",
@@ -62,6 +67,7 @@ class TokenizedData:
     report: BuildReport  # all counts
     stream: tuple[Source, Encoder, ExamplesOf] | None = None
     bad_samples: Path | None = None  # a line of JSON per skipped bad sample
+    images: Images | None = None  # makes pixels for batches; None: no sample has an image
     warnings: tuple[str, ...] = ()  # about the data, for the log and the report
 
     def fingerprints(self) -> dict[str, str]:
@@ -118,6 +124,8 @@ class DataRequest:
         use: purpose of `--dataset`, which is returned as `train`: validation selects its
             validation split.
         examples: makes the examples of a sample, `Objective.examples`.
+        load_processor: returns the model's processor, called if samples have images; None: the model
+            or this use of it takes no images.
     """
 
     context_length: int
@@ -126,6 +134,7 @@ class DataRequest:
     add_tokens: bool = False
     use: Split = "train"
     examples: ExamplesOf = one_example
+    load_processor: Callable[[], Any] | None = None
 
 
 def prepare(
@@ -154,7 +163,10 @@ def prepare(
     """
     opened = _open_sources(config, tokenizer, request, cache)
     source = opened.training
-    kinds, summary = _look_at_formats(source, opened.validation, config.dataset_format)
+    images = _open_images(opened, config, tokenizer, request, cache)
+    kinds, summary = _look_at_formats(
+        source, opened.validation, config.dataset_format, images is not None
+    )
     # Without a valid sample, there may be chats after the first samples.
     has_chats = list in kinds or not kinds
     if config.chat_template or has_chats:
@@ -162,7 +174,9 @@ def prepare(
         if note:
             summary.insert(0, note)
     length = request.context_length
-    encoder = Encoder(tokenizer, length, config.truncation, config.labels, config.reasoning_content)
+    encoder = Encoder(
+        tokenizer, length, config.truncation, config.labels, config.reasoning_content, images
+    )
     tokenization = _Tokenization(
         source=source,
         validation=opened.validation,
@@ -190,7 +204,33 @@ def prepare(
         stream=(source, encoder, request.examples) if config.streaming else None,
         bad_samples=folder / BAD_SAMPLES_FILE if report.bad_samples else None,
         warnings=(TRAINED_ON,) if is_trained_on else (),
+        images=images,
     )
+
+
+def _open_images(
+    opened: "_OpenedSources",
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    request: DataRequest,
+    cache: Path,
+) -> Images | None:
+    """Load the model's processor if one of the first samples has an image. Its chat template is the
+    tokenizer's, if the tokenizer has none."""
+    is_possible = request.load_processor is not None and request.examples is one_example
+    if not is_possible or config.streaming:
+        return None
+    sources = [opened.training]
+    if opened.validation is not None:
+        sources.append(opened.validation)
+    parts = [part for source in sources for part in source.parts or (source,)]
+    if not any(have_images(part.first_samples) for part in parts):
+        return None
+    assert request.load_processor is not None
+    images = Images(request.load_processor(), ImageStore(cache / "images"), config.max_pixels)
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = images.chat_template
+    return images
 
 
 def _open_split(folder: Path, name: Split) -> Dataset:
@@ -225,7 +265,7 @@ def _open_sources(
 
 
 def _look_at_formats(
-    source: Source, validation: Source | None, wanted: str
+    source: Source, validation: Source | None, wanted: str, with_images: bool
 ) -> tuple[set[type], list[str]]:
     """Return the types of the first samples' contents (list: a chat), and a line on format and
     columns per part."""
@@ -241,15 +281,17 @@ def _look_at_formats(
             # Bad samples are reported later, when all samples are read.
             with suppress(BadSample, LookupError, TypeError, AttributeError, ValueError):
                 kinds.add(type(read(sample)))
-        lines.append(f"{part.name}: {_describe_columns(part, sample_format)}")
+        lines.append(f"{part.name}: {_describe_columns(part, sample_format, with_images)}")
     return kinds, lines
 
 
-def _describe_columns(part: Source, sample_format: str) -> str:
+def _describe_columns(part: Source, sample_format: str, with_images: bool) -> str:
     """Return the format of a dataset with the columns that it reads and those that it ignores."""
     columns = part.columns
     original_names = {ours: theirs for theirs, ours in part.renamed.items()}
     supported = [*FORMATS[sample_format].required, *FORMATS[sample_format].optional]
+    if with_images and sample_format in MESSAGES:
+        supported += COLUMNS
     used = []
     for column in supported:
         if column in columns and column in original_names:
@@ -326,6 +368,8 @@ def _key(tokenization: _Tokenization, code: str) -> str:
         json.dumps(tokenizer.special_tokens_map, default=str, sort_keys=True),
         json.dumps(tokenizer.chat_template, sort_keys=True),
     ]
+    if encoder.images is not None:
+        parts.append(encoder.images.identity)
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 

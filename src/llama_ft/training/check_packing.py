@@ -59,11 +59,11 @@ def check_packing(
     for mixer in mixers.with_kernels:
         # Mamba has other kernels for training; dropout is in a child and stays off
         mixer.training = True
-    attention = model.config._attn_implementation
+    attention = mixers.config._attn_implementation
     # that of Transformers
-    model.config._attn_implementation = (attention or "").removeprefix("packed_") or None
+    mixers.config._attn_implementation = (attention or "").removeprefix("packed_") or None
     alone = [_logits(built, [part], None, device) for part in parts]
-    model.config._attn_implementation = attention
+    mixers.config._attn_implementation = attention
     _check_values(built, alone)
     is_quantized = any(isinstance(module, QuantizedLinear) for module in model.modules())
     is_exact = dtype == torch.float32 and not is_quantized
