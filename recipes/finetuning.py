@@ -52,6 +52,9 @@ def main(**flags: str) -> None:
         config = setup.choose_kernels(config, model_config)
         context_length = models.resolve_context_length(config.data.context_length, model_config)
         stored_vocabulary = models.vocabulary_size(model_config)
+        load_processor = None
+        if models.takes_more_than_text(model_config):
+            load_processor = partial(data.load_processor, folder, model_config, tokenizer)
         with ranks.local_main_process_first():
             dataset = data.prepare(
                 config.data,
@@ -62,7 +65,7 @@ def main(**flags: str) -> None:
                     vocabulary_size=None if config.model.resize_embeddings else stored_vocabulary,
                     add_tokens=config.model.resize_embeddings,
                     examples=objective.examples,
-                    load_processor=models.processor_loader(folder, model_config, tokenizer),
+                    load_processor=load_processor,  # called if samples have images
                 ),
                 cache=data.cache_dir(),
                 verify_cache=ranks.local_rank == 0,
@@ -101,7 +104,9 @@ def main(**flags: str) -> None:
             # Samples must not see each other: compare a few with samples alone. It may turn off the
             # chunked loss.
             dtype = runtime.PRECISIONS[config.train.precision].compute
-            training.check_packing(built, batches.first_samples(), context_length, dtype, ranks)
+            training.check_packing(
+                built, batches.first_samples(), context_length, dtype, ranks, dataset.images
+            )
 
         with open_run(setup, config, inputs, dataset, batches, built) as run:
             reference.complete(built, run.directory)

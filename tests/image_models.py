@@ -89,7 +89,7 @@ def save_image_model(folder: Path, family: str, **settings: Any) -> Path:
         if "norm" not in name and parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.1)  # some towers begin near 0
     model.save_pretrained(folder, max_shard_size="200KB")
-    tokenizer = _tokenizer()
+    tokenizer = _tokenizer(NAMES if family == "Gemma 3" else {})
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     (folder / "processor_config.json").write_text(json.dumps(processor))
@@ -97,7 +97,7 @@ def save_image_model(folder: Path, family: str, **settings: Any) -> Path:
     return folder
 
 
-def _tokenizer() -> Any:
+def _tokenizer(names: dict[str, str]) -> Any:
     """A token per byte, and the special tokens of all families."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -110,16 +110,14 @@ def _tokenizer() -> Any:
     inner = Tokenizer(models.BPE(vocabulary, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(SPECIAL)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner,
         eos_token="<|im_end|>",
         pad_token="<pad>",
-        extra_special_tokens=NAMES,
+        extra_special_tokens=names,
     )
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
-    found = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
-    tokenizer_ids = dict(sorted(found.items()))
-    assert tokenizer_ids == dict(sorted(IDS.items())), tokenizer_ids
+    assert tokenizer.convert_tokens_to_ids(SPECIAL) == list(IDS.values())
     return tokenizer
 
 

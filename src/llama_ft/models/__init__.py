@@ -22,7 +22,6 @@ from llama_ft.models.compiled import choose_liger, compile_layers, fuse_layers, 
 from llama_ft.models.dtypes import set_storage_dtypes
 from llama_ft.models.embedding_noise import add_embedding_noise
 from llama_ft.models.fsdp import apply_fsdp, shard_degree, unit_table
-from llama_ft.models.image_inputs import processor_loader
 from llama_ft.models.load_weights import LoadSettings, load_weights
 from llama_ft.models.lora import describe_experts, inject_lora
 from llama_ft.models.new_tokens import NewTokens
@@ -32,4 +31,4 @@ from llama_ft.models.quantization import choose_quantization, quantize_linears
 from llama_ft.models.routers import use_router_loss
 from llama_ft.models.score_head import choose_head
 from llama_ft.models.source import fingerprint
-from llama_ft.models.text_part import auto_class
+from llama_ft.models.text_part import auto_class, takes_more_than_text

@@ -20,10 +20,10 @@ from llama_ft.data.formats import Sample, SampleFormat
 from llama_ft.data.tokenize import Example
 from llama_ft.models import BuiltModel, packed_arguments
 from llama_ft.models.chunked_loss import LossFunction, cross_entropy
-from llama_ft.models.image_inputs import image_arguments
 from llama_ft.models.routers import router_arguments, router_loss
 from llama_ft.models.transformers_private import marked
 from llama_ft.runtime import Ranks, sent
+from llama_ft.training.image_inputs import image_arguments
 
 PAD_MULTIPLE = {"cuda": 1, "cpu": 64}  # tokens of a packed micro-batch are a multiple of these
 

@@ -6,30 +6,15 @@ that a packed sequence gets the positions that its samples have alone. Other mod
 """
 
 import inspect
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from llama_ft.data import Batch, load_processor
-from llama_ft.models.built import BuiltModel
-from llama_ft.models.text_part import takes_more_than_text
+from llama_ft.data import Batch
+from llama_ft.models import BuiltModel
 from llama_ft.runtime.devices import sent
-
-
-def processor_loader(
-    folder: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> Callable[[], Any] | None:
-    """Return a function that loads the processor of a model, which is needed only for samples with
-    images; None if the model takes only text."""
-    if not takes_more_than_text(config):
-        return None
-    return partial(load_processor, folder, config, tokenizer)
 
 
 def image_arguments(
