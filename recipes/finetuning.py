@@ -52,8 +52,8 @@ def main(**flags: str) -> None:
         config = setup.choose_kernels(config, model_config)
         context_length = models.resolve_context_length(config.data.context_length, model_config)
         stored_vocabulary = models.vocabulary_size(model_config)
-        load_processor = None
-        if models.takes_more_than_text(model_config):
+        load_processor = None  # images are for supervised fine-tuning of models that take them
+        if config.preference.objective == "sft" and models.takes_more_than_text(model_config):
             load_processor = partial(data.load_processor, folder, model_config, tokenizer)
         with ranks.local_main_process_first():
             dataset = data.prepare(

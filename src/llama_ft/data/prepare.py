@@ -217,8 +217,7 @@ def _open_images(
 ) -> Images | None:
     """Load the model's processor if one of the first samples has an image. Its chat template is the
     tokenizer's, if the tokenizer has none."""
-    is_possible = request.load_processor is not None and request.examples is one_example
-    if not is_possible or config.streaming:
+    if request.load_processor is None or config.streaming:
         return None
     sources = [opened.training]
     if opened.validation is not None:
@@ -226,7 +225,6 @@ def _open_images(
     parts = [part for source in sources for part in source.parts or (source,)]
     if not any(have_images(part.first_samples) for part in parts):
         return None
-    assert request.load_processor is not None
     images = Images(request.load_processor(), ImageStore(cache / "images"), config.max_pixels)
     if not tokenizer.chat_template:
         tokenizer.chat_template = images.chat_template
