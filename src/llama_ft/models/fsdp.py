@@ -190,9 +190,10 @@ def _modules_to_wrap(
 
 
 def _tower_units(built: BuiltModel) -> list[nn.Module]:
-    """Return the modules of towers and projector that are units, innermost first: each layer, and
-    the rest of each part. Every rank runs them in every micro-batch (see data/processor.py), so no
-    rank waits for an all-gather that others skip."""
+    """Return the layers of towers, each a unit. Every rank runs them in every micro-batch (see
+    data/processor.py), so no rank waits for an all-gather that others skip. The rest of a tower is
+    in the root unit: Transformers finds by a tower's class what it can return, and fully_shard would
+    change this class."""
     units = []
     for part in built.image_modules:
         stacks = [module for module in part.modules() if isinstance(module, nn.ModuleList)]
@@ -202,8 +203,6 @@ def _tower_units(built: BuiltModel) -> list[nn.Module]:
                 inner.update(child for child in layer.modules() if child is not layer)
         for stack in stacks:
             units += [layer for layer in stack if layer not in inner and _is_called(layer)]
-        if _is_called(part):
-            units.append(part)
     return units
 
 
