@@ -1,20 +1,17 @@
-"""Causal attention of packed short samples in bf16 on the CPU: a block of queries at a time, over
-the keys from the first sample in the block on.
+"""The backward pass of causal attention, for packed short samples in bf16 on the CPU: a block of
+queries at a time, over the keys from the first sample in the block on.
 
     queries   a a a b | b b c c | c d d e         samples a to e in blocks of equal length
     keys      a a a b | b b b c c | c c c d d e   of each block
 
-torch's flash attention for CPUs takes a call per sample, and more time, most in the backward pass.
-As there, scores are in fp32, and the backward pass recomputes them. The forward pass is one operator,
-so selective activation checkpointing keeps its output and nothing else.
+torch's flash attention for CPUs takes a call per sample. Its forward pass is fast, its backward pass
+takes 1.2 to 2.5 times as long as this one. As there, scores are computed again, in fp32.
 """
 
 from functools import cache, lru_cache
-from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.utils.flop_counter import register_flop_formula
 
 from llama_ft.runtime.devices import MATMUL_FEATURES, cpu_features
 
@@ -23,11 +20,6 @@ BLOCK = 128  # queries
 # oneDNN compiles and keeps kernels for every shape, on every thread, so lengths are rounded up. No
 # earlier token sees the added ones, which have no gradient.
 LENGTH_MULTIPLE = 32
-
-_LIBRARY = torch.library.Library("llama_ft", "FRAGMENT")
-_LIBRARY.define(
-    "block_attention(Tensor query, Tensor key, Tensor value, SymInt[] lengths, float scale) -> Tensor"
-)
 
 
 @cache
@@ -39,76 +31,39 @@ def is_faster(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and not cpu_features().isdisjoint(features)
 
 
-class BlockAttention(torch.autograd.Function):
-    """Attention within samples of `lengths` tokens: query [1, heads, tokens, width], key and value
-    with as many heads or fewer, which query heads share -> [1, heads, tokens, width]."""
+def gradients_in_blocks(
+    by_output: torch.Tensor,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    lengths: tuple[int, ...],
+    scale: float,
+) -> list[torch.Tensor]:
+    """Return the gradients of query, key and value for attention within samples of `lengths`
+    tokens.
 
-    @staticmethod
-    def forward(
-        ctx: Any, query: Any, key: Any, value: Any, lengths: tuple[int, ...], scale: float
-    ) -> torch.Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.how = (lengths, scale)
-        output: torch.Tensor = torch.ops.llama_ft.block_attention(query, key, value, lengths, scale)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        lengths, scale = ctx.how
-        tokens = gradient.shape[2]
-        by_output, query, key, value = _padded(gradient, *ctx.saved_tensors)
-        by_query = torch.empty_like(query)
-        # sums over blocks
-        by_key = torch.zeros_like(key, dtype=torch.float32)
-        by_value = torch.zeros_like(value, dtype=torch.float32)
-        for block, keys, is_hidden in _blocks(lengths, query.shape[1]):
-            queries = _together(query[:, block], key)
-            outputs = _together(by_output[:, block], key)
-            probabilities = _probabilities(queries, key[:, keys], is_hidden, scale)
-            by_value[:, keys] += torch.bmm(probabilities.transpose(1, 2), outputs)
-            by_probabilities = torch.bmm(outputs, value[:, keys].transpose(1, 2))
-            by_scores = torch._softmax_backward_data(
-                by_probabilities, probabilities, -1, query.dtype
-            )
-            by_key[:, keys] += torch.bmm(by_scores.transpose(1, 2), queries)
-            of_block = torch.bmm(by_scores, key[:, keys])
-            by_query[:, block] = of_block.view(by_query[:, block].shape)
-        by_query *= scale
-        by_key *= scale
-        gradients = [
-            part[None, :, :tokens].to(query.dtype) for part in (by_query, by_key, by_value)
-        ]
-        return *gradients, None, None  # none for lengths and scale
-
-
-def _block_attention(query: Any, key: Any, value: Any, lengths: Any, scale: float) -> torch.Tensor:
-    tokens = query.shape[2]
-    query, key, value = _padded(query, key, value)
-    heads, padded, width = query.shape
-    # as the output projection reads it: [tokens, heads, width]
-    output = query.new_empty(padded, heads, width).transpose(0, 1)
-    for block, keys, is_hidden in _blocks(tuple(lengths), padded):
+    Args:
+        by_output: gradient of the output, [1, heads, tokens, width].
+        tensors: query, like `by_output`; key and value with as many heads or fewer, which query
+            heads share.
+    """
+    tokens = by_output.shape[2]
+    by_output, query, key, value = _padded(by_output, *tensors)
+    by_query = torch.empty_like(query)
+    # sums over blocks
+    by_key = torch.zeros_like(key, dtype=torch.float32)
+    by_value = torch.zeros_like(value, dtype=torch.float32)
+    for block, keys, is_hidden in _blocks(lengths, query.shape[1]):
         queries = _together(query[:, block], key)
+        outputs = _together(by_output[:, block], key)
         probabilities = _probabilities(queries, key[:, keys], is_hidden, scale)
-        made = torch.bmm(probabilities, value[:, keys])
-        output[:, block] = made.view(output[:, block].shape)
-    return output[None, :, :tokens]
-
-
-_LIBRARY.impl("block_attention", _block_attention, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("llama_ft::block_attention", lib=_LIBRARY)
-def _output(query: torch.Tensor, *others: Any) -> torch.Tensor:
-    _, heads, tokens, width = query.shape
-    return query.new_empty(1, tokens, heads, width).transpose(1, 2)
-
-
-@register_flop_formula(torch.ops.llama_ft.block_attention)
-def _flops(query: torch.Size, key: Any, value: Any, lengths: Any, *_: Any, **__: Any) -> int:
-    heads = query[1]
-    width = query[3]
-    return sum(4 * heads * length**2 * width for length in lengths)
+        by_value[:, keys] += torch.bmm(probabilities.transpose(1, 2), outputs)
+        by_probabilities = torch.bmm(outputs, value[:, keys].transpose(1, 2))
+        by_scores = torch._softmax_backward_data(by_probabilities, probabilities, -1, query.dtype)
+        by_key[:, keys] += torch.bmm(by_scores.transpose(1, 2), queries)
+        of_block = torch.bmm(by_scores, key[:, keys])
+        by_query[:, block] = of_block.view(by_query[:, block].shape)
+    by_query *= scale
+    by_key *= scale
+    return [part[None, :, :tokens].to(query.dtype) for part in (by_query, by_key, by_value)]
 
 
 def _padded(*parts: torch.Tensor) -> list[torch.Tensor]:

@@ -25,7 +25,6 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models import attention_kernels, block_attention
-from llama_ft.models.block_attention import BlockAttention
 from llama_ft.models.build import function_of_file
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.packed_samples import (
@@ -204,9 +203,6 @@ def _packed_sdpa(
         return _sample_by_sample(attend, tensors, None, samples, window)
     is_efficient = kernel == "efficient"
     scale = arguments.get("scaling")
-    is_short = samples.longest <= min(block_attention.LONGEST, window or block_attention.LONGEST)
-    if kernel == "cpu" and is_short and block_attention.is_faster(query.dtype):
-        return _attend_in_blocks(tensors, samples, scale)
     return _call_kernel_per_sample(tensors, samples, scale, window, is_efficient)
 
 
@@ -306,6 +302,11 @@ class _SampleAttention(torch.autograd.Function):
         memory = query.new_empty(1, tokens, heads, value.shape[3])
         output = memory.transpose(1, 2)
         compute = _efficient_forward if _is_cuda(query) else _cpu_forward
+        is_short = samples.longest <= min(
+            block_attention.LONGEST, window or block_attention.LONGEST
+        )
+        has_choice = is_short and not is_efficient
+        ctx.in_blocks = has_choice and block_attention.is_faster(query.dtype)
         sums = []
         tokens_of_calls = tuple(call.tokens for call in ctx.calls)
         parts = _samples(tokens_of_calls, query, key, value, output)
@@ -315,11 +316,16 @@ class _SampleAttention(torch.autograd.Function):
             # in a plan, torch's fake kernel returns the query's width
             sample_output.copy_(made[..., : value.shape[3]])
             sums.append(log_sums)
-        ctx.save_for_backward(query, key, value, output, *sums)
+        if ctx.in_blocks:
+            ctx.save_for_backward(query, key, value)
+        else:
+            ctx.save_for_backward(query, key, value, output, *sums)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if ctx.in_blocks:
+            return _block_backward(ctx, gradient)
         query, key, value, output, *sums = ctx.saved_tensors
         gradients = [torch.empty_like(whole) for whole in (query, key, value)]
         tokens_of_calls = tuple(call.tokens for call in ctx.calls)
@@ -337,6 +343,16 @@ class _SampleAttention(torch.autograd.Function):
                 target.copy_(part)
         # none for samples, scale, window and is_efficient
         return *gradients, None, None, None, None
+
+
+def _block_backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    query, key, value = ctx.saved_tensors
+    scale, _ = ctx.how
+    if scale is None:
+        scale = query.shape[3] ** -0.5
+    lengths = tuple(call.tokens for call in ctx.calls)  # a call per sample
+    gradients = block_attention.gradients_in_blocks(gradient, (query, key, value), lengths, scale)
+    return *gradients, None, None, None, None
 
 
 def _cpu_forward(
@@ -411,19 +427,6 @@ def _samples(
     """Return views of each sample of sequences [1, heads, tokens, width]."""
     views = [whole.split(lengths, dim=2) for whole in sequences]  # by sequence, then by sample
     return [list(sample) for sample in zip(*views, strict=True)]
-
-
-@torch.compiler.disable(reason="a graph would hold for one tuple of lengths")
-def _attend_in_blocks(
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # query, key, value
-    samples: PackedSamples,
-    scale: float | None,
-) -> Attention:
-    """Compute short samples on the CPU."""
-    if scale is None:
-        scale = tensors[0].shape[3] ** -0.5
-    output = BlockAttention.apply(*tensors, samples.lengths, scale)
-    return output.transpose(1, 2), None
 
 
 @torch.compiler.disable(reason="a graph would hold for one tuple of lengths")
