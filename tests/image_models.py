@@ -71,6 +71,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], s
                   {"processor_class": "Idefics3Processor", "image_seq_len": 1},
                   {"image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 56},
                    "max_image_size": {"longest_edge": 28}, **PIXELS}),
+    "SmolVLM": ("smolvlm", {"model_type": "llama"}, VISION,
+                {"image_token_id": IDS["<image>"], "scale_factor": 2, **UNTIED},
+                PARTS_ONLY.replace("MARK", "<image>"),
+                {"processor_class": "SmolVLMProcessor", "image_seq_len": 1},
+                {"image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 56},
+                 "max_image_size": {"longest_edge": 28}, **PIXELS}),
 }  # fmt: skip
 RESPONSE = [IDS["<|im_start|>"], *b"assistant\n"]
 
@@ -163,21 +169,24 @@ def write_samples(folder: Path) -> Path:
 
 
 def plain_processor(folder: Path) -> Any:
-    """The processor as AutoProcessor makes it; of Qwen-VL without its video processor, which needs
-    torchvision."""
+    """The processor as AutoProcessor makes it; of Qwen-VL and SmolVLM without the video processor,
+    which needs torchvision, and without num2words, which is for videos."""
     from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
     from transformers.models.auto.processing_auto import processor_class_from_name
+    from transformers.models.smolvlm import processing_smolvlm
 
-    name = json.loads((folder / "processor_config.json").read_text())["processor_class"]
-    if "Qwen" not in name:
+    settings = json.loads((folder / "processor_config.json").read_text())
+    name = settings.pop("processor_class")
+    if "Qwen" not in name and "SmolVLM" not in name:
         return AutoProcessor.from_pretrained(folder)
+    processing_smolvlm.num2words = str
     kind = processor_class_from_name(name)
     processor = kind.__new__(kind)
     checks = kind.check_argument_for_proper_class
     kind.check_argument_for_proper_class = lambda *_: None
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        processor.__init__(AutoImageProcessor.from_pretrained(folder), tokenizer, None)
+        processor.__init__(AutoImageProcessor.from_pretrained(folder), tokenizer, None, **settings)
         processor.chat_template = tokenizer.chat_template
     finally:
         kind.check_argument_for_proper_class = checks

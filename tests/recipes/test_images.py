@@ -16,6 +16,7 @@ LORA = "--use_peft --target_modules all-linear --r 4 --lora_dropout 0 --weight_d
 LAYOUTS = {
     "padded": "--batching_strategy padding --batch_size_training 5",
     "padded, one by one": "--batching_strategy padding --batch_size_training 1",
+    "packed": "--batching_strategy packing --batch_size_training 1",
 }
 
 

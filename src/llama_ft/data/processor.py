@@ -18,6 +18,7 @@ other ranks wait.
 
 import json
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -74,6 +75,9 @@ def load_processor(
         kind: Any = processor_class_from_name(_class_name(folder, model_config))
         if kind is None:
             raise ValueError("Transformers does not have its class")
+        module = sys.modules[kind.__module__]
+        if vars(module).get("num2words", str) is None:
+            module.num2words = str  # type: ignore[attr-defined]  # SmolVLM calls it for videos only
 
         class ImagesOnly(kind):  # type: ignore[misc]
             @classmethod
