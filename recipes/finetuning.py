@@ -52,8 +52,9 @@ def main(**flags: str) -> None:
         config = setup.choose_kernels(config, model_config)
         context_length = models.resolve_context_length(config.data.context_length, model_config)
         stored_vocabulary = models.vocabulary_size(model_config)
-        load_processor = None  # images are for supervised fine-tuning of models that take them
-        if config.preference.objective == "sft" and models.takes_more_than_text(model_config):
+        load_processor = None
+        no_images = models.why_no_images(model_config, config.preference.objective)
+        if not no_images:
             load_processor = partial(data.load_processor, folder, model_config, tokenizer)
         with ranks.local_main_process_first():
             dataset = data.prepare(
@@ -66,6 +67,7 @@ def main(**flags: str) -> None:
                     add_tokens=config.model.resize_embeddings,
                     examples=objective.examples,
                     load_processor=load_processor,  # called if samples have images
+                    no_images=no_images,
                 ),
                 cache=data.cache_dir(),
                 verify_cache=ranks.local_rank == 0,

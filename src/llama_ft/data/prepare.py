@@ -25,7 +25,7 @@ from llama_ft.data.formats import FORMATS, BadSample
 from llama_ft.data.image_parts import COLUMNS, MESSAGES, ImageStore, have_images
 from llama_ft.data.processor import Images
 from llama_ft.data.reshape import reshaped
-from llama_ft.data.sources import Source, Split, brings_validation, open_source
+from llama_ft.data.sources import SAMPLES_LOOKED_AT, Source, Split, brings_validation, open_source
 from llama_ft.data.statistics import BuildReport, SplitStatistics, describe, warnings_of
 from llama_ft.data.tokenize import Encoder, ExamplesOf, one_example, unpaired_examples
 from llama_ft.data.tokenize_files import BadSamples, SplitWriter, chunks_of, encode_chunks
@@ -126,6 +126,7 @@ class DataRequest:
         examples: makes the examples of a sample, `Objective.examples`.
         load_processor: returns the model's processor, called if samples have images; None: the model
             or this use of it takes no images.
+        no_images: why it is None, for messages.
     """
 
     context_length: int
@@ -135,6 +136,7 @@ class DataRequest:
     use: Split = "train"
     examples: ExamplesOf = one_example
     load_processor: Callable[[], Any] | None = None
+    no_images: str = "only text is trained on"
 
 
 def prepare(
@@ -163,7 +165,7 @@ def prepare(
     """
     opened = _open_sources(config, tokenizer, request, cache)
     source = opened.training
-    images = _open_images(opened, config, tokenizer, request, cache)
+    images, no_images = _open_images(opened, config, tokenizer, request, cache)
     kinds, summary = _look_at_formats(
         source, opened.validation, config.dataset_format, images is not None
     )
@@ -173,9 +175,17 @@ def prepare(
         note = ensure_chat_template(tokenizer, config.chat_template, request.add_tokens)
         if note:
             summary.insert(0, note)
+    if images is not None:
+        images.check()
     length = request.context_length
     encoder = Encoder(
-        tokenizer, length, config.truncation, config.labels, config.reasoning_content, images
+        tokenizer,
+        length,
+        config.truncation,
+        config.labels,
+        config.reasoning_content,
+        images,
+        no_images,
     )
     tokenization = _Tokenization(
         source=source,
@@ -214,21 +224,23 @@ def _open_images(
     tokenizer: PreTrainedTokenizerBase,
     request: DataRequest,
     cache: Path,
-) -> Images | None:
-    """Load the model's processor if one of the first samples has an image. Its chat template is the
-    tokenizer's, if the tokenizer has none."""
-    if request.load_processor is None or config.streaming:
-        return None
+) -> tuple[Images | None, str]:
+    """Load the model's processor if one of the first samples has an image; else say why images are
+    not supported. The processor's chat template is the tokenizer's, if the tokenizer has none."""
+    if request.load_processor is None:
+        return None, request.no_images
+    if config.streaming:
+        return None, "--streaming does not support images"
     sources = [opened.training]
     if opened.validation is not None:
         sources.append(opened.validation)
     parts = [part for source in sources for part in source.parts or (source,)]
     if not any(have_images(part.first_samples) for part in parts):
-        return None
+        return None, f"none of the first {SAMPLES_LOOKED_AT} samples has one; put one of them first"
     images = Images(request.load_processor(), ImageStore(cache / "images"), config.max_pixels)
     if not tokenizer.chat_template:
         tokenizer.chat_template = images.chat_template
-    return images
+    return images, ""
 
 
 def _open_split(folder: Path, name: Split) -> Dataset:

@@ -55,6 +55,8 @@ FILES_WITH_CLASS = (
     "tokenizer_config.json",
     "config.json",
 )
+# makes a processor return where it inserted what
+REPLACEMENTS = {"return_text_replacement_offsets": True}
 # what a processor returns about tokens, apart from its tensors
 TEXT_OUTPUTS = {"input_ids", "attention_mask", "text_replacement_offsets"}
 
@@ -199,9 +201,43 @@ class Images:
     @property
     def identity(self) -> str:
         """A text that changes with everything that determines an image's tokens."""
-        name = type(self._processor).__mro__[1].__name__
-        settings = {**self._processor.to_dict(), "processor_class": name}
+        settings = {**self._processor.to_dict(), "processor_class": self._class_name}
         return f"{json.dumps(settings, sort_keys=True, default=str)} {self._max_pixels}"
+
+    @property
+    def _class_name(self) -> str:
+        return type(self._processor).__mro__[1].__name__
+
+    def check(self) -> None:
+        """Run the processor on one image.
+
+        Raises:
+            UserError: images are not supported with this processor or chat template.
+        """
+        try:
+            output = self._run([self._filler_text], [[_grey_image()]], "np", **REPLACEMENTS)
+        except BadSample as error:
+            raise UserError(f"samples have images, but {error}.") from error
+        except (ValueError, TypeError, IndexError, StopIteration, RuntimeError) as error:
+            raise UserError(
+                f"samples have images, and the model's processor rejects one written by the chat "
+                f"template ({reason(error)}).\nUse another --chat_template."
+            ) from error
+        if "cross_attention_mask" in output:
+            raise UserError(
+                f"samples have images, and {self._class_name} is of a model that sees them by cross "
+                "attention, which is not supported."
+            )
+        if "text_replacement_offsets" not in output:
+            raise UserError(
+                f"samples have images, which are not supported with {self._class_name}: it does not "
+                "say what it inserts."
+            )
+        if len(output["text_replacement_offsets"][0]) != 1:
+            raise UserError(
+                "samples have images, and the chat template does not write them.\nUse another "
+                "--chat_template."
+            )
 
     def expand(self, chat: RenderedChat, messages: list[Message]) -> ExpandedChat:
         """Let the processor put the tokens of the images into a rendered chat.
@@ -216,14 +252,9 @@ class Images:
             images.append(image)
             references.append(f"{checksum} {path}")
         try:
-            output = self._run([chat.text], [images], "np", return_text_replacement_offsets=True)
+            output = self._run([chat.text], [images], "np", **REPLACEMENTS)
         except (ValueError, TypeError, IndexError, StopIteration, RuntimeError) as error:
             raise BadSample(f"the model's processor rejects it: {reason(error)}.") from None
-        if "text_replacement_offsets" not in output:
-            name = type(self._processor).__mro__[1].__name__
-            raise UserError(
-                f"images are not supported with {name}: it does not say what it inserts."
-            )
         replaced = output["text_replacement_offsets"][0]
         if len(replaced) != len(images):
             raise BadSample(
@@ -278,8 +309,6 @@ class Images:
                     f"{locations[number]}: its images take other tokens than when they were tokenized."
                 )
         per_token, others = _by_shape(output, rows)
-        if "cross_attention_mask" in others:
-            raise UserError("models that look at images by cross attention are not supported yet.")
         of_examples = []
         for number, tokens in enumerate(samples):
             made = dict[str, torch.Tensor]()
@@ -293,7 +322,7 @@ class Images:
         return samples, of_examples, others
 
     @cached_property
-    def _filler(self) -> _Filler:
+    def _filler_text(self) -> str:
         tokenizer = self._processor.tokenizer
         content = [ImagePart(""), {"type": "text", "text": "."}]
         text, _ = render_chat(
@@ -301,6 +330,11 @@ class Images:
             tokenizer.special_tokens_map,
             [{"role": "user", "content": content}],
         )
+        return text
+
+    @cached_property
+    def _filler(self) -> _Filler:
+        text = self._filler_text
         output = self._run([text], [[_grey_image()]], "np")
         return _Filler(torch.tensor([int(token) for token in output["input_ids"][0]]), text)
 

@@ -1,6 +1,7 @@
 """Show samples as text, with their loss mask."""
 
 import itertools
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,10 @@ if TYPE_CHECKING:
 
     from llama_ft.data.batches import Batch
 
-# most tokens shown per sample
+# most tokens shown per sample; equal neighbors count once
 SAMPLE_TOKENS = 2000
 BATCH_TOKENS = 300
+REPEATED = re.compile(r"(<[^<>\s]{2,40}>)\1{3,}")  # special tokens, such as those of an image
 
 
 def show_samples(samples: "Dataset", tokenizer: "PreTrainedTokenizerBase", count: int) -> None:
@@ -45,7 +47,7 @@ def marked_text(
     ]]."""
     text = ""
     before = ""
-    shown = list(input_ids[:most])
+    shown = list(input_ids[: _end_of_shown(input_ids, most)])
 
     def is_in_loss(position: int) -> bool:
         # The first token is never in the loss: no position predicts it.
@@ -58,6 +60,19 @@ def marked_text(
         added = whole[len(before) :]
         text += f"[[{added}]]" if in_loss else added
         before = whole
-    if len(input_ids) > most:
-        text += f" ... {len(input_ids) - most:,} more tokens"
+    text = REPEATED.sub(lambda run: f"{run[1]} x {len(run[0]) // len(run[1]):,} ", text)
+    if len(input_ids) > len(shown):
+        text += f" ... {len(input_ids) - len(shown):,} more tokens"
     return text
+
+
+def _end_of_shown(input_ids: Sequence[int], most: int) -> int:
+    """Return how many tokens hold at most `most` runs of equal tokens: an image is one run."""
+    runs = 0
+    previous = None
+    for position, token in enumerate(input_ids):
+        runs += token != previous
+        previous = token
+        if runs > most:
+            return position
+    return len(input_ids)

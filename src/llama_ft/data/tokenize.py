@@ -20,7 +20,7 @@ from llama_ft.data.formats import (
     SampleFormat,
     TokenizedSample,
 )
-from llama_ft.data.image_parts import with_image_parts
+from llama_ft.data.image_parts import have_images, with_image_parts
 from llama_ft.data.loss_mask import (
     ChatDiffers,
     ChatRenderer,
@@ -77,6 +77,7 @@ class Encoder:
             text.
         reasoning_content: drop removes that of all responses of a chat.
         images: reads images of chats; None: samples with images are bad.
+        no_images: why they are, for messages.
     """
 
     def __init__(
@@ -87,9 +88,11 @@ class Encoder:
         labels: Labels = "auto",
         reasoning_content: Reasoning = "keep",
         images: Images | None = None,
+        no_images: str = "only text is trained on",
     ) -> None:
         self.tokenizer = tokenizer
         self.images = images
+        self._no_images = no_images
         self.context_length = context_length
         self.truncation = truncation
         self.labels = labels
@@ -115,6 +118,14 @@ class Encoder:
         """
         if self.images is not None:
             sample = with_image_parts(sample, sample_format, self.images.store)
+        try:
+            return self._read_text_and_parts(sample, sample_format)
+        except BadSample as error:
+            if self.images is None and have_images([sample]):
+                raise BadSample(f"it has images, but {self._no_images}.") from error
+            raise
+
+    def _read_text_and_parts(self, sample: Sample, sample_format: SampleFormat) -> Content:
         for column in sample.keys() & formats.MEDIA:
             value = sample[column]
             formats.expect(not value, column, value, "nothing: only text is trained on")

@@ -45,7 +45,7 @@ SAMPLES = (
 )
 Split = Literal["train", "validation"]
 READ = {"dataset", "validation", "chat_template"}
-TRAINING_ONLY_FLAGS = {"streaming", "shuffle_buffer", "show_samples"}
+TRAINING_ONLY_FLAGS = {"streaming", "shuffle_buffer", "show_samples", "max_pixels"}
 
 
 @settings_dataclass(config=STRICT, kw_only=True)

@@ -12,9 +12,37 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+from llama_ft.config import Config
 from llama_ft.data import Batch
+from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel
+from llama_ft.runtime import log
 from llama_ft.runtime.devices import sent
+
+
+def check_image_settings(config: Config) -> None:
+    """Log what a run on images leaves out.
+
+    Raises:
+        UserError: settings are not supported with images.
+    """
+    if config.model.compile or config.model.use_liger is True:
+        raise UserError(
+            "--compile and --use_liger: not supported if samples have images. Set both to false."
+        )
+    if config.fsdp.enable_fsdp and config.fsdp.fsdp_wrap_policy == "size":
+        raise UserError(
+            "--fsdp_wrap_policy size: not supported if samples have images. Use hybrid."
+        )
+    if config.memory.plan_memory:
+        log.info(
+            "The memory plan has the weights of the parts for images, but not their pixels and "
+            "activations."
+        )
+    if config.train.sample_tokens and not config.train.sample_prompts:
+        log.warning(
+            "no sample answers: samples with images are not answered. --sample_prompts are."
+        )
 
 
 def image_arguments(
