@@ -1,16 +1,18 @@
 """Runs on images and text: the first loss and gradient norm are those of plain Transformers and PEFT
 on the same samples one by one."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import metrics, run_cases
+from conftest import losses, metrics, reproducible_metrics, run_cases, series
 from image_models import FAMILIES, plain_loss, save_image_model, write_samples
 
 TEXT = ("language_model", "text_model", "lm_head")
 LORA = "--use_peft --target_modules all-linear --r 4 --lora_dropout 0 --weight_decay 0".split()
+OTHERS = ("Qwen2.5-VL", "Gemma 3")
 # what the micro-batches are like; with 1 sample per micro-batch some have no image, and with 2 ranks
 # one has no sample
 LAYOUTS = {
@@ -39,40 +41,42 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def cases_of(work: Path, ranks: int, families: list[str]) -> list[list[str]]:
+def case(work: Path, family: str, name: str, ranks: int, *more: str) -> list[str]:
+    """Flags of a run."""
+    flags = "--device cpu --context_length 256 --lr 1e-2 --run_validation".split()
+    flags += ["--model_name", str(work / family), "--dataset", str(work / "data" / "chats.jsonl")]
+    flags += ["--output_dir", str(work / "runs" / name), *more]
+    return flags + (["--enable_fsdp"] if ranks > 1 else [])
+
+
+def cases_of(work: Path, family: str, ranks: int) -> list[list[str]]:
     cases = []
-    for family in families:
-        for layout, flags in LAYOUTS.items():
-            steps = 5 // (ranks * int(flags.split()[-1])) + 1
-            for method, more in (("full", []), ("lora", LORA)):
-                name = f"{family}, {layout}, {method}, {ranks}"
-                cases.append(
-                    f"--device cpu --precision fp32 --max_train_step 1 --context_length 256 {flags} "
-                    f"--gradient_accumulation_steps {steps} --lr 1e-2".split()
-                    + [
-                        "--model_name",
-                        str(work / family),
-                        "--dataset",
-                        str(work / "data" / "chats.jsonl"),
-                    ]
-                    + ["--output_dir", str(work / "runs" / name), *more]
-                    + (["--enable_fsdp"] if ranks > 1 else [])
-                )
+    for layout, layout_flags in LAYOUTS.items():
+        steps = 5 // (ranks * int(layout_flags.split()[-1])) + 1
+        flags = f"--precision fp32 --max_train_step 1 --gradient_accumulation_steps {steps}"
+        for method, more in (("full", []), ("lora", LORA)):
+            name = f"{family}, {layout}, {method}, {ranks}"
+            cases.append(
+                case(work, family, name, ranks, *flags.split(), *layout_flags.split(), *more)
+            )
     return cases
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+FAST = (("Qwen2.5-VL", 2), ("LLaVA", 0))  # family, ranks
+
+
 @pytest.mark.parametrize(
-    "family",
+    ("family", "ranks"),
     [
-        name if name in ("Qwen2.5-VL", "LLaVA") else pytest.param(name, marks=pytest.mark.slow)
-        for name in FAMILIES
+        pytest.param(family, ranks, marks=[] if (family, ranks) in FAST else pytest.mark.slow)
+        for family in FAMILIES
+        for ranks in (0, 2)
     ],
 )
 def test_first_loss_and_gradient_norm_are_those_of_plain_transformers(
     work: Path, family: str, ranks: int
 ) -> None:
-    finished = run_cases(work, cases_of(work, max(1, ranks), [family]), ranks)
+    finished = run_cases(work, cases_of(work, family, max(1, ranks)), ranks)
     assert "Frozen, not quantized, without adapters: " in finished.output
     assert "training: 4 images in " in finished.output
     model = model_of(work / family)
@@ -86,3 +90,78 @@ def test_first_loss_and_gradient_norm_are_those_of_plain_transformers(
             assert first["train/loss"] == pytest.approx(loss.item() / count, rel=1e-5), name
             if method == "full":
                 assert first["train/grad_norm"] == pytest.approx(norm(trained), rel=1e-5), name
+
+
+PRECISE = ("--precision", "fp32", "--gradient_accumulation_steps", "1", "--num_epochs", "2")
+SMALL_BATCHES = ("--batch_size_training", "1", "--batching_strategy", "padding")
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [("LLaVA", 2), *[pytest.param(family, 2, marks=pytest.mark.slow) for family in OTHERS]],
+)
+def test_results_load_in_plain_classes_and_a_resumed_run_is_the_same(
+    work: Path, family: str, ranks: int
+) -> None:
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import AutoProcessor
+
+    data = work / "data" / "chats.jsonl"
+    validated = ("--validation", str(data))
+
+    def run(name: str, *more: str) -> list[str]:
+        return case(work, family, f"{family} {name}", ranks, *validated, *more)
+
+    def folder(name: str) -> Path:
+        return work / "runs" / f"{family} {name}"
+
+    resume = str(folder("full") / "checkpoints" / "step-000002")
+    quantized = ("--quantization", "8bit", "--max_train_step", "1")
+    finished = run_cases(
+        work,
+        [
+            run("full", *PRECISE, *SMALL_BATCHES, "--save_steps", "2"),
+            run("resumed", *PRECISE, *SMALL_BATCHES, "--save_steps", "2", "--resume", resume),
+            run("lora", *PRECISE, *LORA),
+            run("8bit", *LORA, *quantized, "--activation_checkpointing", "full"),
+            run("bf16", "--max_train_step", "1", "--activation_checkpointing", "full"),
+        ],
+        ranks,
+    )
+    assert "The memory plan" not in finished.output, "there is none"
+
+    whole = reproducible_metrics(folder("full"))
+    assert len([line for line in whole if "train/loss" in line]) == 6
+    assert whole == reproducible_metrics(folder("resumed"))
+    for file in sorted((folder("full") / "model").glob("*.safetensors")):
+        assert file.read_bytes() == (folder("resumed") / "model" / file.name).read_bytes()
+
+    # all parts, those for images byte for byte, and the processor's files
+    before = {}
+    after = {}
+    for file in (work / family).glob("*.safetensors"):
+        before |= load_file(file)
+    for file in (folder("full") / "model").glob("*.safetensors"):
+        after |= load_file(file)
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert changed
+    assert all(any(part in name for part in TEXT) for name in changed)
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        saved = (folder("full") / "model" / name).read_text()
+        assert json.loads(saved) == json.loads((work / family / name).read_text())
+    assert AutoProcessor.from_pretrained(folder("full") / "model").chat_template
+
+    def check_loss(name: str, model: Any) -> None:
+        with torch.no_grad():
+            loss, count = plain_loss(model.eval(), work / family, data)
+        last = series(folder(name), "eval/loss")[-1]
+        assert last == pytest.approx(loss.item() / count, rel=1e-5), name
+
+    check_loss("full", model_of(folder("full") / "model"))
+    adapted = PeftModel.from_pretrained(model_of(work / family), folder("lora") / "model")
+    check_loss("lora", adapted)
+    plain, count = plain_loss(model_of(work / family), work / family, data)
+    for name in ("8bit", "bf16"):
+        assert losses(folder(name))[0] == pytest.approx(plain.item() / count, rel=0.05), name

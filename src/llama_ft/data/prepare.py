@@ -229,14 +229,16 @@ def _open_images(
     not supported. The processor's chat template is the tokenizer's, if the tokenizer has none."""
     if request.load_processor is None:
         return None, request.no_images
-    if config.streaming:
-        return None, "--streaming does not support images"
     sources = [opened.training]
     if opened.validation is not None:
         sources.append(opened.validation)
     parts = [part for source in sources for part in source.parts or (source,)]
     if not any(have_images(part.first_samples) for part in parts):
+        if config.streaming:
+            return None, "--streaming does not support images"
         return None, f"none of the first {SAMPLES_LOOKED_AT} samples has one; put one of them first"
+    if config.streaming:
+        raise UserError("--streaming: samples have images, which streams do not support.")
     images = Images(request.load_processor(), ImageStore(cache / "images"), config.max_pixels)
     if not tokenizer.chat_template:
         tokenizer.chat_template = images.chat_template
