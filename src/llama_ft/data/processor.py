@@ -117,7 +117,7 @@ def _class_name(folder: Path, model_config: "PretrainedConfig") -> str:
     known = PROCESSOR_MAPPING_NAMES.get(model_config.model_type)
     if known is None:
         raise ValueError(f"no processor is known for model_type {model_config.model_type}")
-    return str(known[0] if isinstance(known, tuple) else known)
+    return str(known)
 
 
 class ImageExample(tuple[list[int], list[int]]):

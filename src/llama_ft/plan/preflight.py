@@ -97,8 +97,8 @@ class Preflight:
                 ),
                 *(dataset.target_share, steps.size, dataset.validation is not None),
             )
-            request = PlanRequest(
-                config, folder, *job_and_data, with_images=dataset.images is not None
+            request = dataclasses.replace(
+                PlanRequest(config, folder, *job_and_data), with_images=dataset.images is not None
             )
             with suppress(OSError):
                 self._pipe.send((request, self._free))
