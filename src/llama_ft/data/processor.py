@@ -81,7 +81,7 @@ def load_processor(
         if vars(module).get("num2words", str) is None:
             module.num2words = str  # type: ignore[attr-defined]  # SmolVLM calls it for videos only
 
-        class ImagesOnly(kind):  # type: ignore[misc]
+        class ImagesOnly(kind):
             @classmethod
             def get_attributes(cls) -> Any:
                 return kind.get_attributes()
