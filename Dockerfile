@@ -1,6 +1,6 @@
 # syntax=docker/dockerfile:1
-# What training needs, with liger-kernel; setup.py's other extras by --build-arg EXTRAS=gpu,mlflow,eval. Model, data and
-# results stay outside:
+# What training needs, with liger-kernel and s3fs; setup.py's other extras by --build-arg EXTRAS=gpu,s3,mlflow,eval.
+# Model, data and results stay outside:
 #
 #   docker build -t llama-ft .
 #   mkdir -p output  # user 1000 must be able to write there; if that is not you: sudo chown 1000 output
@@ -25,7 +25,7 @@ COPY requirements.txt ./
 RUN pip install --no-cache-dir -r requirements.txt
 
 COPY --chown=trainer . .
-ARG EXTRAS=gpu
+ARG EXTRAS=gpu,s3
 RUN pip install --no-cache-dir -e ".[$EXTRAS]"
 
 USER 1000

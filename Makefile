@@ -11,6 +11,10 @@ QUICKSTART := recipes/finetuning.py --enable_fsdp --low_cpu_fsdp
 MACHINE_AND_MODEL := import torch; from llama_ft.data.smollm2 import quickstart_model; \
   print(torch.cuda.device_count(), max(1, torch.get_num_threads() // 2), *quickstart_model(), sep="\n")
 
+# Of the comparison with TRL. dpo begins with the result of lora.
+METHODS ?= lora,full,dpo
+COMPARISON ?= output/comparison
+
 .PHONY: install quickstart test test-all comparison lint docs clean
 
 # One or two GPUs serve one process each; without a GPU, two processes share the CPU's cores (gloo). torchrun would give
@@ -36,9 +40,10 @@ test: $(VENV)/.installed-dev
 test-all: test $(VENV)/.smollm2
 	$(BIN)/python -m pytest -m slow
 
-# The same fine-tuning here and in TRL, for which it makes an environment in the cache. Interrupted, it continues.
+# The same fine-tuning here and in TRL, for which it makes an environment in the cache. Interrupted, it continues. One part
+# alone: make comparison METHODS=full COMPARISON=output/comparison-full
 comparison: $(VENV)/.installed $(VENV)/.smollm2
-	$(BIN)/python benchmarks/comparison.py --folder output/comparison
+	$(BIN)/python benchmarks/comparison.py --folder $(COMPARISON) --methods $(METHODS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

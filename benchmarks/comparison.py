@@ -63,7 +63,7 @@ from transformers import AutoConfig  # noqa: E402
 from llama_ft import data, models, training  # noqa: E402
 from llama_ft.config import Config  # noqa: E402
 from llama_ft.config.load import load  # noqa: E402
-from llama_ft.data.batches import BatchSampler, collate_step  # noqa: E402
+from llama_ft.data.batches import BatchLayout, BatchSampler, collate_step  # noqa: E402
 from llama_ft.data.smollm2 import quickstart_model  # noqa: E402
 
 LIMIT = 0.01  # of the difference of two validation losses
@@ -148,7 +148,7 @@ class Comparison:
             "device": asked.device,
             "activation_checkpointing": asked.checkpointing,
             "seed": asked.seed,
-            "no_plan": True,
+            "plan_memory": False,
         }
         if what.method == "lora":
             flags |= {"use_peft": True, "peft.r": asked.r, "lora_alpha": 32, "lora_dropout": 0}
@@ -186,19 +186,19 @@ class Comparison:
         dataset = data.prepare(
             config.data,
             tokenizer,
-            context_length=asked.length,
+            data.DataRequest(
+                context_length=asked.length,
+                want_validation=True,
+                vocabulary_size=models.vocabulary_size(AutoConfig.from_pretrained(what.model)),
+                examples=objective.examples,
+            ),
             cache=data.cache_dir(),
-            want_validation=True,
-            vocabulary_size=models.vocabulary_size(AutoConfig.from_pretrained(what.model)),
-            examples=objective.examples,
         )
         samplers = [
             BatchSampler.of(
                 dataset.train,
+                BatchLayout(world_size=asked.ranks, rank=rank, micro_batch=asked.micro_batch),
                 global_batch=asked.micro_batch * asked.accumulation * asked.ranks,
-                world_size=asked.ranks,
-                rank=rank,
-                micro_batch=asked.micro_batch,
                 seed=config.train.seed,
             )
             for rank in range(asked.ranks)
@@ -210,7 +210,7 @@ class Comparison:
             shares = []
             for sampler in samplers:
                 planned = sampler.step(epoch, step_in_epoch)
-                shares.append(collate_step(dataset.train, planned, 0, None))
+                shares.append(collate_step(dataset.train, planned, sampler.layout))
             for batches in zip(*shares, strict=True):
                 micro_batches += [examples_of(batch) for batch in batches]
         everything = data.collate(dataset.validation, range(len(dataset.validation)), 0)

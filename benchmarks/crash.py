@@ -32,7 +32,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ class Launch:
     """torchrun with 2 ranks of the recipe, whose processes are known by a variable in their
     environment."""
 
-    def __init__(self, inputs: Path, run: Path, method: str) -> None:
+    def __init__(self, inputs: Path, run: Path, method: str, more: Sequence[str] = ()) -> None:
         self.mark = f"CRASH_LAUNCH={uuid.uuid4().hex}"
         name, _, value = self.mark.partition("=")
         known = {
@@ -103,6 +103,7 @@ class Launch:
         command = torchrun_command(2)
         command += [str(REPOSITORY / "recipes" / "finetuning.py"), *FLAGS, *METHODS[method]]
         command += ["--model_name", str(inputs / "model"), "--dataset", str(inputs / "rows.jsonl")]
+        command += more
         self.log = run.with_suffix(".log")
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
@@ -116,20 +117,7 @@ class Launch:
 
     def processes(self) -> dict[int, str]:
         """Process id -> RANK of all its living processes, torchrun's being empty."""
-        found = {}
-        for folder in Path("/proc").iterdir():
-            if folder.name.isdigit():
-                try:
-                    variables = (
-                        (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-                    )
-                except OSError:
-                    continue  # it has ended, or is another user's
-                if self.mark in variables:
-                    found[int(folder.name)] = next(
-                        (v[5:] for v in variables if v.startswith("RANK=")), ""
-                    )
-        return found
+        return marked_processes(self.mark)
 
     def kill_all(self, order: random.Random) -> None:
         """SIGKILL to torchrun and ranks, until none is left: torchrun may be about to start
@@ -162,6 +150,23 @@ class Launch:
 
     def tail(self) -> str:
         return "".join(self.log.read_text(errors="replace").splitlines(keepends=True)[-60:])
+
+
+def marked_processes(mark: str) -> dict[int, str]:
+    """Process id -> RANK, or an empty text, of the living processes with `mark` among their
+    environment's NAME=value."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                variables = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue  # it has ended, or is another user's
+            if mark in variables:
+                found[int(folder.name)] = next(
+                    (v[5:] for v in variables if v.startswith("RANK=")), ""
+                )
+    return found
 
 
 def kill(process: int) -> None:
@@ -216,8 +221,15 @@ def count_lines(run: Path) -> int:
         return 0
 
 
-def differences(run: Path, reference: Path) -> list[str]:
-    """What a finished run has otherwise than the one that was never stopped."""
+def differences(run: Path, reference: Path, all_checkpoints: bool = True) -> list[str]:
+    """What a finished run has otherwise than the one that was never stopped.
+
+    Args:
+        run: its directory, or a copy of what it has uploaded.
+        reference: the directory of the other one.
+        all_checkpoints: False: `run` may lack checkpoints. An upload leaves out older ones if they
+            are written faster than uploaded.
+    """
     found = []
     lines = read_metrics(run)
     expected = read_metrics(reference)
@@ -238,6 +250,8 @@ def differences(run: Path, reference: Path) -> list[str]:
         *relative_files(run / "model", run),
     }
     for folder in complete_checkpoints(reference):
+        if not all_checkpoints and not (run / "checkpoints" / folder.name).exists():
+            continue
         files |= {f"checkpoints/{folder.name}/{file.name}" for file in folder.glob("shard-*")}
     for file in sorted(files):
         contents = [

@@ -1,10 +1,10 @@
 """Fine-tune a small random model of every decoder that the installed Transformers has, and compare
 with Transformers.
 
-    python benchmarks/models.py --results models.jsonl                 # resumes: models in the file are not run again
-    python benchmarks/models.py --results models.jsonl --only "qwen3|lfm2" --columns full,packing
-    --again
-    python benchmarks/models.py --results models.jsonl --write         # writes docs/reference/model-support.md
+    python benchmarks/models.py             # resumes: what benchmarks/results/models.jsonl has is not run again
+    python benchmarks/models.py --columns bf16 --minutes 8            # one column, and only models that lack it
+    python benchmarks/models.py --only "qwen3|lfm2" --columns full,packing --again
+    python benchmarks/models.py --write     # writes docs/reference/model-support.md
 
 A model is made of its config class's defaults, with the small sizes of models.yaml. Each column is
 a run of a recipe in a process of its own, forked from one that has imported everything. The first
@@ -82,6 +82,8 @@ COLUMNS: dict[str, list[str]] = {  # those that do not say pack if `packing` is 
     "2 ranks": [*PADDED, "2", "--enable_fsdp", "--low_cpu_fsdp", "--min_num_params", "1000"],
     "plan": [*LORA, "--precision", "bf16_mixed", "--context_length", "128"],
 }
+RESULTS = REPOSITORY / "benchmarks" / "results" / "models.jsonl"
+LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 SHOWN = ("full", "export", "packing", "bf16", "LoRA", "8 bit", "4 bit", "2 ranks", "plan")
 SECONDS = 120.0  # for a column; small models take 1 to 5
 
@@ -508,8 +510,19 @@ def verdict(column: str, found: dict[str, Any], record: dict[str, Any]) -> str:
     return f"differs: {', '.join(wrong)}" if wrong else "yes"
 
 
-def run(model_type: str, columns: list[str], scratch: Path, show: bool) -> dict[str, Any]:
-    """All columns of a model."""
+def run(
+    earlier: dict[str, Any], columns: list[str], scratch: Path, this_run: str, show: bool
+) -> dict[str, Any]:
+    """Run columns of a model.
+
+    Args:
+        earlier: what earlier runs found; what is not in `columns` stays.
+        columns: keys of COLUMNS.
+        scratch: a directory for the model and the results.
+        this_run: commit, date, versions and processor.
+        show: print the output of what fails.
+    """
+    model_type: str = earlier["model"]
     work = scratch / model_type
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
@@ -518,20 +531,25 @@ def run(model_type: str, columns: list[str], scratch: Path, show: bool) -> dict[
             file.write(json.dumps({"input_ids": row, "labels": row}) + "\n")
     started = time.monotonic()
     made, output = forked(partial(build, work, model_type), work)
-    record: dict[str, Any] = {
-        "model": model_type,
-        "class": MULTIMODAL.get(model_type) or DECODERS[model_type],
-    }
+    record = {**earlier, "class": MULTIMODAL.get(model_type) or DECODERS[model_type]}
     if made is None:
         return record | {"skipped": reason(output)}
+    for name in ("skipped", *columns):
+        record.pop(name, None)
     record |= made
-    for column in filter(None, columns):
+    record["runs"] = {
+        before: [column for column in kept if column not in columns]
+        for before, kept in earlier.get("runs", {}).items()
+    }
+    record["runs"][this_run] = [*record["runs"].get(this_run, []), *columns]
+    for column in columns:
         has_own = "--batch_size_training" in COLUMNS[column]
         layout = PACKED if record.get("packing") == "yes" else [*PADDED, "4"]
         if has_own:
             layout = []
-        if refused(earlier := record.get("full", "")):
-            record[column] = earlier
+        full = record.get("full", "")
+        if refused(full):
+            record[column] = full
             continue
         call = partial(plan if column == "plan" else train, work, column, layout)
         found, output = forked(call, work, 2 if column == "2 ranks" else 1)
@@ -560,7 +578,7 @@ def exported(found: dict[str, Any]) -> str:
 
 ABOUT = """# Supported models
 
-`benchmarks/models.py` wrote this page on {date}, at commit `{commit}`, with {versions}, in fp32 on {processor}.
+`benchmarks/models.py` wrote this page. [When it ran](#runs) is below the table.
 [Models](../guides/models.md) says how to choose one and what `--model_name` accepts.
 
 | published models | model_type |
@@ -590,8 +608,7 @@ and PEFT.
 | 2 ranks | Full fine-tuning with FSDP on 2 processes: loss and gradient norm are equal |
 | plan | `recipes/plan.py` plans LoRA on 2 GPUs |
 
-A number refers to the reasons below the table. All other columns but `plan` are in fp32. Rows without an entry for
-`bf16` are from an earlier run of the benchmark, on an AMD EPYC, before it had this column.
+A number refers to the [reasons](#reasons) below the table. All other columns but `plan` are in fp32.
 
 - BERT and its kind (BERT, Big Bird, CamemBERT, Data2Vec, ELECTRA, ERNIE, Megatron-BERT, RoBERTa, XLM-RoBERTa and
   others) are built with `is_decoder=true`. Their published checkpoints are encoders, and are rejected.
@@ -608,33 +625,60 @@ need a package, or fail with the small sizes of the benchmark."""
 
 def page(records: list[dict[str, Any]]) -> str:
     """docs/reference/model-support.md."""
-    records = sorted(records, key=lambda record: record["model"])
     tried = [record for record in records if "skipped" not in record]
+    found_by_model = [
+        {column: worded(record.get(column, "")) for column in SHOWN} for record in tried
+    ]
     notes = Counter(
-        record[column] for record in tried for column in SHOWN if record.get(column, "yes") != "yes"
+        text for found in found_by_model for text in found.values() if text not in ("", "yes")
     )
     number = {note: str(place) for place, note in enumerate(notes, 1)}
-    libraries = ("torch", "transformers", "peft", "bitsandbytes")
-    versions = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in libraries)
     lines = [f"| model_type | class | {' | '.join(SHOWN)} |", "| --- " * (2 + len(SHOWN)) + "|"]
     for title, is_multimodal in (("**text**", False), ("**images and text (`+`)**", True)):
         group = [record for record in tried if (record["model"] in MULTIMODAL) == is_multimodal]
         counts = []
         for column in SHOWN:
-            found = [record[column] for record in group if column in record]
-            counts.append(f"{found.count('yes')} of {len(found)}")
+            verdicts = [record[column] for record in group if column in record]
+            counts.append(f"{verdicts.count('yes')} of {len(verdicts)}")
         lines.append(f"| {title} | | {' | '.join(counts)} |")
-    for record in tried:
-        cells = [number.get(record.get(column, ""), record.get(column, "")) for column in SHOWN]
+    for record, found in zip(tried, found_by_model, strict=True):
+        cells = [number.get(text, text) for text in found.values()]
         name = record["model"] + (" +" if record["model"] in MULTIMODAL else "")
         lines.append(f"| {name} | {record['class']} | {' | '.join(cells)} |")
     lines += ["", "## Reasons", "", *(f"{number[note]}. {note}" for note in notes), ""]
     skipped = [record["model"] for record in records if "skipped" in record]
-    lines += ["## Not compared", "", NOT_COMPARED, "", "```text", *skipped, "```"]
-    about = ABOUT.format(
-        date=date.today(), commit=commit(), versions=versions, processor=processor()
-    )
-    return about + "\n".join(lines) + "\n"
+    lines += ["## Not compared", "", NOT_COMPARED, "", "```text", *skipped, "```", ""]
+    lines += ["## Runs", "", *table_of_runs(tried)]
+    return ABOUT + "\n".join(lines) + "\n"
+
+
+def worded(verdict: str) -> str:
+    """The verdict, or what models.yaml says instead of an error."""
+    for part, words in SMALL_MODELS["reasons"].items():
+        if part in verdict:
+            return str(words)
+    return verdict
+
+
+def table_of_runs(records: list[dict[str, Any]]) -> list[str]:
+    """A Markdown table: which columns of which models were run when, with what."""
+    models: dict[tuple[str, str], list[str]] = {}
+    for record in records:
+        for when, columns in record["runs"].items():
+            if columns:
+                names = ", ".join(column for column in COLUMNS if column in columns)
+                models.setdefault((when, names), []).append(f"`{record['model']}`")
+    lines = ["| commit, date, versions, processor | columns | models |", "| --- | --- | --- |"]
+    for (when, columns), names in sorted(models.items(), key=lambda group: -len(group[1])):
+        text = ", ".join(names) if len(names) <= 20 else str(len(names))
+        lines.append(f"| {when} | {columns} | {text} |")
+    return lines
+
+
+def describe_run() -> str:
+    """Commit, date, versions and processor of a run."""
+    versions = [f"{name} {version(name).partition('+')[0]}" for name in LIBRARIES]
+    return ", ".join([f"`{commit()}`", str(date.today()), *versions, processor()])
 
 
 def commit() -> str:
@@ -654,27 +698,27 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--results", type=Path, required=True, help="JSON lines, one per model; appended to"
+        "--results", type=Path, default=RESULTS, help="JSON lines, one per model; appended to"
     )
     parser.add_argument("--only", default="", help="a pattern of model types")
     parser.add_argument("--columns", default=",".join(COLUMNS))
     parser.add_argument("--again", action="store_true", help="run also what the file has")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no model after them")
     parser.add_argument("--show", action="store_true", help="print what fails")
     parser.add_argument(
         "--write", action="store_true", help="write docs/reference/model-support.md"
     )
     arguments = parser.parse_args()
-    known = {}
-    if arguments.results.exists():
-        for line in arguments.results.read_text().splitlines():
-            record = json.loads(line)
-            known[record["model"]] = known.get(record["model"], {}) | record
+    known = read_results(arguments.results)
     if arguments.write:
-        (REPOSITORY / "docs" / "reference" / "model-support.md").write_text(
-            page(list(known.values()))
-        )
+        records = [known[model_type] for model_type in sorted(known)]
+        lines = [json.dumps(record) + "\n" for record in records]
+        arguments.results.write_text("".join(lines))
+        (REPOSITORY / "docs" / "reference" / "model-support.md").write_text(page(records))
         return
     torch.set_num_threads(1)
+    this_run = describe_run()
+    last_start = time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory(prefix="models-") as directory:
         scratch = Path(directory)
         os.environ["LLAMA_FT_CACHE"] = str(scratch / "cache")
@@ -683,15 +727,30 @@ def main() -> None:
         for model_type in sorted({**DECODERS, **MULTIMODAL}):
             if not re.fullmatch(f"({arguments.only or '.*'})", model_type):
                 continue
-            if model_type in known and not arguments.again:
+            earlier = known.get(model_type, {"model": model_type})
+            columns = arguments.columns.split(",")
+            if not arguments.again:
+                columns = [column for column in columns if column not in earlier]
+            if not columns or ("skipped" in earlier and not arguments.again):
                 continue
-            record = run(model_type, arguments.columns.split(","), scratch, arguments.show)
+            if time.monotonic() > last_start:
+                break
+            record = run(earlier, columns, scratch, this_run, arguments.show)
             with open(arguments.results, "a") as file:
                 file.write(json.dumps(record) + "\n")
-            print(
-                json.dumps({name: value for name, value in record.items() if name != "numbers"}),
-                flush=True,
-            )
+            left_out = ("numbers", "runs")
+            shown = {name: value for name, value in record.items() if name not in left_out}
+            print(json.dumps(shown), flush=True)
+
+
+def read_results(file: Path) -> dict[str, dict[str, Any]]:
+    """The last record of each model in a file of results."""
+    known = {}
+    if file.exists():
+        for line in file.read_text().splitlines():
+            record = json.loads(line)
+            known[record["model"]] = record
+    return known
 
 
 def write_tokenizer(folder: Path) -> None:

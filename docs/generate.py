@@ -106,9 +106,14 @@ def cell(text: str) -> str:
 def kind(setting: Setting) -> str:
     """A setting's type, or its choices."""
     choices = ", ".join(f"`{choice}`" for choice in setting.choices)
-    return choices or {"switch": "true or false", "data": "text or list", "names": "list"}.get(
-        setting.kind, setting.kind
-    )
+    words = {
+        "switch": "true or false",
+        "data": "text or list",
+        "names": "list",
+        "groups": "list of mappings",
+        "options": "mapping",
+    }
+    return choices or words.get(setting.kind, setting.kind)
 
 
 def table(settings: dict[str, Setting], flags: bool = False) -> str:
@@ -120,7 +125,7 @@ def table(settings: dict[str, Setting], flags: bool = False) -> str:
         "|---|---|---|---|",
     ]
     for setting in settings.values():
-        default = format_value(setting.default).strip("[]")
+        default = format_value(setting.default).strip("[]{}")
         name = f"`--{setting.name}`" if flags else f"`{setting.name}`"
         rows.append(
             f"| {name} | {kind(setting)} | {f'`{default}`' if default else 'empty'} | {cell(setting.meaning)} |"

@@ -10,8 +10,8 @@
 #         else, and under torchrun also an error that is found before there is a directory
 #
 # torchrun ends with 1 in most cases, so the code is derived from OUTPUT_DIR: status.json and checkpoints. An attempt
-# must have written a checkpoint; otherwise a job could be restarted for ever. SIGUSR1 means that time is up: the script
-# then ends at once, whatever the command is doing.
+# must have written a checkpoint; otherwise a job could be restarted for ever. One that was only fetched from --save_to
+# does not count. SIGUSR1 means that time is up: the script then ends at once, whatever the command is doing.
 set -uo pipefail
 
 if (($# < 2)); then
@@ -23,6 +23,11 @@ shift
 
 newest_checkpoint() {
   find "$output_dir/checkpoints" -mindepth 1 -maxdepth 1 -name 'step-*' 2>/dev/null | sort -V | tail -n 1
+}
+has_newer_checkpoint() {
+  local newest
+  newest=$(newest_checkpoint)
+  [[ $newest != "$checkpoint_before" && ${newest##*/} != "$(cat "$output_dir/.fetched" 2>/dev/null)" ]]
 }
 status() { cat "$output_dir/status.json" 2>/dev/null; }
 
@@ -54,7 +59,7 @@ fi
 [[ $status_now == "$status_before" ]] && status_now= # of an earlier attempt: this one has not come so far
 if [[ -n $told_to_stop || $status_now =~ \"exit_code\":\ (129|130|143), ]]; then
   exit 143
-elif [[ $(newest_checkpoint) != "$checkpoint_before" ]]; then
+elif has_newer_checkpoint; then
   exit 138
 elif [[ -n $time_is_up ]]; then
   echo "launch/run.sh: time is up, and this attempt has left no checkpoint. Allow more time, or save more often." >&2

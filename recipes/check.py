@@ -1,8 +1,8 @@
 """Check the machines before a run: start it with torchrun exactly as you will start the training.
 
-It measures each rank (device, free memory, matmul rate), the network between ranks and nodes, and
-the disk of --output_dir. It prints a table and names what is odd. The exit code is 1 if something
-is.
+It measures each rank (device, free memory, matmul rate), the network between ranks and nodes, the
+disk of --output_dir, and with --save_to an object store. It prints a table and names what is odd.
+The exit code is 1 if something is.
 """
 
 import sys
@@ -23,6 +23,7 @@ from llama_ft.check.disk import try_disk  # noqa: E402
 from llama_ft.check.machine import measure_rank  # noqa: E402
 from llama_ft.check.network import measure_network  # noqa: E402
 from llama_ft.check.result import CheckResult  # noqa: E402
+from llama_ft.check.store import StoreTrial, try_store  # noqa: E402
 from llama_ft.config import parse_duration  # noqa: E402
 from llama_ft.errors import RunFailure  # noqa: E402
 from llama_ft.runtime import Ranks, log  # noqa: E402
@@ -39,7 +40,10 @@ def main(options: CheckFlags) -> None:
         links = measure_network(ranks, [rank.node for rank in facts], nbytes)
         folder = Path(options.output_dir).expanduser()
         disks = gather(ranks, try_disk(ranks, folder, nbytes))
-        result = CheckResult(options.output_dir, facts, disks, links)
+        stores: list[StoreTrial] = []
+        if options.save_to is not None:
+            stores = gather(ranks, try_store(options.save_to))
+        result = CheckResult(options.output_dir, facts, disks, links, options.save_to, stores)
         log.info(result.table())
         problems = result.problems()
         if problems:

@@ -200,6 +200,8 @@ def build_model(
         model.requires_grad_(False)
     if config.model.freeze_layers:
         models.freeze_first_layers(model, config.model.num_freeze_layers)
+    if request.purpose != "reference":
+        models.freeze_groups(model, config.train.groups)
     built.has_chunked_loss = models.use_chunked_loss(built)
     if not (built.has_chunked_loss or built.has_score):
         report("Chunked cross-entropy is off: this model is not a decoder and an LM head.")
@@ -215,6 +217,9 @@ def build_model(
         built.units = models.apply_fsdp(built, ranks.mesh, config.fsdp, precision)
         if ranks.world_size > 1:  # a single process does not shard
             report(models.unit_table(built.units))
+
+    if request.purpose == "train":
+        training.check_own_optimizer(model, config.train)  # --optimizer file.py:function
 
     memory.enter("load")
     started = time.perf_counter()

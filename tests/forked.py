@@ -62,11 +62,12 @@ def forked(
     script: Path | str,
     *arguments: str | Path,
     ranks: int = 0,
+    nodes: int = 1,
     timeout: float = 240,
     **environment: str,
 ) -> Finished:
     """Run a script as `python script arguments`, or (ranks > 0) as so many ranks as torchrun starts
-    them.
+    them. In `arguments`, {node} is the number of the node.
 
     Variables that a library reads when it is imported have no effect in `environment`.
 
@@ -76,7 +77,12 @@ def forked(
     started = time.monotonic()
     with tempfile.NamedTemporaryFile() as output:
         running = start_forked(
-            script, *arguments, output=Path(output.name), ranks=ranks, **environment
+            script,
+            *arguments,
+            output=Path(output.name),
+            ranks=ranks,
+            nodes=nodes,
+            **environment,
         )
         exit_code = running.wait(started + timeout - time.monotonic())
         text = Path(output.name).read_text(errors="replace")
@@ -114,26 +120,31 @@ def start_forked(
     *arguments: str | Path,
     output: Path,
     ranks: int = 0,
+    nodes: int = 1,
     **environment: str,
 ) -> Running:
     """Start what `forked` runs. stdout and stderr go to the file `output`."""
     start_server()
-    store, place = _meeting(ranks) if ranks else (None, {})
+    store, place = _meeting(ranks, nodes) if ranks else (None, {})
     words = [str(script), *map(str, arguments)]
     output.touch()
     processes = []
     for rank in range(max(1, ranks)):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}
+        node, local_rank = divmod(rank, max(1, ranks) // nodes)
+        own = {}
+        if ranks:
+            own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(node)}
         variables = {**os.environ, **ENVIRONMENT, **place, **own, **environment}
+        own_words = [word.replace("{node}", str(node)) for word in words]
         context = multiprocessing.get_context("forkserver")
-        process = context.Process(target=_run_script, args=(words, variables, str(output)))
+        process = context.Process(target=_run_script, args=(own_words, variables, str(output)))
         processes.append(process)
         with POLLING:
             process.start()
     return Running(words, processes, store)
 
 
-def _meeting(ranks: int) -> tuple[Any, dict[str, str]]:
+def _meeting(ranks: int, nodes: int) -> tuple[Any, dict[str, str]]:
     """A store where the ranks meet, and the variables by which torchrun's agent would announce it."""
     from torch.distributed import TCPStore
 
@@ -141,10 +152,9 @@ def _meeting(ranks: int) -> tuple[Any, dict[str, str]]:
     variables = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "GROUP_WORLD_SIZE": str(nodes),
     }
-    variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks // nodes)}
     variables |= {"TORCHELASTIC_RUN_ID": "forked", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     return store, {**variables, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
 

@@ -15,9 +15,9 @@ LONGEST_FILE = 600  # lines
 # Tokens per folder: names, operators, numbers and strings, without docstrings and comments. Lines
 # are free. Whoever needs more raises the number in the same commit and says why.
 TOKENS = {
-    "": 3200, "check": 3400, "checkpoint": 20_700, "config": 13_900, "data": 28_800, "evaluation": 2800,
-    "inference": 6200, "models": 48_000, "observe": 10_800, "plan": 15_800, "report": 4700,
-    "run": 5300, "runtime": 8600, "training": 15_600,
+    "": 3200, "check": 3700, "checkpoint": 22_200, "config": 15_400, "data": 29_900, "evaluation": 3400,
+    "inference": 6200, "models": 49_000, "observe": 10_800, "plan": 15_800, "report": 4700,
+    "run": 5600, "runtime": 9500, "training": 18_300,
 }  # fmt: skip
 UNCOUNTED = {
     tokenize.COMMENT,
@@ -36,7 +36,7 @@ BELOW = {
     "data": {"config", "runtime"},
     "models": {"config", "runtime"},
     "report": {"config"},
-    "check": {"config", "observe", "runtime"},
+    "check": {"checkpoint", "config", "observe", "runtime"},
     "observe": {"config", "models", "runtime"},
     "training": {"config", "data", "models", "runtime"},
     "checkpoint": {"config", "data", "models", "runtime", "training"},

@@ -83,6 +83,24 @@ def test_the_figure_has_every_step_and_evaluation_of_both_sides() -> None:
     assert len(circles) == 2 + 2 * 2  # two of them explain the others
 
 
+def test_the_recipes_batches_are_planned_in_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that the comparison asks of llama_ft itself: without TRL nothing else would notice that a
+    name has changed."""
+    import comparison
+
+    model = build_demo(cache_dir()).model_dir
+    words = f"comparison.py --folder {tmp_path} --length 256 --ranks 2 --micro_batch 2 --steps 3"
+    monkeypatch.setattr(sys, "argv", words.split())
+    asked = comparison.parse()
+    compared = comparison.Comparison(asked, Path(sys.executable), model)
+    micro_batches, validation = compared.plan(compared.training("lora"))
+    assert len(micro_batches) == 3 * 2
+    assert all(len(examples) == 2 for examples in micro_batches)
+    assert len(validation) == 24
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(python_with_trl() is None, reason="TRL is not installed: make comparison")
 def test_three_steps_of_every_training_are_the_same_in_trl(tmp_path: Path) -> None:

@@ -22,13 +22,14 @@ from llama_ft.config import load
 
 LAUNCH = REPOSITORY / "launch"
 RUN = LAUNCH / "run.sh"
-KEEP = LAUNCH / "skypilot" / "keep.sh"
 SBATCH = LAUNCH / "slurm" / "finetune.sbatch"
 SCRIPTS = sorted([*LAUNCH.rglob("*.sh"), SBATCH])
 SKYPILOT = yaml.safe_load((LAUNCH / "skypilot" / "finetune.yaml").read_text())
-_, JOB = yaml.safe_load_all((LAUNCH / "kubernetes" / "finetune.yaml").read_text())
-TEMPLATE = JOB["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
-[CONTAINER] = TEMPLATE["spec"]["containers"]
+RUNTIME, TRAIN_JOB = yaml.safe_load_all((LAUNCH / "kubernetes" / "finetune.yaml").read_text())
+[NODE] = RUNTIME["spec"]["template"]["spec"]["replicatedJobs"]
+NODE_JOB = NODE["template"]["spec"]
+_, PYTORCHJOB = yaml.safe_load_all((LAUNCH / "kubernetes" / "pytorchjob_v1.yaml").read_text())
+WORKER = PYTORCHJOB["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
 
 
 def in_shell(text: str, **variables: str) -> list[str]:
@@ -55,17 +56,18 @@ def slurm_command() -> list[str]:
 def skypilot_command() -> list[str]:
     text = SKYPILOT["run"]
     variables = {
-        "SKYPILOT_NUM_NODES": "1",
+        "SKYPILOT_NUM_NODES": "2",
         "SKYPILOT_NUM_GPUS_PER_NODE": "8",
         "first_node": "10.0.0.1",
     }
     variables |= {"PATH": os.environ["PATH"], **SKYPILOT["envs"]}
-    return in_shell(text[text.index("launch/skypilot/keep.sh") :], **variables)
+    return in_shell(text[text.index("launch/run.sh") :], **variables)
 
 
 COMMANDS = {
     "slurm": slurm_command,
-    "kubernetes": lambda: CONTAINER["args"],
+    "kubernetes": lambda: TRAIN_JOB["spec"]["trainer"]["args"],
+    "kubernetes, PyTorchJob": lambda: WORKER["containers"][0]["args"],
     "skypilot": skypilot_command,
 }
 
@@ -93,11 +95,83 @@ def test_torchrun_and_the_recipe_accept_every_flag_and_the_run_is_resumed(
     assert config.checkpoint.save_model
     if where != "slurm":  # whose flags are the caller's
         assert str(config.data.dataset).endswith("my_data.jsonl")
-    if where != "kubernetes":  # where elasticPolicy says it
-        assert _parse_rendezvous_config(launch.rdzv_conf) == {
-            "read_timeout": "600",
-            "join_timeout": "1800",
-        }
+    if where in ("kubernetes", "skypilot"):  # whose machines share no disk
+        assert config.checkpoint.save_to is not None
+        assert config.checkpoint.save_to.startswith("s3://my-bucket/")
+    rendezvous = _parse_rendezvous_config(launch.rdzv_conf)
+    if where == "kubernetes":
+        assert (launch.rdzv_backend, rendezvous) == ("static", {"timeout": "1800"})
+    elif where != "kubernetes, PyTorchJob":  # where elasticPolicy says it
+        assert rendezvous == {"read_timeout": "600", "join_timeout": "1800"}
+
+
+def test_the_kubernetes_objects_are_those_of_kubeflow_trainer() -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    runtime = models.TrainerV1alpha1TrainingRuntime.from_dict(RUNTIME)
+    job = models.TrainerV1alpha1TrainJob.from_dict(TRAIN_JOB)
+    # unknown fields are lost on the way
+    assert runtime.to_dict() == RUNTIME
+    assert job.to_dict() == TRAIN_JOB
+    reference = TRAIN_JOB["spec"]["runtimeRef"]
+    assert (reference["kind"], reference["name"]) == (RUNTIME["kind"], RUNTIME["metadata"]["name"])
+    # by which the operator finds where to put image, arguments and torchrun's variables
+    assert NODE["template"]["metadata"]["labels"] == {
+        "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
+    }
+    [container] = NODE_JOB["template"]["spec"]["containers"]
+    assert container["name"] == "node"
+    volumes = {volume["name"] for volume in NODE_JOB["template"]["spec"]["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+
+
+def job_failure(exit_code: int, is_disrupted: bool) -> tuple[str, str]:
+    """Reason and message with which a Job fails after the end of a pod. The texts are those of
+    Kubernetes' pkg/controller/job/pod_failure_policy.go."""
+    for index, rule in enumerate(NODE_JOB["podFailurePolicy"]["rules"]):
+        matched = f"matching FailJob rule at index {index}"
+        if is_disrupted and "onPodConditions" in rule:
+            return "PodFailurePolicy", f"Pod a/b has condition DisruptionTarget {matched}"
+        if exit_code in rule.get("onExitCodes", {}).get("values", []):
+            failed = f"Container node for pod a/b failed with exit code {exit_code}"
+            return "PodFailurePolicy", f"{failed} {matched}"
+    assert NODE_JOB["backoffLimit"] == 0
+    return "BackoffLimitExceeded", "Job has reached the specified backoff limit"
+
+
+def job_set_action(reason: str, message: str) -> str:
+    """What JobSet does then: the first rule that matches, as its documentation says."""
+    for rule in RUNTIME["spec"]["template"]["spec"]["failurePolicy"]["rules"]:
+        patterns = rule.get("onJobFailureMessagePatterns", [""])
+        has_message = any(re.search(pattern, message) for pattern in patterns)
+        if reason in rule["onJobFailureReasons"] and has_message:
+            return str(rule["action"])
+    return "RestartJobSet"  # at most maxRestarts times
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "is_disrupted", "action"),
+    [
+        (138, False, "RestartJobSetAndIgnoreMaxRestarts"),
+        (143, False, "RestartJobSetAndIgnoreMaxRestarts"),
+        (137, True, "RestartJobSetAndIgnoreMaxRestarts"),
+        (2, False, "FailJobSet"),
+        (1, False, "RestartJobSet"),
+        (137, False, "RestartJobSet"),
+    ],
+)
+def test_exit_codes_of_a_pod_restart_the_job_or_end_it(
+    exit_code: int, is_disrupted: bool, action: str
+) -> None:
+    assert job_set_action(*job_failure(exit_code, is_disrupted)) == action
+
+
+@pytest.mark.parametrize("job", ["TrainJob", "PyTorchJob"])
+def test_a_pod_has_time_for_a_checkpoint_after_sigterm(job: str) -> None:
+    pod = NODE_JOB["template"]["spec"] if job == "TrainJob" else WORKER
+    [container] = pod["containers"]
+    variables = {entry["name"]: entry.get("value") for entry in container["env"]}
+    given = int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+    assert 60 <= given < pod["terminationGracePeriodSeconds"]
 
 
 def status(state: str, exit_code: int | None, step: int = 1) -> str:
@@ -111,6 +185,14 @@ ATTEMPTS = {
     "stopped by --stop_after": (f"mkdir -p checkpoints/step-000020; {status('stopped', 0)}", 138),
     "a rank was lost after a checkpoint": (
         f"mkdir -p checkpoints/step-000020; {status('failed', 1)}; exit 1",
+        138,
+    ),
+    "a rank was lost after a checkpoint was fetched": (
+        f"mkdir -p checkpoints/step-000020; echo step-000020 > .fetched; {status('failed', 1)}; exit 1",
+        1,
+    ),
+    "a rank was lost after a checkpoint was fetched and the next one saved": (
+        f"mkdir -p checkpoints/step-0000{{20,30}}; echo step-000020 > .fetched; {status('failed', 1)}; exit 1",
         138,
     ),
     "a rank was lost, and no checkpoint is newer": (f"{status('failed', 1)}; exit 1", 1),
@@ -186,24 +268,6 @@ def test_a_real_run_is_stopped_resumed_and_finished(
     went_on = run(command)
     assert (went_on.exit_code, (folder / "model" / "config.json").exists()) == (0, True)
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
-
-
-def test_the_files_kept_of_a_lost_machine_are_enough_to_resume(tmp_path: Path) -> None:
-    first = tmp_path / "first"
-    kept = tmp_path / "kept"
-    second = tmp_path / "second"
-    lines = f"mkdir -p {first}/checkpoints/step-000010 && cd {first} && echo 1 > checkpoints/step-000010/trainer.json"
-    lines += "; echo 1 > metrics.jsonl; mkdir -p checkpoints/.step-000020; sleep 3; mkdir checkpoints/step-000020"
-    lines += "; rm -r checkpoints/step-000010; exit 138"
-    assert subprocess.run([KEEP, first, kept, "bash", "-c", lines], timeout=60).returncode == 138
-    assert sorted(path.name for path in (kept / "checkpoints").iterdir()) == ["step-000020"]
-    (kept / "checkpoints" / "step-000030").mkdir()  # a copy that was cut off
-    assert (
-        subprocess.run([KEEP, second, kept, "ls", second / "checkpoints"], timeout=60).returncode
-        == 0
-    )
-    assert [path.name for path in (second / "checkpoints").iterdir()] == ["step-000020"]
-    assert (second / "metrics.jsonl").read_text() == "1\n"
 
 
 def test_a_model_is_copied_to_a_node_once_and_completely(tmp_path: Path) -> None:

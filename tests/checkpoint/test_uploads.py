@@ -10,8 +10,15 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch.distributed.launcher.api import LaunchConfig
 
-from llama_ft.checkpoint import CheckpointWriter, ObjectStore, Uploads, open_store
+from llama_ft.checkpoint import (
+    CheckpointWriter,
+    ObjectStore,
+    Uploads,
+    open_store,
+    upload_grace_seconds,
+)
 from llama_ft.checkpoint.resume import find_checkpoint
 from llama_ft.checkpoint.store import read_commits
 from llama_ft.config import CheckpointConfig
@@ -128,6 +135,7 @@ def test_a_checkpoint_is_fetched_with_its_log_on_an_empty_disk(
     assert resume(tmp_path, runtime) == 3
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert lines == ['{"step": 1}', '{"step": 2}', '{"step": 3}']
+    assert (tmp_path / "run" / ".fetched").read_text() == "step-000003\n"
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000003"]
 
 
@@ -171,6 +179,26 @@ def test_a_corrupted_local_checkpoint_is_replaced_by_the_stored_one(
     file.write_text(file.read_text() + " ")
     assert resume(tmp_path, runtime) == 3
     assert (file.parent.parent / "set-aside-1-step-000003").is_dir()
+
+
+def test_valid_local_files_stay_if_the_rest_of_a_checkpoint_is_corrupted_in_the_store(
+    start: Callable[..., Run], tmp_path: Path, runtime: Ranks
+) -> None:
+    run = start()
+    run.save(3)
+    run.save(5)
+    name = "checkpoints/step-000005"
+    local = tmp_path / "run" / name
+    shard = next(local.glob("shard-*"))
+    content = shard.read_bytes()
+    # as on a node's own disk, if rank 0 is on another one
+    for file in (local / "trainer.json", local / "checksums.txt"):
+        file.unlink(missing_ok=True)
+    stored_trainer = tmp_path / "store" / name / "trainer.json"
+    stored_trainer.write_text(stored_trainer.read_text() + " ")
+    assert resume(tmp_path, runtime) == 3
+    assert [file.name for file in local.iterdir()] == [shard.name]
+    assert shard.read_bytes() == content
 
 
 def test_a_run_whose_prefix_was_taken_over_stops_before_it_commits(
@@ -242,6 +270,18 @@ def test_an_upload_is_abandoned_when_the_time_is_over(
     run.writer.finish_uploads(0.3)
     assert "The upload of step-000005 was abandoned after 0 s" in warnings[-1]
     assert "is step-000003" in warnings[-1]
+
+
+@pytest.mark.parametrize("seconds", ["", "240"])
+def test_after_a_signal_an_upload_leaves_10_seconds_of_those_that_torchrun_gives(
+    monkeypatch: pytest.MonkeyPatch, seconds: str
+) -> None:
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    if seconds:
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", seconds)
+    launch = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1)
+    given = getattr(launch, "shutdown_timeout", 30)  # which torch 2.11 lacks
+    assert upload_grace_seconds() == given - 10
 
 
 @pytest.mark.parametrize("problem", ["credentials", "down", "package", "protocol"])

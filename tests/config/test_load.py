@@ -20,8 +20,8 @@ from llama_ft.config.dump import to_yaml
         ("--run_validation maybe", "--run_validation maybe: must be a valid boolean."),
         (
             "--optimizer adamw",
-            "--optimizer adamw: expected one of AdamW, anyprecision, AdamW8bit, SGD, Adafactor. "
-            "Did you mean AdamW?",
+            "--optimizer adamw: expected one of AdamW, anyprecision, AdamW8bit, SGD, Adafactor, or "
+            "path/to/file.py:function. Did you mean AdamW?",
         ),
         (
             "--objective grpo",

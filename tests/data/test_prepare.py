@@ -159,8 +159,12 @@ def test_training_samples_as_validation_set_are_warned_of(
 
     (warning,) = warnings(validation)
     assert "the validation set has the training samples" in warning
-    assert warnings("other.jsonl" if dataset == "a.jsonl" else "as_chats.jsonl") == ()
-    if not settings.get("streaming"):
+    partly = warnings("other.jsonl" if dataset == "a.jsonl" else "as_chats.jsonl")
+    if settings.get("streaming"):
+        assert partly == ()
+    else:
+        count = settings.get("max_samples", 4)
+        assert partly[0].startswith(f"{count} samples of the validation set are in the training")
         assert warnings("0.5") == warnings(None) == ()
 
 
@@ -336,3 +340,69 @@ def test_ids_outside_the_vocabulary_are_rejected_whether_cached_or_not(
             DataRequest(context_length=64, want_validation=True, vocabulary_size=41),
             cache=tmp_path,
         )
+
+
+def repeated(tokens: list[list[int]]) -> int:
+    """Samples that are equal to an earlier one."""
+    return len(tokens) - len({tuple(ids) for ids in tokens})
+
+
+def test_exact_duplicates_are_counted_and_left_out(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    samples: list[Any] = pairs(300)
+    samples += [{"instruction": "Hi 7", "output": "yes", "id": 99}]  # another column, same tokens
+    samples += [{"instruction": "Hi 7", "output": "no"}, *pairs(4)]
+    path = write_jsonl(tmp_path / "my.jsonl", samples)
+    settings: Any = {"skip_bad_rows": True, "want": False}
+    data = prepared(path, llama3, tmp_path / "cache", **settings)
+    assert repeated(list(data.train["input_ids"])) == 5 == data.report.train.duplicates
+    assert len(data.train) == 306
+    line = "training: 5 exact duplicates of earlier samples (--deduplicate leaves them out)"
+    assert line in data.summary
+    fewer = prepared(path, llama3, tmp_path / "cache", deduplicate=True, **settings)
+    assert "training: 5 exact duplicates of earlier samples left out" in fewer.summary
+    kept = list(data.train["source"])
+    gone = [f"{path}:{line}" for line in (301, 303, 304, 305, 306)]
+    assert list(fewer.train["source"]) == [place for place in kept if place not in gone]
+    assert fewer.report.train.samples == 301
+    assert fewer.fingerprints() != data.fingerprints()
+
+
+def test_copies_by_a_weight_are_not_duplicates(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    first = write_jsonl(tmp_path / "a.jsonl", pairs(3))
+    second = write_jsonl(tmp_path / "b.jsonl", pairs(5))
+    mixture: Any = [{"path": str(first), "weight": 2}, {"path": str(second)}]
+
+    def tokenized(**settings: Any) -> TokenizedData:
+        request = DataRequest(context_length=64, want_validation=False)
+        config = DataConfig(dataset=mixture, **settings)
+        return prepare(config, llama3, request, cache=tmp_path / "cache")
+
+    assert tokenized().report.train.duplicates == 3
+    places = list(tokenized(deduplicate=True).train["source"])
+    twice = [place for place in places if place.startswith(str(first))]
+    assert len(twice) == 6 and len(set(twice)) == 3
+    assert [place for place in places if place not in twice] == [f"{second}:4", f"{second}:5"]
+
+
+def test_overlap_of_training_and_validation_is_a_warning(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    train = write_jsonl(tmp_path / "my.jsonl", pairs(40))
+    others = [{"instruction": f"Hi {n}", "output": "no"} for n in range(5)]
+    messages = [{"role": "user", "content": "Hi 3"}, {"role": "assistant", "content": "yes"}]
+    held_out = write_jsonl(tmp_path / "held.jsonl", [*others, *pairs(2), *pairs(1)])
+    data = prepared(train, llama3, tmp_path / "cache", validation=str(held_out))
+    [warning] = data.warnings
+    assert warning.startswith("2 samples of the validation set are in the training data, too")
+    assert data.report.validation is not None and data.report.validation.duplicates == 1
+    assert data.facts()["warnings"] == [warning]
+    other_format = write_jsonl(tmp_path / "chat.jsonl", [{"messages": messages}])
+    data = prepared(train, llama3, tmp_path / "cache", validation=str(other_format))
+    assert data.warnings[0].startswith("1 sample of the validation set is in")
+    clean = write_jsonl(tmp_path / "clean.jsonl", others)
+    assert not prepared(train, llama3, tmp_path / "cache", validation=str(clean)).warnings
+    assert not prepared(train, llama3, tmp_path / "cache", validation="0.3").warnings

@@ -178,7 +178,7 @@ def test_a_killed_worker_or_ctrl_c_ends_tokenizing_and_leaves_nothing_behind(
     ends_with: type[BaseException],
     message: str | None,
 ) -> None:
-    path = write_jsonl(tmp_path / "my.jsonl", pairs(60_000, "yes " * 20))
+    path = write_jsonl(tmp_path / "my.jsonl", pairs(200_000, "yes " * 20))
     # a shell has background jobs ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = when_tokenizing(
@@ -186,6 +186,7 @@ def test_a_killed_worker_or_ctrl_c_ends_tokenizing_and_leaves_nothing_behind(
     )
     with pytest.raises(ends_with, match=message):
         prepared(path, llama3, tmp_path, 2)
+        thread.join()  # a Ctrl-C that comes too late must not end the tests
     thread.join()
     assert multiprocessing.active_children() == [] and built(tmp_path) == []
 

@@ -132,9 +132,10 @@ def test_a_model_directory_with_a_device_is_rejected(tmp_path: Path) -> None:
     [
         ({"attention_dropout": 5}, "attention_dropout is 5; expected 0 to 1"),
         ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10,000,000; expected at most 10,000"),
+        ({"text_config": [1]}, r"text_config is \[1\]; expected settings by name"),
     ],
 )
-def test_impossible_numbers_in_config_json_are_rejected(
+def test_impossible_values_in_config_json_are_rejected(
     tmp_path: Path, settings: dict[str, object], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):

@@ -138,13 +138,26 @@ def test_zero_points_of_another_shape_are_named(tmp_path: Path) -> None:
         open_dequantized(tmp_path)
 
 
+def test_a_weight_that_is_stored_twice_is_named(tmp_path: Path) -> None:
+    publish_compressed(tmp_path, "pack-quantized", INT4)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = torch.zeros(320, 256)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=f"model.safetensors: {name} is stored twice: {name}_pack"):
+        open_dequantized(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "printed"),
     [
         ({"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity"),
+        ({"type": "float"}, "floating-point numbers of 4 bits"),
         ({"actorder": "group"}, "actorder group"),
         ({"actorder": True}, "actorder True"),
+        ({"actorder": "of tomorrow"}, "actorder of tomorrow"),
     ],
 )
 def test_other_formats_are_rejected_at_the_start(
@@ -152,7 +165,8 @@ def test_other_formats_are_rejected_at_the_start(
 ) -> None:
     publish_compressed(tmp_path, "pack-quantized", INT4)
     config = load_model_config(tmp_path, False)
-    weights = INT4 | {"actorder": change.get("actorder")}
+    of_weights = {name: change[name] for name in ("type", "actorder") if name in change}
+    weights = INT4 | of_weights
     note = note_of("pack-quantized", weights) | change
     if "format" in change:
         note["config_groups"]["group_0"]["format"] = change["format"]

@@ -8,7 +8,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, ZambaConfig, ZambaForCausalLM
 
 from llama_ft.config import FSDPConfig, TrainConfig
 from llama_ft.models import BuiltModel, apply_fsdp, set_storage_dtypes, shard_degree
@@ -98,6 +98,31 @@ def test_offloading_parameters_does_not_change_gradients(runtime: Ranks) -> None
     for (name, expected), found in zip(
         plain.named_parameters(), offloaded.parameters(), strict=True
     ):
+        torch.testing.assert_close(found.grad.full_tensor(), expected.grad, msg=name)
+
+
+def test_layers_that_share_weights_stay_in_the_root_unit(runtime: Ranks) -> None:
+    torch.manual_seed(0)
+    config = ZambaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=50,
+        num_hidden_layers=4,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+    )
+    plain = ZambaForCausalLM(config)
+    model = ZambaForCausalLM(config)
+    model.load_state_dict(plain.state_dict())
+    # offloaded, so that one process has units in fp32
+    settings = FSDPConfig(enable_fsdp=True, fsdp_cpu_offload=True)
+    units = apply_fsdp(BuiltModel(model), runtime.mesh, settings, PRECISIONS["fp32"])
+    assert [unit.name for unit in units] == ["model.layers.0", "model.layers.2", ""]
+    ids = torch.arange(20).view(2, 10)
+    for each in (plain, model):
+        each(input_ids=ids, labels=ids).loss.backward()
+    for (name, expected), found in zip(plain.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(found.grad.full_tensor(), expected.grad, msg=name)
 
 

@@ -1,5 +1,6 @@
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llama_ft.config import ModelConfig, PeftConfig
+from llama_ft.config.structured_values import PeftOptions
 from llama_ft.errors import UserError
 from llama_ft.models import (
     BuiltModel,
@@ -35,6 +37,72 @@ def test_only_adapters_are_trained_and_nothing_has_storage(tiny_model: Path) -> 
     assert trained == set(adapter.keys) and len(trained) == 2 * 2 * 7
     assert all(parameter.is_meta for parameter in model.parameters())
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in adapter.keys.values()
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"rank_pattern": {"q_proj": 4, "layers.1.mlp.up_proj": 2}, "alpha_pattern": {"q_proj": 3.0}},
+    {"exclude_modules": ["o_proj", "layers.0.mlp.up_proj"]},
+    {"exclude_modules": r".*\.layers\.0\..*"},
+    {"layers_to_transform": [1], "layers_pattern": "layers"},
+)
+
+
+@pytest.mark.parametrize("method", ["lora", "loha"])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "o_proj", "up_proj"]])
+def test_options_give_the_adapters_of_peft(
+    options: dict[str, Any], targets: Any, method: str, tiny_model: Path
+) -> None:
+    if targets == "all-linear" and "layers_to_transform" in options:
+        return  # a configuration error
+    settings: dict[str, Any] = {"target_modules": targets, "task_type": "CAUSAL_LM", **options}
+    kind: Any = LoraConfig(r=8, lora_alpha=16, **settings)
+    if method == "loha":
+        kind = LoHaConfig(r=8, alpha=16, **settings)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model)
+    theirs: Any = get_peft_model(plain, kind)
+    built = skeleton(tiny_model)
+    peft = PeftConfig(
+        use_peft=True,
+        peft_method=method,  # type: ignore[arg-type]
+        lora_alpha=16,
+        target_modules=targets,
+        options=options,  # type: ignore[arg-type]
+    )
+    inject_lora(built, peft, "base")
+
+    def described(model: Any) -> dict[str, Any]:
+        found = {}
+        for name, module in model.named_modules():
+            if hasattr(module, "scaling"):
+                parameters = module.named_parameters()
+                found[name] = (module.scaling, {key: p.shape for key, p in parameters})
+        return found
+
+    expected = described(theirs.base_model.model)
+    assert described(built.model) == expected and expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exclude_modules": ["lm_heat"]}, "exclude_modules lm_heat: not in this model"),
+        ({"exclude_modules": "o_proj"}, "exclude_modules o_proj: not in this model"),
+        ({"rank_pattern": {"k_pro": 2}}, 'rank_pattern "k_pro" matches no layer that has'),
+        ({"layers_to_transform": 2}, "layers_to_transform 2: this model has 2 decoder layers"),
+    ],
+)
+def test_options_without_effect_are_errors(options: Any, message: str, tiny_model: Path) -> None:
+    peft = PeftConfig(use_peft=True, target_modules=["q_proj"], options=options)
+    with pytest.raises(UserError) as raised:
+        inject_lora(skeleton(tiny_model), peft, "base")
+    assert message in str(raised.value)
+
+
+def test_every_option_is_a_field_of_pefts_configs() -> None:
+    own = set(PeftOptions.__annotations__)
+    for kind in (LoraConfig, LoHaConfig):
+        assert own <= {field.name for field in fields(kind)}
 
 
 @pytest.fixture

@@ -260,6 +260,11 @@ def broken(folder: Path, change: Callable[[Tensors], None]) -> Path:
 
 
 SCALE = "model.layers.0.mlp.up_proj.weight_scale_inv"
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"a": {"weights": {"num_bits": 4, "group_size": 32}}},
+    "format": "pack-quantized",
+}
 
 
 def test_a_missing_scale_is_named_with_its_file(tmp_path: Path) -> None:
@@ -354,6 +359,13 @@ def test_a_scale_of_another_shape_is_named_with_its_file(tmp_path: Path) -> None
         open_dequantized(folder)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
+def test_a_scale_of_another_type_is_named_with_its_file(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = broken(tmp_path, lambda tensors: tensors.update({SCALE: tensors[SCALE].to(dtype)}))
+    with pytest.raises(UserError, match=rf"model.safetensors: {SCALE} is {dtype}; expected"):
+        open_dequantized(folder)
+
+
 def test_a_type_that_torch_lacks_is_named(tmp_path: Path) -> None:
     """safetensors knows it, but has no torch type for it."""
     header = json.dumps({"some.weight": {"dtype": "F4", "shape": [16], "data_offsets": [0, 8]}})
@@ -381,9 +393,38 @@ def test_a_type_that_torch_lacks_is_named(tmp_path: Path) -> None:
             },
             "group_size is 0;",
         ),
+        ({"quant_method": ["fp8"]}, "quant_method is ['fp8'];"),
+        (COMPRESSED | {"sparsity_config": [1]}, "sparsity_config is [1];"),
+        (COMPRESSED | {"transform_config": "x"}, "transform_config is x;"),
     ],
 )
 def test_a_malformed_quantization_config_is_named(note: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError, match="quantization_config") as error:
         stored_method(LlamaConfig(quantization_config=note))
     assert problem in str(error.value)
+
+
+@pytest.mark.parametrize("note", ["fp8", ["fp8"], 7])
+def test_a_quantization_config_that_is_not_a_mapping_is_named(tmp_path: Path, note: Any) -> None:
+    publish(tmp_path, "llama", LLAMA, note, in_blocks)
+    expected = "config.json: quantization_config is .*; expected settings by name"
+    with pytest.raises(UserError, match=expected):
+        load_model_config(tmp_path, False)
+    with pytest.raises(UserError, match=expected):
+        open_dequantized(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "manual_seed", None])
+def test_weights_are_read_in_bf16_unless_the_config_names_another_type(
+    tmp_path: Path, dtype: str | None
+) -> None:
+    """A config that names the type of the codes must not round the weights to it."""
+    publish(tmp_path, "llama", LLAMA, fp8_note(), in_blocks)
+    file = tmp_path / "config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"dtype": dtype}))
+    name = SCALE.removesuffix("_scale_inv")
+    stored = load_file(tmp_path / "model.safetensors")
+    scale = stored[SCALE].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    expected = (stored[name].float() * scale).bfloat16()
+    assert torch.equal(open_dequantized(tmp_path).read(name), expected)

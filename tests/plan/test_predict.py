@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import REPOSITORY
 from model_shapes import write_llama
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -74,6 +75,34 @@ def test_full_fine_tuning_has_its_shard_of_weights_gradients_and_states(
     assert held(planned, "load")["sharded parameters"] == own
     copies = plan(tmp_path / "model", ranks, *FLAGS[1:])  # without --enable_fsdp
     assert held(copies, "optimizer step")["sharded parameters"] == 4 * PARAMETERS
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_frozen_groups_have_neither_gradients_nor_states(
+    plan: Plan, tmp_path: Path, quick: bool
+) -> None:
+    frozen = "[{match: 'embed_tokens|lm_head', freeze: true}, {match: 'layers.2', lr: 2x}]"
+    model = write_llama(tmp_path / "model")
+    planned = plan(model, 1, *FLAGS, "--groups", frozen, quick=quick)
+    trained = 4 * (LAYERS * LAYER + HIDDEN)
+    step = held(planned, "optimizer step")
+    assert step["gradients"] == trained
+    assert step["optimizer state"] == pytest.approx(2 * trained, abs=8 * 40)
+    # in bf16
+    assert step["sharded parameters"] == trained + 2 * 2 * VOCABULARY * HIDDEN
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_an_optimizer_of_a_users_file_is_planned(plan: Plan, tmp_path: Path, ranks: int) -> None:
+    model = write_llama(tmp_path / "model")
+    flags = ("--enable_fsdp", "--optimizer", f"{REPOSITORY}/examples/muon.py:muon")
+    adamw = held(plan(model, ranks, *FLAGS), "optimizer step")
+    muon = held(plan(model, ranks, *FLAGS[1:], *flags), "optimizer step")
+    assert muon["gradients"] == adamw["gradients"]
+    # Muon has one state, not two, for the matrices of the layers
+    matrices = LAYERS * (LAYER - 2 * HIDDEN)
+    saved = adamw["optimizer state"] - muon["optimizer state"]
+    assert saved == pytest.approx(4 * matrices / ranks, rel=0.01)
 
 
 def test_dequantized_rows_take_host_memory_also_if_only_config_json_is_known(

@@ -60,6 +60,14 @@ CASES = {
         "--model_name",
         "another model",
     ),
+    "group that matches nothing": case(
+        f"{GOOD} --groups '[{{match: lm_heat, lr: 2x}}]'",
+        '--groups: "lm_heat" matches no parameter',
+        "Trained are model.embed_tokens.weight",
+    ),
+    "optimizer that is none": case(
+        f"{GOOD} --optimizer @own.py:build", "own.py:build returned a dict; expected a torch.optim"
+    ),
     "several at once": case(
         f"--model_name @modle {ROWS} --lrr 1 --num_epochs 0 --precision fp17",
         "modle",

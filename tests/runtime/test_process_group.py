@@ -5,7 +5,7 @@ import torch
 
 from llama_ft.errors import UserError
 from llama_ft.runtime.devices import claim_device, pick_device
-from llama_ft.runtime.process_group import resolve_degree
+from llama_ft.runtime.process_group import describe_uneven, resolve_degree
 
 
 @pytest.mark.parametrize(
@@ -44,5 +44,15 @@ def test_the_model_is_sharded_over_the_world_a_node_or_a_given_number_of_ranks()
     assert resolve_degree("world", 8, 4) == 8
     assert resolve_degree("node", 8, 4) == 4
     assert resolve_degree(2, 8, 4) == 2
-    with pytest.raises(UserError, match="--sharding_group_size 4"):
+    with pytest.raises(
+        UserError, match="--sharding_group_size 4: 6 ranks .* a multiple of 4 ranks"
+    ):
         resolve_degree(4, 6, 2)
+
+
+def test_a_global_batch_that_the_ranks_cannot_divide_is_described_with_those_that_can() -> None:
+    assert describe_uneven(8, 4) == ""
+    assert describe_uneven(12, 5) == (
+        "; 5 ranks do not divide it, so some wait for others (1, 2, 3, 4, 6, 12 ranks do)"
+    )
+    assert "(1, 2, 4 ranks do)" in describe_uneven(4, 8)

@@ -1,6 +1,7 @@
 """Optimizers against torch's and bitsandbytes' own on whole tensors; the learning rate against its
 definitions."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -61,6 +62,34 @@ def test_minimum_rate_and_warmup_ratio_equal_those_of_transformers() -> None:
     [factor] = least.lr_lambdas
     found = rates(40, lr_scheduler="cosine", warmup_ratio=0.1, min_lr=0.1)
     assert found == pytest.approx([factor(step) for step in range(40)])
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 5])
+@pytest.mark.parametrize("min_lr", [0.0, 0.1])
+def test_stable_and_inverse_square_root_rates_are_those_of_transformers(
+    warmup_steps: int, min_lr: float
+) -> None:
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    more = {"num_decay_steps": 8, "min_lr_ratio": min_lr}
+    wsd = get_scheduler(
+        "warmup_stable_decay", optimizer, warmup_steps, 40, scheduler_specific_kwargs=more
+    )
+    settings = {"lr_scheduler": "warmup_stable_decay", "decay_ratio": 0.2, "min_lr": min_lr}
+    found = rates(40, warmup_steps=warmup_steps, **settings)
+    # Transformers' warm-up begins at min_lr here, unlike in all of its other schedules.
+    expected = [wsd.lr_lambdas[0](step) for step in range(40)]
+    assert found[warmup_steps:] == pytest.approx(expected[warmup_steps:])
+    assert found[:warmup_steps] == pytest.approx([step / 5 for step in range(warmup_steps)])
+    inverse = get_scheduler("inverse_sqrt", optimizer, warmup_steps, 40)
+    found = rates(40, warmup_steps=warmup_steps, lr_scheduler="inverse_sqrt")
+    assert found == pytest.approx([inverse.lr_lambdas[0](step) for step in range(40)])
+
+
+def test_a_decay_as_long_as_the_run_begins_after_the_warmup() -> None:
+    found = rates(10, lr_scheduler="warmup_stable_decay", decay_ratio=1.0, warmup_steps=5)
+    assert found[5:] == pytest.approx([(1 + math.cos(math.pi * n / 5)) / 2 for n in range(5)])
 
 
 @pytest.mark.parametrize(("total", "steps"), [(1, 0), (20, 2), (21, 20)])

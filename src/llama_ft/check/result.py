@@ -8,6 +8,7 @@ from statistics import median
 from llama_ft.check.disk import DiskTrial
 from llama_ft.check.machine import RankFacts
 from llama_ft.check.network import Link
+from llama_ft.check.store import StoreTrial
 from llama_ft.config.messages import size_text
 from llama_ft.errors import plural
 
@@ -26,16 +27,22 @@ class CheckResult:
         output_dir: the directory that was tried.
         facts, disks: one of each rank.
         links: see `measure_network`.
+        save_to: the store that was tried; None without.
+        stores: one of each rank; empty without a store.
     """
 
     output_dir: str
     facts: Sequence[RankFacts]
     disks: Sequence[DiskTrial]
     links: Sequence[Link]
+    save_to: str | None = None
+    stores: Sequence[StoreTrial] = ()
 
     def table(self) -> str:
         """Return the measured values as lines: a row per rank, the links, and the versions."""
         head = ["rank", "node", "device", "free", "host memory", "matmul", "disk", "free on disk"]
+        if self.stores:
+            head.append("put, get, delete in the store")
         rows = [head]
         for facts, disk in zip(self.facts, self.disks, strict=True):
             rows.append(
@@ -50,6 +57,7 @@ class CheckResult:
                     if disk.bytes_per_second
                     else UNKNOWN,
                     _size(disk.free_bytes or None),
+                    *map(_store_cell, self.stores[facts.rank : facts.rank + 1]),
                 ]
             )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -67,6 +75,7 @@ class CheckResult:
         """Return one text per problem: which rank, node or link, and what to do."""
         return [
             *self._disk_problems(),
+            *self._store_problems(),
             *self._version_problems(),
             *self._memory_problems(),
             *self._slow_ranks(),
@@ -95,6 +104,18 @@ class CheckResult:
                 f"--output_dir {self.output_dir}: has no locks (flock): {where}.\n"
                 "Two runs could write there at the same time. Give each run a directory of its own."
             )
+        return problems
+
+    def _store_problems(self) -> list[str]:
+        problems = []
+        found = dict.fromkeys((trial.kind, trial.reason) for trial in self.stores if trial.kind)
+        for kind, reason in found:
+            where = self._where(
+                lambda rank, pair=(kind, reason): (  # type: ignore[misc]
+                    (self.stores[rank].kind, self.stores[rank].reason) == pair
+                )
+            )
+            problems.append(f"--save_to {self.save_to}: {kind} ({reason}): {where}.")
         return problems
 
     def _versions(self) -> Counter[tuple[str, str]]:
@@ -163,6 +184,13 @@ class CheckResult:
         return [
             f"{node}: its clock differs by {plural(seconds, 'second')}." for node, seconds in nodes
         ]
+
+
+def _store_cell(trial: StoreTrial) -> str:
+    if trial.kind:
+        return trial.kind
+    times = (trial.put_seconds, trial.get_seconds, trial.delete_seconds)
+    return ", ".join(f"{1000 * seconds:,.0f} ms" for seconds in times)
 
 
 def _rate(flops_per_second: float) -> str:

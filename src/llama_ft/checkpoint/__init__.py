@@ -1,6 +1,7 @@
 """Files of a run: its directory, complete checkpoints, and the final model or adapter in Hugging
 Face format."""
 
+from llama_ft.checkpoint.disks import find_disks
 from llama_ft.checkpoint.export import (
     check_export,
     export_adapter,
@@ -14,7 +15,7 @@ from llama_ft.checkpoint.export_checkpoint import (
     tokens_added,
     understood_adapter,
 )
-from llama_ft.checkpoint.fetch import open_store
+from llama_ft.checkpoint.fetch import fetch_to_each_disk, open_store
 from llama_ft.checkpoint.host_block import HostBlock
 from llama_ft.checkpoint.reader import Checkpoint, checkpoint_errors, complete_checkpoints
 from llama_ft.checkpoint.resume import (
@@ -30,5 +31,5 @@ from llama_ft.checkpoint.resume import (
 from llama_ft.checkpoint.run_directory import create_run_directory
 from llama_ft.checkpoint.state import own_state, restore, restore_weights
 from llama_ft.checkpoint.store import ObjectStore, is_uploaded
-from llama_ft.checkpoint.uploads import GRACE_SECONDS, Uploads, open_uploads
+from llama_ft.checkpoint.uploads import Uploads, open_uploads, upload_grace_seconds
 from llama_ft.checkpoint.writer import CheckpointWriter

@@ -1,5 +1,5 @@
 """Fetch checkpoints from an object store into the directory of a run that resumes, perhaps on an
-empty disk. One rank per node fetches, and then the normal resume reads the files."""
+empty disk. One rank per disk fetches, and then the normal resume reads the files."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from llama_ft.checkpoint.reader import complete_checkpoints, step_folder
-from llama_ft.checkpoint.run_directory import claim_directory, set_aside
+from llama_ft.checkpoint.run_directory import claim_directory, planned_directory, set_aside
 from llama_ft.checkpoint.store import (
     RUN_FILES,
     Commit,
@@ -28,7 +28,8 @@ from llama_ft.checkpoint.store import (
 )
 from llama_ft.config import CheckpointConfig
 from llama_ft.config.data_names import is_url
-from llama_ft.errors import UserError
+from llama_ft.config.paths import FETCHED_FILE
+from llama_ft.errors import RunFailure, UserError
 from llama_ft.runtime import Ranks, log
 
 PARALLEL_FILES = 8
@@ -43,7 +44,8 @@ class StoredRun:
         store: where they are.
         directory: of the run that resumes.
         commits: the checkpoints, by step.
-        with_local: whether local checkpoints of the directory belong to the same run.
+        with_local: whether local checkpoints of the directory belong to the same run, and are
+            whole.
     """
 
     def __init__(
@@ -67,41 +69,56 @@ class StoredRun:
         Raises:
             RunFailure: the store does not answer.
         """
-        final = step_folder(self.directory, step)
-
-        def make_room() -> None:
-            if final.exists():
-                set_aside(final, "is corrupted")
-
-        ranks.broadcast_from_rank0(make_room)
         errors = list[str]()
         with ranks.local_main_process_first():
-            if ranks.local_rank == 0:
-                errors = self._fetch(step, final, is_resumed)
+            if ranks.leads_disk:
+                errors = self._fetch(step, is_resumed)
         everyone: list[list[str]] = [[] for _ in range(ranks.world_size)]
         dist.all_gather_object(everyone, errors)
         return sorted({error for lines in everyone for error in lines})
 
-    def _fetch(self, step: int, final: Path, is_resumed: bool) -> list[str]:
+    def _fetch(self, step: int, is_resumed: bool) -> list[str]:
         commit = self.commits[step]
+        final = step_folder(self.directory, step)
         log.info(f"Fetching {final.name} from {self.store.url}")
-        # The name differs per node, which may share the disk.
-        node = f"{socket.gethostname()}-{os.getpid()}"
-        aside = final.with_name(f".writing-{final.name}-{node}")
+        aside = final.with_name(f".writing-{final.name}-{socket.gethostname()}-{os.getpid()}")
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         try:
             names = [name for name in commit.files if is_resumed or name not in RUN_FILES]
+            held = self._link_valid_files(commit, final, aside)
+            names = [name for name in names if name not in held]
             prefix = commit_name(step).rpartition("/")[0]
             fetch = partial(self._fetch_file, prefix, aside)
             with ThreadPoolExecutor(PARALLEL_FILES) as pool:
                 results = list(pool.map(fetch, names, [commit.files[name] for name in names]))
             errors = [error for error in results if error]
             if not errors:
+                if is_resumed and not final.exists():
+                    (self.directory / FETCHED_FILE).write_text(f"{final.name}\n")
                 self._put_in_place(aside, final)
             return errors
         finally:
             shutil.rmtree(aside, ignore_errors=True)
+
+    def _link_valid_files(self, commit: Commit, final: Path, aside: Path) -> set[str]:
+        """Link the files of a local checkpoint into `aside`, if all that it has are valid: a disk of
+        one node holds only the shards of its ranks. Return their names. Another checkpoint is set
+        aside."""
+        if not final.exists():
+            return set()
+        names = {file.name for file in final.iterdir()}
+        if not names <= commit.files.keys() or any(
+            stored_file(final / name) != commit.files[name] for name in names
+        ):
+            set_aside(final, f"differs from the one in {self.store.url}")
+            return set()
+        for name in names:
+            try:
+                os.link(final / name, aside / name)
+            except OSError:  # the file system has no links
+                shutil.copyfile(final / name, aside / name)
+        return names
 
     def _fetch_file(self, prefix: str, folder: Path, name: str, expected: StoredFile) -> str:
         """Download a file. Return what is wrong with it, or an empty text."""
@@ -120,11 +137,27 @@ class StoredRun:
         for name in RUN_FILES:
             if (aside / name).exists():
                 os.replace(aside / name, self.directory / name)
-        try:
-            os.replace(aside, final)
-        except OSError:
-            if not final.is_dir():  # another node has fetched it to the disk that they share
-                raise
+        old = final.with_name(f".removing-{final.name}")
+        shutil.rmtree(old, ignore_errors=True)
+        if final.exists():  # its files are also in `aside`
+            os.replace(final, old)
+        os.replace(aside, final)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def fetch_to_each_disk(store: ObjectStore, directory: Path, step: int, ranks: Ranks) -> None:
+    """Fetch a checkpoint of this run, of which each disk has only a part. All ranks call it.
+
+    Raises:
+        RunFailure: it is not in the store, or corrupted there.
+    """
+    commits = ranks.broadcast_from_rank0(lambda: _read_commits(store))
+    errors = [f"{store.url}: it was not uploaded."]
+    if step in commits:
+        stored = StoredRun(store, directory, commits, with_local=False)
+        errors = stored.fetch(step, ranks, is_resumed=False)
+    if errors:
+        raise RunFailure("\n".join([f"step-{step:06d} is incomplete on the disks:", *errors]))
 
 
 def open_store(settings: CheckpointConfig, ranks: Ranks) -> ObjectStore | None:
@@ -156,8 +189,8 @@ def find_stored(
         UserError: --resume names no checkpoint, or --save_to holds those of another run.
     """
     resume = settings.resume or ""
-    earlier_run = ranks.broadcast_from_rank0(lambda: ranks.earlier_run)
-    source = store if resume == "auto" or earlier_run else None
+    is_restarted = ranks.earlier is not None
+    source = store if resume == "auto" or is_restarted else None
     only = None  # the step that --resume names
     if is_url(resume):
         named = OF_A_CHECKPOINT.fullmatch(resume.rstrip("/"))
@@ -168,7 +201,7 @@ def find_stored(
     elif resume not in ("", "auto"):
         only = _local_step(Path(resume).expanduser())
     continues = source is store and only is None
-    if store is not None and not earlier_run:
+    if store is not None and not is_restarted:
         ranks.broadcast_from_rank0(lambda: _check_owned(store, settings.resume, continues, only))
     if source is None:
         return None
@@ -177,10 +210,11 @@ def find_stored(
         commits = {step: commit for step, commit in commits.items() if only in (None, step)}
         if not commits:
             raise UserError(f"--resume {resume}: holds no checkpoint; expected s3://bucket/run.")
-    directory = earlier_run or Path(str(settings.output_dir)).expanduser()
+    directory = planned_directory(settings, ranks)
+    assert directory is not None  # the settings are rejected without output_dir
     if commits:
-        ranks.broadcast_from_rank0(lambda: claim_directory(directory, ranks))
-    with_local = continues or earlier_run is not None
+        ranks.on_each_disk(lambda: claim_directory(directory, ranks))
+    with_local = (continues or is_restarted) and ranks.shares_disk
     return StoredRun(source, directory, commits, with_local)
 
 

@@ -37,7 +37,7 @@ SECTIONS_THAT_MAY_DIFFER = {"fsdp", "checkpoint", "tracking", "memory", "profile
 # The content that these name is compared, after the model was found and the data were tokenized.
 COMPARED_BY_CONTENT = {
     "model_name", "dataset", "validation", "tokenizer_name", "chat_template", "dataset_split", "dataset_format",
-    "skip_bad_rows", "columns", "repair_chats", "max_samples",
+    "skip_bad_rows", "columns", "repair_chats", "max_samples", "deduplicate",
 }  # fmt: skip
 MAY_DIFFER = COMPARED_BY_CONTENT | {
     "batch_size_training", "gradient_accumulation_steps",  # see global_batch
@@ -82,6 +82,9 @@ def find_checkpoint(
     candidates = ranks.broadcast_from_rank0(find)
     if not candidates:
         return None
+    if stored is not None and not ranks.shares_disk:
+        # the path of the directory can differ per node
+        candidates = [step_folder(stored.directory, step_of(folder)) for folder in candidates]
     checkpoint = first_valid(candidates, partial(_errors_or_fetch, ranks, stored))
     if stored is not None:
         _fetch_best(checkpoint, stored, ranks)
@@ -147,7 +150,8 @@ def _errors_or_fetch(ranks: Ranks, stored: StoredRun | None, folder: Path) -> li
     """Return what is wrong with a local checkpoint, on all ranks. If it is missing or corrupted,
     fetch it from the store, and return what is wrong there."""
     errors = []
-    if ranks.broadcast_from_rank0(folder.is_dir):
+    is_whole = stored is None or ranks.shares_disk
+    if is_whole and ranks.broadcast_from_rank0(folder.is_dir):
         errors = _shared_errors(ranks, folder)
         if not errors:
             return []
@@ -162,7 +166,8 @@ def _fetch_best(resumed: Checkpoint, stored: StoredRun, ranks: Ranks) -> None:
     which checkpoints/best.json names."""
     step = int(resumed.trainer["progress"]["best"]["step"])
     is_local = ranks.broadcast_from_rank0(step_folder(stored.directory, step).is_dir)
-    if is_local or step not in stored.commits:
+    is_whole = is_local and ranks.shares_disk
+    if is_whole or step not in stored.commits:
         return
     errors = stored.fetch(step, ranks, is_resumed=False)
     if errors:
@@ -235,7 +240,7 @@ def open_best(step: int, run: Path, resumed: Checkpoint | None, ranks: Ranks) ->
     runs = [run, resumed.run] if resumed else [run]
     best = [step_folder(directory, step) for directory in runs]
     last = [resumed.folder] if resumed else []
-    candidates = ranks.broadcast_from_rank0(
+    candidates = ranks.on_each_disk(
         lambda: [*filter(Path.is_dir, best), *complete_checkpoints(run), *last]
     )
     return first_valid(candidates, partial(_shared_errors, ranks))
@@ -288,17 +293,20 @@ def describe_run(config: Config) -> dict[str, Any]:
     }
 
 
-def global_batch(settings: TrainConfig, resumed: Checkpoint | None, world_size: int) -> int:
-    """Return the packed sequences, or samples, per optimizer step. A resumed run keeps its number:
-    with other ranks, batch size or accumulation the number of micro-batches changes."""
-    asked = settings.batch_size_training * settings.gradient_accumulation_steps * world_size
-    if resumed is None:
-        return asked
-    kept = int(resumed.trainer["global_batch"])
+def global_batch(settings: TrainConfig, resumed: Checkpoint | None, ranks: Ranks) -> int:
+    """Return the packed sequences, or samples, per optimizer step. A resumed run keeps its number,
+    also if torchrun has started the ranks again before the first checkpoint: with other ranks,
+    batch size or accumulation the number of micro-batches changes."""
+    asked = settings.batch_size_training * settings.gradient_accumulation_steps * ranks.world_size
+    kept = asked
+    if resumed is not None:
+        kept = int(resumed.trainer["global_batch"])
+    elif ranks.earlier is not None:
+        kept = ranks.earlier.global_batch or asked
     if kept == asked:
         return asked
     log.info(
-        f"--resume: the global batch stays {kept}, as in the resumed run, although the settings ask for {asked}."
+        f"The global batch stays {kept}, as in the resumed run, although the settings ask for {asked}."
     )
     return kept
 

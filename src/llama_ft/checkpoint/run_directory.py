@@ -29,8 +29,8 @@ def create_run_directory(
     ranks: Ranks,
     resumed: Checkpoint | None = None,
 ) -> Path:
-    """Create output_dir on rank 0 and return its path on all ranks. If torchrun has restarted the
-    ranks, return the directory of the previous attempt.
+    """Create output_dir on rank 0, or on each disk, and return its path on all ranks. If torchrun
+    has restarted the ranks, return the directory of the previous attempt.
 
     Args:
         checkpoint: output_dir; None: the directory of the resumed run, or
@@ -45,12 +45,14 @@ def create_run_directory(
         UserError: it holds a run or files of other programs, or another process is using it.
     """
 
+    name = re.sub(r"[^\w.-]+", "-", Path(model_name).name or "model")
+    moment = ranks.broadcast_from_rank0(lambda: f"{datetime.now():%Y%m%d-%H%M%S}")
+
     def create() -> Path:
-        name = re.sub(r"[^\w.-]+", "-", Path(model_name).name or "model")
-        default = Path("output") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+        default = Path("output") / f"{name}-{moment}"
         if resumed is not None and (resumed.run / RUN_MARKER).is_file():
             default = resumed.run
-        folder = ranks.earlier_run or Path(checkpoint.output_dir or default).expanduser()
+        folder = planned_directory(checkpoint, ranks) or default
         is_own = resumed is not None and folder.resolve() == resumed.run.resolve()
         if not is_own:
             _check_foreign(folder)
@@ -65,17 +67,28 @@ def create_run_directory(
         if resumed is not None and is_own:
             _set_newer_aside(resumed)
         else:
+            if not ranks.shares_disk and not checkpoint.overwrite:
+                for path in complete_checkpoints(folder):
+                    set_aside(path, "was not uploaded completely")
             _remove_earlier_run(
-                folder, checkpoint, checkpoint.overwrite or folder == ranks.earlier_run
+                folder, checkpoint, checkpoint.overwrite or ranks.earlier is not None
             )
         return folder
 
-    return ranks.broadcast_from_rank0(create)
+    return ranks.on_each_disk(create)
+
+
+def planned_directory(settings: CheckpointConfig, ranks: Ranks) -> Path | None:
+    """Return the run's directory, as the settings or an earlier attempt of this launch name it on
+    this node; None if neither does."""
+    if settings.output_dir is not None:
+        return Path(settings.output_dir).expanduser()
+    return ranks.earlier_run
 
 
 def claim_directory(folder: Path, ranks: Ranks) -> None:
-    """Create and lock the directory of a run, on rank 0, before a checkpoint is fetched into it.
-    Raises the errors of `create_run_directory`."""
+    """Create and lock the directory of a run, on the leader of a disk, before a checkpoint is
+    fetched into it. Raises the errors of `create_run_directory`."""
     _check_foreign(folder)
     ranks.lock = _lock(folder)
 

@@ -42,12 +42,16 @@ from llama_ft.config import CheckpointConfig
 from llama_ft.config.messages import size_text
 from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.errors import RunFailure
+from llama_ft.models.torch_2_11 import IS_TORCH_2_11
 from llama_ft.runtime import Ranks, log
 
 POLL_SECONDS = 0.2
 PARALLEL_FILES = 8
-# How long an upload may take after a signal: torchrun kills the ranks after 30 s.
-GRACE_SECONDS = 20.0
+# After a signal torchrun kills the ranks when so many seconds are over, unless this variable has another number. torch
+# 2.11 does not read it. An upload leaves the last ones to what follows.
+KILL_SECONDS = 30.0
+KILL_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+SECONDS_AFTER_UPLOAD = 10.0
 # for status.json and report.html of a run that fails or is stopped
 SECONDS_FOR_SMALL_FILES = 4.0
 OUTCOME_FILES = (
@@ -232,6 +236,8 @@ class Uploads:
                 self._upload(step)
             except RunFailure:  # `error` is set
                 self._given_up.set()
+            if not self._ranks.is_main:
+                continue  # another rank of this disk may still read the files
             with self._changed:
                 self._current = None
                 self._changed.notify_all()
@@ -365,6 +371,9 @@ class Uploads:
         if self._ranks.is_main:
             self._wait(seconds)
         self._wait_for_rank0(f"finish {self._finishes}")
+        if not self._ranks.is_main:
+            with self._changed:
+                self._current = None
         if self.error is not None:
             raise self.error
 
@@ -387,9 +396,12 @@ class Uploads:
         newest = max(self._commits, default=None)
         held = "no checkpoint" if newest is None else f"step-{newest:06d}"
         self._failed.append(f"{steps} (abandoned)")
+        on_disk = ""
+        if self._ranks.shares_disk:
+            on_disk = f" On this disk, {self._directory} is complete."
         log.warning(
-            f"The upload of {steps} was abandoned{when}; the newest in {self.store.url} is {held}. "
-            f"On this disk, {self._directory} is complete."
+            f"The upload of {steps} was abandoned{when}; the newest in {self.store.url} is {held}."
+            f"{on_disk}"
         )
 
     def put_model(self) -> None:
@@ -437,16 +449,18 @@ class Uploads:
         with ThreadPoolExecutor(PARALLEL_FILES) as pool:
             return dict(pool.map(put, files))
 
-    def put_outcome(self, step: int) -> None:
+    def put_outcome(self, step: int, has_log: bool = True) -> None:
         """Upload the log, the report and the status of a run that has ended in any way. If it has
         finished, `step` is its last one, and result.json, which is written last, says so. It does
-        not raise, and waits for a short time only if the run has not finished."""
+        not raise, and waits for a short time only if the run has not finished. `has_log`: False if
+        rank 0's disk has the log and the report."""
         is_finished = self._result is not None
 
         def put() -> None:
             try:
                 self._check_owner()
-                files = [self._directory / name for name in OUTCOME_FILES]
+                names = OUTCOME_FILES if has_log else ("status.json",)
+                files = [self._directory / name for name in names]
                 uploaded = self._put_files([file for file in files if file.exists()])
                 if self._result is not None:
                     commit = Commit(step, True, None, self._result | uploaded)
@@ -519,6 +533,14 @@ def open_uploads(
         return None
     step = resumed.step if resumed is not None else 0
     return Uploads(store, directory, settings.keep_last, step, ranks)
+
+
+def upload_grace_seconds() -> float:
+    """Return how long an upload may take after a signal."""
+    seconds = float(os.environ.get(KILL_VARIABLE) or KILL_SECONDS)
+    if IS_TORCH_2_11:
+        seconds = KILL_SECONDS
+    return max(0.0, seconds - SECONDS_AFTER_UPLOAD)
 
 
 def described(text: str) -> StoredFile:

@@ -11,7 +11,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
@@ -83,7 +83,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         self._host_block = HostBlock()
         self._in_flight: Future[None] | None = None
         self._timings: dict[str, float] = {}
-        if ranks.is_main:
+        if ranks.leads_disk:
             for leftover in (
                 *self._folder.glob(".writing-step-*"),
                 *self._folder.glob(".removing-step-*"),
@@ -91,7 +91,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
                 shutil.rmtree(leftover, ignore_errors=True)
             # a kill may have come between the rename of a checkpoint and this call
             self._tidy(next(iter(complete_checkpoints(output_dir)), None))
-        complete = ranks.broadcast_from_rank0(lambda: complete_checkpoints(output_dir))
+        complete = ranks.on_each_disk(lambda: complete_checkpoints(output_dir))
         self.last: Path | None = next(iter(complete), None)
         if uploads is not None:
             uploads.add_missing()
@@ -151,13 +151,11 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         record |= {"asked": asked, "best_loss": best_loss, **trainer, **self._about}
         live = own_state(model, optimizer, self._ranks)
         own_bytes = sum(local_shard(tensor).nbytes for tensor in live.values())
-        total = int(self._ranks.all_gather_floats(own_bytes).sum().item())
-        needed = total + RESERVED_BYTES
-        free = self._ranks.broadcast_from_rank0(lambda: shutil.disk_usage(self.run).free)
-        if free < needed:
-            raise self._failure(
-                step, f"it needs {size_text(needed)}, but only {size_text(free)} are free"
-            )
+        all_bytes = self._ranks.all_gather_floats(own_bytes)[:, 0].tolist()
+        total = int(sum(all_bytes))
+        for shortage in self._ranks.from_each_disk(partial(self._shortage, all_bytes)).values():
+            if shortage:
+                raise self._failure(step, shortage)
         copies = self._host_block.copy(live)
         stall = time.perf_counter() - started
         self._timings["perf/save_stall_seconds"] = stall
@@ -179,6 +177,21 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         if not self._settings.save_async:
             self.finish()
 
+    def _shortage(self, bytes_of_ranks: Sequence[float]) -> str:
+        """Return why the files of this disk's ranks do not fit on it, or ""."""
+        needed = RESERVED_BYTES
+        for rank, count in enumerate(bytes_of_ranks):
+            if self._is_on_this_disk(rank):
+                needed += int(count)
+        free = shutil.disk_usage(self.run).free
+        if free >= needed:
+            return ""
+        return f"it needs {size_text(needed)}, but only {size_text(free)} are free"
+
+    def _is_on_this_disk(self, rank: int) -> bool:
+        leaders = self._ranks.disk_leaders
+        return not leaders or leaders[rank] == self._ranks.disk_leader
+
     def finish(self) -> Path | None:
         """Wait for the pending save and return the newest complete checkpoint. Raises RunFailure if
         the last one could not be written, or another run has taken over --save_to."""
@@ -195,7 +208,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         ranks call it after `finish`."""
         if self._uploads is not None:
             self._uploads.finish(seconds)
-            if self._ranks.is_main:
+            if self._ranks.leads_disk:
                 self._tidy_or_warn()  # those that were kept to be uploaded
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -230,15 +243,41 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         try:
             dcp.save(live, storage_writer=storage, planner=planner, process_group=self._group)
         except dcp.CheckpointException as error:
-            if self._ranks.is_main:
+            if self._ranks.leads_disk:
                 shutil.rmtree(aside, ignore_errors=True)
             rank, (cause, _) = min(error.failures.items())
             raise self._failure(record["step"], f"rank {rank}: {reason(cause)}") from error
+        if not self._ranks.shares_disk:
+            self._complete_other_disks(record["step"], aside, final)
         self.last = final
         if self._uploads is not None:
             self._uploads.add(record["step"])
-        if self._ranks.is_main:
+        if self._ranks.leads_disk:
             self._tidy_or_warn()
+
+    def _complete_other_disks(self, step: int, aside: Path, final: Path) -> None:
+        """After rank 0 has completed its disk, do the same on the others, which hold only the
+        shards of their own ranks. All ranks call it."""
+        small = (reader.TRAINER_FILE, reader.CHECKSUMS_FILE)
+        box: list[Any] = [None]
+        if self._ranks.is_main:
+            box = [{name: (final / name).read_text() for name in small}]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        error = ""
+        try:
+            if self._ranks.leads_disk and not self._ranks.is_main:
+                for name in small:
+                    _write_synced(aside / name, box[0][name])
+                _sync(aside)
+                os.replace(aside, final)
+                _sync(self._folder)
+        except OSError as problem:
+            error = f"rank {self._ranks.rank}: {reason(problem)}"
+        everyone = [""] * self._ranks.world_size
+        dist.all_gather_object(everyone, error, group=self._group)
+        for error in everyone:
+            if error:
+                raise self._failure(step, error)
 
     def _tidy_or_warn(self) -> None:
         try:
@@ -255,10 +294,15 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     ) -> None:
         """On rank 0, after all ranks have written: write the small files, then rename the
         directory."""
-        # A node with a directory of its own would write files that rank 0 does not see.
-        absent = [name for name in digests if not (aside / name).is_file()]
+        # Without a store, a node with a directory of its own would write files that nobody finds.
+        ranks = filter(self._is_on_this_disk, range(self._ranks.world_size))
+        expected = digests.keys() & {reader.shard_file(rank) for rank in ranks}
+        absent = sorted(name for name in expected if not (aside / name).is_file())
         if absent:
-            raise OSError(None, f"{absent[0]} is missing: all nodes must share one output_dir")
+            raise OSError(
+                None,
+                f"{absent[0]} is missing: all nodes must share one output_dir, or upload with --save_to",
+            )
         _write_synced(aside / reader.TRAINER_FILE, json.dumps(record, indent=1) + "\n")
         small = [reader.TRAINER_FILE]
         reference = self.run / REFERENCE_FILE

@@ -85,6 +85,10 @@ class DataConfig:
     max_samples: CountOrZero = 0
     """Train on the first N samples only, of each part of a mixture; 0 = all."""
 
+    deduplicate: bool = False
+    """Leave out samples that have the same tokens and loss mask as an earlier one, in the training
+    and in the validation set. Copies by the weight of a mixture's part stay."""
+
     dataset_split: str = "train"
     """Training split of data that have splits: Hub datasets (also train[:5%]), directories saved by
     datasets, and directories whose files are named by train, validation or test. train[:100] are

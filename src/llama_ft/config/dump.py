@@ -26,6 +26,8 @@ WORDS = {
     "choice": " WORD",
     "text": " TEXT",
     "data": " TEXT",
+    "groups": " LIST",
+    "options": " MAPPING",
 }
 # Settings that most runs set: the first part of --help, and all that it prints without `all`.
 COMMON_SETTINGS = (
@@ -111,7 +113,7 @@ def flags_text(settings: Mapping[str, Setting], title: str) -> str:
             head = "  --quantization [WORD]"
         else:
             head = f"  {setting.flag}{WORDS.get(setting.kind, ' A,B')}"
-        default = format_value(setting.default).strip("[]")
+        default = format_value(setting.default).strip("[]{}")
         choices = f"{', '.join(setting.choices)}; " if setting.choices else ""
         text = f"{setting.meaning} [{choices}default: {default or 'empty'}]"
         body = textwrap.fill(

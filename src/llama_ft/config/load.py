@@ -22,6 +22,7 @@ from llama_ft.config.parse import Parsed, as_keywords, read_flags, read_yaml
 from llama_ft.config.paths import check_paths
 from llama_ft.config.rules import broken_rules, broken_values, drop_overridden
 from llama_ft.config.settings import SETTINGS, Config, Setting, settings_of, values_of
+from llama_ft.config.structured_values import ParameterGroup, PeftOptions
 from llama_ft.errors import UserError, before_imports, exit_on_error, plural, rank
 
 # Words of pydantic's messages, and the plain words that replace them.
@@ -30,6 +31,12 @@ PLAIN = {
     "Field": "is",
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
+}
+# kind of a setting -> its mappings
+KEYS: dict[str, Any] = {"data": DatasetPart, "groups": ParameterGroup, "options": PeftOptions}
+EXAMPLES = {
+    "groups": "a list such as '[{match: embed_tokens, lr: 0.1x}]'",
+    "options": "a mapping such as '{exclude_modules: [o_proj]}'",
 }
 
 
@@ -162,14 +169,17 @@ def _explain(head: str, setting: Setting, value: Any, error: Any) -> str:
         value: the value that was rejected.
         error: one of `pydantic.ValidationError.errors()`.
     """
-    inside = error["loc"][2:]  # of a dataset mixture: the number of its part, and the key
+    # of a mapping in a list: its number, and the key
+    inside = error["loc"][2:]
+    if setting.kind in KEYS and setting.kind != "data":  # not a union
+        inside = error["loc"][1:]
     candidates = setting.choices
-    if error["type"] == "extra_forbidden":  # a key in a part of a dataset mixture
+    if error["type"] == "extra_forbidden":
         value = inside[-1]
-        candidates = tuple(DatasetPart.__annotations__)
+        candidates = tuple(KEYS[setting.kind].__annotations__)
     if inside:
-        keys = "].".join(map(str, inside))
-        head = f"{head}[{keys}"
+        keys = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in inside]
+        head += "".join(keys)
     else:
         head = f"{head} {format_value(value)}"
     if candidates:
@@ -179,6 +189,10 @@ def _explain(head: str, setting: Setting, value: Any, error: Any) -> str:
         for theirs, ours in PLAIN.items():
             wanted = wanted.replace(f"{theirs} to", ours)
             wanted = wanted.replace(theirs, ours)
+    if setting.kind in EXAMPLES and not inside:
+        wanted = f"expected {EXAMPLES[setting.kind]}"
+    if setting.name == "optimizer":
+        wanted += ", or path/to/file.py:function"
     match = nearest(str(value), candidates)
     unsupported = UNSUPPORTED_VALUES.get((setting.name, str(value).lower()))
     if unsupported:

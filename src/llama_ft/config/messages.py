@@ -110,7 +110,9 @@ def describe_setting(name: str, origins: Mapping[str, str]) -> str:
 def format_value(value: Any) -> str:
     """Return a value as a user would type it, or the beginning of a long one."""
     text = str(value)
-    if isinstance(value, list):
+    if isinstance(value, dict):
+        text = json.dumps(value)
+    elif isinstance(value, list):
         has_parts = bool(value) and isinstance(value[0], dict)
         text = json.dumps(value) if has_parts else f"[{','.join(map(str, value))}]"
     elif value is None or isinstance(value, bool):

@@ -78,9 +78,13 @@ def from_text(setting: Setting, text: str) -> Any:
     if setting.optional and text.lower() in ("none", "null"):
         return None
     is_list = text.startswith("[") and text.endswith("]")
+    is_nested = setting.kind in ("groups", "options")
     node = None
     with suppress(yaml.YAMLError):  # [*.jsonl] is a pattern of names
-        node = yaml.compose(text, Loader=yaml.SafeLoader) if is_list else None
+        if is_list or is_nested:
+            node = yaml.compose(text, Loader=yaml.SafeLoader)
+    if is_nested and node is not None:
+        return _texts(node)
     if has_names and text:
         inside = text[1:-1] if is_list else text
         stripped = [item.strip().strip("'\"") for item in inside.split(",")]
@@ -115,6 +119,15 @@ def _parts(node: yaml.Node | None) -> Any:
             part["path"] = os.path.expanduser(path)
         parts.append(part)
     return parts or ""
+
+
+def _texts(node: yaml.Node) -> Any:
+    """Return lists and mappings whose scalars are texts. pydantic converts them."""
+    if isinstance(node, yaml.SequenceNode):
+        return [_texts(item) for item in node.value]
+    if isinstance(node, yaml.MappingNode):
+        return {str(key.value): _texts(value) for key, value in node.value}
+    return node.value
 
 
 def _scalar_text(node: yaml.Node) -> Any:
@@ -328,6 +341,8 @@ def _value(setting: Setting, node: yaml.Node | None) -> Any:
         return None if node.tag == NULL else from_text(setting, node.value)
     if setting.kind == "data":
         return _parts(node)
+    if setting.kind in ("groups", "options") and node is not None:
+        return _texts(node)
     if isinstance(node, yaml.SequenceNode):
         items = node.value
         if all(isinstance(item, yaml.ScalarNode) for item in items):

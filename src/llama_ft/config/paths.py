@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from llama_ft.config.data_names import NOT_A_FILE, data_problem, is_split_of
+from llama_ft.config.data_names import NOT_A_FILE, data_problem, is_split_of, kind_of_data
 from llama_ft.config.messages import describe_setting, nearest
 from llama_ft.config.rules import SECRET, as_fraction
 from llama_ft.errors import UserError, rank, reason
@@ -25,6 +25,7 @@ from llama_ft.processes import attempt, may_be_restarted
 BUILT_IN_TEMPLATES = ("llama3", "chatml", "alpaca", "mistral")
 INPUTS = (
     "model_name", "tokenizer_name", "reference_model", "dataset", "validation", "from_peft_checkpoint", "chat_template",
+    "optimizer",
 )  # fmt: skip
 TO_SAFETENSORS = "Convert it with Transformers:\nAutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -36,12 +37,15 @@ RUN_MARKER = ".llama_ft-run"
 REFERENCE_FILE = "reference.safetensors"
 # the samples that --skip_bad_rows has skipped; see data/tokenize_files.py
 BAD_SAMPLES_FILE = "bad_samples.jsonl"
+# The newest checkpoint that was fetched from --save_to. launch/run.sh does not count it as progress of
+# the run.
+FETCHED_FILE = ".fetched"
 SHOWN_ENTRIES = 3  # names of other files in a warning
 # Everything that a run writes into its directory. --overwrite deletes nothing else.
 RUN_ENTRIES = (
     "status.json", "config.yaml", "metrics.jsonl", "checkpoints", "model", "facts.json", "plan.json", "report.html",
     "profile", "tensorboard", "wandb", REFERENCE_FILE,
-    BAD_SAMPLES_FILE,
+    BAD_SAMPLES_FILE, FETCHED_FILE,
 )  # fmt: skip
 # The entries of checkpoints/ that --overwrite may delete. set-aside-* and files of other programs
 # stay.
@@ -90,6 +94,9 @@ def check_paths(
     def chat_template(name: str) -> str | None:
         return None if name in BUILT_IN_TEMPLATES else file_problem(name)
 
+    def optimizer(name: str) -> str | None:
+        return data_problem(name) if kind_of_data(name) == "function" else None
+
     def output_dir(name: str) -> str | None:
         resume = values["resume"]
         # the URL of the run's own copy
@@ -105,6 +112,7 @@ def check_paths(
         ("validation", values["validation"], validation),
         ("from_peft_checkpoint", values["from_peft_checkpoint"], adapter),
         ("chat_template", values["chat_template"], chat_template),
+        ("optimizer", values["optimizer"], optimizer),
         ("output_dir", values["output_dir"] or "output/<model>", output_dir),
     ]
     messages = []

@@ -20,6 +20,7 @@ SECRET = (
     "gs:// take credentials from the environment, MLflow takes MLFLOW_TRACKING_TOKEN; download the rest first."
 )
 WITH_REFERENCE = ("dpo", "ipo", "kto")
+PATTERNS_OF_SIZE = {"rank_pattern", "alpha_pattern"}
 PAIRS = "preference"
 UNPAIRED = "unpaired_preference"
 # of a process; llama-recipes' wait of 1, warm-up of 2, and 3 active ones
@@ -55,6 +56,11 @@ def stores_reference(s: Any) -> bool:
         s.from_peft_checkpoint or s.bias != "none" or s.modules_to_save or s.resize_embeddings
     )
     return bool(s.reference_model or changes_base or not s.use_peft)
+
+
+def has_decay(s: Any) -> bool:
+    """Return whether some weights decay. Settings as of `brings_validation`."""
+    return bool(s.weight_decay or any(group.get("weight_decay") for group in s.groups))
 
 
 def is_out_of_range(validation: str | None) -> bool:
@@ -117,8 +123,34 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "init_lora_weights",
-        lambda s: s.init_lora_weights.startswith("pissa") and (s.lora_dropout or s.weight_decay),
+        lambda s: s.init_lora_weights.startswith("pissa") and (s.lora_dropout or has_decay(s)),
         "is {}, which supports neither lora_dropout nor weight_decay. Remove them.",
+    ),
+    (
+        "init_lora_weights",
+        lambda s: (
+            s.init_lora_weights.startswith("pissa") and not PATTERNS_OF_SIZE.isdisjoint(s.options)
+        ),
+        "is {}, which needs one rank: it supports neither rank_pattern nor alpha_pattern. Remove them from options.",
+    ),
+    (
+        "groups",
+        lambda s: s.use_peft and any(group.get("freeze") for group in s.groups),
+        "freezes weights, but with use_peft only adapters are trained. Name the layers that get one by "
+        "target_modules, or by exclude_modules in options.",
+    ),
+    (
+        "options",
+        lambda s: (
+            isinstance(s.target_modules, str)
+            and not {"layers_to_transform", "layers_pattern"}.isdisjoint(s.options)
+        ),
+        "selects layers, which PEFT supports only for a list of target_modules, such as q_proj,v_proj.",
+    ),
+    (
+        "options",
+        lambda s: "layers_pattern" in s.options and "layers_to_transform" not in s.options,
+        "is {}, but layers_pattern needs layers_to_transform. Add it.",
     ),
     (
         "mode",
@@ -253,6 +285,7 @@ FSDP_FIELDS = (
 )
 
 
+SCHEDULES_TO_MIN_LR = ("cosine", "linear", "warmup_stable_decay")
 # The fields, another field, and a function that tells whether the other field's value fits.
 Condition = tuple[list[str], str, Callable[[Any], Any]]
 # Fields that have an effect only while another field has a fitting value.
@@ -269,7 +302,8 @@ CONDITIONS: tuple[Condition, ...] = (
         lambda value: value in ("AdamW", "AdamW8bit"),
     ),
     (["warmup_steps"], "warmup_ratio", lambda value: value == 0),
-    (["min_lr"], "lr_scheduler", lambda value: value in ("cosine", "linear")),
+    (["min_lr"], "lr_scheduler", lambda value: value in SCHEDULES_TO_MIN_LR),
+    (["decay_ratio"], "lr_scheduler", lambda value: value == "warmup_stable_decay"),
     (["loraplus_lr_ratio"], "use_peft", bool),
     (["loraplus_lr_ratio"], "peft_method", lambda value: value == "lora"),
     (["gamma"], "lr_scheduler", lambda value: value == "step"),
@@ -277,7 +311,7 @@ CONDITIONS: tuple[Condition, ...] = (
     (["activation_offload"], "activation_checkpointing", lambda value: value != "off"),
     (["shuffle_buffer"], "streaming", bool),
     (["sample_prompts", "sample_steps"], "sample_tokens", bool),
-    (["num_epochs"], "streaming", lambda value: not value),
+    (["num_epochs", "deduplicate"], "streaming", lambda value: not value),
     (["gradient_clipping_threshold"], "gradient_clipping", bool),
     (VALIDATION_FIELDS, "run_validation", bool),
     (["early_stopping_min_delta"], "early_stopping_patience", bool),

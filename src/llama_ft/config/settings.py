@@ -29,6 +29,7 @@ from llama_ft.config.output_settings import (
     ProfileConfig,
     TrackingConfig,
 )
+from llama_ft.config.structured_values import CheckedGroup, ParameterGroup, PeftOptions
 from llama_ft.config.value_types import STRICT, Count, CountOrZero, Duration
 
 Rate = Annotated[float, Field(gt=0)]
@@ -44,7 +45,7 @@ OPTIMIZERS = {
 if TYPE_CHECKING:
     Optimizer = str
 else:
-    Optimizer = Literal[tuple(OPTIMIZERS)]
+    Optimizer = Literal[tuple(OPTIMIZERS)] | Annotated[str, Field(pattern=r"\.py:\w+$")]
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -133,9 +134,12 @@ class TrainConfig:
     lr: Rate = 1e-4
     """Peak learning rate."""
 
-    lr_scheduler: Literal["cosine", "linear", "constant", "step"] = "cosine"
-    """After the warm-up: cosine or linear decay to zero, constant, or step: times gamma after every
-    epoch."""
+    lr_scheduler: Literal[
+        "cosine", "linear", "constant", "step", "warmup_stable_decay", "inverse_sqrt"
+    ] = "cosine"
+    """After the warm-up: cosine or linear decay to zero; constant; step: times gamma after every
+    epoch; warmup_stable_decay: constant, then cosine decay over decay_ratio of the run;
+    inverse_sqrt: as 1 / sqrt(step)."""
 
     warmup_steps: CountOrZero = 0
     """Optimizer steps over which the learning rate rises linearly from 0 to lr. A warm-up as long
@@ -145,7 +149,10 @@ class TrainConfig:
     """Length of the warm-up as a share of all optimizer steps, instead of warmup_steps."""
 
     min_lr: Annotated[float, Field(ge=0)] = 0.0
-    """Learning rate at which cosine and linear end."""
+    """Learning rate at which cosine, linear and warmup_stable_decay end."""
+
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Length of the decay of warmup_stable_decay as a share of all optimizer steps."""
 
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.85
     """Factor on the learning rate after every epoch with lr_scheduler=step."""
@@ -153,7 +160,14 @@ class TrainConfig:
     optimizer: Optimizer = "AdamW"
     """AdamW: fused. anyprecision: AdamW with bf16 states, for bf16_pure. AdamW8bit: AdamW with
     8-bit states. Adafactor: factored states; its lr is relative to a weight's size, 1e-3 or
-    more."""
+    more. path/to/file.py:function: gets the groups of named parameters and returns an optimizer of
+    torch."""
+
+    groups: list[CheckedGroup] = Field(default_factory=list)
+    """Other settings for the parameters whose name a regular expression matches: '[{match:
+    embed_tokens, lr: 0.1x}, {match: "norm|bias", weight_decay: 0}, {match: lm_head, freeze:
+    true}]'. lr is a multiple of lr, or a peak learning rate. weight_decay applies to all matches,
+    norms and biases, too."""
 
     use_kahan_summation: bool = False
     """anyprecision with bf16_pure: keep the rounding error of weights in a third bf16 state;
@@ -330,6 +344,11 @@ class PeftConfig:
     r largest singular values of the weight, exact or by 16 subspace iterations; the adapter is
     saved as plain LoRA of rank 2r."""
 
+    options: PeftOptions = Field(default_factory=PeftOptions)
+    """Further fields of PEFT's config, passed to it unchanged: rank_pattern, alpha_pattern,
+    exclude_modules, layers_to_transform and layers_pattern. '{rank_pattern: {q_proj: 16},
+    exclude_modules: [o_proj]}'."""
+
 
 @dataclass(config=STRICT, kw_only=True)
 class QuantizationConfig:
@@ -379,7 +398,16 @@ class Config:
 
 
 Kind = Literal[
-    "switch", "whole number", "number", "choice", "text", "data", "names", "names or pattern"
+    "switch",
+    "whole number",
+    "number",
+    "choice",
+    "text",
+    "data",
+    "names",
+    "names or pattern",
+    "groups",
+    "options",
 ]
 
 
@@ -478,6 +506,8 @@ KINDS: dict[frozenset[Any], Kind] = {
     frozenset({list[str]}): "names",
     frozenset({list[str], str}): "names or pattern",
     frozenset({list[DatasetPart], str}): "data",
+    frozenset({list[ParameterGroup]}): "groups",
+    frozenset({PeftOptions}): "options",
 }
 SECTIONS: dict[str, Any] = get_type_hints(Config)
 SETTINGS: dict[str, Setting] = {

@@ -74,11 +74,12 @@ class ImageStore:
     """Files of images whose bytes are in the data. Equal images are one file.
 
     Args:
-        folder: the directory, created with the first image.
+        cache: the directory of cached data.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, cache: Path) -> None:
+        self.cache = cache
+        self._folder = cache / "images"
 
     def keep(self, content: bytes) -> str:
         """Return the path of a file with this content."""

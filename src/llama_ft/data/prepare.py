@@ -4,6 +4,7 @@ changed."""
 import hashlib
 import inspect
 import json
+import os
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -47,6 +48,7 @@ CODE = (
     "tokenize_files",
 )
 SECONDS_BETWEEN_LINES = 10.0
+HASHES = "{}.hashes.npy"  # of the distinct samples of a split, uint64
 TRAINED_ON = (
     "the validation set has the training samples: its loss says nothing about other data. "
     "--validation 0.05 keeps samples out of training."
@@ -206,6 +208,11 @@ def prepare(
     summary += describe(report)
     if request.want_validation and report.validation is None:
         summary.append("no validation data: --validation FILE or --validation 0.05")
+    warnings = [TRAINED_ON] if is_trained_on else []
+    if report.validation is not None and not (config.streaming or is_trained_on):
+        validation_hashes = folder / HASHES.format("validation")
+        train_hashes = folder / HASHES.format("train")
+        warnings += _overlap("the validation set", validation_hashes, train_hashes)
     return TokenizedData(
         train=None if config.streaming else _open_split(folder, "train"),
         validation=_open_split(folder, "validation") if report.validation else None,
@@ -213,7 +220,7 @@ def prepare(
         report=report,
         stream=(source, encoder, request.examples) if config.streaming else None,
         bad_samples=folder / BAD_SAMPLES_FILE if report.bad_samples else None,
-        warnings=(TRAINED_ON,) if is_trained_on else (),
+        warnings=tuple(warnings),
         images=images,
     )
 
@@ -239,10 +246,23 @@ def _open_images(
         return None, f"none of the first {SAMPLES_LOOKED_AT} samples has one; put one of them first"
     if config.streaming:
         raise UserError("--streaming: samples have images, which streams do not support.")
-    images = Images(request.load_processor(), ImageStore(cache / "images"), config.max_pixels)
+    images = Images(request.load_processor(), ImageStore(cache), config.max_pixels)
     if not tokenizer.chat_template:
         tokenizer.chat_template = images.chat_template
     return images, ""
+
+
+def _overlap(name: str, validation: Path, train: Path) -> list[str]:
+    """Return a warning if samples of a validation set are in the training data, too. `validation`,
+    `train`: files with the hashes of their samples."""
+    shared = numpy.isin(numpy.load(validation), numpy.load(train)).sum()
+    if not shared:
+        return []
+    verb = "is" if shared == 1 else "are"
+    return [
+        f"{plural(int(shared), 'sample')} of {name} {verb} in the training data, too: the validation loss is too "
+        "low. Remove them from one of both."
+    ]
 
 
 def _open_split(folder: Path, name: Split) -> Dataset:
@@ -382,6 +402,13 @@ def _key(tokenization: _Tokenization, code: str) -> str:
     ]
     if encoder.images is not None:
         parts.append(encoder.images.identity)
+        # paths of images are relative to the data files
+        for each in (tokenization.source, tokenization.validation):
+            if each is not None:
+                files = each.parts or (each,)
+                parts += [os.path.abspath(file.name) for file in files]
+    if tokenization.config.deduplicate:
+        parts.append("deduplicate")
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
@@ -390,11 +417,14 @@ def _build(folder: Path, tokenization: _Tokenization) -> None:
     meta.json."""
     started = time.monotonic()
     bad = BadSamples(tokenization.config.skip_bad_rows, folder / BAD_SAMPLES_FILE)
+    deduplicate = tokenization.config.deduplicate
     splits: dict[Split, SplitWriter] = {}
     if not tokenization.config.streaming:
-        splits["train"] = SplitWriter(folder / "train.arrow", tokenization.encoder)
+        splits["train"] = SplitWriter(folder / "train.arrow", tokenization.encoder, deduplicate)
     if tokenization.fraction or tokenization.validation:
-        splits["validation"] = SplitWriter(folder / "validation.arrow", tokenization.encoder)
+        splits["validation"] = SplitWriter(
+            folder / "validation.arrow", tokenization.encoder, deduplicate
+        )
     samples = _write_splits(tokenization, splits, bad)
     bad.refuse()
     # the validation split comes last, if there is one
@@ -414,7 +444,10 @@ def _build(folder: Path, tokenization: _Tokenization) -> None:
             f"{tokenization.source.name}: all {completions} have the label {bool(train.desirable)}.\n"
             "KTO needs both. Check the column label, or use --objective sft --dataset_format prompt_completion."
         )
-    report = BuildReport(train, validation, bad.count, bad.kinds, last_split.first_chat or None)
+    for name, split in splits.items():
+        numpy.save(folder / HASHES.format(name), split.hashes)
+    first_chat = last_split.first_chat or None
+    report = BuildReport(train, validation, bad.count, bad.kinds, first_chat)
     report.save(folder / "meta.json")
     log.info(f"tokenized {plural(samples, 'sample')} in {time.monotonic() - started:.1f} s")
 

@@ -17,7 +17,6 @@ other ranks wait.
 """
 
 import json
-import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -205,6 +204,10 @@ class Images:
         return f"{json.dumps(settings, sort_keys=True, default=str)} {self._max_pixels}"
 
     @property
+    def _advice(self) -> str:
+        return f"Restore it, or delete {self.store.cache / 'tokenized'} to tokenize again."
+
+    @property
     def _class_name(self) -> str:
         return type(self._processor).__mro__[1].__name__
 
@@ -306,7 +309,8 @@ class Images:
         for row, number in zip(rows, chosen, strict=True):
             if list(row)[: len(samples[number])] != samples[number].tolist():
                 raise RunFailure(
-                    f"{locations[number]}: its images take other tokens than when they were tokenized."
+                    f"{locations[number]}: its images take other tokens than when they were tokenized. "
+                    f"{self._advice}"
                 )
         per_token, others = _by_shape(output, rows)
         of_examples = []
@@ -370,9 +374,11 @@ class Images:
         try:
             image, found = self._open(path)
         except BadSample as error:
-            raise RunFailure(f"{location}: {error} It was valid when it was tokenized.") from error
+            raise RunFailure(f"{location}: {error} {self._advice}") from error
         if found != checksum:
-            raise RunFailure(f"{location}: {path} has changed since it was tokenized.")
+            raise RunFailure(
+                f"{location}: {path} has changed since it was tokenized. {self._advice}"
+            )
         return image
 
     def _open(self, path: str) -> tuple[Image.Image, str]:
@@ -493,6 +499,7 @@ def _grey_image() -> Image.Image:
     return gradient.convert("RGB")
 
 
-def image_name(reference: str) -> str:
-    """Return the file name of an image, for messages."""
-    return os.path.basename(reference.partition(" ")[2])
+def checksums_of(references: Sequence[str]) -> bytes:
+    """Return the checksums of images, without their paths: a run may resume with its data in another
+    directory."""
+    return "".join(reference.partition(" ")[0] for reference in references).encode()

@@ -7,8 +7,6 @@ import itertools
 import json
 import os
 import re
-import runpy
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +32,7 @@ from llama_ft.data.demo import build_demo
 from llama_ft.data.files import ROWS_AT_ONCE, Samples, numbered, samples_of_file
 from llama_ft.data.formats import BadSample, Sample, SampleFormat, find_format
 from llama_ft.errors import UserError, reason
+from llama_ft.user_function import load_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -426,20 +425,7 @@ def call_user_function(name: str, *arguments: Any) -> datasets.Dataset:
     Raises:
         UserError: the function does not exist, raises an error, or returns something else.
     """
-    file, _, function = name.rpartition(":")
-    path = str(Path(file).expanduser())
-    try:
-        names = runpy.run_path(path)
-        if names.get(function) is None:
-            raise LookupError("no such function")
-        samples = names[function](*arguments)
-    except (Exception, SystemExit) as error:
-        place = path
-        # the last line of the user's file, which may have called a library
-        for frame in traceback.extract_tb(error.__traceback__):
-            if frame.filename == path:
-                place = f"{path}:{frame.lineno}"
-        raise UserError(f"{place}: {function}: {type(error).__name__}: {error}") from error
+    samples = load_function(name)(*arguments)
     if not isinstance(samples, datasets.Dataset):
         raise UserError(
             f"{name} returned a {type(samples).__name__}; expected a datasets.Dataset, see Dataset.from_list."

@@ -20,12 +20,13 @@ COLUMNS = {
     "truncated": "truncated",
     "skipped": "skipped",
 }
-# Per sample: a hash of its content; whether it is bad; its longest example before truncation; how
-# many of its parts were truncated and skipped. Of a chat that was split also the number of
-# responses, their tokens, and the tokens of the whole chat.
+# Per sample: a hash of its content; a hash of its tokens and labels; whether it is bad; its longest
+# example before truncation; how many of its parts were truncated and skipped. Of a chat that was
+# split also the number of responses, their tokens, and the tokens of the whole chat.
 SAMPLE_FIELDS = numpy.dtype(
     [
         ("content", "u8"),
+        ("encoded", "u8"),
         ("bad", "?"),
         ("longest", "i4"),
         ("truncated", "i4"),
@@ -57,6 +58,8 @@ class SplitStatistics:
             truncation.
         longest_images: largest number of such tokens in a sample.
         first_split: place of the first of these chats, and the reason; empty without one.
+        duplicates: samples with the tokens and labels of an earlier one.
+        deduplicated: these samples were left out.
         largest_id: the largest token id.
         fingerprint: a checksum of all tokens and labels, in order.
     """
@@ -77,6 +80,8 @@ class SplitStatistics:
     image_tokens: int = 0
     longest_images: int = 0
     first_split: str = ""
+    duplicates: int = 0
+    deduplicated: bool = False
     largest_id: int = -1
     fingerprint: str = ""
 
@@ -94,6 +99,50 @@ class SplitStatistics:
         self.image_tokens += int(samples["image_tokens"].sum())
         longest_images = int(samples["longest_images"].max(initial=0))
         self.longest_images = max(self.longest_images, longest_images)
+
+
+class Duplicates:
+    """Finds samples of a split with the tokens and labels of an earlier one. Copies that a weight in
+    a dataset mixture makes are no duplicates.
+
+    Args:
+        leave_out: `--deduplicate`; otherwise they are only counted.
+    """
+
+    def __init__(self, leave_out: bool) -> None:
+        self._leaves_out = leave_out
+        self._seen = set[int]()  # only with leave_out
+        self._hashes = list[numpy.ndarray]()  # of all samples, each copy by a weight once
+        self._last = ("", 0)  # place and hash of the sample before
+        self._is_last_kept = True
+
+    def kept(self, places: list[str], hashes: numpy.ndarray, mine: numpy.ndarray) -> numpy.ndarray:
+        """Return which of neighboring samples stay in the split, bool [samples].
+
+        Args:
+            places: of each sample.
+            hashes: of their tokens and labels, uint64 [samples].
+            mine: which samples are of this split, bool [samples].
+        """
+        result = mine.copy()
+        is_first = numpy.zeros(len(places), bool)
+        for number in numpy.flatnonzero(mine):
+            current = (places[number], int(hashes[number]))
+            if current != self._last:  # else a copy, which follows its sample
+                self._last = current
+                is_first[number] = True
+                self._is_last_kept = current[1] not in self._seen
+                if self._leaves_out:
+                    self._seen.add(current[1])
+            result[number] = self._is_last_kept
+        self._hashes.append(hashes[is_first])
+        return result
+
+    def distinct(self) -> tuple[numpy.ndarray, int]:
+        """Return the hashes of the distinct samples so far, and the number of the others."""
+        every = numpy.concatenate([numpy.empty(0, numpy.uint64), *self._hashes])
+        hashes = numpy.unique(every)
+        return hashes, len(every) - len(hashes)
 
 
 class BadKind(NamedTuple):
@@ -159,11 +208,22 @@ def describe(report: BuildReport) -> list[str]:
                 f"{name}: {plural(split.images, 'image')} in {split.image_tokens:,} tokens "
                 f"({share:.0%} of all), at most {split.longest_images:,} in a sample"
             )
+        if split is not None and split.duplicates:
+            lines.append(_duplicates_line(name, split))
+    for name, split in splits.items():
         if split is not None and split.split_chats:
             lines += _split_lines(name, split)
     if lines:
         lines = [header, *lines]
     return [*lines, *warnings_of(report)]
+
+
+def _duplicates_line(name: str, split: SplitStatistics) -> str:
+    """Return how many samples have the tokens of an earlier one."""
+    found = f"{name}: {plural(split.duplicates, 'exact duplicate')} of earlier samples"
+    if split.deduplicated:
+        return f"{found} left out"
+    return f"{found} (--deduplicate leaves them out)"
 
 
 def _split_lines(name: str, split: SplitStatistics) -> list[str]:

@@ -40,9 +40,15 @@ from llama_ft.data.formats import (
 )
 from llama_ft.data.image_parts import located
 from llama_ft.data.loss_mask import ChatDiffers
-from llama_ft.data.processor import ImageExample
+from llama_ft.data.processor import ImageExample, checksums_of
 from llama_ft.data.sources import Source
-from llama_ft.data.statistics import SAMPLE_FIELDS, BadKind, SplitStatistics, describe_kind
+from llama_ft.data.statistics import (
+    SAMPLE_FIELDS,
+    BadKind,
+    Duplicates,
+    SplitStatistics,
+    describe_kind,
+)
 from llama_ft.data.tokenize import (
     Encoded,
     Encoder,
@@ -151,6 +157,7 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
         if sample_format == UNPAIRED:
             desirable[number] = is_desirable(sample)
         samples[number]["content"] = _content_hash(sample)
+        samples[number]["encoded"] = _encoded_hash(tokenized[number], desirable.get(number))
     if examples_of is unpaired_examples:
         # A completion is not split, so each sample has one list of examples.
         mismatch([examples for [examples] in tokenized.values()], encoder.context_length)
@@ -181,6 +188,18 @@ def _content_hash(sample: Sample) -> int:
     # surrogatepass: JSON allows half a surrogate pair, which UTF-8 cannot encode
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big")
+
+
+def _encoded_hash(responses: list[list[Example]], is_desirable: bool | None) -> int:
+    """Return a 64-bit hash of all that a sample trains: its tokens and labels before truncation, its
+    images, and the label of a completion. Equal samples share it, also in other formats."""
+    digest = xxhash.xxh3_64(repr(is_desirable).encode())
+    for example in itertools.chain.from_iterable(responses):
+        input_ids, labels = example
+        digest.update(numpy.array([len(input_ids), *input_ids, *labels], numpy.int32).data)
+        if isinstance(example, ImageExample):
+            digest.update(checksums_of(example.images))
+    return digest.intdigest()
 
 
 def _fitting_groups(
@@ -366,10 +385,13 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
 
 class SplitWriter:
     """Writes tokenized samples to one Arrow file and counts them. `first_chat` is the first chat
-    among the samples."""
+    among the samples. `deduplicate` leaves out samples with the tokens and labels of an earlier
+    one."""
 
-    def __init__(self, path: Path, encoder: Encoder) -> None:
-        self.statistics = SplitStatistics()
+    def __init__(self, path: Path, encoder: Encoder, deduplicate: bool = False) -> None:
+        self.statistics = SplitStatistics(deduplicated=deduplicate)
+        self.hashes = numpy.empty(0, numpy.uint64)  # of the distinct samples, after close()
+        self._duplicates = Duplicates(deduplicate)
         self.first_chat = list[Message]()
         self._encoder = encoder
         self._checksums = [xxhash.xxh3_128() for _ in range(3)]
@@ -382,6 +404,9 @@ class SplitWriter:
     def add(self, chunk: Chunk, encoded: EncodedChunk, mine: numpy.ndarray) -> None:
         """Write the results of `chunk` for the samples of this split, which `mine`, bool [samples],
         marks."""
+        places = [place for place, _ in chunk]
+        valid = mine & ~encoded.samples["bad"]
+        mine = self._duplicates.kept(places, encoded.samples["encoded"], valid)
         self.statistics.count(encoded.samples[mine])
         if not self.statistics.first_split:
             for number, reason in encoded.splits.items():
@@ -407,9 +432,7 @@ class SplitWriter:
         checked = [lengths, input_ids, numpy.append(labels, desirable)]
         if self._with_images:
             references = table["images"].combine_chunks().flatten().to_pylist()
-            # of their content: a run may resume with its data in another directory
-            checksums = "".join(reference.partition(" ")[0] for reference in references)
-            checked.append(numpy.frombuffer(checksums.encode(), numpy.uint8))
+            checked.append(numpy.frombuffer(checksums_of(references), numpy.uint8))
         for checksum, array in zip(self._checksums, checked, strict=True):
             checksum.update(numpy.ascontiguousarray(array).data)
         self.statistics.samples += len(table)
@@ -421,6 +444,7 @@ class SplitWriter:
     def close(self) -> SplitStatistics:
         """Finish the file and return the statistics."""
         self._writer.finalize()
+        self.hashes, self.statistics.duplicates = self._duplicates.distinct()
         checksums = "".join(checksum.hexdigest() for checksum in self._checksums)
         self.statistics.fingerprint = xxhash.xxh3_128_hexdigest(checksums.encode())
         return self.statistics

@@ -33,6 +33,7 @@ DATASET_SETTINGS = (
     "columns",
     "repair_chats",
     "max_samples",
+    "deduplicate",
     "validation",
 )
 SAMPLES = (

@@ -23,6 +23,7 @@ from llama_ft.config.paths import TO_SAFETENSORS, folder_problem, looks_local, s
 from llama_ft.errors import UserError, plural, reason
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.new_tokens import NewTokens, find_growth
+from llama_ft.models.published import read_note
 from llama_ft.models.replaced import replace_method
 from llama_ft.models.rope import use_rope_per_sample
 from llama_ft.models.score_head import add_score
@@ -114,6 +115,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
 def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     """Return the model's config.json. Raises UserError if it is missing or malformed, if the
     architecture is unknown or has no text decoder, or if its code needs a missing package."""
+    read_note(folder)  # Transformers' error would not say what is wrong with it
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code
@@ -127,8 +129,15 @@ def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig
 
 def _check_numbers(config: PretrainedConfig, folder: Path) -> None:
     """Raise a UserError for numbers that would fail only at the first step, or never end."""
-    settings = config.get_text_config().to_dict()
-    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    # Any: a config.json may have anything in its place
+    text_config: Any = config.get_text_config()
+    if not isinstance(text_config, PretrainedConfig):
+        shown = str(text_config)[:100]
+        raise UserError(
+            f"{folder}: its config.json cannot be used (text_config is {shown}; expected settings by name)."
+        )
+    settings = text_config.to_dict()
+    layers = getattr(text_config, "num_hidden_layers", None)
     wrong = [
         f"{name} is {value}; expected 0 to 1"
         for name, value in settings.items()

@@ -172,6 +172,7 @@ def _modules_to_wrap(
     layers = decoder_layers(model)
     if not layers:
         raise UserError("this model has no list of decoder layers. Use --fsdp_wrap_policy size.")
+    layers = _without_shared(layers)
     if fsdp.fsdp_wrap_policy == "transformer":
         return layers
     both = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -210,6 +211,15 @@ def _is_called(module: nn.Module) -> bool:
     """Return whether a module has weights, and is no container."""
     containers = nn.ModuleList | nn.ModuleDict | nn.ParameterDict
     return not isinstance(module, containers) and any(True for _ in module.parameters())
+
+
+def _without_shared(layers: list[nn.Module]) -> list[nn.Module]:
+    """Return the layers that share no parameter with another one (Zamba). A parameter belongs to one
+    unit: shared ones stay in the root unit, with the rest of their layers."""
+    times = Counter(parameter for layer in layers for parameter in set(layer.parameters()))
+    return [
+        layer for layer in layers if all(times[parameter] == 1 for parameter in layer.parameters())
+    ]
 
 
 def _modules_by_size(

@@ -23,6 +23,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPIN
 from peft.tuners import tuners_utils
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from peft.utils.other import get_pattern_key
 from peft.utils.transformers_weight_conversion import (
     convert_peft_adapter_state_dict_for_transformers as convert_adapter,
 )
@@ -34,7 +35,7 @@ from transformers.pytorch_utils import Conv1D
 
 from llama_ft.config import PeftConfig
 from llama_ft.errors import UserError
-from llama_ft.models.build import read_linears
+from llama_ft.models.build import decoder_layers, read_linears
 from llama_ft.models.built import Adapter, BuiltModel
 from llama_ft.models.lora_experts import use_split_experts
 from llama_ft.models.lora_linear import use_fused_lora
@@ -54,7 +55,7 @@ ADAPTER_PARTS = (
     *(f".{PEFT_TYPE_TO_PREFIX_MAPPING[method]}" for method in METHODS),
 )
 # fields of PeftConfig
-NON_PEFT_FIELDS = {"use_peft", "peft_method", "from_peft_checkpoint", "lora_alpha"}
+NON_PEFT_FIELDS = {"use_peft", "peft_method", "from_peft_checkpoint", "lora_alpha", "options"}
 
 
 def inject_lora(
@@ -81,6 +82,7 @@ def inject_lora(
         settings.task_type = "SEQ_CLS"
         settings.modules_to_save = sorted(whole)
     _check_names(model, settings)
+    _check_excluded(model, peft)
     if saved:
         size = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
         others = {id_ for id_ in rows_trained(settings) if id_ >= size}
@@ -100,13 +102,19 @@ def inject_lora(
     if settings.target_modules == "all-linear":
         _target_all_linear(model, settings)
     towers = [*built.left_out.modules, *built.image_parts]
+    asked = peft.options.get("exclude_modules", ())
+    # The checkpoint's class has them, with layers of the same names, when PEFT loads the adapter
+    # into it.
     if towers and not isinstance(settings.exclude_modules, str):
-        # The checkpoint's class has them, with layers of the same names, when PEFT loads the
-        # adapter into it.
         already_excluded = settings.exclude_modules or ()
         names = [re.escape(name) for name in (*towers, *already_excluded)]
+        names += [rf".*\.{re.escape(name)}" for name in asked]  # the ends of names
         settings.exclude_modules = rf"({'|'.join(dict.fromkeys(names))})(\..+)?"
+    elif towers and asked:
+        names = [re.escape(name) for name in towers]
+        settings.exclude_modules = rf"{settings.exclude_modules}|({'|'.join(names)})(\..+)?"
     adapter = inject_adapter(model, settings)
+    _check_patterns(adapter, peft)
     if peft.init_lora_weights.startswith("pissa"):
         _check_for_pissa(model, peft)
         return replace(adapter, trained_rank=peft.r)
@@ -122,7 +130,12 @@ def _target_all_linear(model: PreTrainedModel, settings: Any) -> None:
         for name, module in model.named_modules()
         if module in read or not _takes_adapter(model, settings, name, module)
     ]
-    settings.exclude_modules = excluded or None
+    asked = settings.exclude_modules or ()  # in peft.options
+    if isinstance(asked, str):
+        names = [re.escape(name) for name in excluded]
+        settings.exclude_modules = "|".join([f"({asked})", *names])
+    else:
+        settings.exclude_modules = [*asked, *excluded] or None
     if not isinstance(settings, LoraConfig) or settings.lora_dropout or settings.use_dora:
         return  # PEFT's adapters of experts have no dropout and no magnitudes
     experts = expert_names(model)
@@ -283,6 +296,7 @@ def _new_config(peft: PeftConfig) -> Any:
         # Twice the rank with the same scaling: alpha / r, or alpha / sqrt(r) with rsLoRA.
         values["r"] = 2 * peft.r
         values["lora_alpha"] = peft.lora_alpha * (math.sqrt(2) if peft.use_rslora else 2)
+    values |= deepcopy(peft.options)
     return kind(**{name: value for name, value in values.items() if name in supported})
 
 
@@ -435,6 +449,46 @@ def _check_names(model: PreTrainedModel, settings: Any) -> None:
             raise UserError(
                 f"--peft.{setting} [{', '.join(absent)}]: not in this model. It has: {possible}."
             )
+
+
+def _check_excluded(model: nn.Module, peft: PeftConfig) -> None:
+    """Check that each part of exclude_modules and layers_to_transform in peft.options has an
+    effect. PEFT ignores the others."""
+    modules = [name for name, _ in model.named_modules()]
+    excluded = peft.options.get("exclude_modules", [])
+    absent = []
+    if isinstance(excluded, str):
+        if not any(re.fullmatch(excluded, name) for name in modules):
+            absent = [excluded]
+    else:
+        dotted = [f".{name}" for name in modules]
+        absent = [name for name in excluded if not _ends_one(dotted, name)]
+    if absent:
+        hint = " A text is a pattern of whole names." if isinstance(excluded, str) else ""
+        raise UserError(
+            f"--peft.options: exclude_modules {', '.join(absent)}: not in this model.{hint}"
+        )
+    asked = peft.options.get("layers_to_transform", [])
+    numbers = [asked] if isinstance(asked, int) else asked
+    layers = len(decoder_layers(model)) if numbers else 0
+    if numbers and max(numbers) >= layers:
+        raise UserError(
+            f"--peft.options: layers_to_transform {max(numbers)}: this model has {layers} decoder layers, from 0."
+        )
+
+
+def _check_patterns(adapter: Adapter, peft: PeftConfig) -> None:
+    """Check that each pattern of a rank or an alpha matches a layer with an adapter, as PEFT
+    matches it."""
+    names = list(adapter.layers)
+    for option in ("rank_pattern", "alpha_pattern"):
+        patterns: Any = peft.options.get(option, {})
+        for pattern in patterns:
+            # get_pattern_key returns the pattern that matches, else the name
+            if not any(get_pattern_key([pattern], name) == pattern for name in names):
+                raise UserError(
+                    f'--peft.options: {option} "{pattern}" matches no layer that has an adapter, such as {names[0]}.'
+                )
 
 
 def _ends_one(full_names: list[str], name: str) -> bool:

@@ -45,8 +45,15 @@ COMPRESSED_FORMATS = {
     "float-quantized": "FP8",
     "naive-quantized": "FP8 or INT8",
 }
-# of compressed-tensors' actorder: groups of columns in another order, which a g_idx tensor holds
-REORDERED = ("group", "dynamic", True)
+# of compressed-tensors' actorder: groups of columns in their order. The others need a g_idx tensor.
+IN_ORDER = (None, False, "weight", "static")
+# The dtypes of dequantized weights, by their names in config.json.
+READ_AS = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 FP4_BLOCK = (1, 32)  # of DeepSeek V4's experts
 WORK_ELEMENTS = 2**20  # dequantized at once: temporaries in fp32 and of indices take 4 MiB each
 SIXTEEN_BITS = "Download it again, or use a version in 16 bits."
@@ -54,12 +61,32 @@ SIXTEEN_BITS = "Download it again, or use a version in 16 bits."
 
 def find_note(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the quantization_config of a config.json, or of one of its parts: Transformers reads
-    that of a text_config, too."""
+    that of a text_config, too. Raises UserError if it cannot be one."""
     for part in (settings, *settings.values()):
         if isinstance(part, Mapping) and part.get("quantization_config"):
             note: dict[str, Any] = part["quantization_config"]
+            if not isinstance(note, dict):
+                raise _wrong_note("", note, "settings by name")
+            method = note.get("quant_method")
+            if not isinstance(method, str | None):
+                raise _wrong_note("quant_method", method, 'a name such as "fp8"')
             return note
     return None
+
+
+def read_note(folder: Path) -> dict[str, Any] | None:
+    """Return the quantization_config of a model's directory. Raises UserError if it cannot be
+    one."""
+    return find_note(_read_settings(folder))
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """Return config.json, or nothing if it cannot be read: building the model reports it."""
+    try:
+        settings = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def stored_method(model_config: PretrainedConfig) -> dict[str, Any] | None:
@@ -103,15 +130,22 @@ def check_note(note: Mapping[str, Any]) -> None:
     problems = [name for name in _compressed_formats(note) if name not in COMPRESSED_FORMATS]
     for scheme in schemes:
         problems += _problems_of(scheme, groups)
-    if (note.get("sparsity_config") or {}).get("format", "dense") != "dense":
+    if _section(note, "sparsity_config").get("format", "dense") != "dense":
         problems.append("sparsity")
-    if (note.get("transform_config") or {}).get("config_groups"):
+    if _section(note, "transform_config").get("config_groups"):
         problems.append("transforms")
     if problems:
         raise UserError(
             f"--model_name: quantized with compressed-tensors ({', '.join(problems)}), which is not supported. "
             f"Supported are: {', '.join(COMPRESSED_FORMATS)}.\nUse a version in 16 bits or in bitsandbytes' 4 bits."
         )
+
+
+def _section(note: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = note.get(name) or {}
+    if not isinstance(section, dict):
+        raise _wrong_note(name, section, "settings by name")
+    return section
 
 
 def _problems_of(scheme: Any, groups: Any) -> list[str]:
@@ -131,7 +165,9 @@ def _problems_of(scheme: Any, groups: Any) -> list[str]:
     problems = []
     if scheme["num_bits"] not in (4, 8):
         problems.append(f"{scheme['num_bits']} bits")
-    if scheme.get("actorder") in REORDERED:
+    elif scheme["num_bits"] == 4 and scheme.get("type") == "float":
+        problems.append("floating-point numbers of 4 bits")
+    if scheme.get("actorder") not in IN_ORDER:
         problems.append(f"actorder {scheme['actorder']}")
     return problems
 
@@ -146,8 +182,9 @@ def _is_block(value: Any) -> bool:
 
 def _wrong_note(name: str, value: Any, expected: str) -> UserError:
     shown = str(value)[:100]
+    place = f"quantization_config.{name}" if name else "quantization_config"
     return UserError(
-        f"config.json: quantization_config.{name} is {shown}; expected {expected}.\n"
+        f"config.json: {place} is {shown}; expected {expected}.\n"
         "Download config.json again, or use a version in 16 bits."
     )
 
@@ -188,10 +225,7 @@ def open_dequantized(folder: Path) -> WeightSource:
     """Open the weights of a model directory. Those of a published format are shown in 16 bits. Only
     headers are read. Raises UserError if a tensor of the format is missing or does not fit."""
     source = open_weights(folder)
-    try:
-        settings = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return source  # building the model reports it
+    settings = _read_settings(folder)
     note = find_note(settings)
     if note is None or note.get("quant_method") not in READERS:
         return source
@@ -199,7 +233,7 @@ def open_dequantized(folder: Path) -> WeightSource:
     text = settings.get("text_config") or {}
     names = (settings.get("dtype"), settings.get("torch_dtype"), text.get("dtype"))
     name = next((name for name in names if name), "bfloat16")
-    dtype = getattr(torch, str(name), torch.bfloat16)
+    dtype = READ_AS.get(str(name), torch.bfloat16)
     return DequantizedSource(source, note, dtype)
 
 
@@ -218,6 +252,8 @@ class DequantizedSource(WeightSource):
         self.tensors = dict(source.tensors)
         for name, packed in self._packed.items():
             file = source.tensors[packed.codes].file
+            if name != packed.codes and name in source.tensors:
+                raise _damaged(file, f"{name} is stored twice: {packed.codes} is the same weight")
             for part in packed.parts:
                 self.tensors.pop(part, None)
             self.tensors[name] = StoredTensor(file, packed.shape, dtype, is_dequantized=True)
@@ -451,9 +487,12 @@ def _block(
     blocks: Iterable[tuple[int, int]],
 ) -> tuple[int, int]:
     """Return the one of the block sizes that the shape of a weight's scale fits. Blocks at an edge
-    may be smaller. Raises UserError if none does."""
+    may be smaller. Raises UserError if none does, or the scale has no type of scales."""
     *stack, rows, columns = shape
     header = source.tensors[scale]
+    if not header.dtype.is_floating_point and header.dtype != torch.uint8:
+        problem = f"{scale} is {header.dtype}; expected floating-point numbers, or bytes"
+        raise _damaged(header.file, problem)
     expected = []
     for block_rows, block_columns in blocks:
         grid = (*stack, ceil(rows / block_rows), ceil(columns / block_columns))

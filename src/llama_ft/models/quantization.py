@@ -75,10 +75,11 @@ def choose_quantization(
         four_bit = FourBit(settings.quant_type, settings.block_size, dtype, settings.double_quant)
         asked = four_bit if settings.mode == "4bit" else Int8(settings.int8_threshold)
         return Quantization(asked, settings.skip_modules, is_stored=False)
-    method = note.get("quant_method", "bitsandbytes")
-    if method != "bitsandbytes" or not note.get("load_in_4bit"):
+    method = note.get("quant_method")
+    if method not in (None, "bitsandbytes") or not note.get("load_in_4bit"):
+        found = f"of {method}" if method else "without quant_method"
         raise UserError(
-            f"--model_name: config.json has a quantization_config of {method} that is not supported. Supported are: "
+            f"--model_name: config.json has a quantization_config {found} that is not supported. Supported are: "
             f"bitsandbytes in 4 bits, {', '.join(READERS)}.\nUse a version in 16 bits or in bitsandbytes' 4 bits."
         )
     if settings.mode == "8bit" or settings.double_quant or not use_peft:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from llama_ft.config import ModelConfig
+from llama_ft.config import Config, ModelConfig
 from llama_ft.errors import UserError
 from llama_ft.models import conversion
 from llama_ft.models.build import build_on_meta, decoder_layers, load_model_config
@@ -97,9 +97,12 @@ def _reduce_layers(
     return kept
 
 
-def layers_are_alike(config: PretrainedConfig, model: ModelConfig) -> bool:
-    """Return whether all decoder layers have the same parameter shapes, and config.json can be
-    reduced to a few."""
+def layers_are_alike(config: PretrainedConfig, settings: Config) -> bool:
+    """Return whether all decoder layers have the same parameter shapes, no setting selects some of
+    them by name, and config.json can be reduced to a few."""
+    model = settings.model
+    if settings.train.groups or settings.peft.options or model.freeze_layers:
+        return False
     layers = decoder_layers(build_on_meta(config, model).model)
     shapes = set[tuple[tuple[str, tuple[int, ...]], ...]]()
     for layer in layers:

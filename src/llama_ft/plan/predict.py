@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import checkpoint, models, training
-from llama_ft.config import Config, ModelConfig
+from llama_ft.config import Config
 from llama_ft.data import IGNORED, Batch
 from llama_ft.models.shards import local_shard
 from llama_ft.observe.flops import flop_formula
@@ -61,7 +61,7 @@ def predict(request: PlanRequest, build_model: models.BuildModel, quick: bool = 
         plan_with = partial(_plan_with, request, build_model)
         # layers of towers cannot be left out
         quick = quick and not request.with_images
-        plan = _plan_quickly(plan_with, model_config, request.config.model, quick)
+        plan = _plan_quickly(plan_with, model_config, request.config, quick)
         if isinstance(reference_of(request.config), StoredReference):
             plan = _with_reference(plan, request, build_model, quick)
         return plan
@@ -77,13 +77,13 @@ def reference_of(config: Config) -> object:
 def _plan_quickly(
     plan_with: Callable[[int | None], Plan],
     model_config: PretrainedConfig,
-    model: ModelConfig,
+    config: Config,
     quick: bool,
 ) -> Plan:
     """Plan all layers; if `quick` and all are alike, extrapolate from a few. `plan_with`: plans
     that many layers, None: all."""
     layers = getattr(model_config.get_text_config(), "num_hidden_layers", 0)
-    if quick and layers > QUICK_LAYERS[1] and layers_are_alike(model_config, model):
+    if quick and layers > QUICK_LAYERS[1] and layers_are_alike(model_config, config):
         few, more = (plan_with(count) for count in QUICK_LAYERS)
         return _extrapolate(few, more, layers)
     return plan_with(None)
@@ -99,7 +99,7 @@ def _with_reference(
     model_config = models.load_model_config(folder, config.model.trust_remote_code)
     asked = dataclasses.replace(request, config=config, folder=folder, new_tokens=None)
     plan_with = partial(_reference_plan, asked, build_model, plan)
-    reference = _plan_quickly(plan_with, model_config, config.model, quick)
+    reference = _plan_quickly(plan_with, model_config, config, quick)
     peaks = {peak.phase: peak for peak in plan.peaks}
     for peak in reference.peaks:
         before = peaks.get(peak.phase)

@@ -176,6 +176,7 @@ def start_run(
     ):
         runtime.set_quiet(config.tracking.quiet)
         store = checkpoint.open_store(config.checkpoint, ranks)
+        checkpoint.find_disks(config.checkpoint, ranks)
         resumed = checkpoint.find_checkpoint(config.checkpoint, ranks, store)
         config = checkpoint.resolve_precision(config, origins, ranks, resumed)
         config = training.resolve_format(config)
@@ -186,7 +187,7 @@ def start_run(
         global_batch = 0
         layout = ""
         if not is_finished:
-            global_batch = checkpoint.global_batch(config.train, resumed, ranks.world_size)
+            global_batch = checkpoint.global_batch(config.train, resumed, ranks)
             is_packed = config.data.batching_strategy == "packing"
             layout = ranks.describe(
                 config.train.batch_size_training,
@@ -243,7 +244,10 @@ def end_if_finished(
 
 
 def end_run(directory: Path, uploads: checkpoint.Uploads | None, ranks: Ranks) -> None:
-    """Write the report of a run that has ended in any way, and upload it."""
-    report.write_or_warn(directory)
+    """Write the report of a run that has ended in any way, and upload it. A rank that ends the run
+    on another disk than rank 0's has only the status."""
+    has_log = ranks.disk_leader == 0
+    if has_log:
+        report.write_or_warn(directory)
     if uploads is not None and ranks.status is not None:
-        uploads.put_outcome(ranks.status.step)
+        uploads.put_outcome(ranks.status.step, has_log)

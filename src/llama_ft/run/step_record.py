@@ -18,6 +18,8 @@ class RankNumbers(NamedTuple):
     save_failed: torch.Tensor  # 1 if the rank could not write the pending checkpoint
     save_requested: torch.Tensor  # 1 if the rank was asked for a checkpoint; see SaveRequests
     seconds: torch.Tensor  # since the first step of this launch
+    own_work: torch.Tensor  # seconds in which the rank itself worked; see OwnWork
+    waited: torch.Tensor  # seconds of them in which it waited for its batches
 
 
 @dataclass(frozen=True)

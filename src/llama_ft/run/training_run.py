@@ -110,6 +110,9 @@ class TrainingRun:
         self.throughput = observe.ThroughputMeter(
             model, config.profile, dtype, directory, self.facts, self.ranks
         )
+        self._own_work = observe.OwnWork(model, self.ranks)
+        self._waited_seconds = 0.0  # for the batches of the current step
+        self._slow_ranks = observe.SlowRanks(self.ranks)
         settings = dataclasses.asdict(config)
         self.log = observe.RunLog(
             directory, config.tracking, settings, last_step, self.ranks.rank, resumed_log
@@ -152,6 +155,8 @@ class TrainingRun:
         lengths = [length for batch in step.batches for length in batch.example_lengths]
         targets = sum(batch.target_tokens for batch in step.batches)
         self.throughput.begin_step(step.step, lengths, targets, waited_seconds)
+        self._waited_seconds = waited_seconds
+        self._own_work.begin_step(waited_seconds)
         self._first_step_at = min(self._first_step_at, time.monotonic())
         if step.step == 1:
             log.info(data.describe_first_batch(step.batches[0], tokenizer))
@@ -167,10 +172,12 @@ class TrainingRun:
             self.writer.has_failed,
             self._save_requests.read(),
             time.monotonic() - self._first_step_at,
-        )  # [ranks, 8]
-        tokens, flops, _, _, asked, failed, save, seconds = gathered.unbind(1)
+            self._own_work.seconds(),
+            self._waited_seconds,
+        )  # [ranks, 10]
+        tokens, flops, _, _, asked, failed, save, seconds, work, waited = gathered.unbind(1)
         peak_bytes = gathered[:, 2:4]
-        return RankNumbers(tokens, flops, peak_bytes, asked, failed, save, seconds)
+        return RankNumbers(tokens, flops, peak_bytes, asked, failed, save, seconds, work, waited)
 
     def end_step(self, step: StepBatches, numbers: RankNumbers, is_skipped: bool) -> StepRecord:
         """Count a step whose weights are updated, and return what is due after it."""
@@ -179,6 +186,8 @@ class TrainingRun:
         flops = numbers.flops.sum().item()
         self.memory.end_step()
         self.throughput.end_step(step.step, tokens, flops)
+        if self.ranks.world_size > 1:
+            self._slow_ranks.add(numbers.own_work, numbers.waited, numbers.flops)
         self.state.step = step.step
         self.state.position = step.position
         self.state.target_tokens += step.target_tokens
@@ -391,7 +400,7 @@ class TrainingRun:
         assert self.stop is not None
         saved = self.writer.finish()
         is_signal = self.stop.exit_code != 0
-        left = self.ranks.signals.seconds_left(checkpoint.GRACE_SECONDS)
+        left = self.ranks.signals.seconds_left(checkpoint.upload_grace_seconds())
         self.writer.finish_uploads(left if is_signal else None)
         return runtime.Stopped(self.stop, self.state.step, saved)
 
@@ -403,6 +412,10 @@ class TrainingRun:
         self.weights_of = self.state.step
         step = checkpoint.result_step(self.config, self.state.step, self.state.best.step)
         if step != self.state.step:
+            if self.uploads is not None and not self.ranks.shares_disk:
+                self.writer.finish_uploads()
+                store = self.uploads.store
+                checkpoint.fetch_to_each_disk(store, self.directory, step, self.ranks)
             kept = checkpoint.open_best(step, self.directory, self.resumed, self.ranks)
             checkpoint.restore_weights(kept, model)
             self.weights_of = kept.step
@@ -477,7 +490,8 @@ def open_run(
     resumed = setup.resumed
     uploads = checkpoint.open_uploads(setup.store, directory, config.checkpoint, resumed, ranks)
     at_end = partial(end_run, directory, uploads, ranks)
-    ranks.begin_run(directory, resumed.step if resumed else 0, at_end)
+    step = resumed.step if resumed else 0
+    ranks.begin_run(directory, step, at_end, setup.global_batch)
     if ranks.is_main:
         text = to_yaml(config, f"--config {directory}/config.yaml repeats this run")
         (directory / "config.yaml").write_text(text)

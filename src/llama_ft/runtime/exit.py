@@ -145,6 +145,7 @@ class ExitContext:
         end_requested: set when a signal has asked this process to end (runtime.signals).
         describe_lost: returns a text about another rank that has ended, or "" (runtime.watchdog).
         explainer: explains errors about memory; None at the start of a run.
+        leads_disk: this rank writes the status file of its disk; see Ranks.
     """
 
     rank: int
@@ -153,6 +154,7 @@ class ExitContext:
     end_requested: threading.Event
     describe_lost: Callable[[], str] = str
     explainer: Explainer | None = None
+    leads_disk: bool = False
 
 
 class Claim(NamedTuple):
@@ -188,6 +190,9 @@ def exit_process(error: BaseException, context: ExitContext) -> NoReturn:
             context.status.at_end()
         if claim.is_final:
             end_restarts()  # also ends this process
+    elif isinstance(error, Stopped) and context.leads_disk and context.rank != 0:
+        if context.status is not None:  # rank 0 does not see this disk's file
+            context.status.write("stopped", exit_code, error.message)
     elif not is_stop:  # a signal reaches every rank, so nothing has to be waited for
         is_ended = context.end_requested.wait(first.patience_seconds)
         is_first_of_node = os.environ.get("LOCAL_RANK") == "0"

@@ -6,7 +6,6 @@ several copies, the dimension `replicate` comes first. All of llama_ft uses this
 process, data parallelism and sharding share one code path.
 """
 
-import itertools
 import os
 import threading
 import time
@@ -27,15 +26,16 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from llama_ft.errors import LostRank, UserError, plural
 from llama_ft.processes import cores
+from llama_ft.runtime.attempts import Attempt, AttemptFile, earlier_attempt
 from llama_ft.runtime.console import configure_console
 from llama_ft.runtime.devices import claim_device, pick_device
 from llama_ft.runtime.exit import ExitContext, Explainer, RunStatus, Stopped, exit_process
+from llama_ft.runtime.fp32_matmuls import use_fp32_matmuls
 from llama_ft.runtime.signals import StopSignals
 from llama_ft.runtime.watchdog import SECONDS_AFTER_WATCHDOG, Watchdog
 
 T = TypeVar("T")
 LEAST_SECONDS_TO_START = 600.0  # importing torch from a cold file system can take minutes
-_STARTS = itertools.count()  # a script can start several runs in one process
 
 
 @dataclass
@@ -52,19 +52,37 @@ class Ranks:
     device_note: str  # description of the device, for the log
     mesh: DeviceMesh  # ("shard",), or ("replicate", "shard") with several copies of the model
     store: dist.Store | None  # the rendezvous store, with a prefix for this attempt; None in a plan
-    # shared by all attempts, holds the run's directory; None without torchrun
-    launch_store: dist.Store | None = None
+    # for the next attempt, if torchrun starts the ranks again
+    attempt_file: AttemptFile | None = None
+    earlier: Attempt | None = None  # the run of an earlier attempt of this launch
     status: RunStatus | None = None  # set on each rank as soon as the run has a directory
     signals: StopSignals = field(default_factory=StopSignals)  # requests to stop the run
     explainer: Explainer | None = None  # explains errors about memory; the recipe sets it
     # how long a rank waits for others before torch raises an error; the watchdog is earlier
     timeout: timedelta = timedelta(minutes=30)
-    lock: IO[str] | None = None  # on rank 0 an open file that locks the run's directory
+    lock: IO[str] | None = None  # where leads_disk, an open file that locks the run's directory
+    # per rank the one that creates and deletes directories on its disk of --output_dir; empty: all
+    # nodes share it
+    disk_leaders: tuple[int, ...] = ()
     _turns: int = 0
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def disk_leader(self) -> int:
+        """The rank that creates and deletes directories on this rank's disk of --output_dir."""
+        return self.disk_leaders[self.rank] if self.disk_leaders else 0
+
+    @property
+    def leads_disk(self) -> bool:
+        return self.disk_leader == self.rank
+
+    @property
+    def shares_disk(self) -> bool:
+        """Whether all ranks see the same --output_dir."""
+        return not any(self.disk_leaders)
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
@@ -95,6 +113,18 @@ class Ranks:
         dist.broadcast_object_list(box, src=0)
         return cast(T, box[0])
 
+    def from_each_disk(self, make: Callable[[], T]) -> dict[int, T]:
+        """Run `make` on the leader of each disk, and return all results, by the leaders' ranks."""
+        if self.shares_disk:
+            return {0: self.broadcast_from_rank0(make)}
+        results: list[Any] = [None] * self.world_size
+        dist.all_gather_object(results, make() if self.leads_disk else None)
+        return {rank: results[rank] for rank in sorted(set(self.disk_leaders))}
+
+    def on_each_disk(self, make: Callable[[], T]) -> T:
+        """Run `make` on the leader of each disk, and return the result of this rank's disk."""
+        return self.from_each_disk(make)[self.disk_leader]
+
     def all_gather_floats(self, *numbers: float) -> torch.Tensor:
         """Return the numbers of all ranks, float64 [world_size, len(numbers)]. It does not wait for
         the device."""
@@ -123,24 +153,24 @@ class Ranks:
 
     @property
     def earlier_run(self) -> Path | None:
-        """The run directory of an earlier attempt of this job (torchrun restarts); None if there
+        """The run directory of an earlier attempt of this launch (torchrun restarts); None if there
         was none."""
-        if self.launch_store is None or not self.launch_store.check(["directory"]):
-            return None
-        return Path(self.launch_store.get("directory").decode())
+        return None if self.earlier is None else Path(self.earlier.directory)
 
     def begin_run(
         self,
         output_dir: Path,
         step: int = 0,
         at_end: Callable[[], None] = lambda: None,
+        global_batch: int = 0,
     ) -> None:
         """Keep status.json in `output_dir` current from now on. The rank that ends the run calls
-        `at_end`. If torchrun restarts the ranks, the next attempt resumes in this directory."""
+        `at_end`. If torchrun starts the ranks again, the next attempt resumes in this directory,
+        with this global batch."""
         self.status = RunStatus(output_dir, at_end, step)
-        if self.is_main and self.launch_store is not None:
-            self.launch_store.set("directory", os.path.abspath(output_dir))
-        if self.is_main:
+        if self.local_rank == 0 and self.attempt_file is not None:
+            self.attempt_file.write(Attempt(str(output_dir), global_batch))
+        if self.leads_disk:
             self.status.write("running")
         # otherwise "running" could overwrite the "failed" of a rank that fails at once
         dist.barrier()
@@ -148,7 +178,7 @@ class Ranks:
     def record_step(self, step: int) -> None:
         """Tell status.json the number of completed optimizer steps."""
         if self.status is not None:
-            self.status.record_step(step, writes=self.is_main)
+            self.status.record_step(step, writes=self.leads_disk)
 
     def describe(
         self,
@@ -184,6 +214,7 @@ class Ranks:
             product = f"ranks ({self.world_size}) x micro-batch ({batch_size}) x accumulation ({micro_batches})"
         else:  # the resumed run began on another number of ranks
             product = f"as before, at most {batch_size} per rank and micro-batch"
+            product += describe_uneven(global_batch, self.world_size)
         lines.append(f"global batch: {plural(global_batch, unit)} = {product}")
         separator = "; " if is_one_process else "\n  "
         return separator.join(lines)
@@ -251,15 +282,15 @@ def start(
             end_requested=signals.end_requested,
             describe_lost=watchdog.describe_lost if watchdog is not None else str,
             explainer=ranks.explainer if ranks is not None else None,
+            leads_disk=ranks is not None and ranks.leads_disk,
         )
         exit_process(error, context)
 
     with signals.listening(end):
         try:
             store = dist.HashStore()
-            launch_store = None
             if launch.world_size > 1 or dist.is_torchelastic_launched():
-                store, launch_store = _meet(launch.rank, launch.world_size, timeout_seconds)
+                store = _meet(launch.rank, launch.world_size, timeout_seconds)
             place = pick_device(
                 device, torch.cuda.device_count(), launch.local_rank, launch.local_world_size
             )
@@ -269,6 +300,7 @@ def start(
             device_note = claim_device(place, memory_fraction)
             timeout = timedelta(seconds=timeout_seconds + SECONDS_AFTER_WATCHDOG)
             mesh = _open_mesh(launch, place, store, degree, timeout)
+            attempt_file = AttemptFile()
             ranks = Ranks(
                 rank=launch.rank,
                 world_size=launch.world_size,
@@ -279,7 +311,8 @@ def start(
                 device_note=device_note,
                 mesh=mesh,
                 store=store,
-                launch_store=launch_store,
+                attempt_file=attempt_file,
+                earlier=earlier_attempt(attempt_file.read(), launch.world_size),
                 signals=signals,
                 timeout=timeout,
             )
@@ -294,8 +327,8 @@ def start(
 
 
 def _configure_cpu(storage: torch.device, local_world_size: int) -> None:
-    """Set how this process uses the cores, and oneDNN's cache. `storage` holds the parameters and
-    the optimizer state."""
+    """Set how this process uses the cores, oneDNN's cache and the way of bf16 products. `storage`
+    holds the parameters and the optimizer state."""
     # torchrun sets 1. That leaves cores idle if the CPU computes or updates the weights.
     is_torchruns_default = os.environ.get("OMP_NUM_THREADS", "1") == "1"
     if storage.type == "cpu" and local_world_size > 1 and is_torchruns_default:
@@ -303,6 +336,8 @@ def _configure_cpu(storage: torch.device, local_world_size: int) -> None:
     # oneDNN compiles a 16-bit matmul per shape on the CPU. Its default, 1,024, takes 0.9 GiB; this
     # takes half.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+    if storage.type == "cpu":
+        use_fp32_matmuls()
 
 
 def _open_mesh(
@@ -350,8 +385,9 @@ def _watched_until_all_leave(watchdog: Watchdog | None) -> Iterator[None]:
 
 def _finish(ranks: Ranks) -> None:
     """Record that the run has finished, and close the process group."""
-    if ranks.is_main and ranks.status is not None:
+    if ranks.leads_disk and ranks.status is not None:
         ranks.status.write("finished", 0)
+    if ranks.is_main and ranks.status is not None:
         ranks.status.at_end()
     if ranks.lock is not None:
         ranks.lock.close()
@@ -374,9 +410,20 @@ def resolve_degree(shard_degree: int | str, world_size: int, local_world_size: i
     degree = local_world_size if shard_degree == "node" else int(shard_degree)
     if world_size % degree:
         raise UserError(
-            f"--sharding_group_size {degree}: {world_size} ranks do not divide into groups of {degree}."
+            f"--sharding_group_size {degree}: {world_size} ranks do not divide into groups of {degree}. "
+            f"Start a multiple of {degree} ranks, or choose another size."
         )
     return degree
+
+
+def describe_uneven(global_batch: int, world_size: int) -> str:
+    """Return a note on a global batch that a number of ranks cannot divide evenly, or "". It stays
+    the same, but in the last micro-batch some ranks have nothing to compute."""
+    if global_batch % world_size == 0:
+        return ""
+    even = [number for number in range(1, global_batch + 1) if global_batch % number == 0]
+    numbers = ", ".join(map(str, even))
+    return f"; {world_size} ranks do not divide it, so some wait for others ({numbers} ranks do)"
 
 
 def _silence_libraries(rank: int) -> None:
@@ -397,14 +444,12 @@ def _meet(
     rank: int,
     world_size: int,
     seconds: float,
-) -> tuple[dist.Store, dist.Store]:
-    """Wait for all ranks at torchrun's address. Return the store of this attempt and the store of
-    all attempts.
+) -> dist.Store:
+    """Wait for all ranks at torchrun's address. Return the store of this attempt.
 
-    torchrun's agent runs the store, so it outlives the ranks: an attempt finds the run directory of
-    the one before. All other keys need the name of the attempt as a prefix. torchrun's restart
-    count cannot be that name, because each node has its own count. So rank 0 invents a name and
-    sends it to each rank through the store.
+    Usually torchrun's agent runs the store, so it outlives the ranks, and all keys need the name of
+    the attempt as a prefix. torchrun's restart count cannot be that name, because each node has its
+    own count. So rank 0 invents a name and sends it to each rank through the store.
     """
     timeout = max(seconds, LEAST_SECONDS_TO_START)
     name = uuid.uuid4().hex
@@ -434,6 +479,4 @@ def _meet(
                     store.set(f"answer/{question}", name)
             time.sleep(0.05)
             missing = [other for other in missing if not store.check([f"{name}/{other}"])]
-    attempt_store = dist.PrefixStore(f"llama_ft/{name}", shared)
-    launch_store = dist.PrefixStore(f"llama_ft/run{next(_STARTS)}", shared)
-    return attempt_store, launch_store
+    return dist.PrefixStore(f"llama_ft/{name}", shared)

@@ -18,7 +18,12 @@ from llama_ft.training.objective import (
     target_losses,
 )
 from llama_ft.training.objectives import build_objective, resolve_format
-from llama_ft.training.optimizer import build_optimizer, learning_rate, warmup_steps
+from llama_ft.training.optimizer import (
+    build_optimizer,
+    check_own_optimizer,
+    learning_rate,
+    warmup_steps,
+)
 from llama_ft.training.reference import ReferencePass
 from llama_ft.training.step import (
     PendingMetrics,

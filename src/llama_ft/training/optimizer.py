@@ -9,10 +9,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llama_ft.config import TrainConfig
 from llama_ft.config.settings import OPTIMIZERS
+from llama_ft.config.structured_values import ParameterGroup, rate_of
+from llama_ft.errors import UserError
+from llama_ft.models.groups import find_groups
 from llama_ft.models.shards import local_shard
+from llama_ft.models.source import listed
+from llama_ft.user_function import load_function
 
 
 class AdamW(torch.optim.AdamW):
@@ -58,8 +64,10 @@ class SGD(torch.optim.SGD):
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
-    """Return the optimizer of the trained parameters. Its constructor gets those of the options
-    below that it has."""
+    """Return the optimizer of the trained parameters. The constructor of one of OPTIMIZERS gets
+    those of the options below that it has. With `file.py:function`, see `_call_own`."""
+    if train.optimizer not in OPTIMIZERS:
+        return _call_own(_named_groups(model, train), train)
     module, _, name = OPTIMIZERS[train.optimizer].rpartition(".")
     optimizer_class: Any = getattr(import_module(module), name)
     options = {
@@ -77,27 +85,97 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
 
 def parameter_groups(model: nn.Module, train: TrainConfig) -> list[dict[str, Any]]:
     """Return the optimizer's groups of the trained parameters. Weight decay does not apply to
-    biases and to parameters with one dimension. (Biases of stacked experts have two.) With LoRA+
-    (https://arxiv.org/abs/2402.12354), B matrices have their own groups, whose `lr_ratio`
-    multiplies the learning rate."""
+    biases and to parameters with one dimension, unless --groups sets it. (Biases of stacked experts
+    have two.) With LoRA+ (https://arxiv.org/abs/2402.12354), B matrices have their own groups. With
+    it or with --groups, `lr_ratio` multiplies the learning rate."""
     uses_loraplus = train.loraplus_lr_ratio != 1
-    members = defaultdict[tuple[bool, bool], list[nn.Parameter]](list)
+    numbers = find_groups(model, train.groups)
+    # of a group of --groups (-1: none), B matrices, decayed
+    members = defaultdict[tuple[int, bool, bool], list[nn.Parameter]](list)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
+            number = numbers.get(name, -1)
             is_b = uses_loraplus and ".lora_B." in name
             is_decayed = parameter.ndim > 1 and not name.endswith("bias")
-            members[is_b, is_decayed].append(parameter)
+            if number >= 0 and "weight_decay" in train.groups[number]:
+                is_decayed = True
+            members[number, is_b, is_decayed].append(parameter)
     groups = []
-    for is_b, is_decayed in product((False, True), (True, False)):
-        parameters = members[is_b, is_decayed]
+    for number, is_b, is_decayed in product(
+        range(-1, len(train.groups)), (False, True), (True, False)
+    ):
+        parameters = members[number, is_b, is_decayed]
         if not parameters:
             continue
-        decay = train.weight_decay if is_decayed else 0.0
+        own = train.groups[number] if number >= 0 else ParameterGroup(match="")
+        decay = own.get("weight_decay", train.weight_decay) if is_decayed else 0.0
         group: dict[str, Any] = {"params": parameters, "weight_decay": decay}
-        if uses_loraplus:
-            group["lr_ratio"] = train.loraplus_lr_ratio if is_b else 1.0
+        if uses_loraplus or train.groups:
+            ratio = rate_of(own.get("lr", "1x"), train.lr) / train.lr
+            group["lr_ratio"] = ratio * train.loraplus_lr_ratio if is_b else ratio
         groups.append(group)
     return groups
+
+
+def _named_groups(model: nn.Module, train: TrainConfig) -> list[dict[str, Any]]:
+    """Return the groups as a user's function gets them: `params` are pairs of name and parameter,
+    as torch.optim.Optimizer takes them, `lr` is the peak learning rate of the group."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = []
+    for group in parameter_groups(model, train):
+        named = [(names[id(parameter)], parameter) for parameter in group["params"]]
+        lr = train.lr * group.get("lr_ratio", 1.0)
+        groups.append({"params": named, "lr": lr, "weight_decay": group["weight_decay"]})
+    return groups
+
+
+def _call_own(groups: list[dict[str, Any]], train: TrainConfig) -> torch.optim.Optimizer:
+    """Return the optimizer that the function of --optimizer makes of `_named_groups`. The schedule
+    multiplies the learning rate of each of its groups.
+
+    Raises:
+        UserError: the function raises an error or returns something else, or its optimizer has not
+            exactly the trained parameters.
+    """
+    name = train.optimizer
+    expected = dict[int, str]()
+    for group in groups:
+        expected |= {id(parameter): known_as for known_as, parameter in group["params"]}
+    optimizer = load_function(name)(groups)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"--optimizer {name} returned a {type(optimizer).__name__}; expected a torch.optim.Optimizer."
+        )
+    found = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    missing = [known_as for number, known_as in expected.items() if number not in found]
+    if missing:
+        raise UserError(
+            f"--optimizer {name}: its optimizer lacks {listed(missing)}.\n"
+            "Put every parameter of the groups into it, or freeze some: --groups '[{match: ..., freeze: true}]'."
+        )
+    if len(found) > len(expected):
+        raise UserError(
+            f"--optimizer {name}: its optimizer has parameters that are not in the groups."
+        )
+    for group in optimizer.param_groups:
+        group["lr_ratio"] = float(group["lr"]) / train.lr
+    return optimizer
+
+
+def check_own_optimizer(model: nn.Module, train: TrainConfig) -> None:
+    """With --optimizer file.py:function, call the function before weights are loaded, with
+    parameters that have no memory. Raises the errors of `_call_own`."""
+    if train.optimizer in OPTIMIZERS:
+        return
+    groups = _named_groups(model, train)
+    with FakeTensorMode():
+        for group in groups:
+            empty = [
+                (name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype)))
+                for name, parameter in group["params"]
+            ]
+            group["params"] = empty
+        _call_own(groups, train)
 
 
 def create_states(optimizer: torch.optim.Optimizer) -> None:
@@ -152,13 +230,13 @@ def warmup_steps(train: TrainConfig, total_steps: int) -> int:
 
 def learning_rate(train: TrainConfig, step: int, total_steps: int, epoch: int) -> float:
     """Return the learning rate of an optimizer step. It depends on the position only, so nothing
-    must be saved. Warm-up, cosine, linear and constant are those of transformers.get_scheduler:
+    must be saved. Warm-up and all schedules but step are those of transformers.get_scheduler:
     warm-up begins with learning rate 0.
 
     Args:
-        train: lr, min_lr, lr_scheduler, warmup_steps, warmup_ratio, gamma.
+        train: lr, min_lr, lr_scheduler, warmup_steps, warmup_ratio, decay_ratio, gamma.
         step: optimizer step, 0 <= step < total_steps.
-        total_steps: optimizer steps of the whole run; there cosine and linear reach min_lr.
+        total_steps: optimizer steps of the whole run; there the decays to min_lr end.
         epoch: 0-based. lr_scheduler=step multiplies by gamma after each epoch, like torch's
             StepLR(step_size=1).
     """
@@ -166,10 +244,16 @@ def learning_rate(train: TrainConfig, step: int, total_steps: int, epoch: int) -
     if step < warmup:
         return train.lr * step / warmup
     done = (step - warmup) / max(1, total_steps - warmup)
+    decay_steps = min(math.ceil(train.decay_ratio * total_steps), total_steps - warmup)
+    decayed = max(0.0, (step - total_steps + decay_steps) / decay_steps)
+    # transformers.get_inverse_sqrt_schedule's timescale without a warm-up
+    timescale = warmup or 10_000
     factors = {
         "cosine": (1 + math.cos(math.pi * done)) / 2,
         "linear": 1 - done,
         "constant": 1.0,
         "step": train.gamma**epoch,
+        "warmup_stable_decay": (1 + math.cos(math.pi * decayed)) / 2,
+        "inverse_sqrt": math.sqrt(timescale / (step - warmup + timescale)),
     }
     return train.min_lr + (train.lr - train.min_lr) * factors[train.lr_scheduler]
