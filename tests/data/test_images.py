@@ -150,7 +150,7 @@ BAD = {
     "missing": (chat("b.png"), r'"messages\[0\].content\[0\].image": there is no file .*b.png'),
     "broken": (chat("broken.png"), "broken.png cannot be read as an image"),
     "truncated": (chat("truncated.png"), "truncated.png cannot be read as an image"),
-    "bomb": (chat("bomb.png"), "bomb.png has 50,000 x 50,000 pixels; expected at most"),
+    "bomb": (chat("bomb.png"), "bomb.png has 12,000 x 12,000 pixels; expected at most"),
     "too few images": (
         {"messages": marks, "images": ["a.png"]},
         '"images" has 1 images, and the messages have 2 places',
@@ -183,7 +183,7 @@ def test_bad_images_are_reported_with_their_place_or_skipped(
     good = write_image(tmp_path / "a.png", 60, 40, 1)
     (tmp_path / "broken.png").write_bytes(b"no image")
     (tmp_path / "truncated.png").write_bytes(good.read_bytes()[:-2000])
-    (tmp_path / "bomb.png").write_bytes(enlarged(good.read_bytes(), 50_000, 50_000))
+    (tmp_path / "bomb.png").write_bytes(enlarged(good.read_bytes(), 12_000, 12_000))
     sample, message = BAD[kind]
     data = write_jsonl(tmp_path / "a.jsonl", [chat("a.png"), sample])
     with pytest.raises(UserError, match=rf"a.jsonl:2: .*{message}"):

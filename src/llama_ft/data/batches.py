@@ -20,6 +20,7 @@ import numpy
 import pyarrow.compute
 import torch
 from datasets import Dataset
+from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
@@ -518,42 +519,25 @@ def collate(
         desirable = []
         lengths = [len(input_ids)]
         labels = torch.full((len(input_ids),), IGNORED)
-    made = None
+    tensors = None
     if images is not None:
+        samples = list(input_ids.split(lengths)) if indices else []
         texts = table["text"].to_pylist() if indices else []
         references = table["images"].to_pylist() if indices else []
-        samples = list(input_ids.split(lengths)) if indices else []
-        samples, per_example, others = images.tensors(samples, texts, references, locations)
+        samples, tensors = images.tensors(samples, texts, references, locations, is_packed)
         input_ids = torch.cat(samples)
+        count = sum(lengths) if indices else 0
         lengths = [len(sample) for sample in samples]
-        without_labels = torch.full((sum(lengths),), IGNORED)
-        if indices:
-            without_labels[: len(labels)] = labels
-        labels = without_labels
-        made = ImageTensors(_per_token(per_example, is_packed), others)
+        labels = functional.pad(labels[:count], (0, sum(lengths) - count), value=IGNORED)
     if is_packed:
         first_tokens = torch.tensor([0, *lengths[:-1]]).cumsum(0)
         labels[first_tokens] = IGNORED
         input_ids = input_ids.unsqueeze(0)  # [1, tokens]
         labels = labels.unsqueeze(0)
-        return Batch(input_ids, labels, lengths, is_packed, locations, desirable, made)
+        return Batch(input_ids, labels, lengths, is_packed, locations, desirable, tensors)
     input_ids = pad_sequence(input_ids.split(lengths), batch_first=True, padding_value=pad_token_id)
     labels = pad_sequence(labels.split(lengths), batch_first=True, padding_value=IGNORED)
-    return Batch(input_ids, labels, lengths, is_packed, locations, desirable, made)
-
-
-def _per_token(
-    per_example: list[dict[str, torch.Tensor]], is_packed: bool
-) -> dict[str, torch.Tensor]:
-    """Return the tensors per token of all examples, in the shape of input_ids, by name."""
-    joined = {}
-    for name in per_example[0]:
-        values = [of_example[name] for of_example in per_example]
-        if is_packed:
-            joined[name] = torch.cat(values).unsqueeze(0)
-        else:
-            joined[name] = pad_sequence(values, batch_first=True)
-    return joined
+    return Batch(input_ids, labels, lengths, is_packed, locations, desirable, tensors)
 
 
 def _concatenated(column: pyarrow.ChunkedArray) -> torch.Tensor:

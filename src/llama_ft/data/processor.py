@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import xxhash
 from PIL import Image, ImageOps
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoImageProcessor
 from transformers.models.auto.processing_auto import (
     PROCESSOR_MAPPING_NAMES,
@@ -281,17 +282,19 @@ class Images:
         texts: list[str | None],
         references: list[list[str] | None],
         locations: Sequence[str],
-    ) -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+        is_packed: bool,
+    ) -> tuple[list[torch.Tensor], "ImageTensors"]:
         """Make the tensors of a micro-batch.
 
         Args:
             samples: tokens of each sample, int64 [tokens].
             texts, references: of samples with images, else None; see `ImageExample`.
             locations: place of each sample, for messages.
+            is_packed: the examples become one sequence; else a padded batch.
 
         Returns:
             The tokens of all examples, which are the samples, and the filler if none has an image;
-            of each example the tensors per token; and the other tensors.
+            and the tensors.
 
         Raises:
             RunFailure: an image has changed since it was tokenized.
@@ -323,7 +326,14 @@ class Images:
                 else:
                     made[name] = torch.zeros(len(tokens), dtype=torch.int64)
             of_examples.append(made)
-        return samples, of_examples, others
+        joined = {}
+        for name in per_token:
+            values = [made[name] for made in of_examples]
+            if is_packed:
+                joined[name] = torch.cat(values).unsqueeze(0)
+            else:
+                joined[name] = pad_sequence(values, batch_first=True)
+        return samples, ImageTensors(joined, others)
 
     @cached_property
     def _filler_text(self) -> str:
