@@ -2,6 +2,8 @@
 
 import base64
 import struct
+import subprocess
+import sys
 import zlib
 from functools import partial
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from conftest import write_jsonl
+from conftest import REPOSITORY, write_jsonl
 from image_models import IDS, plain_inputs, plain_processor, save_image_model, write_image
 from transformers import AutoConfig, AutoTokenizer
 
@@ -246,3 +248,14 @@ def test_a_chat_template_without_images_is_rejected_before_samples_are_read(
     data = write_jsonl(tmp_path / "a.jsonl", [chat("a.png")])
     with pytest.raises(UserError, match="images, .* chat template"):
         prepared(model, data, tmp_path / "cache", chat_template=str(tmp_path / "t.jinja"))
+
+
+def test_the_script_of_the_guide_draws_data_that_are_read(model: Path, tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "guides" / "images.md").read_text()
+    script = page.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "draw_receipts.py").write_text(script)
+    command = [sys.executable, "draw_receipts.py", "receipts"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    drawn = prepared(model, tmp_path / "receipts" / "train.jsonl", tmp_path / "cache")
+    assert drawn.report.train.samples == drawn.report.train.images == 180
+    assert drawn.report.train.duplicates == 0, "pixels differ, and tokens do not"
