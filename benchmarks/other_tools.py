@@ -26,8 +26,8 @@ BEGIN = "<!-- Written by benchmarks/other_tools.py --write. -->\n"
 END = "<!-- End of what benchmarks/other_tools.py writes. -->\n"
 INTRODUCTION = """## Plans against published figures of other tools
 
-`python benchmarks/other_tools.py --write` plans the settings of published runs with `recipes/plan.py --json --quick`
-and writes this table. The figures, their sources and all flags are in `benchmarks/other_tools.yaml`. The planned column
+`benchmarks/other_tools.py` plans the settings of published runs with `recipes/plan.py --json --quick` and writes this
+table. The figures, their sources and all flags are in `benchmarks/other_tools.yaml`. The planned column
 is no measurement. "tensors" is the peak of allocated tensors, "reserved" is what torch's allocator reserves, "GPU"
 includes the CUDA context. If a source does not say what it measured, the plan's reserved memory is shown.
 """

@@ -33,20 +33,19 @@ def test_a_rank_is_slow_at_1_2_times_the_median(
 
 
 @pytest.mark.parametrize(
-    ("late", "seconds", "steps"),
-    # The first step does not count, then they are compared after 20 and 40. Batches that are later
-    # than a step takes cannot be made in advance.
-    [("data", "0.3", 25), ("computing", "0.12", 45), ("", "0", 45)],
+    ("late", "steps"),
+    # The first step does not count, then they are compared after 20 and 40.
+    [("data", 25), ("computing", 45), ("", 45)],
 )
 def test_a_slow_rank_is_named_once_and_an_even_run_names_nobody(
-    tmp_path: Path, tiny_model: Path, rows70: Path, late: str, seconds: str, steps: int
+    tmp_path: Path, tiny_model: Path, rows70: Path, late: str, steps: int
 ) -> None:
     flags = (
         f"--precision fp32 --enable_fsdp --batch_size_training 2 --num_epochs 99 --max_train_step {steps} "
         f"--no_run_validation --no_plan --save_model False --model_name {tiny_model} --dataset {rows70} "
         f"--lr 1e-3 --output_dir {tmp_path}/run"
     )
-    slow = {"SLOW_RANK": "1", "SLOW_SECONDS": seconds, "LATE": late}
+    slow = {"SLOW_RANK": "1", "LATE": late} if late else {}
     finished = forked(SLOWED, *flags.split(), ranks=3, **slow)
     assert finished.exit_code == 0, finished.output
     named = re.findall(r"warning: rank (\d+) on node 0 is slow.*", finished.output)
@@ -54,7 +53,7 @@ def test_a_slow_rank_is_named_once_and_an_even_run_names_nobody(
     if late == "data":
         found = re.search(r"\((\S+) s per step, (\S+) s of it\s+for data", finished.output)
         assert found is not None
-        assert float(found[2]) > 0.5 * float(found[1])
+        assert 0.3 < float(found[2]) / float(found[1]) < 0.9
 
 
 def test_on_a_gpu_the_forward_passes_of_a_layer_are_counted_for_all(

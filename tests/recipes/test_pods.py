@@ -22,7 +22,7 @@ from stores import download, s3_server
 from llama_ft.checkpoint import ObjectStore
 from llama_ft.checkpoint.store import read_commits
 
-RUNTIME, TRAIN_JOB = yaml.safe_load_all(
+_, TRAIN_JOB = yaml.safe_load_all(
     (REPOSITORY / "launch" / "kubernetes" / "finetune.yaml").read_text()
 )
 PODS = 2
