@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
 from llama_ft.data.tokenize import IGNORED
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from llama_ft.data.batches import Batch
 
-# most tokens shown per sample; equal neighbors count once
+# most tokens shown per sample
 SAMPLE_TOKENS = 2000
 BATCH_TOKENS = 300
 REPEATED = re.compile(r"(<[^<>\s]{2,40}>)\1{3,}")  # special tokens, such as those of an image
@@ -47,7 +47,8 @@ def marked_text(
     ]]."""
     text = ""
     before = ""
-    shown = list(input_ids[: _end_of_shown(input_ids, most)])
+    added = frozenset(tokenizer.added_tokens_decoder)
+    shown = list(input_ids[: _end_of_shown(input_ids, added, most)])
 
     def is_in_loss(position: int) -> bool:
         # The first token is never in the loss: no position predicts it.
@@ -66,12 +67,13 @@ def marked_text(
     return text
 
 
-def _end_of_shown(input_ids: Sequence[int], most: int) -> int:
-    """Return how many tokens hold at most `most` runs of equal tokens: an image is one run."""
+def _end_of_shown(input_ids: Sequence[int], added: Set[int], most: int) -> int:
+    """Return the number of tokens to show. Equal neighbors count once if they are of those that were
+    `added` to the vocabulary: an image has hundreds of them."""
     runs = 0
     previous = None
     for position, token in enumerate(input_ids):
-        runs += token != previous
+        runs += token != previous or token not in added
         previous = token
         if runs > most:
             return position
