@@ -47,8 +47,8 @@ def marked_text(
     ]]."""
     text = ""
     before = ""
-    added = frozenset(tokenizer.added_tokens_decoder)
-    shown = list(input_ids[: _end_of_shown(input_ids, added, most)])
+    added_tokens = frozenset(tokenizer.added_tokens_decoder)
+    shown = list(input_ids[: _end_of_shown(input_ids, added_tokens, most)])
 
     def is_in_loss(position: int) -> bool:
         # The first token is never in the loss: no position predicts it.
