@@ -24,6 +24,7 @@ REQUIREMENTS = [
     "xxhash>=3.5",
     "huggingface_hub>=2,<3",
     "numpy>=2.1",
+    "pillow>=11",
     "pyarrow>=24",
     "fsspec>=2025.3",
     "typing_extensions>=4.15",

@@ -52,6 +52,10 @@ def main(**flags: str) -> None:
         config = setup.choose_kernels(config, model_config)
         context_length = models.resolve_context_length(config.data.context_length, model_config)
         stored_vocabulary = models.vocabulary_size(model_config)
+        load_processor = None
+        no_images = models.why_no_images(model_config, config.preference.objective)
+        if not no_images:
+            load_processor = partial(data.load_processor, folder, model_config, tokenizer)
         with ranks.local_main_process_first():
             dataset = data.prepare(
                 config.data,
@@ -62,6 +66,8 @@ def main(**flags: str) -> None:
                     vocabulary_size=None if config.model.resize_embeddings else stored_vocabulary,
                     add_tokens=config.model.resize_embeddings,
                     examples=objective.examples,
+                    load_processor=load_processor,  # called if samples have images
+                    no_images=no_images,
                 ),
                 cache=data.cache_dir(),
                 verify_cache=ranks.local_rank == 0,
@@ -79,7 +85,7 @@ def main(**flags: str) -> None:
             # a score is that of the last token that is not this one
             tokenizer.pad_token_id = pad
             model_config.get_text_config().pad_token_id = pad
-        layout = data.training_layout(config, context_length, pad, ranks)
+        layout = data.training_layout(config, context_length, pad, ranks, dataset.images)
         batches = data.plan_training(config, dataset, layout, setup.global_batch, vocabulary, ranks)
         setup.check_batches(config, batches, tokenizer)
 
@@ -89,7 +95,9 @@ def main(**flags: str) -> None:
         # For dpo, ipo and kto; else this does nothing. The reference is the model with its adapter
         # off, or log-probabilities computed once: by --reference_model here, or below by the model
         # itself before step 1.
-        request = models.ModelRequest(config, folder, model_config, new_tokens)
+        request = models.ModelRequest(
+            config, folder, model_config, new_tokens, with_images=dataset.images is not None
+        )
         reference = training.ReferencePass(objective, request, tokenizer, dataset, layout, ranks)
         if resumed is not None:
             reference.load(resumed.folder, resumed.run)
@@ -100,7 +108,9 @@ def main(**flags: str) -> None:
             # Samples must not see each other: compare a few with samples alone. It may turn off the
             # chunked loss.
             dtype = runtime.PRECISIONS[config.train.precision].compute
-            training.check_packing(built, batches.first_samples(), context_length, dtype, ranks)
+            training.check_packing(
+                built, batches.first_samples(), context_length, dtype, ranks, dataset.images
+            )
 
         with open_run(setup, config, inputs, dataset, batches, built, scores) as run:
             reference.complete(built, run.directory)
@@ -163,9 +173,15 @@ def build_model(
         use_peft=config.peft.use_peft or request.purpose != "train",
     )
     built = models.build_on_meta(
-        request.model_config, config.model, request.new_tokens, request.folder
+        request.model_config,
+        config.model,
+        request.new_tokens,
+        request.folder,
+        request.with_images,
     )
     model = built.model
+    if parts := built.image_parts:
+        report(f"Frozen, not quantized, without adapters: {', '.join(parts)}")
     if others := built.left_out.modules:
         report(
             f"Only the text part is loaded and fine-tuned. Copied unchanged: {', '.join(others)}"

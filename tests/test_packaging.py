@@ -256,6 +256,7 @@ def test_what_is_imported_is_required(
     optional = {name for each in extras if each != "dev" for name in extra(metadata, each)}
     called = {
         "yaml": "pyyaml",
+        "PIL": "pillow",
         "liger_kernel": "liger-kernel",
         "lm_eval": "lm-eval",
         "mlflow": "mlflow-skinny",

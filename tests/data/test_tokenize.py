@@ -41,9 +41,7 @@ def shown(tokenizer: PreTrainedTokenizerFast, pieces: list[Encoded]) -> str:
 
 def test_a_sample_with_images_is_rejected(llama3: PreTrainedTokenizerFast) -> None:
     encoder = Encoder(llama3, 100)
-    with pytest.raises(
-        BadSample, match=r'"images" is \["a.png"\]; expected nothing: only text is trained on'
-    ):
+    with pytest.raises(BadSample, match="it has images, but only text is trained on"):
         encoder.encode({**CHAT, "images": ["a.png"]}, "messages")
     assert encoder.encode({**CHAT, "images": []}, "messages") == encoder.encode(CHAT, "messages")
 

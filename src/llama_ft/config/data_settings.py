@@ -130,6 +130,10 @@ class DataConfig:
     """What happens to a longer sample. right and left: truncated at its end or beginning; drop:
     skipped; split: it becomes several samples."""
 
+    max_pixels: Count | None = None
+    """Images of more pixels than this, width times height, are reduced to it before the model's
+    processor gets them; if not given, only the processor's own limits."""
+
     batching_strategy: Literal["packing", "padding"] = "packing"
     """packing: samples share sequences of context_length tokens without seeing each other. padding:
     samples of a micro-batch are padded to the longest."""

@@ -16,6 +16,7 @@ from llama_ft.data.chat_template import ensure_chat_template, stop_token_ids
 from llama_ft.data.demo import Demo, build_demo
 from llama_ft.data.prefetch import Prefetcher
 from llama_ft.data.prepare import DataRequest, TokenizedData, prepare
+from llama_ft.data.processor import Images, load_processor
 from llama_ft.data.samples import describe_first_batch, show_samples
 from llama_ft.data.sources import open_source
 from llama_ft.data.stream import TrainingBatches, plan_training, training_layout

@@ -20,9 +20,11 @@ import numpy
 import pyarrow.compute
 import torch
 from datasets import Dataset
+from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from llama_ft.data.processor import Images, ImageTensors
 from llama_ft.data.tokenize import IGNORED
 from llama_ft.errors import plural
 
@@ -62,6 +64,7 @@ class BatchLayout:
         micro_batch: maximum packed sequences, or samples without packing, of a micro-batch.
         pack_length: tokens of a packed sequence; None: samples are padded instead.
         pad_token_id: fills padded samples.
+        images: makes pixels; None: no sample has an image.
     """
 
     world_size: int
@@ -69,6 +72,7 @@ class BatchLayout:
     micro_batch: int
     pack_length: int | None = None
     pad_token_id: int = 0
+    images: Images | None = None
 
     @property
     def is_packed(self) -> bool:
@@ -458,6 +462,9 @@ class Batch:
     # The label of each example that is a completion with one, None for others; empty for a rank
     # without samples.
     desirable: Sequence[bool | None] = ()
+    # Only if samples of the run have images. Then the last example of a batch without an image has
+    # one, and no labels; see data/processor.py.
+    images: ImageTensors | None = None
 
     @property
     def tokens(self) -> int:
@@ -487,13 +494,18 @@ class Batch:
 
 
 def collate(
-    dataset: Dataset, indices: Sequence[int], pad_token_id: int, is_packed: bool = False
+    dataset: Dataset,
+    indices: Sequence[int],
+    pad_token_id: int,
+    is_packed: bool = False,
+    images: Images | None = None,
 ) -> Batch:
     """Make a batch of the samples at `indices`.
 
     Without indices it is the beginning of sample 0 with no label: a rank without samples must still
     run forward and backward, because the other ranks wait for it in the collectives. This batch
-    adds nothing to loss and gradients.
+    adds nothing to loss and gradients. With `images` it is the example that a batch without an image
+    ends with.
     """
     table = dataset.with_format("arrow")[list(indices) or [0]]
     input_ids = _concatenated(table["input_ids"])
@@ -507,15 +519,25 @@ def collate(
         desirable = []
         lengths = [len(input_ids)]
         labels = torch.full((len(input_ids),), IGNORED)
+    tensors = None
+    if images is not None:
+        samples = list(input_ids.split(lengths)) if indices else []
+        texts = table["text"].to_pylist() if indices else []
+        references = table["images"].to_pylist() if indices else []
+        samples, tensors = images.tensors(samples, texts, references, locations, is_packed)
+        input_ids = torch.cat(samples)
+        count = sum(lengths) if indices else 0
+        lengths = [len(sample) for sample in samples]
+        labels = functional.pad(labels[:count], (0, sum(lengths) - count), value=IGNORED)
     if is_packed:
         first_tokens = torch.tensor([0, *lengths[:-1]]).cumsum(0)
         labels[first_tokens] = IGNORED
         input_ids = input_ids.unsqueeze(0)  # [1, tokens]
         labels = labels.unsqueeze(0)
-        return Batch(input_ids, labels, lengths, is_packed, locations, desirable)
+        return Batch(input_ids, labels, lengths, is_packed, locations, desirable, tensors)
     input_ids = pad_sequence(input_ids.split(lengths), batch_first=True, padding_value=pad_token_id)
     labels = pad_sequence(labels.split(lengths), batch_first=True, padding_value=IGNORED)
-    return Batch(input_ids, labels, lengths, is_packed, locations, desirable)
+    return Batch(input_ids, labels, lengths, is_packed, locations, desirable, tensors)
 
 
 def _concatenated(column: pyarrow.ChunkedArray) -> torch.Tensor:
@@ -529,7 +551,7 @@ def _concatenated(column: pyarrow.ChunkedArray) -> torch.Tensor:
 def collate_step(dataset: Dataset, step: StepPlan, layout: BatchLayout) -> list[Batch]:
     """Make the micro-batches of a step, packed or padded."""
     return [
-        collate(dataset, indices, layout.pad_token_id, layout.is_packed)
+        collate(dataset, indices, layout.pad_token_id, layout.is_packed, layout.images)
         for indices in step.micro_batches
     ]
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -40,6 +41,16 @@ TWO_MESSAGES: list[Message] = [
     {"role": "assistant", "content": PROBE},
 ]
 LARGEST_FILE = 2**20  # bytes of a template
+RENDER_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
 # Text that looks like a special token: <|im_end|>, <｜User｜>, <end_of_turn>; after a response also
 # </s>, <eos>.
 MARKER = re.compile(r"<[|｜][^<>\s]+[|｜]>|<[a-z]+(?:_[a-z]+)+>")
@@ -206,21 +217,48 @@ def render_chat(
     """
     try:
         texts, spans = _rendered(template, special_tokens, messages, tools, blocks, open_answer)
-    except (
-        TemplateError,
-        TypeError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-        MemoryError,
-    ) as error:
+    except RENDER_ERRORS as error:
         raise BadSample(f"the chat template rejects this chat: {error}") from None
     return texts[0], spans[0] if spans else []
 
 
+@functools.cache
+def _takes_parts_only(template: str) -> bool:
+    """Return whether a template writes contents that are lists of parts, but not texts (LLaVA,
+    Idefics 3)."""
+    tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
+    for messages in (TWO_MESSAGES, _with_parts(TWO_MESSAGES)):
+        with suppress(*RENDER_ERRORS):
+            texts, _ = _rendered_as_they_are(template, tokens, messages)
+            if PROBE in texts[0]:
+                return messages is not TWO_MESSAGES
+    return False
+
+
+def _with_parts(messages: list[Message]) -> list[Message]:
+    """Return messages whose contents are lists of parts."""
+    changed = []
+    for message in messages:
+        if isinstance(message.get("content"), str):
+            message = {**message, "content": [{"type": "text", "text": message["content"]}]}
+        changed.append(message)
+    return changed
+
+
 def _rendered(
+    template: str,
+    special_tokens: dict[str, Any],
+    messages: list[Message],
+    tools: Tools | None = None,
+    blocks: bool = False,
+    open_answer: bool = False,
+) -> tuple[list[str], list[list[Span]]]:
+    if _takes_parts_only(template):
+        messages = _with_parts(messages)
+    return _rendered_as_they_are(template, special_tokens, messages, tools, blocks, open_answer)
+
+
+def _rendered_as_they_are(
     template: str,
     special_tokens: dict[str, Any],
     messages: list[Message],

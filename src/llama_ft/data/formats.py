@@ -24,6 +24,14 @@ class TokenizedSample(NamedTuple):
     labels: list[int]
 
 
+class ImagePart(dict[str, str]):
+    """An image among the parts of a user message: its type, and the path of its file. Only
+    `image_parts.py` makes them."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(type="image", image=path)
+
+
 # Messages of a chat; or a prompt and its completion (for plain text the prompt is empty); or
 # tokens.
 Content = list[Message] | tuple[str, str] | TokenizedSample
@@ -372,6 +380,23 @@ def content_text(content: Any, place: str) -> str:
     return str(content)
 
 
+def has_images(content: Any) -> bool:
+    """Return whether the content of a message has images."""
+    return isinstance(content, list) and any(isinstance(part, ImagePart) for part in content)
+
+
+def _text_and_images(content: list[Any], role: str | None, place: str) -> list[dict[str, str]]:
+    """Return the parts of a message's content, which has images."""
+    expect(role == "user", place, "image", f"no image in a message of the {role}")
+    parts = list[dict[str, str]]()
+    for number, part in enumerate(content):
+        if isinstance(part, ImagePart):
+            parts.append(part)
+        else:
+            parts.append({"type": "text", "text": content_text([part], f"{place}[{number}]")})
+    return parts
+
+
 def _is_text_part(part: Any) -> bool:
     return isinstance(part, dict) and isinstance(part.get("text"), str)
 
@@ -425,9 +450,13 @@ def _checked_message(message: Any, place: str, previous_role: str | None) -> Mes
     calls = message.get("tool_calls")
     if content is None and calls:
         content = ""
-    text = content_text(content, f"{place}.{content_key}")
-    may_be_empty = calls or role in ("system", "tool")
-    expect(text.strip() or may_be_empty, f"{place}.{content_key}", "", f"what the {role} says")
+    text: Any
+    if has_images(content):
+        text = _text_and_images(content, role, f"{place}.{content_key}")
+    else:
+        text = content_text(content, f"{place}.{content_key}")
+        may_be_empty = calls or role in ("system", "tool")
+        expect(text.strip() or may_be_empty, f"{place}.{content_key}", "", f"what the {role} says")
     others = {}
     for key, value in message.items():
         if key not in keys and value is not None:

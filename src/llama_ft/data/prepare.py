@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import time
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -22,6 +23,8 @@ from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template
 from llama_ft.data.formats import FORMATS, BadSample
+from llama_ft.data.image_parts import COLUMNS, MESSAGES
+from llama_ft.data.processor import Images, open_images
 from llama_ft.data.reshape import reshaped
 from llama_ft.data.sources import Source, Split, brings_validation, open_source
 from llama_ft.data.statistics import BuildReport, SplitStatistics, describe, warnings_of
@@ -42,7 +45,9 @@ CODE_VERSION = 7
 CODE = (
     "chat_template",
     "formats",
+    "image_parts",
     "loss_mask",
+    "processor",
     "reshape",
     "statistics",
     "tokenize",
@@ -70,6 +75,7 @@ class TokenizedData:
     report: BuildReport  # all counts
     stream: tuple[Source, Encoder, ExamplesOf] | None = None
     bad_samples: Path | None = None  # a line of JSON per skipped bad sample
+    images: Images | None = None  # makes pixels for batches; None: no sample has an image
     warnings: tuple[str, ...] = ()  # about the data, for the log and the report
     # validation sets that have names; each is the `train` of its data
     named: dict[str, "TokenizedData"] = field(default_factory=dict)
@@ -141,6 +147,9 @@ class DataRequest:
         use: purpose of `--dataset`, which is returned as `train`: validation selects its
             validation split.
         examples: makes the examples of a sample, `Objective.examples`.
+        load_processor: returns the model's processor, called if samples have images; None: the model
+            or this use of it takes no images.
+        no_images: why it is None, for messages.
     """
 
     context_length: int
@@ -149,6 +158,8 @@ class DataRequest:
     add_tokens: bool = False
     use: Split = "train"
     examples: ExamplesOf = one_example
+    load_processor: Callable[[], Any] | None = None
+    no_images: str = "only text is trained on"
 
 
 def prepare(
@@ -177,15 +188,32 @@ def prepare(
     """
     opened = _open_sources(config, tokenizer, request, cache)
     source = opened.training
-    kinds, summary = _look_at_formats(source, opened.validation, config.dataset_format)
+    sources = [source] if opened.validation is None else [source, opened.validation]
+    no_images = request.no_images
+    images = None
+    if request.load_processor is not None:
+        images, no_images = open_images(sources, config, tokenizer, request.load_processor, cache)
+    kinds, summary = _look_at_formats(
+        source, opened.validation, config.dataset_format, images is not None
+    )
     # Without a valid sample, there may be chats after the first samples.
     has_chats = list in kinds or not kinds
     if config.chat_template or has_chats:
         note = ensure_chat_template(tokenizer, config.chat_template, request.add_tokens)
         if note:
             summary.insert(0, note)
+    if images is not None:
+        images.check()
     length = request.context_length
-    encoder = Encoder(tokenizer, length, config.truncation, config.labels, config.reasoning_content)
+    encoder = Encoder(
+        tokenizer,
+        length,
+        config.truncation,
+        config.labels,
+        config.reasoning_content,
+        images,
+        no_images,
+    )
     tokenization = _Tokenization(
         source=source,
         validation=opened.validation,
@@ -209,6 +237,7 @@ def prepare(
         named = _prepare_named(config, tokenizer, request, cache, verify_cache)
     for one in named.values():
         report = replace(report, chat_sample=report.chat_sample or one.report.chat_sample)
+        images = images or one.images
     statistics = {name: one.report.train for name, one in named.items()}
     summary += describe(report, statistics)
     if request.want_validation and report.validation is None and not named:
@@ -232,6 +261,7 @@ def prepare(
         warnings=tuple(warnings),
         named=named,
         hashes=None if config.streaming else hashes,
+        images=images,
     )
 
 
@@ -330,7 +360,7 @@ def _open_sources(
 
 
 def _look_at_formats(
-    source: Source, validation: Source | None, wanted: str
+    source: Source, validation: Source | None, wanted: str, with_images: bool
 ) -> tuple[set[type], list[str]]:
     """Return the types of the first samples' contents (list: a chat), and a line on format and
     columns per part."""
@@ -346,15 +376,17 @@ def _look_at_formats(
             # Bad samples are reported later, when all samples are read.
             with suppress(BadSample, LookupError, TypeError, AttributeError, ValueError):
                 kinds.add(type(read(sample)))
-        lines.append(f"{part.name}: {_describe_columns(part, sample_format)}")
+        lines.append(f"{part.name}: {_describe_columns(part, sample_format, with_images)}")
     return kinds, lines
 
 
-def _describe_columns(part: Source, sample_format: str) -> str:
+def _describe_columns(part: Source, sample_format: str, with_images: bool) -> str:
     """Return the format of a dataset with the columns that it reads and those that it ignores."""
     columns = part.columns
     original_names = {ours: theirs for theirs, ours in part.renamed.items()}
     supported = [*FORMATS[sample_format].required, *FORMATS[sample_format].optional]
+    if with_images and sample_format in MESSAGES:
+        supported += COLUMNS
     used = []
     for column in supported:
         if column in columns and column in original_names:
@@ -431,6 +463,13 @@ def _key(tokenization: _Tokenization, code: str) -> str:
         json.dumps(tokenizer.special_tokens_map, default=str, sort_keys=True),
         json.dumps(tokenizer.chat_template, sort_keys=True),
     ]
+    if encoder.images is not None:
+        parts.append(encoder.images.identity)
+        # paths of images are relative to the data files
+        for each in (tokenization.source, tokenization.validation):
+            if each is not None:
+                files = each.parts or (each,)
+                parts += [os.path.abspath(file.name) for file in files]
     if tokenization.config.deduplicate:
         parts.append("deduplicate")
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]

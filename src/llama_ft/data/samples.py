@@ -1,7 +1,8 @@
 """Show samples as text, with their loss mask."""
 
 import itertools
-from collections.abc import Sequence
+import re
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
 from llama_ft.data.tokenize import IGNORED
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 # most tokens shown per sample
 SAMPLE_TOKENS = 2000
 BATCH_TOKENS = 300
+REPEATED = re.compile(r"(<[^<>\s]{2,40}>)\1{3,}")  # special tokens, such as those of an image
 
 
 def show_samples(samples: "Dataset", tokenizer: "PreTrainedTokenizerBase", count: int) -> None:
@@ -45,7 +47,8 @@ def marked_text(
     ]]."""
     text = ""
     before = ""
-    shown = list(input_ids[:most])
+    added_tokens = frozenset(tokenizer.added_tokens_decoder)
+    shown = list(input_ids[: _end_of_shown(input_ids, added_tokens, most)])
 
     def is_in_loss(position: int) -> bool:
         # The first token is never in the loss: no position predicts it.
@@ -58,6 +61,20 @@ def marked_text(
         added = whole[len(before) :]
         text += f"[[{added}]]" if in_loss else added
         before = whole
-    if len(input_ids) > most:
-        text += f" ... {len(input_ids) - most:,} more tokens"
+    text = REPEATED.sub(lambda run: f"{run[1]} x {len(run[0]) // len(run[1]):,} ", text)
+    if len(input_ids) > len(shown):
+        text += f" ... {len(input_ids) - len(shown):,} more tokens"
     return text
+
+
+def _end_of_shown(input_ids: Sequence[int], added: Set[int], most: int) -> int:
+    """Return the number of tokens to show. Equal neighbors count once if they are of those that were
+    `added` to the vocabulary: an image has hundreds of them."""
+    runs = 0
+    previous = None
+    for position, token in enumerate(input_ids):
+        runs += token != previous or token not in added
+        previous = token
+        if runs > most:
+            return position
+    return len(input_ids)

@@ -395,12 +395,21 @@ def _dataset_source(name: str, dataset: datasets.Dataset) -> Source:
     """Open a Dataset. Its identity is the fingerprint that `datasets` computes from the table and
     all its changes."""
 
+    identity = dataset._fingerprint
+    for column, feature in dataset.features.items():
+        # images stay the bytes of their files until they are needed
+        if isinstance(feature, datasets.Image):
+            dataset = dataset.cast_column(column, datasets.Image(decode=False))
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):
+            undecoded = datasets.List(datasets.Image(decode=False))
+            dataset = dataset.cast_column(column, undecoded)
+
     def read() -> Samples:
         # a user's set_format("torch") would return tensors instead of lists
         batches = dataset.with_format(None).iter(batch_size=ROWS_AT_ONCE)
         return numbered(name, itertools.chain.from_iterable(map(_samples_of_batch, batches)))
 
-    return Source(name, dataset._fingerprint, read)
+    return Source(name, identity, read)
 
 
 def _samples_of_batch(batch: dict[str, list[Any]]) -> Iterator[Sample]:

@@ -35,6 +35,9 @@ SAMPLE_FIELDS = numpy.dtype(
         ("responses", "i4"),
         ("tokens", "i8"),
         ("whole", "i8"),
+        ("images", "i4"),
+        ("image_tokens", "i8"),
+        ("longest_images", "i4"),
     ]
 )
 
@@ -52,6 +55,9 @@ class SplitStatistics:
         longest: tokens of the longest sample before truncation.
         split_chats, split_samples: chats that became one sample per response; these samples.
         whole_tokens, split_tokens: tokens of these chats, and of these samples before truncation.
+        images, image_tokens: number of images, and of tokens that stand for them; both before
+            truncation.
+        longest_images: largest number of such tokens in a sample.
         first_split: place of the first of these chats, and the reason; empty without one.
         duplicates: samples with the tokens and labels of an earlier one.
         deduplicated: these samples were left out.
@@ -71,6 +77,9 @@ class SplitStatistics:
     split_samples: int = 0
     whole_tokens: int = 0
     split_tokens: int = 0
+    images: int = 0
+    image_tokens: int = 0
+    longest_images: int = 0
     first_split: str = ""
     duplicates: int = 0
     deduplicated: bool = False
@@ -87,6 +96,10 @@ class SplitStatistics:
         self.split_samples += int(samples["responses"].sum())
         self.split_tokens += int(samples["tokens"].sum())
         self.whole_tokens += int(samples["whole"].sum())
+        self.images += int(samples["images"].sum())
+        self.image_tokens += int(samples["image_tokens"].sum())
+        longest_images = int(samples["longest_images"].max(initial=0))
+        self.longest_images = max(self.longest_images, longest_images)
 
 
 class Duplicates:
@@ -192,6 +205,12 @@ def describe(report: BuildReport, named: Mapping[str, SplitStatistics] = {}) -> 
         labels = f"{report.train.desirable:,} desirable, {report.train.undesirable:,} undesirable"
         lines.append(f"labels of the training data: {labels}")
     for name, split in splits.items():
+        if split is not None and split.images:
+            share = split.image_tokens / max(1, split.tokens)
+            lines.append(
+                f"{name}: {plural(split.images, 'image')} in {split.image_tokens:,} tokens "
+                f"({share:.0%} of all), at most {split.longest_images:,} in a sample"
+            )
         if split is not None and split.duplicates:
             lines.append(_duplicates_line(name, split))
     for name, split in splits.items():

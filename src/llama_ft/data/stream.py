@@ -24,6 +24,7 @@ from llama_ft.config import Config
 from llama_ft.data.batches import BatchLayout, BatchSampler, collate_step, combine_seeds
 from llama_ft.data.prefetch import Prefetcher, PreparedBatches, StepBatches
 from llama_ft.data.prepare import TokenizedData, check_ids
+from llama_ft.data.processor import Images
 from llama_ft.data.sources import Source
 from llama_ft.data.tokenize import Encoder, ExamplesOf
 from llama_ft.data.tokenize_files import (
@@ -262,10 +263,14 @@ TrainingBatches = PreparedBatches | StreamedBatches
 
 
 def training_layout(
-    config: Config, context_length: int, pad_token_id: int, ranks: Ranks
+    config: Config,
+    context_length: int,
+    pad_token_id: int,
+    ranks: Ranks,
+    images: Images | None = None,
 ) -> BatchLayout:
     """Return the layout of this rank's micro-batches. `context_length` is the length of packed
-    sequences, and `pad_token_id` fills padded samples."""
+    sequences, `pad_token_id` fills padded samples, and `images` makes pixels."""
     is_packed = config.data.batching_strategy == "packing"
     return BatchLayout(
         world_size=ranks.world_size,
@@ -273,6 +278,7 @@ def training_layout(
         micro_batch=config.train.batch_size_training,
         pack_length=context_length if is_packed else None,
         pad_token_id=pad_token_id,
+        images=images,
     )
 
 

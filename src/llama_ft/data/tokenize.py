@@ -11,14 +11,24 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ft.data import formats
 from llama_ft.data.chat_template import ALPACA, INPUT_HEADING, Span, added_bos
-from llama_ft.data.formats import FORMATS, BadSample, Content, Sample, SampleFormat, TokenizedSample
+from llama_ft.data.formats import (
+    FORMATS,
+    BadSample,
+    Content,
+    Message,
+    Sample,
+    SampleFormat,
+    TokenizedSample,
+)
+from llama_ft.data.image_parts import have_images, with_image_parts
 from llama_ft.data.loss_mask import (
     ChatDiffers,
     ChatRenderer,
     RenderedChat,
     drop_reasoning,
 )
-from llama_ft.errors import UserError
+from llama_ft.data.processor import ImageExample, Images
+from llama_ft.errors import UserError, plural
 
 # characters; a tokenizer takes up to 200 bytes per character, and 20 s for all of them
 LONGEST_TEXT = 10_000_000
@@ -40,6 +50,9 @@ class Encoded(NamedTuple):
     input_ids: list[int]
     labels: list[int]
     truncated: bool  # tokens were cut off and are lost
+    # of an example with images: see `ImageExample`
+    text: str | None = None
+    images: tuple[str, ...] = ()
 
     @property
     def target_tokens(self) -> int:
@@ -63,6 +76,8 @@ class Encoder:
         labels: tokens in the loss; auto: responses of chats, completions of prompts, all of plain
             text.
         reasoning_content: drop removes that of all responses of a chat.
+        images: reads images of chats; None: samples with images are bad.
+        no_images: why they are, for messages.
     """
 
     def __init__(
@@ -72,8 +87,12 @@ class Encoder:
         truncation: Truncation = "right",
         labels: Labels = "auto",
         reasoning_content: Reasoning = "keep",
+        images: Images | None = None,
+        no_images: str = "only text is trained on",
     ) -> None:
         self.tokenizer = tokenizer
+        self.images = images
+        self._no_images = no_images
         self.context_length = context_length
         self.truncation = truncation
         self.labels = labels
@@ -97,6 +116,16 @@ class Encoder:
         Raises:
             BadSample: the sample does not follow its format, or holds images, video or audio.
         """
+        if self.images is not None:
+            sample = with_image_parts(sample, sample_format, self.images.store)
+        try:
+            return self._read_text_and_parts(sample, sample_format)
+        except BadSample as error:
+            if self.images is None and have_images([sample]):
+                raise BadSample(f"it has images, but {self._no_images}.") from error
+            raise
+
+    def _read_text_and_parts(self, sample: Sample, sample_format: SampleFormat) -> Content:
         for column in sample.keys() & formats.MEDIA:
             value = sample[column]
             formats.expect(not value, column, value, "nothing: only text is trained on")
@@ -152,6 +181,8 @@ class Encoder:
         content = self._without_dropped(content)
         if isinstance(content, list):
             chat = self._renderer.render(content, formats.tools_of(sample))
+            if any(formats.has_images(message["content"]) for message in content):
+                return self._tokenize_images(chat, content)
             return self._tokenize_chat(chat)
         if isinstance(content, TokenizedSample):
             self._check_labels(sample_format, "auto")
@@ -194,6 +225,48 @@ class Encoder:
             input_ids = [*input_ids, end]
             labels = [*labels, end]
         return input_ids, labels
+
+    def _tokenize_images(self, chat: RenderedChat, messages: list[Message]) -> Example:
+        """Tokenize a chat with images, whose tokens are never in the loss."""
+        assert self.images is not None  # otherwise the sample is bad
+        expanded = self.images.expand(chat, messages)
+        input_ids, labels = self._tokenize_chat(expanded.chat)
+        if input_ids != expanded.input_ids:
+            raise BadSample(
+                "its prompt and response share a token, and the model's processor tokenizes them "
+                "together; use another chat template (--chat_template)."
+            )
+        text = expanded.chat.text
+        offsets = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).offsets
+        ranges = tokens_of_spans(text, offsets, expanded.inserted)
+        image_tokens = sum(last - first for first, last in ranges)
+        end = ranges[-1][1]
+        whole = len(input_ids)
+        keeps_images = whole <= self.context_length or self.truncation == "drop"
+        keeps_images |= self.truncation == "right" and end <= self.context_length
+        if not keeps_images:
+            raise BadSample(
+                f"it has {whole:,} tokens, {image_tokens:,} of them for {plural(len(ranges), 'image')}, and "
+                f"truncation to --context_length {self.context_length} would cut an image. Raise it, "
+                "or set --max_pixels."
+            )
+        return ImageExample.of(
+            input_ids,
+            labels,
+            text=chat.text,
+            images=expanded.references,
+            image_tokens=image_tokens,
+            end_of_images=end,
+        )
+
+    def fit_example(self, example: Example) -> list[Encoded]:
+        """Do what `fit` does, and keep the images of an example. `tokenize` has checked that no
+        image is cut."""
+        input_ids, labels = example
+        pieces = self.fit(input_ids, labels)
+        if not isinstance(example, ImageExample):
+            return pieces
+        return [piece._replace(text=example.text, images=tuple(example.images)) for piece in pieces]
 
     def fit(self, input_ids: list[int], labels: list[int]) -> list[Encoded]:
         """Bring an example to at most context_length tokens.

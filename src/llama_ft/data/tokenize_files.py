@@ -38,7 +38,9 @@ from llama_ft.data.formats import (
     SampleFormat,
     is_desirable,
 )
+from llama_ft.data.image_parts import located
 from llama_ft.data.loss_mask import ChatDiffers
+from llama_ft.data.processor import ImageExample, checksums_of
 from llama_ft.data.sources import Source
 from llama_ft.data.statistics import (
     SAMPLE_FIELDS,
@@ -71,6 +73,8 @@ FEATURES = Features(
         "desirable": Value("bool"),
     }
 )
+# Data with images have two more columns, null for samples without one; see `ImageExample`.
+IMAGE_FEATURES = Features({**FEATURES, "text": Value("string"), "images": List(Value("string"))})
 CHUNK_SAMPLES = 256
 CHUNK_BYTES = 2**20
 BAD_SAMPLES_SHOWN = 5
@@ -137,11 +141,12 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
         try:
             if isinstance(sample, BadSample):
                 raise sample
+            read = sample if encoder.images is None else located(sample, place)
             try:
-                tokenized[number] = [examples_of(sample, sample_format, encoder)]
+                tokenized[number] = [examples_of(read, sample_format, encoder)]
             except ChatDiffers as chat:
                 tokenized[number] = _of_each_response(
-                    chat, sample, sample_format, encoder, examples_of
+                    chat, read, sample_format, encoder, examples_of
                 )
                 splits[number] = f"{place}: {chat.reason}"
                 samples[number]["whole"] = encoder.text_tokens(chat.text)
@@ -169,7 +174,7 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
             for group in groups:
                 for position, encoded in enumerate(group):
                     pieces.append(Piece(number, encoded, len(group), position, place))
-    table = _table(pieces, desirable)
+    table = _table(pieces, desirable, with_images=encoder.images is not None)
     sample_of_piece = numpy.array([piece.sample for piece in pieces], numpy.int32)
     input_ids = table["input_ids"].combine_chunks().flatten().to_numpy()
     largest_id = int(input_ids.max(initial=-1))
@@ -186,11 +191,14 @@ def content_hash(sample: Sample) -> int:
 
 
 def _encoded_hash(responses: list[list[Example]], is_desirable: bool | None) -> int:
-    """Return a 64-bit hash of all that a sample trains: its tokens and labels before truncation, and
-    the label of a completion. Equal samples share it, also in other formats."""
+    """Return a 64-bit hash of all that a sample trains: its tokens and labels before truncation, its
+    images, and the label of a completion. Equal samples share it, also in other formats."""
     digest = xxhash.xxh3_64(repr(is_desirable).encode())
-    for input_ids, labels in itertools.chain.from_iterable(responses):
+    for example in itertools.chain.from_iterable(responses):
+        input_ids, labels = example
         digest.update(numpy.array([len(input_ids), *input_ids, *labels], numpy.int32).data)
+        if isinstance(example, ImageExample):
+            digest.update(checksums_of(example.images))
     return digest.intdigest()
 
 
@@ -205,7 +213,7 @@ def _fitting_groups(
         encoder: brings them to its context_length.
         counts: the entry of dtype `SAMPLE_FIELDS` of their sample, to which this adds.
     """
-    fitted = [encoder.fit(input_ids, labels) for input_ids, labels in examples]
+    fitted = [encoder.fit_example(example) for example in examples]
     # With truncation=split, examples may have different numbers of pieces. Pieces without a partner
     # are left out.
     groups = list(zip(*fitted, strict=False))
@@ -220,16 +228,24 @@ def _fitting_groups(
     counts["longest"] = max(counts["longest"], *lengths)
     counts["skipped"] += not trained
     counts["truncated"] += bool(trained) and is_truncated
+    for example in examples:
+        if trained and isinstance(example, ImageExample):
+            counts["images"] += len(example.images)
+            counts["image_tokens"] += example.image_tokens
+            counts["longest_images"] = max(counts["longest_images"], example.image_tokens)
     return trained
 
 
-def _table(pieces: list[Piece], desirable: dict[int, bool]) -> pyarrow.Table:
+def _table(
+    pieces: list[Piece], desirable: dict[int, bool], with_images: bool = False
+) -> pyarrow.Table:
     """Make the table of tokenized examples.
 
     Args:
         pieces: the rows.
         desirable: index of a sample -> its label, for completions with one. Only the first piece of
             the sample gets it: the second one has another completion.
+        with_images: the table has the columns of IMAGE_FEATURES.
     """
     encoded = [piece.encoded for piece in pieces]
     lengths = [len(piece.input_ids) for piece in encoded]
@@ -248,7 +264,11 @@ def _table(pieces: list[Piece], desirable: dict[int, bool]) -> pyarrow.Table:
             desirable.get(piece.sample) if piece.position == 0 else None for piece in pieces
         ],
     }
-    return pyarrow.table(columns, schema=FEATURES.arrow_schema)
+    if not with_images:
+        return pyarrow.table(columns, schema=FEATURES.arrow_schema)
+    columns["text"] = [piece.text for piece in encoded]
+    columns["images"] = [list(piece.images) or None for piece in encoded]
+    return pyarrow.table(columns, schema=IMAGE_FEATURES.arrow_schema)
 
 
 def _of_each_response(
@@ -375,7 +395,11 @@ class SplitWriter:
         self.first_chat = list[Message]()
         self._encoder = encoder
         self._checksums = [xxhash.xxh3_128() for _ in range(3)]
-        self._writer = ArrowWriter(path=str(path), features=FEATURES)
+        self._with_images = encoder.images is not None
+        features = IMAGE_FEATURES if self._with_images else FEATURES
+        self._writer = ArrowWriter(path=str(path), features=features)
+        if self._with_images:
+            self._checksums.append(xxhash.xxh3_128())
 
     def add(self, chunk: Chunk, encoded: EncodedChunk, mine: numpy.ndarray) -> None:
         """Write the results of `chunk` for the samples of this split, which `mine`, bool [samples],
@@ -396,7 +420,7 @@ class SplitWriter:
             first_kept = encoded.sample_of_piece[kept][0]
             _, packed = chunk[first_kept]
             sample, sample_format = pickle.loads(packed)
-            content = self._encoder.read(sample, sample_format)
+            content = [] if self._with_images else self._encoder.read(sample, sample_format)
             self.first_chat = content if isinstance(content, list) else []
         table = encoded.table.filter(pyarrow.array(kept))
         lengths = table["input_ids"].combine_chunks().value_lengths().to_numpy()
@@ -405,7 +429,10 @@ class SplitWriter:
         desirable = table["desirable"].drop_null().to_numpy()
         self.statistics.desirable += int(desirable.sum())
         self.statistics.undesirable += int(len(desirable) - desirable.sum())
-        checked = (lengths, input_ids, numpy.append(labels, desirable))
+        checked = [lengths, input_ids, numpy.append(labels, desirable)]
+        if self._with_images:
+            references = table["images"].combine_chunks().flatten().to_pylist()
+            checked.append(numpy.frombuffer(checksums_of(references), numpy.uint8))
         for checksum, array in zip(self._checksums, checked, strict=True):
             checksum.update(numpy.ascontiguousarray(array).data)
         self.statistics.samples += len(table)

@@ -47,7 +47,13 @@ SAMPLES = (
 )
 Split = Literal["train", "validation"]
 READ = {"dataset", "validation", "chat_template", "score"}
-TRAINING_ONLY_FLAGS = {"streaming", "shuffle_buffer", "show_samples", "validation_output"}
+TRAINING_ONLY_FLAGS = {
+    "streaming",
+    "shuffle_buffer",
+    "show_samples",
+    "validation_output",
+    "max_pixels",
+}
 SCORE_SETTINGS = ("score", "score_tokens", "score_samples")
 
 

@@ -63,6 +63,7 @@ def measure_loss(
                 add_tokens=has_new_tokens,
                 use=split or "train",
                 examples=training.SupervisedFineTuning.examples,
+                no_images="only training supports images",
             ),
             cache=data.cache_dir(),
             verify_cache=ranks.local_rank == 0,  # it reads all samples

@@ -154,19 +154,21 @@ def build_on_meta(
     model: ModelConfig,
     new: NewTokens | None = None,
     folder: Path = Path(),
+    with_images: bool = False,
 ) -> BuiltModel:
     """Build a causal language model on the meta device, with tied weights. Of a model for images or
-    sound, build the text part only.
+    sound, build the text part only, unless samples have images.
 
     Args:
         config: the model's config. Its vocab_size is set if there are new tokens.
         model: settings: attention implementation, trust_remote_code.
         new: tokens for which embedding and LM head get further rows.
         folder: the directory of its weights, which are not read here.
+        with_images: build the parts for images, too; they are frozen.
 
     Raises:
-        UserError: Transformers does not have the model, it has no text decoder, or a package for
-            its code or its attention is missing.
+        UserError: Transformers does not have the model, it has no text decoder, it takes no images,
+            or a package for its code or its attention is missing.
     """
     if new is not None:
         config.get_text_config().vocab_size = new.rows
@@ -181,7 +183,15 @@ def build_on_meta(
     # Chameleon's config does not say that it takes images, but its class does.
     takes_images = "image" in skeleton.input_modalities
     is_multimodal = takes_more_than_text(skeleton.config) or takes_images
-    if is_multimodal:
+    image_parts = list[str]()
+    if with_images and not takes_images:
+        raise UserError(
+            f"--model_name {model.model_name}: {type(skeleton).__name__} takes no images."
+        )
+    if with_images:
+        image_parts = keep_text_part(_make_skeleton(config, model)).modules
+        _freeze(skeleton, image_parts)
+    elif is_multimodal:
         left_out = keep_text_part(skeleton)
     if _is_encoder(skeleton, config, is_multimodal):
         raise UserError(
@@ -196,7 +206,14 @@ def build_on_meta(
             # divided ones.
             replace_method(module, "_rescale_layers", _keep_layers)
     grown = find_growth(skeleton, new)
-    return BuiltModel(skeleton, folder, conversions, left_out, grown, has_score)
+    return BuiltModel(skeleton, folder, conversions, left_out, image_parts, grown, has_score)
+
+
+def _freeze(model: PreTrainedModel, parts: list[str]) -> None:
+    """Freeze the parameters of these modules, and parameters of these names."""
+    for name, parameter in model.named_parameters():
+        if any(name == part or name.startswith(f"{part}.") for part in parts):
+            parameter.requires_grad_(False)
 
 
 def _make_skeleton(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel:
@@ -272,7 +289,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
     layers = [module for name, module in found.items() if not is_nested(name)]
     if layers:
-        return layers
+        return _of_text(model, layers)
     lists = [module for module in modules.values() if isinstance(module, nn.ModuleList)]
 
     def item_parameters(items: nn.ModuleList) -> int:
@@ -282,6 +299,14 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
         return total
 
     return list(max(lists, key=item_parameters, default=[]))
+
+
+def _of_text(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
+    """Return the layers of the text decoder: towers of a multimodal model have layers, too."""
+    if not isinstance(model, PreTrainedModel) or not takes_more_than_text(model.config):
+        return layers
+    inside = set(model.get_decoder().modules())
+    return [layer for layer in layers if layer in inside] or layers
 
 
 def read_linears(model: nn.Module) -> set[nn.Module]:

@@ -35,6 +35,7 @@ class ModelRequest:
     # train: the run's model; reference: frozen; read: to answer, evaluate or export
     purpose: Literal["train", "reference", "read"] = "train"
     is_sharded: bool = True  # False: without FSDP, each rank holds the whole model
+    with_images: bool = False  # samples have images, so all parts of a multimodal model are built
     # weights of a checkpoint to continue or to read, see load_weights
     trained: WeightSource | None = None
     storage: Precision | None = None  # None: that of the settings
@@ -114,6 +115,9 @@ class BuiltModel:
     # checkpoint keeps those that it needs.
     conversions: list[WeightTransform] = field(default_factory=list)
     left_out: LeftOut = LeftOut([], {})  # what the text part of a multimodal model lacks
+    # Names of the outermost modules and parameters of a multimodal model outside of its text part:
+    # towers and projector. Empty unless they are built, because samples have images.
+    image_parts: list[str] = field(default_factory=list)
     grown: GrownRows | None = None  # parameters with fewer rows in the checkpoint
     has_score: bool = False  # a reward model's head in place of the LM head
     # By the steps of the same names
@@ -127,6 +131,12 @@ class BuiltModel:
     # by apply_fsdp: modules whose unit stays unsharded between the micro-batches of a step
     kept_unsharded: list[nn.Module] = field(default_factory=list)
     stored: StoredModel = StoredModel({}, {})  # load_weights
+
+    @property
+    def image_modules(self) -> list[nn.Module]:
+        """The modules among `image_parts`."""
+        modules = dict(self.model.named_modules())
+        return [modules[name] for name in self.image_parts if name in modules]
 
 
 class BuildModel(Protocol):

@@ -53,6 +53,7 @@ def apply_fsdp(
     # Without parameters that are sharded or cast they need no unit.
     kept = [module for module in kept if not ready.issuperset(module.parameters())]
     modules = kept + _modules_to_wrap(built, fsdp, kept)
+    modules += [module for module in _tower_units(built) if module not in modules]
     units = _describe_units(model, modules, precision.compute, ready, kept)
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
     in_fp32 = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
@@ -187,6 +188,29 @@ def _modules_to_wrap(
         if count >= fsdp.min_num_params:
             large_ends.append(module)
     return layers + large_ends
+
+
+def _tower_units(built: BuiltModel) -> list[nn.Module]:
+    """Return the layers of towers, each a unit. Every rank runs them in every micro-batch (see
+    data/processor.py), so no rank waits for an all-gather that others skip. The rest of a tower is
+    in the root unit: Transformers finds by a tower's class what it can return, and fully_shard would
+    change this class."""
+    units = []
+    for part in built.image_modules:
+        stacks = [module for module in part.modules() if isinstance(module, nn.ModuleList)]
+        inner = set[nn.Module]()
+        for stack in stacks:
+            for layer in stack:
+                inner.update(child for child in layer.modules() if child is not layer)
+        for stack in stacks:
+            units += [layer for layer in stack if layer not in inner and _is_called(layer)]
+    return units
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Return whether a module has weights, and is no container."""
+    containers = nn.ModuleList | nn.ModuleDict | nn.ParameterDict
+    return not isinstance(module, containers) and any(True for _ in module.parameters())
 
 
 def _without_shared(layers: list[nn.Module]) -> list[nn.Module]:

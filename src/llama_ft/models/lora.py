@@ -101,7 +101,7 @@ def inject_lora(
             settings.trainable_token_indices = rows
     if settings.target_modules == "all-linear":
         _target_all_linear(model, settings)
-    towers = built.left_out.modules
+    towers = [*built.left_out.modules, *built.image_parts]
     asked = peft.options.get("exclude_modules", ())
     # The checkpoint's class has them, with layers of the same names, when PEFT loads the adapter
     # into it.

@@ -28,6 +28,7 @@ from llama_ft.models import attention_kernels, block_attention
 from llama_ft.models.build import function_of_file
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.packed_samples import (
+    FLASH_ATTENTION_ARGUMENTS,
     PackedSamples,
     TokenMixers,
     current_samples,
@@ -54,7 +55,9 @@ def use_packed_attention(built: BuiltModel) -> TokenMixers:
     model = built.model
     mixers = built.mixers
     if mixers is None:
-        mixers = TokenMixers(model)
+        mixers = TokenMixers(model, has_towers=bool(built.image_parts))
+        for tower in built.image_modules:
+            tower.register_forward_pre_hook(_without_samples, with_kwargs=True)
         model.register_forward_pre_hook(partial(_begin, mixers), with_kwargs=True)
         model.register_forward_hook(_end, always_call=True)
     if mixers.per_sample:
@@ -67,11 +70,11 @@ def use_packed_attention(built: BuiltModel) -> TokenMixers:
     ):
         AttentionInterface.register(f"packed_{name}", attention)
         AttentionMaskInterface.register(f"packed_{name}", partial(_mask_if_given, mask))
-    attends = private(model.config, "_attn_implementation")
+    attends = private(mixers.config, "_attn_implementation")
     if attends in ("sdpa", "eager"):
-        model.config._attn_implementation = f"packed_{attends}"
+        mixers.config._attn_implementation = f"packed_{attends}"
     if attends == "sdpa":
-        attention_kernels.activate_flash_attention_3(model.config)
+        attention_kernels.activate_flash_attention_3(mixers.config)
     if attends == "eager":
         log.info(
             f"Packed attention: {type(model).__name__}'s own code runs per sample and needs memory quadratic in "
@@ -106,7 +109,7 @@ def packed_arguments(
         indices = sent(per_token.unsqueeze(0), device)
     arguments["packed_samples"] = replace(samples, equal_length=equal_length, indices=indices)
     # as Transformers passes them on
-    if "flash" in (private(model.config, "_attn_implementation") or ""):
+    if "flash" in (private(mixers.config, "_attn_implementation") or ""):
         arguments |= {"cu_seq_lens_q": samples.offsets, "cu_seq_lens_k": samples.offsets}
         arguments |= {"max_length_q": samples.longest, "max_length_k": samples.longest}
     return arguments
@@ -121,10 +124,18 @@ def _begin(
     """Set the samples for token mixers. Only the attention functions here get them as an
     argument."""
     set_samples(kwargs.get("packed_samples"))
-    is_argument = (private(model.config, "_attn_implementation") or "").startswith("packed_")
+    is_argument = (private(mixers.config, "_attn_implementation") or "").startswith("packed_")
     if mixers.needs_scope or not is_argument:
         kwargs = {name: value for name, value in kwargs.items() if name != "packed_samples"}
     return args, kwargs
+
+
+def _without_samples(
+    tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Leave out the arguments on packed samples, which models pass on to their towers, too."""
+    dropped = {"packed_samples", "use_cache"} | FLASH_ATTENTION_ARGUMENTS
+    return args, {name: value for name, value in kwargs.items() if name not in dropped}
 
 
 def _end(*_: Any) -> None:

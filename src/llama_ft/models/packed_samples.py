@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models.replaced import replace_method
@@ -112,8 +113,10 @@ class TokenMixers:
     Args:
         model: on the meta device or loaded. The `forward` of mixers that run sample by sample is
             replaced.
+        has_towers: the model has towers, too, whose mixers do not see packed samples.
 
     Attributes:
+        config: of the attention; see `_attn_implementation` of Transformers.
         attention: mixers that call Transformers' attention interface and contain no other mixer.
             None if other mixers call it, too.
         per_sample: mixers that run sample by sample.
@@ -121,12 +124,17 @@ class TokenMixers:
         needs_scope: some mixer gets the samples only from `samples_of`, not as an argument.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, has_towers: bool = False) -> None:
         self._model = model
+        self.config: PretrainedConfig = model.config
+        text: nn.Module = model
+        if has_towers:
+            self.config = model.config.get_text_config()
+            text = model.get_decoder()
         self._wrapped = set[nn.Module]()
-        self._layers, found = _layers_and_mixers(model)
+        self._layers, found = _layers_and_mixers(text)
         self._positions = [
-            module for module in model.modules() if POSITIONS in _parameters(type(module).forward)
+            module for module in text.modules() if POSITIONS in _parameters(type(module).forward)
         ]
         others = [mixer for mixer in found if not _is_only_attention(mixer)]
         # an indexer or convolutions, which need Transformers' own masks
@@ -165,9 +173,8 @@ class TokenMixers:
             self.with_kernels -= set(new)
             # each sample gets its part of Transformers' mask
             if candidates in (self.attention, self._layers):
-                config = self._model.config
-                attends = private(config, "_attn_implementation") or ""
-                config._attn_implementation = attends.removeprefix("packed_")
+                attends = private(self.config, "_attn_implementation") or ""
+                self.config._attn_implementation = attends.removeprefix("packed_")
             self._run_per_sample(new)
             return True
         return False

@@ -68,6 +68,15 @@ def takes_more_than_text(config: PretrainedConfig) -> bool:
     return has_towers or config.get_text_config() is not config
 
 
+def why_no_images(config: PretrainedConfig, objective: str) -> str:
+    """Return why samples of a run cannot have images; empty if they can."""
+    if not takes_more_than_text(config):
+        return f"a {config.model_type} model takes text only"
+    if objective != "sft":
+        return f"--objective {objective} does not support images"
+    return ""
+
+
 def names_score(config: PretrainedConfig) -> bool:
     """Whether a config is of a model with a head that scores or classifies text in place of the
     LM head."""

@@ -201,8 +201,11 @@ def _count_matmuls(
         quantized: id of a quantized parameter -> the number of weights in it; 0 for scales.
     """
     sums = _Matmuls()
+    towers = _tower_parameters(model)
     for name, parameter in model.named_parameters():
         key = id(parameter)
+        if key in towers:  # they multiply patches of images, not tokens
+            continue
         # .original_module. is the frozen copy of a module that PEFT's modules_to_save trains
         if parameter.ndim < 2 or name.endswith("bias") or ".original_module." in name:
             continue
@@ -227,6 +230,31 @@ def _count_matmuls(
         if is_in_layer and has_input_gradient:
             sums.layers_per_token += 2 * active
     return sums
+
+
+def _tower_parameters(model: PreTrainedModel) -> set[int]:
+    """Return the ids of the parameters of a multimodal model outside of its text part, which only
+    runs on images have."""
+    from llama_ft.models.text_part import takes_more_than_text
+
+    if not takes_more_than_text(model.config):
+        return set()
+    decoder = model.get_decoder()
+    of_decoder = set(decoder.modules())
+    outside = [module for module in model.modules() if module not in of_decoder]
+    towers = [
+        module
+        for module in outside
+        if isinstance(module, PreTrainedModel) and decoder not in module.modules()
+    ]
+    if not towers:
+        return set()
+    of_text = {id(parameter) for parameter in decoder.parameters()}
+    head = model.get_output_embeddings()
+    if head is not None:
+        of_text |= {id(parameter) for parameter in head.parameters()}
+    of_text |= {id(parameter) for parameter in model.get_input_embeddings().parameters()}
+    return {id(parameter) for parameter in model.parameters()} - of_text
 
 
 def _active_weights(

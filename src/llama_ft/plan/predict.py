@@ -59,6 +59,8 @@ def predict(request: PlanRequest, build_model: models.BuildModel, quick: bool = 
             request.folder, request.config.model.trust_remote_code
         )
         plan_with = partial(_plan_with, request, build_model)
+        # layers of towers cannot be left out
+        quick = quick and not request.with_images
         plan = _plan_quickly(plan_with, model_config, request.config, quick)
         if isinstance(reference_of(request.config), StoredReference):
             plan = _with_reference(plan, request, build_model, quick)
@@ -156,7 +158,9 @@ def _plan_with(request: PlanRequest, build_model: models.BuildModel, layers: int
         validation = _full_batch(request, count, context_length)
     with _fake_world(request) as ranks, planned_models(headers, request.device), tracker.planning():
         models.choose_head(model_config, config.preference.objective)
-        asked = models.ModelRequest(config, request.folder, model_config, new_tokens)
+        asked = models.ModelRequest(
+            config, request.folder, model_config, new_tokens, with_images=request.with_images
+        )
         built = build_model(asked, ranks, tracker)
         model = built.model
         tracker.watch(built)

@@ -97,7 +97,9 @@ class Preflight:
                 ),
                 *(dataset.target_share, steps.size, bool(dataset.validations)),
             )
-            request = PlanRequest(config, folder, *job_and_data)
+            request = dataclasses.replace(
+                PlanRequest(config, folder, *job_and_data), with_images=dataset.images is not None
+            )
             with suppress(OSError):
                 self._pipe.send((request, self._free))
         if not is_auto:

@@ -30,6 +30,8 @@ class PlanRequest:
     target_share: float = 1.0  # share of the tokens in the loss, 0 to 1
     size: int | None = None  # number of packed sequences, or samples; None: unlimited
     has_validation: bool = True
+    # samples have images: the plan has the weights of towers, but not their activations
+    with_images: bool = False
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,8 @@ class Setup:
         log.info("\n".join(dataset.summary))
         for warning in dataset.warnings:
             log.warning(warning)
+        if dataset.images is not None:
+            training.check_image_settings(config)
         if self.ranks.is_main:
             checkpoint.check_export(model_config, tokenizer, folder)
         is_packed = config.data.batching_strategy == "packing"

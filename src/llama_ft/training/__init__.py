@@ -9,6 +9,7 @@ from llama_ft.training.evaluation import (
     loss_sums,
     sample_chats,
 )
+from llama_ft.training.image_inputs import check_image_settings
 from llama_ft.training.objective import (
     LossSum,
     Objective,

@@ -6,20 +6,23 @@ import math
 import re
 from typing import Any
 
+import pyarrow.compute
 import torch
 from datasets import Dataset
 from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.data import collate
+from llama_ft.data import Images, collate
 from llama_ft.errors import UserError, reason
 from llama_ft.models import BuiltModel, packed_arguments, without_graphs
 from llama_ft.models.quantized import QuantizedLinear
 from llama_ft.models.rope import longrope_lengths
 from llama_ft.runtime import Ranks, log
+from llama_ft.training.objective import model_inputs
 from llama_ft.training.step import free_unsharded
 
 COMPARED_SAMPLES = 3
+SEARCHED_SAMPLES = 100  # for some with an image
 TOKENS = 16  # per sample: enough to see a difference, and cheap
 # settings of how many tokens a layer sees at a time
 SPAN = re.compile("sliding_window|chunk_size|index_topk")
@@ -33,7 +36,12 @@ TOLERANCE_LOSS = 0.01  # of a sum over about fifty targets, with logits rounded 
 
 @torch.no_grad()
 def check_packing(
-    built: BuiltModel, samples: Dataset, longest: int, dtype: torch.dtype, ranks: Ranks
+    built: BuiltModel,
+    samples: Dataset,
+    longest: int,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    images: Images | None = None,
 ) -> None:
     """Compare the logits of a few packed samples with those of each sample alone by Transformers'
     own attention. If they differ, run more of the model sample by sample. Compare the chunked loss
@@ -45,6 +53,7 @@ def check_packing(
         longest: maximum number of tokens of a sample.
         dtype: the model's compute dtype.
         ranks: the ranks.
+        images: makes pixels; None: no sample has an image.
 
     Raises:
         UserError: logits differ by more than rounding, even if each layer computes sample by
@@ -54,23 +63,28 @@ def check_packing(
     model = built.model
     mixers = built.mixers
     assert mixers is not None
-    parts = _samples_to_compare(model, samples, longest)
+    compared: _TextSamples | _ImageSamples = _TextSamples(built, samples, longest, device)
+    if images is not None:
+        compared = _ImageSamples(built, samples, images, device)
+    positions = _last_positions(compared.lengths).to(device)
     model.eval()
     for mixer in mixers.with_kernels:
         # Mamba has other kernels for training; dropout is in a child and stays off
         mixer.training = True
-    attention = model.config._attn_implementation
+    attention = mixers.config._attn_implementation
     # that of Transformers
-    model.config._attn_implementation = (attention or "").removeprefix("packed_") or None
-    alone = [_logits(built, [part], None, device) for part in parts]
-    model.config._attn_implementation = attention
+    mixers.config._attn_implementation = (attention or "").removeprefix("packed_") or None
+    alone = []
+    for number, length in enumerate(compared.lengths):
+        own_positions = _last_positions([length]).to(device)
+        alone.append(_logits(built, compared.alone(number), own_positions))
+    mixers.config._attn_implementation = attention
     _check_values(built, alone)
     is_quantized = any(isinstance(module, QuantizedLinear) for module in model.modules())
     is_exact = dtype == torch.float32 and not is_quantized
     tolerance = TOLERANCE_FP32 if is_exact else TOLERANCE_ROUNDED
     while True:
-        layout = packed_arguments(built, [len(part) for part in parts], device)
-        packed = _packed_logits(built, parts, layout, device)
+        packed = _packed_logits(built, compared, positions)
         difference = _largest_difference(packed, alone)
         if difference <= tolerance:
             break
@@ -84,17 +98,86 @@ def check_packing(
             )
         log.info(f"{problem}: {mixers.names()} compute one sample after another.")
     if built.has_chunked_loss:
-        _check_chunked_loss(built, parts, layout, packed)
+        _check_chunked_loss(built, compared.packed(), positions, packed)
     free_unsharded(model)
     model.train()
 
 
+class _TextSamples:
+    """The first tokens of a few samples, and what the model is called with for them.
+
+    Args:
+        built: the model.
+        samples: tokenized samples.
+        longest: maximum number of tokens of a sample.
+        device: where the model computes.
+
+    Attributes:
+        lengths: tokens of each sample.
+    """
+
+    def __init__(
+        self, built: BuiltModel, samples: Dataset, longest: int, device: torch.device
+    ) -> None:
+        self._built = built
+        self._parts = _samples_to_compare(built.model, samples, longest)
+        self._device = device
+        self.lengths = [len(part) for part in self._parts]
+
+    def alone(self, number: int) -> dict[str, Any]:
+        """Return the arguments for one sample."""
+        input_ids = self._parts[number].unsqueeze(0).to(self._device)
+        mask = torch.ones_like(input_ids)
+        return {"input_ids": input_ids, "use_cache": False, "attention_mask": mask}
+
+    def packed(self) -> dict[str, Any]:
+        """Return the arguments for all samples in one sequence."""
+        input_ids = torch.cat(self._parts).unsqueeze(0).to(self._device)
+        layout = packed_arguments(self._built, self.lengths, self._device)
+        return {"input_ids": input_ids, "use_cache": False, **layout}
+
+
+class _ImageSamples:
+    """A few whole samples, some with images. It has the interface of `_TextSamples`."""
+
+    def __init__(
+        self, built: BuiltModel, samples: Dataset, images: Images, device: torch.device
+    ) -> None:
+        self._built = built
+        self._samples = samples
+        self._images = images
+        self._device = device
+        first = samples.with_format("arrow")[: min(SEARCHED_SAMPLES, len(samples))]
+        has_image = first["text"].is_valid().to_pylist()
+        with_image = [number for number, has in enumerate(has_image) if has]
+        others = [number for number, has in enumerate(has_image) if not has]
+        # a text between images, if there is one
+        self._chosen = sorted(
+            [*with_image[:2], *others[: max(1, COMPARED_SAMPLES - len(with_image))]]
+        )
+        self._chosen = self._chosen[:COMPARED_SAMPLES]
+        lengths = pyarrow.compute.list_value_length(first["input_ids"]).to_pylist()
+        self.lengths = [lengths[number] for number in self._chosen]
+
+    def alone(self, number: int) -> dict[str, Any]:
+        """Return the arguments for one sample."""
+        return self._inputs([self._chosen[number]], is_packed=False)
+
+    def packed(self) -> dict[str, Any]:
+        """Return the arguments for all samples in one sequence."""
+        return self._inputs(self._chosen, is_packed=True)
+
+    def _inputs(self, chosen: list[int], is_packed: bool) -> dict[str, Any]:
+        batch = collate(self._samples, chosen, 0, is_packed, self._images)
+        return model_inputs(self._built, batch, self._device)
+
+
 def _packed_logits(
-    built: BuiltModel, parts: list[torch.Tensor], layout: dict[str, Any], device: torch.device
+    built: BuiltModel, compared: _TextSamples | _ImageSamples, positions: torch.Tensor
 ) -> torch.Tensor:
     """Return `_logits` of packed samples. An error of the model's code becomes a UserError."""
     try:
-        return _logits(built, parts, layout, device)
+        return _logits(built, compared.packed(), positions)
     except (torch.OutOfMemoryError, torch.distributed.DistError):
         raise
     except Exception as error:  # of the model's own code, which computes each sample alone
@@ -116,14 +199,11 @@ def _largest_difference(packed: torch.Tensor, alone: list[torch.Tensor]) -> floa
 
 
 def _check_chunked_loss(
-    built: BuiltModel, parts: list[torch.Tensor], layout: dict[str, Any], packed: torch.Tensor
+    built: BuiltModel, inputs: dict[str, Any], positions: torch.Tensor, packed: torch.Tensor
 ) -> None:
     """Disable the chunked loss if it is not the loss of the logits of packed samples."""
     model = built.model
-    input_ids = torch.cat(parts).to(packed.device)
-    positions = _last_positions(parts).to(packed.device)
-    targets = input_ids.roll(-1)[positions]
-    inputs = {"input_ids": input_ids.unsqueeze(0), "use_cache": False, **layout}
+    targets = inputs["input_ids"][0].roll(-1)[positions]
     with without_graphs(model):
         chunked = model(**inputs, positions=positions, targets=targets)[0].item()
     of_logits = F.cross_entropy(packed, targets, reduction="sum").item()
@@ -171,32 +251,23 @@ def _samples_to_compare(
     return parts
 
 
-def _last_positions(parts: list[torch.Tensor]) -> torch.Tensor:
+def _last_positions(lengths: list[int]) -> torch.Tensor:
     """Return the last few positions of each sample in their sequence."""
     positions = []
     end = 0
-    for part in parts:
-        end += len(part)
-        positions.append(torch.arange(end - min(len(part), TOKENS), end))
+    for length in lengths:
+        end += length
+        positions.append(torch.arange(end - min(length, TOKENS), end))
     return torch.cat(positions)
 
 
-def _logits(
-    built: BuiltModel,
-    parts: list[torch.Tensor],
-    layout: dict[str, Any] | None,
-    device: torch.device,
-) -> torch.Tensor:
-    """Return float32 [positions, vocab], or scores [positions, 1], of the last tokens of each
-    sample; without a layout, of one sample. Those of a whole window of tokens would take
-    gigabytes."""
+def _logits(built: BuiltModel, inputs: dict[str, Any], positions: torch.Tensor) -> torch.Tensor:
+    """Return float32 [positions, vocab], or scores [positions, 1], of the last tokens of each sample.
+    Those of a whole window of tokens would take gigabytes."""
     model = built.model
-    positions = _last_positions(parts).to(device)
-    input_ids = torch.cat(parts).unsqueeze(0).to(device)
     can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
-    keep = {"logits_to_keep": positions} if can_keep else {}
-    inputs = {"input_ids": input_ids, "use_cache": False, **keep}
-    inputs |= {"attention_mask": torch.ones_like(input_ids)} if layout is None else layout
+    if can_keep:
+        inputs = {**inputs, "logits_to_keep": positions}
     with without_graphs(model):
         if built.has_score:
             scores: torch.Tensor = model(**inputs, positions=positions)[0]

@@ -138,7 +138,9 @@ def loss_sums(
     with evaluating(built.model):
         for indices in batches:
             ranks.check_stop()
-            batch = collate(validation, indices, layout.pad_token_id, layout.is_packed)
+            batch = collate(
+                validation, indices, layout.pad_token_id, layout.is_packed, layout.images
+            )
             summed = objective.loss(built, batch, ranks)
             sums["loss"] += summed.loss
             for name, value in summed.logged.items():

@@ -23,6 +23,7 @@ from llama_ft.models.chunked_loss import LossFunction, cross_entropy
 from llama_ft.models.routers import router_arguments, router_loss
 from llama_ft.models.transformers_private import marked
 from llama_ft.runtime import Ranks, sent
+from llama_ft.training.image_inputs import image_arguments
 
 PAD_MULTIPLE = {"cuda": 1, "cpu": 64}  # tokens of a packed micro-batch are a multiple of these
 
@@ -181,6 +182,7 @@ def model_inputs(built: BuiltModel, batch: Batch, device: torch.device) -> dict[
     """Return what a model is called with for a micro-batch, on the device: tokens, and which
     examples they belong to."""
     input_ids = batch.input_ids
+    lengths = batch.example_lengths
     if batch.is_packed:
         input_ids, lengths = _filled_up(built, batch, device)
         layout = packed_arguments(built, lengths, device)
@@ -188,6 +190,8 @@ def model_inputs(built: BuiltModel, batch: Batch, device: torch.device) -> dict[
         mask = batch.attention_mask.bool()
         is_full = bool(mask.all())  # asked on the host, where it does not wait for the device
         layout = {"attention_mask": marked(sent(mask, device), needs_no_mask=is_full)}
+    if batch.images is not None:
+        layout |= image_arguments(built, batch, lengths, device)
     return {
         "input_ids": sent(input_ids, device),
         "use_cache": False,
@@ -256,8 +260,11 @@ def _filled_up(
     is_too_long = missing > max(lengths)
     if missing == 0 or is_too_long or built.router_coefficient:
         return input_ids, lengths
-    # a copy of the first tokens: any tokens will do
-    filled = torch.cat([input_ids, input_ids[:, :missing]], dim=1)
+    # a copy of the first tokens: any tokens will do, but those of images would lack their pixels
+    added = input_ids[:, :missing]
+    if batch.images is not None:
+        added = input_ids[:, -1:].expand(1, missing)
+    filled = torch.cat([input_ids, added], dim=1)
     return filled, [*lengths, missing]
 
 

@@ -1,0 +1,240 @@
+"""Images in samples: content parts and columns of several kinds become one form.
+
+    {"type": "image", "image": "a.png"}           a part of a user message's content
+    {"type": "image_url", "image_url": {...}}     the same in OpenAI's form, with a data: URL
+    {"type": "image"}                             takes the next image of the column images
+    "<image>\\nWhat is this?"                      marks in a text take them, too (LLaVA)
+
+An image is a path, relative to the data file, or its bytes: base64, a data: URL, or `datasets`'
+{"bytes", "path"}. Bytes are written into the cache once, so afterwards each image is a file, and a
+tokenized sample only has its path.
+"""
+
+import base64
+import binascii
+import os
+import re
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from llama_ft.data.formats import (
+    BadSample,
+    ImagePart,
+    Sample,
+    SampleFormat,
+    expect,
+    has_images,
+)
+
+MARK = "<image>"
+COLUMNS = ("images", "image")
+# column of messages in the formats whose samples may have images
+MESSAGES = {"messages": "messages", "sharegpt": "conversations"}
+PART_TYPES = ("image", "image_url")
+# keys of a part that hold the image, as TRL, OpenAI and Transformers name them
+KEYS = ("image", "image_url", "path", "url", "base64")
+FOLDER = "\0folder"  # key of a sample that is being read: the directory of its data file
+# the file in a place such as `my.jsonl:381` or `my.parquet row 3`
+FILE_OF_PLACE = re.compile(r"(.*?)(?::\d+| row \d+)(?:, .*)?")
+EXPECTED = 'a path, base64, a data: URL, or {"bytes", "path"}'
+
+
+def have_images(samples: Iterable[Sample]) -> bool:
+    """Return whether one of the samples has an image in a column or a content part."""
+    return any(_has_image(sample) for sample in samples)
+
+
+def _has_image(sample: Sample) -> bool:
+    if any(sample.get(column) for column in COLUMNS):
+        return True
+    for column in MESSAGES.values():
+        messages = sample.get(column)
+        for message in messages if isinstance(messages, list) else []:
+            content = message.get("content") if isinstance(message, dict) else None
+            if isinstance(content, list) and any(map(_is_image, content)):
+                return True
+    return False
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in PART_TYPES
+
+
+def located(sample: Sample, place: str) -> Sample:
+    """Return a sample that knows the directory of its data file."""
+    match = FILE_OF_PLACE.fullmatch(place)
+    return {**sample, FOLDER: os.path.dirname(match[1]) if match else ""}
+
+
+class ImageStore:
+    """Files of images whose bytes are in the data. Equal images are one file.
+
+    Args:
+        cache: the directory of cached data.
+    """
+
+    def __init__(self, cache: Path) -> None:
+        self.cache = cache
+        self._folder = cache / "images"
+
+    def keep(self, content: bytes) -> str:
+        """Return the path of a file with this content."""
+        name = xxhash.xxh3_128_hexdigest(content)
+        path = self._folder / name[:2] / name
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".{name}-{uuid.uuid4().hex[:8]}")
+            temporary.write_bytes(content)
+            temporary.rename(path)
+        return str(path)
+
+
+def with_image_parts(sample: Sample, sample_format: SampleFormat, store: ImageStore) -> Sample:
+    """Return a sample whose images are `ImagePart`s of its messages, with absolute paths. A sample
+    without images, or of another format, stays as it is.
+
+    Raises:
+        BadSample: an image is missing, or not as many as marks; it does not say what is in a file.
+    """
+    folder = str(sample.get(FOLDER, ""))
+    values = {name: value for name, value in sample.items() if name != FOLDER}
+    messages_column = MESSAGES.get(sample_format)
+    messages = values.get(messages_column) if messages_column else None
+    if messages_column is None or not isinstance(messages, list) or not _has_image(values):
+        return values
+    column, images = _column(values)
+    values = {name: value for name, value in values.items() if name not in COLUMNS}
+    reader = _Reader(folder, store, column, images)
+    changed = [
+        reader.message(message, f"{messages_column}[{number}]")
+        for number, message in enumerate(messages)
+    ]
+    reader.check_all_used()
+    return {**values, messages_column: changed}
+
+
+def _column(sample: Sample) -> tuple[str, list[Any] | None]:
+    """Return the name of the column with images, and its images; None without such a column."""
+    filled = [name for name in COLUMNS if sample.get(name)]
+    if not filled:
+        return "images", None
+    if len(filled) > 1:
+        raise BadSample('it has both columns "image" and "images"; expected one of them.')
+    [name] = filled
+    value = sample[name]
+    return name, value if isinstance(value, list) else [value]
+
+
+class _Reader:
+    """Reads the messages of one sample."""
+
+    def __init__(
+        self, folder: str, store: ImageStore, column: str, images: list[Any] | None
+    ) -> None:
+        self._folder = folder
+        self._store = store
+        self._column = column
+        self._images = images
+        self._used = 0
+
+    def message(self, message: Any, place: str) -> Any:
+        """Return a message with its images as `ImagePart`s."""
+        if not isinstance(message, dict):
+            return message  # the format says what is wrong
+        key = "value" if "from" in message else "content"
+        content = message.get(key)
+        if isinstance(content, list) and not has_images(content):
+            content = list(self._parts(content, f"{place}.{key}"))
+        elif isinstance(content, str) and self._images is not None and MARK in content:
+            content = list(self._marked(content))
+        return {**message, key: content}
+
+    def check_all_used(self) -> None:
+        """Raise BadSample if the column has more images, or fewer, than marks and parts."""
+        count = len(self._images or ())
+        if self._used != count:
+            raise BadSample(
+                f'"{self._column}" has {count} images, and the messages have {self._used} places for '
+                f"them; expected as many {MARK} marks or image parts as images."
+            )
+
+    def _parts(self, content: list[Any], place: str) -> Iterator[Any]:
+        for number, part in enumerate(content):
+            if _is_image(part):
+                yield self._image(part, f"{place}[{number}]")
+            elif isinstance(part, dict):
+                # columnar data have the keys of all parts in each
+                yield {key: value for key, value in part.items() if key not in KEYS}
+            else:
+                yield part
+
+    def _marked(self, text: str) -> Iterator[Any]:
+        """Yield the parts of a text with marks. The line break next to a mark belongs to it."""
+        before, *pieces = text.split(MARK)
+        if before.strip():
+            yield _text(before.removesuffix("\n"))
+        for piece in pieces:
+            yield self._next()
+            piece = piece.removeprefix("\n")
+            if piece.strip():
+                yield _text(piece)
+
+    def _image(self, part: dict[str, Any], place: str) -> ImagePart:
+        given = [name for name in KEYS if part.get(name) is not None]
+        if not given:
+            expect(self._images is not None, place, part, f"an image: {EXPECTED}")
+            return self._next()
+        name = given[0]
+        value = part[name]
+        if isinstance(value, dict) and "url" in value:
+            value = value["url"]
+        return ImagePart(self._path(value, f"{place}.{name}"))
+
+    def _next(self) -> ImagePart:
+        """Return the next image of the column; behind the last one an empty part, which
+        `check_all_used` reports."""
+        number = self._used
+        self._used += 1
+        if self._images is None or number >= len(self._images):
+            return ImagePart("")
+        return ImagePart(self._path(self._images[number], f"{self._column}[{number}]"))
+
+    def _path(self, value: Any, place: str) -> str:
+        """Return the path of an image's file."""
+        if isinstance(value, dict):
+            content = value.get("bytes")
+            value = content if content is not None else value.get("path")
+        if isinstance(value, bytes):
+            return self._store.keep(value)
+        expect(isinstance(value, str) and value, place, value, EXPECTED)
+        text = str(value)
+        if text.startswith("data:"):
+            return self._store.keep(_decoded(text.partition(",")[2], place))
+        if "://" in text and not text.startswith("file://"):
+            raise BadSample(
+                f'"{place}" is the URL {text[:80]}; expected a local file. Images are not downloaded.'
+            )
+        path = os.path.join(self._folder, os.path.expanduser(text.removeprefix("file://")))
+        try:
+            if os.path.isfile(path):
+                return os.path.abspath(path)
+        except (OSError, ValueError):  # a path that is too long, or has a null byte
+            pass
+        if re.fullmatch(r"[A-Za-z0-9+/\s]{64,}=*\s*", text):
+            return self._store.keep(_decoded(text, place))
+        raise BadSample(f'"{place}": there is no file {path[:200]}.')
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _decoded(text: str, place: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=False)
+    except (binascii.Error, ValueError) as error:
+        raise BadSample(f'"{place}" is not valid base64 ({error}); expected {EXPECTED}.') from None

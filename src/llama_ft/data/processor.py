@@ -1,0 +1,539 @@
+"""The model's own processor: it says how many tokens an image takes, and makes pixels.
+
+Tokenization (in worker processes, once):
+
+    text, images  --processor-->  text in which each image has its tokens  -->  input_ids, labels
+
+Batches (in the prefetch thread, for each micro-batch):
+
+    text, images  --processor-->  pixel_values, image_grid_thw, ... by the processor's own names
+
+Both call the same processor with the same text and files, so a batch fits its cached tokens; if not,
+a file has changed and the run stops. Nothing here knows a model family.
+
+A micro-batch without an image gets one more example, the filler: a grey image without labels.
+Otherwise a rank whose samples have no image would not all-gather the towers' weights, for which
+other ranks wait.
+"""
+
+import json
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import xxhash
+from PIL import Image, ImageOps
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoImageProcessor
+from transformers.models.auto.processing_auto import (
+    PROCESSOR_MAPPING_NAMES,
+    processor_class_from_name,
+)
+
+from llama_ft.config import DataConfig
+from llama_ft.data.chat_template import Span, render_chat
+from llama_ft.data.formats import BadSample, ImagePart, Message
+from llama_ft.data.image_parts import ImageStore, have_images
+from llama_ft.data.loss_mask import RenderedChat
+from llama_ft.data.sources import SAMPLES_LOOKED_AT, Source
+from llama_ft.errors import RunFailure, UserError, reason
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+# as Image.MAX_IMAGE_PIXELS: above, PIL warns of a decompression bomb
+LARGEST_IMAGE = 89_478_485  # pixels
+FILLER_SIDE = 64  # pixels
+DECODERS = 4  # threads that decode images of a micro-batch
+FILES_WITH_CLASS = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "tokenizer_config.json",
+    "config.json",
+)
+# makes a processor return where it inserted what
+REPLACEMENTS = {"return_text_replacement_offsets": True}
+# what a processor returns about tokens, apart from its tensors
+TEXT_OUTPUTS = {"input_ids", "attention_mask", "text_replacement_offsets"}
+
+
+def load_processor(
+    folder: Path, model_config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase"
+) -> Any:
+    """Return the processor of a model's directory with this tokenizer.
+
+    It is AutoProcessor's class and settings, with two differences. Images are read and resized by
+    PIL, also if torchvision is installed, so that pixels do not depend on the machine. And there is
+    no video processor: those of Qwen-VL and others need torchvision.
+
+    Raises:
+        UserError: the directory has no processor, or it cannot be used.
+    """
+    try:
+        kind: Any = processor_class_from_name(_class_name(folder, model_config))
+        if kind is None:
+            raise ValueError("Transformers does not have its class")
+        module = sys.modules[kind.__module__]
+        if vars(module).get("num2words", str) is None:
+            module.num2words = str  # type: ignore[attr-defined]  # SmolVLM calls it for videos only
+
+        class ImagesOnly(kind):
+            @classmethod
+            def get_attributes(cls) -> Any:
+                return kind.get_attributes()
+
+            @classmethod
+            def _get_arguments_from_pretrained(cls, name: str, *_: Any, **__: Any) -> list[Any]:
+                images = AutoImageProcessor.from_pretrained(name, backend="pil")
+                parts = {"tokenizer": tokenizer, "image_processor": images}
+                return [parts.get(attribute) for attribute in cls.get_attributes()]
+
+            def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
+                if argument is None:
+                    return None
+                return super().check_argument_for_proper_class(name, argument)
+
+        return ImagesOnly.from_pretrained(folder)
+    # Transformers raises many classes here, with one meaning for the user
+    except Exception as error:
+        raise UserError(
+            f"{folder}: samples have images, and the processor of this model cannot be used "
+            f"({reason(error)}).\nExpected processor_config.json or preprocessor_config.json."
+        ) from error
+
+
+def _class_name(folder: Path, model_config: "PretrainedConfig") -> str:
+    """Return the name of the processor's class, found as AutoProcessor finds it."""
+    for name in FILES_WITH_CLASS:
+        file = folder / name
+        if file.is_file():
+            found = json.loads(file.read_text()).get("processor_class")
+            if found:
+                return str(found)
+    known = PROCESSOR_MAPPING_NAMES.get(model_config.model_type)
+    if known is None:
+        raise ValueError(f"no processor is known for model_type {model_config.model_type}")
+    return str(known)
+
+
+class ImageExample(tuple[list[int], list[int]]):
+    """Tokens and labels of a sample with images, and what its pixels are made from.
+
+    Attributes:
+        text: the rendered chat with one mark per image, as the processor takes it.
+        images: a checksum and the path of each image, with a space between.
+        image_tokens: number of tokens that stand for images.
+        end_of_images: number of tokens up to the last one that stands for an image.
+    """
+
+    text: str
+    images: list[str]
+    image_tokens: int
+    end_of_images: int
+
+    @classmethod
+    def of(
+        cls,
+        input_ids: list[int],
+        labels: list[int],
+        *,
+        text: str,
+        images: list[str],
+        image_tokens: int,
+        end_of_images: int,
+    ) -> "ImageExample":
+        example = cls((input_ids, labels))
+        example.text = text
+        example.images = images
+        example.image_tokens = image_tokens
+        example.end_of_images = end_of_images
+        return example
+
+
+class ExpandedChat(NamedTuple):
+    """A chat in which images have their tokens."""
+
+    chat: RenderedChat
+    inserted: list[Span]  # characters that stand for images
+    input_ids: list[int]  # as the processor tokenizes it
+    references: list[str]  # see `ImageExample.images`
+
+
+@dataclass(frozen=True)
+class ImageTensors:
+    """What a processor makes of a micro-batch, in addition to tokens, by its own names."""
+
+    # int64, with the shape of the batch's input_ids: which tokens stand for images
+    per_token: dict[str, torch.Tensor]
+    # pixels, and numbers per image
+    others: dict[str, torch.Tensor]
+
+
+class _Filler(NamedTuple):
+    input_ids: torch.Tensor  # int64 [tokens]
+    text: str
+
+
+class Images:
+    """Reads images, and runs the processor on them.
+
+    Args:
+        processor: from `load_processor`.
+        store: keeps images whose bytes are in the data.
+        max_pixels: larger images are reduced to this number of pixels before the processor gets
+            them; None: only the processor's own limits.
+    """
+
+    def __init__(self, processor: Any, store: ImageStore, max_pixels: int | None) -> None:
+        self.store = store
+        self._processor = processor
+        self._max_pixels = max_pixels
+
+    @property
+    def chat_template(self) -> Any:
+        """The processor's chat template; None without one."""
+        return self._processor.chat_template
+
+    @property
+    def identity(self) -> str:
+        """A text that changes with everything that determines an image's tokens."""
+        settings = {**self._processor.to_dict(), "processor_class": self._class_name}
+        return f"{json.dumps(settings, sort_keys=True, default=str)} {self._max_pixels}"
+
+    @property
+    def _advice(self) -> str:
+        return f"Restore it, or delete {self.store.cache / 'tokenized'} to tokenize again."
+
+    @property
+    def _class_name(self) -> str:
+        return type(self._processor).__mro__[1].__name__
+
+    def check(self) -> None:
+        """Run the processor on one image.
+
+        Raises:
+            UserError: images are not supported with this processor or chat template.
+        """
+        try:
+            output = self._run([self._filler_text], [[_grey_image()]], "np", **REPLACEMENTS)
+        except BadSample as error:
+            raise UserError(f"samples have images, but {error}.") from error
+        except (ValueError, TypeError, IndexError, StopIteration, RuntimeError) as error:
+            raise UserError(
+                f"samples have images, and the model's processor rejects one written by the chat "
+                f"template ({reason(error)}).\nUse another --chat_template."
+            ) from error
+        if "cross_attention_mask" in output:
+            raise UserError(
+                f"samples have images, and {self._class_name} is of a model that sees them by cross "
+                "attention, which is not supported."
+            )
+        if "text_replacement_offsets" not in output:
+            raise UserError(
+                f"samples have images, which are not supported with {self._class_name}: it does not "
+                "say what it inserts."
+            )
+        if len(output["text_replacement_offsets"][0]) != 1:
+            raise UserError(
+                "samples have images, and the chat template does not write them.\nUse another "
+                "--chat_template."
+            )
+
+    def expand(self, chat: RenderedChat, messages: list[Message]) -> ExpandedChat:
+        """Let the processor put the tokens of the images into a rendered chat.
+
+        Raises:
+            BadSample: an image cannot be read, or the chat has not one mark per image.
+        """
+        images = []
+        references = []
+        for path in _paths(messages):
+            image, checksum = self._open(path)
+            images.append(image)
+            references.append(f"{checksum} {path}")
+        try:
+            output = self._run([chat.text], [images], "np", **REPLACEMENTS)
+        except (ValueError, TypeError, IndexError, StopIteration, RuntimeError) as error:
+            raise BadSample(f"the model's processor rejects it: {reason(error)}.") from None
+        replaced = output["text_replacement_offsets"][0]
+        if len(replaced) != len(images):
+            raise BadSample(
+                f"the chat template writes {len(replaced)} places for {len(images)} images; use "
+                "another one (--chat_template)."
+            )
+        text = _Expansion(replaced)
+        inserted = [text.moved(each["span"][0], each["span"][1]) for each in replaced]
+        spans = [text.moved(*span) for span in chat.spans]
+        expanded = RenderedChat(
+            text.of(chat.text),
+            _without(spans, inserted),
+            [text.position(prompt) for prompt in chat.prompts],
+        )
+        input_ids = [int(token) for token in output["input_ids"][0]]
+        return ExpandedChat(expanded, inserted, input_ids, references)
+
+    def tensors(
+        self,
+        samples: list[torch.Tensor],
+        texts: list[str | None],
+        references: list[list[str] | None],
+        locations: Sequence[str],
+        is_packed: bool,
+    ) -> tuple[list[torch.Tensor], "ImageTensors"]:
+        """Make the tensors of a micro-batch.
+
+        Args:
+            samples: tokens of each sample, int64 [tokens].
+            texts, references: of samples with images, else None; see `ImageExample`.
+            locations: place of each sample, for messages.
+            is_packed: the examples become one sequence; else a padded batch.
+
+        Returns:
+            The tokens of all examples, which are the samples, and the filler if none has an image;
+            and the tensors.
+
+        Raises:
+            RunFailure: an image has changed since it was tokenized.
+        """
+        chosen = [number for number, text in enumerate(texts) if text is not None]
+        if chosen:
+            paths = [references[number] or [] for number in chosen]
+            images = self._open_all(paths, [locations[number] for number in chosen])
+            output = self._run([texts[number] for number in chosen], images, "pt")
+        else:
+            samples = [*samples, self._filler.input_ids]
+            chosen = [len(samples) - 1]
+            output = self._run([self._filler.text], [[_grey_image()]], "pt")
+        rows = output["input_ids"]
+        for row, number in zip(rows, chosen, strict=True):
+            if list(row)[: len(samples[number])] != samples[number].tolist():
+                raise RunFailure(
+                    f"{locations[number]}: its images take other tokens than when they were tokenized. "
+                    f"{self._advice}"
+                )
+        per_token, others = _by_shape(output, rows)
+        of_examples = []
+        for number, tokens in enumerate(samples):
+            made = dict[str, torch.Tensor]()
+            for name, values in per_token.items():
+                if number in chosen:
+                    row = torch.tensor(list(values[chosen.index(number)]))
+                    made[name] = row[: len(tokens)].long()
+                else:
+                    made[name] = torch.zeros(len(tokens), dtype=torch.int64)
+            of_examples.append(made)
+        joined = {}
+        for name in per_token:
+            values = [made[name] for made in of_examples]
+            if is_packed:
+                joined[name] = torch.cat(values).unsqueeze(0)
+            else:
+                joined[name] = pad_sequence(values, batch_first=True)
+        return samples, ImageTensors(joined, others)
+
+    @cached_property
+    def _filler_text(self) -> str:
+        tokenizer = self._processor.tokenizer
+        content = [ImagePart(""), {"type": "text", "text": "."}]
+        text, _ = render_chat(
+            tokenizer.get_chat_template(),
+            tokenizer.special_tokens_map,
+            [{"role": "user", "content": content}],
+        )
+        return text
+
+    @cached_property
+    def _filler(self) -> _Filler:
+        text = self._filler_text
+        output = self._run([text], [[_grey_image()]], "np")
+        return _Filler(torch.tensor([int(token) for token in output["input_ids"][0]]), text)
+
+    def _run(
+        self, texts: list[Any], images: list[list[Image.Image]], kind: str, **options: bool
+    ) -> dict[str, Any]:
+        """Call the processor. Tokens are lists, images are tensors of numpy (`np`), which processes
+        of the tokenization may use, or of torch (`pt`)."""
+        output = self._processor(
+            text=texts,
+            images=images,
+            # the chat template has written BOS
+            text_kwargs={"add_special_tokens": False, "padding": False, "return_tensors": None},
+            images_kwargs={"return_tensors": kind},
+            **options,
+        )
+        return dict(output)
+
+    def _open_all(
+        self, references: list[list[str]], locations: list[str]
+    ) -> list[list[Image.Image]]:
+        """Read the images of all samples in a few threads: decoding does not hold the GIL."""
+        flat = []
+        for sample, location in zip(references, locations, strict=True):
+            flat += [(reference, location) for reference in sample]
+        with ThreadPoolExecutor(min(DECODERS, len(flat)), "images") as pool:
+            opened = iter(list(pool.map(self._open_again, flat)))
+        return [[next(opened) for _ in sample] for sample in references]
+
+    def _open_again(self, tokenized: tuple[str, str]) -> Image.Image:
+        (reference, location) = tokenized
+        checksum, _, path = reference.partition(" ")
+        try:
+            image, found = self._open(path)
+        except BadSample as error:
+            raise RunFailure(f"{location}: {error} {self._advice}") from error
+        if found != checksum:
+            raise RunFailure(
+                f"{location}: {path} has changed since it was tokenized. {self._advice}"
+            )
+        return image
+
+    def _open(self, path: str) -> tuple[Image.Image, str]:
+        """Return an image as RGB, upright, and the checksum of its file.
+
+        Raises:
+            BadSample: it cannot be read, or is a decompression bomb.
+        """
+        try:
+            with warnings.catch_warnings(), open(path, "rb") as file:
+                warnings.simplefilter("ignore")
+                checksum = xxhash.xxh3_64_hexdigest(file.read())
+                file.seek(0)
+                image = Image.open(file)
+                width, height = image.size
+                if width * height > LARGEST_IMAGE:
+                    raise BadSample(
+                        f"{path} has {width:,} x {height:,} pixels; expected at most "
+                        f"{LARGEST_IMAGE:,} in all."
+                    )
+                upright: Image.Image = ImageOps.exif_transpose(image)
+                rgb = upright.convert("RGB")
+        except BadSample:
+            raise
+        # PIL raises many classes for broken files: SyntaxError, struct.error, DecompressionBombError
+        except Exception as error:
+            raise BadSample(f"{path} cannot be read as an image ({reason(error)}).") from None
+        pixels = rgb.width * rgb.height
+        if self._max_pixels is not None and pixels > self._max_pixels:
+            factor = (self._max_pixels / pixels) ** 0.5
+            width = max(1, int(rgb.width * factor))
+            height = max(1, int(rgb.height * factor))
+            rgb = rgb.resize((width, height), Image.Resampling.BICUBIC)
+        return rgb, checksum
+
+
+class _Expansion:
+    """A text in which marks are replaced by what a processor inserts.
+
+    Args:
+        replaced: of each mark its `span` and `replacement`, in order.
+    """
+
+    def __init__(self, replaced: list[dict[str, Any]]) -> None:
+        self._replaced = replaced
+
+    def of(self, text: str) -> str:
+        """Return the text with the replacements."""
+        pieces = []
+        at = 0
+        for each in self._replaced:
+            start, end = each["span"]
+            pieces += [text[at:start], each["replacement"]]
+            at = end
+        return "".join([*pieces, text[at:]])
+
+    def position(self, position: int) -> int:
+        """Return where a character of the text is after the replacements."""
+        added = 0
+        for each in self._replaced:
+            start, end = each["span"]
+            if end <= position:
+                added += len(each["replacement"]) - (end - start)
+        return position + added
+
+    def moved(self, start: int, end: int) -> Span:
+        """Return where a span is after the replacements."""
+        return self.position(start), self.position(end)
+
+
+def _paths(messages: list[Message]) -> list[str]:
+    """Return the paths of the images of a chat, in order."""
+    paths = []
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else []:
+            if isinstance(part, ImagePart):
+                paths.append(part["image"])
+    return paths
+
+
+def _without(spans: list[Span], removed: list[Span]) -> list[Span]:
+    """Return the parts of spans that are in none of the removed ones. Both are in order."""
+    kept = []
+    for start, end in spans:
+        at = start
+        for first, last in removed:
+            if first >= end or last <= at:
+                continue
+            kept.append((at, first))
+            at = last
+        kept.append((at, end))
+    return [(start, end) for start, end in kept if start < end]
+
+
+def _by_shape(
+    output: dict[str, Any], rows: list[list[int]]
+) -> tuple[dict[str, list[Any]], dict[str, torch.Tensor]]:
+    """Divide a processor's output into lists with a number per token, and tensors."""
+    lengths = [len(row) for row in rows]
+    per_token = {}
+    others = {}
+    for name, values in output.items():
+        if name in TEXT_OUTPUTS:
+            continue
+        if isinstance(values, torch.Tensor):
+            others[name] = values
+        elif isinstance(values, list) and [len(value) for value in values] == lengths:
+            per_token[name] = values
+        else:
+            others[name] = torch.as_tensor(values)
+    return per_token, others
+
+
+def _grey_image() -> Image.Image:
+    """Return the filler's image. It is not of one color: Idefics 3 takes zeros for padding."""
+    gradient = Image.linear_gradient("L").resize((FILLER_SIDE, FILLER_SIDE))
+    return gradient.convert("RGB")
+
+
+def checksums_of(references: Sequence[str]) -> bytes:
+    """Return the checksums of images, without their paths: a run may resume with its data in another
+    directory."""
+    return "".join(reference.partition(" ")[0] for reference in references).encode()
+
+
+def open_images(
+    sources: Sequence[Source],
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    load_processor: Callable[[], Any],
+    cache: Path,
+) -> tuple[Images | None, str]:
+    """Load the model's processor if one of the first samples has an image; else say why images are
+    not supported. The processor's chat template is the tokenizer's, if the tokenizer has none."""
+    parts = [part for source in sources for part in source.parts or (source,)]
+    if not any(have_images(part.first_samples) for part in parts):
+        if config.streaming:
+            return None, "--streaming does not support images"
+        return None, f"none of the first {SAMPLES_LOOKED_AT} samples has one; put one of them first"
+    if config.streaming:
+        raise UserError("--streaming: samples have images, which streams do not support.")
+    images = Images(load_processor(), ImageStore(cache), config.max_pixels)
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = images.chat_template
+    return images, ""

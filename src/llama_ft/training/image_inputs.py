@@ -1,0 +1,123 @@
+"""Arguments of a model for a micro-batch with images: what the processor made, and positions.
+
+Qwen-VL numbers tokens in three dimensions: those of an image by row and column. The rule is the
+model's own method `get_rope_index`. It runs here, on the host, on the examples as a padded batch, so
+that a packed sequence gets the positions that its samples have alone. Other models count from 0.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+from llama_ft.config import Config
+from llama_ft.data import Batch
+from llama_ft.errors import UserError
+from llama_ft.models import BuiltModel
+from llama_ft.runtime import log
+from llama_ft.runtime.devices import sent
+
+
+def check_image_settings(config: Config) -> None:
+    """Log what a run on images leaves out.
+
+    Raises:
+        UserError: settings are not supported with images.
+    """
+    if config.model.compile or config.model.use_liger is True:
+        raise UserError(
+            "--compile and --use_liger: not supported if samples have images. Set both to false."
+        )
+    if config.fsdp.enable_fsdp and config.fsdp.fsdp_wrap_policy == "size":
+        raise UserError(
+            "--fsdp_wrap_policy size: not supported if samples have images. Use hybrid."
+        )
+    if config.memory.plan_memory:
+        log.info(
+            "The memory plan has the weights of the parts for images, but not their pixels and "
+            "activations."
+        )
+    if config.train.sample_tokens and not config.train.sample_prompts:
+        log.warning(
+            "no sample answers: samples with images are not answered. --sample_prompts are."
+        )
+
+
+def image_arguments(
+    built: BuiltModel, batch: Batch, lengths: list[int], device: torch.device
+) -> dict[str, Any]:
+    """Return the further arguments of a model, on the device.
+
+    Args:
+        built: a model with its parts for images.
+        batch: a micro-batch with `images`.
+        lengths: tokens of each example. A packed sequence may have one example more than the batch,
+            which is text.
+        device: where the model computes.
+    """
+    images = batch.images
+    assert images is not None
+    per_token = images.per_token
+    if batch.is_packed:
+        added = sum(lengths) - batch.input_ids.shape[1]
+        per_token = {
+            name: nn.functional.pad(values, (0, added)) for name, values in per_token.items()
+        }
+    taken = _taken(built)
+    arguments = {}
+    for name, values in (per_token | images.others).items():
+        if name in taken:
+            arguments[name] = sent(values, device)
+    rule = _position_rule(built.model)
+    if rule is not None:
+        positions = _positions(rule, batch, per_token, images.others, lengths)
+        arguments["position_ids"] = sent(positions, device)
+    return arguments
+
+
+def _taken(built: BuiltModel) -> set[str]:
+    """Return the names of the arguments of the model and of what it calls first."""
+    names = set(inspect.signature(built.model.forward).parameters)
+    return names | set(inspect.signature(built.model.base_model.forward).parameters)
+
+
+def _position_rule(model: nn.Module) -> Any:
+    """Return the model's method that numbers tokens in several dimensions; None without one."""
+    for module in model.modules():
+        rule = getattr(module, "get_rope_index", None)
+        if rule is not None:
+            return rule
+    return None
+
+
+def _positions(
+    rule: Any,
+    batch: Batch,
+    per_token: dict[str, torch.Tensor],
+    others: dict[str, torch.Tensor],
+    lengths: list[int],
+) -> torch.Tensor:
+    """Return position ids, int64 [dimensions, samples, length], or [dimensions, 1, tokens] of a
+    packed sequence."""
+    padded = dict(per_token)
+    input_ids = batch.input_ids
+    if batch.is_packed:
+        filled = nn.functional.pad(input_ids, (0, sum(lengths) - input_ids.shape[1]))
+        input_ids = _padded(filled, lengths)
+        padded = {name: _padded(values, lengths) for name, values in per_token.items()}
+    counts = torch.tensor(lengths).unsqueeze(1)
+    mask = (torch.arange(input_ids.shape[1]) < counts).long()
+    known = inspect.signature(rule).parameters
+    arguments = {name: value for name, value in (padded | others).items() if name in known}
+    positions: torch.Tensor = rule(input_ids=input_ids, attention_mask=mask, **arguments)[0]
+    if not batch.is_packed:
+        return positions
+    rows = [positions[:, number, :length] for number, length in enumerate(lengths)]
+    return torch.cat(rows, dim=1).unsqueeze(1)
+
+
+def _padded(sequence: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Return the examples of a packed sequence [1, tokens] as a padded batch [examples, length]."""
+    return pad_sequence(list(sequence[0].split(lengths)), batch_first=True)

@@ -1,0 +1,261 @@
+"""Samples with images: forms of images, tokens, bad samples. The processor is Transformers'."""
+
+import base64
+import struct
+import subprocess
+import sys
+import zlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from conftest import REPOSITORY, write_jsonl
+from image_models import IDS, plain_inputs, plain_processor, save_image_model, write_image
+from transformers import AutoConfig, AutoTokenizer
+
+from llama_ft import models
+from llama_ft.config import DataConfig
+from llama_ft.data import TokenizedData, load_processor, prepare
+from llama_ft.data.batches import collate
+from llama_ft.data.prepare import DataRequest
+from llama_ft.errors import UserError
+
+TOKEN = IDS["<|image_pad|>"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_image_model(tmp_path_factory.mktemp("model"), "Qwen2.5-VL")
+
+
+def prepared(
+    model: Path, dataset: object, cache: Path, length: int = 256, **settings: Any
+) -> TokenizedData:
+    config = AutoConfig.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    no_images = models.why_no_images(config, "sft")
+    loader = None if no_images else partial(load_processor, model, config, tokenizer)
+    request = DataRequest(
+        context_length=length, want_validation=False, load_processor=loader, no_images=no_images
+    )
+    return prepare(DataConfig(dataset=str(dataset), **settings), tokenizer, request, cache=cache)
+
+
+def chat(*parts: Any, answer: Any = "Noise.") -> dict[str, Any]:
+    """Messages about images (paths or parts) and texts (in a tuple)."""
+    content = []
+    for part in parts:
+        if isinstance(part, tuple):
+            part = {"type": "text", "text": part[0]}
+        elif isinstance(part, str):
+            part = {"type": "image", "image": part}
+        content.append(part)
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    return {"messages": messages}
+
+
+def test_all_forms_of_an_image_become_the_same_tokens_and_pixels(
+    model: Path, tmp_path: Path
+) -> None:
+    file = write_image(tmp_path / "a.png", 60, 40, 1)
+    content = file.read_bytes()
+    encoded = base64.b64encode(content).decode()
+    url = f"data:image/png;base64,{encoded}"
+    marked = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "Noise."}]
+    forms = [
+        chat("a.png", ("What?",)),
+        chat(str(file), ("What?",)),
+        chat({"type": "image", "path": "a.png"}, ("What?",)),
+        chat({"type": "image", "url": f"file://{file}"}, ("What?",)),
+        chat({"type": "image", "base64": encoded}, ("What?",)),
+        chat({"type": "image_url", "image_url": {"url": url}}, ("What?",)),
+        chat({"type": "image"}, ("What?",)) | {"images": ["a.png"]},
+        {"conversations": marked, "image": "a.png"},
+        {"conversations": marked, "images": [encoded]},
+    ]
+    tokens = []
+    for number, form in enumerate(forms):
+        data = write_jsonl(tmp_path / f"{number}.jsonl", [form])
+        tokens.append(prepared(model, data, tmp_path / "cache").train)
+    bytes_of_a_table = datasets.Dataset.from_list(
+        [{"conversations": marked, "images": [{"bytes": content, "path": None}]}]
+    )
+    bytes_of_a_table.to_parquet(tmp_path / "bytes.parquet")
+    feature = bytes_of_a_table.cast_column("images", datasets.List(datasets.Image()))
+    feature.save_to_disk(tmp_path / "feature")
+    for name in ("bytes.parquet", "feature"):
+        tokens.append(prepared(model, tmp_path / name, tmp_path / "cache").train)
+
+    expected, labels = plain_inputs(plain_processor(model), tmp_path, forms[0])
+    for train in tokens:
+        assert train is not None
+        assert train[0]["input_ids"] == expected["input_ids"][0].tolist()
+        assert train[0]["labels"] == labels.tolist()
+        checksum, _, path = train[0]["images"][0].partition(" ")
+        assert checksum == tokens[0][0]["images"][0].partition(" ")[0]
+        assert Path(path).read_bytes() == content
+
+
+def test_batches_have_the_pixels_of_the_plain_processor(model: Path, tmp_path: Path) -> None:
+    for number in range(3):
+        write_image(tmp_path / f"{number}.png", 60 + 30 * number, 40, number)
+    samples = [chat("0.png", "1.png"), chat(("Hello",)), chat(("See",), "2.png")]
+    data = prepared(model, write_jsonl(tmp_path / "a.jsonl", samples), tmp_path / "cache")
+    assert data.train is not None
+    batch = collate(data.train, [0, 1, 2], 0, images=data.images)
+    pixels = []
+    for sample in samples:
+        inputs, _ = plain_inputs(plain_processor(model), tmp_path, sample)
+        pixels += [inputs["pixel_values"]] if "pixel_values" in inputs else []
+    assert batch.images is not None
+    assert torch.equal(batch.images.others["pixel_values"], torch.cat(pixels))
+    assert data.report.train.images == 3
+    image_tokens = int((batch.input_ids == TOKEN).sum())
+    assert data.report.train.image_tokens == image_tokens
+    # a batch without an image ends with one that has no labels
+    batch = collate(data.train, [1], 0, images=data.images)
+    assert batch.images is not None
+    assert len(batch.input_ids) == 2
+    assert (batch.labels[1] == -100).all()
+
+
+def test_image_tokens_are_never_in_the_loss_and_max_pixels_bounds_their_number(
+    model: Path, tmp_path: Path
+) -> None:
+    write_image(tmp_path / "a.png", 100, 100, 1)
+    data = write_jsonl(tmp_path / "a.jsonl", [chat("a.png", ("What?",))])
+    counts = []
+    for settings in ({}, {"max_pixels": 56 * 56}):
+        train = prepared(model, data, tmp_path / "cache", labels="all", **settings).train
+        assert train is not None
+        is_image = [token == TOKEN for token in train[0]["input_ids"]]
+        counts.append(sum(is_image))
+        for image, label in zip(is_image, train[0]["labels"], strict=True):
+            assert not image or label == -100
+    assert counts == [16, 4]
+
+
+def enlarged(png: bytes, width: int, height: int) -> bytes:
+    """The PNG, which now says that it has this size."""
+    header = b"IHDR" + struct.pack(">II", width, height) + png[24:29]
+    return png[:12] + header + struct.pack(">I", zlib.crc32(header)) + png[33:]
+
+
+marks = [
+    {"role": "user", "content": "<image> <image>"},
+    {"role": "assistant", "content": "Two."},
+]
+BAD = {
+    "missing": (chat("b.png"), r'"messages\[0\].content\[0\].image": there is no file .*b.png'),
+    "broken": (chat("broken.png"), "broken.png cannot be read as an image"),
+    "truncated": (chat("truncated.png"), "truncated.png cannot be read as an image"),
+    "bomb": (chat("bomb.png"), "bomb.png has 12,000 x 12,000 pixels; expected at most"),
+    "too few images": (
+        {"messages": marks, "images": ["a.png"]},
+        '"images" has 1 images, and the messages have 2 places',
+    ),
+    "too many images": (
+        {"messages": marks, "images": ["a.png"] * 3},
+        '"images" has 3 images, and the messages have 2 places',
+    ),
+    "marks without a column": (
+        chat({"type": "image"}),
+        r'"messages\[0\].content\[0\]" .*expected an image: a path',
+    ),
+    "of the assistant": (
+        chat("a.png", answer=[{"type": "image", "image": "a.png"}]),
+        "no image in a message of the assistant",
+    ),
+    "URL": (chat("https://example.com/a.png"), "Images are not downloaded"),
+    "base64": (
+        chat({"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJDR"}}),
+        "not valid base64",
+    ),
+    "number": (chat({"type": "image", "image": 3}), r"expected a path, base64, a data: URL"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_images_are_reported_with_their_place_or_skipped(
+    model: Path, tmp_path: Path, kind: str
+) -> None:
+    good = write_image(tmp_path / "a.png", 60, 40, 1)
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    (tmp_path / "truncated.png").write_bytes(good.read_bytes()[:-2000])
+    (tmp_path / "bomb.png").write_bytes(enlarged(good.read_bytes(), 12_000, 12_000))
+    sample, message = BAD[kind]
+    data = write_jsonl(tmp_path / "a.jsonl", [chat("a.png"), sample])
+    with pytest.raises(UserError, match=rf"a.jsonl:2: .*{message}"):
+        prepared(model, data, tmp_path / "cache")
+    skipped = prepared(model, data, tmp_path / "cache", skip_bad_rows=True)
+    assert skipped.report.bad_samples == 1
+    assert skipped.train is not None
+    assert len(skipped.train) == 1
+
+
+def test_a_context_shorter_than_an_image_is_reported_and_drop_skips_it(
+    model: Path, tmp_path: Path
+) -> None:
+    write_image(tmp_path / "a.png", 100, 100, 1)
+    data = write_jsonl(tmp_path / "a.jsonl", [chat("a.png", ("What?",)), chat(("Hi",))])
+    with pytest.raises(UserError, match=r"a.jsonl:1: .*16 of them for 1 image, .*would cut an"):
+        prepared(model, data, tmp_path / "cache", length=20)
+    shorter = prepared(model, data, tmp_path / "cache", length=60)
+    assert shorter.train is not None
+    assert shorter.train[0]["input_ids"].count(TOKEN) == 16
+    dropped = prepared(model, data, tmp_path / "cache", length=40, truncation="drop")
+    assert dropped.train is not None
+    assert len(dropped.train) == 1
+
+
+@pytest.mark.parametrize("reason", ["text model", "late"])
+def test_samples_with_images_say_why_they_cannot_be_used(
+    model: Path, tmp_path: Path, reason: str
+) -> None:
+    write_image(tmp_path / "a.png", 60, 40, 1)
+    texts = [chat(("Hi",))] * (100 if reason == "late" else 1)
+    data = write_jsonl(tmp_path / "a.jsonl", [*texts, chat("a.png")])
+    message = "none of the first 100 samples has one; put one of them first"
+    if reason == "text model":
+        config = AutoConfig.for_model("llama")
+        AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "text")
+        config.save_pretrained(tmp_path / "text")
+        model = tmp_path / "text"
+        message = "a llama model takes text only"
+    place = len(texts) + 1
+    with pytest.raises(UserError, match=rf"a.jsonl:{place}: it has images, but {message}\."):
+        prepared(model, data, tmp_path / "cache")
+    skipped = prepared(model, data, tmp_path / "cache", skip_bad_rows=True)
+    assert skipped.report.bad_samples == 1
+
+
+def test_streams_of_images_are_rejected(model: Path, tmp_path: Path) -> None:
+    write_image(tmp_path / "a.png", 60, 40, 1)
+    data = write_jsonl(tmp_path / "a.jsonl", [chat("a.png")])
+    with pytest.raises(UserError, match="--streaming: samples have images"):
+        prepared(model, data, tmp_path / "cache", streaming=True)
+
+
+def test_a_chat_template_without_images_is_rejected_before_samples_are_read(
+    model: Path, tmp_path: Path
+) -> None:
+    write_image(tmp_path / "a.png", 60, 40, 1)
+    template = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
+    (tmp_path / "t.jinja").write_text(template)
+    data = write_jsonl(tmp_path / "a.jsonl", [chat("a.png")])
+    with pytest.raises(UserError, match="images, .* chat template"):
+        prepared(model, data, tmp_path / "cache", chat_template=str(tmp_path / "t.jinja"))
+
+
+def test_the_script_of_the_guide_draws_data_that_are_read(model: Path, tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "guides" / "images.md").read_text()
+    script = page.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "draw_receipts.py").write_text(script)
+    command = [sys.executable, "draw_receipts.py", "receipts"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    drawn = prepared(model, tmp_path / "receipts" / "train.jsonl", tmp_path / "cache")
+    assert drawn.report.train.samples == drawn.report.train.images == 180
+    assert drawn.report.train.duplicates == 0, "pixels differ, and tokens do not"

@@ -1,0 +1,233 @@
+"""Tiny random models that take images, with their processors as files; samples; and their losses in
+plain Transformers, one sample at a time."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from conftest import write_jsonl
+from models.test_architectures import MROPE, QWENS, SHAPE, UNTIED, VISION
+from PIL import Image
+
+CHATML = """{% for message in messages %}<|im_start|>{{ message['role'] }}
+{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}\
+{% if part['type'] == 'image' %}MARK{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+# LLaVA's and Idefics 3's templates take lists of parts only
+PARTS_ONLY = """{% for message in messages %}<|im_start|>{{ message['role'] }}
+{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}MARK{% endfor %}\
+{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+CELLS = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<pad>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
+           "<|video_pad|>", "<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>",
+           "<start_of_image>", "<end_of_image>", "<image_soft_token>", *CELLS]  # fmt: skip
+IDS = {token: 256 + number for number, token in enumerate(SPECIAL)}
+NAMES = {
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+    "image_token": "<image_soft_token>",
+}
+QWEN_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
+QWEN_IDS = {"image_token_id": IDS["<|image_pad|>"], "video_token_id": IDS["<|video_pad|>"],
+            "vision_start_token_id": IDS["<|vision_start|>"], "vision_end_token_id": IDS["<|vision_end|>"]}  # fmt: skip
+QWEN_IMAGES = {"image_processor_type": "Qwen2VLImageProcessor", "temporal_patch_size": 2, "merge_size": 2,
+               "size": {"shortest_edge": 784, "longest_edge": 12544}}  # fmt: skip
+SMALL = {"height": 28, "width": 28}
+PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+TEXT = SHAPE | {
+    "pad_token_id": IDS["<pad>"],
+    "eos_token_id": IDS["<|im_end|>"],
+    "bos_token_id": None,
+}
+# family -> model_type; what differs in the text part; vision_config; the rest of the config; mark
+# and template; processor_config.json; preprocessor_config.json
+FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str, dict[str, Any],
+                          dict[str, Any]]] = {
+    "Qwen2.5-VL": ("qwen2_5_vl", MROPE, QWENS | {"intermediate_size": 64, "fullatt_block_indexes": [1]}, QWEN_IDS,
+                   CHATML.replace("MARK", QWEN_MARK), {"processor_class": "Qwen2_5_VLProcessor"},
+                   {**QWEN_IMAGES, "patch_size": 14}),
+    "Qwen3-VL": ("qwen3_vl", MROPE, QWENS | {"intermediate_size": 64, "deepstack_visual_indexes": [0]}, QWEN_IDS,
+                 CHATML.replace("MARK", QWEN_MARK), {"processor_class": "Qwen3VLProcessor"},
+                 {**QWEN_IMAGES, "patch_size": 16}),
+    "LLaVA": ("llava", {"model_type": "llama"}, VISION | {"model_type": "clip_vision_model", "projection_dim": 32},
+              {"image_token_index": IDS["<image>"], "vision_feature_layer": -2, **UNTIED},
+              PARTS_ONLY.replace("MARK", "<image>\n"),
+              {"processor_class": "LlavaProcessor", "patch_size": 14, "num_additional_image_tokens": 1,
+               "vision_feature_select_strategy": "default"},
+              {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28}, "crop_size": SMALL}),
+    "Gemma 3": ("gemma3", {"sliding_window": 16, "query_pre_attn_scalar": 16}, VISION,
+                {"mm_tokens_per_image": 4, "image_token_index": IDS["<image_soft_token>"], **UNTIED},
+                CHATML.replace("MARK", "<start_of_image>"),
+                {"processor_class": "Gemma3Processor", "image_seq_length": 4},
+                {"image_processor_type": "Gemma3ImageProcessor", "size": SMALL, **PIXELS}),
+    "Idefics 3": ("idefics3", {"model_type": "llama"}, VISION,
+                  {"image_token_id": IDS["<image>"], "scale_factor": 2, **UNTIED},
+                  PARTS_ONLY.replace("MARK", "<image>"),
+                  {"processor_class": "Idefics3Processor", "image_seq_len": 1},
+                  {"image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 56},
+                   "max_image_size": {"longest_edge": 28}, **PIXELS}),
+    "SmolVLM": ("smolvlm", {"model_type": "llama"}, VISION,
+                {"image_token_id": IDS["<image>"], "scale_factor": 2, **UNTIED},
+                PARTS_ONLY.replace("MARK", "<image>"),
+                {"processor_class": "SmolVLMProcessor", "image_seq_len": 1},
+                {"image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 56},
+                 "max_image_size": {"longest_edge": 28}, **PIXELS}),
+}  # fmt: skip
+RESPONSE = [IDS["<|im_start|>"], *b"assistant\n"]
+
+
+def save_image_model(folder: Path, family: str, **settings: Any) -> Path:
+    """Save a model, its tokenizer and its processor's files."""
+    from transformers import AutoConfig, AutoModelForMultimodalLM
+
+    model_type, text, vision, others, template, processor, images = FAMILIES[family]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        model_type, text_config=TEXT | text | settings, vision_config=vision, **others
+    )
+    model = AutoModelForMultimodalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if "norm" not in name and parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.1)  # some towers begin near 0
+    model.save_pretrained(folder, max_shard_size="200KB")
+    tokenizer = _tokenizer(NAMES if family == "Gemma 3" else {})
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    return folder
+
+
+def _tokenizer(names: dict[str, str]) -> Any:
+    """A token per byte, and the special tokens of all families."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # as in ByteLevel: printable bytes are themselves, the others follow 255
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    vocabulary = {chr(byte): byte for byte in printable}
+    vocabulary |= {chr(256 + number): byte for number, byte in enumerate(others)}
+    inner = Tokenizer(models.BPE(vocabulary, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(SPECIAL)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        eos_token="<|im_end|>",
+        pad_token="<pad>",
+        extra_special_tokens=names,
+    )
+    assert tokenizer.convert_tokens_to_ids(SPECIAL) == list(IDS.values())
+    return tokenizer
+
+
+def write_image(file: Path, width: int, height: int, seed: int) -> Path:
+    values = numpy.random.default_rng(seed).integers(0, 256, (height, width, 3), numpy.uint8)
+    Image.fromarray(values).save(file)
+    return file
+
+
+def write_samples(folder: Path) -> Path:
+    """Five chats: one image, text, two images and two responses, text, one image. The last one is
+    short, so two ranks have an odd number of samples, and micro-batches without an image."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, (width, height) in enumerate([(60, 40), (30, 90), (56, 56), (100, 28)]):
+        write_image(folder / f"{number}.png", width, height, number)
+
+    def image(number: int) -> dict[str, str]:
+        return {"type": "image", "image": f"{number}.png"}
+
+    def text(words: str) -> dict[str, str]:
+        return {"type": "text", "text": words}
+
+    chats = [
+        [("user", [image(0), text("What is it?")]), ("assistant", "Noise, most of it in color.")],
+        [("user", "Who are you?"), ("assistant", "A model.")],
+        [
+            ("user", [image(1), text("and"), image(2)]),
+            ("assistant", "Two."),
+            ("user", "Which is larger?"),
+            ("assistant", [text("The "), text("second.")]),
+        ],
+        [
+            ("system", "Be brief."),
+            ("user", "Why?"),
+            ("assistant", "Because it is so, as it seems."),
+        ],
+        [("user", [text("See "), image(3)]), ("assistant", "Yes")],
+    ]
+    rows = []
+    for chat in chats:
+        rows.append({"messages": [{"role": role, "content": content} for role, content in chat]})
+    return write_jsonl(folder / "chats.jsonl", rows)
+
+
+def plain_processor(folder: Path) -> Any:
+    """The processor as AutoProcessor makes it; of Qwen-VL and SmolVLM without the video processor,
+    which needs torchvision, and without num2words, which is for videos."""
+    from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
+    from transformers.models.auto.processing_auto import processor_class_from_name
+    from transformers.models.smolvlm import processing_smolvlm
+
+    settings = json.loads((folder / "processor_config.json").read_text())
+    name = settings.pop("processor_class")
+    if "Qwen" not in name and "SmolVLM" not in name:
+        return AutoProcessor.from_pretrained(folder)
+    processing_smolvlm.num2words = str
+    kind = processor_class_from_name(name)
+    processor = kind.__new__(kind)
+    checks = kind.check_argument_for_proper_class
+    kind.check_argument_for_proper_class = lambda *_: None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        processor.__init__(AutoImageProcessor.from_pretrained(folder), tokenizer, None, **settings)
+        processor.chat_template = tokenizer.chat_template
+    finally:
+        kind.check_argument_for_proper_class = checks
+    return processor
+
+
+def plain_inputs(
+    processor: Any, folder: Path, chat: dict[str, Any]
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """What a plain model is called with for one chat, and labels on its responses."""
+    messages = []
+    images = []
+    for message in chat["messages"]:
+        parts = message["content"]
+        if isinstance(parts, str):
+            parts = [{"type": "text", "text": parts}]
+        for part in parts:
+            if part["type"] == "image":
+                images.append(Image.open(folder / part["image"]).convert("RGB"))
+        messages.append({"role": message["role"], "content": parts})
+    rendered = processor.tokenizer.apply_chat_template(messages, tokenize=False)
+    call = {"images": [images]} if images else {}
+    inputs = dict(processor(text=[rendered], **call, return_tensors="pt"))
+    ids = inputs["input_ids"][0].tolist()
+    labels = torch.full((len(ids),), -100)
+    for start in range(len(ids)):
+        first = start + len(RESPONSE)
+        if ids[start:first] == RESPONSE:
+            end = ids.index(IDS["<|im_end|>"], first) + 1
+            labels[first:end] = torch.tensor(ids[first:end])
+    return inputs, labels
+
+
+def plain_loss(model: Any, folder: Path, data: Path) -> tuple[torch.Tensor, int]:
+    """The sum of the losses of all chats, each computed alone, and their number."""
+    processor = plain_processor(folder)
+    total = torch.zeros(())
+    count = 0
+    for line in data.read_text().splitlines():
+        inputs, labels = plain_inputs(processor, data.parent, json.loads(line))
+        logits = model(**inputs).logits[0, :-1].float()
+        total = total + torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum")
+        count += int((labels[1:] != -100).sum())
+    return total, count

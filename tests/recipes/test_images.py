@@ -1,0 +1,166 @@
+"""Runs on images and text: the first loss and gradient norm are those of plain Transformers and PEFT
+on the same samples one by one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import losses, metrics, reproducible_metrics, run_cases, series
+from image_models import FAMILIES, plain_loss, plain_processor, save_image_model, write_samples
+
+TEXT = ("language_model", "text_model", "lm_head")
+LORA = "--use_peft --target_modules all-linear --r 4 --lora_dropout 0 --weight_decay 0".split()
+OTHERS = ("Qwen2.5-VL", "Gemma 3")
+# what the micro-batches are like; with 1 sample per micro-batch some have no image, and with 2 ranks
+# one has no sample
+LAYOUTS = {
+    "padded": "--batching_strategy padding --batch_size_training 5",
+    "padded, one by one": "--batching_strategy padding --batch_size_training 1",
+    "packed": "--batching_strategy packing --batch_size_training 1",
+}
+
+
+def model_of(folder: Path) -> Any:
+    from transformers import AutoModelForMultimodalLM
+
+    return AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def norm(parameters: list[Any]) -> float:
+    return float(torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm())
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("images")
+    write_samples(folder / "data")
+    for family in FAMILIES:
+        save_image_model(folder / family, family)
+    return folder
+
+
+def case(work: Path, family: str, name: str, ranks: int, *more: str) -> list[str]:
+    """Flags of a run."""
+    flags = "--device cpu --context_length 256 --lr 1e-2 --run_validation".split()
+    flags += ["--model_name", str(work / family), "--dataset", str(work / "data" / "chats.jsonl")]
+    flags += ["--output_dir", str(work / "runs" / name), *more]
+    return flags + (["--enable_fsdp"] if ranks > 1 else [])
+
+
+def cases_of(work: Path, family: str, ranks: int) -> list[list[str]]:
+    cases = []
+    for layout, layout_flags in LAYOUTS.items():
+        steps = 5 // (ranks * int(layout_flags.split()[-1])) + 1
+        flags = f"--precision fp32 --max_train_step 1 --gradient_accumulation_steps {steps}"
+        for method, more in (("full", []), ("lora", LORA)):
+            name = f"{family}, {layout}, {method}, {ranks}"
+            cases.append(
+                case(work, family, name, ranks, *flags.split(), *layout_flags.split(), *more)
+            )
+    return cases
+
+
+FAST = (("Qwen2.5-VL", 2), ("LLaVA", 0))  # family, ranks
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        pytest.param(family, ranks, marks=[] if (family, ranks) in FAST else pytest.mark.slow)
+        for family in FAMILIES
+        for ranks in (0, 2)
+    ],
+)
+def test_first_loss_and_gradient_norm_are_those_of_plain_transformers(
+    work: Path, family: str, ranks: int
+) -> None:
+    finished = run_cases(work, cases_of(work, family, max(1, ranks)), ranks)
+    assert "Frozen, not quantized, without adapters: " in finished.output
+    assert "training: 4 images in " in finished.output
+    model = model_of(work / family)
+    trained = [p for name, p in model.named_parameters() if any(part in name for part in TEXT)]
+    loss, count = plain_loss(model, work / family, work / "data" / "chats.jsonl")
+    (loss / count).backward()
+    for layout in LAYOUTS:
+        for method in ("full", "lora"):
+            name = f"{family}, {layout}, {method}, {max(1, ranks)}"
+            [first] = [line for line in metrics(work / "runs" / name) if "train/loss" in line]
+            assert first["train/loss"] == pytest.approx(loss.item() / count, rel=1e-5), name
+            if method == "full":
+                assert first["train/grad_norm"] == pytest.approx(norm(trained), rel=1e-5), name
+
+
+PRECISE = ("--precision", "fp32", "--gradient_accumulation_steps", "1", "--num_epochs", "2")
+SMALL_BATCHES = ("--batch_size_training", "1", "--batching_strategy", "padding")
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [("LLaVA", 2), *[pytest.param(family, 2, marks=pytest.mark.slow) for family in OTHERS]],
+)
+def test_results_load_in_plain_classes_and_a_resumed_run_is_the_same(
+    work: Path, family: str, ranks: int
+) -> None:
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    data = work / "data" / "chats.jsonl"
+    validated = ("--validation", str(data))
+
+    def run(name: str, *more: str) -> list[str]:
+        return case(work, family, f"{family} {name}", ranks, *validated, *more)
+
+    def folder(name: str) -> Path:
+        return work / "runs" / f"{family} {name}"
+
+    resume = str(folder("full") / "checkpoints" / "step-000002")
+    quantized = ("--quantization", "8bit", "--max_train_step", "1")
+    finished = run_cases(
+        work,
+        [
+            run("full", *PRECISE, *SMALL_BATCHES, "--save_steps", "2"),
+            run("resumed", *PRECISE, *SMALL_BATCHES, "--save_steps", "2", "--resume", resume),
+            run("lora", *PRECISE, *LORA),
+            run("8bit", *LORA, *quantized, "--activation_checkpointing", "full"),
+            run("bf16", "--max_train_step", "1", "--activation_checkpointing", "full"),
+        ],
+        ranks,
+    )
+    assert "The memory plan" not in finished.output, "there is none"
+
+    whole = reproducible_metrics(folder("full"))
+    assert len([line for line in whole if "train/loss" in line]) == 6
+    assert whole == reproducible_metrics(folder("resumed"))
+    for file in sorted((folder("full") / "model").glob("*.safetensors")):
+        assert file.read_bytes() == (folder("resumed") / "model" / file.name).read_bytes()
+
+    # all parts, those for images byte for byte, and the processor's files
+    before = {}
+    after = {}
+    for file in (work / family).glob("*.safetensors"):
+        before |= load_file(file)
+    for file in (folder("full") / "model").glob("*.safetensors"):
+        after |= load_file(file)
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert changed
+    assert all(any(part in name for part in TEXT) for name in changed)
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        saved = (folder("full") / "model" / name).read_text()
+        assert json.loads(saved) == json.loads((work / family / name).read_text())
+    assert plain_processor(folder("full") / "model").chat_template
+
+    def check_loss(name: str, model: Any) -> None:
+        with torch.no_grad():
+            loss, count = plain_loss(model.eval(), work / family, data)
+        last = series(folder(name), "eval/loss")[-1]
+        assert last == pytest.approx(loss.item() / count, rel=1e-5), name
+
+    check_loss("full", model_of(folder("full") / "model"))
+    adapted = PeftModel.from_pretrained(model_of(work / family), folder("lora") / "model")
+    check_loss("lora", adapted)
+    plain, count = plain_loss(model_of(work / family), work / family, data)
+    for name in ("8bit", "bf16"):
+        assert losses(folder(name))[0] == pytest.approx(plain.item() / count, rel=0.05), name
