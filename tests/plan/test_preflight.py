@@ -51,7 +51,9 @@ def report_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) ->
     )
     start = Preflight(finetuning.build_model, off=False)
     planner = start._process
-    rows = SimpleNamespace(longest_example=None, target_share=1.0, validation=[], images=None)
+    rows = SimpleNamespace(
+        longest_example=None, target_share=1.0, validations={"": []}, images=None
+    )
     steps = SimpleNamespace(size=None)
     job = SimpleNamespace(world_size=2, local_world_size=2, device=torch.device("cpu"))
     job.all_gather_floats = lambda *mine: torch.tensor([mine, mine], dtype=torch.float64)

@@ -76,6 +76,8 @@ def choose_quantization(
         asked = four_bit if settings.mode == "4bit" else Int8(settings.int8_threshold)
         return Quantization(asked, settings.skip_modules, is_stored=False)
     method = note.get("quant_method")
+    if method is None and "load_in_8bit" in note:
+        method = "bitsandbytes"  # whose older notes do not say so
     if method not in (None, "bitsandbytes") or not note.get("load_in_4bit"):
         found = f"of {method}" if method else "without quant_method"
         raise UserError(

@@ -132,6 +132,8 @@ class AnswerScores:
             Stopped: a signal has asked to stop.
             UserError: the function raises an error or returns no number.
         """
+        if not self._questions:
+            return {}  # also for reward models, which cannot generate
         before = model.generation_config
         ends = stop_token_ids(
             self._tokenizer, getattr(model.config.get_text_config(), "eos_token_id", None)
