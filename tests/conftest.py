@@ -8,6 +8,7 @@ Python's start or torchrun's agent."""
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 # Before torch is imported: the tests' tensors are tiny, and threads that wait for a busy core spin.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Tests started by nohup, or by a service, inherit that SIGHUP is ignored, and so would the runs.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 RECIPE = REPOSITORY / "recipes" / "finetuning.py"
 CASES = REPOSITORY / "tests" / "run_cases.py"
