@@ -162,7 +162,7 @@ def _around_a_response(
 def _exceeded_limit(template: str, special_tokens: str) -> str | None:
     """Return the limit that a template exceeds, or None. `special_tokens` is JSON."""
     tokens = json.loads(special_tokens)
-    return exceeded_limit(lambda: _rendered(template, tokens, TWO_MESSAGES))
+    return exceeded_limit(lambda: _rendered(template, tokens, _in_its_form(template, TWO_MESSAGES)))
 
 
 def stop_token_ids(
@@ -216,7 +216,8 @@ def render_chat(
         BadSample: the template rejects the chat.
     """
     try:
-        texts, spans = _rendered(template, special_tokens, messages, tools, blocks, open_answer)
+        written = _in_its_form(template, messages)
+        texts, spans = _rendered(template, special_tokens, written, tools, blocks, open_answer)
     except RENDER_ERRORS as error:
         raise BadSample(f"the chat template rejects this chat: {error}") from None
     return texts[0], spans[0] if spans else []
@@ -229,7 +230,7 @@ def _takes_parts_only(template: str) -> bool:
     tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
     for messages in (TWO_MESSAGES, _with_parts(TWO_MESSAGES)):
         with suppress(*RENDER_ERRORS):
-            texts, _ = _rendered_as_they_are(template, tokens, messages)
+            texts, _ = _rendered(template, tokens, messages)
             if PROBE in texts[0]:
                 return messages is not TWO_MESSAGES
     return False
@@ -245,20 +246,12 @@ def _with_parts(messages: list[Message]) -> list[Message]:
     return changed
 
 
+def _in_its_form(template: str, messages: list[Message]) -> list[Message]:
+    """Return messages whose contents have the form that the template writes."""
+    return _with_parts(messages) if _takes_parts_only(template) else messages
+
+
 def _rendered(
-    template: str,
-    special_tokens: dict[str, Any],
-    messages: list[Message],
-    tools: Tools | None = None,
-    blocks: bool = False,
-    open_answer: bool = False,
-) -> tuple[list[str], list[list[Span]]]:
-    if _takes_parts_only(template):
-        messages = _with_parts(messages)
-    return _rendered_as_they_are(template, special_tokens, messages, tools, blocks, open_answer)
-
-
-def _rendered_as_they_are(
     template: str,
     special_tokens: dict[str, Any],
     messages: list[Message],

@@ -18,6 +18,7 @@ from llama_ft.runtime.devices import cpu_features
 EDGE = 1024
 # With fewer rows or columns the conversions take longer than they save.
 SMALLEST = 64
+_LIBRARIES: list[torch.library.Library] = []  # their functions end with them
 
 
 @cache
@@ -31,7 +32,7 @@ def use_fp32_matmuls() -> bool:
         warnings.simplefilter("ignore", UserWarning)  # that the kernels are replaced
         library.impl("mm", _mm, "CPU")
         library.impl("addmm", _addmm, "CPU")
-    _LIBRARIES.append(library)  # its functions end with it
+    _LIBRARIES.append(library)
     return True
 
 
@@ -45,9 +46,6 @@ def workspace_bytes(rows: int, inner: int, columns: int, dtype: torch.dtype) -> 
     column_part = min(columns, EDGE)
     parts = row_part * inner_part + inner_part * column_part + row_part * column_part
     return 2 * rows * columns + 4 * parts
-
-
-_LIBRARIES: list[torch.library.Library] = []
 
 
 @cache

@@ -115,8 +115,9 @@ class AnswerScores:
                     f"--score {self._name}: no sample of the validation set {name}".rstrip()
                     + " has a prompt and a response."
                 )
-            # other functions may be slow
-            for question in found if self._name == "json" else found[:1]:
+            # every reference must be JSON; of other functions, which may be slow, one call is enough
+            tried = found if self._name == "json" else found[:1]
+            for question in tried:
                 self._score(question, question.reference)
             self._questions[name] = found
 
