@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models.test_compressed_tensors import HAS_LIBRARY, INT4, SHAPE, note_of, publish_compressed
+from models.test_compressed_tensors import (
+    HAS_LIBRARY,
+    INT4,
+    NVFP4,
+    note_of,
+    publish_compressed,
+)
+from models.test_packed_columns import AWQ, GPTQ, publish_columns
 from models.test_published import (
     DEEPSEEK_V3,
     GPT_OSS,
@@ -34,6 +41,10 @@ KIMI_CODE = {
     "AutoConfig": "configuration_deepseek.DeepseekV3Config",
     "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
 }
+
+# Ends of the names of packed tensors
+PACKED = (".qweight", ".qzeros", ".scales", ".g_idx", ".weight_scale_inv", ".weight_packed")
+PACKED += (".weight_scale", ".weight_shape", ".weight_global_scale")
 
 # Write a published checkpoint into the first directory, and its weights in 16 bits into the second.
 Writer = Callable[[Path, Path], None]
@@ -68,8 +79,9 @@ def by_transformers(dequantize: Any, *published: Any) -> Writer:
 def save_plain(folder: Path, plain: Path, dequantized: Tensors) -> None:
     """Save what a published checkpoint has, with these tensors in place of packed ones."""
     stored = load_file(folder / "model.safetensors")
-    tensors = {name: tensor for name, tensor in stored.items() if ".weight_" not in name}
-    tensors |= {name: tensor.bfloat16() for name, tensor in dequantized.items()}
+    tensors = {name: tensor for name, tensor in stored.items() if not name.endswith(PACKED)}
+    dtype = stored["model.norm.weight"].dtype
+    tensors |= {name: tensor.to(dtype) for name, tensor in dequantized.items()}
     save_file(tensors, plain / "model.safetensors", {"format": "pt"})
     (plain / "config.json").write_bytes((folder / "config.json").read_bytes())
     change_settings(plain, quantization_config=None)
@@ -92,9 +104,22 @@ def write_fp8_with_edges(folder: Path, plain: Path) -> None:
     save_plain(folder, plain, dequantized)
 
 
-def write_int4(folder: Path, plain: Path) -> None:
-    dequantized = publish_compressed(folder, "pack-quantized", INT4)
-    save_plain(folder, plain, dequantized)
+def by_the_library(form: str, weights: dict[str, Any]) -> Writer:
+    """Let compressed-tensors compress a Llama and decompress it."""
+
+    def write(folder: Path, plain: Path) -> None:
+        save_plain(folder, plain, publish_compressed(folder, form, weights))
+
+    return write
+
+
+def by_hand(note: dict[str, Any]) -> Writer:
+    """Pack a Llama for GPTQ or AWQ."""
+
+    def write(folder: Path, plain: Path) -> None:
+        save_plain(folder, plain, publish_columns(folder, note))
+
+    return write
 
 
 def write_kimi_k2(folder: Path, plain: Path) -> None:
@@ -146,7 +171,9 @@ PUBLISHED: dict[str, tuple[Writer, str]] = {
         "q_proj,o_proj",
     ),
 }
+PUBLISHED["gptq"] = (by_hand(GPTQ | {"desc_act": True}), "q_proj,o_proj")
+PUBLISHED["awq"] = (by_hand(AWQ), "q_proj,o_proj")
 if HAS_LIBRARY:
-    PUBLISHED["int4"] = (write_int4, "q_proj,o_proj")
+    PUBLISHED["int4"] = (by_the_library("pack-quantized", INT4), "q_proj,o_proj")
+    PUBLISHED["nvfp4"] = (by_the_library("nvfp4-pack-quantized", NVFP4), "q_proj,o_proj")
     PUBLISHED["kimi-k2"] = (write_kimi_k2, "q_b_proj,o_proj")
-assert SHAPE["intermediate_size"] % 128

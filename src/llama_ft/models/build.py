@@ -29,7 +29,7 @@ from llama_ft.config.paths import TO_SAFETENSORS, folder_problem, looks_local, s
 from llama_ft.errors import UserError, plural, reason
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.new_tokens import NewTokens, find_growth
-from llama_ft.models.published import read_note
+from llama_ft.models.published_note import read_note
 from llama_ft.models.replaced import replace_method
 from llama_ft.models.rope import use_rope_per_sample
 from llama_ft.models.score_head import add_score
@@ -136,7 +136,7 @@ def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig
 
 def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     settings, _ = PretrainedConfig.get_config_dict(folder)
-    model_type = SAME_ARCHITECTURE.get(settings.get("model_type"))
+    model_type = SAME_ARCHITECTURE.get(str(settings.get("model_type")))
     if model_type is None:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code
