@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 from conftest import REPOSITORY
-from model_shapes import PARAMETERS, write_config
+from model_shapes import CONFIGS, PARAMETERS, write_config
 
 from llama_ft.config import Config, ModelConfig, load
 from llama_ft.plan.fit import USABLE

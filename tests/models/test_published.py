@@ -197,6 +197,22 @@ def test_mxfp4_is_read_as_transformers_dequantizes_it(tmp_path: Path) -> None:
     check(folder, expected)
 
 
+@pytest.mark.parametrize("trusted", [True, False])
+def test_kimi_k2_is_built_as_deepseek_v3(tmp_path: Path, trusted: bool) -> None:
+    """Its own code is for older versions of Transformers."""
+    code = {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
+    settings = {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    settings |= DEEPSEEK_V3 | {"auto_map": code}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    config = load_model_config(tmp_path, trusted)
+    model = ModelConfig(model_name=str(tmp_path), trust_remote_code=trusted)
+    built = build_on_meta(config, model, folder=tmp_path)
+    assert type(built.model).__name__ == "DeepseekV3ForCausalLM"
+    assert type(built.model).__module__.startswith("transformers.")
+    written = config.to_dict()
+    assert written["model_type"] == "deepseek_v3" and "auto_map" not in written
+
+
 def test_a_block_at_the_edge_may_be_smaller(tmp_path: Path) -> None:
     """Transformers rejects it: 576 rows are 4.5 blocks."""
     shape = LLAMA | {"intermediate_size": 576}
