@@ -43,7 +43,15 @@ KIMI_CODE = {
 }
 
 # Ends of the names of packed tensors
-PACKED = (".qweight", ".qzeros", ".scales", ".g_idx", ".weight_scale_inv", ".weight_packed")
+PACKED = (
+    ".qweight",
+    ".qzeros",
+    ".scales",
+    ".g_idx",
+    ".bias",
+    ".weight_scale_inv",
+    ".weight_packed",
+)
 PACKED += (".weight_scale", ".weight_shape", ".weight_global_scale")
 
 # Write a published checkpoint into the first directory, and its weights in 16 bits into the second.
@@ -113,11 +121,11 @@ def by_the_library(form: str, weights: dict[str, Any]) -> Writer:
     return write
 
 
-def by_hand(note: dict[str, Any]) -> Writer:
+def by_hand(note: dict[str, Any], bias: float | None = None) -> Writer:
     """Pack a Llama for GPTQ or AWQ."""
 
     def write(folder: Path, plain: Path) -> None:
-        save_plain(folder, plain, publish_columns(folder, note))
+        save_plain(folder, plain, publish_columns(folder, note, bias))
 
     return write
 
@@ -171,7 +179,7 @@ PUBLISHED: dict[str, tuple[Writer, str]] = {
         "q_proj,o_proj",
     ),
 }
-PUBLISHED["gptq"] = (by_hand(GPTQ | {"desc_act": True}), "q_proj,o_proj")
+PUBLISHED["gptq"] = (by_hand(GPTQ | {"desc_act": True}, bias=0.0), "q_proj,o_proj")
 PUBLISHED["awq"] = (by_hand(AWQ), "q_proj,o_proj")
 if HAS_LIBRARY:
     PUBLISHED["int4"] = (by_the_library("pack-quantized", INT4), "q_proj,o_proj")

@@ -10,10 +10,12 @@ import torch
 from models.test_published import LLAMA, Tensors, publish
 from safetensors.torch import load_file, save_file
 
-from llama_ft.config import QuantizationConfig
+from llama_ft.config import ModelConfig, QuantizationConfig
 from llama_ft.errors import UserError
-from llama_ft.models import choose_quantization, load_model_config
-from llama_ft.models.published import describe_stored, open_dequantized
+from llama_ft.models import build_on_meta, choose_quantization, load_model_config
+from llama_ft.models.conversion import open_source
+from llama_ft.models.load_weights import account_for
+from llama_ft.models.published import describe_stored, open_dequantized, remove_note
 
 GROUP = 32
 # AWQ: the output, of 8 in a word, at each place from the lowest bits on
@@ -78,12 +80,15 @@ def pack(note: dict[str, Any], weight: torch.Tensor) -> tuple[Tensors, torch.Ten
     return stored, values.T.contiguous()
 
 
-def publish_columns(folder: Path, note: dict[str, Any]) -> Tensors:
-    """Save a Llama in fp16 with packed projections. Return what they stand for."""
+def publish_columns(folder: Path, note: dict[str, Any], bias: float | None = None) -> Tensors:
+    """Save a Llama in fp16 with packed projections, and maybe biases that its layers do not have.
+    Return what the packed projections stand for."""
     expected = Tensors()
 
     def quantize(name: str, tensor: torch.Tensor) -> Tensors:
         stored, expected[name] = pack(note, tensor)
+        if bias is not None:
+            stored["bias"] = torch.full((len(tensor),), bias)
         prefix = name.removesuffix("weight")
         return {f"{prefix}{part}": value for part, value in stored.items()}
 
@@ -113,6 +118,25 @@ def test_weights_are_the_numbers_that_were_packed(tmp_path: Path, case: str) -> 
         assert torch.equal(source.read(name), tensor), name
         for start, stop in ((0, 1), (13, 100), (121, 128)):
             assert torch.equal(source.read_rows(name, start, stop), tensor[start:stop]), name
+
+
+def test_biases_of_zeros_that_the_layers_lack_are_left_out(tmp_path: Path) -> None:
+    """As AutoGPTQ saves a Llama. A bias with values is not one of them."""
+    for name, value in (("zeros", 0.0), ("ones", 1.0)):
+        folder = tmp_path / name
+        publish_columns(folder, GPTQ, bias=value)
+        config = load_model_config(folder, False)
+        remove_note(config)
+        built = build_on_meta(config, ModelConfig(model_name=str(folder)), folder=folder)
+        source = open_source(folder, built)
+        biases = [name for name in source.tensors if name.endswith(".bias")]
+        if value == 0.0:
+            assert not biases
+            assert account_for(built.model, source.tensors, folder)
+            continue
+        assert len(biases) == 7
+        with pytest.raises(UserError, match=r"not part of the model: .*\.bias"):
+            account_for(built.model, source.tensors, folder)
 
 
 def test_the_start_says_what_was_found(tmp_path: Path) -> None:

@@ -55,13 +55,17 @@ from llama_ft.models.source import (
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Suffixes of the scale's name, which replace that of the weight.
 SCALES_OF_FP8 = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
-# Of activations, which stay in 16 bits here.
+# Of activations and of the cache of keys and values, which stay in 16 bits here.
 UNUSED = (
     ".activation_scale",
     ".input_scale",
     ".input_global_scale",
     ".input_zero_point",
+    ".output_scale",
     ".qscale_act",
+    ".q_scale",
+    ".k_scale",
+    ".v_scale",
 )
 # The dtypes of dequantized weights, by their names in config.json.
 READ_AS = {
