@@ -283,6 +283,35 @@ COMPRESSED = {
 }
 
 
+@pytest.mark.parametrize("note", [None, {"quant_method": "mxfp4"}])
+def test_scales_without_their_quantization_config_are_named(
+    tmp_path: Path, note: dict[str, Any] | None
+) -> None:
+    """For example after somebody has removed it from config.json to make a tool read the model."""
+    publish(tmp_path, "llama", LLAMA, fp8_note(), in_blocks)
+    file = tmp_path / "config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"quantization_config": note}))
+    config = load_model_config(tmp_path, False)
+    remove_note(config)
+    built = build_on_meta(config, ModelConfig(model_name=str(tmp_path)), folder=tmp_path)
+    source = open_source(tmp_path, built)
+    expected = r"(?s)not part of the model: .*_scale_inv.*quantization_config.*Download"
+    with pytest.raises(UserError, match=expected):
+        account_for(built.model, source.tensors, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fnuz])
+def test_other_types_of_8_bits_are_scaled_too(tmp_path: Path, dtype: torch.dtype) -> None:
+    name = SCALE.removesuffix("_scale_inv")
+    codes = (torch.randn(384, 256) * 10).to(dtype)
+    folder = broken(tmp_path, lambda tensors: tensors.update({name: codes}))
+    scale = load_file(folder / "model.safetensors")[SCALE]
+    expanded = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    expected = (codes.float() * expanded).bfloat16()
+    assert torch.equal(open_dequantized(folder).read(name), expected)
+
+
 def test_a_missing_scale_is_named_with_its_file(tmp_path: Path) -> None:
     folder = broken(tmp_path, lambda tensors: tensors.pop(SCALE))
     with pytest.raises(UserError, match=rf"model.safetensors: .*up_proj.weight .*{SCALE}.*missing"):

@@ -52,7 +52,7 @@ from llama_ft.models.source import (
     row_blocks,
 )
 
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 # Suffixes of the scale's name, which replace that of the weight.
 SCALES_OF_FP8 = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
 # Of activations and of the cache of keys and values, which stay in 16 bits here.
