@@ -30,7 +30,6 @@ METHODS: dict[str, list[str]] = {
     "8bit": [*LORA, "--quantization", "8bit"],
 }
 WAYS: dict[str, list[str]] = {"slices": [], "scatter": ["--low_cpu_fsdp"]}
-OTHER_WAY = {"slices": "scatter", "scatter": "slices"}
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,9 @@ def ranks(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def runs(ranks: int, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Two steps of each case, with all samples in each step. Each is repeated from the first step's
-    checkpoint, loading in the other way; quantized runs also from the checkpoint in 16 bits."""
+    """Two steps of each case, with all samples in each step. One way of loading is repeated from the
+    first step's checkpoint, loading in the other way; quantized runs also from the checkpoint in 16
+    bits."""
     folder = tmp_path_factory.mktemp(f"runs{ranks}")
     common = ["--dataset", str(models / "samples.jsonl"), "--device", "cpu", "--enable_fsdp"]
     common += ["--batching_strategy", "padding", "--batch_size_training", str(SAMPLES // ranks)]
@@ -84,8 +84,9 @@ def runs(ranks: int, models: Path, tmp_path_factory: pytest.TempPathFactory) -> 
             for way, of_way in WAYS.items():
                 place = f"{folder}/{model}-{method}-{way}"
                 flags.append([*settings, *of_way, "--output_dir", place])
-                again = [*settings, *WAYS[OTHER_WAY[way]], "--output_dir", f"{place}-resumed"]
-                flags.append([*again, "--resume", f"{place}/checkpoints/step-000001"])
+                if way == "slices":
+                    again = [*settings, *WAYS["scatter"], "--output_dir", f"{place}-resumed"]
+                    flags.append([*again, "--resume", f"{place}/checkpoints/step-000001"])
     run_cases(folder, flags, ranks=0 if ranks == 1 else ranks, timeout=SECONDS)
     return Runs(folder, ranks)
 
@@ -164,7 +165,8 @@ def test_a_run_is_that_of_the_checkpoint_in_16_bits(
 ) -> None:
     run = runs.folder / f"{model}-{method}-{way}"
     by_step = losses(run)
-    assert losses(run.with_name(f"{run.name}-resumed"))[-1] == by_step[-1]
+    resumed = runs.folder / f"{model}-{method}-slices-resumed"
+    assert losses(resumed)[-1] == by_step[-1]
     if "bit" in method:
         assert by_step == losses(runs.folder / f"{model}-{method}-plain")
     else:
