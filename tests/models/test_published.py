@@ -245,6 +245,44 @@ def test_stacked_experts_in_fp8_have_a_grid_of_scales_each(tmp_path: Path) -> No
     assert torch.equal(source.read_rows(name, 1, 3), expected[1:])
 
 
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
+def test_checkpoints_of_modelopt_are_read(tmp_path: Path, algorithm: str) -> None:
+    """By hand, as NVFP4QTensor and FP8QTensor of ModelOpt compute them."""
+    expected = Tensors()
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+    def quantize(name: str, tensor: torch.Tensor) -> Tensors:
+        rows, columns = tensor.shape
+        prefix = name.removesuffix("weight")
+        scale_of_inputs = {f"{prefix}input_scale": torch.rand(())}
+        if algorithm == "FP8":
+            codes = random_fp8((rows, columns))
+            scale = torch.rand(()) * 1e-3
+            expected[name] = (codes.float() * scale).bfloat16()
+            return {name: codes, f"{name}_scale": scale} | scale_of_inputs
+        low = torch.randint(16, (rows, columns // 2))
+        high = torch.randint(16, (rows, columns // 2))
+        scale = (torch.rand(rows, columns // 16) * 400).to(torch.float8_e4m3fn)
+        second = torch.rand(()) * 1e-5
+        stored = {name: (low + 16 * high).to(torch.uint8), f"{name}_scale": scale}
+        by_block = scale.float() * second
+        by_weight = by_block.repeat_interleave(16, 1)
+        codes = torch.stack([low, high], dim=-1).flatten(1)
+        expected[name] = (values[codes] * by_weight).bfloat16()
+        return stored | {f"{name}_scale_2": second} | scale_of_inputs
+
+    note = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]}
+    publish(tmp_path, "llama", LLAMA, note, quantize)
+    text = describe_stored(tmp_path, load_model_config(tmp_path, False))
+    assert text is not None and f"quantized: {algorithm} of ModelOpt" in text
+    source = open_dequantized(tmp_path)
+    assert len(expected) == 7
+    assert not any("scale" in name for name in source.tensors)
+    for name, tensor in expected.items():
+        assert torch.equal(source.read(name), tensor), name
+        assert torch.equal(source.read_rows(name, 5, 70), tensor[5:70]), name
+
+
 def test_experts_in_fp4_have_two_codes_per_byte(tmp_path: Path) -> None:
     """As DeepSeek V4's: int8 with blocks of 32 columns, beside layers in FP8."""
     name = "model.layers.0.mlp.up_proj.weight"
@@ -447,6 +485,12 @@ def test_a_malformed_quantization_config_is_named(note: dict[str, Any], problem:
     with pytest.raises(UserError, match="quantization_config") as error:
         stored_method(LlamaConfig(quantization_config=note))
     assert problem in str(error.value)
+
+
+def test_other_algorithms_of_modelopt_are_rejected() -> None:
+    config = LlamaConfig(quantization_config={"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"})
+    with pytest.raises(UserError, match=r"modelopt \(W4A8_AWQ\).*not supported.*FP8, NVFP4"):
+        stored_method(config)
 
 
 @pytest.mark.parametrize("note", ["fp8", ["fp8"], 7])

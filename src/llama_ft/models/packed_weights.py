@@ -55,7 +55,8 @@ class ScaledWeight:
     shape: tuple[int, ...]
     block: tuple[int, int]  # rows and columns with the same scale
     is_fp4: bool = False  # two codes per byte
-    global_scale: str | None = None  # of the number that the scales of NVFP4 are divided by
+    global_scale: str | None = None  # of the scale of NVFP4's scales
+    divides: bool = True  # the scales are divided by it, not multiplied
     is_transposed: bool = False
 
     @property
@@ -70,7 +71,8 @@ class ScaledWeight:
         values = fp4_values(codes) if self.is_fp4 else codes.float()
         scale = _read_grid(source, self, self.scale, expert, start, stop)
         if self.global_scale is not None:
-            scale = scale / source.read(self.global_scale).float()
+            factor = source.read(self.global_scale).float()
+            scale = scale / factor if self.divides else scale * factor
         return values.mul_(scale)
 
 

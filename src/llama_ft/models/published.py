@@ -5,6 +5,7 @@ Their weights are codes of few bits and the scales of blocks of codes:
     fp8      weight float8 [out, in]                 weight_scale_inv [ceil(out / 128), ceil(in / 128)]
     int4     weight_packed int32 [out, in / 8]      weight_scale [out, in / group], weight_zero_point
     fp4      weight_packed uint8 [out, in / 2]      weight_scale [out, in / group], weight_global_scale
+    modelopt    weight float8 or uint8 [out, in / 2]    weight_scale, weight_scale_2
     mxfp4    *_blocks uint8 [experts, out, in / 32, 16]    *_scales uint8 [experts, out, in / 32]
 
     value = (code - zero point) * scale
@@ -75,6 +76,7 @@ READ_AS = {
     "bfloat16": torch.bfloat16,
 }
 FP4_BLOCK = (1, 32)  # of DeepSeek V4's experts
+NVFP4_BLOCK = (1, 16)
 WORK_ELEMENTS = 2**20  # dequantized at once: temporaries in fp32 and of indices take 4 MiB each
 
 
@@ -284,6 +286,41 @@ def find_compressed(source: WeightSource, note: Mapping[str, Any]) -> dict[str, 
     return found
 
 
+def find_modelopt(source: WeightSource, note: Mapping[str, Any]) -> dict[str, PackedWeight]:
+    """Return the weights of a checkpoint of NVIDIA's ModelOpt, by name. Sources:
+    https://github.com/NVIDIA/Model-Optimizer, modelopt/torch/quantization/qtensor"""
+    found = dict[str, PackedWeight]()
+    for name, header in source.tensors.items():
+        is_fp4 = header.dtype == torch.uint8
+        is_weight = name.endswith(".weight") and (is_fp4 or header.dtype in FP8)
+        if not is_weight:
+            continue
+        rows, columns = _matrix_shape(name, header)
+        scale = find_part(source, name, [f"{name}_scale"])
+        factor = None
+        blocks = [(rows, columns)]
+        if is_fp4:
+            columns *= 2
+            factor = _find_number(source, name, f"{name}_scale_2")
+            blocks = [NVFP4_BLOCK]
+        shape = (rows, columns)
+        block = _block(source, name, scale, shape, blocks)
+        found[name] = ScaledWeight(
+            name, scale, shape, block, is_fp4, global_scale=factor, divides=False
+        )
+    return found
+
+
+def _find_number(source: WeightSource, codes: str, name: str) -> str:
+    """Return the name of a part that is one number. Raises UserError if it is missing or is not."""
+    find_part(source, codes, [name])
+    header = source.tensors[name]
+    size = torch.Size(header.shape).numel()
+    if size != 1:
+        raise damaged(header.file, f"{name} has {size} values; expected one")
+    return name
+
+
 def _packed_fp4(
     source: WeightSource, codes: str, name: str, schemes: list[dict[str, Any]]
 ) -> ScaledWeight:
@@ -294,10 +331,7 @@ def _packed_fp4(
     scale = find_part(source, codes, [f"{name}_scale"])
     global_scale = None
     if source.tensors[scale].dtype != torch.uint8:
-        global_scale = find_part(source, codes, [f"{name}_global_scale"])
-        size = torch.Size(source.tensors[global_scale].shape).numel()
-        if size != 1:
-            raise damaged(header.file, f"{global_scale} has {size} values; expected one")
+        global_scale = _find_number(source, codes, f"{name}_global_scale")
     block = _block(source, name, scale, shape, _blocks_of(schemes, shape))
     return ScaledWeight(codes, scale, shape, block, is_fp4=True, global_scale=global_scale)
 
@@ -405,4 +439,5 @@ READERS = {
     "compressed-tensors": find_compressed,
     "gptq": find_gptq,
     "awq": find_awq,
+    "modelopt": find_modelopt,
 }

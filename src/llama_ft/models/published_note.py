@@ -18,6 +18,7 @@ COMPRESSED_FORMATS = {
     "nvfp4-pack-quantized": "NVFP4",
 }
 FP4_FORMATS = ("mxfp4-pack-quantized", "nvfp4-pack-quantized")
+MODELOPT_ALGORITHMS = ("FP8", "NVFP4")
 # quant_method -> layouts and numbers of bits that can be read. The first layout is the default.
 COLUMN_LAYOUTS = {
     "gptq": (("gptq", "gptq_v2"), (4, 8)),
@@ -69,6 +70,8 @@ def check_note(note: Mapping[str, Any]) -> None:
         _check_compressed(note)
     elif method in COLUMN_LAYOUTS:
         _check_columns(note)
+    elif method == "modelopt" and note.get("quant_algo") not in MODELOPT_ALGORITHMS:
+        raise _unsupported(method, [str(note.get("quant_algo"))], ", ".join(MODELOPT_ALGORITHMS))
 
 
 def _check_compressed(note: Mapping[str, Any]) -> None:
@@ -200,6 +203,8 @@ def describe_note(note: Mapping[str, Any]) -> str:
         return "experts in MXFP4"
     if method == "compressed-tensors":
         return ", ".join(COMPRESSED_FORMATS[name] for name in compressed_formats(note))
+    if method == "modelopt":
+        return f"{note['quant_algo']} of ModelOpt"
     if method in COLUMN_LAYOUTS:
         return f"{method.upper()} in {note['bits']} bits"
     blocks = note.get("weight_block_size")
