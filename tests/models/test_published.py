@@ -209,6 +209,7 @@ def test_kimi_k2_is_built_as_deepseek_v3(tmp_path: Path, trusted: bool) -> None:
     built = build_on_meta(config, model, folder=tmp_path)
     assert type(built.model).__name__ == "DeepseekV3ForCausalLM"
     assert type(built.model).__module__.startswith("transformers.")
+    assert config.name_or_path == str(tmp_path)
     written = config.to_dict()
     assert written["model_type"] == "deepseek_v3" and "auto_map" not in written
 

@@ -144,7 +144,9 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
         return config
     settings["model_type"] = model_type
     settings.pop("auto_map", None)
-    return CONFIG_MAPPING[model_type].from_dict(settings)
+    config = CONFIG_MAPPING[model_type].from_dict(settings)
+    config.name_or_path = str(folder)  # as from_pretrained does; PEFT's adapters name it
+    return config
 
 
 def _check_numbers(config: PretrainedConfig, folder: Path) -> None:
