@@ -176,7 +176,7 @@ class ConvertedSource(WeightSource):
 
 
 def _is_added_bias(source: WeightSource, name: str) -> bool:
-    """Return whether a tensor is a bias of zeros beside a dequantized weight. Libraries of GPTQ store
+    """Return whether a tensor is a bias of zeros of a dequantized weight. Libraries of GPTQ store
     one also for layers without a bias (https://github.com/AutoGPTQ/AutoGPTQ/issues/555)."""
     if not name.endswith(".bias"):
         return False
