@@ -154,7 +154,7 @@ class Comparison:
             flags |= {"use_peft": True, "peft.r": asked.r, "lora_alpha": 32, "lora_dropout": 0}
         if asked.ranks > 1:
             flags["enable_fsdp"] = True
-        if asked.precision == "fp32":
+        if asked.precision == "fp32" and more.get("save_model", True):
             flags["save_dtype"] = "float32"
         return [f"--{name}={value}" for name, value in (flags | more).items()]
 
