@@ -180,8 +180,8 @@ def build_model(
         request.with_images,
     )
     model = built.model
-    if parts := built.image_parts:
-        report(f"Frozen, not quantized, without adapters: {', '.join(parts)}")
+    if built.image_parts:
+        report(models.choose_trained_parts(built, config.model))
     if others := built.left_out.modules:
         report(
             f"Only the text part is loaded and fine-tuned. Copied unchanged: {', '.join(others)}"

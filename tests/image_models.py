@@ -78,6 +78,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], s
                 {"image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 56},
                  "max_image_size": {"longest_edge": 28}, **PIXELS}),
 }  # fmt: skip
+FOR_IMAGES = ("vision", "visual", "projector", "connector")  # in names of weights
+# what the micro-batches are like; with 1 sample per micro-batch some have no image, and with 2 ranks
+# one has no sample
+LAYOUTS = {
+    "padded": "--batching_strategy padding --batch_size_training 5",
+    "padded, one by one": "--batching_strategy padding --batch_size_training 1",
+    "packed": "--batching_strategy packing --batch_size_training 1",
+}
 RESPONSE = [IDS["<|im_start|>"], *b"assistant\n"]
 
 
@@ -231,3 +239,26 @@ def plain_loss(model: Any, folder: Path, data: Path) -> tuple[torch.Tensor, int]
         total = total + torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum")
         count += int((labels[1:] != -100).sum())
     return total, count
+
+
+def model_of(folder: Path) -> Any:
+    from transformers import AutoModelForMultimodalLM
+
+    return AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def norm(parameters: list[Any]) -> float:
+    return float(torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm())
+
+
+def case(work: Path, family: str, name: str, ranks: int, *more: str) -> list[str]:
+    """Flags of a run."""
+    flags = "--device cpu --context_length 256 --lr 1e-2 --run_validation".split()
+    flags += ["--model_name", str(work / family), "--dataset", str(work / "data" / "chats.jsonl")]
+    flags += ["--output_dir", str(work / "runs" / name), *more]
+    return flags + (["--enable_fsdp"] if ranks > 1 else [])
+
+
+def micro_batches(layout_flags: str, ranks: int) -> int:
+    """Gradient accumulation steps with which a step has all samples."""
+    return 5 // (ranks * int(layout_flags.split()[-1])) + 1

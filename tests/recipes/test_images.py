@@ -8,28 +8,22 @@ from typing import Any
 import pytest
 import torch
 from conftest import losses, metrics, reproducible_metrics, run_cases, series
-from image_models import FAMILIES, plain_loss, plain_processor, save_image_model, write_samples
+from image_models import (
+    FAMILIES,
+    FOR_IMAGES,
+    LAYOUTS,
+    case,
+    micro_batches,
+    model_of,
+    norm,
+    plain_loss,
+    plain_processor,
+    save_image_model,
+    write_samples,
+)
 
-FOR_IMAGES = ("vision", "visual", "projector", "connector")  # in names of weights
 LORA = "--use_peft --target_modules all-linear --r 4 --lora_dropout 0 --weight_decay 0".split()
 OTHERS = ("Qwen2.5-VL", "Gemma 3")
-# what the micro-batches are like; with 1 sample per micro-batch some have no image, and with 2 ranks
-# one has no sample
-LAYOUTS = {
-    "padded": "--batching_strategy padding --batch_size_training 5",
-    "padded, one by one": "--batching_strategy padding --batch_size_training 1",
-    "packed": "--batching_strategy packing --batch_size_training 1",
-}
-
-
-def model_of(folder: Path) -> Any:
-    from transformers import AutoModelForMultimodalLM
-
-    return AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def norm(parameters: list[Any]) -> float:
-    return float(torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm())
 
 
 @pytest.fixture(scope="module")
@@ -41,18 +35,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def case(work: Path, family: str, name: str, ranks: int, *more: str) -> list[str]:
-    """Flags of a run."""
-    flags = "--device cpu --context_length 256 --lr 1e-2 --run_validation".split()
-    flags += ["--model_name", str(work / family), "--dataset", str(work / "data" / "chats.jsonl")]
-    flags += ["--output_dir", str(work / "runs" / name), *more]
-    return flags + (["--enable_fsdp"] if ranks > 1 else [])
-
-
 def cases_of(work: Path, family: str, ranks: int) -> list[list[str]]:
     cases = []
     for layout, layout_flags in LAYOUTS.items():
-        steps = 5 // (ranks * int(layout_flags.split()[-1])) + 1
+        steps = micro_batches(layout_flags, ranks)
         flags = f"--precision fp32 --max_train_step 1 --gradient_accumulation_steps {steps}"
         for method, more in (("full", []), ("lora", LORA)):
             name = f"{family}, {layout}, {method}, {ranks}"
