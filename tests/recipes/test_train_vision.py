@@ -167,11 +167,11 @@ def test_trained_parts_resume_and_load_in_plain_classes_and_merge(
 
     exports = {
         "of a checkpoint": [folder("all") / "checkpoints" / "step-000002"],
-        "merged": ["--merge", folder("lora") / "model"],
-        "merged checkpoint": ["--merge", folder("lora")],
+        "merged": [folder("lora") / "model"],
+        "merged checkpoint": [folder("lora"), "--merge"],
     }
-    for name, arguments in exports.items():
-        exported = forked(REPOSITORY / "recipes" / "export.py", *arguments, work / name)
+    for name, (source, *options) in exports.items():
+        exported = forked(REPOSITORY / "recipes" / "export.py", source, work / name, *options)
         assert exported.exit_code == 0, exported.output
 
     def loss_of(model: Any) -> float:
