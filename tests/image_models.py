@@ -49,6 +49,8 @@ QWEN_IDS = {"image_token_id": IDS["<|image_pad|>"], "video_token_id": IDS["<|vid
 QWEN_IMAGES = {"image_processor_type": "Qwen2VLImageProcessor", "temporal_patch_size": 2, "merge_size": 2,
                "size": {"shortest_edge": 784, "longest_edge": 12544}}  # fmt: skip
 SMALL = {"height": 28, "width": 28}
+# Images are bidirectional. A response sees the difference only by the layer with full attention.
+GEMMA_LAYERS = ["sliding_attention", "full_attention"]
 PINPOINTS = [[28, 28], [28, 56], [56, 28]]
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
           "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32}  # fmt: skip
@@ -74,7 +76,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], s
               {"processor_class": "LlavaProcessor", "patch_size": 14, "num_additional_image_tokens": 1,
                "vision_feature_select_strategy": "default"},
               {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28}, "crop_size": SMALL}),
-    "Gemma 3": ("gemma3", {"sliding_window": 16, "query_pre_attn_scalar": 16}, VISION,
+    "Gemma 3": ("gemma3", {"sliding_window": 16, "query_pre_attn_scalar": 16, "layer_types": GEMMA_LAYERS}, VISION,
                 {"mm_tokens_per_image": 4, "image_token_index": IDS["<image_soft_token>"], **UNTIED},
                 CHATML.replace("MARK", "<start_of_image>"),
                 {"processor_class": "Gemma3Processor", "image_seq_length": 4},

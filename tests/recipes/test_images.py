@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import losses, metrics, reproducible_metrics, run_cases, series
+from conftest import losses, metrics, reproducible_metrics, run_cases, series, write_jsonl
 from image_models import (
     FAMILIES,
     FOR_IMAGES,
@@ -155,3 +155,37 @@ def test_results_load_in_plain_classes_and_a_resumed_run_is_the_same(
     plain, count = plain_loss(model_of(work / family), work / family, data)
     for name in ("8bit", "bf16"):
         assert losses(folder(name))[0] == pytest.approx(plain.item() / count, rel=0.05), name
+
+
+STREAM = (
+    "--streaming --shuffle_buffer 60 --max_train_step 8 --save_steps 2 --batch_size_training 24"
+)
+
+
+def test_a_stream_with_images_resumes_in_its_second_window_with_the_same_metrics(
+    work: Path,
+) -> None:
+    lines = (work / "data" / "chats.jsonl").read_text().splitlines()
+    rows = []
+    for number in range(300):
+        chat = json.loads(lines[number % len(lines)])
+        chat["messages"][-1]["content"] = f"Number {number}."
+        rows.append(chat)
+    data = write_jsonl(work / "data" / "many.jsonl", rows)
+
+    def run(name: str, *more: str) -> list[str]:
+        flags = case(work, "LLaVA", name, 2, *STREAM.split(), "--precision", "fp32", *more)
+        flags[flags.index("--dataset") + 1] = str(data)
+        return [*flags, "--batching_strategy", "padding"]
+
+    folder = work / "runs" / "stream"
+    # 256 samples are the first window of 6 steps, of which the last one is smaller
+    # the first window has 256 samples, a chunk, and 6 steps
+    resume = str(folder / "checkpoints" / "step-000006")
+    finished = run_cases(work, [run("stream"), run("streamed again", "--resume", resume)], 2)
+    assert (
+        "chats.jsonl" not in finished.output and "is streamed, 60 samples ahead" in finished.output
+    )
+    whole = reproducible_metrics(folder)
+    assert len([line for line in whole if "train/loss" in line]) == 8
+    assert whole == reproducible_metrics(work / "runs" / "streamed again")

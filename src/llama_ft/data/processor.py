@@ -554,12 +554,9 @@ def open_images(
     not supported. The processor's chat template is the tokenizer's, if the tokenizer has none."""
     parts = [part for source in sources for part in source.parts or (source,)]
     if not any(have_images(part.first_samples) for part in parts):
-        if config.streaming:
-            return None, "--streaming does not support images"
         return None, f"none of the first {SAMPLES_LOOKED_AT} samples has one; put one of them first"
-    if config.streaming:
-        raise UserError("--streaming: samples have images, which streams do not support.")
-    images = Images(load_processor(), ImageStore(cache), config.max_pixels)
+    store = ImageStore(cache, is_full=config.streaming)
+    images = Images(load_processor(), store, config.max_pixels)
     if not tokenizer.chat_template:
         tokenizer.chat_template = images.chat_template
     return images, ""
