@@ -2,12 +2,21 @@
 on the same samples one by one."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import losses, metrics, reproducible_metrics, run_cases, series, write_jsonl
+from conftest import (
+    REPOSITORY,
+    losses,
+    metrics,
+    reproducible_metrics,
+    run_cases,
+    series,
+    write_jsonl,
+)
 from image_models import (
     FAMILIES,
     FOR_IMAGES,
@@ -155,6 +164,16 @@ def test_results_load_in_plain_classes_and_a_resumed_run_is_the_same(
     plain, count = plain_loss(model_of(work / family), work / family, data)
     for name in ("8bit", "bf16"):
         assert losses(folder(name))[0] == pytest.approx(plain.item() / count, rel=0.05), name
+
+
+def test_the_guide_names_the_families_that_are_compared_here() -> None:
+    page = (REPOSITORY / "docs" / "guides" / "images.md").read_text()
+    named = set[str]()
+    for line in page.partition("## Families")[2].partition("## ")[0].splitlines():
+        cells = line.split("|")
+        if len(cells) == 6:  # with the empty ones around the four
+            named.update(re.findall(r"`(\w+)`", cells[2]))
+    assert named - {"model_type"} == {family[0] for family in FAMILIES.values()}
 
 
 STREAM = (
