@@ -177,7 +177,7 @@ def build_model(
         config.model,
         request.new_tokens,
         request.folder,
-        request.with_images,
+        models.needs_image_parts(request),
     )
     model = built.model
     if built.image_parts:

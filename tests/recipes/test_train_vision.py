@@ -197,6 +197,11 @@ def test_trained_parts_resume_and_load_in_plain_classes_and_merge(
         for key in for_images:
             if not is_trained(key, "projector"):
                 assert files[key].equal(before[key]), key
+    # a text prompt, with weights for images among those of the adapter or of the checkpoint
+    prompt = "--prompt Hi --max_new_tokens 2 --device cpu --precision fp32".split()
+    for source in (folder("lora") / "model", folder("all") / "checkpoints" / "step-000002"):
+        answered = forked(REPOSITORY / "recipes" / "inference.py", source, *prompt)
+        assert answered.exit_code == 0, answered.output
     first = losses(folder("8bit"))[0]
     assert first == pytest.approx(losses(folder("lora"))[0], rel=0.05)
 

@@ -16,7 +16,6 @@ PEFT's merge_and_unload can merge other adapters, with the whole model in memory
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -442,36 +441,14 @@ def _skeleton(
 ) -> models.BuiltModel:
     config = models.load_model_config(base, settings.model.trust_remote_code)
     models.choose_head(config, settings.preference.objective)
-    with_images = _trains_images(settings, base, config)
     # An export copies what is stored, and a merge rejects a base in bitsandbytes' 4 bits.
     is_published = models.stored_method(config) is not None
     quantization = models.remove_note(config)
-    request = models.ModelRequest(
-        settings, base, config, new, purpose="read", with_images=with_images
-    )
+    request = models.ModelRequest(settings, base, config, new, purpose="read")
     built = build_model(request, None, NULL_MONITOR)
     if quantization is not None and not is_published:
         built.model.config.quantization_config = quantization
     return built
-
-
-def _trains_images(settings: Config, base: Path, model_config: PretrainedConfig) -> bool:
-    """Return whether trained weights belong to the parts of a model for images, which are not built
-    otherwise."""
-    saved = settings.peft.from_peft_checkpoint
-    whole = settings.peft.modules_to_save
-    if saved:
-        whole = lora.saved_config(Path(saved)).modules_to_save
-    if models.trains_images(settings.model) or not whole:
-        return models.trains_images(settings.model)
-    text_part = models.build_on_meta(deepcopy(model_config), settings.model, folder=base)
-    parts = [f".{part}" for part in text_part.left_out.modules]
-    # names of modules, or the last parts of such names
-    return any(
-        part.endswith(f".{name}") or f".{name}".startswith(f"{part}.")
-        for part in parts
-        for name in whole
-    )
 
 
 def _set_pad_token(built: models.BuiltModel, tokenizer: PreTrainedTokenizerBase) -> None:

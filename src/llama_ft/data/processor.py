@@ -78,7 +78,7 @@ def load_processor(
         UserError: the directory has no processor, or it cannot be used.
     """
     try:
-        kind = _processor_class(_class_name(folder, model_config))
+        kind: Any = _processor_class(_class_name(folder, model_config))
         module = sys.modules[kind.__module__]
         if vars(module).get("num2words", str) is None:
             module.num2words = str  # type: ignore[attr-defined]  # SmolVLM calls it for videos only

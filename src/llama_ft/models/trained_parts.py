@@ -5,12 +5,17 @@ towers.
     Qwen-VL  model.visual, a tower that contains its projectors: model.visual.merger
 """
 
+from copy import deepcopy
+from pathlib import Path
+
 from torch import nn
 
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
-from llama_ft.models.built import BuiltModel, is_in
-from llama_ft.models.text_part import contains_model
+from llama_ft.models.build import build_on_meta
+from llama_ft.models.built import BuiltModel, ModelRequest, is_in
+from llama_ft.models.lora import saved_config
+from llama_ft.models.text_part import contains_model, takes_more_than_text
 
 MERGER = "merger"  # in the names of Qwen-VL's projectors
 
@@ -18,6 +23,30 @@ MERGER = "merger"  # in the names of Qwen-VL's projectors
 def trains_images(model: ModelConfig) -> bool:
     """Return whether the settings ask for training of parts for images."""
     return model.train_vision != "none" or model.freeze_LLM_only
+
+
+def needs_image_parts(request: ModelRequest) -> bool:
+    """Return whether the parts for images are built: samples or prompts have images, or an adapter or
+    a checkpoint that is read has weights of them."""
+    config = request.config
+    if request.with_images or trains_images(config.model):
+        return True
+    names = list(config.peft.modules_to_save or ())
+    if config.peft.from_peft_checkpoint:
+        saved = saved_config(Path(config.peft.from_peft_checkpoint))
+        names += saved.modules_to_save or ()
+    if request.trained is not None:
+        names += request.trained.tensors
+    if request.purpose != "read" or not names or not takes_more_than_text(request.model_config):
+        return False
+    text_part = build_on_meta(deepcopy(request.model_config), config.model, folder=request.folder)
+    parts = text_part.left_out.modules
+    return any(is_in(name, parts) or _ends_one(parts, name) for name in names)
+
+
+def _ends_one(parts: list[str], name: str) -> bool:
+    """Return whether `name` is the last part of a name, as PEFT takes names of modules."""
+    return any(part.endswith(f".{name}") for part in parts)
 
 
 def choose_trained_parts(built: BuiltModel, model: ModelConfig) -> str:

@@ -220,6 +220,8 @@ def _two_steps(
     for parameter in built.trained_image_weights:
         parameter.grad = torch.zeros_like(parameter)
         tracker.assign([parameter.grad], "gradients")
+    if built.trained_image_weights:
+        model.enable_input_require_grads()  # gradients flow back to them through the text part
 
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
     scale = training.TrainState(settings).scale.factor
