@@ -125,8 +125,8 @@ def _class_name(folder: Path, model_config: "PretrainedConfig") -> str:
 def _processor_class(name: str) -> Any:
     """Return a processor's class.
 
-    Without torchvision, Transformers puts a placeholder in the place of Pixtral's, because its file
-    imports one function of a file that imports torchvision. The file for PIL has that function, too.
+    Without torchvision, Transformers has only a placeholder for Pixtral's, because its file imports one
+    function of a file that imports torchvision. The file for PIL has that function, too.
     """
     kind: Any = processor_class_from_name(name)
     if kind is None:
