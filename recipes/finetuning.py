@@ -177,11 +177,11 @@ def build_model(
         config.model,
         request.new_tokens,
         request.folder,
-        request.with_images,
+        models.needs_image_parts(request),
     )
     model = built.model
-    if parts := built.image_parts:
-        report(f"Frozen, not quantized, without adapters: {', '.join(parts)}")
+    if built.image_parts:
+        report(models.choose_trained_parts(built, config.model))
     if others := built.left_out.modules:
         report(
             f"Only the text part is loaded and fine-tuned. Copied unchanged: {', '.join(others)}"

@@ -2,7 +2,9 @@
 plain Transformers, one sample at a time."""
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -27,10 +29,19 @@ SPECIAL = ["<|im_start|>", "<|im_end|>", "<pad>", "<|vision_start|>", "<|vision_
            "<|video_pad|>", "<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>",
            "<start_of_image>", "<end_of_image>", "<image_soft_token>", *CELLS]  # fmt: skip
 IDS = {token: 256 + number for number, token in enumerate(SPECIAL)}
+# tokens that a processor takes from its tokenizer by name
 NAMES = {
-    "boi_token": "<start_of_image>",
-    "eoi_token": "<end_of_image>",
-    "image_token": "<image_soft_token>",
+    "Gemma 3": {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    },
+    "InternVL": {
+        "start_image_token": "<start_of_image>",
+        "end_image_token": "<end_of_image>",
+        "context_image_token": "<image>",
+        "video_token": "<|video_pad|>",
+    },
 }
 QWEN_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 QWEN_IDS = {"image_token_id": IDS["<|image_pad|>"], "video_token_id": IDS["<|video_pad|>"],
@@ -38,6 +49,11 @@ QWEN_IDS = {"image_token_id": IDS["<|image_pad|>"], "video_token_id": IDS["<|vid
 QWEN_IMAGES = {"image_processor_type": "Qwen2VLImageProcessor", "temporal_patch_size": 2, "merge_size": 2,
                "size": {"shortest_edge": 784, "longest_edge": 12544}}  # fmt: skip
 SMALL = {"height": 28, "width": 28}
+# Images are bidirectional. A response sees the difference only by the layer with full attention.
+GEMMA_LAYERS = ["sliding_attention", "full_attention"]
+PINPOINTS = [[28, 28], [28, 56], [56, 28]]
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+          "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32}  # fmt: skip
 PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 TEXT = SHAPE | {
     "pad_token_id": IDS["<pad>"],
@@ -60,7 +76,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], s
               {"processor_class": "LlavaProcessor", "patch_size": 14, "num_additional_image_tokens": 1,
                "vision_feature_select_strategy": "default"},
               {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28}, "crop_size": SMALL}),
-    "Gemma 3": ("gemma3", {"sliding_window": 16, "query_pre_attn_scalar": 16}, VISION,
+    "Gemma 3": ("gemma3", {"sliding_window": 16, "query_pre_attn_scalar": 16, "layer_types": GEMMA_LAYERS}, VISION,
                 {"mm_tokens_per_image": 4, "image_token_index": IDS["<image_soft_token>"], **UNTIED},
                 CHATML.replace("MARK", "<start_of_image>"),
                 {"processor_class": "Gemma3Processor", "image_seq_length": 4},
@@ -77,7 +93,42 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], s
                 {"processor_class": "SmolVLMProcessor", "image_seq_len": 1},
                 {"image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 56},
                  "max_image_size": {"longest_edge": 28}, **PIXELS}),
+    "Mistral 3": ("mistral3", {"model_type": "mistral"},
+                  VISION | {"model_type": "pixtral", "head_dim": 16, "image_size": 84},
+                  {"image_token_index": IDS["<image>"], "vision_feature_layer": -1, **UNTIED},
+                  CHATML.replace("MARK", "<image>"),
+                  {"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2,
+                   "image_token": "<image>", "image_break_token": "<global-img>",
+                   "image_end_token": "<end_of_image>"},
+                  {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 84},
+                   "patch_size": {"height": 14, "width": 14}, **PIXELS}),
+    "LLaVA-OneVision": ("llava_onevision", {"model_type": "qwen2"}, VISION | {"model_type": "siglip_vision_model"},
+                        {"image_token_index": IDS["<image>"], "video_token_index": IDS["<|video_pad|>"],
+                         "image_grid_pinpoints": PINPOINTS},
+                        PARTS_ONLY.replace("MARK", "<image>\n"),
+                        {"processor_class": "LlavaOnevisionProcessor", "num_image_tokens": 4,
+                         "vision_feature_select_strategy": "full"},
+                        {"image_processor_type": "LlavaOnevisionImageProcessor", "size": SMALL,
+                         "image_grid_pinpoints": PINPOINTS, **PIXELS}),
+    "InternVL": ("internvl", {"model_type": "qwen2"},
+                 VISION | {"image_size": [28, 28], "patch_size": [14, 14], "layer_scale_init_value": 1.0},
+                 {"image_token_id": IDS["<image>"], "image_seq_length": 1, **UNTIED},
+                 CHATML.replace("MARK", "<image>"),
+                 {"processor_class": "InternVLProcessor", "image_seq_length": 1},
+                 {"image_processor_type": "GotOcr2ImageProcessor", "size": SMALL, "crop_to_patches": True,
+                  "max_patches": 4, **PIXELS}),
+    "Qwen3.5": ("qwen3_5", LINEAR | MROPE, QWENS | {"intermediate_size": 64}, QWEN_IDS,
+                CHATML.replace("MARK", QWEN_MARK), {"processor_class": "Qwen3VLProcessor"},
+                {**QWEN_IMAGES, "patch_size": 16}),
 }  # fmt: skip
+FOR_IMAGES = ("vision", "visual", "projector", "connector")  # in names of weights
+# what the micro-batches are like; with 1 sample per micro-batch some have no image, and with 2 ranks
+# one has no sample
+LAYOUTS = {
+    "padded": "--batching_strategy padding --batch_size_training 5",
+    "padded, one by one": "--batching_strategy padding --batch_size_training 1",
+    "packed": "--batching_strategy packing --batch_size_training 1",
+}
 RESPONSE = [IDS["<|im_start|>"], *b"assistant\n"]
 
 
@@ -95,7 +146,7 @@ def save_image_model(folder: Path, family: str, **settings: Any) -> Path:
         if "norm" not in name and parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.1)  # some towers begin near 0
     model.save_pretrained(folder, max_shard_size="200KB")
-    tokenizer = _tokenizer(NAMES if family == "Gemma 3" else {})
+    tokenizer = _tokenizer(NAMES.get(family, {}))
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     (folder / "processor_config.json").write_text(json.dumps(processor))
@@ -168,16 +219,35 @@ def write_samples(folder: Path) -> Path:
     return write_jsonl(folder / "chats.jsonl", rows)
 
 
+def pixtral_class() -> Any:
+    """PixtralProcessor, whose file imports torchvision and uses it for images on a GPU only."""
+    name = "torchvision.transforms.v2"
+    stub: Any = ModuleType(name)
+    stub.functional = None
+    sys.modules[name] = stub
+    try:
+        from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+    finally:
+        del sys.modules[name]
+    return PixtralProcessor
+
+
+WITH_VIDEO = ("Qwen", "SmolVLM", "LlavaOnevision", "InternVL")
+
+
 def plain_processor(folder: Path) -> Any:
-    """The processor as AutoProcessor makes it; of Qwen-VL and SmolVLM without the video processor,
-    which needs torchvision, and without num2words, which is for videos."""
+    """The processor as AutoProcessor makes it; of models that see videos, too, without the video
+    processor, which needs torchvision, and of SmolVLM without num2words, which is for videos."""
     from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
     from transformers.models.auto.processing_auto import processor_class_from_name
     from transformers.models.smolvlm import processing_smolvlm
 
     settings = json.loads((folder / "processor_config.json").read_text())
     name = settings.pop("processor_class")
-    if "Qwen" not in name and "SmolVLM" not in name:
+    if name == "PixtralProcessor":
+        images = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        return pixtral_class()(images, AutoTokenizer.from_pretrained(folder), **settings)
+    if not name.startswith(WITH_VIDEO):
         return AutoProcessor.from_pretrained(folder)
     processing_smolvlm.num2words = str
     kind = processor_class_from_name(name)
@@ -231,3 +301,26 @@ def plain_loss(model: Any, folder: Path, data: Path) -> tuple[torch.Tensor, int]
         total = total + torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum")
         count += int((labels[1:] != -100).sum())
     return total, count
+
+
+def model_of(folder: Path) -> Any:
+    from transformers import AutoModelForMultimodalLM
+
+    return AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def norm(parameters: list[Any]) -> float:
+    return float(torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm())
+
+
+def case(work: Path, family: str, name: str, ranks: int, *more: str) -> list[str]:
+    """Flags of a run."""
+    flags = "--device cpu --context_length 256 --lr 1e-2 --run_validation".split()
+    flags += ["--model_name", str(work / family), "--dataset", str(work / "data" / "chats.jsonl")]
+    flags += ["--output_dir", str(work / "runs" / name), *more]
+    return flags + (["--enable_fsdp"] if ranks > 1 else [])
+
+
+def micro_batches(layout_flags: str, ranks: int) -> int:
+    """Gradient accumulation steps with which a step has all samples."""
+    return 5 // (ranks * int(layout_flags.split()[-1])) + 1

@@ -21,6 +21,7 @@ from llama_ft.config import DataConfig
 from llama_ft.data import TokenizedData, load_processor, prepare
 from llama_ft.data.batches import collate
 from llama_ft.data.prepare import DataRequest
+from llama_ft.data.tokenize_files import chunks_of, encode_chunk
 from llama_ft.errors import UserError
 
 TOKEN = IDS["<|image_pad|>"]
@@ -232,11 +233,20 @@ def test_samples_with_images_say_why_they_cannot_be_used(
     assert skipped.report.bad_samples == 1
 
 
-def test_streams_of_images_are_rejected(model: Path, tmp_path: Path) -> None:
-    write_image(tmp_path / "a.png", 60, 40, 1)
-    data = write_jsonl(tmp_path / "a.jsonl", [chat("a.png")])
-    with pytest.raises(UserError, match="--streaming: samples have images"):
-        prepared(model, data, tmp_path / "cache", streaming=True)
+def test_a_stream_takes_images_of_files_only(model: Path, tmp_path: Path) -> None:
+    content = write_image(tmp_path / "a.png", 60, 40, 1).read_bytes()
+    encoded = base64.b64encode(content).decode()
+    data = write_jsonl(
+        tmp_path / "a.jsonl", [chat("a.png"), chat(f"data:image/png;base64,{encoded}")]
+    )
+    stream = prepared(model, data, tmp_path / "cache", streaming=True).stream
+    assert stream is not None
+    source, encoder, examples = stream
+    [chunk] = chunks_of(source, "messages")
+    read = encode_chunk(chunk, encoder, examples)
+    assert read.table["images"].to_pylist()[0][0].endswith("a.png")
+    assert len(read.problems) == 1
+    assert "a.jsonl:2: its image is in the data itself, which --streaming" in read.problems[0]
 
 
 def test_a_chat_template_without_images_is_rejected_before_samples_are_read(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPOSITORY
+from image_models import save_image_model
 from model_shapes import write_llama
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -90,6 +91,28 @@ def test_frozen_groups_have_neither_gradients_nor_states(
     assert step["optimizer state"] == pytest.approx(2 * trained, abs=8 * 40)
     # in bf16
     assert step["sharded parameters"] == trained + 2 * 2 * VOCABULARY * HIDDEN
+
+
+@pytest.mark.parametrize("trained", ["all", "no text", "projector by LoRA"])
+def test_trained_parts_for_images_have_gradients_and_states(
+    plan: Plan, tmp_path: Path, trained: str
+) -> None:
+    model = save_image_model(tmp_path / "model", "LLaVA")
+    lora = "--use_peft --target_modules q_proj --train_vision projector"
+    flags = {"all": "--train_vision all", "no text": "--freeze_LLM_only", "projector by LoRA": lora}
+    planned = plan(model, 1, *FLAGS, "--precision", "fp32", *flags[trained].split())
+    weights = 0
+    if trained == "projector by LoRA":
+        weights = 2 * 2 * 8 * 64  # 2 layers, r 8, A and B of 64 x 64
+    for file in model.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            is_projector = "projector" in name
+            is_for_images = is_projector or "vision" in name
+            is_trained = is_projector if "LoRA" in trained else is_for_images or trained == "all"
+            weights += tensor.numel() if is_trained else 0
+    step = held(planned, "optimizer step")
+    assert step["gradients"] == 4 * weights
+    assert step["optimizer state"] == pytest.approx(8 * weights, abs=8 * 100)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -2,34 +2,37 @@
 on the same samples one by one."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import losses, metrics, reproducible_metrics, run_cases, series
-from image_models import FAMILIES, plain_loss, plain_processor, save_image_model, write_samples
+from conftest import (
+    REPOSITORY,
+    losses,
+    metrics,
+    reproducible_metrics,
+    run_cases,
+    series,
+    write_jsonl,
+)
+from image_models import (
+    FAMILIES,
+    FOR_IMAGES,
+    LAYOUTS,
+    case,
+    micro_batches,
+    model_of,
+    norm,
+    plain_loss,
+    plain_processor,
+    save_image_model,
+    write_samples,
+)
 
-FOR_IMAGES = ("vision", "visual", "projector", "connector")  # in names of weights
 LORA = "--use_peft --target_modules all-linear --r 4 --lora_dropout 0 --weight_decay 0".split()
 OTHERS = ("Qwen2.5-VL", "Gemma 3")
-# what the micro-batches are like; with 1 sample per micro-batch some have no image, and with 2 ranks
-# one has no sample
-LAYOUTS = {
-    "padded": "--batching_strategy padding --batch_size_training 5",
-    "padded, one by one": "--batching_strategy padding --batch_size_training 1",
-    "packed": "--batching_strategy packing --batch_size_training 1",
-}
-
-
-def model_of(folder: Path) -> Any:
-    from transformers import AutoModelForMultimodalLM
-
-    return AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def norm(parameters: list[Any]) -> float:
-    return float(torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm())
 
 
 @pytest.fixture(scope="module")
@@ -41,18 +44,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def case(work: Path, family: str, name: str, ranks: int, *more: str) -> list[str]:
-    """Flags of a run."""
-    flags = "--device cpu --context_length 256 --lr 1e-2 --run_validation".split()
-    flags += ["--model_name", str(work / family), "--dataset", str(work / "data" / "chats.jsonl")]
-    flags += ["--output_dir", str(work / "runs" / name), *more]
-    return flags + (["--enable_fsdp"] if ranks > 1 else [])
-
-
 def cases_of(work: Path, family: str, ranks: int) -> list[list[str]]:
     cases = []
     for layout, layout_flags in LAYOUTS.items():
-        steps = 5 // (ranks * int(layout_flags.split()[-1])) + 1
+        steps = micro_batches(layout_flags, ranks)
         flags = f"--precision fp32 --max_train_step 1 --gradient_accumulation_steps {steps}"
         for method, more in (("full", []), ("lora", LORA)):
             name = f"{family}, {layout}, {method}, {ranks}"
@@ -169,3 +164,47 @@ def test_results_load_in_plain_classes_and_a_resumed_run_is_the_same(
     plain, count = plain_loss(model_of(work / family), work / family, data)
     for name in ("8bit", "bf16"):
         assert losses(folder(name))[0] == pytest.approx(plain.item() / count, rel=0.05), name
+
+
+def test_the_guide_names_the_families_that_are_compared_here() -> None:
+    page = (REPOSITORY / "docs" / "guides" / "images.md").read_text()
+    named = set[str]()
+    for line in page.partition("## Families")[2].partition("## ")[0].splitlines():
+        cells = line.split("|")
+        if len(cells) == 6:  # with the empty ones around the four
+            named.update(re.findall(r"`(\w+)`", cells[2]))
+    assert named - {"model_type"} == {family[0] for family in FAMILIES.values()}
+
+
+STREAM = (
+    "--streaming --shuffle_buffer 60 --max_train_step 8 --save_steps 2 --batch_size_training 24"
+)
+
+
+def test_a_stream_with_images_resumes_in_its_second_window_with_the_same_metrics(
+    work: Path,
+) -> None:
+    lines = (work / "data" / "chats.jsonl").read_text().splitlines()
+    rows = []
+    for number in range(300):
+        chat = json.loads(lines[number % len(lines)])
+        chat["messages"][-1]["content"] = f"Number {number}."
+        rows.append(chat)
+    data = write_jsonl(work / "data" / "many.jsonl", rows)
+
+    def run(name: str, *more: str) -> list[str]:
+        flags = case(work, "LLaVA", name, 2, *STREAM.split(), "--precision", "fp32", *more)
+        flags[flags.index("--dataset") + 1] = str(data)
+        return [*flags, "--batching_strategy", "padding"]
+
+    folder = work / "runs" / "stream"
+    # 256 samples are the first window of 6 steps, of which the last one is smaller
+    # the first window has 256 samples, a chunk, and 6 steps
+    resume = str(folder / "checkpoints" / "step-000006")
+    finished = run_cases(work, [run("stream"), run("streamed again", "--resume", resume)], 2)
+    assert (
+        "chats.jsonl" not in finished.output and "is streamed, 60 samples ahead" in finished.output
+    )
+    whole = reproducible_metrics(folder)
+    assert len([line for line in whole if "train/loss" in line]) == 8
+    assert whole == reproducible_metrics(work / "runs" / "streamed again")

@@ -28,7 +28,7 @@ LLAMA_RECIPES_PREFIXES: dict[str, tuple[str, ...]] = {
 LLAMA_RECIPES = set(
     "one_gpu checkpoint_type activation_checkpointing_use_reentrant enable_memory_monitoring save_metrics "
     "memory_monitoring_interval quant_storage num_workers_dataloader task_type inference_mode "
-    "save_optimizer freeze_LLM_only custom_dataset samsum_dataset grammar_dataset alpaca_dataset "
+    "save_optimizer custom_dataset samsum_dataset grammar_dataset alpaca_dataset "
     "llamaguard_toxicchat_dataset llama_adapter_config adapter_len adapter_layers prefix_config "
     "num_virtual_tokens".split()
 )

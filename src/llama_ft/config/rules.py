@@ -164,6 +164,11 @@ RULES: tuple[Rule, ...] = (
         "target_modules, or by exclude_modules in options.",
     ),
     (
+        "train_vision",
+        lambda s: s.use_peft and s.train_vision == "all",
+        "is {}, but with use_peft towers have no adapters. Use train_vision projector, or leave use_peft out.",
+    ),
+    (
         "options",
         lambda s: (
             isinstance(s.target_modules, str)
@@ -316,7 +321,13 @@ Condition = tuple[list[str], str, Callable[[Any], Any]]
 # Fields that have an effect only while another field has a fitting value.
 CONDITIONS: tuple[Condition, ...] = (
     (["num_freeze_layers"], "freeze_layers", bool),
-    (["freeze_layers", "accumulate_unsharded"], "use_peft", lambda value: not value),
+    (
+        ["freeze_layers", "freeze_LLM_only", "accumulate_unsharded"],
+        "use_peft",
+        lambda value: not value,
+    ),
+    (["freeze_layers"], "freeze_LLM_only", lambda value: not value),
+    (["train_vision", "freeze_LLM_only"], "objective", lambda value: value == "sft"),
     (["use_kahan_summation"], "optimizer", lambda value: value == "anyprecision"),
     # fp32 weights lose nothing to rounding
     (["use_kahan_summation"], "precision", lambda value: value == "bf16_pure"),
@@ -356,7 +367,11 @@ CONDITIONS: tuple[Condition, ...] = (
     ),
     (["int8_threshold"], "mode", lambda value: value == "8bit"),
     # the saved adapter's own settings are used
-    (ADAPTER_FIELDS, "from_peft_checkpoint", lambda value: value is None),
+    (
+        [*ADAPTER_FIELDS, "train_vision"],
+        "from_peft_checkpoint",
+        lambda value: value is None,
+    ),
     (["overwrite"], "output_dir", bool),
     (["label_smoothing_factor"], "objective", lambda value: value == "sft"),
     (["beta"], "objective", lambda value: value not in ("sft", "reward")),

@@ -77,6 +77,15 @@ class ModelConfig:
     num_freeze_layers: Count = 1
     """Number of decoder layers that freeze_layers freezes, counted from the input."""
 
+    train_vision: Literal["none", "projector", "all"] = "none"
+    """Parts for images that are trained in addition to the text part, if samples have images:
+    projector connects the tower to the text part; all: the tower, too. With use_peft, projectors are
+    trained whole and saved with the adapter, and all is not supported."""
+
+    freeze_LLM_only: bool = False
+    """Full fine-tuning on images only: freeze the text part, and train the parts for images: all of
+    them, or the projector with train_vision projector."""
+
     use_liger: bool | Literal["auto"] = "auto"
     """Liger's fused kernels for norms, MLPs and rotary embedding; needs CUDA and the liger-kernel
     package. auto: on CUDA without compile, if the package is installed and this is one of the

@@ -75,14 +75,23 @@ class ImageStore:
 
     Args:
         cache: the directory of cached data.
+        is_full: it takes no further image. A stream may be larger than the disk, and the rank that
+            reads a sample is not the one that trains on it.
     """
 
-    def __init__(self, cache: Path) -> None:
+    def __init__(self, cache: Path, is_full: bool = False) -> None:
         self.cache = cache
+        self._is_full = is_full
         self._folder = cache / "images"
 
     def keep(self, content: bytes) -> str:
-        """Return the path of a file with this content."""
+        """Return the path of a file with this content. Raises BadSample if it takes no further
+        image."""
+        if self._is_full:
+            raise BadSample(
+                "its image is in the data itself, which --streaming does not support; write images "
+                "to files and name their paths."
+            )
         name = xxhash.xxh3_128_hexdigest(content)
         path = self._folder / name[:2] / name
         if not path.exists():

@@ -23,6 +23,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -76,9 +78,7 @@ def load_processor(
         UserError: the directory has no processor, or it cannot be used.
     """
     try:
-        kind: Any = processor_class_from_name(_class_name(folder, model_config))
-        if kind is None:
-            raise ValueError("Transformers does not have its class")
+        kind: Any = _processor_class(_class_name(folder, model_config))
         module = sys.modules[kind.__module__]
         if vars(module).get("num2words", str) is None:
             module.num2words = str  # type: ignore[attr-defined]  # SmolVLM calls it for videos only
@@ -120,6 +120,32 @@ def _class_name(folder: Path, model_config: "PretrainedConfig") -> str:
     if known is None:
         raise ValueError(f"no processor is known for model_type {model_config.model_type}")
     return str(known)
+
+
+def _processor_class(name: str) -> Any:
+    """Return a processor's class.
+
+    Without torchvision, Transformers has only a placeholder for Pixtral's, because its file imports one
+    function of a file that imports torchvision. The file for PIL has that function, too.
+    """
+    kind: Any = processor_class_from_name(name)
+    if kind is None:
+        raise ValueError("Transformers does not have its class")
+    if kind.__module__ in sys.modules:
+        return kind
+    for model_type, known in PROCESSOR_MAPPING_NAMES.items():
+        package = f"transformers.models.{model_type}"
+        if known != name or find_spec(f"{package}.image_processing_pil_{model_type}") is None:
+            continue
+        with_torchvision = f"{package}.image_processing_{model_type}"
+        sys.modules[with_torchvision] = import_module(
+            f"{package}.image_processing_pil_{model_type}"
+        )
+        try:
+            return getattr(import_module(f"{package}.processing_{model_type}"), name)
+        finally:
+            del sys.modules[with_torchvision]
+    raise ValueError(f"{name} needs torchvision")
 
 
 class ImageExample(tuple[list[int], list[int]]):
@@ -528,12 +554,9 @@ def open_images(
     not supported. The processor's chat template is the tokenizer's, if the tokenizer has none."""
     parts = [part for source in sources for part in source.parts or (source,)]
     if not any(have_images(part.first_samples) for part in parts):
-        if config.streaming:
-            return None, "--streaming does not support images"
         return None, f"none of the first {SAMPLES_LOOKED_AT} samples has one; put one of them first"
-    if config.streaming:
-        raise UserError("--streaming: samples have images, which streams do not support.")
-    images = Images(load_processor(), ImageStore(cache), config.max_pixels)
+    store = ImageStore(cache, is_full=config.streaming)
+    images = Images(load_processor(), store, config.max_pixels)
     if not tokenizer.chat_template:
         tokenizer.chat_template = images.chat_template
     return images, ""

@@ -186,7 +186,7 @@ def build_on_meta(
         model: settings: attention implementation, trust_remote_code.
         new: tokens for which embedding and LM head get further rows.
         folder: the directory of its weights, which are not read here.
-        with_images: build the parts for images, too; they are frozen.
+        with_images: build the parts for images, too.
 
     Raises:
         UserError: Transformers does not have the model, it has no text decoder, it takes no images,
@@ -212,7 +212,6 @@ def build_on_meta(
         )
     if with_images:
         image_parts = keep_text_part(_make_skeleton(config, model)).modules
-        _freeze(skeleton, image_parts)
     elif is_multimodal:
         left_out = keep_text_part(skeleton)
     if _is_encoder(skeleton, config, is_multimodal):
@@ -228,14 +227,15 @@ def build_on_meta(
             # divided ones.
             replace_method(module, "_rescale_layers", _keep_layers)
     grown = find_growth(skeleton, new)
-    return BuiltModel(skeleton, folder, conversions, left_out, image_parts, grown, has_score)
-
-
-def _freeze(model: PreTrainedModel, parts: list[str]) -> None:
-    """Freeze the parameters of these modules, and parameters of these names."""
-    for name, parameter in model.named_parameters():
-        if any(name == part or name.startswith(f"{part}.") for part in parts):
-            parameter.requires_grad_(False)
+    return BuiltModel(
+        skeleton,
+        folder,
+        conversions,
+        left_out,
+        image_parts=image_parts,
+        grown=grown,
+        has_score=has_score,
+    )
 
 
 def _make_skeleton(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel:

@@ -46,6 +46,11 @@ class ModelRequest:
         return self.storage or PRECISIONS[self.config.train.precision]
 
 
+def is_in(name: str, parts: list[str]) -> bool:
+    """Return whether a parameter is one of `parts`, or belongs to a module among them."""
+    return any(name == part or name.startswith(f"{part}.") for part in parts)
+
+
 def settings_to_read(config: Config, trust_remote_code: bool) -> Config:
     """Return a run's settings for its model when it is only read: without quantization, packing and
     whatever else changes only how training computes."""
@@ -118,6 +123,8 @@ class BuiltModel:
     # Names of the outermost modules and parameters of a multimodal model outside of its text part:
     # towers and projector. Empty unless they are built, because samples have images.
     image_parts: list[str] = field(default_factory=list)
+    # By choose_trained_parts: those among them, or within them, that are trained
+    trained_image_parts: list[str] = field(default_factory=list)
     grown: GrownRows | None = None  # parameters with fewer rows in the checkpoint
     has_score: bool = False  # a reward model's head in place of the LM head
     # By the steps of the same names
@@ -131,6 +138,15 @@ class BuiltModel:
     # by apply_fsdp: modules whose unit stays unsharded between the micro-batches of a step
     kept_unsharded: list[nn.Module] = field(default_factory=list)
     stored: StoredModel = StoredModel({}, {})  # load_weights
+
+    @property
+    def trained_image_weights(self) -> list[nn.Parameter]:
+        """The trained parameters of `trained_image_parts`."""
+        found = []
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and is_in(name, self.trained_image_parts):
+                found.append(parameter)
+        return found
 
     @property
     def image_modules(self) -> list[nn.Module]:

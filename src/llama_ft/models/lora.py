@@ -81,6 +81,10 @@ def inject_lora(
         whole = {SCORE, *(settings.modules_to_save or ())} - {"classifier"}
         settings.task_type = "SEQ_CLS"
         settings.modules_to_save = sorted(whole)
+    modules = dict(model.named_modules())
+    projectors = [name for name in built.trained_image_parts if name in modules]
+    if projectors and not saved:
+        settings.modules_to_save = [*(settings.modules_to_save or ()), *projectors]
     _check_names(model, settings)
     _check_excluded(model, peft)
     if saved:

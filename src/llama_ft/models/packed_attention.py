@@ -145,7 +145,10 @@ def _end(*_: Any) -> None:
 def _mask_if_given(
     make_mask: Callable[..., torch.Tensor | None], **arguments: Any
 ) -> torch.Tensor | None:
-    """Return no mask for packed sequences, else Transformers' own, which may be chunked."""
+    """Return no mask for packed sequences, else Transformers' own, which may be chunked. A mask that
+    is more than causal is lost, such as that of Gemma 3, in which tokens of an image see each other:
+    `check_packing` notices it, and lets attention compute each sample with its part of Transformers'
+    mask."""
     return None if current_samples() is not None else make_mask(**arguments)
 
 

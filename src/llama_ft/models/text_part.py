@@ -148,7 +148,7 @@ def keep_text_part(model: PreTrainedModel) -> LeftOut:
 
     def take_out_towers(owner: nn.Module) -> None:
         for name, child in list(owner.named_children()):
-            parts = [part for part in child.children() if _contains_model(part)]
+            parts = [part for part in child.children() if contains_model(part)]
             holds_text = _holds(child, embedding) or _holds(child, head)
             holds_several_models = len(parts) > 1 and not _is_model(child)
             if holds_text or holds_several_models:
@@ -186,7 +186,8 @@ def _is_model(module: nn.Module) -> bool:
     return isinstance(module, PreTrainedModel)
 
 
-def _contains_model(module: nn.Module) -> bool:
+def contains_model(module: nn.Module) -> bool:
+    """Return whether a module is, or contains, a model of Transformers, such as a tower."""
     return any(_is_model(part) for part in module.modules())
 
 

@@ -60,11 +60,16 @@ def predict(request: PlanRequest, build_model: models.BuildModel, quick: bool = 
         )
         plan_with = partial(_plan_with, request, build_model)
         # layers of towers cannot be left out
-        quick = quick and not request.with_images
+        quick = quick and not _has_images(request)
         plan = _plan_quickly(plan_with, model_config, request.config, quick)
         if isinstance(reference_of(request.config), StoredReference):
             plan = _with_reference(plan, request, build_model, quick)
         return plan
+
+
+def _has_images(request: PlanRequest) -> bool:
+    """Return whether the parts for images are built."""
+    return request.with_images or models.trains_images(request.config.model)
 
 
 def reference_of(config: Config) -> object:
@@ -159,7 +164,7 @@ def _plan_with(request: PlanRequest, build_model: models.BuildModel, layers: int
     with _fake_world(request) as ranks, planned_models(headers, request.device), tracker.planning():
         models.choose_head(model_config, config.preference.objective)
         asked = models.ModelRequest(
-            config, request.folder, model_config, new_tokens, with_images=request.with_images
+            config, request.folder, model_config, new_tokens, with_images=_has_images(request)
         )
         built = build_model(asked, ranks, tracker)
         model = built.model
@@ -226,6 +231,12 @@ def _two_steps(
     optimizer.zero_grad()
     tracker.assign(states_of(optimizer), "optimizer state")
     tracker.peaks = {"load": tracker.peaks["load"]}
+    # Planned batches have no image, so the backward pass does not reach these parts.
+    for parameter in built.trained_image_weights:
+        parameter.grad = torch.zeros_like(parameter)
+        tracker.assign([parameter.grad], "gradients")
+    if built.trained_image_weights:
+        model.enable_input_require_grads()  # gradients flow back to them through the text part
 
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
     scale = training.TrainState(settings).scale.factor

@@ -83,6 +83,10 @@ class Setup:
             log.warning(warning)
         if dataset.images is not None:
             training.check_image_settings(config)
+        elif models.trains_images(config.model):
+            raise UserError(
+                "--train_vision and --freeze_LLM_only: no sample has images. Leave them out."
+            )
         if self.ranks.is_main:
             checkpoint.check_export(model_config, tokenizer, folder)
         is_packed = config.data.batching_strategy == "packing"

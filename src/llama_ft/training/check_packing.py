@@ -32,6 +32,8 @@ SPAN = re.compile("sliding_window|chunk_size|index_topk")
 TOLERANCE_FP32 = 1e-3
 TOLERANCE_ROUNDED = 0.05
 TOLERANCE_LOSS = 0.01  # of a sum over about fifty targets, with logits rounded to 16 bits
+# number of a sample, and some of its positions, int64 [positions]
+Part = tuple[int, torch.Tensor]
 
 
 @torch.no_grad()
@@ -66,7 +68,7 @@ def check_packing(
     compared: _TextSamples | _ImageSamples = _TextSamples(built, samples, longest, device)
     if images is not None:
         compared = _ImageSamples(built, samples, images, device)
-    positions = _last_positions(compared.lengths).to(device)
+    positions = _in_sequence(compared.parts, compared.lengths).to(device)
     model.eval()
     for mixer in mixers.with_kernels:
         # Mamba has other kernels for training; dropout is in a child and stays off
@@ -75,9 +77,8 @@ def check_packing(
     # that of Transformers
     mixers.config._attn_implementation = (attention or "").removeprefix("packed_") or None
     alone = []
-    for number, length in enumerate(compared.lengths):
-        own_positions = _last_positions([length]).to(device)
-        alone.append(_logits(built, compared.alone(number), own_positions))
+    for number, own_positions in compared.parts:
+        alone.append(_logits(built, compared.alone(number), own_positions.to(device)))
     mixers.config._attn_implementation = attention
     _check_values(built, alone)
     is_quantized = any(isinstance(module, QuantizedLinear) for module in model.modules())
@@ -114,6 +115,7 @@ class _TextSamples:
 
     Attributes:
         lengths: tokens of each sample.
+        parts: what is compared: number of a sample, and some of its positions, int64 [positions].
     """
 
     def __init__(
@@ -123,6 +125,9 @@ class _TextSamples:
         self._parts = _samples_to_compare(built.model, samples, longest)
         self._device = device
         self.lengths = [len(part) for part in self._parts]
+        self.parts: list[Part] = []
+        for number, length in enumerate(self.lengths):
+            self.parts.append((number, _last_positions(length)))
 
     def alone(self, number: int) -> dict[str, Any]:
         """Return the arguments for one sample."""
@@ -158,6 +163,23 @@ class _ImageSamples:
         self._chosen = self._chosen[:COMPARED_SAMPLES]
         lengths = pyarrow.compute.list_value_length(first["input_ids"]).to_pylist()
         self.lengths = [lengths[number] for number in self._chosen]
+        self.parts: list[Part] = []
+        for number, length in enumerate(self.lengths):
+            self.parts.append((number, _last_positions(length)))
+            of_images = self._of_images(number)
+            if len(of_images):
+                self.parts.append((number, of_images))
+
+    def _of_images(self, number: int) -> torch.Tensor:
+        """Return the first positions of a sample's images. In Gemma 3, tokens of an image see later
+        ones of it, and packed attention is causal. The last tokens of the sample hardly show it."""
+        batch = collate(self._samples, [self._chosen[number]], 0, False, self._images)
+        assert batch.images is not None
+        length = self.lengths[number]
+        is_image = torch.zeros(length, dtype=torch.bool)
+        for values in batch.images.per_token.values():
+            is_image |= values[0, :length] != 0
+        return is_image.nonzero().flatten()[:TOKENS]
 
     def alone(self, number: int) -> dict[str, Any]:
         """Return the arguments for one sample."""
@@ -189,7 +211,7 @@ def _packed_logits(
 
 
 def _largest_difference(packed: torch.Tensor, alone: list[torch.Tensor]) -> float:
-    """Return the largest mean difference of a sample's logits, over their standard deviation."""
+    """Return the largest mean difference of a part's logits, over their standard deviation."""
     packed_parts = packed.split([len(logits) for logits in alone])
     differences = []
     for expected, found in zip(alone, packed_parts, strict=True):
@@ -251,18 +273,19 @@ def _samples_to_compare(
     return parts
 
 
-def _last_positions(lengths: list[int]) -> torch.Tensor:
-    """Return the last few positions of each sample in their sequence."""
-    positions = []
-    end = 0
-    for length in lengths:
-        end += length
-        positions.append(torch.arange(end - min(length, TOKENS), end))
-    return torch.cat(positions)
+def _last_positions(length: int) -> torch.Tensor:
+    """Return the last few positions of a sample."""
+    return torch.arange(length - min(length, TOKENS), length)
+
+
+def _in_sequence(parts: list[Part], lengths: list[int]) -> torch.Tensor:
+    """Return the positions of parts of samples in the packed sequence. `lengths`: of all samples."""
+    moved = [positions + sum(lengths[:number]) for number, positions in parts]
+    return torch.cat(moved)
 
 
 def _logits(built: BuiltModel, inputs: dict[str, Any], positions: torch.Tensor) -> torch.Tensor:
-    """Return float32 [positions, vocab], or scores [positions, 1], of the last tokens of each sample.
+    """Return float32 [positions, vocab], or scores [positions, 1], of a few tokens of each sample.
     Those of a whole window of tokens would take gigabytes."""
     model = built.model
     can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -1,0 +1,56 @@
+"""Iterates over a stream of samples with images as the training loop does, and writes down its memory:
+model, data, number of steps, file for the result."""
+
+import json
+import re
+import sys
+from functools import partial
+from pathlib import Path
+
+from transformers import AutoConfig, AutoTokenizer
+
+from llama_ft import data, runtime
+from llama_ft.config import Config, DataConfig, TrainConfig
+
+SAMPLES = 16  # per step
+
+
+def anonymous_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    found = re.search(r"RssAnon:\s+(\d+)", status)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def main(model: Path, file: Path, steps: int, result: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    load = partial(data.load_processor, model, AutoConfig.from_pretrained(model), tokenizer)
+    with runtime.start("cpu", 1, False, None, 60) as ranks:
+        config = DataConfig(
+            dataset=str(file), streaming=True, batching_strategy="padding", shuffle_buffer=256
+        )
+        request = data.DataRequest(
+            context_length=200, want_validation=False, load_processor=load, no_images=""
+        )
+        tokenized = data.prepare(config, tokenizer, request, cache=file.parent / "cache")
+        whole = Config(
+            train=TrainConfig(max_train_step=steps, batch_size_training=SAMPLES), data=config
+        )
+        layout = data.training_layout(whole, 200, 0, ranks, tokenized.images)
+        batches = data.plan_training(whole, tokenized, layout, SAMPLES, None, ranks)
+        sizes = []
+        images = 0
+        pixel_bytes = 0
+        with data.Prefetcher(batches.steps(1, steps, {})) as ready:
+            for step in ready:
+                for batch in step.batches:
+                    assert batch.images is not None
+                    images += len(batch.images.others["image_grid_thw"])
+                    pixel_bytes += batch.images.others["pixel_values"].nbytes
+                sizes.append(anonymous_bytes())
+    found = {"images": images, "pixel_bytes": pixel_bytes, "sizes": sizes}
+    result.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
