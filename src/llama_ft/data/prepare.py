@@ -80,6 +80,8 @@ class TokenizedData:
     # validation sets that have names; each is the `train` of its data
     named: dict[str, "TokenizedData"] = field(default_factory=dict)
     hashes: Path | None = None  # file of the hashes of the training samples
+    # the training samples before tokenization, and what tokenizes them
+    untokenized: tuple[Source, Encoder] | None = None
 
     @property
     def validations(self) -> dict[str, Dataset]:
@@ -261,6 +263,7 @@ def prepare(
         warnings=tuple(warnings),
         named=named,
         hashes=None if config.streaming else hashes,
+        untokenized=(source, encoder),
         images=images,
     )
 
