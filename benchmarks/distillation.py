@@ -2,7 +2,7 @@
 student on the same text alone.
 
     make quickstart                                        # builds the model once
-    python benchmarks/distillation.py                      # two runs per seed
+    python benchmarks/distillation.py                      # two runs per seed, in output/distillation
     python benchmarks/distillation.py --print              # only the commands, one per line
 
 Both runs of a seed see the same batches in the same order. The first run with a teacher stores its
@@ -12,6 +12,7 @@ the validation loss, the plain cross-entropy, before and after, per seed.
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -27,8 +28,8 @@ from llama_ft.data.smollm2 import build_smollm2  # noqa: E402
 
 FLAGS = (
     "--dataset demo --max_samples 600 --validation 0.1 --context_length 256 --batch_size_training 4 "
-    "--max_train_step 32 --eval_steps 32 --val_batch_size 4 --lr 1e-3 --warmup_ratio 0.1 "
-    "--gradient_clipping --precision bf16_mixed --save_model False --save_steps 0"
+    "--max_train_step 24 --eval_steps 24 --val_batch_size 4 --lr 1e-3 --warmup_ratio 0.1 "
+    "--gradient_clipping --precision bf16_mixed --save_model False --save_steps 0 --no_plan"
 )
 DISTILL = "--objective distill --distill_weight 0.5"
 
@@ -65,6 +66,7 @@ def main() -> None:
     asked = parser.parse_args()
     asked.folder = asked.folder.resolve()
     seeds = [int(seed) for seed in asked.seeds.split(",")]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
     teacher = build_smollm2(cache_dir())
     if not (asked.folder / "student" / "config.json").exists():
         write_student(str(teacher), str(asked.folder / "student"))
@@ -72,7 +74,7 @@ def main() -> None:
         if asked.print:
             print(shlex.join(command))
         elif not validation_losses(asked.folder / name):
-            subprocess.run(command, check=True, cwd=REPOSITORY)
+            subprocess.run(command, check=True, cwd=REPOSITORY, env=environment)
     print("| seed | before | on the text alone | distilled | difference |")
     print("|---|---|---|---|---|")
     for seed in seeds:

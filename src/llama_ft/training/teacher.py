@@ -275,7 +275,11 @@ class TeacherPass:
         request = models.ModelRequest(config, folder, model_config, purpose="reference")
         built = build_model(request, ranks, memory)
         memory.enter("evaluation")
-        self._store(path, fingerprint, self._batches_of(built))
+        writers = list[TeacherWriter]()
+        self._on_each_node(lambda: writers.append(self._new_writer(path, fingerprint)))
+        with _abandoned_on_error(writers):
+            self._write(writers, self._batches_of(built))
+            self._on_each_node(lambda: finish(writers))
         del built
         gc.collect()  # FSDP units and modules refer to each other
         torch.cuda.empty_cache()
@@ -320,46 +324,53 @@ class TeacherPass:
         identity = hashlib.sha256(source.identity.encode()).hexdigest()
         fingerprint = fingerprint | {"column": identity}
         path, is_valid = self._new_file(fingerprint)
-        if not is_valid:
-            vocabulary = self._vocabulary or len(self._tokenizer)
-            found = column_of_samples(self._dataset, self._config, vocabulary)
-            self._store(path, fingerprint, ([batch] for batch in found))
+        # No collective: it would time out, because reading much data takes long.
+        with self._ranks.local_main_process_first():
+            if self._ranks.local_rank == 0 and not is_valid:
+                vocabulary = self._vocabulary or len(self._tokenizer)
+                found = column_of_samples(self._dataset, self._config, vocabulary)
+                writers = [self._new_writer(path, fingerprint)]
+                with _abandoned_on_error(writers):
+                    self._write(writers, ([of_sample] for of_sample in found))
+                    finish(writers)
         return path
 
-    def _store(self, path: Path, fingerprint: dict[str, Any], found: Iterable[list[Any]]) -> None:
-        """Write a file, once per node. `found`: see `_batches_of`."""
+    def _new_writer(self, path: Path, fingerprint: dict[str, Any]) -> TeacherWriter:
         samples = _training_samples(self._dataset)
         targets = samples.with_format("arrow")[:]["target_tokens"].to_numpy()
-        writers = list[TeacherWriter]()
+        return TeacherWriter(path, fingerprint, keys_of(samples), targets)
 
-        def create() -> None:
-            writers.append(TeacherWriter(path, fingerprint, keys_of(samples), targets))
-
-        def finish() -> None:
-            for writer in writers:
-                writer.finish()
-
-        self._on_each_node(create)
+    def _write(self, writers: list[TeacherWriter], found: Iterable[list[Any]]) -> None:
+        """Write what `_batches_of` yields, with the writer of this rank if it has one."""
+        total = len(_training_samples(self._dataset))
         count = 0
         logged = time.monotonic()
-        try:
-            for parts in found:
-                for indices, token_ids, log_probabilities in parts:
-                    for writer in writers:
-                        writer.write(indices, token_ids, log_probabilities)
-                    count += len(indices)
-                if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
-                    logged = time.monotonic()
-                    log.info(f"teacher: {count:,} of {plural(len(samples), 'sample')}")
-            if count != len(samples):
-                raise RunFailure(
-                    f"teacher: {count:,} of {plural(len(samples), 'sample')} computed."
-                )
-            self._on_each_node(finish)
-        except BaseException:
-            for writer in writers:
-                writer.abandon()
-            raise
+        for parts in found:
+            for indices, token_ids, log_probabilities in parts:
+                for writer in writers:
+                    writer.write(indices, token_ids, log_probabilities)
+                count += len(indices)
+            if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
+                logged = time.monotonic()
+                log.info(f"teacher: {count:,} of {plural(total, 'sample')}")
+        if count != total:
+            raise RunFailure(f"teacher: {count:,} of {plural(total, 'sample')} computed.")
+
+
+@contextlib.contextmanager
+def _abandoned_on_error(writers: list[TeacherWriter]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for writer in writers:
+            writer.abandon()
+        raise
+
+
+def finish(writers: list[TeacherWriter]) -> None:
+    """Finish the file of this rank, if it writes one."""
+    for writer in writers:
+        writer.finish()
 
 
 @torch.no_grad()
