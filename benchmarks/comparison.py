@@ -385,8 +385,8 @@ class Comparison:
         return result
 
     def time_turns(self, what: Training) -> dict[str, list[dict[str, float]]]:
-        """Both sides in turns for a few steps, without evaluations. The end of the last
-        step is before the model is saved."""
+        """Both sides in turns for a few steps, without evaluations. Nothing is saved: copies for a
+        checkpoint would be the highest memory."""
         file = self.folder / f"{what.name}-turns.json"
         asked = self.asked
         turns: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
@@ -404,7 +404,7 @@ class Comparison:
                     result = self.run_trl(what, output, is_timed=True)
                 else:
                     more = {"max_train_step": asked.timed_steps, "run_validation": False}
-                    more["save_every_epoch"] = False
+                    more["save_model"] = False
                     result = self.run_llama_ft(what, output, **more)
                 seconds = result["ends"][-1] - result["ends"][WARMUP_TIMED - 1]
                 cpu_seconds = cpu_at(result, -1) - cpu_at(result, WARMUP_TIMED - 1)

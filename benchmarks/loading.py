@@ -69,12 +69,13 @@ TARGETS: dict[str, tuple[str, PeftConfig, QuantizationConfig]] = {
     "4bit": ("bf16_mixed", LORA, QuantizationConfig(mode="4bit")),
 }
 Device = Literal["auto", "cuda", "cpu"]
-Format = Literal["fp8", "int4", "mxfp4"]
+Format = Literal["fp8", "int4", "mxfp4", "gptq"]
 INT4_GROUP = 32
 # quantization_config of each format
 NOTES: dict[Format, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "mxfp4": {"quant_method": "mxfp4"},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": INT4_GROUP},
     "int4": {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -296,6 +297,15 @@ def codes_and_scales(form: Format, name: str, shape: tuple[int, ...]) -> dict[st
         scale = torch.rand(-(-rows // 128), -(-columns // 128))
         return {name: codes.view(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
     words = torch.randint(-(2**31), 2**31, (rows, columns // 8))
+    if form == "gptq":
+        prefix = name.removesuffix("weight")
+        groups = columns // INT4_GROUP
+        return {
+            f"{prefix}qweight": words.int().T.contiguous(),
+            f"{prefix}qzeros": torch.full((groups, rows // 8), 0x77777777, dtype=torch.int32),
+            f"{prefix}scales": torch.rand(groups, rows).half(),
+            f"{prefix}g_idx": torch.arange(columns, dtype=torch.int32) // INT4_GROUP,
+        }
     return {
         f"{name}_packed": words.int(),
         f"{name}_scale": torch.rand(rows, columns // INT4_GROUP).bfloat16(),

@@ -1,5 +1,5 @@
-"""config.json of the models that configs/ names, with what has a shape in it, as published on the
-hub."""
+"""config.json of the models that configs/ and the guide to models name, with what has a shape in it,
+as published on the hub."""
 
 import json
 from pathlib import Path
@@ -95,11 +95,51 @@ PARAMETERS = {
     "google/gemma-3-4b-it": 3_880_263_168,
 }
 
+# Models that are published quantized. What is not set is Transformers' default: that of gpt-oss-120b,
+# and of DeepSeek V3.
+GPT_OSS = {
+    "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"],
+    "quantization_config": {"quant_method": "mxfp4"},
+}  # fmt: skip
+DEEPSEEK_V3 = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
+FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+INT4_GROUPS = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}},
+}  # fmt: skip
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Qwen3-8B-FP8": CONFIGS["Qwen/Qwen3-8B"] | {"quantization_config": FP8_BLOCKS},
+    "Devstral Small 2 (24B)": {
+        "model_type": "ministral3", "architectures": ["Ministral3ForCausalLM"], "vocab_size": 131_072,
+        "hidden_size": 5120, "intermediate_size": 32_768, "num_hidden_layers": 40, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": None},
+    },
+    "gpt-oss-20b": GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": GPT_OSS,
+    "DeepSeek V3": DEEPSEEK_V3 | {"quantization_config": FP8_BLOCKS},
+    "Kimi K2 Thinking": DEEPSEEK_V3 | {
+        "model_type": "kimi_k2", "vocab_size": 163_840, "num_attention_heads": 64, "num_key_value_heads": 64,
+        "n_routed_experts": 384, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        "quantization_config": INT4_GROUPS,
+    },
+}  # fmt: skip
+# As the models' pages count them, of DeepSeek V3 without the layer for multi-token prediction and
+# without the 58 x 256 biases of its routers, which are buffers.
+PARAMETERS |= {
+    "Qwen3-8B-FP8": 8_190_735_360,
+    "Devstral Small 2 (24B)": 23_572_403_200,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "DeepSeek V3": 671_026_419_200 - 58 * 256,
+}
+
 
 def write_config(folder: Path, model_name: str) -> Path:
     """A model's folder with config.json and no weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIGS[model_name] | {"dtype": "bfloat16"}))
+    settings = (CONFIGS | PUBLISHED)[model_name]
+    (folder / "config.json").write_text(json.dumps(settings | {"dtype": "bfloat16"}))
     return folder
 
 

@@ -4,6 +4,7 @@ BRAKE: a file with the seconds that every step takes at least; the test may chan
 HOLD_AT: before this step, the run waits to be killed.
 SLOW_RANK: each step takes this rank twice as long as its own work, and at least 0.1 s longer: it waits
 for its data (LATE=data), or computes (LATE=computing).
+STORE_SECONDS: how long --save_to waits for an answer.
 """
 
 import os
@@ -18,6 +19,7 @@ sys.path.append(str(Path(__file__).parent))
 
 from conftest import RECIPE, load_script
 
+from llama_ft.checkpoint import store
 from llama_ft.config.parse import as_keywords
 from llama_ft.observe import flops
 from llama_ft.run import TrainingRun
@@ -53,4 +55,6 @@ if __name__ == "__main__":
     late = os.environ.get("LATE")
     TrainingRun.begin_step = slowly  # type: ignore[method-assign]
     flops.SECONDS_MEASURED = 0.0
+    default = store.SECONDS_WITHOUT_PROGRESS
+    store.SECONDS_WITHOUT_PROGRESS = float(os.environ.get("STORE_SECONDS", default))
     load_script(RECIPE).main(**as_keywords(sys.argv[1:]))

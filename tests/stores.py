@@ -111,9 +111,11 @@ class CuttingProxy:
     Attributes:
         port: where it listens.
         cuts: connections that it has cut so far.
+        is_silent: if set, all connections stay open, and nothing is forwarded.
     """
 
-    def __init__(self, target: int, most_bytes: int) -> None:
+    def __init__(self, target: int, most_bytes: int = 2**60) -> None:
+        self.is_silent = False
         self.target = target
         self.most_bytes = most_bytes
         self.cuts = 0
@@ -139,6 +141,8 @@ class CuttingProxy:
         """Forward in one direction. `left` are the bytes until the cut, of both directions."""
         with suppress(OSError):  # the other direction was cut
             while data := source.recv(65536):
+                if self.is_silent:
+                    continue
                 sink.sendall(data[: left[0]])
                 left[0] -= len(data)
                 if left[0] <= 0:

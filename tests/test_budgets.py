@@ -15,10 +15,21 @@ LONGEST_FILE = 600  # lines
 # Tokens per folder: names, operators, numbers and strings, without docstrings and comments. Lines
 # are free. Whoever needs more raises the number in the same commit and says why.
 TOKENS = {
-    "": 3200, "check": 3700, "checkpoint": 22_200, "config": 15_400, "data": 36_000, "evaluation": 3400,
-    "inference": 6200, "models": 49_000, "observe": 11_100, "plan": 16_000, "report": 4800,
-    "run": 5600, "runtime": 9500, "training": 25_000,
-}  # fmt: skip
+    "": 3200,
+    "check": 3700,
+    "checkpoint": 22_400,
+    "config": 15_400,
+    "data": 36_000,
+    "evaluation": 3400,
+    "inference": 6200,
+    "models": 51_500,
+    "observe": 11_800,
+    "plan": 16_200,
+    "report": 4800,
+    "run": 5600,
+    "runtime": 9500,
+    "training": 25_000,
+}
 UNCOUNTED = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -206,7 +206,7 @@ def test_the_commands_load_and_start_one_rank_per_gpu(stem: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_model_shapes_have_the_parameter_counts_of_the_hub(name: str, tmp_path: Path) -> None:
     from llama_ft.models import build_on_meta, load_model_config
 

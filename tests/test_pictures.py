@@ -19,7 +19,7 @@ from pictures import curves, draw, memory, plans, recording  # noqa: E402
 NAMES = list(draw.PICTURES)
 LARGEST = 300_000  # bytes
 SMALLEST_TEXT = 13  # px
-PAGES = ("README.md", "docs/guides/memory.md", "docs/guides/packing-and-streaming.md",
+PAGES = ("README.md", "docs/index.md", "docs/guides/memory.md", "docs/guides/packing-and-streaming.md",
          "docs/concepts/sharding.md", "docs/development/benchmarks.md", "docs/guides/hyperparameters.md")  # fmt: skip
 
 

@@ -108,6 +108,22 @@ def test_a_release_needs_the_version_of_its_tag(
     assert error in done.stderr
 
 
+def test_pypi_gets_the_package_alone_and_the_release_everything() -> None:
+    script = script_of("release", "Write the lock file and the SBOM")
+    written = re.findall(r"--output-file (\S+)", script)
+    assert written == ["release/requirements.lock", "release/sbom.cdx.json"]
+    jobs = read_workflow("release")["jobs"]
+    downloads = {}
+    for job in ("pypi", "github"):
+        [downloads[job]] = [
+            step["with"]
+            for step in jobs[job]["steps"]
+            if "actions/download-artifact@" in step.get("uses", "")
+        ]
+    assert downloads["pypi"] == {"name": "dist", "path": "dist/"}
+    assert downloads["github"] == {"path": "."}  # a folder per artifact
+
+
 @pytest.mark.parametrize("open_issue", ["", "7"])
 def test_one_issue_is_opened_for_the_newest_versions(open_issue: str, tmp_path: Path) -> None:
     # In place of GitHub's command: it notes how it was called, and answers `gh issue list`.

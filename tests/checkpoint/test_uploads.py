@@ -1,15 +1,22 @@
 """Checkpoints in a store, with a process group of one, real files, and S3 servers that fail."""
 
+import asyncio
+import dataclasses
 import logging
 import os
 import shutil
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import fsspec
 import pytest
 import torch
+import torch.distributed as dist
+from fsspec.asyn import AsyncFileSystem
+from fsspec.callbacks import Callback
 from torch.distributed.launcher.api import LaunchConfig
 
 from llama_ft.checkpoint import (
@@ -20,7 +27,7 @@ from llama_ft.checkpoint import (
     upload_grace_seconds,
 )
 from llama_ft.checkpoint.resume import find_checkpoint
-from llama_ft.checkpoint.store import read_commits
+from llama_ft.checkpoint.store import NoAnswer, read_commits
 from llama_ft.config import CheckpointConfig
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.runtime import Ranks
@@ -270,6 +277,76 @@ def test_an_upload_is_abandoned_when_the_time_is_over(
     run.writer.finish_uploads(0.3)
     assert "The upload of step-000005 was abandoned after 0 s" in warnings[-1]
     assert "is step-000003" in warnings[-1]
+
+
+def test_a_store_that_stops_answering_is_one_warning_and_the_run_ends(
+    start: Callable[..., Run],
+    aws: socket.socket,
+    monkeypatch: pytest.MonkeyPatch,
+    warnings: list[str],
+) -> None:
+    monkeypatch.setattr("llama_ft.checkpoint.store.SECONDS_WITHOUT_PROGRESS", 0.2)
+    run = start()
+    run.uploads.store = ObjectStore("s3://bucket/run", "--save_to")
+    run.save(3)
+    [warning] = warnings
+    assert "step-000003 was not uploaded" in warning and "no progress for" in warning
+    assert run.uploads.describe().startswith("Not uploaded to s3://bucket/run: step-000003")
+
+
+class SlowStore(AsyncFileSystem):
+    """A store that takes several parts of a file, or hangs after the first."""
+
+    protocol = "slow"
+    hangs = False
+    cancelled = threading.Event()
+
+    async def _put_file(self, lpath: str, rpath: str, callback: Callback, **more: object) -> None:
+        try:
+            for _ in range(6):
+                await asyncio.sleep(3600 if self.hangs else 0.2)
+                callback.relative_update(1)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+
+def test_only_a_request_without_progress_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsspec.register_implementation("slow", SlowStore, clobber=True)
+    store = ObjectStore("slow://run", "--save_to")
+    file = tmp_path / "file"
+    file.write_text("content")
+    monkeypatch.setattr("llama_ft.checkpoint.store.SECONDS_WITHOUT_PROGRESS", 1.0)
+    store.put_file(file, "name")  # takes longer in all
+    monkeypatch.setattr(SlowStore, "hangs", True)
+    with pytest.raises(NoAnswer, match="no progress for 1 s"):
+        store.put_file(file, "name")
+    assert SlowStore.cancelled.wait(60)
+
+
+def test_uploads_end_with_a_warning_if_those_of_another_rank_have_ended(
+    start: Callable[..., Run], tmp_path: Path, runtime: Ranks, warnings: list[str]
+) -> None:
+    start().save(3)
+    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    lost = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    both = list[Uploads]()
+    for rank in (0, 1):
+        ranks = dataclasses.replace(runtime, rank=rank, world_size=2, store=meeting)
+        store = ObjectStore(f"file://{tmp_path}/two", "--save_to")
+        both.append(Uploads(store, tmp_path / "run", 2, 0, ranks))
+    both[1]._board = lost.clone()
+    del lost
+    for uploads in both:
+        uploads.add(3)
+    both[0].finish()
+    [warning] = warnings
+    assert "no more uploads (rank 1: " in warning and "The run continues" in warning
+    assert "later checkpoints" in both[0].describe() and not read_commits(both[0].store)
+    both[0].add(3)  # is not kept on the disk for an upload that never comes
+    assert both[0].in_use() == set()
 
 
 @pytest.mark.parametrize("seconds", ["", "240"])

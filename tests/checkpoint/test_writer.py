@@ -19,6 +19,7 @@ from llama_ft.checkpoint.safetensors_file import SafetensorsFile
 from llama_ft.checkpoint.writer import RESERVED_BYTES
 from llama_ft.config import CheckpointConfig, TrainConfig
 from llama_ft.errors import RunFailure
+from llama_ft.observe.memory import memory_use, reset_peaks
 from llama_ft.runtime import Ranks
 from llama_ft.training import build_optimizer
 
@@ -79,6 +80,33 @@ def test_checkpoints_left_by_a_killed_run_are_deleted_at_the_next_start(
             writer.save(step, model, optimizer, STATE)
     with new_writer(keep_last=2):
         assert names(tmp_path) == {"step-000004", "step-000005"}
+
+
+def test_a_checkpoint_that_training_waits_for_is_written_without_copies(
+    new_writer: Callable[..., CheckpointWriter], tmp_path: Path
+) -> None:
+    model = torch.nn.Linear(4096, 4096)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4096)).sum().backward()
+    optimizer.step()
+    state_bytes = 3 * 4 * 4096 * 4097
+    cpu = torch.device("cpu")
+
+    def save(step: int, is_final: bool, **settings: bool) -> float:
+        """Return by how much of the state's bytes memory grows."""
+        with new_writer(**settings) as writer:
+            reset_peaks(cpu)
+            before = memory_use(cpu).resident_peak
+            writer.save(step, model, optimizer, STATE, is_final=is_final)
+        return (memory_use(cpu).resident_peak - before) / state_bytes
+
+    save(1, is_final=False)  # what torch allocates once
+    assert save(2, is_final=False) > 0.9
+    assert save(3, is_final=True) < 0.2
+    assert save(4, is_final=False, save_async=False) < 0.2
+    folders = [tmp_path / "checkpoints" / f"step-00000{step}" for step in (2, 3, 4)]
+    copied, final, waited = ((folder / shard_file(0)).read_bytes() for folder in folders)
+    assert copied == final == waited
 
 
 def test_a_failed_save_is_reported_at_the_next_step_and_keeps_the_old_checkpoint(

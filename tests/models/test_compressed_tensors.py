@@ -22,6 +22,8 @@ pytestmark = pytest.mark.skipif(not HAS_LIBRARY, reason="compressed-tensors is n
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+NVFP4 = MXFP4 | {"strategy": "tensor_group", "group_size": 16}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "int4": ("pack-quantized", INT4),
     "int4 with zero points": ("pack-quantized", INT4 | {"symmetric": False}),
@@ -39,6 +41,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "fp8 per channel": ("float-quantized", FP8),
     "fp8 per tensor": ("float-quantized", FP8 | {"strategy": "tensor"}),
+    "mxfp4": ("mxfp4-pack-quantized", MXFP4),
+    "nvfp4": ("nvfp4-pack-quantized", NVFP4),
     "fp8 in blocks": ("float-quantized", FP8 | {"strategy": "block", "block_structure": [128, 64]}),
 }
 SHAPE = LLAMA | {"intermediate_size": 320}  # blocks of 128 rows are not whole at the edge
@@ -46,7 +50,7 @@ SHAPE = LLAMA | {"intermediate_size": 320}  # blocks of 128 rows are not whole a
 
 def grid_of(weights: dict[str, Any], rows: int, columns: int) -> tuple[int, ...]:
     strategy = weights["strategy"]
-    if strategy == "group":
+    if strategy in ("group", "tensor_group"):
         return rows, columns // weights["group_size"]
     if strategy == "channel":
         return rows, 1
@@ -78,7 +82,13 @@ def publish_compressed(folder: Path, form: str, weights: dict[str, Any]) -> dict
     def compress(name: str, tensor: torch.Tensor) -> Tensors:
         rows, columns = tensor.shape
         grid = grid_of(weights, rows, columns)
-        state = {"weight": tensor, "weight_scale": (torch.rand(grid) * 1e-2 + 1e-3).bfloat16()}
+        scale = torch.rand(grid) * 1e-2 + 1e-3
+        if form == "mxfp4-pack-quantized":
+            scale = torch.exp2(torch.randint(-8, 0, grid))
+        state = {"weight": tensor, "weight_scale": scale.bfloat16()}
+        if form == "nvfp4-pack-quantized":
+            state["weight_scale"] = (scale * 4e4).bfloat16()  # stored in FP8
+            state["weight_global_scale"] = torch.tensor([3e4])
         if not weights["symmetric"]:
             state["weight_zero_point"] = torch.randint(-8, 8, grid, dtype=torch.int8)
         stored = compressor.compress(state, scheme)
@@ -127,6 +137,18 @@ def test_a_shape_that_is_not_one_is_named(tmp_path: Path, value: torch.Tensor) -
         open_dequantized(tmp_path)
 
 
+@pytest.mark.parametrize("part", ["weight_scale", "weight_global_scale"])
+def test_a_missing_scale_of_nvfp4_is_named_with_its_file(tmp_path: Path, part: str) -> None:
+    publish_compressed(tmp_path, "nvfp4-pack-quantized", NVFP4)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = f"model.layers.0.mlp.up_proj.{part}"
+    del tensors[name]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=f"model.safetensors: .*weight_packed .*{name} is missing"):
+        open_dequantized(tmp_path)
+
+
 def test_zero_points_of_another_shape_are_named(tmp_path: Path) -> None:
     publish_compressed(tmp_path, "pack-quantized", INT4 | {"symmetric": False})
     file = tmp_path / "model.safetensors"
@@ -152,7 +174,7 @@ def test_a_weight_that_is_stored_twice_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "printed"),
     [
-        ({"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+        ({"format": "mxfp6-pack-quantized"}, "mxfp6-pack-quantized"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity"),
         ({"type": "float"}, "floating-point numbers of 4 bits"),
         ({"actorder": "group"}, "actorder group"),

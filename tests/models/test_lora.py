@@ -39,6 +39,13 @@ def test_only_adapters_are_trained_and_nothing_has_storage(tiny_model: Path) -> 
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in adapter.keys.values()
 
 
+def test_the_adapter_names_the_base_that_was_asked_for(tiny_model: Path) -> None:
+    """Not the directory that it was read from: PEFT takes that, for a Hub model a cache's."""
+    name = "owner/model"
+    adapter = inject_lora(skeleton(tiny_model), PeftConfig(use_peft=True), name)
+    assert adapter.config.base_model_name_or_path == name
+
+
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"rank_pattern": {"q_proj": 4, "layers.1.mlp.up_proj": 2}, "alpha_pattern": {"q_proj": 3.0}},
     {"exclude_modules": ["o_proj", "layers.0.mlp.up_proj"]},

@@ -197,6 +197,23 @@ def test_mxfp4_is_read_as_transformers_dequantizes_it(tmp_path: Path) -> None:
     check(folder, expected)
 
 
+@pytest.mark.parametrize("trusted", [True, False])
+def test_kimi_k2_is_built_as_deepseek_v3(tmp_path: Path, trusted: bool) -> None:
+    """Its own code is for older versions of Transformers."""
+    code = {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
+    settings = {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    settings |= DEEPSEEK_V3 | {"auto_map": code}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    config = load_model_config(tmp_path, trusted)
+    model = ModelConfig(model_name=str(tmp_path), trust_remote_code=trusted)
+    built = build_on_meta(config, model, folder=tmp_path)
+    assert type(built.model).__name__ == "DeepseekV3ForCausalLM"
+    assert type(built.model).__module__.startswith("transformers.")
+    assert config.name_or_path == str(tmp_path)
+    written = config.to_dict()
+    assert written["model_type"] == "deepseek_v3" and "auto_map" not in written
+
+
 def test_a_block_at_the_edge_may_be_smaller(tmp_path: Path) -> None:
     """Transformers rejects it: 576 rows are 4.5 blocks."""
     shape = LLAMA | {"intermediate_size": 576}
@@ -227,6 +244,44 @@ def test_stacked_experts_in_fp8_have_a_grid_of_scales_each(tmp_path: Path) -> No
     source = open_dequantized(tmp_path)
     assert torch.equal(source.read(name), expected)
     assert torch.equal(source.read_rows(name, 1, 3), expected[1:])
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
+def test_checkpoints_of_modelopt_are_read(tmp_path: Path, algorithm: str) -> None:
+    """By hand, as NVFP4QTensor and FP8QTensor of ModelOpt compute them."""
+    expected = Tensors()
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+    def quantize(name: str, tensor: torch.Tensor) -> Tensors:
+        rows, columns = tensor.shape
+        prefix = name.removesuffix("weight")
+        scale_of_inputs = {f"{prefix}input_scale": torch.rand(())}
+        if algorithm == "FP8":
+            codes = random_fp8((rows, columns))
+            scale = torch.rand(()) * 1e-3
+            expected[name] = (codes.float() * scale).bfloat16()
+            return {name: codes, f"{name}_scale": scale} | scale_of_inputs
+        low = torch.randint(16, (rows, columns // 2))
+        high = torch.randint(16, (rows, columns // 2))
+        scale = (torch.rand(rows, columns // 16) * 400).to(torch.float8_e4m3fn)
+        second = torch.rand(()) * 1e-5
+        stored = {name: (low + 16 * high).to(torch.uint8), f"{name}_scale": scale}
+        by_block = scale.float() * second
+        by_weight = by_block.repeat_interleave(16, 1)
+        codes = torch.stack([low, high], dim=-1).flatten(1)
+        expected[name] = (values[codes] * by_weight).bfloat16()
+        return stored | {f"{name}_scale_2": second} | scale_of_inputs
+
+    note = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]}
+    publish(tmp_path, "llama", LLAMA, note, quantize)
+    text = describe_stored(tmp_path, load_model_config(tmp_path, False))
+    assert text is not None and f"quantized: {algorithm} of ModelOpt" in text
+    source = open_dequantized(tmp_path)
+    assert len(expected) == 7
+    assert not any("scale" in name for name in source.tensors)
+    for name, tensor in expected.items():
+        assert torch.equal(source.read(name), tensor), name
+        assert torch.equal(source.read_rows(name, 5, 70), tensor[5:70]), name
 
 
 def test_experts_in_fp4_have_two_codes_per_byte(tmp_path: Path) -> None:
@@ -265,6 +320,35 @@ COMPRESSED = {
     "config_groups": {"a": {"weights": {"num_bits": 4, "group_size": 32}}},
     "format": "pack-quantized",
 }
+
+
+@pytest.mark.parametrize("note", [None, {"quant_method": "mxfp4"}])
+def test_scales_without_their_quantization_config_are_named(
+    tmp_path: Path, note: dict[str, Any] | None
+) -> None:
+    """For example after somebody has removed it from config.json to make a tool read the model."""
+    publish(tmp_path, "llama", LLAMA, fp8_note(), in_blocks)
+    file = tmp_path / "config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"quantization_config": note}))
+    config = load_model_config(tmp_path, False)
+    remove_note(config)
+    built = build_on_meta(config, ModelConfig(model_name=str(tmp_path)), folder=tmp_path)
+    source = open_source(tmp_path, built)
+    expected = r"(?s)not part of the model: .*_scale_inv.*quantization_config.*Download"
+    with pytest.raises(UserError, match=expected):
+        account_for(built.model, source.tensors, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fnuz])
+def test_other_types_of_8_bits_are_scaled_too(tmp_path: Path, dtype: torch.dtype) -> None:
+    name = SCALE.removesuffix("_scale_inv")
+    codes = (torch.randn(384, 256) * 10).to(dtype)
+    folder = broken(tmp_path, lambda tensors: tensors.update({name: codes}))
+    scale = load_file(folder / "model.safetensors")[SCALE]
+    expanded = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    expected = (codes.float() * expanded).bfloat16()
+    assert torch.equal(open_dequantized(folder).read(name), expected)
 
 
 def test_a_missing_scale_is_named_with_its_file(tmp_path: Path) -> None:
@@ -402,6 +486,12 @@ def test_a_malformed_quantization_config_is_named(note: dict[str, Any], problem:
     with pytest.raises(UserError, match="quantization_config") as error:
         stored_method(LlamaConfig(quantization_config=note))
     assert problem in str(error.value)
+
+
+def test_other_algorithms_of_modelopt_are_rejected() -> None:
+    config = LlamaConfig(quantization_config={"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"})
+    with pytest.raises(UserError, match=r"modelopt \(W4A8_AWQ\).*not supported.*FP8, NVFP4"):
+        stored_method(config)
 
 
 @pytest.mark.parametrize("note", ["fp8", ["fp8"], 7])

@@ -368,6 +368,21 @@ def test_checkpoint_copies_take_host_memory_and_no_gpu_memory(plan: Plan, tmp_pa
     assert planned.peak.bytes <= planned.reserved_bytes < 1.1 * planned.peak.bytes
 
 
+def test_on_a_cpu_only_a_save_during_training_takes_memory_for_copies(
+    plan: Plan, tmp_path: Path
+) -> None:
+    folder = write_llama(tmp_path / "model")
+    during = plan(folder, 1, *FLAGS)
+    state = during.checkpoint_bytes
+    for flags in (("--num_epochs", "1"), ("--save_async", "false")):
+        waiting = plan(folder, 1, *FLAGS, *flags)
+        copied = during.host_save_bytes - waiting.host_save_bytes
+        assert copied == pytest.approx(state, rel=0.01)
+    for flags in (("--save_steps", "1"), ("--eval_steps", "1")):
+        saving = plan(folder, 1, *FLAGS, "--num_epochs", "1", *flags)
+        assert saving.host_save_bytes == during.host_save_bytes
+
+
 def test_a_quick_plan_agrees_with_a_full_one(plan: Plan, tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "model", num_hidden_layers=6)
     flags = (

@@ -11,10 +11,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from agents import SLOWED
 from conftest import RECIPE, REPOSITORY, load_script
 from forked import forked, start_forked
 from plain_losses import write_pairs
-from stores import SECRET, boto3, download, kill_when, s3_server
+from stores import SECRET, CuttingProxy, boto3, download, kill_when, s3_server
 
 from llama_ft.checkpoint import ObjectStore, is_uploaded
 from llama_ft.checkpoint.store import read_commits
@@ -184,6 +185,34 @@ def test_a_store_without_the_bucket_is_an_error_before_the_model_is_loaded(
     assert finished.output.count("error: --save_to s3://no-such-bucket/run: cannot be used") == 1
     assert "there is no such bucket" in finished.output and SECRET not in finished.output
     assert "Traceback" not in finished.output and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_store_that_stops_answering_does_not_stop_the_run(
+    server: str, crash: ModuleType, inputs: Path, tmp_path: Path
+) -> None:
+    url = f"s3://runs/{tmp_path.name}"
+    store = ObjectStore(url, "")
+    proxy = CuttingProxy(int(server.rpartition(":")[2]))
+    run = tmp_path / "run"
+    words = flags(crash, inputs, run, "--save_to", url)
+    variables = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", "STORE_SECONDS": "5"}
+    (tmp_path / "brake").write_text("0.1")
+    variables["BRAKE"] = str(tmp_path / "brake")
+    running = start_forked(SLOWED, *words, output=tmp_path / "log", ranks=2, **variables)
+    while running.is_alive() and not read_commits(store):
+        time.sleep(0.05)
+    proxy.is_silent = True
+    assert running.wait(400) == 0
+    proxy.close()
+    output = (tmp_path / "log").read_text()
+    assert "no progress for 5 s" in output and "The run continues" in output
+    assert f"Not uploaded to {url}: step-0000" in output and "model/ (" in output
+    assert crash.differences(run, inputs / "whole") == []
+    # the same command uploads the rest when the store answers again
+    resumed = forked(RECIPE, *words, ranks=2)
+    assert resumed.exit_code == 0, resumed.output
+    assert is_uploaded(store, 7) and differences(crash, url, inputs, tmp_path) == []
 
 
 @pytest.mark.slow

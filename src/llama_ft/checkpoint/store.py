@@ -4,17 +4,21 @@ A checkpoint exists in the store exactly if its commit object exists and names f
 docs/guides/object-storage.md describes the objects.
 """
 
+import asyncio
 import json
 import re
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 import fsspec
+from fsspec.callbacks import Callback
 
 from llama_ft.checkpoint.reader import content_digest, file_digest
 from llama_ft.errors import RunFailure, UserError, reason
@@ -26,6 +30,12 @@ T = TypeVar("T")
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}  # fmt: skip
 # between the attempts of one request; the packages retry some errors by themselves before that
 RETRY_SECONDS: tuple[float, ...] = (1, 2, 4, 8, 16, 32)
+# Requests that make no progress for so long are cancelled. The packages do not: aiohttp waits for the answer to
+# `Expect: 100-continue`, which S3 clients send with every upload, and for a peer that reads nothing, without a limit.
+SECONDS_WITHOUT_PROGRESS = 60.0
+# In addition, for a file: packages report progress only after each part, and send several parts at the same time.
+SECONDS_PER_BYTE = 1 / 2**20
+LARGEST_PART_BYTES = 2**29
 COMMIT_FILE = "commit.json"
 OWNER_FILE = "owner.json"
 RESULT_FILE = "result.json"
@@ -42,6 +52,10 @@ CREDENTIALS = (
     "Credentials come from the environment of every rank, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
     "or from the machine's role."
 )
+
+
+class NoAnswer(OSError):
+    """A store made no progress with a request."""
 
 
 class ObjectStore:
@@ -71,6 +85,7 @@ class ObjectStore:
             raise self.failure(error) from error
         self._root = str(root).rstrip("/")
         self._is_local = protocol in ("file", "local")
+        self._progress = _Progress()
 
     def _path(self, name: str) -> str:
         path = f"{self._root}/{name}"
@@ -78,34 +93,67 @@ class ObjectStore:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
         return path
 
+    def _request(self, method: str, *words: str | bytes, most_bytes: int = 0, **more: Any) -> Any:
+        """Call a method of the file system.
+
+        Args:
+            method: its name.
+            words: its arguments.
+            most_bytes: that may pass before it reports progress.
+            more: its keyword arguments.
+
+        Raises:
+            NoAnswer: there was no progress for too long, in any request of this rank.
+        """
+        if not self._system.async_impl:
+            return getattr(self._system, method)(*words, **more)
+        limit = SECONDS_WITHOUT_PROGRESS + SECONDS_PER_BYTE * min(most_bytes, LARGEST_PART_BYTES)
+        started = time.monotonic()
+        # as the method itself does, but this one can be cancelled
+        coroutine = getattr(self._system, f"_{method}")(*words, **more)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._system.loop)
+        while not future.done():
+            seconds_left = max(started, self._progress.last) + limit - time.monotonic()
+            if seconds_left <= 0:
+                future.cancel()
+                raise NoAnswer(f"no progress for {limit:.0f} s")
+            wait([future], timeout=seconds_left)
+        result = future.result()
+        self._progress.happened()
+        return result
+
     def put_file(self, file: Path, name: str) -> None:
         """Upload a file, in parts if it is large."""
-        self._system.put_file(str(file), self._path(name))
+        path = self._path(name)
+        size = file.stat().st_size
+        self._request("put_file", str(file), path, most_bytes=size, callback=self._progress)
 
     def put_text(self, text: str, name: str) -> None:
         """Write a small object."""
-        self._system.pipe_file(self._path(name), text.encode())
+        self._request("pipe_file", self._path(name), text.encode())
 
     def get_file(self, name: str, file: Path) -> None:
         """Download an object. Raises FileNotFoundError if there is none."""
-        self._system.get_file(f"{self._root}/{name}", str(file))
+        path = f"{self._root}/{name}"
+        most_bytes = LARGEST_PART_BYTES
+        self._request("get_file", path, str(file), most_bytes=most_bytes, callback=self._progress)
 
     def get_text(self, name: str) -> str:
         """Return the content of a small object. Raises FileNotFoundError if there is none."""
-        content = self._system.cat_file(f"{self._root}/{name}")
+        content = self._request("cat_file", f"{self._root}/{name}")
         return bytes(content).decode()
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the names of all objects below a folder, and their sizes in bytes."""
         self._system.invalidate_cache()
-        found = self._system.find(f"{self._root}/{folder}", detail=True)
+        found = self._request("find", f"{self._root}/{folder}", detail=True)
         start = len(self._root) + 1
         return {path[start:]: int(info["size"]) for path, info in found.items()}
 
     def delete(self, name: str) -> None:
         """Delete an object if it exists."""
         try:
-            self._system.rm_file(f"{self._root}/{name}")
+            self._request("rm_file", f"{self._root}/{name}")
         except FileNotFoundError:
             pass
 
@@ -116,12 +164,13 @@ class ObjectStore:
             return
         bucket, _, prefix = self._root.partition("/")
         with suppress(Exception):
-            found = self._system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
+            found = self._request("call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=prefix)
             for upload in found.get("Uploads", []):
                 key = upload["Key"]
                 name = key.removeprefix(f"{prefix}/") if prefix else key
                 if CHECKPOINT_OBJECT.fullmatch(name) or MODEL_OBJECT.fullmatch(name):
-                    self._system.call_s3(
+                    self._request(
+                        "call_s3",
                         "abort_multipart_upload",
                         Bucket=bucket,
                         Key=key,
@@ -136,20 +185,49 @@ class ObjectStore:
         return UserError(f"{self.setting} {self.url}: cannot be used ({text}).\n{CREDENTIALS}")
 
 
+class _Progress(Callback):
+    """When there was progress in any request of a store.
+
+    Attributes:
+        last: of time.monotonic().
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = time.monotonic()
+
+    def happened(self) -> None:
+        self.last = time.monotonic()
+
+    def absolute_update(self, value: int) -> None:
+        """Called by fsspec after each part of a file."""
+        self.happened()
+
+    def relative_update(self, inc: int = 1) -> None:
+        """Called by fsspec after each part of a file."""
+        self.happened()
+
+
 def store_reason(error: BaseException) -> str:
     """Return the message of an error on one line, without secrets."""
     return mask_secrets(reason(error))
 
 
 def with_retries(attempt: Callable[[], T], given_up: threading.Event | None = None) -> T:
-    """Return the result of `attempt`, which is repeated after errors of the store, later and later.
-    Raises the last error, also as soon as `given_up` is set."""
+    """Return the result of `attempt`, which is repeated after errors of the store, later and later,
+    but only once if there was no answer. Raises the last error, also as soon as `given_up` is
+    set."""
     waiting = given_up or threading.Event()
+    is_unanswered = False
     for seconds in RETRY_SECONDS:
         try:
             return attempt()
         except FileNotFoundError:  # it will not appear
             raise
+        except NoAnswer:  # a new connection may be better
+            if is_unanswered or waiting.wait(seconds):
+                raise
+            is_unanswered = True
         except Exception:  # each package has its own errors
             if waiting.wait(seconds):
                 raise

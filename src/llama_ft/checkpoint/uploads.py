@@ -18,7 +18,9 @@ from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
+
+import torch.distributed as dist
 
 from llama_ft.checkpoint import reader
 from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, step_folder
@@ -41,11 +43,12 @@ from llama_ft.checkpoint.store import (
 from llama_ft.config import CheckpointConfig
 from llama_ft.config.messages import size_text
 from llama_ft.config.paths import BAD_SAMPLES_FILE
-from llama_ft.errors import RunFailure
+from llama_ft.errors import RunFailure, reason
 from llama_ft.models.torch_2_11 import IS_TORCH_2_11
 from llama_ft.runtime import Ranks, log
 
 POLL_SECONDS = 0.2
+ENDED = "uploads/ended"  # set to the reason if the uploads of any rank have ended before the run
 PARALLEL_FILES = 8
 # After a signal torchrun kills the ranks when so many seconds are over, unless this variable has another number. torch
 # 2.11 does not read it. An upload leaves the last ones to what follows.
@@ -133,11 +136,8 @@ class Uploads:
         self._rounds = 0
         self._finishes = 0
         self._given_up = threading.Event()
-        self._board = None
-        if ranks.world_size > 1:
-            assert ranks.store is not None
-            # a client serves one call at a time, and the main thread uses the other one
-            self._board = ranks.store.clone()  # type: ignore[attr-defined]
+        # a client serves one call at a time, and the main thread uses the other one
+        self._board = self._connect() if ranks.world_size > 1 else None
         self._token = ranks.broadcast_from_rank0(self._take_over)
         threading.Thread(target=self._run_until_exit, name="uploads", daemon=True).start()
 
@@ -189,7 +189,7 @@ class Uploads:
         record = json.loads((step_folder(self._directory, step) / reader.TRAINER_FILE).read_text())
         saved = SavedCheckpoint(step, record["asked"], record["best_loss"])
         with self._changed:
-            if step > self._last:
+            if step > self._last and not self._given_up.is_set():
                 self._waiting.append(saved)
                 self._changed.notify_all()
 
@@ -212,13 +212,22 @@ class Uploads:
             return steps if self._current is None else {*steps, self._current}
 
     def _run_until_exit(self) -> None:
+        cause = ""
         try:
-            with suppress(RuntimeError, ConnectionError):  # the ranks' store is gone: the run ends
-                self._run()
+            self._run()
+        except Exception as error:  # the ranks' store is gone, usually because the run ends
+            cause = reason(error)
+            if self._ranks.is_main and not self._given_up.is_set():
+                self._failed.append(f"later checkpoints ({cause})")
+                log.warning(f"{self.store.url}: no more uploads ({cause}). The run continues.")
         finally:
             with self._changed:  # `finish` must not wait for ever
                 self._given_up.set()
+                self._waiting.clear()
+                self._current = None
                 self._changed.notify_all()
+        with suppress(Exception):  # and neither must the other ranks
+            self._connect().set(ENDED, f"rank {self._ranks.rank}: {cause}")
 
     def _run(self) -> None:
         """Upload what is waiting, one checkpoint after the other, until the process ends."""
@@ -446,8 +455,11 @@ class Uploads:
             self._retried(partial(self.store.put_file, file, name))
             return name, stored
 
-        with ThreadPoolExecutor(PARALLEL_FILES) as pool:
+        pool = ThreadPoolExecutor(PARALLEL_FILES)
+        try:
             return dict(pool.map(put, files))
+        finally:  # after a signal or an error, do not wait for the other files
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def put_outcome(self, step: int, has_log: bool = True) -> None:
         """Upload the log, the report and the status of a run that has ended in any way. If it has
@@ -483,6 +495,10 @@ class Uploads:
 
     # Messages between the ranks, through the store of the process group
 
+    def _connect(self) -> dist.Store:
+        assert self._ranks.store is not None
+        return cast(dist.Store, self._ranks.store.clone())  # type: ignore[attr-defined]
+
     def _told(self, what: str, value: str) -> str:
         """Return rank 0's value of this round on all ranks."""
         if self._board is None:
@@ -491,7 +507,7 @@ class Uploads:
         if self._ranks.is_main:
             self._board.set(key, value)
             return value
-        return self._get(key)
+        return self._get(key, ENDED)
 
     def _collected(self, report: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the reports of all ranks on rank 0."""
@@ -502,7 +518,7 @@ class Uploads:
             self._board.set(f"{key} {self._ranks.rank}", json.dumps(report))
             return []
         others = range(1, self._ranks.world_size)
-        return [report, *(json.loads(self._get(f"{key} {rank}")) for rank in others)]
+        return [report, *(json.loads(self._get(f"{key} {rank}", ENDED)) for rank in others)]
 
     def _wait_for_rank0(self, what: str) -> None:
         """Wait on the other ranks until rank 0 has called it, too."""
@@ -513,10 +529,13 @@ class Uploads:
         else:
             self._get(f"uploads/{what}")
 
-    def _get(self, key: str) -> str:
+    def _get(self, key: str, end: str | None = None) -> str:
+        """Wait for a value. Raises RuntimeError if the key `end` is set."""
         assert self._board is not None
         # a collective would time out, and `get` would block the other thread of this rank
         while not self._board.check([key]):
+            if end is not None and self._board.check([end]):
+                raise RuntimeError(self._board.get(end).decode())
             threading.Event().wait(POLL_SECONDS)
         return str(self._board.get(key).decode())
 

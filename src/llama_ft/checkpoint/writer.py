@@ -3,7 +3,8 @@ exist.
 
 Training waits while a rank copies its rows to host memory. Then a thread writes them with
 torch.distributed.checkpoint under a temporary name, over its own process group. Rank 0 renames the
-directory when all files are on disk.
+directory when all files are on disk. If training waits until the end, rows on the host are written
+without a copy.
 """
 
 import json
@@ -125,6 +126,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         trainer: Mapping[str, Any],
         asked: bool = True,
         best_loss: float | None = None,
+        is_final: bool = False,
     ) -> None:
         """Start to write checkpoints/step-<step>, after waiting for the previous save.
 
@@ -136,6 +138,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             asked: False if it is saved only for its validation loss: it is deleted after a better
                 one is complete.
             best_loss: the validation loss or other --best_by, if it is the best so far.
+            is_final: no step follows: return when it is written.
 
         Raises:
             RunFailure: this or the previous checkpoint could not be written. Earlier checkpoints
@@ -150,13 +153,18 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         }
         record |= {"asked": asked, "best_loss": best_loss, **trainer, **self._about}
         live = own_state(model, optimizer, self._ranks)
-        own_bytes = sum(local_shard(tensor).nbytes for tensor in live.values())
+        rows = {name: local_shard(tensor) for name, tensor in live.items()}
+        own_bytes = sum(tensor.nbytes for tensor in rows.values())
         all_bytes = self._ranks.all_gather_floats(own_bytes)[:, 0].tolist()
         total = int(sum(all_bytes))
         for shortage in self._ranks.from_each_disk(partial(self._shortage, all_bytes)).values():
             if shortage:
                 raise self._failure(step, shortage)
-        copies = self._host_block.copy(live)
+        waits = is_final or not self._settings.save_async
+        # Nothing changes the rows of a run that waits, so they need no copy. Copies from a GPU go
+        # through pinned memory.
+        needs_copies = not waits or any(tensor.is_cuda for tensor in rows.values())
+        copies = self._host_block.copy(live) if needs_copies else rows
         stall = time.perf_counter() - started
         self._timings["perf/save_stall_seconds"] = stall
         future = Future[None]()
@@ -174,7 +182,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
                 future.set_exception(error)
 
         threading.Thread(target=write, name="checkpoint", daemon=True).start()
-        if not self._settings.save_async:
+        if waits:
             self.finish()
 
     def _shortage(self, bytes_of_ranks: Sequence[float]) -> str:

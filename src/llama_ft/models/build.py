@@ -14,7 +14,13 @@ import torch
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, HTTPError
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import PreTrainedModel
 
@@ -23,7 +29,7 @@ from llama_ft.config.paths import TO_SAFETENSORS, folder_problem, looks_local, s
 from llama_ft.errors import UserError, plural, reason
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.new_tokens import NewTokens, find_growth
-from llama_ft.models.published import read_note
+from llama_ft.models.published_note import read_note
 from llama_ft.models.replaced import replace_method
 from llama_ft.models.rope import use_rope_per_sample
 from llama_ft.models.score_head import add_score
@@ -42,6 +48,9 @@ MOST_LAYERS = 10_000  # the meta device takes about a millisecond per layer
 NEEDED_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 # Mistral and Meta store the same weights there a second time
 DUPLICATES = ["consolidated*", "original/*"]
+# model_type -> that of the same architecture in Transformers. Kimi K2 has a name of its own so that
+# servers can tell it from DeepSeek V3 (its deployment guide); its code is for older Transformers.
+SAME_ARCHITECTURE = {"kimi_k2": "deepseek_v3"}
 
 
 def local_folder(
@@ -117,13 +126,26 @@ def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig
     architecture is unknown or has no text decoder, or if its code needs a missing package."""
     read_note(folder)  # Transformers' error would not say what is wrong with it
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            folder, trust_remote_code=trust_remote_code
-        )
+        config = _read_config(folder, trust_remote_code)
     except Exception as error:  # as above
         raise UserError(f"{folder}: its config.json cannot be used ({reason(error)}).") from error
     _check_numbers(config, folder)
     auto_class(config, trust_remote_code)
+    return config
+
+
+def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
+    settings, _ = PretrainedConfig.get_config_dict(folder)
+    model_type = SAME_ARCHITECTURE.get(str(settings.get("model_type")))
+    if model_type is None:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code
+        )
+        return config
+    settings["model_type"] = model_type
+    settings.pop("auto_map", None)
+    config = CONFIG_MAPPING[model_type].from_dict(settings)
+    config.name_or_path = str(folder)  # as from_pretrained does; PEFT's adapters name it
     return config
 
 

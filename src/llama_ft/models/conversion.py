@@ -83,6 +83,7 @@ class ConvertedSource(WeightSource):
         self.renamed: dict[str, str] = {}
         self._left_out: list[str] = []  # stored names of tensors that the model's text part lacks
         self._ignored: list[str] = []  # stored names of tensors that Transformers skips
+        self._dropped: list[str] = []  # stored names of biases that have no meaning
         self._groups: dict[str, _Group] = {}
         # the last group that was converted as a whole
         self._whole: tuple[str, dict[str, torch.Tensor]] | None = None
@@ -106,8 +107,8 @@ class ConvertedSource(WeightSource):
         for name in self._ignored:
             self.tensors[name] = replace(source.tensors[name], is_ignored=True)
         same_names = all(name == stored for name, stored in self.renamed.items())
-        untouched = self._left_out or self._ignored
-        self.changes_nothing = same_names and not self._groups and not untouched
+        others = self._left_out or self._ignored or self._dropped
+        self.changes_nothing = same_names and not self._groups and not others
 
     def _collect(
         self, built: BuiltModel
@@ -139,6 +140,8 @@ class ConvertedSource(WeightSource):
             elif name not in known:
                 if is_ignored(model, name):
                     self._ignored.append(stored)
+                elif _is_added_bias(self._source, stored):
+                    self._dropped.append(stored)
                 else:  # account_for reports it. Experts of an unknown layer share one `name`.
                     self.renamed[name if pattern is None else stored] = stored
             elif pattern is not None:
@@ -170,6 +173,15 @@ class ConvertedSource(WeightSource):
             self._whole = None  # free it before the next group
             self._whole = (group.target, group.convert(self._source.read))
         return self._whole[1][name][start:stop]
+
+
+def _is_added_bias(source: WeightSource, name: str) -> bool:
+    """Return whether a tensor is a bias of zeros of a dequantized weight. Libraries of GPTQ store
+    one also for layers without a bias (https://github.com/AutoGPTQ/AutoGPTQ/issues/555)."""
+    if not name.endswith(".bias"):
+        return False
+    weight = source.tensors.get(f"{name.removesuffix('bias')}weight")
+    return weight is not None and weight.is_dequantized and not source.read(name).any()
 
 
 def is_ignored(model: PreTrainedModel, name: str) -> bool:

@@ -34,6 +34,19 @@ from llama_ft.models.source import StoredTensor, WeightSource, listed
 from llama_ft.models.transformers_private import INITIALIZED, private
 from llama_ft.runtime.process_group import Ranks
 
+# Ends of the names of scales, codes and zero points in published formats
+PARTS_OF_QUANTIZED = (
+    "_scale_inv",
+    "_scale",
+    "_scales",
+    "_blocks",
+    "_packed",
+    "_zero_point",
+    ".qweight",
+    ".qzeros",
+    ".scales",
+    ".g_idx",
+)
 NORM_ROWS = 1024
 # Number of weights. On the CPU, ranks held at most 11 to 54 MiB in addition to their shards. On a
 # GPU, starting kernels for so few would take longer than the work; there 2**24 weights are 32 MiB
@@ -327,6 +340,11 @@ def account_for(
     ]
     wrong = {"missing": missing, "not part of the model": extra, "not as in config.json": unlike}
     lines = [f"{title}: {listed(names)}" for title, names in wrong.items() if names]
+    if any(key.endswith(PARTS_OF_QUANTIZED) for key in extra):
+        lines.append(
+            "Some belong to quantized weights, but not as config.json's quantization_config says. "
+            "Download the model again with its config.json, or use a version in 16 bits."
+        )
     if lines:
         raise UserError("\n".join([f"{folder}: its weights do not match its config.json.", *lines]))
     return keys

@@ -150,6 +150,8 @@ def inject_adapter(model: PreTrainedModel, settings: Any) -> Adapter:
             "--quantization: only plain LoRA is supported. Remove use_dora or peft_method loha."
         )
     whole = copy(settings.modules_to_save)  # which peft makes longer for a model with a score head
+    # PEFT replaces it by the directory that the model was read from: of a Hub model, a cache's.
+    base_name = settings.base_model_name_or_path
     try:
         with warnings.catch_warnings():
             # peft warns of every meta tensor it does not initialise; we do, later
@@ -168,6 +170,7 @@ def inject_adapter(model: PreTrainedModel, settings: Any) -> Adapter:
             raise UserError(f"--use_peft: {problem}: --target_modules q_proj,v_proj.") from error
         raise UserError(f"peft cannot put these adapters into this model: {error}{hint}") from error
     settings.modules_to_save = whole
+    settings.base_model_name_or_path = base_name
     use_token_rows(model)
     use_fused_lora(model)
     use_split_experts(model)

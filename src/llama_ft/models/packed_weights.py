@@ -1,16 +1,20 @@
 """Quantized weights of published checkpoints: which tensors they consist of, and the values of their
 rows in fp32. published.py finds them and has the layouts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from llama_ft.models.source import WeightSource
+from llama_ft.errors import UserError
+from llama_ft.models.source import SafetensorsSource, WeightSource
 
 # of E2M1, whose fourth bit is the sign
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+DOWNLOAD_AGAIN = "Download it again, or use a version in 16 bits."
 
 
 class PackedWeight(Protocol):
@@ -36,7 +40,9 @@ class PackedWeight(Protocol):
     def is_transposed(self) -> bool:
         """Whether `shape` is that of the transposed matrices: [experts, in, out]."""
 
-    def read(self, source: WeightSource, expert: int | None, start: int, stop: int) -> torch.Tensor:
+    def read(
+        self, source: SafetensorsSource, expert: int | None, start: int, stop: int
+    ) -> torch.Tensor:
         """Return rows [start, stop) of a matrix in fp32."""
 
 
@@ -49,18 +55,25 @@ class ScaledWeight:
     shape: tuple[int, ...]
     block: tuple[int, int]  # rows and columns with the same scale
     is_fp4: bool = False  # two codes per byte
+    global_scale: str | None = None  # of the scale of NVFP4's scales
+    divides: bool = True  # the scales are divided by it, not multiplied
     is_transposed: bool = False
 
     @property
     def parts(self) -> tuple[str, ...]:
         """See `PackedWeight`."""
-        return self.codes, self.scale
+        names = (self.codes, self.scale, self.global_scale)
+        return tuple(name for name in names if name is not None)
 
     def read(self, source: WeightSource, expert: int | None, start: int, stop: int) -> torch.Tensor:
         """See `PackedWeight`."""
         codes = _read_matrix(source, self.codes, expert, start, stop)
         values = fp4_values(codes) if self.is_fp4 else codes.float()
-        return values.mul_(_read_grid(source, self, self.scale, expert, start, stop))
+        scale = _read_grid(source, self, self.scale, expert, start, stop)
+        if self.global_scale is not None:
+            factor = source.read(self.global_scale).float()
+            scale = scale / factor if self.divides else scale * factor
+        return values.mul_(scale)
 
 
 @dataclass(frozen=True)
@@ -106,13 +119,34 @@ class CompressedWeight:
         return stored[:, column]
 
 
+def find_part(source: WeightSource, codes: str, names: Sequence[str]) -> str:
+    """Return the first of the possible names of a part of a weight that the files have. Raises
+    UserError if they have none."""
+    for name in names:
+        if name in source.tensors:
+            return name
+    header = source.tensors[codes]
+    problem = f"{codes} is quantized ({header.dtype}), and {names[0]} is missing"
+    raise damaged(header.file, problem)
+
+
+def damaged(file: Path, problem: str) -> UserError:
+    """Return the error for a file whose tensors do not fit each other."""
+    return UserError(f"{file}: {problem}.\n{DOWNLOAD_AGAIN}")
+
+
 def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Return integers of 4 or 8 bits, packed into the words of a matrix's rows from the lowest bit
     on, as fp32. They are stored with half of their range added."""
+    return unpacked_codes(words, bits).float() - 2 ** (bits - 1)
+
+
+def unpacked_codes(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return numbers of 4 or 8 bits, packed into the words of a matrix's rows, as uint8."""
     codes = words.contiguous().view(torch.uint8)
     if bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
-    return codes.float() - 2 ** (bits - 1)
+    return codes
 
 
 def _read_grid(

@@ -4,9 +4,13 @@ Their weights are codes of few bits and the scales of blocks of codes:
 
     fp8      weight float8 [out, in]                 weight_scale_inv [ceil(out / 128), ceil(in / 128)]
     int4     weight_packed int32 [out, in / 8]      weight_scale [out, in / group], weight_zero_point
+    fp4      weight_packed uint8 [out, in / 2]      weight_scale [out, in / group], weight_global_scale
+    modelopt    weight float8 or uint8 [out, in / 2]    weight_scale, weight_scale_2
     mxfp4    *_blocks uint8 [experts, out, in / 32, 16]    *_scales uint8 [experts, out, in / 32]
 
     value = (code - zero point) * scale
+
+packed_columns.py has the layouts of GPTQ and AWQ.
 
 `open_dequantized` returns a source of weights under the names and in the shapes of the model that was
 quantized. Requested rows are dequantized in fp32 and rounded once, to the dtype of config.json. So the
@@ -14,8 +18,7 @@ conversion of names, sharding, quantization to 8 or 4 bits and exports see a che
 tensors are quantized is read from the files, not from config.json's lists of excluded modules.
 """
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -24,29 +27,47 @@ import torch
 from transformers import PretrainedConfig
 
 from llama_ft.errors import UserError
+from llama_ft.models.packed_columns import find_awq, find_gptq
 from llama_ft.models.packed_weights import (
     CompressedWeight,
     Mxfp4Stack,
     PackedWeight,
     ScaledWeight,
+    damaged,
+    find_part,
     scale_values,
 )
-from llama_ft.models.source import StoredTensor, WeightSource, open_weights, row_blocks
+from llama_ft.models.published_note import (
+    check_note,
+    describe_note,
+    find_note,
+    is_positive,
+    read_settings,
+    weight_schemes,
+)
+from llama_ft.models.source import (
+    SafetensorsSource,
+    StoredTensor,
+    WeightSource,
+    open_weights,
+    row_blocks,
+)
 
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 # Suffixes of the scale's name, which replace that of the weight.
 SCALES_OF_FP8 = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
-# Of activations, which stay in 16 bits here.
-UNUSED = (".activation_scale", ".input_scale", ".input_zero_point", ".qscale_act")
-# Of compressed-tensors: name -> how the log calls it
-COMPRESSED_FORMATS = {
-    "pack-quantized": "integers of 4 or 8 bits in groups",
-    "int-quantized": "INT8",
-    "float-quantized": "FP8",
-    "naive-quantized": "FP8 or INT8",
-}
-# of compressed-tensors' actorder: groups of columns in their order. The others need a g_idx tensor.
-IN_ORDER = (None, False, "weight", "static")
+# Of activations and of the cache of keys and values, which stay in 16 bits here.
+UNUSED = (
+    ".activation_scale",
+    ".input_scale",
+    ".input_global_scale",
+    ".input_zero_point",
+    ".output_scale",
+    ".qscale_act",
+    ".q_scale",
+    ".k_scale",
+    ".v_scale",
+)
 # The dtypes of dequantized weights, by their names in config.json.
 READ_AS = {
     "float64": torch.float64,
@@ -55,38 +76,8 @@ READ_AS = {
     "bfloat16": torch.bfloat16,
 }
 FP4_BLOCK = (1, 32)  # of DeepSeek V4's experts
+NVFP4_BLOCK = (1, 16)
 WORK_ELEMENTS = 2**20  # dequantized at once: temporaries in fp32 and of indices take 4 MiB each
-SIXTEEN_BITS = "Download it again, or use a version in 16 bits."
-
-
-def find_note(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the quantization_config of a config.json, or of one of its parts: Transformers reads
-    that of a text_config, too. Raises UserError if it cannot be one."""
-    for part in (settings, *settings.values()):
-        if isinstance(part, Mapping) and part.get("quantization_config"):
-            note: dict[str, Any] = part["quantization_config"]
-            if not isinstance(note, dict):
-                raise _wrong_note("", note, "settings by name")
-            method = note.get("quant_method")
-            if not isinstance(method, str | None):
-                raise _wrong_note("quant_method", method, 'a name such as "fp8"')
-            return note
-    return None
-
-
-def read_note(folder: Path) -> dict[str, Any] | None:
-    """Return the quantization_config of a model's directory. Raises UserError if it cannot be
-    one."""
-    return find_note(_read_settings(folder))
-
-
-def _read_settings(folder: Path) -> dict[str, Any]:
-    """Return config.json, or nothing if it cannot be read: building the model reports it."""
-    try:
-        settings = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
 
 
 def stored_method(model_config: PretrainedConfig) -> dict[str, Any] | None:
@@ -109,86 +100,6 @@ def remove_note(model_config: PretrainedConfig) -> dict[str, Any] | None:
     return note
 
 
-def check_note(note: Mapping[str, Any]) -> None:
-    """Raise a UserError if a quantization_config has a value that no such checkpoint can have, or
-    names a variant that cannot be read."""
-    if note["quant_method"] == "fp8":
-        blocks = note.get("weight_block_size")
-        if blocks is not None and not _is_block(blocks):
-            raise _wrong_note("weight_block_size", blocks, "two whole numbers above 0, or null")
-    if note["quant_method"] != "compressed-tensors":
-        return
-    groups = note.get("config_groups")
-    are_groups = isinstance(groups, dict) and all(
-        isinstance(group, dict) for group in groups.values()
-    )
-    if not groups or not are_groups:
-        raise _wrong_note("config_groups", groups, "groups by name")
-    schemes = _weight_schemes(note)
-    if not schemes:
-        raise _wrong_note("config_groups", groups, "a group with weights")
-    problems = [name for name in _compressed_formats(note) if name not in COMPRESSED_FORMATS]
-    for scheme in schemes:
-        problems += _problems_of(scheme, groups)
-    if _section(note, "sparsity_config").get("format", "dense") != "dense":
-        problems.append("sparsity")
-    if _section(note, "transform_config").get("config_groups"):
-        problems.append("transforms")
-    if problems:
-        raise UserError(
-            f"--model_name: quantized with compressed-tensors ({', '.join(problems)}), which is not supported. "
-            f"Supported are: {', '.join(COMPRESSED_FORMATS)}.\nUse a version in 16 bits or in bitsandbytes' 4 bits."
-        )
-
-
-def _section(note: Mapping[str, Any], name: str) -> dict[str, Any]:
-    section = note.get(name) or {}
-    if not isinstance(section, dict):
-        raise _wrong_note(name, section, "settings by name")
-    return section
-
-
-def _problems_of(scheme: Any, groups: Any) -> list[str]:
-    """Return what cannot be read of how compressed-tensors quantizes a group of modules. Raises
-    UserError for a value that it cannot have."""
-    if not isinstance(scheme, dict) or not _is_positive(scheme.get("num_bits")):
-        raise _wrong_note("config_groups", groups, "weights with num_bits in each group")
-    size = scheme.get("group_size")
-    strategy = scheme.get("strategy")
-    if size not in (None, -1) and not _is_positive(size):
-        raise _wrong_note("group_size", size, "a whole number above 0, or null")
-    if strategy == "group" and not _is_positive(size):
-        raise _wrong_note("group_size", size, "a whole number above 0")
-    if strategy == "block" and not _is_block(scheme.get("block_structure")):
-        block = scheme.get("block_structure")
-        raise _wrong_note("block_structure", block, "two whole numbers above 0")
-    problems = []
-    if scheme["num_bits"] not in (4, 8):
-        problems.append(f"{scheme['num_bits']} bits")
-    elif scheme["num_bits"] == 4 and scheme.get("type") == "float":
-        problems.append("floating-point numbers of 4 bits")
-    if scheme.get("actorder") not in IN_ORDER:
-        problems.append(f"actorder {scheme['actorder']}")
-    return problems
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int) and value > 0
-
-
-def _is_block(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_positive, value))
-
-
-def _wrong_note(name: str, value: Any, expected: str) -> UserError:
-    shown = str(value)[:100]
-    place = f"quantization_config.{name}" if name else "quantization_config"
-    return UserError(
-        f"config.json: {place} is {shown}; expected {expected}.\n"
-        "Download config.json again, or use a version in 16 bits."
-    )
-
-
 def describe_stored(folder: Path, model_config: PretrainedConfig) -> str | None:
     """Read the headers of a model's weights. Return a log text about a published format: what it is,
     and what it becomes. Raises UserError if a file cannot be read, or a tensor of the format is
@@ -200,38 +111,26 @@ def describe_stored(folder: Path, model_config: PretrainedConfig) -> str | None:
     is_packed = any(header.is_dequantized for header in source.tensors.values())
     if not is_packed:
         return (
-            f"config.json says that the checkpoint is quantized ({_describe(note)}), but no tensor is. "
+            f"config.json says that the checkpoint is quantized ({describe_note(note)}), but no tensor is. "
             f"The weights are read as they are stored."
         )
     return (
-        f"The checkpoint is quantized: {_describe(note)}. It is read in 16 bits, and whole models are "
+        f"The checkpoint is quantized: {describe_note(note)}. It is read in 16 bits, and whole models are "
         f"written in 16 bits."
     )
-
-
-def _describe(note: Mapping[str, Any]) -> str:
-    if note["quant_method"] == "mxfp4":
-        return "experts in MXFP4"
-    if note["quant_method"] == "compressed-tensors":
-        formats = _compressed_formats(note)
-        return ", ".join(COMPRESSED_FORMATS[name] for name in formats)
-    blocks = note.get("weight_block_size")
-    if blocks is None:
-        return "FP8 with a scale per tensor"
-    return f"FP8 in blocks of {blocks[0]} x {blocks[1]}"
 
 
 def open_dequantized(folder: Path) -> WeightSource:
     """Open the weights of a model directory. Those of a published format are shown in 16 bits. Only
     headers are read. Raises UserError if a tensor of the format is missing or does not fit."""
     source = open_weights(folder)
-    settings = _read_settings(folder)
+    settings = read_settings(folder)
     note = find_note(settings)
     if note is None or note.get("quant_method") not in READERS:
         return source
     check_note(note)
     text = settings.get("text_config") or {}
-    names = (settings.get("dtype"), settings.get("torch_dtype"), text.get("dtype"))
+    names = [part.get(key) for part in (settings, text) for key in ("dtype", "torch_dtype")]
     name = next((name for name in names if name), "bfloat16")
     dtype = READ_AS.get(str(name), torch.bfloat16)
     return DequantizedSource(source, note, dtype)
@@ -246,14 +145,16 @@ class DequantizedSource(WeightSource):
         dtype: of the dequantized tensors.
     """
 
-    def __init__(self, source: WeightSource, note: Mapping[str, Any], dtype: torch.dtype) -> None:
+    def __init__(
+        self, source: SafetensorsSource, note: Mapping[str, Any], dtype: torch.dtype
+    ) -> None:
         self._source = source
         self._packed = READERS[note["quant_method"]](source, note)
         self.tensors = dict(source.tensors)
         for name, packed in self._packed.items():
             file = source.tensors[packed.codes].file
             if name != packed.codes and name in source.tensors:
-                raise _damaged(file, f"{name} is stored twice: {packed.codes} is the same weight")
+                raise damaged(file, f"{name} is stored twice: {packed.codes} is the same weight")
             for part in packed.parts:
                 self.tensors.pop(part, None)
             self.tensors[name] = StoredTensor(file, packed.shape, dtype, is_dequantized=True)
@@ -292,7 +193,7 @@ class DequantizedSource(WeightSource):
         scale = scale_values(self._source.read(packed.scale))
         broken = packed.codes if scale.isfinite().all() else packed.scale
         file = self._source.tensors[broken].file
-        return _damaged(file, f"{broken} has values that are not finite (NaN or infinite)")
+        return damaged(file, f"{broken} has values that are not finite (NaN or infinite)")
 
 
 def find_fp8(source: WeightSource, note: Mapping[str, Any]) -> dict[str, PackedWeight]:
@@ -325,7 +226,7 @@ def find_mxfp4(source: WeightSource, note: Mapping[str, Any]) -> dict[str, Packe
         if not codes.endswith("_blocks"):
             continue
         name = codes.removesuffix("_blocks")
-        scale = _find_part(source, codes, [f"{name}_scales"])
+        scale = find_part(source, codes, [f"{name}_scales"])
         grid = header.shape[:-1]
         fits = len(header.shape) == 4 and header.shape[-1] == 16
         _check_bytes(source, codes, fits, "[experts, out, in / 32, 16]")
@@ -339,25 +240,12 @@ def _check_bytes(source: WeightSource, name: str, fits: bool, expected: str) -> 
     header = source.tensors[name]
     if not fits or header.dtype != torch.uint8:
         found = f"{header.dtype} {list(header.shape)}"
-        raise _damaged(header.file, f"{name} is {found}; expected bytes {expected}")
-
-
-def _compressed_formats(note: Mapping[str, Any]) -> list[str]:
-    """Return the formats of the groups of a compressed-tensors checkpoint."""
-    default = str(note.get("format"))
-    named = [str(group.get("format") or default) for group in note["config_groups"].values()]
-    return list(dict.fromkeys(named))
-
-
-def _weight_schemes(note: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return how each group of modules quantizes its weights. Some quantize only activations."""
-    groups = note["config_groups"].values()
-    return [group["weights"] for group in groups if group.get("weights")]
+        raise damaged(header.file, f"{name} is {found}; expected bytes {expected}")
 
 
 def find_compressed(source: WeightSource, note: Mapping[str, Any]) -> dict[str, PackedWeight]:
     """Return the weights of a compressed-tensors checkpoint, by name."""
-    schemes = _weight_schemes(note)
+    schemes = weight_schemes(note)
     symmetric = [scheme.get("symmetric", True) for scheme in schemes]
     has_zero_points = bool(symmetric) and not any(symmetric)
     found = dict[str, PackedWeight]()
@@ -369,12 +257,15 @@ def find_compressed(source: WeightSource, note: Mapping[str, Any]) -> dict[str, 
             continue
         name = f"{prefix}.weight"
         scale = f"{name}_scale"
+        if is_packed and header.dtype == torch.uint8:
+            found[name] = _packed_fp4(source, codes, name, schemes)
+            continue
         zero_point = f"{name}_zero_point"
         needed = [scale, f"{name}_shape"] if is_packed else [scale]
         if has_zero_points:
             needed.append(zero_point)
         for part in needed:
-            _find_part(source, codes, [part])
+            find_part(source, codes, [part])
         shape = _matrix_shape(codes, header)
         bits = None
         if is_packed:
@@ -395,12 +286,62 @@ def find_compressed(source: WeightSource, note: Mapping[str, Any]) -> dict[str, 
     return found
 
 
+def find_modelopt(source: WeightSource, note: Mapping[str, Any]) -> dict[str, PackedWeight]:
+    """Return the weights of a checkpoint of NVIDIA's ModelOpt, by name. Sources:
+    https://github.com/NVIDIA/Model-Optimizer, modelopt/torch/quantization/qtensor"""
+    found = dict[str, PackedWeight]()
+    for name, header in source.tensors.items():
+        is_fp4 = header.dtype == torch.uint8
+        is_weight = name.endswith(".weight") and (is_fp4 or header.dtype in FP8)
+        if not is_weight:
+            continue
+        rows, columns = _matrix_shape(name, header)
+        scale = find_part(source, name, [f"{name}_scale"])
+        factor = None
+        blocks = [(rows, columns)]
+        if is_fp4:
+            columns *= 2
+            factor = _find_number(source, name, f"{name}_scale_2")
+            blocks = [NVFP4_BLOCK]
+        shape = (rows, columns)
+        block = _block(source, name, scale, shape, blocks)
+        found[name] = ScaledWeight(
+            name, scale, shape, block, is_fp4, global_scale=factor, divides=False
+        )
+    return found
+
+
+def _find_number(source: WeightSource, codes: str, name: str) -> str:
+    """Return the name of a part that is one number. Raises UserError if it is missing or is not."""
+    find_part(source, codes, [name])
+    header = source.tensors[name]
+    size = torch.Size(header.shape).numel()
+    if size != 1:
+        raise damaged(header.file, f"{name} has {size} values; expected one")
+    return name
+
+
+def _packed_fp4(
+    source: WeightSource, codes: str, name: str, schemes: list[dict[str, Any]]
+) -> ScaledWeight:
+    """Return a weight in MXFP4, or in NVFP4, whose scales have a scale."""
+    header = source.tensors[codes]
+    rows, columns = _matrix_shape(codes, header)
+    shape = (rows, columns * 2)
+    scale = find_part(source, codes, [f"{name}_scale"])
+    global_scale = None
+    if source.tensors[scale].dtype != torch.uint8:
+        global_scale = _find_number(source, codes, f"{name}_global_scale")
+    block = _block(source, name, scale, shape, _blocks_of(schemes, shape))
+    return ScaledWeight(codes, scale, shape, block, is_fp4=True, global_scale=global_scale)
+
+
 def _stored_shape(source: WeightSource, name: str) -> tuple[int, ...]:
     """Return the shape of a packed matrix, which is itself a tensor."""
     header = source.tensors[name]
     if header.shape != (2,) or header.dtype not in (torch.int32, torch.int64):
         found = f"{header.dtype} {list(header.shape)}"
-        raise _damaged(header.file, f"{name} is {found}; expected two whole numbers")
+        raise damaged(header.file, f"{name} is {found}; expected two whole numbers")
     return tuple(source.read(name).tolist())
 
 
@@ -415,7 +356,7 @@ def _check_zero_point(
     if header.shape != expected:
         found = list(header.shape)
         problem = f"{zero_point} has the shape {found}; expected {list(expected)}"
-        raise _damaged(header.file, problem)
+        raise damaged(header.file, problem)
 
 
 def _packed_bits(name: str, header: StoredTensor, shape: tuple[int, ...]) -> int:
@@ -426,7 +367,7 @@ def _packed_bits(name: str, header: StoredTensor, shape: tuple[int, ...]) -> int
             return bits
     found = f"{header.dtype} {list(header.shape)}"
     problem = f"{name} is {found}, which does not hold {list(shape)} integers of 4 or 8 bits"
-    raise _damaged(header.file, problem)
+    raise damaged(header.file, problem)
 
 
 def _blocks_of(schemes: list[dict[str, Any]], shape: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -438,7 +379,7 @@ def _blocks_of(schemes: list[dict[str, Any]], shape: tuple[int, ...]) -> list[tu
         if scheme.get("strategy") == "block":
             block_rows, block_columns = scheme["block_structure"]
             found.append((block_rows, block_columns))
-        elif _is_positive(size):
+        elif is_positive(size):
             found.append((1, size))
         elif scheme.get("strategy") == "channel" or size == -1:
             found.append((1, columns))
@@ -453,29 +394,14 @@ def _find_scale(source: WeightSource, name: str) -> str:
     names = [f"{name}_scale_inv", f"{name}_scale"]
     if last == "weight":
         names = [f"{prefix}.{suffix}" for suffix in SCALES_OF_FP8]
-    return _find_part(source, name, names)
-
-
-def _find_part(source: WeightSource, codes: str, names: Sequence[str]) -> str:
-    """Return the first of the possible names of a part of a weight that the files have. Raises
-    UserError if they have none."""
-    for name in names:
-        if name in source.tensors:
-            return name
-    header = source.tensors[codes]
-    problem = f"{codes} is quantized ({header.dtype}), and {names[0]} is missing"
-    raise _damaged(header.file, problem)
-
-
-def _damaged(file: Path, problem: str) -> UserError:
-    return UserError(f"{file}: {problem}.\n{SIXTEEN_BITS}")
+    return find_part(source, name, names)
 
 
 def _matrix_shape(name: str, header: StoredTensor) -> tuple[int, ...]:
     if len(header.shape) not in (2, 3):
         found = list(header.shape)
         problem = f"{name} is quantized and has the shape {found}, which is not a matrix"
-        raise _damaged(header.file, problem)
+        raise damaged(header.file, problem)
     return header.shape
 
 
@@ -492,7 +418,7 @@ def _block(
     header = source.tensors[scale]
     if not header.dtype.is_floating_point and header.dtype != torch.uint8:
         problem = f"{scale} is {header.dtype}; expected floating-point numbers, or bytes"
-        raise _damaged(header.file, problem)
+        raise damaged(header.file, problem)
     expected = []
     for block_rows, block_columns in blocks:
         grid = (*stack, ceil(rows / block_rows), ceil(columns / block_columns))
@@ -503,8 +429,15 @@ def _block(
             return block_rows, block_columns
     shapes = " or ".join(str(list(grid)) for grid in expected)
     found = f"{scale} has the shape {list(header.shape)}"
-    raise _damaged(header.file, f"{found}; expected {shapes} for {name} {list(shape)}")
+    raise damaged(header.file, f"{found}; expected {shapes} for {name} {list(shape)}")
 
 
 # by quant_method
-READERS = {"fp8": find_fp8, "mxfp4": find_mxfp4, "compressed-tensors": find_compressed}
+READERS = {
+    "fp8": find_fp8,
+    "mxfp4": find_mxfp4,
+    "compressed-tensors": find_compressed,
+    "gptq": find_gptq,
+    "awq": find_awq,
+    "modelopt": find_modelopt,
+}

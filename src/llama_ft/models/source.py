@@ -108,6 +108,12 @@ class SafetensorsSource(WeightSource):
             else handle.get_tensor(name)
         )
 
+    def read_columns(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read columns [start, stop) of a matrix in the stored dtype. Only these are read."""
+        handle = self._handles[self.tensors[name].file]
+        columns: torch.Tensor = handle.get_slice(name)[:, start:stop]
+        return columns
+
 
 class OverlaidSource(WeightSource):
     """The tensors of one source; those of another source replace tensors with the same names."""
@@ -130,7 +136,7 @@ def listed(names: list[str], most: int = 8) -> str:
     return text
 
 
-def open_weights(folder: Path) -> WeightSource:
+def open_weights(folder: Path) -> SafetensorsSource:
     """Open the weights of a model directory. Raises UserError if there are none or a file cannot be
     read."""
     files = weight_files(folder)

@@ -13,6 +13,7 @@ from typing import Any
 from llama_ft.config.output_settings import TrackingConfig
 from llama_ft.errors import plural, reason
 from llama_ft.masking import mask_secrets
+from llama_ft.observe.kubeflow import kubeflow_tracker
 from llama_ft.observe.progress import ProgressBar
 from llama_ft.observe.trackers import Tracker, start_trackers
 from llama_ft.processes import replace_text
@@ -82,6 +83,7 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         self._trackers = start_trackers(
             tracking, output_dir, resolved, resume_step, self.tracker_ids
         )
+        self._trackers += kubeflow_tracker(total_steps, resume_step)
         for tracker in self._trackers:
             if tracker.run_id:
                 self.tracker_ids[tracker.key] = tracker.run_id

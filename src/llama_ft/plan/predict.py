@@ -210,8 +210,12 @@ def _plan_with(request: PlanRequest, build_model: models.BuildModel, layers: int
             _answer(request, model, context_length, tracker)
         of_the_device = len(tracker.events)
         tracker.enter("save")
-        saved = checkpoint.HostBlock().copy(checkpoint.own_state(model, optimizer, ranks))
-        host_block = next(iter(saved.values())).untyped_storage()  # of all copies
+        state = checkpoint.own_state(model, optimizer, ranks)
+        saved_bytes = 0
+        if request.device != "cpu" or _saves_copies(config, is_validated):
+            saved = checkpoint.HostBlock().copy(state)
+            host_block = next(iter(saved.values())).untyped_storage()  # of all copies
+            saved_bytes = host_block.nbytes()
         del tracker.events[of_the_device:]  # the copies for a checkpoint are on the host
     stored = states_of(optimizer)
     stored += [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -224,8 +228,19 @@ def _plan_with(request: PlanRequest, build_model: models.BuildModel, layers: int
         tokens=batch.tokens,
         is_quick=layers is not None,
         step_flops=step_flops,
-        **_memory(request, tracker, host_block.nbytes(), _pinned_excess(model)),
+        **_memory(request, tracker, saved_bytes, _pinned_excess(model)),
     )
+
+
+def _saves_copies(config: Config, is_validated: bool) -> bool:
+    """Return whether a checkpoint on the CPU may be written from copies, because training continues
+    meanwhile. The last one is not. In the first epoch, one before it follows an evaluation."""
+    settings = config.checkpoint
+    train = config.train
+    by_epoch = train.num_epochs > 1 and (settings.save_every_epoch or is_validated)
+    by_loss = is_validated and train.eval_steps > 0
+    in_training = settings.save_steps > 0 or (settings.save_model and (by_epoch or by_loss))
+    return settings.save_async and in_training
 
 
 def _two_steps(

@@ -358,7 +358,8 @@ class TrainingRun:
         model: PreTrainedModel,
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        """Start to write a checkpoint. Training continues after a copy in host memory is made."""
+        """Start to write a checkpoint. Training continues after a copy in host memory is made. The
+        last one is written before this returns."""
         self.memory.enter("save")
         description = {
             "progress": self.state.state_dict(),
@@ -368,7 +369,15 @@ class TrainingRun:
         }
         best_value = self.state.best.value if is_best else None
         is_asked = self._is_save_asked(record)
-        self.writer.save(record.step, model, optimizer, description, is_asked, best_value)
+        self.writer.save(
+            record.step,
+            model,
+            optimizer,
+            description,
+            is_asked,
+            best_value,
+            is_final=self._ends_run(record) or self.stop is not None,
+        )
         self.throughput.pause()
 
     def _ends_run(self, record: StepRecord) -> bool:
