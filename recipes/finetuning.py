@@ -102,6 +102,11 @@ def main(**flags: str) -> None:
         if resumed is not None:
             reference.load(resumed.folder, resumed.run)
         reference.score_with_other_model(build_model, memory)
+        # --objective distill: store the teacher's most likely tokens, and free it
+        teacher = training.TeacherPass(
+            objective, config, tokenizer, dataset, layout, vocabulary, ranks
+        )
+        teacher.prepare(build_model, memory, resumed.run if resumed else None)
         built = build_model(request, ranks, memory)
         memory.leave()  # ends the phase "load"
         if layout.is_packed:
@@ -114,6 +119,7 @@ def main(**flags: str) -> None:
 
         with open_run(setup, config, inputs, dataset, batches, built, scores) as run:
             reference.complete(built, run.directory)
+            teacher.keep(run.directory)
             train(run, built, objective, tokenizer)
             if config.checkpoint.save_model:
                 export(run, built, tokenizer)

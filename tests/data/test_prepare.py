@@ -25,6 +25,7 @@ def prepared(
     *,
     context_length: int = 64,
     want: bool = True,
+    verify_cache: bool = True,
     **settings: Any,
 ) -> TokenizedData:
     config = DataConfig(dataset=str(dataset), **settings)
@@ -33,6 +34,7 @@ def prepared(
         tokenizer,
         DataRequest(context_length=context_length, want_validation=want),
         cache=cache,
+        verify_cache=verify_cache,
     )
 
 
@@ -428,6 +430,27 @@ def test_the_samples_of_a_fraction_are_written_and_are_the_same_as_a_validation_
         prepared(path, llama3, cache, **settings)
     assert output.read_text() == written
     assert {file.name for file in tmp_path.iterdir()} == {"my.jsonl", "held.jsonl", "cache"}
+
+
+def test_duplicates_are_not_written_to_the_validation_file(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Also those in other columns, which the tokens show. Each node writes its file."""
+    samples = [{"question": f"Hi {n % 30}", "answer": "yes"} for n in range(60)]
+    samples += [{"question": f"Hi {n}", "answer": "yes", "id": n} for n in range(30)]
+    path = write_jsonl(tmp_path / "my.jsonl", samples)
+    output = tmp_path / "held.jsonl"
+    settings: Any = {"validation": "0.4", "deduplicate": True}
+    cache = tmp_path / "cache"
+    other = prepared(path, llama3, cache, **settings)
+    prepared(path, llama3, cache, **settings, validation_output=str(output), verify_cache=False)
+    assert not output.exists()
+    data = prepared(path, llama3, cache, **settings, validation_output=str(output))
+    assert other.validation is not None and data.validation is not None
+    written = [json.loads(line)["instruction"] for line in output.read_text().splitlines()]
+    assert 5 < len(written) == len(data.validation) == len({*written})
+    again = prepared(path, llama3, cache, validation=str(output))
+    assert again.fingerprints()["validation"] == other.fingerprints()["validation"]
 
 
 def test_named_validation_sets_are_those_of_single_files(

@@ -128,14 +128,19 @@ def test_an_optimizer_of_a_users_file_is_planned(plan: Plan, tmp_path: Path, ran
     assert saved == pytest.approx(4 * matrices / ranks, rel=0.01)
 
 
-def test_scored_answers_are_planned_with_their_keys_and_values(plan: Plan, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_scored_answers_are_planned_with_their_keys_and_values(
+    plan: Plan, tmp_path: Path, ranks: int
+) -> None:
+    """Each rank answers its own batch, with its shard of the weights and one gathered layer."""
     model = write_llama(tmp_path / "model", max_position_embeddings=4096)
     score = ("--score", "exact", "--score_tokens", "512", "--precision", "fp32", "--no_plan")
 
     def peak(batch: int) -> int:
-        planned = plan(model, 1, *FLAGS, *score, "--score_batch_size", str(batch))
-        found = [one for one in planned.peaks if one.phase == "evaluation"]
-        return int(found[0].bytes)
+        planned = plan(model, ranks, *FLAGS, *score, "--score_batch_size", str(batch))
+        holders = held(planned, "evaluation")
+        assert holders["sharded parameters"] == pytest.approx(4 * PARAMETERS / ranks, rel=0.01)
+        return int(sum(holders.values()))
 
     per_answer = (peak(48) - peak(16)) / 32
     cache = 2 * LAYERS * KEY_VALUE_HEADS * HEAD * (LENGTH + 512) * 4

@@ -165,7 +165,7 @@ def test_a_reference_model_scores_all_examples_and_is_freed(
 
 def test_a_reference_model_with_other_tokens_is_rejected(tiny_model: Path) -> None:
     ours, theirs = (AutoTokenizer.from_pretrained(tiny_model) for _ in range(2))
-    check_same_tokens("base", theirs, ours)
+    check_same_tokens("--reference_model", "base", theirs, ours)
     theirs.add_tokens(["<tool>"])
     with pytest.raises(UserError, match=r"--reference_model base: .* in 1 token \(<tool>\)"):
-        check_same_tokens("base", theirs, ours)
+        check_same_tokens("--reference_model", "base", theirs, ours)

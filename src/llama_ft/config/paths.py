@@ -25,7 +25,7 @@ from llama_ft.processes import attempt, may_be_restarted
 BUILT_IN_TEMPLATES = ("llama3", "chatml", "alpaca", "mistral")
 INPUTS = (
     "model_name", "tokenizer_name", "reference_model", "dataset", "validation", "from_peft_checkpoint", "chat_template",
-    "optimizer", "score",
+    "optimizer", "score", "teacher_model", "teacher_file",
 )  # fmt: skip
 TO_SAFETENSORS = "Convert it with Transformers:\nAutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -35,6 +35,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 RUN_MARKER = ".llama_ft-run"
 # of a run and of each of its checkpoints; see training/reference.py
 REFERENCE_FILE = "reference.safetensors"
+# of a run; see training/distillation.py
+TEACHER_FILE = "teacher.safetensors"
 # the samples that --skip_bad_rows has skipped; see data/tokenize_files.py
 BAD_SAMPLES_FILE = "bad_samples.jsonl"
 # The newest checkpoint that was fetched from --save_to. launch/run.sh does not count it as progress of
@@ -44,7 +46,7 @@ SHOWN_ENTRIES = 3  # names of other files in a warning
 # Everything that a run writes into its directory. --overwrite deletes nothing else.
 RUN_ENTRIES = (
     "status.json", "config.yaml", "metrics.jsonl", "checkpoints", "model", "facts.json", "plan.json", "report.html",
-    "profile", "tensorboard", "wandb", REFERENCE_FILE,
+    "profile", "tensorboard", "wandb", REFERENCE_FILE, TEACHER_FILE,
     BAD_SAMPLES_FILE, FETCHED_FILE,
 )  # fmt: skip
 # The entries of checkpoints/ that --overwrite may delete. set-aside-* and files of other programs
@@ -104,6 +106,14 @@ def check_paths(
         file = Path(name).expanduser()
         return NOT_A_FILE if file.is_dir() else not_writable(file.parent)
 
+    def teacher_file(name: str) -> str | None:
+        file = Path(name).expanduser()
+        return file_problem(name) if file.exists() else not_writable(file.parent)
+
+    def teacher(name: str) -> str | None:
+        # Its stored probabilities are enough.
+        return None if values["resume"] else model_problem(name)
+
     def output_dir(name: str) -> str | None:
         resume = values["resume"]
         # the URL of the run's own copy
@@ -115,6 +125,8 @@ def check_paths(
         ("model_name", values["model_name"], model_problem),
         ("tokenizer_name", values["tokenizer_name"], tokenizer),
         ("reference_model", values["reference_model"], model_problem),
+        ("teacher_model", values["teacher_model"], teacher),
+        ("teacher_file", values["teacher_file"], teacher_file),
         *(("dataset", name, data_problem) for name in datasets),
         ("validation", None if named else values["validation"], validation),
         *(("validation", name, data_problem) for name in named.values()),

@@ -20,6 +20,7 @@ SECRET = (
     "gs:// take credentials from the environment, MLflow takes MLFLOW_TRACKING_TOKEN; download the rest first."
 )
 WITH_REFERENCE = ("dpo", "ipo", "kto")
+OF_TOKENS = ("sft", "distill")  # objectives that learn from one response per sample
 PATTERNS_OF_SIZE = {"rank_pattern", "alpha_pattern"}
 PAIRS = "preference"
 UNPAIRED = "unpaired_preference"
@@ -66,7 +67,7 @@ def has_decay(s: Any) -> bool:
 def best_metrics(s: Any) -> list[str]:
     """Return the metrics that best_by can name. Settings as of `brings_validation`."""
     endings = ["loss"]
-    if s.objective == "sft":
+    if s.objective in OF_TOKENS:
         endings.append("perplexity")
     elif s.objective != "reward":
         endings += ["rewards/accuracies", "rewards/margins"]
@@ -269,8 +270,15 @@ RULES: tuple[Rule, ...] = (
         "trained. Leave streaming out, or use use_peft alone.",
     ),
     (
+        "streaming",
+        lambda s: s.streaming and s.objective == "distill",
+        "cannot be used: objective distill runs its teacher once, over all samples. Leave streaming out.",
+    ),
+    (
         "dataset_format",
-        lambda s: s.dataset_format not in ("auto", PAIRS) and s.objective not in ("sft", "kto"),
+        lambda s: (
+            s.dataset_format not in ("auto", PAIRS) and s.objective not in (*OF_TOKENS, "kto")
+        ),
         "is {}, but objective {objective} needs preference pairs. Use dataset_format preference, or leave it out.",
     ),
     (
@@ -280,22 +288,22 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "dataset_format",
-        lambda s: s.dataset_format == PAIRS and s.objective == "sft",
+        lambda s: s.dataset_format == PAIRS and s.objective in OF_TOKENS,
         "is {}, which needs objective dpo, ipo, simpo, orpo or reward. Choose one.",
     ),
     (
         "dataset_format",
-        lambda s: s.dataset_format == UNPAIRED and s.objective == "sft",
+        lambda s: s.dataset_format == UNPAIRED and s.objective in OF_TOKENS,
         "is {}, which needs objective kto. Add it.",
     ),
     (
         "truncation",
-        lambda s: s.truncation == "split" and s.objective != "sft",
+        lambda s: s.truncation == "split" and s.objective not in OF_TOKENS,
         "is {}, which would separate the responses of a pair. Use right, left or drop.",
     ),
     (
         "labels",
-        lambda s: s.labels != "auto" and s.objective != "sft",
+        lambda s: s.labels != "auto" and s.objective not in OF_TOKENS,
         "is {}, but objective {objective} compares whole responses. Leave it out.",
     ),
 )
@@ -315,6 +323,9 @@ FSDP_FIELDS = (
 )
 
 
+TEACHER_FIELDS = (
+    "teacher_model teacher_file distill_top_k distill_weight distill_temperature".split()
+)
 SCHEDULES_TO_MIN_LR = ("cosine", "linear", "warmup_stable_decay")
 # The fields, another field, and a function that tells whether the other field's value fits.
 Condition = tuple[list[str], str, Callable[[Any], Any]]
@@ -352,7 +363,7 @@ CONDITIONS: tuple[Condition, ...] = (
     (VALIDATION_FIELDS, "run_validation", bool),
     (["early_stopping_min_delta"], "early_stopping_patience", bool),
     (["score_tokens", "score_samples", "score_batch_size"], "score", bool),
-    (["score"], "objective", lambda value: value == "sft"),
+    (["score"], "objective", lambda value: value in OF_TOKENS),
     (["validation_output"], "validation", lambda value: as_fraction(value) is not None),
     (FSDP_FIELDS, "enable_fsdp", bool),
     (NEED_CUDA, "device", lambda value: value != "cpu"),
@@ -374,7 +385,9 @@ CONDITIONS: tuple[Condition, ...] = (
     ),
     (["overwrite"], "output_dir", bool),
     (["label_smoothing_factor"], "objective", lambda value: value == "sft"),
-    (["beta"], "objective", lambda value: value not in ("sft", "reward")),
+    (["beta"], "objective", lambda value: value not in (*OF_TOKENS, "reward")),
+    (TEACHER_FIELDS, "objective", lambda value: value == "distill"),
+    (["teacher_quantization"], "teacher_model", bool),
     (["center_rewards_coefficient"], "objective", lambda value: value == "reward"),
     (["sample_tokens"], "objective", lambda value: value != "reward"),  # value writes no text
     (["dpo_label_smoothing"], "objective", lambda value: value in ("dpo", "simpo")),

@@ -55,6 +55,7 @@ class Format(NamedTuple):
 
 PREFERENCE = "preference"  # the format of pairs, which only the objectives over pairs read
 UNPAIRED = "unpaired_preference"  # that of completions with a label, which only objective kto reads
+LOG_PROBABILITIES = "logprobs"  # vLLM's name; see training/teacher.py
 # columns that a sample of text leaves empty
 MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 ROLES = {
@@ -543,5 +544,8 @@ FORMATS: dict[str, Format] = {
     PREFERENCE: Format(("chosen", "rejected"), ("prompt", "system", "tools"), preferred),
     UNPAIRED: Format(("prompt", "completion", "label"), ("system", "tools"), labelled),
     "text": Format(("text",), (), plain_text),
-    "tokenized": Format(("input_ids",), ("labels", "attention_mask"), tokenized_sample),
+    # logprobs: of a teacher
+    "tokenized": Format(
+        ("input_ids",), ("labels", "attention_mask", LOG_PROBABILITIES), tokenized_sample
+    ),
 }

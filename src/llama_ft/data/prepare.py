@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import json
 import os
+import pickle
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -27,16 +28,17 @@ from llama_ft.data.image_parts import COLUMNS, MESSAGES
 from llama_ft.data.processor import Images, open_images
 from llama_ft.data.reshape import reshaped
 from llama_ft.data.sources import Source, Split, brings_validation, open_source
-from llama_ft.data.statistics import BuildReport, SplitStatistics, describe, warnings_of
+from llama_ft.data.statistics import BuildReport, Duplicates, SplitStatistics, describe, warnings_of
 from llama_ft.data.tokenize import Encoder, ExamplesOf, one_example, unpaired_examples
 from llama_ft.data.tokenize_files import (
     BadSamples,
     SplitWriter,
     chunks_of,
     content_hash,
+    encode_chunk,
     encode_chunks,
 )
-from llama_ft.errors import UserError, plural, rank
+from llama_ft.errors import UserError, plural
 from llama_ft.processes import cores
 from llama_ft.runtime.console import log
 
@@ -80,6 +82,8 @@ class TokenizedData:
     # validation sets that have names; each is the `train` of its data
     named: dict[str, "TokenizedData"] = field(default_factory=dict)
     hashes: Path | None = None  # file of the hashes of the training samples
+    # the training samples before tokenization, and what tokenizes them
+    untokenized: tuple[Source, Encoder] | None = None
 
     @property
     def validations(self) -> dict[str, Dataset]:
@@ -181,7 +185,7 @@ def prepare(
         request: what the samples are for.
         cache: directory of the demo and of tokenized data, see `cache_dir`.
         verify_cache: compare tokenized samples in the cache with their checksums, which reads all
-            of them. One rank per node does it, before the others.
+            of them, and write `validation_output`. One rank per node does both, before the others.
 
     Raises:
         UserError: the data cannot be used; several bad samples are reported together.
@@ -223,7 +227,7 @@ def prepare(
         examples=request.examples,
     )
     report, folder = _tokenized(tokenization, cache, verify_cache)
-    if config.validation_output and rank() == 0:
+    if config.validation_output and verify_cache:  # on each node, which may have its own disk
         summary.append(_write_held_out(tokenization, Path(config.validation_output).expanduser()))
     if not request.want_validation:
         report = replace(report, validation=None)
@@ -261,6 +265,7 @@ def prepare(
         warnings=tuple(warnings),
         named=named,
         hashes=None if config.streaming else hashes,
+        untokenized=(source, encoder),
         images=images,
     )
 
@@ -305,18 +310,26 @@ def _write_held_out(tokenization: _Tokenization, file: Path) -> str:
         UserError: the file exists with other samples.
     """
     count = 0
-    samples = tokenization.source.formatted_samples(tokenization.config.dataset_format)
+    config = tokenization.config
+    samples = tokenization.source.formatted_samples(config.dataset_format)
     assert tokenization.fraction is not None
-    aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    duplicates = Duplicates(config.deduplicate)
+    aside = file.with_name(f".{file.name}.{os.uname().nodename}.{os.getpid()}.tmp")
     try:
         with aside.open("w", encoding="utf-8") as opened:
-            for _, sample, _ in samples:
+            for place, sample, sample_format in samples:
                 if isinstance(sample, BadSample):
                     continue
-                if content_hash(sample) / 2**64 < tokenization.fraction:
-                    # ASCII: JSON allows half a surrogate pair, which UTF-8 cannot encode
-                    opened.write(json.dumps(sample, default=str) + "\n")
-                    count += 1
+                if content_hash(sample) / 2**64 >= tokenization.fraction:
+                    continue
+                if config.deduplicate:
+                    chunk = [(place, pickle.dumps((sample, sample_format)))]
+                    found = encode_chunk(chunk, tokenization.encoder, tokenization.examples).samples
+                    if not duplicates.kept([place], found["encoded"], ~found["bad"]).all():
+                        continue
+                # ASCII: JSON allows half a surrogate pair, which UTF-8 cannot encode
+                opened.write(json.dumps(sample, default=str) + "\n")
+                count += 1
         if file.exists() and not filecmp.cmp(aside, file, shallow=False):
             raise UserError(
                 f"--validation_output {file}: exists with other samples. Name another file."

@@ -5,7 +5,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -15,7 +16,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import checkpoint, models, training
-from llama_ft.config import Config
+from llama_ft.config import Config, PreferenceConfig
 from llama_ft.data import IGNORED, Batch
 from llama_ft.models.shards import local_shard
 from llama_ft.observe.flops import flop_formula
@@ -29,6 +30,8 @@ from llama_ft.plan.types import Peak, Plan, PlanRequest
 from llama_ft.runtime import Ranks, log
 from llama_ft.runtime.process_group import mesh_over, resolve_degree
 from llama_ft.training.reference import StoredReference, reference_config, score_examples
+from llama_ft.training.teacher import most_likely_of, teacher_config
+from llama_ft.training.teacher_file import stored_bytes
 
 QUICK_LAYERS = (3, 5)
 # Reserved over allocated memory, if the CUDA allocator is not simulated. 11 simulated plans of 1B to
@@ -62,8 +65,13 @@ def predict(request: PlanRequest, build_model: models.BuildModel, quick: bool = 
         # layers of towers cannot be left out
         quick = quick and not _has_images(request)
         plan = _plan_quickly(plan_with, model_config, request.config, quick)
-        if isinstance(reference_of(request.config), StoredReference):
-            plan = _with_reference(plan, request, build_model, quick)
+        for first in passes_before(request.config):
+            plan = _with_pass(plan, first, request, build_model, quick)
+        if request.config.preference.objective == "distill":
+            size = request.config.preference.distill_top_k
+            per_token = stored_bytes(0, 1, size)
+            total = stored_bytes(*request.samples, size) if request.samples else 0
+            plan = dataclasses.replace(plan, teacher_bytes_per_token=per_token, teacher_bytes=total)
         return plan
 
 
@@ -72,11 +80,36 @@ def _has_images(request: PlanRequest) -> bool:
     return request.with_images or models.trains_images(request.config.model)
 
 
-def reference_of(config: Config) -> object:
-    """Return the reference of the run's objective if another model computes it, else None."""
-    if config.preference.reference_model is None:
-        return None
-    return getattr(training.build_objective(config), "reference", None)
+class FirstPass(NamedTuple):
+    """A pass of another model over the samples, before the run's own is built: its settings, the
+    flag that names it, and what it computes of a micro-batch."""
+
+    config: Config
+    flag: str
+    compute: Callable[[models.BuiltModel, Batch, Ranks], object]
+
+
+def passes_before(config: Config) -> list[FirstPass]:
+    """Return the passes of a run: of --reference_model, or of --teacher_model unless its file
+    exists."""
+    asked = config.preference
+    if asked.objective == "distill":
+        file = asked.teacher_file
+        if asked.teacher_model is None or (file and Path(file).expanduser().exists()):
+            return []
+        return [FirstPass(teacher_config(config), "--teacher_model", partial(_teach, asked))]
+    is_stored = isinstance(
+        getattr(training.build_objective(config), "reference", None), StoredReference
+    )
+    if asked.reference_model is None or not is_stored:
+        return []
+    return [FirstPass(reference_config(config), "--reference_model", score_examples)]
+
+
+def _teach(asked: PreferenceConfig, built: models.BuiltModel, batch: Batch, ranks: Ranks) -> object:
+    built.model.eval()
+    size = asked.distill_top_k
+    return most_likely_of(built, batch, size, asked.distill_temperature, None, ranks.device)
 
 
 def _plan_quickly(
@@ -94,34 +127,41 @@ def _plan_quickly(
     return plan_with(None)
 
 
-def _with_reference(
-    plan: Plan, request: PlanRequest, build_model: models.BuildModel, quick: bool
+def _with_pass(
+    plan: Plan,
+    first: FirstPass,
+    request: PlanRequest,
+    build_model: models.BuildModel,
+    quick: bool,
 ) -> Plan:
-    """Return the plan with the peaks of --reference_model where they are higher: it is loaded and
-    scores all samples before the policy is built."""
-    config = reference_config(request.config)
-    folder = models.local_folder(config.model.model_name, "--reference_model", weights=False)
+    """Return the plan with the peaks of a pass where they are higher."""
+    config = first.config
+    folder = models.local_folder(config.model.model_name, first.flag, weights=False)
     model_config = models.load_model_config(folder, config.model.trust_remote_code)
     asked = dataclasses.replace(request, config=config, folder=folder, new_tokens=None)
-    plan_with = partial(_reference_plan, asked, build_model, plan)
-    reference = _plan_quickly(plan_with, model_config, config, quick)
+    plan_with = partial(_pass_plan, asked, build_model, plan, first)
+    planned = _plan_quickly(plan_with, model_config, config, quick)
     peaks = {peak.phase: peak for peak in plan.peaks}
-    for peak in reference.peaks:
+    for peak in planned.peaks:
         before = peaks.get(peak.phase)
         if before is None or peak.bytes > before.bytes:
             peaks[peak.phase] = peak
     return dataclasses.replace(
         plan,
         peaks=list(peaks.values()),
-        reserved_bytes=max(plan.reserved_bytes, reference.reserved_bytes),
-        host_load_bytes=max(plan.host_load_bytes, reference.host_load_bytes),
+        reserved_bytes=max(plan.reserved_bytes, planned.reserved_bytes),
+        host_load_bytes=max(plan.host_load_bytes, planned.host_load_bytes),
     )
 
 
-def _reference_plan(
-    request: PlanRequest, build_model: models.BuildModel, policy: Plan, layers: int | None
+def _pass_plan(
+    request: PlanRequest,
+    build_model: models.BuildModel,
+    of_run: Plan,
+    first: FirstPass,
+    layers: int | None,
 ) -> Plan:
-    """Plan the pass of a reference over the samples: frozen, without gradients."""
+    """Plan a pass of a model over the samples: frozen, without gradients."""
     config = _plannable(request.config)
     model_config, headers = read_headers(request.folder, config.model, layers)
     context_length = models.resolve_context_length(config.data.context_length, model_config)
@@ -133,12 +173,12 @@ def _reference_plan(
         built = build_model(asked, ranks, tracker)
         tracker.watch(built)
         tracker.enter("evaluation")
-        score_examples(built, batch, ranks)
+        first.compute(built, batch, ranks)
     peaks = [tracker.peaks["load"], tracker.peaks["evaluation"]]
     largest = max(peak.bytes for peak in peaks)
     is_cuda = request.device == "cuda"
     return dataclasses.replace(
-        policy,
+        of_run,
         peaks=peaks,
         reserved_bytes=round(SLACK * largest) if is_cuda else largest,
         host_load_bytes=peaks[0].holders["temporaries"] if is_cuda else peaks[0].bytes,

@@ -97,8 +97,11 @@ class Preflight:
                 ),
                 *(dataset.target_share, steps.size, bool(dataset.validations)),
             )
+            train = dataset.report.train
             request = dataclasses.replace(
-                PlanRequest(config, folder, *job_and_data), with_images=dataset.images is not None
+                PlanRequest(config, folder, *job_and_data),
+                with_images=dataset.images is not None,
+                samples=(train.samples, train.target_tokens),
             )
             with suppress(OSError):
                 self._pipe.send((request, self._free))

@@ -30,6 +30,8 @@ class PlanRequest:
     target_share: float = 1.0  # share of the tokens in the loss, 0 to 1
     size: int | None = None  # number of packed sequences, or samples; None: unlimited
     has_validation: bool = True
+    # examples and loss tokens of the training data, for a teacher's file; None: unknown
+    samples: tuple[int, int] | None = None
     # samples have images: the plan has the weights of towers, but not their activations
     with_images: bool = False
 
@@ -62,6 +64,8 @@ class Plan:
     tokens: int  # per micro-batch of a rank
     is_quick: bool  # extrapolated from two models with few layers
     step_flops: int = 0  # of an optimizer step, with recomputation by activation checkpointing
+    teacher_bytes_per_token: int = 0  # of the file of --objective distill, per loss token
+    teacher_bytes: int = 0  # of all of that file; 0 if the data are unknown
 
     @property
     def peak(self) -> Peak:
@@ -138,6 +142,10 @@ def describe(plan: Plan) -> str:
         f"On disk: {size_text(plan.checkpoint_bytes)} per checkpoint, "
         f"{size_text(plan.result_bytes)} for the final model."
     )
+    if plan.teacher_bytes_per_token:
+        whole = f": {size_text(plan.teacher_bytes)}" if plan.teacher_bytes else ""
+        per_token = f"{plan.teacher_bytes_per_token:,} bytes per token in the loss"
+        lines.append(f"The teacher's file takes {per_token}{whole}.")
     if plan.is_quick:
         lines.append("Extrapolated from 3 and 5 layers.")
     return "\n".join(lines)

@@ -37,4 +37,5 @@ from llama_ft.training.step import (
     update_loss_scale,
     update_weights,
 )
+from llama_ft.training.teacher import TeacherPass
 from llama_ft.training.train_state import TrainState

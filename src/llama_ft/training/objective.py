@@ -143,6 +143,7 @@ def target_losses(
     device: torch.device,
     loss_fn: LossFunction = cross_entropy,
     per_token: bool = False,
+    is_numbered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Run the model on a micro-batch. Return the losses of the tokens to predict, and the routers'
     auxiliary loss as a sum over loss tokens, without its coefficient.
@@ -156,12 +157,15 @@ def target_losses(
         loss_fn: logits [n, vocab] and targets [n] -> losses [n].
         per_token: return float32 [targets], in the order of `target_examples(batch)`, instead of their
             sum. Minus the cross-entropy of a token is its log-probability.
+        is_numbered: give `loss_fn` the number of each target in the micro-batch, not its token.
     """
     labels = shifted_labels(batch)
     # On the host: nonzero() on the device would wait for its result, to know its size.
     host_positions = (labels != IGNORED).nonzero().squeeze(1)  # [targets]
     positions = sent(host_positions, device)
     targets = sent(labels[host_positions], device)
+    if is_numbered:
+        targets = torch.arange(len(targets), device=device)
     inputs = model_inputs(built, batch, device)
     if built.has_chunked_loss:  # then the forward method is ours: models/chunked_loss.py
         losses, router_logits = built.model(

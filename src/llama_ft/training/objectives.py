@@ -4,7 +4,9 @@ import dataclasses
 from types import SimpleNamespace
 
 from llama_ft.config import Config, stores_reference, values_of
+from llama_ft.config.rules import OF_TOKENS
 from llama_ft.data.formats import PREFERENCE, UNPAIRED
+from llama_ft.training.distillation import Distillation
 from llama_ft.training.kto import Kto
 from llama_ft.training.objective import Objective, SupervisedFineTuning
 from llama_ft.training.preferences import Preferences
@@ -16,6 +18,9 @@ def build_objective(config: Config) -> Objective:
     """Return the objective that `--objective` names."""
     if config.preference.objective == "sft":
         return SupervisedFineTuning(config.train.label_smoothing_factor)
+    if config.preference.objective == "distill":
+        asked = config.preference
+        return Distillation(asked.distill_weight, asked.distill_temperature, asked.distill_top_k)
     if config.preference.objective == "reward":
         return RewardModeling(config.preference.center_rewards_coefficient)
     is_stored = stores_reference(SimpleNamespace(**values_of(config)))
@@ -27,7 +32,7 @@ def build_objective(config: Config) -> Objective:
 
 def resolve_format(config: Config) -> Config:
     """Return the settings. A dataset_format of auto becomes the format that the objective needs."""
-    if config.preference.objective == "sft" or config.data.dataset_format != "auto":
+    if config.preference.objective in OF_TOKENS or config.data.dataset_format != "auto":
         return config
     wanted = UNPAIRED if config.preference.objective == "kto" else PREFERENCE
     return dataclasses.replace(config, data=dataclasses.replace(config.data, dataset_format=wanted))

@@ -89,14 +89,18 @@ def score_examples(built: BuiltModel, batch: Batch, ranks: Ranks) -> torch.Tenso
 
 
 def example_keys(batch: Batch) -> numpy.ndarray:
-    """Return a hash of each example's tokens and labels, int64 [examples]. The first label is not
-    hashed: no position predicts it. Among a million different examples, two have the same hash with
-    a probability of 3e-8."""
-    digests = []
-    for ids, labels in batch.examples():
-        content = ids.numpy().tobytes() + labels[1:].numpy().tobytes()
-        digests.append(hashlib.blake2b(content, digest_size=8).digest())
-    return numpy.frombuffer(b"".join(digests), "<i8")
+    """Return a hash of each example's tokens and labels, int64 [examples]. Among a million different
+    examples, two have the same hash with a probability of 3e-8."""
+    keys = [example_key(ids.numpy(), labels.numpy()) for ids, labels in batch.examples()]
+    return numpy.array(keys, numpy.int64)
+
+
+def example_key(input_ids: numpy.ndarray, labels: numpy.ndarray) -> int:
+    """Return a hash of the tokens and labels of an example, both int64 [tokens]. The first label is
+    not hashed: no position predicts it."""
+    content = input_ids.tobytes() + labels[1:].tobytes()
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 class StoredReference:
@@ -293,7 +297,12 @@ class ReferencePass:
         with ranks.local_main_process_first():
             folder = models.local_folder(self._other, "--reference_model", ranks.local_rank == 0)
             model_config = models.load_model_config(folder, trust)
-            check_same_tokens(self._other, models.load_tokenizer(folder, trust), self._tokenizer)
+            check_same_tokens(
+                "--reference_model",
+                self._other,
+                models.load_tokenizer(folder, trust),
+                self._tokenizer,
+            )
         log.info(f"Reference: {self._other}")
         if ranks.is_main and (stored := models.describe_stored(folder, model_config)):
             log.info(stored)
@@ -344,16 +353,16 @@ class ReferencePass:
 
 
 def check_same_tokens(
-    name: str, theirs: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase
+    flag: str, name: str, theirs: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase
 ) -> None:
     """Raise a UserError unless both tokenizers have the same tokens with the same ids. `name` is
-    the reference: it scores the run's ids."""
+    the model of `flag`: it scores the run's ids."""
     their_ids = theirs.get_vocab()
     our_ids = ours.get_vocab()
     tokens = their_ids.keys() | our_ids.keys()
     others = sorted(token for token in tokens if their_ids.get(token) != our_ids.get(token))
     if others:
         raise UserError(
-            f"--reference_model {name}: its tokenizer differs from the run's in {plural(len(others), 'token')} "
-            f"({listed(others, 3)}).\nUse a reference with the same tokenizer, such as the model that was fine-tuned."
+            f"{flag} {name}: its tokenizer differs from the run's in {plural(len(others), 'token')} "
+            f"({listed(others, 3)}).\nUse a model with the same tokenizer, such as another one of the same family."
         )

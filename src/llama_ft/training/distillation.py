@@ -1,0 +1,169 @@
+"""Offline distillation: learn from the probabilities of a teacher's most likely tokens.
+
+The teacher runs once over the samples, before the student is built, and its k most likely tokens
+for each target are stored (training/teacher.py). Training holds no byte of the teacher:
+
+    loss = (1 - w) cross-entropy + w KL(teacher || student)          w: distill_weight
+
+    KL = sum_k p (log p - log q)  +  P (log P - log Q)               P, Q: probability of all other tokens
+
+p and q are the probabilities of teacher and student at distill_temperature. With k = vocabulary it
+is the full divergence, as in TRL's GKDTrainer with lmbda 0 and beta 0. Otherwise it is a lower
+bound, because all other tokens are one bucket.
+
+Source: G. Hinton and others, Distilling the knowledge in a neural network, 2015, without its factor
+of the squared temperature.
+"""
+
+import math
+from typing import Any, cast
+
+import torch
+
+from llama_ft.data import IGNORED, Batch, Encoder, one_example
+from llama_ft.data.formats import Sample, SampleFormat
+from llama_ft.data.tokenize import Example
+from llama_ft.models import BuiltModel
+from llama_ft.models.chunked_loss import cross_entropy
+from llama_ft.runtime import Ranks, sent
+from llama_ft.training.objective import (
+    LossSum,
+    shifted_labels,
+    target_losses,
+    with_router_loss,
+)
+from llama_ft.training.teacher_file import TeacherFile
+
+
+def top_k_divergence(
+    logits: torch.Tensor, token_ids: torch.Tensor, log_p: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """Return the KL divergence of the student from the teacher, float32 [targets]. It is
+    differentiable once, and keeps one fp32 tensor of the size of the logits.
+
+    Args:
+        logits: the student's, [targets, vocab].
+        token_ids: the teacher's most likely tokens, all different, int64 [targets, k].
+        log_p: their log-probabilities at the temperature, float32 [targets, k].
+        temperature: divides the logits.
+    """
+    return cast(torch.Tensor, TopKDivergence.apply(logits, token_ids, log_p, temperature))
+
+
+class TopKDivergence(torch.autograd.Function):
+    """See `top_k_divergence`. With M = sum_k p + P, which is 1 but for rounding, the gradient by
+    the scaled logits is M q - p for the k tokens, and (M - P / Q) q for all others."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        log_p: torch.Tensor,
+        temperature: float,
+    ) -> torch.Tensor:
+        scaled = logits.float() / temperature
+        log_sum = scaled.logsumexp(-1, keepdim=True)
+        log_q = scaled.gather(1, token_ids) - log_sum
+        p = log_p.exp()
+        # a teacher may mask tokens: their log-probability is -inf
+        terms = torch.where(p > 0, p * (log_p - log_q), 0.0)
+        divergence = terms.sum(-1)
+        probabilities = scaled.sub_(log_sum).exp_()  # [targets, vocab]
+        mass = p.sum(-1, keepdim=True)
+        others = mass
+        if token_ids.shape[1] < logits.shape[1]:
+            # The sum of the others: 1 - sum_k q would lose all digits of a small one.
+            probabilities.scatter_(1, token_ids, 0.0)
+            smallest = torch.finfo(torch.float32).tiny
+            rest_q = probabilities.sum(-1, keepdim=True).clamp(min=smallest)
+            rest_p = (1 - mass).clamp(min=0)
+            rest = torch.xlogy(rest_p, rest_p) - rest_p * rest_q.log()
+            divergence = divergence + rest.squeeze(1)
+            mass = mass + rest_p
+            others = mass - rest_p / rest_q
+        ctx.gradient = None
+        if ctx.needs_input_grad[0]:
+            gradient = probabilities.mul_(others)
+            ctx.gradient = gradient.scatter_(1, token_ids, mass * log_q.exp() - p)
+        ctx.dtype = logits.dtype
+        ctx.temperature = temperature
+        return divergence
+
+    @staticmethod
+    def backward(ctx: Any, factors: torch.Tensor) -> Any:
+        gradient = ctx.gradient
+        ctx.gradient = None
+        gradient.mul_(factors.unsqueeze(1) / ctx.temperature)
+        return gradient.to(ctx.dtype), None, None, None
+
+
+def most_likely(
+    logits: torch.Tensor, count: int, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the most likely tokens, int64 [targets, count], and their log-probabilities, float32
+    [targets, count], of logits [targets, vocab]."""
+    scaled = logits.float() / temperature
+    values, token_ids = scaled.topk(count, dim=-1)
+    return token_ids, values - scaled.logsumexp(-1, keepdim=True)
+
+
+class Distillation:
+    """Next-token prediction mixed with the divergence from a teacher's stored probabilities. The
+    validation loss is the plain cross-entropy.
+
+    Args:
+        weight: of the divergence.
+        temperature: of teacher and student.
+        size: stored tokens per target, k.
+
+    Attributes:
+        teacher: the stored probabilities; None until `TeacherPass` has them.
+    """
+
+    examples_per_sample = 1
+    counts_tokens = True
+
+    def __init__(self, weight: float, temperature: float, size: int) -> None:
+        self.teacher: TeacherFile | None = None
+        self.temperature = temperature
+        self.size = size
+        self._weight = weight
+
+    @staticmethod
+    def examples(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -> list[Example]:
+        """See `Objective`. A sample is one example."""
+        return one_example(sample, sample_format, encoder)
+
+    def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
+        """See `Objective`. It counts loss tokens."""
+        if not built.model.training:
+            losses, balance = target_losses(built, batch, ranks.device)
+            return with_router_loss(LossSum(losses, batch.target_tokens), balance, built)
+        labels = shifted_labels(batch)
+        host_targets = labels[labels != IGNORED]
+        host_ids, host_log_p = self._of_teacher(batch, len(host_targets))
+        targets = sent(host_targets, ranks.device)
+        token_ids = sent(host_ids, ranks.device)
+        log_p = sent(host_log_p, ranks.device)
+
+        def mixed_loss(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+            """Return the losses of the targets with these numbers in the micro-batch."""
+            divergence = top_k_divergence(
+                logits, token_ids[numbers], log_p[numbers], self.temperature
+            )
+            if self._weight == 1:
+                return divergence
+            plain = cross_entropy(logits, targets[numbers])
+            return self._weight * divergence + (1 - self._weight) * plain
+
+        losses, balance = target_losses(built, batch, ranks.device, mixed_loss, is_numbered=True)
+        return with_router_loss(LossSum(losses, batch.target_tokens), balance, built)
+
+    def _of_teacher(self, batch: Batch, targets: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the teacher has stored for a micro-batch, see `TeacherFile.of`. A plan has no
+        teacher: any numbers take as much memory."""
+        if self.teacher is not None:
+            return self.teacher.of(batch)
+        token_ids = torch.arange(self.size).expand(targets, self.size)
+        return token_ids, torch.full((targets, self.size), -math.log(self.size))

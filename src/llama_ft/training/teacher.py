@@ -1,0 +1,504 @@
+"""The pass of a teacher over the training samples, before the student is built.
+
+    training samples  --teacher's forward, shared by the ranks-->  k most likely tokens per target
+                      -->  teacher.safetensors, batch by batch  -->  the teacher is freed
+
+The file is that of an earlier run (--teacher_file, or the run that is resumed), made by
+--teacher_model, or made of the column logprobs of the samples. The first rank of each node writes
+it in the cache. Rank 0 moves it into the directory of the run, which does not exist yet.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import hashlib
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from llama_ft import models
+from llama_ft.config import Config, PeftConfig, QuantizationConfig
+from llama_ft.config.paths import TEACHER_FILE
+from llama_ft.data import (
+    IGNORED,
+    Batch,
+    BatchLayout,
+    TokenizedData,
+    cache_dir,
+    collate,
+    evaluation_batches,
+    example_lengths,
+)
+from llama_ft.data.formats import LOG_PROBABILITIES, BadSample, Sample
+from llama_ft.errors import RunFailure, UserError, plural, reason
+from llama_ft.models import BuiltModel
+from llama_ft.phases import PhaseMonitor
+from llama_ft.runtime import Ranks, log
+from llama_ft.training.distillation import Distillation, most_likely
+from llama_ft.training.objective import Objective, target_losses
+from llama_ft.training.reference import check_same_tokens, example_key, example_keys
+from llama_ft.training.step import free_unsharded
+from llama_ft.training.teacher_file import TeacherFile, TeacherWriter, check_file
+
+SECONDS_BETWEEN_LINES = 30.0
+EXAMPLES_AT_ONCE = 1024  # whose keys are computed
+ENTRY = (
+    "expected for each token in the loss its log-probabilities by token id, as vLLM's logprobs are: "
+    '{"1042": -0.31, "88": -1.72}'
+)
+
+
+def teacher_config(config: Config) -> Config:
+    """Return the settings with which --teacher_model is built: the run's, without an adapter."""
+    name = config.preference.teacher_model or config.model.model_name
+    model = dataclasses.replace(config.model, model_name=name, freeze_layers=False)
+    quantization = QuantizationConfig(mode=config.preference.teacher_quantization)
+    return dataclasses.replace(config, model=model, peft=PeftConfig(), quantization=quantization)
+
+
+class TeacherPass:
+    """Finds or stores the teacher's probabilities. Without --objective distill the methods do
+    nothing.
+
+    Args:
+        objective: of the run; it gets the file.
+        config: the settings.
+        tokenizer: of the run.
+        dataset: the data; the training samples are used.
+        layout: of this rank's micro-batches in training.
+        vocabulary: of the student; None if unknown.
+        ranks: the ranks; all of them call every method together.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        dataset: TokenizedData,
+        layout: BatchLayout,
+        vocabulary: int | None,
+        ranks: Ranks,
+    ) -> None:
+        self._objective = objective if isinstance(objective, Distillation) else None
+        self._settings = config.preference
+        self._config = config
+        self._tokenizer = tokenizer
+        self._dataset = dataset
+        self._layout = layout
+        self._vocabulary = vocabulary
+        self._ranks = ranks
+        self._path = Path()
+
+    def prepare(
+        self, build_model: models.BuildModel, memory: PhaseMonitor, resumed: Path | None
+    ) -> None:
+        """Find the stored probabilities; or compute them with the teacher, and free it.
+
+        Args:
+            build_model: the recipe's function.
+            memory: informed about phases.
+            resumed: the directory of the run that is resumed.
+
+        Raises:
+            UserError: the teacher or its file does not fit the run.
+        """
+        if self._objective is None:
+            return
+        asked = self._settings
+        self._check_size(self._config.model.model_name, self._vocabulary)
+        fingerprint: dict[str, Any] = {
+            "dataset": self._dataset.fingerprints()["dataset"],
+            "distill_top_k": asked.distill_top_k,
+            "distill_temperature": asked.distill_temperature,
+            "vocabulary": self._vocabulary,
+        }
+        known = self._find_file(resumed, fingerprint | self._asked_teacher())
+        if known is None:
+            if asked.teacher_model is None:
+                known = self._read_column(fingerprint)
+            else:
+                known = self._run_teacher(asked.teacher_model, build_model, memory, fingerprint)
+        log.info(f"Teacher: its {asked.distill_top_k} most likely tokens per target: {known}")
+        self._path = known
+        self._objective.teacher = TeacherFile(known)
+
+    def keep(self, directory: Path) -> None:
+        """Put the file into the run's directory, so that the run can be resumed without the
+        teacher. --teacher_file stays where it is."""
+        if self._objective is None or self._settings.teacher_file or not self._ranks.is_main:
+            return
+        kept = directory / TEACHER_FILE
+        if kept.exists() and kept.samefile(self._path):
+            return
+        is_one_node = self._ranks.local_world_size == self._ranks.world_size
+        if is_one_node and self._path.is_relative_to(cache_dir()):
+            shutil.move(self._path, kept)  # ranks that have mapped it keep it open
+        else:
+            aside = kept.with_name(f".{kept.name}.copied")
+            shutil.copyfile(self._path, aside)
+            os.replace(aside, kept)
+        log.info(f"Teacher: its file is now {kept}")
+
+    def _asked_teacher(self) -> dict[str, Any]:
+        """Return what the fingerprint of an existing file must say about --teacher_model. Of a
+        teacher on the Hub, which may not be downloaded here, only the name is compared."""
+        name = self._settings.teacher_model
+        if name is None:
+            return {}
+        quantization = {"teacher_quantization": self._settings.teacher_quantization}
+        folder = Path(name).expanduser()
+        if (folder / "config.json").is_file():
+            return quantization | {"teacher_weights": models.fingerprint(folder)}
+        return quantization | {"teacher_model": name}
+
+    def _check_size(self, name: str, vocabulary: int | None) -> None:
+        size = self._settings.distill_top_k
+        if vocabulary is not None and size > vocabulary:
+            raise UserError(
+                f"--distill_top_k {size}: {name} has only {plural(vocabulary, 'token')}. Set a smaller one."
+            )
+
+    def _find_file(self, resumed: Path | None, fingerprint: dict[str, Any]) -> Path | None:
+        """Return the existing file of --teacher_file, or else of the resumed run, on all nodes.
+
+        Raises:
+            UserError: --teacher_file is corrupted, or a file belongs to other data or settings.
+        """
+        named = self._settings.teacher_file
+        if named is not None:
+            path = Path(named).expanduser()
+            exists = self._ranks.all_gather_floats(path.exists())
+            if exists.all():
+                self._check(path, fingerprint)
+                return path
+            if exists.any():
+                raise UserError(
+                    f"--teacher_file {named}: exists on some nodes only. Copy it to all nodes, or delete it."
+                )
+            return None
+        if resumed is None:
+            return None
+        path = resumed / TEACHER_FILE
+        try:
+            self._check(path, fingerprint)
+        except UserError as error:
+            if not isinstance(error.__cause__, ValueError):  # of other data
+                raise
+            log.warning(f"{error.messages[0]}\nThe teacher's probabilities are computed again.")
+            return None
+        return path
+
+    def _check(self, file: Path, fingerprint: dict[str, Any]) -> None:
+        """Check a file, once per node. Raises a UserError on all ranks, caused by a ValueError if
+        the file is missing or corrupted."""
+        try:
+            self._on_each_node(lambda: check_file(file, fingerprint))
+        except ValueError as error:
+            raise UserError(f"{error}\nDelete it to compute it again.") from error
+
+    def _on_each_node(self, work: Callable[[], object]) -> None:
+        """Run `work` on the first rank of each node. All ranks raise its error."""
+        problem: Exception | None = None
+        if self._ranks.local_rank == 0:
+            try:
+                work()
+            except (UserError, ValueError, OSError) as error:
+                problem = error
+        for found in self._gathered(problem):
+            if isinstance(found, OSError):
+                raise UserError(f"the teacher's file cannot be written: {reason(found)}.")
+            if found is not None:
+                raise found
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        """Return an object of each rank."""
+        everyone: list[Any] = [None] * self._ranks.world_size
+        dist.all_gather_object(everyone, mine)
+        return everyone
+
+    def _new_file(self, fingerprint: dict[str, Any]) -> tuple[Path, bool]:
+        """Return where to write the file, and whether a valid one is there already, of a run that
+        did not begin."""
+        named = self._settings.teacher_file
+        if named:
+            return Path(named).expanduser(), False
+        digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:32]
+        path = cache_dir() / "teachers" / f"{digest}.safetensors"
+        with contextlib.suppress(UserError):
+            self._check(path, fingerprint)
+            return path, True
+        return path, False
+
+    def _run_teacher(
+        self,
+        name: str,
+        build_model: models.BuildModel,
+        memory: PhaseMonitor,
+        fingerprint: dict[str, Any],
+    ) -> Path:
+        """Run the teacher over the training samples. Return the file."""
+        trust = self._config.model.trust_remote_code
+        ranks = self._ranks
+        with ranks.local_main_process_first():
+            folder = models.local_folder(name, "--teacher_model", ranks.local_rank == 0)
+            model_config = models.load_model_config(folder, trust)
+            theirs = models.load_tokenizer(folder, trust)
+            check_same_tokens("--teacher_model", name, theirs, self._tokenizer)
+        self._check_size(name, models.vocabulary_size(model_config))
+        config = teacher_config(self._config)
+        fingerprint = fingerprint | {
+            "teacher_model": name,
+            "teacher_weights": models.fingerprint(folder),
+            "precision": config.train.precision,
+            "teacher_quantization": config.quantization.mode,
+        }
+        path, is_valid = self._new_file(fingerprint)
+        if is_valid:
+            return path
+        log.info(f"Teacher: {name}")
+        if ranks.is_main and (stored := models.describe_stored(folder, model_config)):
+            log.info(stored)
+        models.choose_head(model_config, config.preference.objective)
+        request = models.ModelRequest(config, folder, model_config, purpose="reference")
+        built = build_model(request, ranks, memory)
+        memory.enter("evaluation")
+        writers = list[TeacherWriter]()
+        self._on_each_node(lambda: writers.append(self._new_writer(path, fingerprint)))
+        with _abandoned_on_error(writers):
+            self._write(writers, self._batches_of(built))
+            self._on_each_node(lambda: finish(writers))
+        del built
+        gc.collect()  # FSDP units and modules refer to each other
+        torch.cuda.empty_cache()
+        return path
+
+    def _batches_of(self, built: BuiltModel) -> Iterator[list[Any]]:
+        """Yield, for one micro-batch of each rank, the indices of its examples, and the tokens and
+        log-probabilities of their targets."""
+        size = self._settings.distill_top_k
+        samples = _training_samples(self._dataset)
+        built.model.eval()
+        layout = self._layout
+        for indices in evaluation_batches(example_lengths(samples), layout):
+            batch = collate(samples, indices, layout.pad_token_id, layout.is_packed)
+            temperature = self._settings.distill_temperature
+            token_ids, log_probabilities = most_likely_of(
+                built, batch, size, temperature, self._vocabulary, self._ranks.device
+            )
+            numbers = token_ids.to(torch.int32).cpu().numpy(), log_probabilities.cpu().numpy()
+            yield self._gathered((indices, *numbers))
+        free_unsharded(built.model)
+
+    def _read_column(self, fingerprint: dict[str, Any]) -> Path:
+        """Store the column logprobs of the samples. Return the file."""
+        assert self._dataset.untokenized is not None
+        source, _ = self._dataset.untokenized
+        parts = source.parts or (source,)
+        if not all(LOG_PROBABILITIES in part.columns for part in parts):
+            named = self._settings.teacher_file
+            missing = (
+                f"--teacher_file {named}: no such file, and" if named else "--objective distill:"
+            )
+            raise UserError(
+                f"{missing} {source.name} has no column {LOG_PROBABILITIES}. Set --teacher_model, or "
+                "--teacher_file of another run."
+            )
+        if self._settings.distill_temperature != 1:
+            raise UserError(
+                f"--distill_temperature {self._settings.distill_temperature}: the column {LOG_PROBABILITIES} has "
+                "probabilities at temperature 1. Leave it out, or set --teacher_model."
+            )
+        identity = hashlib.sha256(source.identity.encode()).hexdigest()
+        fingerprint = fingerprint | {"column": identity}
+        path, is_valid = self._new_file(fingerprint)
+        # No collective: it would time out, because reading much data takes long.
+        with self._ranks.local_main_process_first():
+            if self._ranks.local_rank == 0 and not is_valid:
+                vocabulary = self._vocabulary or len(self._tokenizer)
+                found = column_of_samples(self._dataset, self._config, vocabulary)
+                writers = [self._new_writer(path, fingerprint)]
+                with _abandoned_on_error(writers):
+                    self._write(writers, ([of_sample] for of_sample in found))
+                    finish(writers)
+        return path
+
+    def _new_writer(self, path: Path, fingerprint: dict[str, Any]) -> TeacherWriter:
+        samples = _training_samples(self._dataset)
+        targets = samples.with_format("arrow")[:]["target_tokens"].to_numpy()
+        return TeacherWriter(path, fingerprint, keys_of(samples), targets)
+
+    def _write(self, writers: list[TeacherWriter], found: Iterable[list[Any]]) -> None:
+        """Write what `_batches_of` yields, with the writer of this rank if it has one."""
+        total = len(_training_samples(self._dataset))
+        count = 0
+        logged = time.monotonic()
+        for parts in found:
+            for indices, token_ids, log_probabilities in parts:
+                for writer in writers:
+                    writer.write(indices, token_ids, log_probabilities)
+                count += len(indices)
+            if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
+                logged = time.monotonic()
+                log.info(f"teacher: {count:,} of {plural(total, 'sample')}")
+        if count != total:
+            raise RunFailure(f"teacher: {count:,} of {plural(total, 'sample')} computed.")
+
+
+@contextlib.contextmanager
+def _abandoned_on_error(writers: list[TeacherWriter]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for writer in writers:
+            writer.abandon()
+        raise
+
+
+def finish(writers: list[TeacherWriter]) -> None:
+    """Finish the file of this rank, if it writes one."""
+    for writer in writers:
+        writer.finish()
+
+
+@torch.no_grad()
+def most_likely_of(
+    built: BuiltModel,
+    batch: Batch,
+    size: int,
+    temperature: float,
+    vocabulary: int | None,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the most likely tokens, int64 [targets, size], and their log-probabilities, float32
+    [targets, size], of a micro-batch. `vocabulary`: of the student; a teacher may have more logits,
+    for no token."""
+    found = list[tuple[torch.Tensor, torch.Tensor]]()
+
+    def collect(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        found.append(most_likely(logits[:, :vocabulary], size, temperature))
+        return torch.zeros(len(targets), device=logits.device)
+
+    losses, _ = target_losses(built, batch, device, collect, per_token=True)
+    # the last chunk is padded
+    token_ids = torch.cat([ids for ids, _ in found])[: len(losses)]
+    log_probabilities = torch.cat([values for _, values in found])[: len(losses)]
+    return token_ids, log_probabilities
+
+
+def keys_of(samples: Dataset) -> numpy.ndarray:
+    """Return the keys of all examples, int64 [examples]."""
+    keys = [numpy.zeros(0, numpy.int64)]
+    for first in range(0, len(samples), EXAMPLES_AT_ONCE):
+        indices = range(first, min(first + EXAMPLES_AT_ONCE, len(samples)))
+        keys.append(example_keys(collate(samples, indices, 0, is_packed=True)))
+    return numpy.concatenate(keys)
+
+
+def column_of_samples(
+    dataset: TokenizedData, config: Config, vocabulary: int
+) -> Iterator[tuple[list[int], numpy.ndarray, numpy.ndarray]]:
+    """Yield, per training sample, the indices of the examples that it is, and the tokens and
+    log-probabilities of their targets from the column logprobs.
+
+    Raises:
+        UserError: the column of a sample does not fit it.
+    """
+    assert dataset.untokenized is not None
+    source, encoder = dataset.untokenized
+    if encoder.truncation not in ("right", "drop"):
+        raise UserError(
+            f"--truncation {encoder.truncation}: the column {LOG_PROBABILITIES} needs right or drop."
+        )
+    size = config.preference.distill_top_k
+    missing = dict[int, list[int]]()
+    for index, key in enumerate(keys_of(_training_samples(dataset)).tolist()):
+        missing.setdefault(key, []).append(index)
+    for place, sample, sample_format in source.formatted_samples(config.data.dataset_format):
+        if isinstance(sample, BadSample):
+            continue
+        if sample_format != "tokenized":
+            raise UserError(
+                f"{place}: the column {LOG_PROBABILITIES} needs samples of tokens, with a column input_ids; "
+                f"these are of the format {sample_format}."
+            )
+        try:
+            input_ids, labels = encoder.tokenize(sample, sample_format)
+        except BadSample:  # counted before
+            continue
+        length = min(len(input_ids), encoder.context_length)
+        kept_ids = numpy.array(input_ids[:length], numpy.int64)
+        kept_labels = numpy.array(labels[:length], numpy.int64)
+        indices = missing.pop(example_key(kept_ids, kept_labels), None)
+        if indices is None:  # of the validation set, or seen before
+            continue
+        entries = _entries(sample, len(input_ids), place)
+        targets = [number for number in range(1, length) if labels[number] != IGNORED]
+        best = []
+        for number in targets:
+            location = f"{place}: {LOG_PROBABILITIES}[{number}]"
+            best.append(_best_of(entries[number], size, vocabulary, location))
+        token_ids = numpy.array([[token for token, _ in of_target] for of_target in best], "<i4")
+        values = numpy.array([[value for _, value in of_target] for of_target in best], "<f4")
+        copies = (len(indices), 1)
+        yield indices, numpy.tile(token_ids, copies), numpy.tile(values, copies)
+    if missing:
+        raise UserError(
+            f"{source.name}: {plural(len(missing), 'sample')} changed while their column {LOG_PROBABILITIES} was read."
+        )
+
+
+def _training_samples(dataset: TokenizedData) -> Dataset:
+    assert dataset.train is not None  # not with streaming
+    return dataset.train
+
+
+def _entries(sample: Sample, length: int, place: str) -> list[Any]:
+    """Return the entry of each token that the attention mask keeps."""
+    entries = sample.get(LOG_PROBABILITIES)
+    if isinstance(entries, list):
+        mask = sample.get("attention_mask") or [1] * len(entries)
+        entries = list(compress(entries, mask))
+        if len(entries) == length:
+            return entries
+        held = f"has {len(entries):,} entries for {plural(length, 'token')}"
+    else:
+        held = "is missing" if entries is None else "is not a list"
+    raise UserError(f"{place}: {LOG_PROBABILITIES} {held}; {ENTRY}.")
+
+
+def _best_of(entry: Any, size: int, vocabulary: int, location: str) -> list[tuple[int, float]]:
+    """Return the most likely tokens of an entry with their log-probabilities, in descending
+    order."""
+    if not isinstance(entry, Mapping):
+        raise UserError(f"{location}: {entry!s:.60}; {ENTRY}.")
+    found = list[tuple[int, float]]()
+    for token, value in entry.items():
+        if value is None:  # Arrow adds the tokens of other entries
+            continue
+        number = value.get("logprob") if isinstance(value, Mapping) else value
+        is_token = str(token).isdecimal() and int(token) < vocabulary
+        if not is_token or not isinstance(number, int | float) or not number <= 1e-3:
+            raise UserError(f"{location}: token {token!s:.30} has {value!s:.60}; {ENTRY}.")
+        if math.isfinite(number):
+            found.append((int(token), min(float(number), 0.0)))
+    if len(found) < size:
+        raise UserError(
+            f"{location}: has {len(found)} log-probabilities; expected at least --distill_top_k {size}."
+        )
+    total = sum(math.exp(number) for _, number in found)
+    if total > 1.01:
+        raise UserError(f"{location}: its probabilities add up to {total:.3g}; {ENTRY}.")
+    return sorted(found, key=lambda pair: (-pair[1], pair[0]))[:size]
