@@ -40,6 +40,7 @@ def report_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) ->
     import torch
 
     from llama_ft.config import load
+    from llama_ft.data.statistics import BuildReport, SplitStatistics
     from llama_ft.plan.preflight import Preflight
 
     if torch.__version__ >= "2.15":
@@ -51,8 +52,9 @@ def report_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) ->
     )
     start = Preflight(finetuning.build_model, off=False)
     planner = start._process
+    report = BuildReport(train=SplitStatistics(samples=4, target_tokens=100))
     rows = SimpleNamespace(
-        longest_example=None, target_share=1.0, validations={"": []}, images=None
+        longest_example=None, target_share=1.0, validations={"": []}, images=None, report=report
     )
     steps = SimpleNamespace(size=None)
     job = SimpleNamespace(world_size=2, local_world_size=2, device=torch.device("cpu"))

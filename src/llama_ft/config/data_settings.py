@@ -27,7 +27,7 @@ NamedSets = Annotated[dict[SetName, Annotated[str, Field(min_length=1)]], Field(
 
 @dataclass(config=STRICT, kw_only=True)
 class PreferenceConfig:
-    """Supervised fine-tuning, distillation, preference tuning or a reward model; TRL's names and
+    """Supervised fine-tuning, distillation, preferences or a reward model; TRL's names and
     defaults."""
 
     objective: Literal["sft", "distill", "dpo", "ipo", "kto", "simpo", "orpo", "reward"] = "sft"
