@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 # Before torch is imported: the tests' tensors are tiny, and threads that wait for a busy core spin.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Tests started by nohup, or by a service, inherit that SIGHUP is ignored, and so would the runs.
+# Tests started by nohup or by a service inherit that SIGHUP is ignored, those that a script starts
+# with & that SIGINT is, and so would the runs.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 RECIPE = REPOSITORY / "recipes" / "finetuning.py"
 CASES = REPOSITORY / "tests" / "run_cases.py"
