@@ -15,7 +15,10 @@ MACHINE_AND_MODEL := import torch; from llama_ft.data.smollm2 import quickstart_
 METHODS ?= lora,full,dpo
 COMPARISON ?= output/comparison
 
-.PHONY: install quickstart test test-all comparison lint docs clean
+# Of benchmarks; none: all of them, which takes hours.
+ONLY ?=
+
+.PHONY: install quickstart test test-all comparison benchmarks lint docs clean
 
 # One or two GPUs serve one process each; without a GPU, two processes share the CPU's cores (gloo). torchrun would give
 # each process one thread, and say so, unless OMP_NUM_THREADS is set. Without SmolLM2 the embedded demo is trained.
@@ -44,6 +47,12 @@ test-all: test $(VENV)/.smollm2
 # alone: make comparison METHODS=full COMPARISON=output/comparison-full
 comparison: $(VENV)/.installed $(VENV)/.smollm2
 	$(BIN)/python benchmarks/comparison.py --folder $(COMPARISON) --methods $(METHODS)
+
+# The benchmarks of docs/development/benchmarks.md, each into benchmarks/results/, on a machine that does nothing else.
+# Estimated minutes on two cores: planned 15, speed 60, preferences 20, speed_dpo 30, optimizations 30, experts 5, scaling 30,
+# other_tools 10, loading 20, data 15, checkpoints 15, kills 60, start 5. One alone: make benchmarks ONLY=start
+benchmarks: $(VENV)/.installed-dev $(VENV)/.smollm2
+	$(BIN)/python benchmarks/record.py $(ONLY)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -28,7 +28,7 @@ INTRODUCTION = """## Plans against published figures of other tools
 
 `benchmarks/other_tools.py` plans the settings of published runs with `recipes/plan.py --json --quick` and writes this
 table. The figures, their sources and all flags are in `benchmarks/other_tools.yaml`. The planned column
-is no measurement. "tensors" is the peak of allocated tensors, "reserved" is what torch's allocator reserves, "GPU"
+is not measured. "tensors" is the peak of allocated tensors, "reserved" is what torch's allocator reserves, "GPU"
 includes the CUDA context. If a source does not say what it measured, the plan's reserved memory is shown.
 """
 GIB = 2**30

@@ -152,7 +152,7 @@ def write_and_exit(job: dict[str, Any], name: str, result: dict[str, Any]) -> No
     Path(job["output"], f"{name}-{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # Python's own way out was seen to wait for gloo's threads without end
+    os._exit(0)  # Python's own exit was seen to wait for gloo's threads forever
 
 
 class Clock(TrainerCallback):

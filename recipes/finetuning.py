@@ -146,7 +146,7 @@ def find_model(
         folder = models.local_folder(wanted.model_name, "--model_name", ask_hub)
     model_config = models.load_model_config(folder, wanted.trust_remote_code)
     models.choose_head(model_config, config.preference.objective)
-    # rejects a quantized model that cannot be fine-tuned, and damaged files, before samples are
+    # rejects a quantized model that cannot be fine-tuned, and corrupted files, before samples are
     # tokenized
     models.choose_quantization(config.quantization, deepcopy(model_config), config.peft.use_peft)
     if ranks.is_main and (stored := models.describe_stored(folder, model_config)):

@@ -105,3 +105,24 @@ def test_the_planned_figures_come_from_the_benchmark(tmp_path: Path) -> None:
     assert kept == {
         "method": "full", "name": "full-off-2-128", "planned_bytes": 7, "measured_bytes": 6
     }  # fmt: skip
+
+
+def test_the_losses_of_the_quickstart_on_pages_are_recorded() -> None:
+    recorded = {}
+    for line in (REPOSITORY / "docs/recorded/quickstart/metrics.jsonl").read_text().splitlines():
+        metrics = json.loads(line)
+        if "eval/loss" in metrics:
+            values = (f"{metrics['eval/loss']:.4g}", f"{metrics['eval/perplexity']:.2f}")
+            recorded[metrics["step"]] = values
+    first, last = recorded[0][0], recorded[20][0]
+    assert float(first) - float(last) > 0.3
+    for name in ("README.md", "docs/getting-started/quickstart.md"):
+        text = Page(name).text
+        shown = re.findall(
+            r"^step (\d+)/20  validation loss (\S+)  perplexity (\S+)", text, re.MULTILINE
+        )
+        assert len(shown) >= 2
+        for step, *values in shown:
+            assert tuple(values) == recorded[int(step)]
+    for name in ("README.md", "docs/guides/tracking.md"):
+        assert f"in 20 steps the validation loss falls from {first} to {last}" in Page(name).text

@@ -87,7 +87,7 @@ def test_a_corrupted_directory_is_named_and_built_again(
     build_once(target, build)
     assert {file: file.read_bytes() for file in target.rglob("*.*")} == whole
     assert not (target / "another").exists()
-    assert caplog.text.count(f"{target}: {name} is damaged or missing.") == 1
+    assert caplog.text.count(f"{target}: {name} is corrupted or missing.") == 1
     (target / "another").write_text("")
     build_once(target, build)
     assert (target / "another").exists(), "whole, so it is not built again"

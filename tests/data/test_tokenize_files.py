@@ -359,7 +359,7 @@ def test_ranks_with_other_samples_than_rank_0_end_the_run_and_a_corrupted_cache_
     finished = forked(tmp_path / "job.py", tmp_path, ranks=2)
     assert finished.output.count("planned") == 2
     assert finished.output.count("error: --dataset: rank 1 has other samples than rank 0.") == 2
-    assert finished.output.count("train.arrow is damaged or missing") == 1
+    assert finished.output.count("train.arrow is corrupted or missing") == 1
     assert finished.output.count("samples again True") == 2
 
 

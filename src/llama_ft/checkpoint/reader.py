@@ -150,7 +150,7 @@ def checkpoint_errors(
     parts: int = 1,
 ) -> list[str]:
     """Compare a checkpoint's files with their checksums, which reads them completely. The file of
-    the reference is not compared: it checks itself, and a run computes it again if it is damaged.
+    the reference is not compared: it checks itself, and a run computes it again if it is corrupted.
 
     Args:
         folder: checkpoints/step-000100.

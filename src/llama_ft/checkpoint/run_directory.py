@@ -132,7 +132,7 @@ def _report_death(folder: Path) -> None:
     try:
         status = json.loads((folder / "status.json").read_text())
         has_died = status["state"] == "running"
-    except (OSError, ValueError, LookupError, TypeError):  # none, or damaged
+    except (OSError, ValueError, LookupError, TypeError):  # missing, or corrupted
         return
     if has_died:
         log.info(

@@ -159,7 +159,7 @@ class ObjectStore:
 
     def abort_parts(self) -> None:
         """Abort multipart uploads of checkpoints and models that a kill has left in S3, which bills
-        them. Other protocols have none, and a server that cannot list them is no error."""
+        them. Other protocols have none, and a server that cannot list them is ignored."""
         if not hasattr(self._system, "call_s3"):
             return
         bucket, _, prefix = self._root.partition("/")

@@ -315,7 +315,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         small = [reader.TRAINER_FILE]
         reference = self.run / REFERENCE_FILE
         if reference.exists():
-            # not a hard link: one damaged block would damage the file of all checkpoints
+            # not a hard link: one corrupted block would break the file of all checkpoints
             shutil.copyfile(reference, aside / REFERENCE_FILE)
             _sync(aside / REFERENCE_FILE)
             small.append(REFERENCE_FILE)

@@ -154,8 +154,8 @@ class TrainConfig:
     inverse_sqrt: as 1 / sqrt(step)."""
 
     warmup_steps: CountOrZero = 0
-    """Optimizer steps over which the learning rate rises linearly from 0 to lr. A warm-up as long
-    as the run is shortened to 10% of its steps."""
+    """Optimizer steps over which the learning rate rises linearly from 0 to lr. A run that is not
+    longer uses 10% of its steps."""
 
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Length of the warm-up as a share of all optimizer steps, instead of warmup_steps."""
@@ -278,8 +278,8 @@ class TrainConfig:
     """Write metrics every N optimizer steps."""
 
     sample_tokens: CountOrZero = 0
-    """Answer a prompt of the validation set before and after training with up to N new tokens; 0 =
-    do not."""
+    """Generate up to N tokens for a prompt of the validation set, before and after training; 0 =
+    off."""
 
     sample_prompts: list[str] | None = None
     """Prompts that sample_tokens answers instead. Quote those with commas: '["Hello, you?",

@@ -31,7 +31,7 @@ def cache_dir() -> Path:
 
 
 def build_once(target: Path, build: Callable[[Path], object], verify: bool = True) -> Path:
-    """Return the directory `target`. If it does not exist or is damaged,
+    """Return the directory `target`. If it does not exist or is corrupted,
     `build(temporary_directory)` makes it.
 
     The temporary directory is next to `target` and is renamed when it is complete, so no process
@@ -52,7 +52,7 @@ def build_once(target: Path, build: Callable[[Path], object], verify: bool = Tru
         damaged = _damaged_file(target, verify)
         if damaged is None:
             return target
-        log.warning(f"{target}: {damaged} is damaged or missing. The directory is built again.")
+        log.warning(f"{target}: {damaged} is corrupted or missing. The directory is built again.")
     temporary = target.with_name(f"{BUILDING}{target.name}-{uuid.uuid4().hex[:8]}")
     try:
         if exists:
@@ -126,7 +126,7 @@ def _damaged_file(folder: Path, verify: bool) -> str | None:
             is_whole = file.stat().st_size == size
             if is_whole and verify:
                 is_whole = checksum(file) == digest
-        except (OSError, ValueError):  # ValueError: a damaged name with a null byte
+        except (OSError, ValueError):  # ValueError: a corrupted name with a null byte
             is_whole = False
         if not is_whole:
             return name

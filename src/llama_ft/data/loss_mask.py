@@ -74,8 +74,8 @@ class ChatRenderer:
     has `{% generation %}` blocks, they choose among these characters.
 
     Some templates render a message differently if others follow: Qwen3 drops its reasoning
-    content, Mistral moves the system prompt, gpt-oss ends it with another token. If a chat is no
-    continuation of the prompt and text of each response in the loss, `ChatDiffers` is raised.
+    content, Mistral moves the system prompt, gpt-oss ends it with another token. `ChatDiffers` is
+    raised if a chat does not begin with the prompt and text of each response in the loss.
 
     Args:
         tokenizer: with a chat template.

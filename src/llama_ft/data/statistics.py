@@ -104,7 +104,7 @@ class SplitStatistics:
 
 class Duplicates:
     """Finds samples of a split with the tokens and labels of an earlier one. Copies that a weight in
-    a dataset mixture makes are no duplicates.
+    a dataset mixture makes are not duplicates.
 
     Args:
         leave_out: `--deduplicate`; otherwise they are only counted.

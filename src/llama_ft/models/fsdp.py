@@ -208,7 +208,7 @@ def _tower_units(built: BuiltModel) -> list[nn.Module]:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Return whether a module has weights, and is no container."""
+    """Return whether a module has weights and is not a container."""
     containers = nn.ModuleList | nn.ModuleDict | nn.ParameterDict
     return not isinstance(module, containers) and any(True for _ in module.parameters())
 

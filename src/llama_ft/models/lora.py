@@ -560,10 +560,10 @@ def check_saved_adapter(
 
 
 def first_values(adapter: Adapter, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each of an adapter's parameters by name and its first value, one layer at a time on the
-    CPU, as peft itself makes it but by a generator of (seed, name): the same on any mesh. DoRA's
-    magnitudes and the rows of new tokens come from the model's weights. A UserError for any other
-    that peft gives no value: it could never change anything.
+    """Yield the name and the first value of each of an adapter's parameters, one layer at a time on
+    the CPU. Values are drawn as in PEFT, by a generator of (seed, name), so that they do not depend
+    on the mesh. DoRA's magnitudes and the rows of new tokens come from the model's weights. Raises
+    UserError for other parameters that PEFT does not initialize: they could never change anything.
     """
     for name, layer in adapter.layers.items():
         methods = [

@@ -24,7 +24,7 @@ TOKEN_VARIABLE = "KUBEFLOW_TRAINER_SERVER_TOKEN"  # a file, which Kubernetes ren
 CERTIFICATE_VARIABLE = "KUBEFLOW_TRAINER_SERVER_CA_CERT"  # a file
 SECONDS_BETWEEN = 5.0
 REQUEST_SECONDS = 5.0
-SHOWN = ("train/", "eval/")  # a TrainJob is no place for all metrics
+SHOWN = ("train/", "eval/")  # a TrainJob should not hold all metrics
 
 
 class KubeflowTracker(Tracker):
@@ -82,7 +82,7 @@ class KubeflowTracker(Tracker):
             threading.Event().wait(SECONDS_BETWEEN)
 
     def _send(self) -> None:
-        """Send the newest state. An error is no error of the run."""
+        """Send the newest state. An error does not end the run."""
         with self._lock:
             try:
                 self._post()

@@ -68,8 +68,8 @@ class RunMetadata:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Return the content of facts.json. A corrupted file is no reason to end a run: it is logged,
-    and the run starts a new one."""
+    """Return the content of facts.json. A corrupted file does not end a run: it is logged, and
+    the run starts a new one."""
     try:
         facts = json.loads(path.read_text())
         samples = [*facts.get("samples", []), *facts.get("scored", [])]

@@ -3,7 +3,7 @@ failed, and when a node has left or joined.
 
 The rendezvous store cannot hold it: with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which a returning
 node needs, rank 0 runs the store and it ends with the attempt. So each node has a file in the
-directory of torchrun's logs, which every agent makes for itself. A node that has joined later has
+directory of torchrun's logs, which every agent makes. A node that has joined later has
 no file and learns it from the others.
 """
 

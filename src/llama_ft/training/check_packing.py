@@ -238,8 +238,8 @@ def _check_chunked_loss(
 
 
 def _check_values(built: BuiltModel, alone: list[torch.Tensor]) -> None:
-    """Raise UserError if the logits of samples alone are not finite, or all the same: this is no
-    fault of packing, and nothing could be compared."""
+    """Raise UserError if the logits of samples alone are not finite, or all the same. Packing is not
+    the cause, and nothing could be compared."""
     origin = f"--model_name: on the first samples, the logits of {type(built.model).__name__}"
     advice = "Check the weights (and the adapter, if there is one) and config.json."
     are_finite = all(bool(logits.isfinite().all()) for logits in alone)
