@@ -208,6 +208,28 @@ def test_valid_local_files_stay_if_the_rest_of_a_checkpoint_is_corrupted_in_the_
     assert shard.read_bytes() == content
 
 
+def test_a_checkpoint_that_does_not_fit_on_the_disk_is_an_error_that_names_the_disk(
+    start: Callable[..., Run], tmp_path: Path, runtime: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start().save(3)
+    shutil.rmtree(tmp_path / "run")
+    attempts = list[str]()
+
+    def to_a_full_disk(store: ObjectStore, name: str, file: Path) -> None:
+        attempts.append(name)
+        with open("/dev/full", "wb", buffering=0) as full:
+            full.write(b"content")
+
+    monkeypatch.setattr(ObjectStore, "get_file", to_a_full_disk)
+    with pytest.raises(RunFailure) as caught:
+        resume(tmp_path, runtime)
+    assert f"{tmp_path}/run: step-000003 of file://{tmp_path}/store has " in str(caught.value)
+    assert "do not fit on this disk (No space left on device)" in str(caught.value)
+    assert "Free some space" in str(caught.value)
+    assert len(attempts) == len(set(attempts))  # it would be the same again
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
 def test_a_run_whose_prefix_was_taken_over_stops_before_it_commits(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:
