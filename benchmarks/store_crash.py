@@ -1,13 +1,22 @@
-"""Kill a run with SIGKILL while it uploads to an S3 server, delete its local directory, resume it
-from the bucket, and compare it with an uninterrupted run.
+"""Kill runs with SIGKILL while they upload to an S3 server, delete their local directories, resume
+them from the bucket, and compare them with an uninterrupted run.
 
     python benchmarks/store_crash.py --kills 100
 
-It needs moto[server] and s3fs. The runs are those of benchmarks/crash.py with --save_to. Each launch
-is killed at a random moment: while a checkpoint is uploaded, after an old one was pruned, or while
-the final model is uploaded. The kill hits torchrun and both ranks. Then the local directory is
-deleted, and --resume auto continues from the bucket until the run is done. Runs follow until the
-number of kills is reached.
+It needs moto[server] and s3fs. The runs are those of benchmarks/crash.py on 2 ranks, with --save_to.
+Every launch is killed at a random moment of one kind:
+
+    fetch    while it downloads the checkpoint that it resumes from
+    upload   while it uploads a checkpoint
+    pruning  while it deletes objects of an older one
+    export   while it uploads the final model, the log and the report
+
+The S3 server runs in this process and counts the requests of that kind. One of them, chosen at
+random, is the moment, before or after the server has served it, and sometimes the kill comes a bit
+later. It hits both ranks, one a bit after the other. Then the local directory is deleted, and
+--resume auto continues from the bucket until the run is done. Runs follow until the number of kills
+is reached. The ranks are forks of a process that has imported torch, as in the tests: a kill takes
+seconds, not minutes.
 
 After every kill the newest checkpoint in the bucket must verify: each of its files is downloaded and
 has the size and checksum that its commit object names. It must not be older than before. Objects
@@ -20,60 +29,125 @@ import argparse
 import logging
 import os
 import random
+import re
 import shutil
+import signal
+import sys
 import tempfile
+import threading
+import time
 from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import crash  # which makes llama_ft importable
-from moto.server import ThreadedMotoServer
+from moto.moto_server.werkzeug_app import (
+    DomainDispatcherApplication,
+    MotoRequestHandler,
+    create_backend_app,
+)
+from werkzeug.serving import make_server
 
-from llama_ft.checkpoint import ObjectStore, is_uploaded
-from llama_ft.checkpoint.store import COMMIT_FILE, commit_name, read_commits, stored_file
+sys.path.insert(1, str(crash.REPOSITORY / "tests"))
 
-MOMENTS = {"upload": 7, "pruning": 2, "export": 2}  # how often each is chosen
-MOST_OBJECTS = 14  # of a launch, after which it is killed in an upload
-MOST_SECONDS = 0.1  # between the moment and the kill
+from forked import Running, start_forked  # noqa: E402
+
+from llama_ft.checkpoint import ObjectStore, is_uploaded  # noqa: E402
+from llama_ft.checkpoint.store import (  # noqa: E402
+    COMMIT_FILE,
+    commit_name,
+    read_commits,
+    stored_file,
+)
+
+RECIPE = crash.REPOSITORY / "recipes" / "finetuning.py"
+# kind -> method and object of the requests that are counted
+MOMENTS = {
+    "fetch": re.compile(r"GET .*/checkpoints/step-\d+/(?!commit).+"),
+    "upload": re.compile(r"PUT .*/checkpoints/step-\d+/.+"),
+    "pruning": re.compile(r"(DELETE|POST) .*/checkpoints/step-\d+/.+"),
+    "export": re.compile(r"PUT .*/(model/.+|result\.json|[^/]+\.(jsonl|html|yaml))"),
+}
+WEIGHTS = {"fetch": 1, "upload": 6, "pruning": 3, "export": 3}  # how often each is chosen
+MOST_REQUESTS = {"fetch": 8, "upload": 30, "pruning": 24, "export": 14}  # before a kill
+MOST_SECONDS = 0.1  # between the moment and the kill, and between the kills of the ranks
+SECONDS = 300  # for a launch that is not killed
 FOREIGN = ("notes.txt", "checkpoints/notes.txt", "checkpoints/step-000002/notes.txt")
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "testing",
     "AWS_SECRET_ACCESS_KEY": "testing",
     "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_EC2_METADATA_DISABLED": "true",
+    # peft writes sets into adapter_config.json, in whatever order they have
+    "PYTHONHASHSEED": "0",
 }
 
 
-def start_server() -> ThreadedMotoServer:
-    """Start an S3 server with the bucket `runs`, which this process and its launches find."""
-    import boto3
+class WatchedServer:
+    """An S3 server with the bucket `runs`, which this process and its launches find.
 
-    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # not a line per request
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    os.environ.update(ENVIRONMENT, AWS_ENDPOINT_URL=f"http://{host}:{port}")
-    boto3.client("s3").create_bucket(Bucket="runs")
-    return server
+    Attributes:
+        reached: set at the moment that `watch` has chosen.
+    """
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self._lock = threading.Lock()
+        self._pattern: re.Pattern[str] | None = None
+        self._requests_left = 0
+        self._is_before = False
+        self._app = DomainDispatcherApplication(create_backend_app)
+        logging.getLogger("werkzeug").setLevel(logging.WARNING)  # not a line per request
+        server = make_server(
+            "127.0.0.1", 0, self._serve, threaded=True, request_handler=MotoRequestHandler
+        )
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        os.environ.update(ENVIRONMENT, AWS_ENDPOINT_URL=address)
+        import boto3
+
+        boto3.client("s3").create_bucket(Bucket="runs")
+
+    def watch(self, moment: str, requests: int, is_before: bool) -> None:
+        """Set `reached` at one of the requests of a kind, before or after it is served."""
+        with self._lock:
+            self.reached.clear()
+            self._pattern = MOMENTS[moment]
+            self._requests_left = requests
+            self._is_before = is_before
+
+    def ignore(self) -> None:
+        with self._lock:
+            self._pattern = None
+
+    def _serve(
+        self, environ: dict[str, Any], start_response: Callable[..., Any]
+    ) -> Iterable[bytes]:
+        request = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}"
+        with self._lock:
+            is_chosen = self._pattern is not None and bool(self._pattern.fullmatch(request))
+            if is_chosen:
+                self._requests_left -= 1
+                is_chosen = self._requests_left == 0
+        if is_chosen and self._is_before:
+            self.reached.set()
+        response: Iterable[bytes] = self._app(environ, start_response)
+        if is_chosen:
+            self.reached.set()
+        return response
 
 
-def reaches(launch: crash.Launch, moment: str, store: ObjectStore, chance: random.Random) -> bool:
-    """Wait for a random moment of that kind; False if the launch ended before."""
-    before = store.sizes("").keys()
-    objects = chance.randint(1, MOST_OBJECTS)
-    seen = set(before)
-
-    def happened() -> bool:
-        names = store.sizes("").keys()
-        if moment == "upload":
-            return len(names - before) >= objects
-        if moment == "export":
-            return any(name.startswith("model/") for name in names - before)
-        gone = seen - names
-        seen.update(names)
-        return any(name.endswith(f"/{COMMIT_FILE}") for name in gone)
-
-    delay = chance.uniform(0, MOST_SECONDS)
-    return crash.wait_for(launch, happened) and crash.pause(delay)
+def kill_ranks(running: Running, chance: random.Random) -> bool:
+    """SIGKILL to both ranks in a random order. False if the run had ended by itself."""
+    ranks = list(running.processes)
+    chance.shuffle(ranks)
+    for process in ranks:
+        process.kill()
+        time.sleep(chance.choice((0, chance.uniform(0, MOST_SECONDS))))
+    for process in ranks:
+        process.join()
+    return all(process.exitcode == -signal.SIGKILL for process in ranks)
 
 
 def corrupted(store: ObjectStore, folder: Path) -> list[str]:
@@ -103,33 +177,64 @@ def download(store: ObjectStore, folder: Path) -> Path:
 class StoreCrashes:
     """Runs that are killed until there were enough kills; `counts` is for the report."""
 
-    def __init__(self, inputs: Path, kills: int, seed: int) -> None:
+    def __init__(self, server: WatchedServer, inputs: Path, kills: int, seed: int) -> None:
+        self.server = server
         self.inputs = inputs
         self.wanted = kills
         self.chance = random.Random(seed)
         self.kills = 0
         self.counts = Counter[str]()
 
+    def launch(self, run: Path, method: str, *more: str) -> Running:
+        words = [*crash.FLAGS, *crash.METHODS[method], "--no_plan", *more]
+        words += ["--model_name", f"{self.inputs}/model", "--dataset", f"{self.inputs}/rows.jsonl"]
+        cache = {"LLAMA_FT_CACHE": f"{self.inputs}/cache"}
+        log = run.with_suffix(".log")
+        log.write_text("")
+        return start_forked(RECIPE, *words, "--output_dir", run, output=log, ranks=2, **cache)
+
+    def reference_run(self, method: str) -> Path:
+        """A run that nobody disturbs, and that uploads nothing."""
+        run = self.inputs / f"{method}-uninterrupted"
+        if self.launch(run, method).wait(SECONDS) != 0:
+            raise SystemExit(f"The uninterrupted run failed:\n{tail(run)}")
+        return run
+
+    def reaches(self, running: Running, moment: str) -> bool:
+        """Wait for a random moment of that kind; False if the launch ended before."""
+        requests = self.chance.randint(1, MOST_REQUESTS[moment])
+        self.server.watch(moment, requests, self.chance.random() < 0.5)
+        while not self.server.reached.wait(0.02):
+            if not running.is_alive():
+                break
+        is_reached = self.server.reached.is_set()
+        if is_reached:
+            time.sleep(self.chance.choice((0, self.chance.uniform(0, MOST_SECONDS))))
+        self.server.ignore()
+        return is_reached
+
     def finish_run(self, run: Path, method: str, store: ObjectStore) -> list[str]:
         """Kill and resume until it is done; returns what is wrong."""
         newest = 0
         while True:
             shutil.rmtree(run, ignore_errors=True)
-            launch = crash.Launch(self.inputs, run, method, ["--save_to", store.url])
-            [moment] = self.chance.choices(list(MOMENTS), list(MOMENTS.values()))
+            started = time.monotonic()
+            running = self.launch(run, method, "--save_to", store.url)
+            [moment] = self.chance.choices(list(WEIGHTS), list(WEIGHTS.values()))
             is_wanted = self.kills < self.wanted
-            if not is_wanted or not reaches(launch, moment, store, self.chance):
-                if launch.process.wait():
-                    return [f"a launch failed that was not killed:\n{launch.tail()}"]
+            if not is_wanted or not self.reaches(running, moment):
+                if running.wait(SECONDS) != 0:
+                    return [f"a launch failed that was not killed:\n{tail(run)}"]
                 return []
-            launch.kill_all(self.chance)
-            if launch.process.returncode == 0:  # it had just ended by itself
-                return []
+            if not kill_ranks(running, self.chance):  # it had just ended by itself
+                return self.failed(running, run)
             self.kills += 1
             self.counts[moment] += 1
             held = max(read_commits(store), default=0)
+            seconds = time.monotonic() - started
             print(
-                f"kill {self.kills} of {self.wanted}: {method}, {moment}; step {held}", flush=True
+                f"kill {self.kills} of {self.wanted}: {method}, {moment}; step {held}, {seconds:.1f} s",
+                flush=True,
             )
             problems = corrupted(store, self.inputs)
             if held < newest:
@@ -137,6 +242,18 @@ class StoreCrashes:
             if problems:
                 return problems
             newest = held
+
+    def failed(self, running: Running, run: Path) -> list[str]:
+        """Return what is wrong with a launch of which a rank had ended before the kill."""
+        codes = {process.exitcode for process in running.processes}
+        if codes <= {0, -signal.SIGKILL}:
+            return []
+        return [f"a launch failed before it was killed:\n{tail(run)}"]
+
+
+def tail(run: Path) -> str:
+    lines = run.with_suffix(".log").read_text(errors="replace").splitlines(keepends=True)
+    return "".join(lines[-60:])
 
 
 def compare(run: Path, store: ObjectStore, reference: Path) -> list[str]:
@@ -161,16 +278,15 @@ def main() -> None:
     parser.add_argument("--folder", help="for the runs; a temporary one by default")
     asked = parser.parse_args()
     methods = asked.methods.split(",")
-    server = start_server()
     inputs = Path(tempfile.mkdtemp(prefix="store-crash-", dir=asked.folder))
     crash.write_inputs(inputs)
     references: dict[str, Path] = {}
-    crashes = StoreCrashes(inputs, asked.kills, asked.seed)
+    crashes = StoreCrashes(WatchedServer(), inputs, asked.kills, asked.seed)
     runs = 0
     while crashes.kills < crashes.wanted:
         method = methods[runs % len(methods)]
         if method not in references:
-            references[method], _ = crash.reference_run(inputs, method)
+            references[method] = crashes.reference_run(method)
         run = inputs / f"run-{runs}"
         store = ObjectStore(f"s3://runs/{run.name}", "")
         for name in FOREIGN:
@@ -182,7 +298,6 @@ def main() -> None:
         shutil.rmtree(run, ignore_errors=True)
         runs += 1
         print(f"run {runs} ({method}) is identical to the uninterrupted one", flush=True)
-    server.stop()
     shutil.rmtree(inputs)
     counts = ", ".join(f"{name} {count}" for name, count in sorted(crashes.counts.items()))
     print(

@@ -1,5 +1,6 @@
 """Exceptions for users, and one-line texts for exceptions of libraries."""
 
+import errno
 import gc
 import os
 import signal
@@ -48,6 +49,11 @@ class RunFailure(UserError):
 class LostRank(RunFailure):
     """Another rank died or hangs. torchrun may restart the ranks, because a restart can succeed
     here."""
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Return whether a file could not be written because its disk, or a quota, is used up."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def plural(count: int, noun: str) -> str:

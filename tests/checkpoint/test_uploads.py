@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -208,6 +209,28 @@ def test_valid_local_files_stay_if_the_rest_of_a_checkpoint_is_corrupted_in_the_
     assert shard.read_bytes() == content
 
 
+def test_a_checkpoint_that_does_not_fit_on_the_disk_is_an_error_that_names_the_disk(
+    start: Callable[..., Run], tmp_path: Path, runtime: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start().save(3)
+    shutil.rmtree(tmp_path / "run")
+    attempts = list[str]()
+
+    def to_a_full_disk(store: ObjectStore, name: str, file: Path) -> None:
+        attempts.append(name)
+        with open("/dev/full", "wb", buffering=0) as full:
+            full.write(b"content")
+
+    monkeypatch.setattr(ObjectStore, "get_file", to_a_full_disk)
+    with pytest.raises(RunFailure) as caught:
+        resume(tmp_path, runtime)
+    assert f"{tmp_path}/run: step-000003 of file://{tmp_path}/store has " in str(caught.value)
+    assert "do not fit on this disk (No space left on device)" in str(caught.value)
+    assert "Free some space" in str(caught.value)
+    assert len(attempts) == len(set(attempts))  # it would be the same again
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
 def test_a_run_whose_prefix_was_taken_over_stops_before_it_commits(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -217,6 +240,20 @@ def test_a_run_whose_prefix_was_taken_over_stops_before_it_commits(
     with pytest.raises(RunFailure, match="another run has taken over"):
         run.save(5)
     assert run.writer.has_failed and [*read_commits(run.uploads.store)] == [3]
+
+
+def test_a_run_that_wakes_up_later_does_not_touch_the_checkpoints_of_its_successor(
+    start: Callable[..., Run], tmp_path: Path, runtime: Ranks
+) -> None:
+    run = start()
+    run.save(3)
+    start(resumed_step=3, directory="other").save(5)
+    with torch.no_grad():
+        run.model.weight.add_(1)  # as on another number of ranks, which round differently
+    with pytest.raises(RunFailure, match="another run has taken over"):
+        run.save(5)
+    shutil.rmtree(tmp_path / "run")
+    assert resume(tmp_path, runtime) == 5  # whose files still match its commit
 
 
 def test_a_prefix_with_checkpoints_is_rejected_unless_the_run_continues_them(
@@ -247,6 +284,21 @@ def test_an_upload_that_fails_for_good_is_one_warning_and_a_line_of_the_summary(
     told = [line for line in warnings if "step-000003" in line]
     assert len(told) == 1 and "The run continues" in told[0]
     assert run.uploads.describe().startswith("Not uploaded to file://")
+
+
+def test_a_report_that_cannot_be_uploaded_does_not_delay_the_exit(
+    start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start()
+    monkeypatch.setattr("llama_ft.checkpoint.store.RETRY_SECONDS", (300,))
+    monkeypatch.setattr("llama_ft.checkpoint.uploads.SECONDS_FOR_SMALL_FILES", 0.2)
+    (tmp_path / "store" / "metrics.jsonl").mkdir()  # where a file has to go
+    before = set(threading.enumerate())
+    run.uploads.put_outcome(8)
+    deadline = time.monotonic() + 60
+    while left := set(threading.enumerate()) - before:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 @pytest.fixture

@@ -28,8 +28,9 @@ from llama_ft.checkpoint.store import (
 )
 from llama_ft.config import CheckpointConfig
 from llama_ft.config.data_names import is_url
+from llama_ft.config.messages import size_text
 from llama_ft.config.paths import FETCHED_FILE
-from llama_ft.errors import RunFailure, UserError
+from llama_ft.errors import RunFailure, UserError, is_disk_full, reason
 from llama_ft.runtime import Ranks, log
 
 PARALLEL_FILES = 8
@@ -67,7 +68,7 @@ class StoredRun:
             What is wrong with it, one line per file; empty if the checkpoint is there now.
 
         Raises:
-            RunFailure: the store does not answer.
+            RunFailure: the store does not answer, or the disk is full.
         """
         errors = list[str]()
         with ranks.local_main_process_first():
@@ -98,6 +99,14 @@ class StoredRun:
                     (self.directory / FETCHED_FILE).write_text(f"{final.name}\n")
                 self._put_in_place(aside, final)
             return errors
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            size = size_text(sum(file.bytes for file in commit.files.values()))
+            raise RunFailure(
+                f"{self.directory}: {final.name} of {self.store.url} has {size}, which do not fit "
+                f"on this disk ({reason(error)}).\nFree some space, or choose another --output_dir."
+            ) from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
@@ -127,6 +136,8 @@ class StoredRun:
         except FileNotFoundError:
             return f"{self.store.url}/{prefix}/{name} is missing"
         except Exception as error:  # each package has its own errors
+            if is_disk_full(error):
+                raise
             raise unreachable(self.store, error) from error
         if stored_file(folder / name) != expected:
             return f"{self.store.url}/{prefix}/{name} is corrupted: it differs from its checksum"

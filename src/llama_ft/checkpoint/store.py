@@ -21,7 +21,7 @@ import fsspec
 from fsspec.callbacks import Callback
 
 from llama_ft.checkpoint.reader import content_digest, file_digest
-from llama_ft.errors import RunFailure, UserError, reason
+from llama_ft.errors import RunFailure, UserError, is_disk_full, reason
 from llama_ft.masking import mask_secrets
 from llama_ft.runtime import log
 
@@ -215,8 +215,8 @@ def store_reason(error: BaseException) -> str:
 
 def with_retries(attempt: Callable[[], T], given_up: threading.Event | None = None) -> T:
     """Return the result of `attempt`, which is repeated after errors of the store, later and later,
-    but only once if there was no answer. Raises the last error, also as soon as `given_up` is
-    set."""
+    but only once if there was no answer, and not if a disk is full. Raises the last error, also as
+    soon as `given_up` is set."""
     waiting = given_up or threading.Event()
     is_unanswered = False
     for seconds in RETRY_SECONDS:
@@ -228,8 +228,8 @@ def with_retries(attempt: Callable[[], T], given_up: threading.Event | None = No
             if is_unanswered or waiting.wait(seconds):
                 raise
             is_unanswered = True
-        except Exception:  # each package has its own errors
-            if waiting.wait(seconds):
+        except Exception as error:  # each package has its own errors
+            if is_disk_full(error) or waiting.wait(seconds):
                 raise
     return attempt()
 

@@ -165,11 +165,11 @@ class Uploads:
             raise unreachable(self.store, error) from error
         return token
 
-    def _check_owner(self) -> None:
+    def _check_owner(self, is_retried: bool = True) -> None:
         """Raise RunFailure if another run has taken over the prefix."""
+        read = partial(self.store.get_text, OWNER_FILE)
         try:
-            read = partial(self.store.get_text, OWNER_FILE)
-            owner = json.loads(with_retries(read, self._given_up))
+            owner = json.loads(with_retries(read, self._given_up) if is_retried else read())
         except (FileNotFoundError, ValueError):
             owner = {}
         if not isinstance(owner, dict) or owner.get("token") != self._token:
@@ -181,6 +181,24 @@ class Uploads:
                 "Its local checkpoints are complete. End one of the two, or give each its own --save_to."
             )
             raise self.error
+
+    def _is_taken_over(self) -> bool:
+        """Return whether `error` is set, because another run has taken over the prefix. It may
+        already have a checkpoint of the same step, whose files an upload would replace."""
+        try:
+            self._check_owner(is_retried=False)
+        except RunFailure:
+            return True
+        except Exception:  # the upload itself reports it
+            return False
+        return False
+
+    def _give_up(self) -> None:
+        with self._changed:  # `finish` must not wait for ever
+            self._given_up.set()
+            self._waiting.clear()
+            self._current = None
+            self._changed.notify_all()
 
     # Checkpoints
 
@@ -221,12 +239,8 @@ class Uploads:
                 self._failed.append(f"later checkpoints ({cause})")
                 log.warning(f"{self.store.url}: no more uploads ({cause}). The run continues.")
         finally:
-            with self._changed:  # `finish` must not wait for ever
-                self._given_up.set()
-                self._waiting.clear()
-                self._current = None
-                self._changed.notify_all()
-        with suppress(Exception):  # and neither must the other ranks
+            self._give_up()
+        with suppress(Exception):  # nor must the other ranks
             self._connect().set(ENDED, f"rank {self._ranks.rank}: {cause}")
 
     def _run(self) -> None:
@@ -237,6 +251,9 @@ class Uploads:
                 self._rounds += 1
                 self._current = self._waiting[0].step
                 chosen = self._choose()
+            if self._ranks.is_main and self._is_taken_over():
+                self._give_up()
+                continue  # the other ranks upload nothing either
             step = int(self._told("step", str(chosen)))
             with self._changed:
                 self._current = self._last = step
@@ -486,6 +503,7 @@ class Uploads:
         thread = threading.Thread(target=put, daemon=True)
         thread.start()
         thread.join(None if is_finished else SECONDS_FOR_SMALL_FILES)
+        self._given_up.set()  # Python waits for the threads of a pool before it exits
 
     def describe(self) -> str:
         """Return a line for the summary, on rank 0."""

@@ -6,7 +6,6 @@ be ended. If a rank dies, its peers see only a broken connection. They wait, so 
 knows the cause can write first.
 """
 
-import errno
 import json
 import os
 import sys
@@ -23,7 +22,7 @@ from typing import Literal, NamedTuple, NoReturn, Protocol
 
 import torch.distributed as dist
 
-from llama_ft.errors import LostRank, RunFailure, UserError
+from llama_ft.errors import LostRank, RunFailure, UserError, is_disk_full
 from llama_ft.masking import printable
 from llama_ft.processes import end_restarts, replace_text
 from llama_ft.runtime.out_of_memory import KILLED, KILLED_BY, shortage
@@ -348,7 +347,7 @@ def _messages(error: BaseException, context: ExitContext) -> Iterator[str]:
     elif _is_broken(error):
         what = f"lost contact with another rank, whose exit code is in torchrun's report: {error}\n{KILLED_BY}{hint}"
         yield str(RunFailure(f"rank {rank} {what}"))
-    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    elif isinstance(error, OSError) and is_disk_full(error):
         place = error.filename or run or "a file"
         yield str(RunFailure(f"rank {rank} could not write {place}: {error.strerror}.{hint}"))
     else:
