@@ -18,7 +18,6 @@ other ranks wait.
 
 import json
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,8 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import xxhash
-from PIL import Image, ImageOps
+from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoImageProcessor
 from transformers.models.auto.processing_auto import (
@@ -41,6 +39,7 @@ from transformers.models.auto.processing_auto import (
 from llama_ft.config import DataConfig
 from llama_ft.data.chat_template import Span, render_chat
 from llama_ft.data.formats import BadSample, ImagePart, Message
+from llama_ft.data.image_files import read_image
 from llama_ft.data.image_parts import ImageStore, have_images
 from llama_ft.data.loss_mask import RenderedChat
 from llama_ft.data.sources import SAMPLES_LOOKED_AT, Source
@@ -49,8 +48,6 @@ from llama_ft.errors import RunFailure, UserError, reason
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-# as Image.MAX_IMAGE_PIXELS: above, PIL warns of a decompression bomb
-LARGEST_IMAGE = 89_478_485  # pixels
 FILLER_SIDE = 64  # pixels
 DECODERS = 4  # threads that decode images of a micro-batch
 FILES_WITH_CLASS = (
@@ -304,6 +301,17 @@ class Images:
         input_ids = [int(token) for token in output["input_ids"][0]]
         return ExpandedChat(expanded, inserted, input_ids, references)
 
+    def check_text(self, input_ids: list[int]) -> None:
+        """Raise BadSample if a text without images has a token that stands for an image: the model
+        would look for its pixels."""
+        for token in self._processor.image_token_ids:
+            if token in input_ids:
+                name = self._processor.tokenizer.convert_ids_to_tokens(token)
+                raise BadSample(
+                    f"its text has {name}, which stands for an image in this model. Remove it, or add "
+                    'the image as a part or in a column "images".'
+                )
+
     def tensors(
         self,
         samples: list[torch.Tensor],
@@ -425,25 +433,7 @@ class Images:
         Raises:
             BadSample: it cannot be read, or is a decompression bomb.
         """
-        try:
-            with warnings.catch_warnings(), open(path, "rb") as file:
-                warnings.simplefilter("ignore")
-                checksum = xxhash.xxh3_64_hexdigest(file.read())
-                file.seek(0)
-                image = Image.open(file)
-                width, height = image.size
-                if width * height > LARGEST_IMAGE:
-                    raise BadSample(
-                        f"{path} has {width:,} x {height:,} pixels; expected at most "
-                        f"{LARGEST_IMAGE:,} in all."
-                    )
-                upright: Image.Image = ImageOps.exif_transpose(image)
-                rgb = upright.convert("RGB")
-        except BadSample:
-            raise
-        # PIL raises many classes for broken files: SyntaxError, struct.error, DecompressionBombError
-        except Exception as error:
-            raise BadSample(f"{path} cannot be read as an image ({reason(error)}).") from None
+        rgb, checksum = read_image(path)
         pixels = rgb.width * rgb.height
         if self._max_pixels is not None and pixels > self._max_pixels:
             factor = (self._max_pixels / pixels) ** 0.5
