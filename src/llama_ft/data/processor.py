@@ -37,6 +37,7 @@ from transformers.models.auto.processing_auto import (
 )
 
 from llama_ft.config import DataConfig
+from llama_ft.data import cross_attention
 from llama_ft.data.chat_template import Span, render_chat
 from llama_ft.data.formats import BadSample, ImagePart, Message
 from llama_ft.data.image_files import read_image
@@ -230,6 +231,12 @@ class Images:
         return f"{json.dumps(settings, sort_keys=True, default=str)} {self._max_pixels}"
 
     @property
+    def by_cross_attention(self) -> bool:
+        """Whether the model sees images by cross attention, not by tokens. Then pixels have a row per
+        sample, so samples cannot be packed."""
+        return cross_attention.MASK in self._processor.model_input_names
+
+    @property
     def _advice(self) -> str:
         return f"Restore it, or delete {self.store.cache / 'tokenized'} to tokenize again."
 
@@ -244,7 +251,7 @@ class Images:
             UserError: images are not supported with this processor or chat template.
         """
         try:
-            output = self._run([self._filler_text], [[_grey_image()]], "np", **REPLACEMENTS)
+            replaced, _ = self._expanded(self._filler_text, [_grey_image()])
         except BadSample as error:
             raise UserError(f"samples have images, but {error}.") from error
         except (ValueError, TypeError, IndexError, StopIteration, RuntimeError) as error:
@@ -252,17 +259,12 @@ class Images:
                 f"samples have images, and the model's processor rejects one written by the chat "
                 f"template ({reason(error)}).\nUse another --chat_template."
             ) from error
-        if "cross_attention_mask" in output:
-            raise UserError(
-                f"samples have images, and {self._class_name} is of a model that sees them by cross "
-                "attention, which is not supported."
-            )
-        if "text_replacement_offsets" not in output:
+        if replaced is None:
             raise UserError(
                 f"samples have images, which are not supported with {self._class_name}: it does not "
                 "say what it inserts."
             )
-        if len(output["text_replacement_offsets"][0]) != 1:
+        if len(replaced) != 1:
             raise UserError(
                 "samples have images, and the chat template does not write them.\nUse another "
                 "--chat_template."
@@ -281,10 +283,10 @@ class Images:
             images.append(image)
             references.append(f"{checksum} {path}")
         try:
-            output = self._run([chat.text], [images], "np", **REPLACEMENTS)
+            replaced, input_ids = self._expanded(chat.text, images)
         except (ValueError, TypeError, IndexError, StopIteration, RuntimeError) as error:
             raise BadSample(f"the model's processor rejects it: {reason(error)}.") from None
-        replaced = output["text_replacement_offsets"][0]
+        assert replaced is not None  # see `check`
         if len(replaced) != len(images):
             raise BadSample(
                 f"the chat template writes {len(replaced)} places for {len(images)} images; use "
@@ -298,7 +300,6 @@ class Images:
             _without(spans, inserted),
             [text.position(prompt) for prompt in chat.prompts],
         )
-        input_ids = [int(token) for token in output["input_ids"][0]]
         return ExpandedChat(expanded, inserted, input_ids, references)
 
     def check_text(self, input_ids: list[int]) -> None:
@@ -352,6 +353,9 @@ class Images:
                     f"{self._advice}"
                 )
         per_token, others = _by_shape(output, rows)
+        if self.by_cross_attention:
+            lengths = [len(tokens) for tokens in samples]
+            others = cross_attention.of_all_samples(others, chosen, lengths)
         of_examples = []
         for number, tokens in enumerate(samples):
             made = dict[str, torch.Tensor]()
@@ -387,6 +391,19 @@ class Images:
         text = self._filler_text
         output = self._run([text], [[_grey_image()]], "np")
         return _Filler(torch.tensor([int(token) for token in output["input_ids"][0]]), text)
+
+    def _expanded(
+        self, text: str, images: list[Image.Image]
+    ) -> tuple[list[dict[str, Any]] | None, list[int]]:
+        """Return which characters of a chat the processor replaces by what, None if it does not say
+        it; and its tokens."""
+        if self.by_cross_attention:
+            output = self._run([text], [images], "np")
+            replaced = cross_attention.image_marks(text, self._processor.image_token)
+        else:
+            output = self._run([text], [images], "np", **REPLACEMENTS)
+            replaced = output.get("text_replacement_offsets", [None])[0]
+        return replaced, [int(token) for token in output["input_ids"][0]]
 
     def _run(
         self, texts: list[Any], images: list[list[Image.Image]], kind: str, **options: bool
