@@ -57,6 +57,17 @@ FILES_WITH_CLASS = (
     "tokenizer_config.json",
     "config.json",
 )
+# of processors, if text and images do not fit, or an image has an odd size
+PROCESSOR_ERRORS = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    StopIteration,
+    RuntimeError,
+    MemoryError,
+)
 # makes a processor return where it inserted what
 REPLACEMENTS = {"return_text_replacement_offsets": True}
 # what a processor returns about tokens, apart from its tensors
@@ -254,7 +265,7 @@ class Images:
             replaced, _ = self._expanded(self._filler_text, [_grey_image()])
         except BadSample as error:
             raise UserError(f"samples have images, but {error}.") from error
-        except (ValueError, TypeError, IndexError, StopIteration, RuntimeError) as error:
+        except PROCESSOR_ERRORS as error:
             raise UserError(
                 f"samples have images, and the model's processor rejects one written by the chat "
                 f"template ({reason(error)}).\nUse another --chat_template."
@@ -284,7 +295,7 @@ class Images:
             references.append(f"{checksum} {path}")
         try:
             replaced, input_ids = self._expanded(chat.text, images)
-        except (ValueError, TypeError, IndexError, StopIteration, RuntimeError) as error:
+        except PROCESSOR_ERRORS as error:
             raise BadSample(f"the model's processor rejects it: {reason(error)}.") from None
         assert replaced is not None  # see `check`
         if len(replaced) != len(images):
