@@ -42,6 +42,15 @@ NAMES = {
         "context_image_token": "<image>",
         "video_token": "<|video_pad|>",
     },
+    "Gemma 4": {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+        "boa_token": "<global-img>",
+        "eoa_token": "<end_of_utterance>",
+        "audio_token": "<fake_token_around_image>",
+    },
+    "GLM-4V": {"image_token": "<|image|>", "video_token": "<|video_pad|>"},
     "Llama 3.2 Vision": {"bos_token": "<begin>"},
 }
 QWEN_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -133,6 +142,38 @@ FAMILIES["Llama 3.2 Vision"] = (
     "<begin>" + CHATML.replace("MARK", "<|image|>"),
     {"processor_class": "MllamaProcessor"},
     {"image_processor_type": "MllamaImageProcessor", "size": SMALL, "max_image_tiles": 4, **PIXELS},
+)  # fmt: skip
+FAMILIES["Qwen2-VL"] = (
+    "qwen2_vl", MROPE, {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}, QWEN_IDS,
+    CHATML.replace("MARK", QWEN_MARK), {"processor_class": "Qwen2VLProcessor"}, {**QWEN_IMAGES, "patch_size": 14},
+)  # fmt: skip
+FAMILIES["GLM-4V"] = (
+    "glm4v", MROPE, QWENS | {"intermediate_size": 64, "image_size": 56},
+    {"image_token_id": IDS["<|image|>"], "image_start_token_id": IDS["<start_of_image>"],
+     "image_end_token_id": IDS["<end_of_image>"]},
+    CHATML.replace("MARK", "<start_of_image><|image|><end_of_image>"),
+    {"processor_class": "Glm4vProcessor"},
+    {**QWEN_IMAGES, "image_processor_type": "Glm4vImageProcessor", "patch_size": 14},
+)  # fmt: skip
+FAMILIES["LLaVA-NeXT"] = (
+    "llava_next", {"model_type": "llama"}, VISION | {"model_type": "clip_vision_model", "projection_dim": 32},
+    {"image_token_index": IDS["<image>"], "vision_feature_layer": -2, "image_grid_pinpoints": PINPOINTS, **UNTIED},
+    PARTS_ONLY.replace("MARK", "<image>\n"),
+    {"processor_class": "LlavaNextProcessor", "patch_size": 14, "num_additional_image_tokens": 1,
+     "vision_feature_select_strategy": "default"},
+    {"image_processor_type": "LlavaNextImageProcessor", "size": {"shortest_edge": 28}, "crop_size": SMALL,
+     "image_grid_pinpoints": PINPOINTS, **PIXELS},
+)  # fmt: skip
+FAMILIES["Gemma 4"] = (
+    "gemma4",
+    {"sliding_window": 16, "layer_types": GEMMA_LAYERS, "global_head_dim": 16, "hidden_size_per_layer_input": 8,
+     "vocab_size_per_layer_input": 320, "use_bidirectional_attention": "vision"},
+    VISION | {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 256},
+    {"audio_config": None, "image_token_id": IDS["<image_soft_token>"], "boi_token_id": IDS["<start_of_image>"],
+     "eoi_token_id": IDS["<end_of_image>"], "video_token_id": IDS["<|video_pad|>"], **UNTIED},
+    CHATML.replace("MARK", "<image_soft_token>"),
+    {"processor_class": "Gemma4Processor", "image_seq_length": 70},
+    {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70},
 )  # fmt: skip
 PADDED_ONLY = ("Llama 3.2 Vision",)
 FOR_IMAGES = ("vision", "visual", "projector", "connector", "image_newline")  # in names of weights
@@ -249,7 +290,7 @@ def pixtral_class() -> Any:
     return PixtralProcessor
 
 
-WITH_VIDEO = ("Qwen", "SmolVLM", "LlavaOnevision", "InternVL")
+WITH_VIDEO = ("Qwen", "Glm4v", "Gemma4", "SmolVLM", "LlavaOnevision", "InternVL")
 
 
 def plain_processor(folder: Path) -> Any:
@@ -273,7 +314,13 @@ def plain_processor(folder: Path) -> Any:
     kind.check_argument_for_proper_class = lambda *_: None
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        processor.__init__(AutoImageProcessor.from_pretrained(folder), tokenizer, None, **settings)
+        parts = {
+            "image_processor": AutoImageProcessor.from_pretrained(folder),
+            "tokenizer": tokenizer,
+        }
+        if name.startswith("Gemma4"):
+            parts["feature_extractor"] = None  # of sound
+        processor.__init__(**parts, video_processor=None, **settings)
         processor.chat_template = tokenizer.chat_template
     finally:
         kind.check_argument_for_proper_class = checks

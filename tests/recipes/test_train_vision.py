@@ -32,7 +32,13 @@ from image_models import (
 )
 from safetensors.torch import load_file
 
-PROJECTOR = ("merger", "projector", "connector", "image_newline")  # in names of weights
+PROJECTOR = (
+    "merger",
+    "projector",
+    "connector",
+    "image_newline",
+    "embed_vision",
+)  # in names of weights
 TRAINED = {
     "projector": "--train_vision projector",
     "all": "--train_vision all",
