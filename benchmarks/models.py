@@ -4,6 +4,7 @@ with Transformers.
     python benchmarks/models.py             # resumes: what benchmarks/results/models.jsonl has is not run again
     python benchmarks/models.py --columns bf16 --minutes 8            # one column, and only models that lack it
     python benchmarks/models.py --only "qwen3|lfm2" --columns full,packing --again
+    python benchmarks/models.py --images    # families on samples with images: models_images.py
     python benchmarks/models.py --write     # writes docs/reference/model-support.md
 
 A model is made of its config class's defaults, with the small sizes of models.yaml. Each column is
@@ -650,11 +651,50 @@ def page(records: list[dict[str, Any]]) -> str:
         cells = [number.get(text, text) for text in found.values()]
         name = record["model"] + (" +" if record["model"] in MULTIMODAL else "")
         lines.append(f"| {name} | {record['class']} | {' | '.join(cells)} |")
-    lines += ["", "## Reasons", "", *(f"{number[note]}. {note}" for note in notes), ""]
+    lines += ["", with_images(), "## Reasons", ""]
+    lines += [*(f"{number[note]}. {note}" for note in notes), ""]
     skipped = [record["model"] for record in records if "skipped" in record]
     lines += ["## Not compared", "", NOT_COMPARED, "", "```text", *skipped, "```", ""]
-    lines += ["## Runs", "", *table_of_runs(tried)]
+    lines += ["## Runs", "", *table_of_runs(tried, list(COLUMNS))]
     return ABOUT + "\n".join(lines) + "\n"
+
+
+def with_images() -> str:
+    """The section on samples with images."""
+    import models_images
+
+    known = read_results(models_images.RESULTS)
+    records = list(known.values())
+    return models_images.section(records, table_of_runs(records, list(models_images.COLUMNS)))
+
+
+def run_images(scratch: Path, this_run: str, only: str, wanted: str) -> None:
+    """Run families on samples with images, and append to the results."""
+    import models_images  # which imports tests
+
+    columns = wanted.split(",") if wanted else list(models_images.COLUMNS)
+    known = read_results(models_images.RESULTS)
+    for family, (model_type, *_) in models_images.image_models.FAMILIES.items():
+        if not re.fullmatch(f"({only or '.*'})", model_type):
+            continue
+        work = scratch / model_type
+        work.mkdir()
+        record, output = forked(partial(models_images.build, work, family), work)
+        assert record is not None, output
+        record = known.get(family, {}) | record
+        for column in columns:
+            call = partial(models_images.train, work, column)
+            found, output = forked(call, work, 2 if column == "2 ranks" else 1)
+            record[column] = reason(output)
+            if found is not None:
+                record[column] = models_images.verdict(column, found)
+                record["numbers"] = record.get("numbers", {}) | {column: found}
+        for kept in record.setdefault("runs", {}).values():
+            kept[:] = [column for column in kept if column not in columns]
+        record["runs"][this_run] = [*record["runs"].get(this_run, []), *columns]
+        with open(models_images.RESULTS, "a") as file:
+            file.write(json.dumps(record) + "\n")
+        print(json.dumps({name: record[name] for name in ("model", *columns)}), flush=True)
 
 
 def worded(verdict: str) -> str:
@@ -665,13 +705,13 @@ def worded(verdict: str) -> str:
     return verdict
 
 
-def table_of_runs(records: list[dict[str, Any]]) -> list[str]:
+def table_of_runs(records: list[dict[str, Any]], known: list[str]) -> list[str]:
     """A Markdown table: which columns of which models were run when, with what."""
     models: dict[tuple[str, str], list[str]] = {}
     for record in records:
         for when, columns in record["runs"].items():
             if columns:
-                names = ", ".join(column for column in COLUMNS if column in columns)
+                names = ", ".join(column for column in known if column in columns)
                 models.setdefault((when, names), []).append(f"`{record['model']}`")
     lines = ["| commit, date, versions, processor | columns | models |", "| --- | --- | --- |"]
     for (when, columns), names in sorted(models.items(), key=lambda group: -len(group[1])):
@@ -705,8 +745,9 @@ def main() -> None:
     parser.add_argument(
         "--results", type=Path, default=RESULTS, help="JSON lines, one per model; appended to"
     )
+    parser.add_argument("--images", action="store_true", help="run families on samples with images")
     parser.add_argument("--only", default="", help="a pattern of model types")
-    parser.add_argument("--columns", default=",".join(COLUMNS))
+    parser.add_argument("--columns", default="", help="names of columns; all by default")
     parser.add_argument("--again", action="store_true", help="run also what the file has")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no model after them")
     parser.add_argument("--show", action="store_true", help="print what fails")
@@ -729,11 +770,14 @@ def main() -> None:
         os.environ["LLAMA_FT_CACHE"] = str(scratch / "cache")
         write_tokenizer(scratch / "tokenizer")
         get_checkpoint_conversion_mapping("llama")  # compiles 900 patterns, once for all children
+        if arguments.images:
+            run_images(scratch, this_run, arguments.only, arguments.columns)
+            return
         for model_type in sorted({**DECODERS, **MULTIMODAL}):
             if not re.fullmatch(f"({arguments.only or '.*'})", model_type):
                 continue
             earlier = known.get(model_type, {"model": model_type})
-            columns = arguments.columns.split(",")
+            columns = arguments.columns.split(",") if arguments.columns else list(COLUMNS)
             if not arguments.again:
                 columns = [column for column in columns if column not in earlier]
             if not columns or ("skipped" in earlier and not arguments.again):

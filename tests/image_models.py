@@ -27,7 +27,7 @@ PARTS_ONLY = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 CELLS = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<pad>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
            "<|video_pad|>", "<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>",
-           "<start_of_image>", "<end_of_image>", "<image_soft_token>", *CELLS]  # fmt: skip
+           "<start_of_image>", "<end_of_image>", "<image_soft_token>", *CELLS, "<begin>", "<|image|>"]  # fmt: skip
 IDS = {token: 256 + number for number, token in enumerate(SPECIAL)}
 # tokens that a processor takes from its tokenizer by name
 NAMES = {
@@ -42,6 +42,16 @@ NAMES = {
         "context_image_token": "<image>",
         "video_token": "<|video_pad|>",
     },
+    "Gemma 4": {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+        "boa_token": "<global-img>",
+        "eoa_token": "<end_of_utterance>",
+        "audio_token": "<fake_token_around_image>",
+    },
+    "GLM-4V": {"image_token": "<|image|>", "video_token": "<|video_pad|>"},
+    "Llama 3.2 Vision": {"bos_token": "<begin>"},
 }
 QWEN_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 QWEN_IDS = {"image_token_id": IDS["<|image_pad|>"], "video_token_id": IDS["<|video_pad|>"],
@@ -121,7 +131,52 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], s
                 CHATML.replace("MARK", QWEN_MARK), {"processor_class": "Qwen3VLProcessor"},
                 {**QWEN_IMAGES, "patch_size": 16}),
 }  # fmt: skip
-FOR_IMAGES = ("vision", "visual", "projector", "connector")  # in names of weights
+# `<|image|>` is outside the vocabulary of the LM head, as in the published model
+FAMILIES["Llama 3.2 Vision"] = (
+    "mllama",
+    {"num_hidden_layers": 3, "cross_attention_layers": [1], "vocab_size": IDS["<|image|>"], "bos_token_id": 0},
+    {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 2,
+     "image_size": 28, "patch_size": 14, "vision_output_dim": 64, "intermediate_layers_indices": [0],
+     "max_num_tiles": 4},
+    {"image_token_index": IDS["<|image|>"], **UNTIED},
+    "<begin>" + CHATML.replace("MARK", "<|image|>"),
+    {"processor_class": "MllamaProcessor"},
+    {"image_processor_type": "MllamaImageProcessor", "size": SMALL, "max_image_tiles": 4, **PIXELS},
+)  # fmt: skip
+FAMILIES["Qwen2-VL"] = (
+    "qwen2_vl", MROPE, {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}, QWEN_IDS,
+    CHATML.replace("MARK", QWEN_MARK), {"processor_class": "Qwen2VLProcessor"}, {**QWEN_IMAGES, "patch_size": 14},
+)  # fmt: skip
+FAMILIES["GLM-4V"] = (
+    "glm4v", MROPE, QWENS | {"intermediate_size": 64, "image_size": 56},
+    {"image_token_id": IDS["<|image|>"], "image_start_token_id": IDS["<start_of_image>"],
+     "image_end_token_id": IDS["<end_of_image>"]},
+    CHATML.replace("MARK", "<start_of_image><|image|><end_of_image>"),
+    {"processor_class": "Glm4vProcessor"},
+    {**QWEN_IMAGES, "image_processor_type": "Glm4vImageProcessor", "patch_size": 14},
+)  # fmt: skip
+FAMILIES["LLaVA-NeXT"] = (
+    "llava_next", {"model_type": "llama"}, VISION | {"model_type": "clip_vision_model", "projection_dim": 32},
+    {"image_token_index": IDS["<image>"], "vision_feature_layer": -2, "image_grid_pinpoints": PINPOINTS, **UNTIED},
+    PARTS_ONLY.replace("MARK", "<image>\n"),
+    {"processor_class": "LlavaNextProcessor", "patch_size": 14, "num_additional_image_tokens": 1,
+     "vision_feature_select_strategy": "default"},
+    {"image_processor_type": "LlavaNextImageProcessor", "size": {"shortest_edge": 28}, "crop_size": SMALL,
+     "image_grid_pinpoints": PINPOINTS, **PIXELS},
+)  # fmt: skip
+FAMILIES["Gemma 4"] = (
+    "gemma4",
+    {"sliding_window": 16, "layer_types": GEMMA_LAYERS, "global_head_dim": 16, "hidden_size_per_layer_input": 8,
+     "vocab_size_per_layer_input": 320, "use_bidirectional_attention": "vision"},
+    VISION | {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 256},
+    {"audio_config": None, "image_token_id": IDS["<image_soft_token>"], "boi_token_id": IDS["<start_of_image>"],
+     "eoi_token_id": IDS["<end_of_image>"], "video_token_id": IDS["<|video_pad|>"], **UNTIED},
+    CHATML.replace("MARK", "<image_soft_token>"),
+    {"processor_class": "Gemma4Processor", "image_seq_length": 70},
+    {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70},
+)  # fmt: skip
+PADDED_ONLY = ("Llama 3.2 Vision",)
+FOR_IMAGES = ("vision", "visual", "projector", "connector", "image_newline")  # in names of weights
 # what the micro-batches are like; with 1 sample per micro-batch some have no image, and with 2 ranks
 # one has no sample
 LAYOUTS = {
@@ -145,6 +200,8 @@ def save_image_model(folder: Path, family: str, **settings: Any) -> Path:
     for name, parameter in model.named_parameters():
         if "norm" not in name and parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.1)  # some towers begin near 0
+        elif "gate" in name and parameter.numel() == 1:
+            torch.nn.init.constant_(parameter, 0.5)  # 0: the image would change nothing
     model.save_pretrained(folder, max_shard_size="200KB")
     tokenizer = _tokenizer(NAMES.get(family, {}))
     tokenizer.chat_template = template
@@ -172,7 +229,8 @@ def _tokenizer(names: dict[str, str]) -> Any:
         tokenizer_object=inner,
         eos_token="<|im_end|>",
         pad_token="<pad>",
-        extra_special_tokens=names,
+        bos_token=names.get("bos_token"),
+        extra_special_tokens={name: token for name, token in names.items() if name != "bos_token"},
     )
     assert tokenizer.convert_tokens_to_ids(SPECIAL) == list(IDS.values())
     return tokenizer
@@ -232,7 +290,7 @@ def pixtral_class() -> Any:
     return PixtralProcessor
 
 
-WITH_VIDEO = ("Qwen", "SmolVLM", "LlavaOnevision", "InternVL")
+WITH_VIDEO = ("Qwen", "Glm4v", "Gemma4", "SmolVLM", "LlavaOnevision", "InternVL")
 
 
 def plain_processor(folder: Path) -> Any:
@@ -256,7 +314,13 @@ def plain_processor(folder: Path) -> Any:
     kind.check_argument_for_proper_class = lambda *_: None
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        processor.__init__(AutoImageProcessor.from_pretrained(folder), tokenizer, None, **settings)
+        parts = {
+            "image_processor": AutoImageProcessor.from_pretrained(folder),
+            "tokenizer": tokenizer,
+        }
+        if name.startswith("Gemma4"):
+            parts["feature_extractor"] = None  # of sound
+        processor.__init__(**parts, video_processor=None, **settings)
         processor.chat_template = tokenizer.chat_template
     finally:
         kind.check_argument_for_proper_class = checks
@@ -319,6 +383,15 @@ def case(work: Path, family: str, name: str, ranks: int, *more: str) -> list[str
     flags += ["--model_name", str(work / family), "--dataset", str(work / "data" / "chats.jsonl")]
     flags += ["--output_dir", str(work / "runs" / name), *more]
     return flags + (["--enable_fsdp"] if ranks > 1 else [])
+
+
+def layouts_of(family: str) -> dict[str, str]:
+    """Names and flags of the layouts that a family supports."""
+    return {
+        name: flags
+        for name, flags in LAYOUTS.items()
+        if name != "packed" or family not in PADDED_ONLY
+    }
 
 
 def micro_batches(layout_flags: str, ranks: int) -> int:

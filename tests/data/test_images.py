@@ -1,6 +1,7 @@
 """Samples with images: forms of images, tokens, bad samples. The processor is Transformers'."""
 
 import base64
+import os
 import struct
 import subprocess
 import sys
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy
 import pytest
 import torch
 from conftest import REPOSITORY, write_jsonl
-from image_models import IDS, plain_inputs, plain_processor, save_image_model, write_image
+from image_models import FAMILIES, IDS, plain_inputs, plain_processor, save_image_model, write_image
+from PIL import Image
 from transformers import AutoConfig, AutoTokenizer
 
 from llama_ft import models
@@ -175,18 +178,54 @@ BAD = {
         chat({"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJDR"}}),
         "not valid base64",
     ),
+    "damaged base64": (
+        chat({"type": "image", "image": "iVBORw0KGgo*" * 20}),
+        "there is no file",
+    ),
+    "damaged data: URL": (
+        chat({"type": "image", "image": "data:image/png;base64,iVBORw0K****GgoA"}),
+        "cannot be read as an image",
+    ),
     "number": (chat({"type": "image", "image": 3}), r"expected a path, base64, a data: URL"),
+    "FIFO": (chat("fifo"), "fifo is not a regular file"),
+    "device": (chat("/dev/zero"), "/dev/zero is not a regular file"),
+    "directory": (chat("."), "is not a regular file"),
+    "file of another kind": (chat("../../../../../../etc/passwd"), "cannot be read as an image"),
+    "program": (chat("program.eps"), "program.eps cannot be read as an image"),
+    "line": (
+        chat("line.png"),
+        "line.png has 10,000 x 1 pixels; expected one side to be at most 200",
+    ),
+    "32 bits": (chat("deep.tiff"), "deep.tiff has 32 bits per pixel and channel"),
+    "image token in a text": (
+        chat(("What is <|image_pad|>?",)),
+        r"its text has <\|image_pad\|>, which stands for an image",
+    ),
+    "image token beside an image": (
+        chat("a.png", ("<|image_pad|>",)),
+        "Found total 2 .* and 1 images",
+    ),
 }
+
+
+def write_bad_files(folder: Path) -> None:
+    """Write the files of the samples in BAD."""
+    good = write_image(folder / "a.png", 60, 40, 1).read_bytes()
+    (folder / "broken.png").write_bytes(b"no image")
+    (folder / "truncated.png").write_bytes(good[:-2000])
+    (folder / "bomb.png").write_bytes(enlarged(good, 12_000, 12_000))
+    write_image(folder / "line.png", 10_000, 1, 1)
+    os.mkfifo(folder / "fifo")
+    Image.open(folder / "a.png").save(folder / "program.eps")
+    deep = numpy.full((40, 60), 0.5, numpy.float32)
+    Image.fromarray(deep).save(folder / "deep.tiff")
 
 
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_images_are_reported_with_their_place_or_skipped(
     model: Path, tmp_path: Path, kind: str
 ) -> None:
-    good = write_image(tmp_path / "a.png", 60, 40, 1)
-    (tmp_path / "broken.png").write_bytes(b"no image")
-    (tmp_path / "truncated.png").write_bytes(good.read_bytes()[:-2000])
-    (tmp_path / "bomb.png").write_bytes(enlarged(good.read_bytes(), 12_000, 12_000))
+    write_bad_files(tmp_path)
     sample, message = BAD[kind]
     data = write_jsonl(tmp_path / "a.jsonl", [chat("a.png"), sample])
     with pytest.raises(UserError, match=rf"a.jsonl:2: .*{message}"):
@@ -195,6 +234,67 @@ def test_bad_images_are_reported_with_their_place_or_skipped(
     assert skipped.report.bad_samples == 1
     assert skipped.train is not None
     assert len(skipped.train) == 1
+
+
+def of_another_mode(image: Image.Image, kind: str) -> tuple[Image.Image, dict[str, Any]]:
+    """The image in another mode, and how it is saved."""
+    if kind == "rotated":
+        exif = Image.Exif()
+        exif[ORIENTATION] = 6  # to be rotated by 270 degrees
+        return image, {"format": "JPEG", "exif": exif}
+    if kind == "animated":
+        second = Image.new("RGB", image.size, "red")
+        return image, {"format": "GIF", "save_all": True, "append_images": [second]}
+    if kind == "16 bits":
+        values = numpy.asarray(image.convert("L")).astype(numpy.uint16)
+        return Image.fromarray(values * 256 + 255), {"format": "PNG"}
+    return image.convert(kind), {"format": "JPEG" if kind == "CMYK" else "PNG"}
+
+
+ORIENTATION = 274  # the tag of EXIF
+
+
+@pytest.mark.parametrize(
+    "kind", ["CMYK", "P", "L", "1", "LA", "RGBA", "16 bits", "rotated", "animated"]
+)
+def test_images_of_all_modes_are_read_as_8_bit_rgb_upright(
+    model: Path, tmp_path: Path, kind: str
+) -> None:
+    image = Image.open(write_image(tmp_path / "a.png", 60, 40, 1))
+    changed, how = of_another_mode(image, kind)
+    changed.save(tmp_path / "changed", **how)
+    # the reference has the same pixels as plain 8-bit RGB
+    if kind == "16 bits":
+        plain = image.convert("L").convert("RGB")
+    else:
+        plain = Image.open(tmp_path / "changed").convert("RGB")
+    if kind == "rotated":
+        plain = plain.transpose(Image.Transpose.ROTATE_270)
+    plain.save(tmp_path / "plain.png")
+    data = write_jsonl(tmp_path / "a.jsonl", [chat("changed")])
+    read = prepared(model, data, tmp_path / "cache")
+    assert read.train is not None
+    batch = collate(read.train, [0], 0, images=read.images)
+    expected, _ = plain_inputs(plain_processor(model), tmp_path, chat("plain.png"))
+    assert batch.images is not None
+    assert torch.equal(batch.images.others["pixel_values"], expected["pixel_values"])
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "Qwen2.5-VL"])
+@pytest.mark.parametrize("size", [(1, 1), (300, 2)])
+def test_tiny_and_long_images_are_read_or_reported(
+    tmp_path: Path, family: str, size: tuple[int, int]
+) -> None:
+    model = save_image_model(tmp_path / "model", family)
+    write_image(tmp_path / "tiny.png", *size, seed=1)
+    write_image(tmp_path / "a.png", 60, 40, 1)
+    data = write_jsonl(tmp_path / "a.jsonl", [chat("a.png"), chat("tiny.png")])
+    read = prepared(model, data, tmp_path / "cache", skip_bad_rows=True)
+    assert read.train is not None
+    assert len(read.train) + read.report.bad_samples == 2
+    if read.report.bad_samples:
+        with pytest.raises(UserError, match=r"a.jsonl:2: the model's processor rejects it: "):
+            prepared(model, data, tmp_path / "cache")
 
 
 def test_a_context_shorter_than_an_image_is_reported_and_drop_skips_it(

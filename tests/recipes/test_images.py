@@ -20,8 +20,8 @@ from conftest import (
 from image_models import (
     FAMILIES,
     FOR_IMAGES,
-    LAYOUTS,
     case,
+    layouts_of,
     micro_batches,
     model_of,
     norm,
@@ -46,7 +46,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def cases_of(work: Path, family: str, ranks: int) -> list[list[str]]:
     cases = []
-    for layout, layout_flags in LAYOUTS.items():
+    for layout, layout_flags in layouts_of(family).items():
         steps = micro_batches(layout_flags, ranks)
         flags = f"--precision fp32 --max_train_step 1 --gradient_accumulation_steps {steps}"
         for method, more in (("full", []), ("lora", LORA)):
@@ -82,7 +82,7 @@ def test_first_loss_and_gradient_norm_are_those_of_plain_transformers(
     ]
     loss, count = plain_loss(model, work / family, work / "data" / "chats.jsonl")
     (loss / count).backward()
-    for layout in LAYOUTS:
+    for layout in layouts_of(family):
         for method in ("full", "lora"):
             name = f"{family}, {layout}, {method}, {max(1, ranks)}"
             [first] = [line for line in metrics(work / "runs" / name) if "train/loss" in line]

@@ -21,8 +21,8 @@ from forked import forked
 from image_models import (
     FAMILIES,
     FOR_IMAGES,
-    LAYOUTS,
     case,
+    layouts_of,
     micro_batches,
     model_of,
     norm,
@@ -32,7 +32,13 @@ from image_models import (
 )
 from safetensors.torch import load_file
 
-PROJECTOR = ("merger", "projector", "connector")  # in names of weights
+PROJECTOR = (
+    "merger",
+    "projector",
+    "connector",
+    "image_newline",
+    "embed_vision",
+)  # in names of weights
 TRAINED = {
     "projector": "--train_vision projector",
     "all": "--train_vision all",
@@ -73,7 +79,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def runs_of(work: Path, family: str, ranks: int) -> Iterator[tuple[str, list[str]]]:
     """Method and flags of each run, without its first steps."""
-    for layout, layout_flags in LAYOUTS.items():
+    for layout, layout_flags in layouts_of(family).items():
         steps = micro_batches(layout_flags, max(1, ranks))
         for method, method_flags in TRAINED.items():
             name = f"{family}, {layout}, {method}, {ranks}"

@@ -231,6 +231,8 @@ class _Reader:
         try:
             if os.path.isfile(path):
                 return os.path.abspath(path)
+            if os.path.exists(path):  # opening a FIFO would wait for ever
+                raise BadSample(f'"{place}": {path[:200]} is not a regular file.')
         except (OSError, ValueError):  # a path that is too long, or has a null byte
             pass
         if re.fullmatch(r"[A-Za-z0-9+/\s]{64,}=*\s*", text):

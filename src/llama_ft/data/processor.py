@@ -18,7 +18,6 @@ other ranks wait.
 
 import json
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,8 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import xxhash
-from PIL import Image, ImageOps
+from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoImageProcessor
 from transformers.models.auto.processing_auto import (
@@ -39,8 +37,10 @@ from transformers.models.auto.processing_auto import (
 )
 
 from llama_ft.config import DataConfig
+from llama_ft.data import cross_attention
 from llama_ft.data.chat_template import Span, render_chat
 from llama_ft.data.formats import BadSample, ImagePart, Message
+from llama_ft.data.image_files import read_image
 from llama_ft.data.image_parts import ImageStore, have_images
 from llama_ft.data.loss_mask import RenderedChat
 from llama_ft.data.sources import SAMPLES_LOOKED_AT, Source
@@ -49,8 +49,6 @@ from llama_ft.errors import RunFailure, UserError, reason
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-# as Image.MAX_IMAGE_PIXELS: above, PIL warns of a decompression bomb
-LARGEST_IMAGE = 89_478_485  # pixels
 FILLER_SIDE = 64  # pixels
 DECODERS = 4  # threads that decode images of a micro-batch
 FILES_WITH_CLASS = (
@@ -58,6 +56,17 @@ FILES_WITH_CLASS = (
     "preprocessor_config.json",
     "tokenizer_config.json",
     "config.json",
+)
+# of processors, if text and images do not fit, or an image has an odd size
+PROCESSOR_ERRORS = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    StopIteration,
+    RuntimeError,
+    MemoryError,
 )
 # makes a processor return where it inserted what
 REPLACEMENTS = {"return_text_replacement_offsets": True}
@@ -233,6 +242,12 @@ class Images:
         return f"{json.dumps(settings, sort_keys=True, default=str)} {self._max_pixels}"
 
     @property
+    def by_cross_attention(self) -> bool:
+        """Whether the model sees images by cross attention, not by tokens. Then pixels have a row per
+        sample, so samples cannot be packed."""
+        return cross_attention.MASK in self._processor.model_input_names
+
+    @property
     def _advice(self) -> str:
         return f"Restore it, or delete {self.store.cache / 'tokenized'} to tokenize again."
 
@@ -247,25 +262,20 @@ class Images:
             UserError: images are not supported with this processor or chat template.
         """
         try:
-            output = self._run([self._filler_text], [[_grey_image()]], "np", **REPLACEMENTS)
+            replaced, _ = self._expanded(self._filler_text, [_grey_image()])
         except BadSample as error:
             raise UserError(f"samples have images, but {error}.") from error
-        except (ValueError, TypeError, IndexError, StopIteration, RuntimeError) as error:
+        except PROCESSOR_ERRORS as error:
             raise UserError(
                 f"samples have images, and the model's processor rejects one written by the chat "
                 f"template ({reason(error)}).\nUse another --chat_template."
             ) from error
-        if "cross_attention_mask" in output:
-            raise UserError(
-                f"samples have images, and {self._class_name} is of a model that sees them by cross "
-                "attention, which is not supported."
-            )
-        if "text_replacement_offsets" not in output:
+        if replaced is None:
             raise UserError(
                 f"samples have images, which are not supported with {self._class_name}: it does not "
                 "say what it inserts."
             )
-        if len(output["text_replacement_offsets"][0]) != 1:
+        if len(replaced) != 1:
             raise UserError(
                 "samples have images, and the chat template does not write them.\nUse another "
                 "--chat_template."
@@ -284,10 +294,10 @@ class Images:
             images.append(image)
             references.append(f"{checksum} {path}")
         try:
-            output = self._run([chat.text], [images], "np", **REPLACEMENTS)
-        except (ValueError, TypeError, IndexError, StopIteration, RuntimeError) as error:
+            replaced, input_ids = self._expanded(chat.text, images)
+        except PROCESSOR_ERRORS as error:
             raise BadSample(f"the model's processor rejects it: {reason(error)}.") from None
-        replaced = output["text_replacement_offsets"][0]
+        assert replaced is not None  # see `check`
         if len(replaced) != len(images):
             raise BadSample(
                 f"the chat template writes {len(replaced)} places for {len(images)} images; use "
@@ -301,8 +311,18 @@ class Images:
             _without(spans, inserted),
             [text.position(prompt) for prompt in chat.prompts],
         )
-        input_ids = [int(token) for token in output["input_ids"][0]]
         return ExpandedChat(expanded, inserted, input_ids, references)
+
+    def check_text(self, input_ids: list[int]) -> None:
+        """Raise BadSample if a text without images has a token that stands for an image: the model
+        would look for its pixels."""
+        for token in self._processor.image_token_ids:
+            if token in input_ids:
+                name = self._processor.tokenizer.convert_ids_to_tokens(token)
+                raise BadSample(
+                    f"its text has {name}, which stands for an image in this model. Remove it, or add "
+                    'the image as a part or in a column "images".'
+                )
 
     def tensors(
         self,
@@ -344,6 +364,9 @@ class Images:
                     f"{self._advice}"
                 )
         per_token, others = _by_shape(output, rows)
+        if self.by_cross_attention:
+            lengths = [len(tokens) for tokens in samples]
+            others = cross_attention.of_all_samples(others, chosen, lengths)
         of_examples = []
         for number, tokens in enumerate(samples):
             made = dict[str, torch.Tensor]()
@@ -379,6 +402,19 @@ class Images:
         text = self._filler_text
         output = self._run([text], [[_grey_image()]], "np")
         return _Filler(torch.tensor([int(token) for token in output["input_ids"][0]]), text)
+
+    def _expanded(
+        self, text: str, images: list[Image.Image]
+    ) -> tuple[list[dict[str, Any]] | None, list[int]]:
+        """Return which characters of a chat the processor replaces by what, None if it does not say
+        it; and its tokens."""
+        if self.by_cross_attention:
+            output = self._run([text], [images], "np")
+            replaced = cross_attention.image_marks(text, self._processor.image_token)
+        else:
+            output = self._run([text], [images], "np", **REPLACEMENTS)
+            replaced = output.get("text_replacement_offsets", [None])[0]
+        return replaced, [int(token) for token in output["input_ids"][0]]
 
     def _run(
         self, texts: list[Any], images: list[list[Image.Image]], kind: str, **options: bool
@@ -425,25 +461,7 @@ class Images:
         Raises:
             BadSample: it cannot be read, or is a decompression bomb.
         """
-        try:
-            with warnings.catch_warnings(), open(path, "rb") as file:
-                warnings.simplefilter("ignore")
-                checksum = xxhash.xxh3_64_hexdigest(file.read())
-                file.seek(0)
-                image = Image.open(file)
-                width, height = image.size
-                if width * height > LARGEST_IMAGE:
-                    raise BadSample(
-                        f"{path} has {width:,} x {height:,} pixels; expected at most "
-                        f"{LARGEST_IMAGE:,} in all."
-                    )
-                upright: Image.Image = ImageOps.exif_transpose(image)
-                rgb = upright.convert("RGB")
-        except BadSample:
-            raise
-        # PIL raises many classes for broken files: SyntaxError, struct.error, DecompressionBombError
-        except Exception as error:
-            raise BadSample(f"{path} cannot be read as an image ({reason(error)}).") from None
+        rgb, checksum = read_image(path)
         pixels = rgb.width * rgb.height
         if self._max_pixels is not None and pixels > self._max_pixels:
             factor = (self._max_pixels / pixels) ** 0.5

@@ -178,6 +178,14 @@ class Encoder:
         self, content: Content, sample: Sample, sample_format: SampleFormat
     ) -> Example:
         """Do what `tokenize` does, for content that was already read from the sample."""
+        example = self._tokenize_content(content, sample, sample_format)
+        if self.images is not None and not isinstance(example, ImageExample):
+            self.images.check_text(example[0])
+        return example
+
+    def _tokenize_content(
+        self, content: Content, sample: Sample, sample_format: SampleFormat
+    ) -> Example:
         content = self._without_dropped(content)
         if isinstance(content, list):
             chat = self._renderer.render(content, formats.tools_of(sample))

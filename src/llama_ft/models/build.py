@@ -28,6 +28,7 @@ from llama_ft.config import ModelConfig
 from llama_ft.config.paths import TO_SAFETENSORS, folder_problem, looks_local, special_file
 from llama_ft.errors import UserError, plural, reason
 from llama_ft.models.built import BuiltModel
+from llama_ft.models.cross_attention import keep_cross_attention_apart
 from llama_ft.models.new_tokens import NewTokens, find_growth
 from llama_ft.models.published_note import read_note
 from llama_ft.models.replaced import replace_method
@@ -212,6 +213,7 @@ def build_on_meta(
         )
     if with_images:
         image_parts = keep_text_part(_make_skeleton(config, model)).modules
+        keep_cross_attention_apart(skeleton)
     elif is_multimodal:
         left_out = keep_text_part(skeleton)
     if _is_encoder(skeleton, config, is_multimodal):
@@ -384,7 +386,11 @@ def freeze_first_layers(model: PreTrainedModel, count: int) -> None:
 
 def vocabulary_size(config: PretrainedConfig) -> int | None:
     """Return the number of rows of the model's embedding; None if config.json does not say."""
-    return getattr(config.get_text_config(), "vocab_size", None)
+    text = config.get_text_config()
+    size: int | None = getattr(text, "vocab_size", None)
+    if size is not None and text.model_type == "mllama_text_model":
+        return size + 8  # for <|image|>, which the LM head cannot write
+    return size
 
 
 def find_new_tokens(

@@ -82,7 +82,7 @@ class Setup:
         for warning in dataset.warnings:
             log.warning(warning)
         if dataset.images is not None:
-            training.check_image_settings(config)
+            training.check_image_settings(config, dataset.images)
         elif models.trains_images(config.model):
             raise UserError(
                 "--train_vision and --freeze_LLM_only: no sample has images. Leave them out."

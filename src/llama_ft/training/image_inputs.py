@@ -13,14 +13,14 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from llama_ft.config import Config
-from llama_ft.data import Batch
+from llama_ft.data import Batch, Images
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel
 from llama_ft.runtime import log
 from llama_ft.runtime.devices import sent
 
 
-def check_image_settings(config: Config) -> None:
+def check_image_settings(config: Config, images: Images) -> None:
     """Log what a run on images leaves out.
 
     Raises:
@@ -29,6 +29,11 @@ def check_image_settings(config: Config) -> None:
     if config.model.compile or config.model.use_liger is True:
         raise UserError(
             "--compile and --use_liger: not supported if samples have images. Set both to false."
+        )
+    if images.by_cross_attention and config.data.batching_strategy == "packing":
+        raise UserError(
+            "--batching_strategy packing: this model sees images by cross attention, and its samples "
+            "cannot be packed.\nUse --batching_strategy padding."
         )
     if config.fsdp.enable_fsdp and config.fsdp.fsdp_wrap_policy == "size":
         raise UserError(
