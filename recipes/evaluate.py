@@ -44,7 +44,7 @@ def main(what: Evaluation) -> None:
     with runtime.start(
         flags.device, models.shard_degree(FSDPConfig(enable_fsdp=flags.enable_fsdp))
     ) as ranks:
-        tasks = find_tasks(flags, ranks) if flags.tasks else None
+        tasks = find_tasks(flags.tasks, ranks) if flags.tasks else None
         results, bases = list[Evaluated](), list[tuple[Any, Evaluated]]()
         for asked in what.asked:
             tuned, tokenizer = evaluate(asked, None, tasks, what, ranks)

@@ -25,6 +25,7 @@ import torch  # noqa: E402
 from transformers import PretrainedConfig, PreTrainedTokenizerBase  # noqa: E402
 
 from llama_ft import checkpoint, data, models, runtime, training  # noqa: E402
+from llama_ft.evaluation.final_tasks import FinalTasks  # noqa: E402
 from llama_ft.phases import PhaseMonitor  # noqa: E402
 from llama_ft.run import TrainingRun, open_run, start_run  # noqa: E402
 from llama_ft.runtime import Ranks, log  # noqa: E402
@@ -76,6 +77,8 @@ def main(**flags: str) -> None:
         inputs = setup.check_inputs(config, folder, model_config, tokenizer, new_tokens, dataset)
         # --score: generates answers to the validation samples and scores them
         scores = training.AnswerScores(config.train, dataset.validations, tokenizer)
+        # --eval_tasks: asks the final model questions of lm-evaluation-harness
+        final_tasks = FinalTasks(config.train, ranks)
 
         # Plan which samples this rank sees at which step. The plan depends on (seed, epoch, step)
         # only.
@@ -123,6 +126,7 @@ def main(**flags: str) -> None:
             train(run, built, objective, tokenizer)
             if config.checkpoint.save_model:
                 export(run, built, tokenizer)
+            final_tasks.run(built, tokenizer, run.directory)
             run.finish_uploads()  # with --save_to
             run.log_summary(PLANNER.parent)
 

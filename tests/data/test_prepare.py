@@ -415,7 +415,7 @@ def test_the_samples_of_a_fraction_are_written_and_are_the_same_as_a_validation_
 ) -> None:
     samples = [{"question": f"Hi {n}", "answer": "yes" * (1 + n % 3)} for n in range(60)]
     path = write_jsonl(tmp_path / "my.jsonl", samples)
-    output = tmp_path / "held.jsonl"
+    output = tmp_path / "new" / "held.jsonl"
     cache = tmp_path / "cache"
     settings: Any = {"validation": "0.3", "validation_output": str(output)}
     data = prepared(path, llama3, cache, **settings)
@@ -429,7 +429,7 @@ def test_the_samples_of_a_fraction_are_written_and_are_the_same_as_a_validation_
     with pytest.raises(UserError, match="exists with other samples"):
         prepared(path, llama3, cache, **settings)
     assert output.read_text() == written
-    assert {file.name for file in tmp_path.iterdir()} == {"my.jsonl", "held.jsonl", "cache"}
+    assert [file.name for file in output.parent.iterdir()] == ["held.jsonl"]
 
 
 def test_duplicates_are_not_written_to_the_validation_file(

@@ -45,7 +45,8 @@ def place(
     common += ["--context_length", "96", "--batch_size_training", "2"]
     lora = "--use_peft --target_modules all-linear --quantization 4bit --quant_type fp4".split()
     grown = ["--chat_template", "chatml", "--resize_embeddings", "--output_dir", f"{folder}/grown"]
-    flags = [[*base, *common, "--output_dir", f"{folder}/full"]]
+    tasks = ["--eval_tasks", f"{folder}/choose.yaml,{folder}/say.yaml"]
+    flags = [[*base, *common, *tasks, "--output_dir", f"{folder}/full"]]
     flags += [[*base, *common, *lora, "--output_dir", f"{folder}/lora"], [*base, *common, *grown]]
     # a base without a tokenizer, and a chat template that is another than that of the others
     shutil.copytree(
@@ -58,9 +59,9 @@ def place(
     flags.append(
         [*common, *other, "--model_name", f"{folder}/base-alone", "--output_dir", f"{folder}/other"]
     )
-    run_cases(folder, flags)
     write_tokenized(folder / "tokens.jsonl", [6 + 5 * n for n in range(5)], seed=0)
     write_tasks(folder)
+    run_cases(folder, flags)
     return folder
 
 
@@ -259,6 +260,18 @@ def test_tasks_have_the_values_of_lm_evaluation_harness(
             assert numbers["say", "exact_match"] == 0.5  # as the rows were made
             error = ours[f"{place}/base"]["tasks"]["choose"]["acc"]["stderr"]
             assert error == pytest.approx(theirs["results"]["choose"]["acc_stderr,none"])
+
+
+def test_tasks_at_the_end_of_a_run_have_the_results_of_evaluate(
+    place: Path, together: dict[str, Results]
+) -> None:
+    """Trained with packing, in one process; evaluated from its files, on two ranks."""
+    [found] = json.loads((place / "full" / "tasks.json").read_text())["models"]
+    expected = together["sharded"][f"{place}/full"]["tasks"]
+    assert found["tasks"].keys() == {"choose", "say"}
+    for task, metrics in found["tasks"].items():
+        for name, metric in metrics.items():
+            assert metric["value"] == pytest.approx(expected[task][name]["value"], rel=1e-5)
 
 
 def test_two_ranks_have_the_results_of_one_process(

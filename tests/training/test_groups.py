@@ -1,6 +1,7 @@
 """Groups of parameters by name, and optimizers of users' files, against loops and optimizers that are
 written by hand."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,35 @@ def test_a_tied_weight_is_in_a_group_by_each_of_its_names() -> None:
     assert not model.embed.weight.requires_grad
 
 
+@pytest.mark.parametrize("name", ["AdamW", "anyprecision", "AdamW8bit", "SGD", "Adafactor"])
+def test_a_group_is_trained_as_by_an_optimizer_of_its_own(name: str) -> None:
+    """Two optimizers without groups, each with a learning rate and weight decay, against one."""
+    groups: Any = [{"match": "inner.weight", "lr": "0.1x", "weight_decay": 0}]
+    torch.manual_seed(0)
+    together = nn.ModuleDict({"inner": nn.Linear(64, 96), "outer": nn.Linear(96, 64)})
+    apart = copy.deepcopy(together)
+    settings: Any = {"optimizer": name, "lr": 0.02, "weight_decay": 0.1}
+    optimizer = build_optimizer(together, TrainConfig(**settings, groups=groups))
+    slow = nn.ModuleDict({"slow": nn.ParameterDict({"weight": apart["inner"].weight})})
+    fast = nn.ModuleDict({"outer": apart["outer"], "bias": nn.ParameterList([apart["inner"].bias])})
+    own = [
+        (0.002, build_optimizer(slow, TrainConfig(optimizer=name, lr=0.002))),
+        (0.02, build_optimizer(fast, TrainConfig(**settings))),
+    ]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        for left, right in zip(together.parameters(), apart.parameters(), strict=True):
+            left.grad = torch.randn(left.shape, generator=generator)
+            right.grad = left.grad.clone()
+        update_weights(optimizer, 0.02)
+        for rate, one in own:
+            update_weights(one, rate)
+    # anyprecision rounds its states by random numbers, which depend on the order of the parameters
+    tolerance = 5e-4 if name == "anyprecision" else 1e-7
+    for left, right in zip(together.parameters(), apart.parameters(), strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=tolerance)
+
+
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
@@ -240,6 +270,12 @@ def nothing(groups): pass
 def fails(groups): raise KeyError("lr")
 def part(groups): return torch.optim.SGD(groups[:1])
 def other(groups): return torch.optim.SGD([*groups, {"params": [("x", torch.zeros(2))]}])
+def negative(groups):
+    optimizer = torch.optim.SGD(groups)
+    optimizer.param_groups[1]["lr"] = float("nan")
+    return optimizer
+def again(groups):
+    return torch.optim.LBFGS([parameter for group in groups for _, parameter in group["params"]])
 def faster(groups): return torch.optim.SGD([{**groups[0], "lr": 0.3}, groups[1]])
 """
 
@@ -252,6 +288,8 @@ def faster(groups): return torch.optim.SGD([{**groups[0], "lr": 0.3}, groups[1]]
         ("part", "its optimizer lacks inner.bias, norm.weight, norm.bias"),
         ("other", "has parameters that are not in the groups"),
         ("absent", "LookupError: no such function"),
+        ("negative", "a group has lr nan; expected a learning rate of at least 0"),
+        ("again", "LBFGS computes the loss several times per step, which is not supported"),
     ],
 )
 def test_a_wrong_optimizer_is_an_error_before_weights_are_loaded(

@@ -137,6 +137,37 @@ def test_label_smoothing_and_embedding_noise_apply_to_training_only(
         torch.testing.assert_close(smoothed.loss(built, one, runtime).loss, expected)
 
 
+@pytest.mark.parametrize("is_chunked", [True, False])
+def test_dft_weights_the_loss_of_a_token_by_its_probability_in_training_only(
+    model: LlamaForCausalLM, is_chunked: bool
+) -> None:
+    """With gradients, against the formula on the logits of each sample by itself."""
+    samples = [[1, 5, 9, 30, 2], [4, 6, 2]]
+    one = batch(samples, [[-100, -100, 9, 30, 2], [-100, 6, 2]], 5)
+    losses = []
+    for sample, prompt in zip(samples, (2, 1), strict=True):
+        logits = model(torch.tensor([sample])).logits[0, prompt - 1 : -1]
+        p = logits.softmax(-1)[torch.arange(len(logits)), torch.tensor(sample[prompt:])]
+        losses.append(-p.log())
+    plain = torch.cat(losses)
+    expected = (plain * (-plain.detach()).exp()).sum()
+    gradients = torch.autograd.grad(expected, list(model.parameters()))
+    ours = copy.deepcopy(model).train()
+    built = BuiltModel(ours)
+    if is_chunked:
+        built.has_chunked_loss = use_chunked_loss(built)
+    runtime = SimpleNamespace(device=CPU)
+    dft = objective.SupervisedFineTuning(loss_type="dft")
+    found = dft.loss(built, one, runtime)
+    assert found.count == 5
+    torch.testing.assert_close(found.loss, expected)
+    found.loss.backward()
+    for parameter, gradient in zip(ours.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+    ours.eval()
+    torch.testing.assert_close(dft.loss(built, one, runtime).loss, plain.sum())
+
+
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_embedding_noise_of_a_token_has_the_size_of_its_own_sample(
     model: LlamaForCausalLM, is_packed: bool

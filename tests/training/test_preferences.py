@@ -27,7 +27,9 @@ PROMPT = 2
 FILLER = Batch(torch.tensor([[1, 5, 9]]), torch.full((1, 3), -100), [3], False, [])
 DPO = {"objective": "dpo", "beta": 0.3}
 IPO = {"objective": "ipo", "beta": 0.3}
-CASES = [DPO, {**DPO, "dpo_label_smoothing": 0.2}, IPO, {"objective": "simpo", "beta": 2.0, "simpo_gamma": 0.7},
+SIMPO = {"objective": "simpo", "beta": 2.0, "simpo_gamma": 0.7}
+CASES = [DPO, {**DPO, "dpo_label_smoothing": 0.2}, IPO, SIMPO,
+         {**DPO, "rpo_alpha": 0.6}, {**SIMPO, "rpo_alpha": 0.6},
          {"objective": "orpo", "beta": 0.4},
          {"objective": "kto", "beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.7}]  # fmt: skip
 
@@ -148,7 +150,7 @@ def expected(
         else:
             odds = (c - r) - (torch.log1p(-torch.exp(c)) - torch.log1p(-torch.exp(r)))
             loss = -log_probabilities(model, chosen[0], 1).mean() - beta * logsigmoid(odds)
-        losses.append(loss)
+        losses.append(loss - more.get("rpo_alpha", 0) * ours[0].mean())
         rewards.append((beta * c, beta * r))
     return torch.stack(losses).sum(), rewards
 

@@ -47,7 +47,7 @@ MAY_DIFFER = COMPARED_BY_CONTENT | {
     "activation_offload", "stop_after", "collective_timeout", "run_validation", "val_batch_size", "eval_steps",
     "max_eval_step", "max_train_time", "log_steps", "sample_tokens", "sample_prompts", "sample_steps",
     "early_stopping_patience", "early_stopping_min_delta", "validation_output", "best_by", "score", "score_tokens",
-    "score_samples", "score_batch_size",
+    "score_samples", "score_batch_size", "eval_tasks", "eval_tasks_limit",
 }  # fmt: skip
 NEW_RUN = (
     "start a new run from the weights:\n"

@@ -44,6 +44,10 @@ class PreferenceConfig:
     dpo_label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """dpo, simpo: assumed share of pairs whose responses are swapped (TRL's label_smoothing)."""
 
+    rpo_alpha: Annotated[float, Field(ge=0)] = 0.0
+    """dpo, ipo, simpo: weight of the mean cross-entropy of the chosen response's tokens, which is
+    added to the loss of a pair, such as 1 (RPO; for simpo TRL's cpo_alpha)."""
+
     reference_model: str | None = None
     """dpo, ipo, kto: directory or Hub name of another reference with the same tokenizer. It is
     evaluated once before training, then freed."""

@@ -200,6 +200,11 @@ class TrainConfig:
     loraplus_lr_ratio: Rate = 1.0
     """LoRA+: learning rate of the adapters' B matrices, as a multiple of lr; its authors use 16."""
 
+    loss_type: Literal["nll", "dft"] = "nll"
+    """sft: nll is the cross-entropy. dft, Dynamic Fine-Tuning, multiplies the cross-entropy of each
+    token by the token's probability, so that unlikely tokens change the model less (TRL's
+    loss_type)."""
+
     label_smoothing_factor: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of a target's probability that is spread over the whole vocabulary; the validation loss
     has none."""
@@ -262,6 +267,13 @@ class TrainConfig:
 
     score_batch_size: Count = 4
     """Answers that are generated at once, per rank."""
+
+    eval_tasks: list[str] = Field(default_factory=list)
+    """Tasks of lm-evaluation-harness that the final model is asked after training, by name or as
+    YAML files: hellaswag,my_tasks/arithmetic.yaml. It needs pip install -e '.[eval]'."""
+
+    eval_tasks_limit: Annotated[float, Field(gt=0)] | None = None
+    """Only the first N questions of each of eval_tasks, or a share below 1."""
 
     best_by: str = "eval/loss"
     """Metric that chooses the best checkpoint and that early stopping watches, such as

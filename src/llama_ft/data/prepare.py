@@ -315,6 +315,7 @@ def _write_held_out(tokenization: _Tokenization, file: Path) -> str:
     assert tokenization.fraction is not None
     duplicates = Duplicates(config.deduplicate)
     aside = file.with_name(f".{file.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+    file.parent.mkdir(parents=True, exist_ok=True)
     try:
         with aside.open("w", encoding="utf-8") as opened:
             for place, sample, sample_format in samples:

@@ -106,19 +106,23 @@ def measure_loss(
     return {**metrics, "target_tokens": sum(one.count for one in sums.values())}
 
 
-def find_tasks(flags: EvaluateFlags, ranks: Ranks) -> Any:
-    """Load the tasks and their questions once, before any model. Return lm_eval's TaskManager, in
-    which they can be found again."""
-    from lm_eval.tasks import TaskManager
-
-    by_name = any(not name.endswith((".yaml", ".yml")) for name in flags.tasks)
+def find_tasks(tasks: list[str], ranks: Ranks, flag: str = "--tasks") -> Any:
+    """Load the tasks of a flag and their questions once, before any model. Return lm_eval's
+    TaskManager, in which they can be found again."""
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise UserError(
+            f"{flag}: needs lm-evaluation-harness. pip install -e '.[eval]' installs it."
+        ) from error
+    by_name = any(not name.endswith((".yaml", ".yml")) for name in tasks)
     with ranks.local_main_process_first(), _quiet(ranks):
         try:
             manager = TaskManager(include_defaults=by_name)
-            manager.load(flags.tasks)
+            manager.load(tasks)
         except Exception as error:  # of yaml, jinja, datasets, the Hub or the task's own code
             raise UserError(
-                f"--tasks {','.join(flags.tasks)}: cannot be loaded ({reason(error)})."
+                f"{flag} {','.join(tasks)}: cannot be loaded ({reason(error)})."
             ) from error
     return manager
 

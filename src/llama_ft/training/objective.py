@@ -103,17 +103,33 @@ def smoothed_loss(logits: torch.Tensor, targets: torch.Tensor, smoothing: float)
     return F.cross_entropy(logits.float(), targets, reduction="none", label_smoothing=smoothing)
 
 
+def dft_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the loss of Dynamic Fine-Tuning: the cross-entropy times the probability of the token,
+    which has no gradient. It takes the place of `training_loss`. Source:
+    https://arxiv.org/abs/2508.05629"""
+    losses = cross_entropy(logits, targets)
+    probabilities = losses.detach().neg().exp()
+    return losses * probabilities
+
+
 class SupervisedFineTuning:
     """Next-token prediction for the tokens in the loss, with the routers' auxiliary loss if it has
-    a coefficient."""
+    a coefficient.
+
+    Args:
+        smoothing: label_smoothing_factor.
+        loss_type: nll or dft.
+    """
 
     examples_per_sample = 1
     counts_tokens = True
 
-    def __init__(self, smoothing: float = 0.0) -> None:
-        self._training_loss = (
-            partial(smoothed_loss, smoothing=smoothing) if smoothing else training_loss
-        )
+    def __init__(self, smoothing: float = 0.0, loss_type: str = "nll") -> None:
+        self._training_loss: LossFunction = training_loss
+        if loss_type == "dft":
+            self._training_loss = dft_loss
+        elif smoothing:
+            self._training_loss = partial(smoothed_loss, smoothing=smoothing)
 
     @staticmethod
     def examples(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -> list[Example]:

@@ -17,7 +17,7 @@ from llama_ft.training.reward import RewardModeling
 def build_objective(config: Config) -> Objective:
     """Return the objective that `--objective` names."""
     if config.preference.objective == "sft":
-        return SupervisedFineTuning(config.train.label_smoothing_factor)
+        return SupervisedFineTuning(config.train.label_smoothing_factor, config.train.loss_type)
     if config.preference.objective == "distill":
         asked = config.preference
         return Distillation(asked.distill_weight, asked.distill_temperature, asked.distill_top_k)

@@ -134,8 +134,8 @@ def _call_own(groups: list[dict[str, Any]], train: TrainConfig) -> torch.optim.O
     multiplies the learning rate of each of its groups.
 
     Raises:
-        UserError: the function raises an error or returns something else, or its optimizer has not
-            exactly the trained parameters.
+        UserError: the function raises an error or returns something else; or its optimizer has not
+            exactly the trained parameters, needs a closure, or has a learning rate below 0.
     """
     name = train.optimizer
     expected = dict[int, str]()
@@ -157,8 +157,19 @@ def _call_own(groups: list[dict[str, Any]], train: TrainConfig) -> torch.optim.O
         raise UserError(
             f"--optimizer {name}: its optimizer has parameters that are not in the groups."
         )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"--optimizer {name}: {type(optimizer).__name__} computes the loss several times per step, "
+            "which is not supported. Return an optimizer whose step needs no closure."
+        )
     for group in optimizer.param_groups:
-        group["lr_ratio"] = float(group["lr"]) / train.lr
+        rate = float(group["lr"])
+        if not 0 <= rate < math.inf:
+            raise UserError(
+                f"--optimizer {name}: a group has lr {rate}; expected a learning rate of at least 0."
+            )
+        group["lr_ratio"] = rate / train.lr
     return optimizer
 
 

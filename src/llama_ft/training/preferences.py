@@ -9,11 +9,13 @@ those of the reference:
     orpo     nll - beta log sigmoid(log odds(c) - log odds(r))                      c, r: means per token
 
 reference.py explains the reference. nll is the mean loss of the tokens of the prompt and the chosen
-response. It is computed per pair, so that it does not depend on how pairs are batched.
+response. It is computed per pair, so that it does not depend on how pairs are batched. To dpo, ipo
+and simpo, rpo_alpha adds a weight times the mean loss of the chosen response alone, also per pair.
 
 Sources: https://arxiv.org/abs/2305.18290 (DPO), 2310.12036 (IPO), 2405.14734 (SimPO), 2403.07691
-(ORPO); names, means per token, nll and logged numbers as in TRL's DPOTrainer, CPOTrainer (simpo,
-with cpo_alpha 0) and ORPOTrainer.
+(ORPO), 2404.19733 (rpo_alpha); names, means per token, nll and logged numbers as in TRL's
+DPOTrainer (rpo_alpha: loss_type sigmoid, sft), CPOTrainer (simpo; rpo_alpha: cpo_alpha) and
+ORPOTrainer.
 """
 
 import dataclasses
@@ -137,6 +139,10 @@ class Preferences:
             nll, _ = _of_pairs(self._per_example(nll_sums, with_prompts), count)
             pairs = pairs._replace(nll=nll)
         pair_losses, logged_by_loss = self._loss(pairs, settings)
+        if settings.rpo_alpha:
+            chosen_nll = self._chosen_nll(log_probabilities, batch, count)
+            pair_losses = pair_losses + settings.rpo_alpha * chosen_nll
+            logged_by_loss["nll_loss"] = chosen_nll
         chosen_rewards = settings.beta * chosen
         rejected_rewards = settings.beta * rejected
         chosen_scores, rejected_scores = _of_pairs(scores, count)
@@ -153,6 +159,14 @@ class Preferences:
         # from a sum over tokens to one over pairs
         balance = balance * (count / max(1, len(losses)))
         return with_router_loss(LossSum(pair_losses.sum(), count, sums), balance, built)
+
+    @staticmethod
+    def _chosen_nll(log_probabilities: torch.Tensor, batch: Batch, count: int) -> torch.Tensor:
+        """Return the mean loss of the tokens of each chosen response, float32 [pairs].
+        `log_probabilities`: sums over the responses, [examples]."""
+        tokens = sent(targets_per_example(batch), log_probabilities.device)
+        chosen, _ = _of_pairs(-log_probabilities / tokens, count)
+        return chosen
 
     def _per_example(self, sums: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return sums over the targets of each example, float32 [examples]; with simpo and orpo,
