@@ -85,6 +85,16 @@ def printable(text: str) -> str:
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
+def is_clean(name: str) -> bool:
+    """Return whether files and terminals can have this name: it has no control characters, and
+    comes from UTF-8."""
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return _CONTROL.search(name) is None
+
+
 def mask_secrets(text: str) -> str:
     """Return `text` with everything that looks like a key, a token or a password replaced by
     ***."""

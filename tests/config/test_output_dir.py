@@ -122,6 +122,15 @@ def test_a_file_where_the_output_directory_should_be_is_named(errors_of, tmp_pat
     )
 
 
+@pytest.mark.parametrize("name", ["red\x1b[31m", "latin-1\udcff", "bell\x07"])
+def test_a_directory_with_control_characters_or_not_in_utf_8_is_rejected(
+    errors_of, tmp_path: Path, name: str
+) -> None:
+    (message,) = errors_of("--output_dir", name, paths=True)
+    assert "has control characters, or is not UTF-8" in message
+    assert errors_of("--output_dir", "r\u00e4umlich \u96ea", paths=True) == []
+
+
 def test_other_ranks_accept_the_run_directory_that_rank_0_created(
     errors_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -180,6 +180,18 @@ def test_the_prompt_and_the_answer_share_the_positions_of_the_model(model: Model
         answerer.answer([[9] * 256])
 
 
+def test_a_prompt_outside_the_vocabulary_is_rejected(model: Model, runtime: Ranks) -> None:
+    ids = model.answerer().tokens("Who reads")
+    plain = copy.deepcopy(model.plain)
+    plain.config.vocab_size = max(ids)
+    smaller = Answerer(
+        LoadedModel(BuiltModel(plain), model.tokenizer, ""), InferenceFlags(), runtime
+    )
+    with pytest.raises(UserError, match=rf"the prompt: token {max(ids)} .* of {max(ids)}\."):
+        smaller.tokens("Who reads")
+    assert smaller.tokens("a")
+
+
 def test_logits_that_are_not_finite_end_the_generation(model: Model, runtime: Ranks) -> None:
     damaged = copy.deepcopy(model.plain)
     damaged.get_input_embeddings().weight.data[42] = torch.nan  # of one token only

@@ -178,6 +178,7 @@ class Counts(Answerer):
         self.tokenizer = tokenizer
         self._options = options
         self.context = context
+        self.vocabulary = len(tokenizer)
         self.asked: list[str] = []
 
     def answer(self, prompts: Any, show: Any = None) -> list[Answer]:

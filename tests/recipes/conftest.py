@@ -52,6 +52,7 @@ def _break_data(folder: Path) -> None:
     good = {"instruction": "What is a shard?", "output": "Some rows of a weight."}
     write_jsonl(folder / "malformed.jsonl", [good, good, '{"instruction": "a", "output"'])
     write_jsonl(folder / "late.jsonl", [*[good] * 600, {**good, "output": [3]}, *[good] * 300])
+    write_jsonl(folder / "letters.jsonl", [{"text": "x y z"}] * 8)  # tokens of one byte
     (folder / "own.py").write_text("def build(groups):\n    return groups[0]\n")
     (folder / "refuses.jinja").write_text("{{ raise_exception('no tools here') }}")
 

@@ -48,6 +48,12 @@ CASES = {
     "tokenizer of more ids than the model": case(
         f"--model_name @small_vocabulary {ROWS}", "token 300", "280", "--tokenizer_name"
     ),
+    "sample prompt of more ids than the model": case(
+        "--model_name @small_vocabulary --dataset @letters.jsonl --sample_tokens 4 "
+        "--sample_prompts 'What is a shard'",
+        '--sample_prompts "What is a shard": token 2',
+        "outside the model's vocabulary of 280",
+    ),
     "samples that a template rejects": case(
         f"{GOOD} --chat_template @refuses.jinja",
         "rows.jsonl:1: the chat template rejects this chat: no tools here",

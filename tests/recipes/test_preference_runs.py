@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RECIPE, Finished, metrics, run_cases
+from conftest import RECIPE, Finished, metrics, run_cases, write_jsonl
 from forked import forked
 from plain_losses import load_model, read_jsonl, write_pairs
 from training.test_preferences import expected as of_formulas
@@ -239,6 +239,26 @@ def test_inference_prints_the_scores_of_plain_transformers(
         printed = [[line["score_chosen"], line["score_rejected"]] for line in read_jsonl(out)]
         expected_scores = reward_models.scores(model, file)
         torch.testing.assert_close(torch.tensor(printed), expected_scores, rtol=1e-5, atol=1e-5)
+
+
+def test_samples_that_a_reward_model_cannot_score_are_all_named_and_can_be_skipped(
+    reward_models: RewardModels, folder: Path, tmp_path: Path
+) -> None:
+    good = read_jsonl(folder / "validation.jsonl")[0]
+    bad = [{"prompt": "Why?"}, good | {"rejected": good["chosen"]}]
+    file = write_jsonl(tmp_path / "samples.jsonl", [bad[0], good, bad[1]])
+    words = [folder / "reward" / "model", "--prompts", file, "--precision", "fp32"]
+    finished = forked(INFERENCE, *words, "--device", "cpu")
+    assert finished.exit_code == 2, finished.output
+    assert "prompt 1: its columns are prompt; expected a chat" in finished.output
+    assert "prompt 3: " in finished.output and finished.output.count("error: ") == 3
+    out = tmp_path / "scores.jsonl"
+    finished = forked(INFERENCE, *words, "--device", "cpu", "--skip_bad_rows", "--output", out)
+    assert finished.exit_code == 0, finished.output
+    [scored] = read_jsonl(out)
+    expected = reward_models.scores(reward_models.load(words[0]), folder / "validation.jsonl")
+    found = torch.tensor([scored["score_chosen"], scored["score_rejected"]])
+    torch.testing.assert_close(found, expected[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

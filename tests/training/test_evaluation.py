@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from llama_ft.config import TrainConfig
+from llama_ft.errors import UserError
 from llama_ft.runtime import Ranks
-from llama_ft.training import answer_prompts, sample_chats
+from llama_ft.training import answer_prompts, check_sample_prompts, sample_chats
 from llama_ft.training.train_state import Best, TrainState
 
 
@@ -70,3 +71,46 @@ def test_without_a_chat_template_sample_prompts_are_continued_as_text(
         text = tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
         assert answer["answer"] == text.strip()
     assert torch.is_grad_enabled()
+
+
+def test_a_sample_prompt_that_the_model_cannot_answer_is_rejected(tiny_model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+
+    def check(prompts: list[str], vocabulary: int | None) -> None:
+        settings = TrainConfig(sample_tokens=8, sample_prompts=prompts)
+        check_sample_prompts(settings, tokenizer, vocabulary)
+
+    largest = max(tokenizer("Who reads")["input_ids"])
+    check(["What", "Who reads"], largest + 1)
+    check(["Who reads"], None)
+    outside = rf'--sample_prompts "Who reads": token {largest} .* vocabulary of {largest}\.'
+    with pytest.raises(UserError, match=outside):
+        check(["a", "Who reads"], largest)
+    with pytest.raises(UserError, match='--sample_prompts "": it has no tokens'):
+        check([""], 301)
+    tokenizer.chat_template = "{{ raise_exception('a system message, please') }}"
+    rejected = '--sample_prompts "a": the chat template rejects it .a system message, please'
+    with pytest.raises(UserError, match=rejected):
+        check(["a"], 301)
+
+
+def test_answers_end_at_the_last_position_of_the_model(tiny_model: Path, runtime: Ranks) -> None:
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 12, "vocab_size": 301}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=300))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    settings = TrainConfig(sample_tokens=50, sample_prompts=["What"])
+    chats = sample_chats(settings, None)
+    [found] = answer_prompts(model, tokenizer, chats, 50, 2, runtime)
+    ids = tokenizer("What", return_tensors="pt")["input_ids"]
+    most = 12 - ids.shape[1]
+    model.eval()
+    expected = model.generate(
+        ids, max_new_tokens=most, do_sample=False, pad_token_id=2, attention_mask=ids > -1
+    )
+    text = tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
+    assert found["answer"] == text.strip()

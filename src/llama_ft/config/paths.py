@@ -19,7 +19,7 @@ from llama_ft.config.data_names import NOT_A_FILE, data_problem, is_split_of, ki
 from llama_ft.config.messages import describe_setting, nearest
 from llama_ft.config.rules import SECRET, as_fraction
 from llama_ft.errors import UserError, rank, reason
-from llama_ft.masking import is_url_with_secret
+from llama_ft.masking import is_clean, is_url_with_secret
 from llama_ft.processes import attempt, may_be_restarted
 
 BUILT_IN_TEMPLATES = ("llama3", "chatml", "alpaca", "mistral")
@@ -352,6 +352,8 @@ def output_dir_problem(
     """
     if rank() != 0:
         return None
+    if not is_clean(directory):
+        return "has control characters, or is not UTF-8. Choose another output_dir."
     path = Path(directory).expanduser()
     problem = not_writable(path)
     if problem:

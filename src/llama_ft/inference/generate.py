@@ -13,11 +13,10 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
-from jinja2.exceptions import TemplateError
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from llama_ft.data import pad_token_id
+from llama_ft.data import RENDER_ERRORS, check_ids, pad_token_id
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.load import LoadedModel
@@ -87,7 +86,8 @@ class Answerer:
         self._ranks = ranks
         text_config = self.model.config.get_text_config()
         self.context = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
-        self._pad = pad_token_id(self.tokenizer, vocabulary_size(self.model.config))
+        self.vocabulary = vocabulary_size(self.model.config)
+        self._pad = pad_token_id(self.tokenizer, self.vocabulary)
         config = copy.deepcopy(self.model.generation_config)
         self.sampling = resolve_sampling(options, config)
         ends = config.eos_token_id  # one or several
@@ -113,7 +113,12 @@ class Answerer:
         tools: Messages | None = None,
     ) -> list[int]:
         """Return the token ids of a prompt with `tools`. Raises UserError if the chat template
-        rejects it."""
+        rejects it, or if a token is outside the model's vocabulary."""
+        ids = self._encode(prompt, tools)
+        check_ids(max(ids, default=0), "the prompt", self.tokenizer, self.vocabulary)
+        return ids
+
+    def _encode(self, prompt: Messages | str, tools: Messages | None) -> list[int]:
         is_chat = self.tokenizer.chat_template or self._options.system_prompt
         if isinstance(prompt, str) and not is_chat:
             return list(self.tokenizer(prompt)["input_ids"])
@@ -133,7 +138,7 @@ class Answerer:
                 add_generation_prompt=True,
                 return_dict=False,
             )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except RENDER_ERRORS as error:
             raise UserError(f"the chat template rejects the prompt ({error}).") from error
         return list(ids)
 

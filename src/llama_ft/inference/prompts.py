@@ -43,7 +43,13 @@ from llama_ft.training import free_unsharded
 with suppress(ImportError):  # some builds of Python lack it; input() then has no history
     import readline  # noqa: F401
 
-PROMPT_FORMS = 'expected a column "prompt", "instruction", "messages" or "conversations"; or a .txt file of prompts.'
+PROMPT_FORMS = (
+    'expected a column "prompt", "instruction", "messages" or "conversations"; or a .txt file of '
+    "prompts. --columns says which column is which."
+)
+RESPONSE_FORMS = (
+    "expected a chat, a prompt and a completion, or a pair. --columns says which column is which."
+)
 SHOWN_BAD_SAMPLES = 20
 HELP = "/reset starts again, /exit or Ctrl-D ends, Ctrl-C stops an answer; a space before a slash makes it a message."
 
@@ -234,7 +240,7 @@ def score_prompts(
     bad = list[str]()
     for number, sample in enumerate(samples, 1):
         try:
-            responses = _responses(sample, number, encoder)
+            responses = _responses(sample, encoder)
             longest = max(len(ids) for ids in responses)
             if longest > context:
                 raise BadSample(f"it has {longest} tokens, and the model {context} positions.")
@@ -264,7 +270,7 @@ def score_prompts(
             _write({**sample, **scored}, out)
 
 
-def _responses(sample: Sample, number: int, encoder: Encoder) -> list[list[int]]:
+def _responses(sample: Sample, encoder: Encoder) -> list[list[int]]:
     """Return the token ids of a sample's response after its prompt; of a pair those of both."""
     if "chosen" in sample:
         try:
@@ -272,7 +278,12 @@ def _responses(sample: Sample, number: int, encoder: Encoder) -> list[list[int]]
         except ChatDiffers as chat:
             raise BadSample(chat.reason) from None
     else:
-        kind = find_format(f"prompt {number}", sample.keys(), "auto")
+        try:
+            kind = find_format("", sample.keys(), "auto")
+        except UserError:
+            raise BadSample(
+                f"its columns are {', '.join(sorted(sample))}; {RESPONSE_FORMS}"
+            ) from None
         try:
             examples = one_example(sample, kind, encoder)
         except ChatDiffers as chat:

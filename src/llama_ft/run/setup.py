@@ -76,8 +76,8 @@ class Setup:
         new_tokens: models.NewTokens | None,
         dataset: data.TokenizedData,
     ) -> dict[str, Any]:
-        """Check that the final model can be saved, and that a resumed run has the same model and
-        data. Return the description of the inputs for trainer.json."""
+        """Check that sample prompts can be answered, that the final model can be saved, and that a
+        resumed run has the same model and data. Return the description of the inputs for trainer.json."""
         log.info("\n".join(dataset.summary))
         for warning in dataset.warnings:
             log.warning(warning)
@@ -87,6 +87,8 @@ class Setup:
             raise UserError(
                 "--train_vision and --freeze_LLM_only: no sample has images. Leave them out."
             )
+        vocabulary = new_tokens.rows if new_tokens else models.vocabulary_size(model_config)
+        training.check_sample_prompts(config.train, tokenizer, vocabulary)
         if self.ranks.is_main:
             checkpoint.check_export(model_config, tokenizer, folder)
         is_packed = config.data.batching_strategy == "packing"

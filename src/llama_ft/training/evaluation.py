@@ -17,19 +17,23 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
 from llama_ft.data import (
+    RENDER_ERRORS,
     BatchLayout,
+    check_ids,
     collate,
     evaluation_batches,
     example_lengths,
     group_size,
     stop_token_ids,
 )
+from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel
 from llama_ft.runtime import Ranks, log
 from llama_ft.training.objective import Objective, logged_means
 from llama_ft.training.step import free_unsharded
 
 LARGEST_EXPONENT = 700.0  # math.exp overflows above 709
+PROMPT_LENGTH = 80  # characters of a prompt in a message
 
 
 def perplexity(loss: float) -> float:
@@ -164,6 +168,28 @@ def sample_chats(
     return [known] if known else []
 
 
+def check_sample_prompts(
+    settings: TrainConfig, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int | None
+) -> None:
+    """Raise a UserError if a prompt of sample_prompts cannot be answered.
+
+    Args:
+        settings: with sample_prompts.
+        tokenizer: with its chat template.
+        vocabulary_size: of the model; None if it is not known.
+    """
+    for messages in sample_chats(settings, None):
+        prompt = textwrap.shorten(messages[-1]["content"], PROMPT_LENGTH, placeholder=" ...")
+        name = f'--sample_prompts "{prompt}"'
+        try:
+            [ids] = _encode_questions(tokenizer, [messages])
+        except RENDER_ERRORS as error:
+            raise UserError(f"{name}: the chat template rejects it ({error}).") from error
+        if not ids:
+            raise UserError(f"{name}: it has no tokens.")
+        check_ids(max(ids), name, tokenizer, vocabulary_size)
+
+
 @torch.no_grad()
 def answer_prompts(
     model: PreTrainedModel,
@@ -201,8 +227,9 @@ def answer_prompts(
     config = copy.deepcopy(before)
     config.update(do_sample=False, pad_token_id=pad_token_id, eos_token_id=ends or None)
     model.generation_config = config
+    longest = longest_answer(model, prompts, new_tokens)
     try:
-        texts = generate_batch(model, tokenizer, prompts, new_tokens, set(ends), ranks)
+        texts = generate_batch(model, tokenizer, prompts, longest, set(ends), ranks)
     finally:
         model.generation_config = before
     answers = []
@@ -212,6 +239,15 @@ def answer_prompts(
             answer["reference"] = messages[-1]["content"]
         answers.append(answer)
     return answers
+
+
+def longest_answer(model: PreTrainedModel, prompts: list[list[int]], new_tokens: int) -> int:
+    """Return the maximum number of new tokens, at most `new_tokens`, for which the model has
+    positions."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is None:
+        return new_tokens
+    return max(1, min(new_tokens, context - max(map(len, prompts))))
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from llama_ft.config import TrainConfig
 from llama_ft.data import IGNORED, stop_token_ids
 from llama_ft.errors import UserError
 from llama_ft.runtime import Ranks
-from llama_ft.training.evaluation import SetScore, generate_batch
+from llama_ft.training.evaluation import SetScore, generate_batch, longest_answer
 from llama_ft.user_function import load_function
 
 FEWEST_PROMPT_TOKENS = 2  # a text has no prompt, but its first token may not be in the loss
@@ -165,19 +165,11 @@ class AnswerScores:
             # all ranks must generate equally often: one without a batch repeats the shortest prompt
             batch = batches[number] if is_own else order[-1:]
             prompts = [questions[index].prompt_ids for index in batch]
-            texts = generate_batch(
-                model, self._tokenizer, prompts, self._new_tokens(model, prompts), ends, ranks
-            )
+            longest = longest_answer(model, prompts, self._tokens)
+            texts = generate_batch(model, self._tokenizer, prompts, longest, ends, ranks)
             if is_own:
                 answers |= dict(zip(batch, texts, strict=True))
         return self._gather(questions, answers, ranks)
-
-    def _new_tokens(self, model: PreTrainedModel, prompts: list[list[int]]) -> int:
-        """Return the maximum number of new tokens for which the model has positions."""
-        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        if context is None:
-            return self._tokens
-        return max(1, min(self._tokens, context - max(map(len, prompts))))
 
     def _gather(self, questions: list[Question], answers: dict[int, str], ranks: Ranks) -> SetScore:
         """Score this rank's answers, and return the result of all ranks. An error of one rank is
