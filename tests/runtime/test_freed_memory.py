@@ -2,16 +2,12 @@
 
 import os
 import platform
-import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import REPOSITORY
-
-from llama_ft.runtime.freed_memory import use_huge_pages
 
 COUNTS_PAGE_FAULTS = """
 import re, resource, torch
@@ -56,19 +52,3 @@ def test_freed_memory_serves_the_next_tensors_unless_the_user_has_set_malloc(
         assert after < before + 300
     # 256 MiB are 65,536 pages, or 128 huge ones
     assert faults[0] < 100 < faults[1]
-
-
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-@pytest.mark.skipif(
-    not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="no huge pages"
-)
-def test_a_large_tensor_takes_huge_pages() -> None:
-    tensor = torch.empty(2**24)  # 64 MiB: 16,384 pages, or 32 huge ones
-    use_huge_pages(tensor)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    tensor.fill_(1.0)
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    assert faults < 8192
-    assert bool((tensor == 1).all())

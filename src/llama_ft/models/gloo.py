@@ -13,18 +13,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from llama_ft.runtime.freed_memory import use_huge_pages
-
 
 class _Allocating:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Return memory for fully_shard's buffers."""
-        buffer = torch.empty(*size, dtype=dtype, device=device)
-        if type(buffer) is torch.Tensor:  # a plan has fake ones
-            use_huge_pages(buffer)
-        return buffer
+        return torch.empty(*size, dtype=dtype, device=device)
 
 
 class GlooAllGather(_Allocating):

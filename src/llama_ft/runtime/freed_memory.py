@@ -4,16 +4,12 @@ import contextlib
 import ctypes
 import os
 
-import torch
-
 # parameters of glibc's mallopt, from malloc.h
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 # The largest threshold that glibc accepts. Larger blocks must not come from the heap: aligned ones
 # rarely fit where an equal one was freed, and the heap would grow with every one of them.
 LARGEST_BLOCK = 32 * 2**20
-HUGE_PAGE = 2 * 2**20
-MADV_HUGEPAGE = 14  # from mman.h
 
 
 def keep_freed_memory() -> bool:
@@ -31,18 +27,3 @@ def keep_freed_memory() -> bool:
         is_never_trimmed = libc.mallopt(M_TRIM_THRESHOLD, -1)
         return bool(uses_heap and is_never_trimmed)
     return False
-
-
-def use_huge_pages(block: torch.Tensor) -> None:
-    """Ask the kernel for pages of 2 MiB for a new tensor on the CPU above 32 MiB. Such a tensor is
-    always given new pages, and one of 46 MiB is then filled in 5 instead of 20 ms (AMD Zen 5).
-    Source: `man 2 madvise`."""
-    if block.nbytes <= LARGEST_BLOCK or block.device.type != "cpu":
-        return
-    start = block.data_ptr()
-    first = -(-start // HUGE_PAGE) * HUGE_PAGE
-    length = (start + block.nbytes - first) // HUGE_PAGE * HUGE_PAGE
-    with contextlib.suppress(OSError, AttributeError):  # not Linux
-        libc = ctypes.CDLL(None)
-        # It fails if the kernel has no huge pages, and then changes nothing.
-        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), MADV_HUGEPAGE)
