@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from process_memory import anonymous_bytes
 from torchrun_command import torchrun_command
 
 BENCHMARKS = Path(__file__).resolve().parent
@@ -204,12 +205,7 @@ def sample_memory(launcher: int, watched: Watched, ended: threading.Event) -> No
             for child in map(int, children):
                 times = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
                 ticks += int(times[11]) + int(times[12])
-                status = Path(f"/proc/{child}/status").read_text()
-                found = re.search(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
-                if found:
-                    watched.peaks[child] = max(
-                        watched.peaks.get(child, 0), int(found.group(1)) * 1024
-                    )
+                watched.peaks[child] = max(watched.peaks.get(child, 0), anonymous_bytes(child))
             watched.clocks.append((time.time(), ticks / os.sysconf("SC_CLK_TCK")))
         except OSError:
             continue  # one has just ended

@@ -6,6 +6,11 @@ from pathlib import Path
 from typing import Any
 
 
+def read_json(file: Path | str) -> Any:
+    """Return the value of a JSON file."""
+    return json.loads(Path(file).read_text(encoding="utf-8"))
+
+
 def read_json_lines(file: Path | str) -> list[Any]:
     """Return the values of a file with one JSON value per line."""
     lines = Path(file).read_text(encoding="utf-8").splitlines()

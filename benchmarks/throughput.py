@@ -11,10 +11,10 @@ full fine-tuning, LoRA (all-linear, r=16) on bf16, 8-bit and nf4 weights, and fu
 the embedded demo's samples, which the other trainer (the peer) pads or packs itself. On CUDA:
 Llama-3.1-8B's shapes with random weights, packed sequences of 4096 tokens, all GPUs.
 
-With --objective dpo a micro-batch has half as many pairs, and so as many tokens. In full
+With --objective dpo a micro-batch has --pairs pairs; by default half as many, and so as many tokens. In full
 fine-tuning the recipe computes the reference once. TRL holds a second model (its way accelerate),
-or computes the reference once, too (precomputed). In bf16 only the losses of the first step must
-agree: TRL's log-probabilities are then bf16 numbers.
+or computes the reference once, too (precomputed, which it can also do with LoRA). In bf16 only the
+losses of the first step must agree: TRL's log-probabilities are then bf16 numbers.
 
 Before the timing each side runs two steps. A peer with several ways to distribute the model runs
 them in each way. The losses must agree, or there is no table. (On the demo's samples, which each
@@ -29,7 +29,8 @@ step and neither evaluate nor save. Peers get OMP_NUM_THREADS = cores / ranks, a
 launcher sets it. On a CPU that only emulates bf16, which slows peers down many times,
 --peer_precision fp32 compares with their best case. MFU is that of the recipe; a peer's is computed
 by the ratio of tokens per second. Memory is the highest anonymous memory of a rank, read from
-outside; on CUDA it is torch.cuda.max_memory_allocated. CPU seconds per step are those of all ranks.
+outside; on CUDA it is torch.cuda.max_memory_allocated. "added" leaves out what a rank had just
+before its model was built: Python, libraries and samples. CPU seconds per step are those of all ranks.
 On a machine that others use, too, they say more than the clock.
 """
 
@@ -54,7 +55,7 @@ sys.path[:0] = [str(REPOSITORY / folder) for folder in ("src", "benchmarks")]
 
 import torch  # noqa: E402
 from peers import PEERS, RunFailed, launch, make_environment  # noqa: E402
-from text_files import print_columns, read_json_lines  # noqa: E402
+from text_files import print_columns, read_json, read_json_lines  # noqa: E402
 from tokenizers import Tokenizer, pre_tokenizers  # noqa: E402
 from tokenizers.models import WordLevel  # noqa: E402
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
@@ -125,8 +126,8 @@ class Case:
 
 CASES = {
     "cpu": [
-        Case("full", "full", 4, 512, targets={"dense": 2.5}),
-        Case("lora", "lora", 4, 512, targets={"dense": 2.5}),
+        Case("full", "full", 4, 512, targets={"dense": 1.8}),
+        Case("lora", "lora", 4, 512, targets={"dense": 2.05}),
         Case("nf4", "nf4", 4, 512, targets={"dense": 2.0}),
         Case("8bit", "8bit", 4, 512),
         Case("natural", "full", 4, 512, natural=True, targets={"padding": 4.0, "packing": 2.0}),
@@ -168,6 +169,8 @@ class Run:
         step_seconds: by the trainer's own count; empty where it has none.
         started: wall clock at the launch.
         peak_bytes: of the fullest rank.
+        added_bytes: the same without what the rank had just before the model was built; 0 if that
+            is not known.
         untuned_loss: over the checked rows, where it was asked for.
         mfu: of each step, where it is known.
         distributed: how the trainer says that the model is.
@@ -180,6 +183,7 @@ class Run:
     step_seconds: list[float]
     started: float
     peak_bytes: int
+    added_bytes: int = 0
     untuned_loss: float | None = None
     mfu: list[float] = field(default_factory=list)
     distributed: str = ""
@@ -307,8 +311,8 @@ class Bench:
             "PYTHONPATH": str(REPOSITORY / "src"),
             "LLAMA_FT_CACHE": str(self.folder / "cache"),
         }
-        script = REPOSITORY / "recipes" / "finetuning.py"
-        arguments = [*map(str, flags), *self.asked.ours.split()]
+        script = REPOSITORY / "benchmarks" / "finetuning_job.py"
+        arguments = [str(output), *map(str, flags), *self.asked.ours.split()]
         arguments += ["--output_dir", str(output / "run")]
         python = Path(sys.executable)
         log = output / "log.txt"
@@ -328,6 +332,9 @@ class Bench:
             step_seconds=own,
             started=watched.started,
             peak_bytes=max(device_peaks) if self.device == "cuda" else max(watched.peaks.values()),
+            added_bytes=added_bytes(
+                watched.peaks, [read_json(file) for file in output.glob("before-*.json")]
+            ),
             untuned_loss=next(
                 (record["eval/loss"] for record in records if record["step"] == 0), None
             ),
@@ -391,6 +398,9 @@ class Bench:
             step_seconds=[],
             started=watched.started,
             peak_bytes=max(rank["device_peak"] for rank in ranks) or max(watched.peaks.values()),
+            added_bytes=added_bytes(
+                watched.peaks, [rank["before"] for rank in ranks if "before" in rank]
+            ),
             untuned_loss=told.get("untuned_loss"),
             distributed=told["is"],
             clocks=watched.clocks,
@@ -456,6 +466,11 @@ class Bench:
     def mean_length(self, case: Case) -> float:
         lines = self.rows(case, "ours").read_text().splitlines()
         return statistics.mean(len(json.loads(line)["input_ids"]) for line in lines)
+
+
+def added_bytes(peaks: dict[int, int], before: list[dict[str, int]]) -> int:
+    """The most that a rank's peak is above its memory before the model was built."""
+    return max((peaks[rank["pid"]] - rank["bytes"] for rank in before), default=0)
 
 
 def word_tokenizer(size: int) -> PreTrainedTokenizerFast:
@@ -585,7 +600,7 @@ def choose_ways(bench: Bench, case: Case, ours: Run) -> tuple[dict[Contender, Ru
             ways = [
                 way for way in ways if not bench.asked.ways or way in bench.asked.ways.split(",")
             ]
-            if bench.asked.objective == "sft" or case.method != "full":
+            if bench.asked.objective == "sft":
                 ways = [way for way in ways if way != "precomputed"]
             runs = dict[Contender, Run]()
             patience = SECONDS_A_RUN
@@ -622,9 +637,9 @@ def choose_ways(bench: Bench, case: Case, ours: Run) -> tuple[dict[Contender, Ru
                 chosen[best] = runs[best]
                 for who in runs.keys() - {best}:
                     rate = runs[who].tokens[-1] / (runs[who].ends[-1] - runs[who].ends[0])
-                    lines.append(
-                        f"{case.name}: {who} ({runs[who].distributed}): {rate:,.0f} tokens/s in one step"
-                    )
+                    about = f"{case.name}: {who} ({runs[who].distributed}): {rate:,.0f} tokens/s"
+                    memory = f"added {runs[who].added_bytes / MIB:,.0f} MiB"
+                    lines.append(f"{about} in one step, {memory}")
     return chosen, lines
 
 
@@ -691,6 +706,7 @@ def table_lines(case: Case, runs: dict[Contender, list[Run]], warmup: int) -> li
                 verdict,
                 f"{statistics.median(mfu) / ratio:.1%}" if mfu else "-",
                 f"{max(run.peak_bytes for run in done) / MIB:,.0f}",
+                f"{max(run.added_bytes for run in done) / MIB:,.0f}",
                 f"{statistics.median(run.first_step_seconds for run in done):.1f}",
                 f"{statistics.median(cpu_seconds):.1f}",
             ]
@@ -709,6 +725,7 @@ def print_table(lines: list[list[str]]) -> None:
         "target",
         "matmul",
         "peak MiB",
+        "added MiB",
         "1st step s",
         "CPU s",
     ]
@@ -728,6 +745,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--objective", choices=("sft", "dpo"), default="sft", help="dpo: dense cases, with TRL"
     )
+    parser.add_argument("--pairs", type=int, help="with dpo: of a micro-batch")
     parser.add_argument(
         "--ways", default="", help="only these of a peer's ways to distribute the model"
     )
@@ -826,7 +844,9 @@ def main() -> None:
         ):
             if has_pairs:
                 case = replace(
-                    case, micro_batch=max(1, case.micro_batch // 2), targets={"dense": 1.0}
+                    case,
+                    micro_batch=asked.pairs or max(1, case.micro_batch // 2),
+                    targets={"dense": 1.0},
                 )
             runs, said = measure(bench, case)
             notes += said

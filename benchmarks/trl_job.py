@@ -21,6 +21,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
+from process_memory import anonymous_bytes
 from text_files import read_json_lines
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -224,6 +225,7 @@ def what_it_is(model: Any) -> str:
 
 def main(job: dict[str, Any]) -> None:
     peft = new_adapter(job)
+    before = anonymous_bytes()
     model = load_model(job)
     if job["adapter"]:
         model = PeftModel.from_pretrained(model, job["adapter"], is_trainable=True)
@@ -251,6 +253,7 @@ def main(job: dict[str, Any]) -> None:
         "losses": clock.losses,
         "tokens": clock.tokens,
         "logs": clock.logs,
+        "before": {"pid": os.getpid(), "bytes": before},
         "device_peak": torch.cuda.max_memory_allocated() if job["device"] == "cuda" else 0,
     }
     write_and_exit(job, "rank", found)
