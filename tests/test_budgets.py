@@ -27,7 +27,7 @@ TOKENS = {
     "plan": 16_200,
     "report": 4800,
     "run": 5600,
-    "runtime": 9500,
+    "runtime": 9700,
     "training": 25_600,
 }
 UNCOUNTED = {

@@ -1,18 +1,17 @@
 """--save_to: a real S3 server on loopback, processes that are killed, and directories that are lost."""
 
 import json
-import random
 import shutil
 import signal
+import sys
 import time
-from collections.abc import Iterator, Set
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from agents import SLOWED
-from conftest import RECIPE, REPOSITORY, load_script
+from conftest import RECIPE, REPOSITORY, load_script, run
 from forked import forked, start_forked
 from plain_losses import write_pairs
 from stores import SECRET, CuttingProxy, boto3, download, kill_when, s3_server
@@ -216,27 +215,11 @@ def test_a_store_that_stops_answering_does_not_stop_the_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
 def test_runs_killed_at_random_moments_on_disks_that_are_lost_equal_the_undisturbed_one(
-    server: str, crash: ModuleType, inputs: Path, tmp_path: Path, seed: int
+    tmp_path: Path,
 ) -> None:
-    chance = random.Random(seed)
-    url = f"s3://runs/{tmp_path.name}"
-    store = ObjectStore(url, "")
-    words = flags(crash, inputs, tmp_path / "run", "--save_to", url)
-    for number in range(3):
-        before = store.sizes("").keys()
-        objects = chance.randrange(2, 14)  # of this launch, after which it is killed
-        delay = chance.uniform(0, 0.2)
-
-        def happened(before: Set[str], objects: int, delay: float) -> bool:
-            if len(store.sizes("").keys() - before) < objects:
-                return False
-            time.sleep(delay)
-            return True
-
-        kill_when(partial(happened, before, objects, delay), words, tmp_path / f"log{number}")
-        shutil.rmtree(tmp_path / "run", ignore_errors=True)
-    resumed = forked(RECIPE, *words, ranks=2)
-    assert resumed.exit_code == 0, resumed.output
-    assert differences(crash, url, inputs, tmp_path) == []
+    script = str(REPOSITORY / "benchmarks" / "store_crash.py")
+    finished = run([sys.executable, script, "--kills", "12", "--folder", str(tmp_path)], 900)
+    assert finished.exit_code == 0, finished.output
+    assert "12 kills in " in finished.output
+    assert "every run is identical to the uninterrupted one" in finished.output

@@ -1,5 +1,5 @@
 """Process group and device mesh from torchrun's environment variables; without torchrun, of one
-process.
+process. A process group that the caller has started, as Ray Train does, is taken as it is.
 
 The mesh has the dimension `shard`: the ranks that together hold one copy of the model. If there are
 several copies, the dimension `replicate` comes first. All of llama_ft uses this mesh, so a single
@@ -22,7 +22,7 @@ from typing import IO, Any, Literal, NamedTuple, NoReturn, Self, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from llama_ft.errors import LostRank, UserError, plural
 from llama_ft.processes import cores
@@ -247,8 +247,8 @@ def start(
     memory_fraction: float | None = None,
     timeout_seconds: float = 1800.0,
 ) -> Iterator[Ranks]:
-    """Start the process group, and end the process as described in `runtime.exit` if the block
-    fails.
+    """Start the process group, unless there is one, and end the process as described in
+    `runtime.exit` if the block fails.
 
     Args:
         device: auto is CUDA if there is a GPU, else the CPU.
@@ -273,6 +273,7 @@ def start(
     ranks: Ranks | None = None
     store: dist.Store | None = None
     watchdog: Watchdog | None = None
+    is_given = dist.is_initialized()
 
     def end(error: BaseException) -> NoReturn:
         context = ExitContext(
@@ -289,7 +290,9 @@ def start(
     with signals.listening(end):
         try:
             store = dist.HashStore()
-            if launch.world_size > 1 or dist.is_torchelastic_launched():
+            if is_given:
+                store = _store_of_given_group()
+            elif launch.world_size > 1 or dist.is_torchelastic_launched():
                 store = _meet(launch.rank, launch.world_size, timeout_seconds)
             place = pick_device(
                 device, torch.cuda.device_count(), launch.local_rank, launch.local_world_size
@@ -321,6 +324,8 @@ def start(
             with _watched_until_all_leave(watchdog):
                 yield ranks
             _finish(ranks)
+            if not is_given:
+                dist.destroy_process_group()
         except BaseException as error:
             signals.closing(error)
             end(error)
@@ -347,20 +352,21 @@ def _open_mesh(
     degree: int,
     timeout: timedelta,
 ) -> DeviceMesh:
-    """Start the process group, and return a mesh in which `degree` ranks share one copy of the
-    model."""
+    """Start the process group, unless there is one, and return a mesh in which `degree` ranks share
+    one copy of the model."""
     is_cuda = device.type == "cuda"
     # With a device_id torch starts NCCL at once, and barriers use it. One process needs neither:
     # without it barriers use gloo, so a machine where NCCL fails can train.
     device_id = device if is_cuda and launch.world_size > 1 else None
-    dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-        timeout=timeout,
-        world_size=launch.world_size,
-        rank=launch.rank,
-        store=store,
-        device_id=device_id,
-    )
+    if not dist.is_initialized():
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+            timeout=timeout,
+            world_size=launch.world_size,
+            rank=launch.rank,
+            store=store,
+            device_id=device_id,
+        )
     mesh = mesh_over(device.type, launch.world_size, degree)
     for group in mesh.get_all_groups():
         # init_device_mesh uses torch's default: 10 min with NCCL
@@ -384,14 +390,13 @@ def _watched_until_all_leave(watchdog: Watchdog | None) -> Iterator[None]:
 
 
 def _finish(ranks: Ranks) -> None:
-    """Record that the run has finished, and close the process group."""
+    """Record that the run has finished."""
     if ranks.leads_disk and ranks.status is not None:
         ranks.status.write("finished", 0)
     if ranks.is_main and ranks.status is not None:
         ranks.status.at_end()
     if ranks.lock is not None:
         ranks.lock.close()
-    dist.destroy_process_group()
 
 
 def mesh_over(device_type: str, world_size: int, degree: int) -> DeviceMesh:
@@ -438,6 +443,14 @@ def _silence_libraries(rank: int) -> None:
     if rank != 0:
         warnings.simplefilter("ignore")
         transformers_logging.set_verbosity_error()
+
+
+def _store_of_given_group() -> dist.Store:
+    """Return the store of a process group that the caller has started. Its keys have a prefix of
+    this run: the caller may start several in one group."""
+    name = [uuid.uuid4().hex]
+    dist.broadcast_object_list(name, src=0)
+    return dist.PrefixStore(f"llama_ft/{name[0]}", _get_default_store())
 
 
 def _meet(

@@ -62,7 +62,11 @@ class StopSignals:
     @contextmanager
     def listening(self, end: Callable[[BaseException], NoReturn]) -> Iterator[None]:
         """Handle SIGNALS and SIGUSR1 while the block runs. `end` ends the process after an error; a
-        thread may call it."""
+        thread may call it. Outside of the main thread, where Ray Train runs a recipe, Python allows
+        no handlers, and this does nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         handled = set(SIGNALS)

@@ -81,6 +81,7 @@ class Watchdog(threading.Thread):
         self._seconds = seconds
         self._end = end
         self._processes = dict[int, int]()  # rank of this node -> process id
+        self._watched = threading.get_ident()  # usually the main thread
         self._ended = threading.Event()
         self._state = object()
         self._since = time.monotonic()  # when this state was first seen
@@ -123,7 +124,7 @@ class Watchdog(threading.Thread):
         """Write this rank's report to the store, and end the process if it has waited for too
         long."""
         now = time.monotonic()
-        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        frame = sys._current_frames()[self._watched]
         rank = dist.get_rank()
         collectives = sum(group._get_sequence_number_for_group() for group in self._groups)  # type: ignore[attr-defined]
         state = self._state_at(frame, collectives)
