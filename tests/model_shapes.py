@@ -76,6 +76,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
         },
     },
+    "Qwen/Qwen3-VL-8B-Instruct": {  # takes images, too
+        "model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"], "tie_word_embeddings": False,
+        "image_token_id": 151_655, "video_token_id": 151_656, "vision_start_token_id": 151_652,
+        "vision_end_token_id": 151_653,
+        "text_config": {
+            "model_type": "qwen3_vl_text", "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288,
+            "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+            "max_position_embeddings": 262_144, "rope_theta": 5_000_000,
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        },
+        "vision_config": {
+            "model_type": "qwen3_vl", "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16,
+            "out_hidden_size": 4096, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
+            "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24],
+        },
+    },
 }  # fmt: skip
 # As the models' pages count them, of Gemma the text part: of its 4,300,079,472 the vision tower has
 # 416,866,032 (27 layers of 15,239,504, patches, positions, a norm) and the projector 2,950,272.
@@ -93,6 +109,7 @@ PARAMETERS = {
     "mistralai/Mistral-Small-24B-Instruct-2501": 23_572_403_200,
     "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
     "google/gemma-3-4b-it": 3_880_263_168,
+    "Qwen/Qwen3-VL-8B-Instruct": 8_190_735_360,
 }
 
 # Models that are published quantized. What is not set is Transformers' default: that of gpt-oss-120b,

@@ -1,6 +1,7 @@
 """Samples with images: forms of images, tokens, bad samples. The processor is Transformers'."""
 
 import base64
+import json
 import os
 import struct
 import subprocess
@@ -236,6 +237,14 @@ def test_bad_images_are_reported_with_their_place_or_skipped(
     assert len(skipped.train) == 1
 
 
+def test_equal_faults_of_different_files_are_counted_together(model: Path, tmp_path: Path) -> None:
+    write_image(tmp_path / "a.png", 60, 40, 1)
+    names = ["one.png", "two.png", "three.png"]
+    data = write_jsonl(tmp_path / "a.jsonl", [chat("a.png"), *map(chat, names)])
+    report = prepared(model, data, tmp_path / "cache", skip_bad_rows=True).report
+    assert [kind.samples for kind in report.bad_kinds.values()] == [3]
+
+
 def of_another_mode(image: Image.Image, kind: str) -> tuple[Image.Image, dict[str, Any]]:
     """The image in another mode, and how it is saved."""
     if kind == "rotated":
@@ -360,12 +369,20 @@ def test_a_chat_template_without_images_is_rejected_before_samples_are_read(
         prepared(model, data, tmp_path / "cache", chat_template=str(tmp_path / "t.jinja"))
 
 
-def test_the_script_of_the_guide_draws_data_that_are_read(model: Path, tmp_path: Path) -> None:
-    page = (REPOSITORY / "docs" / "guides" / "images.md").read_text()
-    script = page.partition("```python\n")[2].partition("```")[0]
-    (tmp_path / "draw_receipts.py").write_text(script)
-    command = [sys.executable, "draw_receipts.py", "receipts"]
-    subprocess.run(command, cwd=tmp_path, check=True)
-    drawn = prepared(model, tmp_path / "receipts" / "train.jsonl", tmp_path / "cache")
-    assert drawn.report.train.samples == drawn.report.train.images == 180
+def test_the_example_draws_the_same_charts_again_and_they_are_read(
+    model: Path, tmp_path: Path
+) -> None:
+    script = REPOSITORY / "examples" / "draw_charts.py"
+    for folder in ("charts", "again"):
+        command = [sys.executable, script, folder, "--count", "60"]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    files = sorted((tmp_path / "charts").iterdir())
+    assert len(files) == 62
+    for file in files:
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
+    data = tmp_path / "charts" / "train.jsonl"
+    drawn = prepared(model, data, tmp_path / "cache", length=2048)
+    assert drawn.report.train.samples == drawn.report.train.images == 54
     assert drawn.report.train.duplicates == 0, "pixels differ, and tokens do not"
+    answers = [json.loads(line)["messages"][1]["content"] for line in data.open()]
+    assert len(set(answers)) > 20

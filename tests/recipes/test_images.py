@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import (
+    RECIPE,
     REPOSITORY,
     losses,
     metrics,
@@ -17,6 +18,7 @@ from conftest import (
     series,
     write_jsonl,
 )
+from forked import forked
 from image_models import (
     FAMILIES,
     FOR_IMAGES,
@@ -164,6 +166,32 @@ def test_results_load_in_plain_classes_and_a_resumed_run_is_the_same(
     plain, count = plain_loss(model_of(work / family), work / family, data)
     for name in ("8bit", "bf16"):
         assert losses(folder(name))[0] == pytest.approx(plain.item() / count, rel=0.05), name
+
+
+@pytest.mark.parametrize(
+    ("config", "family"), [("charts_qwen3_vl", "Qwen3-VL"), ("charts_gemma3", "Gemma 3")]
+)
+def test_the_example_trains_on_its_charts(
+    work: Path, tmp_path: Path, config: str, family: str
+) -> None:
+    examples = REPOSITORY / "examples"
+    charts = tmp_path / "charts"
+    drawn = forked(examples / "draw_charts.py", charts, "--count", "40")
+    assert drawn.exit_code == 0, drawn.output
+    flags = "--context_length 256 --max_train_step 1 --device cpu --no_plan --validation"
+    paths = [f"--model_name={work / family}", f"--output_dir={tmp_path / 'run'}"]
+    finished = forked(
+        RECIPE,
+        f"--config={examples / config}.yaml",
+        f"--dataset={charts / 'train.jsonl'}",
+        *flags.split(),
+        charts / "validation.jsonl",
+        *paths,
+    )
+    assert finished.exit_code == 0, finished.output
+    assert "training: 36 images in " in finished.output
+    assert "validation: 4 images in " in finished.output
+    assert (tmp_path / "run" / "model" / "adapter_model.safetensors").is_file()
 
 
 def test_the_guide_names_the_families_that_are_compared_here() -> None:

@@ -4,7 +4,7 @@ import warnings
 
 import numpy
 import xxhash
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from llama_ft.data.formats import BadSample
 from llama_ft.errors import reason
@@ -35,6 +35,8 @@ def read_image(path: str) -> tuple[Image.Image, str]:
             return _to_rgb(path, upright), checksum
     except BadSample:
         raise
+    except UnidentifiedImageError:
+        raise BadSample(f"{path} cannot be read as an image (in no format of Pillow).") from None
     # PIL raises many classes for broken files: SyntaxError, struct.error, DecompressionBombError
     except Exception as error:
         raise BadSample(f"{path} cannot be read as an image ({reason(error)}).") from None

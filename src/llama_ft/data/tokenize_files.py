@@ -512,7 +512,8 @@ class BadSamples:
 
 
 def _kind(message: str) -> str:
-    """Return the message of a bad sample without its numbers, shortened, so that equal faults can
-    be counted."""
-    without_numbers = re.sub(r"(?<!UTF-)\d+", "N", message)
+    """Return the message of a bad sample without its numbers and paths of images, shortened, so that
+    equal faults can be counted."""
+    without_paths = re.sub(r"(?<!\S)/\S+", "FILE", message)
+    without_numbers = re.sub(r"(?<!UTF-)\d+", "N", without_paths)
     return textwrap.shorten(without_numbers, KIND_LENGTH, placeholder=" ...")
