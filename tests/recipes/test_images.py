@@ -116,7 +116,7 @@ def test_results_load_in_plain_classes_and_a_resumed_run_is_the_same(
 
     resume = str(folder("full") / "checkpoints" / "step-000002")
     quantized = ("--quantization", "8bit", "--max_train_step", "1")
-    finished = run_cases(
+    run_cases(
         work,
         [
             run("full", *PRECISE, *SMALL_BATCHES, "--save_steps", "2"),
@@ -127,7 +127,6 @@ def test_results_load_in_plain_classes_and_a_resumed_run_is_the_same(
         ],
         ranks,
     )
-    assert "The memory plan" not in finished.output, "there is none"
 
     whole = reproducible_metrics(folder("full"))
     assert len([line for line in whole if "train/loss" in line]) == 6

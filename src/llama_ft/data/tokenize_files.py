@@ -418,9 +418,11 @@ class SplitWriter:
             return
         if not self.first_chat:
             first_kept = encoded.sample_of_piece[kept][0]
-            _, packed = chunk[first_kept]
+            place, packed = chunk[first_kept]
             sample, sample_format = pickle.loads(packed)
-            content = [] if self._with_images else self._encoder.read(sample, sample_format)
+            if self._with_images:
+                sample = located(sample, place)
+            content = self._encoder.read(sample, sample_format)
             self.first_chat = content if isinstance(content, list) else []
         table = encoded.table.filter(pyarrow.array(kept))
         lengths = table["input_ids"].combine_chunks().value_lengths().to_numpy()

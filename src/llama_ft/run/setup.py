@@ -83,6 +83,8 @@ class Setup:
             log.warning(warning)
         if dataset.images is not None:
             training.check_image_settings(config)
+        elif config.train.sample_images:
+            raise UserError("--sample_images: no sample has images. Leave it out.")
         elif models.trains_images(config.model):
             raise UserError(
                 "--train_vision and --freeze_LLM_only: no sample has images. Leave them out."
