@@ -490,3 +490,10 @@ def test_a_plan_restores_what_it_patched(plan: Plan, tmp_path: Path) -> None:
     assert torch.UntypedStorage.resize_ is resize
     assert nn.Linear(2, 2)(torch.ones(1, 2)).sum().item() != 0  # real numbers
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]
+
+
+def test_images_of_a_model_that_takes_text_are_an_error(plan: Plan, tmp_path: Path) -> None:
+    from llama_ft.errors import UserError
+
+    with pytest.raises(UserError, match="--images: a llama model takes text only"):
+        plan(write_llama(tmp_path / "model"), 1, *FLAGS, images=PlannedImages(1))

@@ -38,7 +38,7 @@ from llama_ft.data.formats import (
     SampleFormat,
     is_desirable,
 )
-from llama_ft.data.image_parts import located
+from llama_ft.data.image_parts import located, plain_messages
 from llama_ft.data.loss_mask import ChatDiffers
 from llama_ft.data.processor import ImageExample, checksums_of
 from llama_ft.data.sources import Source
@@ -423,7 +423,7 @@ class SplitWriter:
             if self._with_images:
                 sample = located(sample, place)
             content = self._encoder.read(sample, sample_format)
-            self.first_chat = content if isinstance(content, list) else []
+            self.first_chat = plain_messages(content) if isinstance(content, list) else []
         table = encoded.table.filter(pyarrow.array(kept))
         lengths = table["input_ids"].combine_chunks().value_lengths().to_numpy()
         input_ids = table["input_ids"].combine_chunks().flatten().to_numpy()

@@ -24,7 +24,7 @@ from llama_ft.data.image_prompts import image_paths, image_prompt
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.load import LoadedModel
-from llama_ft.models import vocabulary_size
+from llama_ft.models import image_features_in_root, vocabulary_size
 from llama_ft.runtime import Ranks
 from llama_ft.training import free_unsharded
 from llama_ft.training.image_inputs import prompt_arguments
@@ -194,14 +194,15 @@ class Answerer:
                 shown = max(shown, len(text))  # an incomplete character may hide the one before it
             return scores
 
-        sequences = self.model.generate(  # type: ignore[operator]  # a mixin's method
-            **arguments,
-            max_new_tokens=self.longest_answer(width),
-            pad_token_id=self._pad,
-            logits_processor=LogitsProcessorList([check_and_show]),
-            # A rank whose answers have ended continues until all have: every rank must all-gather.
-            synced_gpus=is_sharded,
-        )
+        with image_features_in_root(self.model):
+            sequences = self.model.generate(  # type: ignore[operator]  # a mixin's method
+                **arguments,
+                max_new_tokens=self.longest_answer(width),
+                pad_token_id=self._pad,
+                logits_processor=LogitsProcessorList([check_and_show]),
+                # A rank whose answers have ended continues until all have: every rank must all-gather.
+                synced_gpus=is_sharded,
+            )
         if is_sharded:
             free_unsharded(self.model)
         answers = []

@@ -8,6 +8,7 @@ import re
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -85,7 +86,8 @@ def _names_of_image_parts(
 ) -> set[str]:
     """Return the names of stored tensors that the text part lacks."""
     text_part = build_on_meta(deepcopy(config), model)
-    tensors = conversion.ConvertedSource(HeaderSource(headers), text_part).tensors
+    source: Any = HeaderSource(headers)  # which does not change its tensors
+    tensors = conversion.ConvertedSource(source, text_part).tensors
     return {name for name, header in tensors.items() if header.is_left_out}
 
 

@@ -70,6 +70,9 @@ def plan_example(
     if wanted is None:
         return None
     model = request.config.model
+    problem = models.why_no_images(model_config, request.config.preference.objective)
+    if problem:
+        raise UserError(f"--images: {problem}.")
     folder = request.folder
     if model.tokenizer_name is not None:
         folder = models.local_folder(model.tokenizer_name, "--tokenizer_name", weights=False)
@@ -79,7 +82,8 @@ def plan_example(
     images = data.Images(processor, store, request.config.data.max_pixels)
     if not tokenizer.chat_template:
         tokenizer.chat_template = images.chat_template
-    data.ensure_chat_template(tokenizer, request.config.data.chat_template)
+    template = request.config.data.chat_template
+    data.ensure_chat_template(tokenizer, template, model.resize_embeddings)
     images.check()
     pixels = request.config.data.max_pixels or ASSUMED_PIXELS
     side = math.isqrt(pixels)

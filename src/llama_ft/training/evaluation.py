@@ -29,7 +29,7 @@ from llama_ft.data import (
 from llama_ft.data.chat_template import in_its_form
 from llama_ft.data.formats import Message
 from llama_ft.data.image_prompts import image_paths, image_prompt, text_of, user_message
-from llama_ft.models import BuiltModel
+from llama_ft.models import BuiltModel, image_features_in_root
 from llama_ft.runtime import Ranks, log
 from llama_ft.training.image_inputs import prompt_arguments
 from llama_ft.training.objective import Objective, logged_means
@@ -263,7 +263,7 @@ def generate_batch(
     # FSDP's own hook, which starts to gather weights.
     check = model.register_forward_pre_hook(lambda *_: ranks.check_stop(), prepend=True)
     try:
-        with evaluating(model):
+        with evaluating(model), image_features_in_root(model):
             tokens = model.generate(  # type: ignore[operator]  # a mixin's method, which nn.Module's annotation hides
                 **arguments,
                 max_new_tokens=new_tokens,
