@@ -6,7 +6,7 @@ A random Llama runs full fine-tuning, LoRA, LoRA on an 8-bit base, and QLoRA, wi
 activation checkpointing, on 1, 2 and 4 ranks, with packed sequences of two lengths, and DPO and
 KTO: 60 runs of recipes/finetuning.py under torchrun, with 2 steps and a checkpoint each. Sequences
 are full, and all of their tokens are in the loss. 3 more runs are LoRA on the experts of a random
-Qwen3-MoE.
+Qwen3-MoE, and 24 have samples with two images, of a random Qwen2.5-VL.
 
 The measured value is the peak of tensors on the rank with the highest memory, from the construction
 of the model to the
@@ -31,6 +31,7 @@ sys.path[:0] = [str(REPOSITORY / folder) for folder in ("src", "recipes", "bench
 
 import finetuning  # noqa: E402
 import torch  # noqa: E402
+from PIL import Image  # noqa: E402
 from plan_job import compile_counter  # noqa: E402
 from text_files import print_columns, write_json_lines  # noqa: E402
 from tokenizers import Tokenizer, pre_tokenizers  # noqa: E402
@@ -40,13 +41,15 @@ from transformers import (  # noqa: E402
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
 from llama_ft.config import load  # noqa: E402
 from llama_ft.plan import predict as planner  # noqa: E402
-from llama_ft.plan.types import Plan, PlanRequest  # noqa: E402
+from llama_ft.plan.types import Plan, PlannedImages, PlanRequest  # noqa: E402
 
 METHODS = {
     "full": [],
@@ -61,6 +64,15 @@ PREFERENCES = {
     "kto_lora": ["--objective", "kto", "--use_peft"],
 }
 EXPERTS = {"experts_lora": ["--use_peft", "--target_modules", "all-linear", "--lora_dropout", "0"]}
+# of a random Qwen2.5-VL, whose samples have two images
+IMAGES = {
+    "images_full": [],
+    "images_lora": ["--use_peft"],
+    "images_8bit": ["--use_peft", "--quantization", "8bit"],
+    "images_all": ["--train_vision", "all"],
+}
+IMAGE_SIDE = 140  # pixels
+IMAGE_TOKENS = 25
 RANKS = (1, 2, 4)
 LENGTHS = (128, 512)
 MICRO_BATCH = 2
@@ -75,7 +87,7 @@ class Case:
     """One run.
 
     Attributes:
-        method: a key of METHODS, PREFERENCES or EXPERTS.
+        method: a key of METHODS, PREFERENCES, EXPERTS or IMAGES.
         checkpointing: off or full.
         ranks: processes.
         length: tokens of a pack.
@@ -92,16 +104,21 @@ class Case:
 
     def model(self, folder: Path) -> Path:
         """The model's folder."""
+        if self.method in IMAGES:
+            return folder / "vision"
         return folder / ("moe" if self.method in EXPERTS else "model")
 
     def flags(self, folder: Path, device: str) -> list[str]:
         """Of recipes/finetuning.py."""
         flags = ["--model_name", self.model(folder), "--dataset"]
-        flags += [
-            folder / f"{'pairs' if self.method in PREFERENCES else 'rows'}-{self.length}.jsonl"
-        ]
+        samples = "rows"
+        if self.method in PREFERENCES:
+            samples = "pairs"
+        elif self.method in IMAGES:
+            samples = "images"
+        flags += [folder / f"{samples}-{self.length}.jsonl"]
         flags += ["--device", device, "--enable_fsdp", "--min_num_params", 100_000]
-        flags += {**METHODS, **PREFERENCES, **EXPERTS}[self.method]
+        flags += {**METHODS, **PREFERENCES, **EXPERTS, **IMAGES}[self.method]
         flags += [
             "--precision",
             "bf16_mixed",
@@ -133,6 +150,12 @@ CASES = [
     for length in LENGTHS
 ] + [Case(method, "off", ranks, LENGTHS[-1]) for ranks in RANKS for method in PREFERENCES]
 CASES += [Case(method, "off", ranks, LENGTHS[0]) for ranks in RANKS for method in EXPERTS]
+CASES += [
+    Case(method, checkpointing, ranks, LENGTHS[-1])
+    for ranks in RANKS
+    for method in IMAGES
+    for checkpointing in ("off", "full")
+]
 
 
 def write_inputs(folder: Path, hidden: int, layers: int, vocabulary: int) -> None:
@@ -172,6 +195,80 @@ def write_inputs(folder: Path, hidden: int, layers: int, vocabulary: int) -> Non
             rows.append({"input_ids": [(number + place) % 256 for place in range(length)]})
         write_json_lines(folder / f"pairs-{length}.jsonl", pairs)
         write_json_lines(folder / f"rows-{length}.jsonl", rows)
+    write_images(folder, hidden, layers)
+
+
+def write_images(folder: Path, hidden: int, layers: int) -> None:
+    """A random Qwen2.5-VL in bf16 with its processor, and samples with two images that fill a packed
+    sequence each."""
+    marks = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
+    special = ["</s>", "<pad>", "<|start|>", *marks]
+    tokens = {
+        token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
+    tokenizer = Tokenizer(BPE(vocab=tokens, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.add_special_tokens(special)
+    ids = {token: len(tokens) + number for number, token in enumerate(special)}
+    rotary = {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 10_000.0}
+    text = {
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 11 // 4,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 128,
+        "vocab_size": 512,
+        "max_position_embeddings": max(LENGTHS),
+        "rope_parameters": rotary,
+        "pad_token_id": ids["<pad>"],
+        "eos_token_id": ids["</s>"],
+        "bos_token_id": None,
+    }
+    vision = {
+        "depth": layers,
+        "hidden_size": hidden // 2,
+        "intermediate_size": hidden,
+        "num_heads": 2,
+        "out_hidden_size": hidden,
+        "fullatt_block_indexes": [1],
+    }
+    torch.manual_seed(0)
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )
+    model = folder / "vision"
+    Qwen2_5_VLForConditionalGeneration(config).bfloat16().save_pretrained(model)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>")
+    fast.chat_template = (
+        "{% for m in messages %}<|start|>{{ m.role[0] }}{% if m.content is string %}{{ m.content }}"
+        "{% else %}{% for p in m.content %}{% if p.type == 'image' %}"
+        "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}{% endif %}{% endfor %}"
+        "{% endif %}</s>{% endfor %}{% if add_generation_prompt %}<|start|>a{% endif %}"
+    )
+    fast.save_pretrained(model)
+    processor = {"processor_class": "Qwen2_5_VLProcessor"}
+    (model / "processor_config.json").write_text(json.dumps(processor))
+    images = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14}
+    images |= {"temporal_patch_size": 2, "merge_size": 2}
+    images["size"] = {"shortest_edge": 784, "longest_edge": 1_000_000}
+    (model / "preprocessor_config.json").write_text(json.dumps(images))
+    Image.linear_gradient("L").resize((IMAGE_SIDE, IMAGE_SIDE)).save(folder / "image.png")
+    parts = [{"type": "image", "image": "image.png"}] * 2
+    # of the prompt 2 marks, a role and a letter, of the response 2 marks and a role
+    around = 2 * (IMAGE_TOKENS + 2) + 4 + 3
+    for length in LENGTHS:
+        rows = []
+        for number in range(STEPS * MICRO_BATCH * max(RANKS)):
+            question = [*parts, {"type": "text", "text": chr(ord("A") + number)}]
+            chat = [{"role": "user", "content": question}]
+            chat.append({"role": "assistant", "content": "r" * (length - around)})
+            rows.append({"messages": chat})
+        write_json_lines(folder / f"images-{length}.jsonl", rows)
 
 
 def write_job(cases: list[Case], folder: Path, device: str, dump: bool = False) -> Path:
@@ -225,6 +322,7 @@ def predict(cases: list[Case], folder: Path, device: str) -> dict[Case, Plan]:
             case.ranks,
             case.ranks,
             "cuda" if device == "cuda" else "cpu",
+            images=PlannedImages(2, IMAGE_TOKENS) if case.method in IMAGES else None,
         )
         plans[case] = planner.predict(request, finetuning.build_model)
     return plans

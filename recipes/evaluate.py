@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,16 @@ import torch  # noqa: E402
 from finetuning import build_model  # noqa: E402
 from transformers import PreTrainedTokenizerBase  # noqa: E402
 
-from llama_ft import models, runtime  # noqa: E402
-from llama_ft.evaluation.measure import find_tasks, measure_loss, run_tasks  # noqa: E402
+from llama_ft import data, models, runtime  # noqa: E402
+from llama_ft.evaluation.measure import (  # noqa: E402
+    find_tasks,
+    measure_loss,
+    prepare_samples,
+    run_tasks,
+)
 from llama_ft.evaluation.results import Evaluated, describe, write_json  # noqa: E402
 from llama_ft.inference.load import open_model  # noqa: E402
+from llama_ft.models.text_part import names_score  # noqa: E402
 from llama_ft.processes import replace_text  # noqa: E402
 from llama_ft.runtime import Ranks, log  # noqa: E402
 
@@ -87,23 +94,37 @@ def evaluate(
         what.flags,
         precision=what.flags.precision or (asked.run.train.precision if asked.run else "auto"),
     )
+    samples = list[data.TokenizedData]()
+
+    def prepare(request: models.ModelRequest, with_tokenizer: Any, _: Any) -> data.Images | None:
+        if names_score(request.model_config):
+            return None  # see below
+        samples.append(prepare_samples(request, with_tokenizer, asked, what, ranks))
+        return samples[0].images
+
+    takes_images = prepare if what.samples else None
+    open_with = partial(open_model, ranks=ranks, build_model=build_model, takes_images=takes_images)
     if tokenizer is None:
-        name, opened = asked.place, open_model(asked.place, flags, ranks, build_model)
+        name, opened = asked.place, open_with(asked.place, flags)
     else:
         name = f"base: {asked.base}" + (f" (of {asked.place})" if len(what.asked) > 1 else "")
-        opened = open_model(str(asked.base), flags, ranks, build_model, asked.run, tokenizer)
+        opened = open_with(str(asked.base), flags, base_of=asked.run, tokenizer=tokenizer)
     log.info(opened.about)
     if opened.built.has_score:
         raise UserError(
             f"{name}: a reward model has no LM head. recipes/inference.py --prompts prints its scores."
         )
-    held_out = (
-        measure_loss(
-            opened.built, opened.tokenizer, asked, what, ranks, is_base=tokenizer is not None
+    held_out = None
+    if samples:
+        held_out = measure_loss(
+            opened.built,
+            opened.tokenizer,
+            samples[0],
+            asked,
+            what,
+            ranks,
+            is_base=tokenizer is not None,
         )
-        if what.samples
-        else None
-    )
     # frees cached blocks, whose sizes fit only the measurement of the loss
     torch.cuda.empty_cache()
     answers = (

@@ -76,7 +76,7 @@ def main(**flags: str) -> None:
         new_tokens = models.find_new_tokens(tokenizer, folder, model_config, config.model)
         inputs = setup.check_inputs(config, folder, model_config, tokenizer, new_tokens, dataset)
         # --score: generates answers to the validation samples and scores them
-        scores = training.AnswerScores(config.train, dataset.validations, tokenizer)
+        scores = training.AnswerScores(config.train, dataset.validations, tokenizer, dataset.images)
         # --eval_tasks: asks the final model questions of lm-evaluation-harness
         final_tasks = FinalTasks(config.train, ranks)
 

@@ -10,6 +10,7 @@ import io
 import os
 import signal
 import sys
+from functools import partial
 
 if __name__ == "__main__":  # Ctrl-C prints no traceback of an import; runtime.start replaces it
     signal.signal(signal.SIGINT, lambda *_: os.write(2, b"stopped by Ctrl-C\n") and os._exit(130))
@@ -29,13 +30,15 @@ if __name__ == "__main__":
 from finetuning import build_model  # noqa: E402
 
 from llama_ft import models, runtime  # noqa: E402
-from llama_ft.inference.generate import Answerer  # noqa: E402
-from llama_ft.inference.load import open_model  # noqa: E402
+from llama_ft.data.image_prompts import user_message  # noqa: E402
+from llama_ft.inference.generate import Answerer, Messages  # noqa: E402
+from llama_ft.inference.load import TakesImages, open_model, read_images  # noqa: E402
 from llama_ft.inference.prompts import (  # noqa: E402
     answer_prompts,
     converse,
     one_prompt,
     print_part,
+    prompts_have_images,
     read_prompts,
     score_prompts,
 )
@@ -61,7 +64,16 @@ def main(options: InferenceFlags) -> None:
         prompt = (
             "" if prompts or is_chat else ranks.broadcast_from_rank0(lambda: one_prompt(options))
         )
-        opened = open_model(options.paths[0], options, ranks, build_model)
+        asked: str | Messages = prompt
+        images = [os.path.abspath(os.path.expanduser(file)) for file in options.image]
+        if images and not is_chat:
+            asked = [user_message(prompt, images)]
+        takes_images: TakesImages | None = None
+        if images or prompts_have_images(prompts):
+            takes_images = partial(read_images, max_pixels=options.max_pixels)
+        opened = open_model(
+            options.paths[0], options, ranks, build_model, takes_images=takes_images
+        )
         if ranks.world_size == 1:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader of stdout may close it early
         log.info(opened.about)
@@ -70,18 +82,18 @@ def main(options: InferenceFlags) -> None:
         answerer = Answerer(opened, options, ranks)
         log.info(", ".join(f"{name} {value:g}" for name, value in answerer.sampling.items()))
         if is_chat:
-            converse(answerer, ranks)
+            converse(answerer, ranks, images)
         elif (
             truncated := answer_prompts(prompts, answerer, options, ranks)
             if prompts
-            else answer_one(prompt, answerer, ranks)
+            else answer_one(asked, answerer, ranks)
         ):
             log.info(
                 f"Truncated: {plural(truncated, 'answer')}. --max_new_tokens allows longer ones."
             )
 
 
-def answer_one(prompt: str, answerer: Answerer, ranks: Ranks) -> int:
+def answer_one(prompt: str | Messages, answerer: Answerer, ranks: Ranks) -> int:
     """Stream the answer to a prompt to stdout. Return 1 if it was truncated, otherwise 0."""
     [answer] = answerer.answer([answerer.tokens(prompt)], print_part if ranks.is_main else None)
     if ranks.is_main:

@@ -327,13 +327,13 @@ def plain_processor(folder: Path) -> Any:
     return processor
 
 
-def plain_inputs(
-    processor: Any, folder: Path, chat: dict[str, Any]
-) -> tuple[dict[str, Any], torch.Tensor]:
-    """What a plain model is called with for one chat, and labels on its responses."""
+def _called_with(
+    processor: Any, folder: Path, chat: list[dict[str, Any]], **template: Any
+) -> dict[str, Any]:
+    """What a plain model is called with for messages whose images are in a folder."""
     messages = []
     images = []
-    for message in chat["messages"]:
+    for message in chat:
         parts = message["content"]
         if isinstance(parts, str):
             parts = [{"type": "text", "text": parts}]
@@ -341,9 +341,24 @@ def plain_inputs(
             if part["type"] == "image":
                 images.append(Image.open(folder / part["image"]).convert("RGB"))
         messages.append({"role": message["role"], "content": parts})
-    rendered = processor.tokenizer.apply_chat_template(messages, tokenize=False)
+    rendered = processor.tokenizer.apply_chat_template(messages, tokenize=False, **template)
     call = {"images": [images]} if images else {}
-    inputs = dict(processor(text=[rendered], **call, return_tensors="pt"))
+    return dict(processor(text=[rendered], **call, return_tensors="pt"))
+
+
+def plain_prompt(
+    model: Path, folder: Path, messages: list[dict[str, Any]]
+) -> tuple[Any, dict[str, Any]]:
+    """The processor of a model, and what `generate` is called with for messages."""
+    processor = plain_processor(model)
+    return processor, _called_with(processor, folder, messages, add_generation_prompt=True)
+
+
+def plain_inputs(
+    processor: Any, folder: Path, chat: dict[str, Any]
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """What a plain model is called with for one chat, and labels on its responses."""
+    inputs = _called_with(processor, folder, chat["messages"])
     ids = inputs["input_ids"][0].tolist()
     labels = torch.full((len(ids),), -100)
     for start in range(len(ids)):

@@ -71,3 +71,10 @@ def test_a_t4_needs_fp16() -> None:
 def test_gpus_are_found_by_their_usual_names(text: str, gpu: str, gib: float) -> None:
     assert find_gpu(text) == gpu
     assert device_bytes(text) == int(gib * 2**30)
+
+
+def test_tokens_of_images_need_a_number_of_images() -> None:
+    options = read("--images 2 --image_tokens 400")[2]
+    assert (options.images, options.image_tokens) == (2, 400)
+    with pytest.raises(UserError, match="--image_tokens: has no effect without --images"):
+        read("--image_tokens 400")

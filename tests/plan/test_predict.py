@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPOSITORY
-from image_models import save_image_model
+from image_models import model_of, plain_loss, save_image_model, write_samples
 from model_shapes import write_llama
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from llama_ft.plan.types import PlannedImages
 
 VOCABULARY = 1000
 HIDDEN = 64
@@ -101,18 +103,54 @@ def test_trained_parts_for_images_have_gradients_and_states(
     lora = "--use_peft --target_modules q_proj --train_vision projector"
     flags = {"all": "--train_vision all", "no text": "--freeze_LLM_only", "projector by LoRA": lora}
     planned = plan(model, 1, *FLAGS, "--precision", "fp32", *flags[trained].split())
+    plain = model_of(model)
+    loss, _ = plain_loss(plain, model, write_samples(tmp_path / "data"))
+    loss.backward()
     weights = 0
     if trained == "projector by LoRA":
         weights = 2 * 2 * 8 * 64  # 2 layers, r 8, A and B of 64 x 64
-    for file in model.glob("*.safetensors"):
-        for name, tensor in load_file(file).items():
-            is_projector = "projector" in name
-            is_for_images = is_projector or "vision" in name
-            is_trained = is_projector if "LoRA" in trained else is_for_images or trained == "all"
-            weights += tensor.numel() if is_trained else 0
+    unused = 0  # LLaVA does not use the last layer of its tower
+    for name, parameter in plain.named_parameters():
+        is_projector = "projector" in name
+        is_for_images = is_projector or "vision" in name
+        is_trained = is_projector if "LoRA" in trained else is_for_images or trained == "all"
+        weights += parameter.numel() if is_trained else 0
+        unused += parameter.numel() if is_trained and parameter.grad is None else 0
     step = held(planned, "optimizer step")
-    assert step["gradients"] == 4 * weights
+    assert step["gradients"] == 4 * (weights - unused)
     assert step["optimizer state"] == pytest.approx(8 * weights, abs=8 * 100)
+
+
+def test_a_frozen_tower_keeps_no_activations_and_a_trained_one_keeps_them(
+    plan: Plan, tmp_path: Path
+) -> None:
+    model = save_image_model(tmp_path / "model", "Qwen2.5-VL")
+    flags = (*FLAGS, "--precision", "fp32", "--batching_strategy", "padding")
+
+    def activations(images: int, *more: str) -> int:
+        planned = plan(model, 1, *flags, *more, images=PlannedImages(images))
+        return held(planned, "backward")["activations"]
+
+    # the largest image is 12,544 pixels: 64 patches of 14 x 14, which become 16 tokens
+    hidden = 32
+    patches = 64 * MICRO_BATCH
+    frozen = activations(2) - activations(1)
+    whole = activations(2, "--train_vision", "all") - activations(1, "--train_vision", "all")
+    # of each block at least the inputs of its norms, of attention and of the MLP
+    assert whole - frozen > 2 * 4 * patches * hidden * 4
+    assert frozen < patches * hidden * 4
+
+
+def test_a_quick_plan_leaves_out_layers_of_the_text_part_only(plan: Plan, tmp_path: Path) -> None:
+    model = save_image_model(tmp_path / "model", "Qwen3-VL", num_hidden_layers=8)
+    asked = {"images": PlannedImages(1), "device": "cuda"}
+    whole = plan(model, 1, *FLAGS, **asked)
+    quick = plan(model, 1, *FLAGS, **asked, quick=True)
+    assert quick.is_quick and not whole.is_quick
+    for phase in ("load", "backward", "optimizer step"):
+        for name in ("sharded parameters", "gradients", "optimizer state", "activations"):
+            expected = held(whole, phase)[name]
+            assert held(quick, phase)[name] == pytest.approx(expected, rel=0.01, abs=2000), name
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -452,3 +490,10 @@ def test_a_plan_restores_what_it_patched(plan: Plan, tmp_path: Path) -> None:
     assert torch.UntypedStorage.resize_ is resize
     assert nn.Linear(2, 2)(torch.ones(1, 2)).sum().item() != 0  # real numbers
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]
+
+
+def test_images_of_a_model_that_takes_text_are_an_error(plan: Plan, tmp_path: Path) -> None:
+    from llama_ft.errors import UserError
+
+    with pytest.raises(UserError, match="--images: a llama model takes text only"):
+        plan(write_llama(tmp_path / "model"), 1, *FLAGS, images=PlannedImages(1))

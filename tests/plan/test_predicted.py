@@ -1,5 +1,5 @@
 """Plans compared with runs of the recipe whose tensors are counted; benchmarks/plan.py does it for
-63 cases."""
+87 cases."""
 
 import json
 import shutil
@@ -17,6 +17,8 @@ CASES = [
     "full-full-2-128",
     "8bit-off-2-128",
     "experts_lora-off-2-128",
+    "images_full-off-1-512",
+    "images_all-off-2-512",
 ]
 ATTEMPTS = 3
 

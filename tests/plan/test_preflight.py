@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from model_shapes import write_llama
 
-from llama_ft.config import Config
+from llama_ft.config import Config, DataConfig
+from llama_ft.plan.preflight import planned_images
+from llama_ft.plan.types import PlannedImages
 
 Plan = Callable[..., Any]
 Said = Callable[[], str]
@@ -64,6 +66,22 @@ def report_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) ->
     start.report(run, job)  # type: ignore[arg-type]
     assert planner.pid is not None
     return planner.pid, config
+
+
+@pytest.mark.parametrize(
+    ("batching", "expected"),
+    [
+        # 40 images in 10,000 tokens: 8.2 in a full packed sequence of 2,048
+        ("packing", PlannedImages(3, 100, 0.004)),
+        ("padding", PlannedImages(3, 100, 0.0)),
+    ],
+)
+def test_a_run_plans_the_images_of_its_data(batching: str, expected: PlannedImages) -> None:
+    counts = SimpleNamespace(images=40, image_tokens=3990, longest_images=290, tokens=10_000)
+    report = SimpleNamespace(train=counts)
+    rows: Any = SimpleNamespace(images=object(), report=report)
+    config = Config(data=DataConfig(batching_strategy=batching))  # type: ignore[arg-type]
+    assert planned_images(config, rows) == expected
 
 
 @pytest.mark.parametrize(("free_mib", "is_kept"), [(1000, True), (7, False)])

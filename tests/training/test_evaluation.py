@@ -80,7 +80,7 @@ def test_a_sample_prompt_that_the_model_cannot_answer_is_rejected(tiny_model: Pa
 
     def check(prompts: list[str], vocabulary: int | None) -> None:
         settings = TrainConfig(sample_tokens=8, sample_prompts=prompts)
-        check_sample_prompts(settings, tokenizer, vocabulary)
+        check_sample_prompts(settings, tokenizer, vocabulary, None)
 
     largest = max(tokenizer("Who reads")["input_ids"])
     check(["What", "Who reads"], largest + 1)

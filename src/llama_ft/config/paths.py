@@ -135,6 +135,7 @@ def check_paths(
         ("chat_template", values["chat_template"], chat_template),
         ("optimizer", values["optimizer"], own_function),
         ("score", values["score"], own_function),
+        *(("sample_images", name, file_problem) for name in values["sample_images"] or ()),
         ("output_dir", values["output_dir"] or "output/<model>", output_dir),
     ]
     messages = []

@@ -132,6 +132,11 @@ RULES: tuple[Rule, ...] = (
         lambda s: s.score and (s.truncation == "split" or s.labels == "all"),
         "is {}, which needs whole samples with a prompt. It supports neither truncation split nor labels all.",
     ),
+    (
+        "sample_images",
+        lambda s: s.sample_images and len(s.sample_images) not in (1, len(s.sample_prompts or ())),
+        "is {}; expected one image, or one per prompt of sample_prompts.",
+    ),
     ("min_lr", lambda s: s.min_lr > s.lr, "is {}, above lr {lr}. Lower it."),
     (
         "modules_to_save",
@@ -358,6 +363,7 @@ CONDITIONS: tuple[Condition, ...] = (
     (["activation_offload"], "activation_checkpointing", lambda value: value != "off"),
     (["shuffle_buffer"], "streaming", bool),
     (["sample_prompts", "sample_steps"], "sample_tokens", bool),
+    (["sample_images"], "sample_prompts", bool),
     (["num_epochs", "deduplicate"], "streaming", lambda value: not value),
     (["gradient_clipping_threshold"], "gradient_clipping", bool),
     (VALIDATION_FIELDS, "run_validation", bool),

@@ -297,6 +297,9 @@ class TrainConfig:
     """Prompts that sample_tokens answers instead. Quote those with commas: '["Hello, you?",
     "Who?"]'."""
 
+    sample_images: list[str] | None = None
+    """Image files of sample_prompts: one per prompt, or one for all."""
+
     sample_steps: CountOrZero = 0
     """Answer these prompts also every N optimizer steps; 0 = do not."""
 

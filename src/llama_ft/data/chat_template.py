@@ -162,7 +162,7 @@ def _around_a_response(
 def _exceeded_limit(template: str, special_tokens: str) -> str | None:
     """Return the limit that a template exceeds, or None. `special_tokens` is JSON."""
     tokens = json.loads(special_tokens)
-    return exceeded_limit(lambda: _rendered(template, tokens, _in_its_form(template, TWO_MESSAGES)))
+    return exceeded_limit(lambda: _rendered(template, tokens, in_its_form(template, TWO_MESSAGES)))
 
 
 def stop_token_ids(
@@ -216,7 +216,7 @@ def render_chat(
         BadSample: the template rejects the chat.
     """
     try:
-        written = _in_its_form(template, messages)
+        written = in_its_form(template, messages)
         texts, spans = _rendered(template, special_tokens, written, tools, blocks, open_answer)
     except RENDER_ERRORS as error:
         raise BadSample(f"the chat template rejects this chat: {error}") from None
@@ -246,7 +246,7 @@ def _with_parts(messages: list[Message]) -> list[Message]:
     return changed
 
 
-def _in_its_form(template: str, messages: list[Message]) -> list[Message]:
+def in_its_form(template: str, messages: list[Message]) -> list[Message]:
     """Return messages whose contents have the form that the template writes."""
     return _with_parts(messages) if _takes_parts_only(template) else messages
 

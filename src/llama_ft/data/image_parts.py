@@ -24,6 +24,7 @@ import xxhash
 from llama_ft.data.formats import (
     BadSample,
     ImagePart,
+    Message,
     Sample,
     SampleFormat,
     expect,
@@ -68,6 +69,17 @@ def located(sample: Sample, place: str) -> Sample:
     """Return a sample that knows the directory of its data file."""
     match = FILE_OF_PLACE.fullmatch(place)
     return {**sample, FOLDER: os.path.dirname(match[1]) if match else ""}
+
+
+def plain_messages(messages: list[Message]) -> list[Message]:
+    """Return messages whose image parts are plain dicts, as JSON has them."""
+    changed = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            message = {**message, "content": [dict(part) for part in content]}
+        changed.append(message)
+    return changed
 
 
 class ImageStore:

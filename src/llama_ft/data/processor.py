@@ -386,10 +386,32 @@ class Images:
                 joined[name] = pad_sequence(values, batch_first=True)
         return samples, ImageTensors(joined, others)
 
+    def assumed(
+        self, side: int, count: int, examples: int
+    ) -> tuple[list[list[int]], "ImageTensors"]:
+        """Return the tokens and tensors of examples that are a message with `count` square images, for
+        a plan. `side`: in pixels, before max_pixels."""
+        if self._max_pixels is not None:
+            side = min(side, int(self._max_pixels**0.5))
+        pictures = [_grey_image(side)] * count
+        output = self._run([self._text_with(count)] * examples, [pictures] * examples, "pt")
+        rows = [[int(token) for token in row] for row in output["input_ids"]]
+        per_token, others = _by_shape(output, rows)
+        return rows, ImageTensors(
+            {
+                name: torch.tensor([list(row) for row in values])
+                for name, values in per_token.items()
+            },
+            others,
+        )
+
     @cached_property
     def _filler_text(self) -> str:
+        return self._text_with(1)
+
+    def _text_with(self, count: int) -> str:
         tokenizer = self._processor.tokenizer
-        content = [ImagePart(""), {"type": "text", "text": "."}]
+        content = [*[ImagePart("")] * count, {"type": "text", "text": "."}]
         text, _ = render_chat(
             tokenizer.get_chat_template(),
             tokenizer.special_tokens_map,
@@ -549,9 +571,9 @@ def _by_shape(
     return per_token, others
 
 
-def _grey_image() -> Image.Image:
-    """Return the filler's image. It is not of one color: Idefics 3 takes zeros for padding."""
-    gradient = Image.linear_gradient("L").resize((FILLER_SIDE, FILLER_SIDE))
+def _grey_image(side: int = FILLER_SIDE) -> Image.Image:
+    """Return the filler's image, a square. It is not of one color: Idefics 3 takes zeros for padding."""
+    gradient = Image.linear_gradient("L").resize((side, side))
     return gradient.convert("RGB")
 
 

@@ -38,7 +38,7 @@ from llama_ft.data.formats import (
     SampleFormat,
     is_desirable,
 )
-from llama_ft.data.image_parts import located
+from llama_ft.data.image_parts import located, plain_messages
 from llama_ft.data.loss_mask import ChatDiffers
 from llama_ft.data.processor import ImageExample, checksums_of
 from llama_ft.data.sources import Source
@@ -418,10 +418,12 @@ class SplitWriter:
             return
         if not self.first_chat:
             first_kept = encoded.sample_of_piece[kept][0]
-            _, packed = chunk[first_kept]
+            place, packed = chunk[first_kept]
             sample, sample_format = pickle.loads(packed)
-            content = [] if self._with_images else self._encoder.read(sample, sample_format)
-            self.first_chat = content if isinstance(content, list) else []
+            if self._with_images:
+                sample = located(sample, place)
+            content = self._encoder.read(sample, sample_format)
+            self.first_chat = plain_messages(content) if isinstance(content, list) else []
         table = encoded.table.filter(pyarrow.array(kept))
         lengths = table["input_ids"].combine_chunks().value_lengths().to_numpy()
         input_ids = table["input_ids"].combine_chunks().flatten().to_numpy()

@@ -52,7 +52,6 @@ TRAINING_ONLY_FLAGS = {
     "shuffle_buffer",
     "show_samples",
     "validation_output",
-    "max_pixels",
 }
 SCORE_SETTINGS = ("score", "score_tokens", "score_samples")
 

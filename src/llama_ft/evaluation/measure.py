@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -23,23 +24,64 @@ from llama_ft.runtime import Ranks, log
 Metrics = dict[str, dict[str, Any]]  # task -> metric -> {"value": ..., "stderr": ... or None}
 
 
+def prepare_samples(
+    request: models.ModelRequest,
+    tokenizer: PreTrainedTokenizerBase,
+    asked: ModelToEvaluate,
+    what: Evaluation,
+    ranks: Ranks,
+) -> data.TokenizedData:
+    """Tokenize the samples, or take them from the cache, before the model is built: samples with
+    images need its parts for images. The first rank of a node must call it before the others.
+
+    Args:
+        request: the model.
+        tokenizer: tokenizes the samples.
+        asked: the origin of the model, or of the model that was fine-tuned from it.
+        what: the settings and the split of the samples.
+        ranks: the ranks.
+    """
+    config = what.config.data
+    model_config = request.model_config
+    new_tokens = request.new_tokens
+    vocabulary = new_tokens.rows if new_tokens else models.vocabulary_size(model_config)
+    has_new_tokens = asked.run is not None and asked.run.model.resize_embeddings
+    no_images = models.why_no_images(model_config, "sft")
+    load_processor = partial(data.load_processor, request.folder, model_config, tokenizer)
+    return data.prepare(
+        config,
+        tokenizer,
+        data.DataRequest(
+            context_length=models.resolve_context_length(config.context_length, model_config),
+            want_validation=what.split is None,
+            vocabulary_size=None if has_new_tokens else vocabulary,
+            add_tokens=has_new_tokens,
+            use=what.split or "train",
+            examples=training.SupervisedFineTuning.examples,
+            load_processor=None if no_images else load_processor,
+            no_images=no_images,
+        ),
+        cache=data.cache_dir(),
+        verify_cache=ranks.local_rank == 0,  # it reads all samples
+    )
+
+
 def measure_loss(
     built: models.BuiltModel,
     tokenizer: PreTrainedTokenizerBase,
+    tokenized: data.TokenizedData,
     asked: ModelToEvaluate,
     what: Evaluation,
     ranks: Ranks,
     is_base: bool = False,
 ) -> dict[str, float]:
-    """Tokenize the samples, or take them from the cache, and compute the loss. All ranks must call
-    it.
+    """Compute the loss on samples. All ranks must call it.
 
     Args:
         built: a model in eval mode; it stays in eval mode.
-        tokenizer: tokenizes the samples.
-        asked: the origin of the model, or of the model that was fine-tuned from it.
-        what: the settings and the split of the samples.
-        ranks: the ranks.
+        tokenizer: has tokenized the samples.
+        tokenized: the samples.
+        asked, what, ranks: as of `prepare_samples`.
         is_base: the base model of a model that got the same samples: they are not reported again.
 
     Returns:
@@ -51,23 +93,6 @@ def measure_loss(
     split = what.split
     context_length = models.resolve_context_length(config.data.context_length, model.config)
     vocabulary = models.vocabulary_size(model.config)
-    has_new_tokens = asked.run is not None and asked.run.model.resize_embeddings
-    with ranks.local_main_process_first():
-        tokenized = data.prepare(
-            config.data,
-            tokenizer,
-            data.DataRequest(
-                context_length=context_length,
-                want_validation=split is None,
-                vocabulary_size=None if has_new_tokens else vocabulary,
-                add_tokens=has_new_tokens,
-                use=split or "train",
-                examples=training.SupervisedFineTuning.examples,
-                no_images="only training supports images",
-            ),
-            cache=data.cache_dir(),
-            verify_cache=ranks.local_rank == 0,  # it reads all samples
-        )
     if not is_base:
         log.info("\n".join(tokenized.summary))
     sets = tokenized.validations
@@ -82,18 +107,19 @@ def measure_loss(
     if is_packed:
         built.mixers = models.use_packed_attention(built)
         first = next(iter(sets.values()))
-        training.check_packing(built, first, context_length, model.dtype, ranks)
+        training.check_packing(built, first, context_length, model.dtype, ranks, tokenized.images)
     layout = data.BatchLayout(
         world_size=ranks.world_size,
         rank=ranks.rank,
         micro_batch=config.train.val_batch_size,
         pack_length=context_length if is_packed else None,
         pad_token_id=data.pad_token_id(tokenizer, vocabulary),
+        images=tokenized.images,
     )
     objective = training.SupervisedFineTuning()
     max_batches = config.train.max_eval_step
     # before the loss: a wrong function ends the program early
-    answers = training.AnswerScores(config.train, sets, tokenizer)
+    answers = training.AnswerScores(config.train, sets, tokenizer, tokenized.images)
     sums = {
         name: training.loss_sums(built, objective, samples, layout, max_batches, ranks)
         for name, samples in sets.items()

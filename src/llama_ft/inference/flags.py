@@ -76,6 +76,12 @@ class InferenceFlags(ModelFlags):
     prompt_file: str | None = None
     """One prompt, from a file."""
 
+    image: list[str] = Field(default_factory=list)
+    """Image files that the prompt is about, or the first message of a conversation: a.png,b.png."""
+
+    max_pixels: Count | None = None
+    """Larger images are reduced to this number of pixels; if not given, as in the run."""
+
     prompts: str | None = None
     """Many prompts: one per line in .txt, or samples as for training. The last assistant message is
     ignored, if there is one."""
@@ -138,11 +144,16 @@ def read_inference_flags(argv: list[str], description: str) -> InferenceFlags:
     for names in (options.paths, prompts):
         if len(names) > 1:
             errors.append(f"{' and '.join(names)}: cannot be combined. Give one of them.")
-    for name in ("prompt_file", "prompts"):
-        file = getattr(options, name)
+    files = [("prompt_file", options.prompt_file), ("prompts", options.prompts)]
+    files += [("image", image) for image in options.image]
+    for name, file in files:
         error = file_problem(file) if file else None
         if error:
             errors.append(f"--{name} {file}: {error}")
+    if options.image and options.prompts:
+        errors.append(
+            "--image: cannot be combined with --prompts, whose samples name their images."
+        )
     errors += check_output(options.output)
     check(errors)
     return options

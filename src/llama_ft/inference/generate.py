@@ -17,12 +17,16 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from llama_ft.data import RENDER_ERRORS, check_ids, pad_token_id
+from llama_ft.data.chat_template import in_its_form
+from llama_ft.data.formats import BadSample
+from llama_ft.data.image_prompts import image_paths, image_prompt
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.load import LoadedModel
-from llama_ft.models import vocabulary_size
+from llama_ft.models import image_features_in_root, vocabulary_size
 from llama_ft.runtime import Ranks
 from llama_ft.training import free_unsharded
+from llama_ft.training.image_inputs import prompt_arguments
 
 # defaults of Transformers
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}
@@ -82,6 +86,7 @@ class Answerer:
     def __init__(self, opened: LoadedModel, options: InferenceFlags, ranks: Ranks) -> None:
         self.model = opened.model
         self.tokenizer = opened.tokenizer
+        self._images = opened.images
         self._options = options
         self._ranks = ranks
         text_config = self.model.config.get_text_config()
@@ -112,8 +117,9 @@ class Answerer:
         prompt: Messages | str,
         tools: Messages | None = None,
     ) -> list[int]:
-        """Return the token ids of a prompt with `tools`. Raises UserError if the chat template
-        rejects it, or if a token is outside the model's vocabulary."""
+        """Return the token ids of a prompt with `tools`, of one with images as an `ImagePrompt`.
+        Raises UserError if the chat template rejects it, an image cannot be read, or a token is
+        outside the model's vocabulary."""
         ids = self._encode(prompt, tools)
         check_ids(max(ids, default=0), "the prompt", self.tokenizer, self.vocabulary)
         return ids
@@ -132,15 +138,21 @@ class Answerer:
         template = _compile_jinja_template(self.tokenizer.get_chat_template())
         template.globals["strftime_now"] = datetime.now().strftime
         try:
-            ids: Any = self.tokenizer.apply_chat_template(
-                messages,
+            text: Any = self.tokenizer.apply_chat_template(
+                in_its_form(self.tokenizer.get_chat_template(), messages),
                 tools=tools,  # type: ignore[arg-type]  # which may hold functions, too
                 add_generation_prompt=True,
-                return_dict=False,
+                tokenize=False,
             )
         except RENDER_ERRORS as error:
             raise UserError(f"the chat template rejects the prompt ({error}).") from error
-        return list(ids)
+        if self._images is None or not image_paths(messages):
+            # the template has written BOS
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        try:
+            return image_prompt(self._images, text, messages)
+        except BadSample as error:
+            raise UserError(str(error)) from error
 
     def longest_answer(self, prompt_tokens: int) -> int:
         """Return the maximum number of tokens in the answer to a prompt of this length. Raises
@@ -165,18 +177,9 @@ class Answerer:
             show: called with each new part of the answer's text; for a single prompt.
         """
         is_sharded = self._options.enable_fsdp and self._ranks.world_size > 1
-        width = max(map(len, prompts))
+        arguments = prompt_arguments(self.model, prompts, self._images, self._ranks.device)
+        width = arguments["input_ids"].shape[1]
         shown = 0
-        padded = []
-        attended = []
-        for prompt in prompts:
-            missing = width - len(prompt)
-            # Pad with the prompt's first token: so the repetition penalty sees no token that is not
-            # in the prompt.
-            padded.append([prompt[0]] * missing + prompt)
-            attended.append([0] * missing + [1] * len(prompt))
-        ids = torch.tensor(padded)  # [prompts, width]
-        mask = torch.tensor(attended)
 
         def check_and_show(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             """Raise an error for NaN and infinities, which `generate` would accept, and show the
@@ -197,19 +200,19 @@ class Answerer:
                 shown = max(shown, len(text))  # an incomplete character may hide the one before it
             return scores
 
-        sequences = self.model.generate(  # type: ignore[operator]  # a mixin's method
-            input_ids=ids.to(self._ranks.device),
-            attention_mask=mask.to(self._ranks.device),
-            max_new_tokens=self.longest_answer(width),
-            pad_token_id=self._pad,
-            logits_processor=LogitsProcessorList([check_and_show]),
-            # A rank whose answers have ended continues until all have: every rank must all-gather.
-            synced_gpus=is_sharded,
-        )
+        with image_features_in_root(self.model):
+            sequences = self.model.generate(  # type: ignore[operator]  # a mixin's method
+                **arguments,
+                max_new_tokens=self.longest_answer(width),
+                pad_token_id=self._pad,
+                logits_processor=LogitsProcessorList([check_and_show]),
+                # A rank whose answers have ended continues until all have: every rank must all-gather.
+                synced_gpus=is_sharded,
+            )
         if is_sharded:
             free_unsharded(self.model)
         answers = []
-        for sequence in sequences:
+        for sequence in sequences[: len(prompts)]:
             generated = sequence[width:].tolist()
             is_truncated = self._ends.isdisjoint(generated)
             answers.append(Answer(self._text(generated), is_truncated))

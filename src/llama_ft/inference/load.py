@@ -1,7 +1,8 @@
 """Load a model for generation from a run, a checkpoint, an adapter or a model directory. It is
 built as in training."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from llama_ft.config import (
     base_model_of,
 )
 from llama_ft.config.paths import TOKENIZER_FILES
+from llama_ft.data.image_parts import ImageStore
+from llama_ft.errors import UserError
 from llama_ft.inference.flags import ModelFlags, find_result, settings_of_run
 from llama_ft.models.quantized import quantization_name
 from llama_ft.phases import NULL_MONITOR
@@ -29,16 +32,22 @@ from llama_ft.runtime import PRECISIONS, Precision, Ranks, advise_precision
 
 class LoadedModel(NamedTuple):
     """A loaded model: in eval mode on the job's device, with its adapter, sharded if enable_fsdp;
-    the tokenizer with the chat template of the fine-tuning; and a line that says what was
-    loaded."""
+    the tokenizer with the chat template of the fine-tuning; a line that says what was loaded; and
+    the model's processor, if it was loaded with its parts for images."""
 
     built: models.BuiltModel
     tokenizer: PreTrainedTokenizerBase
     about: str
+    images: data.Images | None = None
 
     @property
     def model(self) -> PreTrainedModel:
         return self.built.model
+
+
+TakesImages = Callable[
+    [models.ModelRequest, PreTrainedTokenizerBase, Config | None], data.Images | None
+]
 
 
 @dataclass
@@ -62,6 +71,7 @@ def open_model(
     build_model: models.BuildModel,
     base_of: Config | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    takes_images: TakesImages | None = None,
 ) -> LoadedModel:
     """Load what `place` names. All ranks must call it.
 
@@ -73,6 +83,8 @@ def open_model(
         build_model: the recipe's function.
         base_of: settings of a run: load its base model instead, in the state before the first step.
         tokenizer: of that run; it replaces the base model's tokenizer, which may be missing.
+        takes_images: returns what reads images, such as `read_images`. If there is none, the parts
+            for images are not loaded.
 
     Raises:
         UserError: there is nothing to load, the parts do not fit, or the kind of model is not
@@ -92,7 +104,9 @@ def open_model(
     # The first process of each node downloads the model; the others find it in the Hub's cache.
     with ranks.local_main_process_first():
         found = _find(place, flags, ranks, build_model, base_of, tokenizer)
-    request = _request(found, flags, PRECISIONS[chosen].compute)
+        request = _request(found, flags, PRECISIONS[chosen].compute)
+        images = takes_images and takes_images(request, found.tokenizer, found.run)
+    request = replace(request, with_images=images is not None)
     built = build_model(request, ranks, NULL_MONITOR)
     model = built.model
     # Without an adapter, build_model has loaded the trained weights in place of the base's.
@@ -117,7 +131,38 @@ def open_model(
     facts = (where, compute, bits, sharding, str(ranks.device), note)
     about = ", ".join(fact for fact in facts if fact)
     model.eval()
-    return LoadedModel(built, found.tokenizer, about)
+    return LoadedModel(built, found.tokenizer, about, images)
+
+
+def read_images(
+    request: models.ModelRequest,
+    tokenizer: PreTrainedTokenizerBase,
+    run: Config | None,
+    max_pixels: int | None = None,
+) -> data.Images:
+    """Load the processor of a model that is asked about images. The processor's chat template is the
+    tokenizer's, if the tokenizer has none.
+
+    Args:
+        request: the model.
+        tokenizer: of the answers.
+        run: settings of the fine-tuning, if they are known.
+        max_pixels: of an image; None: as in the run.
+
+    Raises:
+        UserError: the model takes no images, or its processor cannot be used.
+    """
+    problem = models.why_no_images(request.model_config, "sft")
+    if problem:
+        raise UserError(f"{request.folder}: the prompt has images, but {problem}.")
+    if max_pixels is None and run is not None:
+        max_pixels = run.data.max_pixels
+    processor = data.load_processor(request.folder, request.model_config, tokenizer)
+    images = data.Images(processor, ImageStore(data.cache_dir()), max_pixels)
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = images.chat_template
+    images.check()
+    return images
 
 
 def _find(

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from llama_ft.config.data_names import data_problem
 from llama_ft.config.settings import DataConfig
-from llama_ft.data import Encoder, one_example, two_examples
+from llama_ft.data import Encoder, cache_dir, one_example, two_examples
 from llama_ft.data.files import samples_of_file
 from llama_ft.data.formats import (
     PREFERENCE,
@@ -29,6 +29,8 @@ from llama_ft.data.formats import (
     prompt_completion,
     tools_of,
 )
+from llama_ft.data.image_parts import MARK, ImageStore, have_images, located, with_image_parts
+from llama_ft.data.image_prompts import image_paths, user_message
 from llama_ft.data.loss_mask import ChatDiffers
 from llama_ft.data.reshape import reshaped
 from llama_ft.data.sources import Source
@@ -50,6 +52,7 @@ PROMPT_FORMS = (
 RESPONSE_FORMS = (
     "expected a chat, a prompt and a completion, or a pair. --columns says which column is which."
 )
+Prompts = list[tuple[dict[str, Any], Messages | str]]  # each sample, and its prompt
 SHOWN_BAD_SAMPLES = 20
 HELP = "/reset starts again, /exit or Ctrl-D ends, Ctrl-C stops an answer; a space before a slash makes it a message."
 
@@ -82,9 +85,7 @@ def refuse_or_skip(errors: list[str], skip: bool) -> None:
     log.warning("\n  ".join(lines))
 
 
-def read_prompts(
-    name: str, columns: Sequence[str] = (), skip_bad_rows: bool = False
-) -> list[tuple[dict[str, Any], Messages | str]]:
+def read_prompts(name: str, columns: Sequence[str] = (), skip_bad_rows: bool = False) -> Prompts:
     """Read the prompts of a file: .txt with one per line, or samples as for training.
 
     Args:
@@ -101,9 +102,7 @@ def read_prompts(
     """
     if name.endswith(".txt"):
         lines = [line for line in _text_of(name).split("\n") if line.strip()]
-        prompts: list[tuple[dict[str, Any], Messages | str]] = [
-            ({"prompt": line}, line) for line in lines
-        ]
+        prompts: Prompts = [({"prompt": line}, line) for line in lines]
     else:
         problem = data_problem(name)
         if problem:
@@ -116,13 +115,34 @@ def read_prompts(
             try:
                 if isinstance(sample, BadSample):
                     raise sample
-                prompts.append((dict(sample), _prompt_of(sample)))
+                prompts.append((dict(sample), _prompt_of(_with_images(sample, place))))
             except BadSample as error:
                 bad.append(f"{place}: {error}")
         refuse_or_skip(bad, skip_bad_rows)
     if not prompts:
         raise UserError(f"--prompts {name}: holds no prompts.")
     return prompts
+
+
+def _with_images(sample: Sample, place: str) -> Sample:
+    """Return a sample whose images are parts of its messages."""
+    if not have_images([sample]):
+        return sample
+    prompt = sample.get("prompt")
+    if isinstance(prompt, str):  # with columns of images: they come first, unless it has marks
+        images = sample.get("images") or sample.get("image")
+        count = len(images) if isinstance(images, list) else 1
+        text = prompt if MARK in prompt else MARK * count + prompt
+        chat = [{"role": "user", "content": text}]
+        sample = {name: value for name, value in sample.items() if name != "prompt"}
+        sample = {**sample, "messages": chat}
+    kind = "sharegpt" if "conversations" in sample else "messages"
+    return with_image_parts(located(sample, place), kind, ImageStore(cache_dir()))
+
+
+def prompts_have_images(prompts: Prompts) -> bool:
+    """Return whether a prompt of `read_prompts` has an image."""
+    return any(image_paths(asked) for _, asked in prompts if not isinstance(asked, str))
 
 
 def _prompt_of(sample: Sample) -> Messages | str:
@@ -157,7 +177,7 @@ def _name(number: int, options: InferenceFlags) -> str:
 
 
 def answer_prompts(
-    prompts: list[tuple[dict[str, Any], Messages | str]],
+    prompts: Prompts,
     answerer: Answerer,
     options: InferenceFlags,
     ranks: Ranks,
@@ -307,8 +327,9 @@ def output_of(options: InferenceFlags, ranks: Ranks) -> AbstractContextManager[I
     return open(file, "x", encoding="utf-8", errors="replace")
 
 
-def converse(answerer: Answerer, ranks: Ranks) -> None:
-    """Answer messages until the input of rank 0 ends. All ranks generate together."""
+def converse(answerer: Answerer, ranks: Ranks, images: Sequence[str] = ()) -> None:
+    """Answer messages until the input of rank 0 ends. All ranks generate together. The first message,
+    and the first one after /reset, has the `images`."""
     if not answerer.tokenizer.chat_template:
         raise UserError(
             "--chat: this model's tokenizer has no chat template. Use --prompt with a text to continue."
@@ -330,9 +351,10 @@ def converse(answerer: Answerer, ranks: Ranks) -> None:
             elif message.startswith("/"):
                 log.info(HELP)
             elif message.strip():
-                messages = _answered(
-                    [*messages, {"role": "user", "content": message}], answerer, ranks
-                )
+                asked: dict[str, Any] = {"role": "user", "content": message}
+                if images and not messages:
+                    asked = user_message(message, images)
+                messages = _answered([*messages, asked], answerer, ranks)
         except KeyboardInterrupt:
             log.info("\n(Ctrl-D or /exit ends)")
         except RunFailure:

@@ -21,7 +21,7 @@ from llama_ft.models.chunked_loss import use_chunked_loss
 from llama_ft.models.compiled import choose_liger, compile_layers, fuse_layers, without_graphs
 from llama_ft.models.dtypes import set_storage_dtypes
 from llama_ft.models.embedding_noise import add_embedding_noise
-from llama_ft.models.fsdp import apply_fsdp, shard_degree, unit_table
+from llama_ft.models.fsdp import apply_fsdp, image_features_in_root, shard_degree, unit_table
 from llama_ft.models.groups import freeze_groups
 from llama_ft.models.load_weights import LoadSettings, load_weights
 from llama_ft.models.lora import describe_experts, inject_lora

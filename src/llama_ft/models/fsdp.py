@@ -2,10 +2,11 @@
 units in a table."""
 
 from collections import Counter
-from collections.abc import Sequence, Set
-from functools import partial
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
+from functools import partial, wraps
 from itertools import pairwise
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,10 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import FSDPConfig
 from llama_ft.errors import UserError
@@ -31,6 +34,8 @@ from llama_ft.models.lora_linear import cast_where_used
 from llama_ft.models.quantized import weight_counts
 from llama_ft.models.torch_2_11 import allow_integers
 from llama_ft.runtime.devices import Precision
+
+FEATURES = "get_image_features"  # a method of Transformers' models
 
 
 def apply_fsdp(
@@ -205,6 +210,32 @@ def _tower_units(built: BuiltModel) -> list[nn.Module]:
         for stack in stacks:
             units += [layer for layer in stack if layer not in inner and _is_called(layer)]
     return units
+
+
+@contextmanager
+def image_features_in_root(model: PreTrainedModel) -> Iterator[None]:
+    """In the block, `generate` computes features of images inside of the hooks of the root unit, which
+    has weights of the towers. It calls the model's `get_image_features` before the first forward
+    pass."""
+    inner = model.base_model
+    if not isinstance(model, FSDPModule) or not hasattr(inner, FEATURES):
+        yield
+        return
+    compute = getattr(inner, FEATURES)
+    setattr(model, FEATURES, compute)
+    register_fsdp_forward_method(model, FEATURES)
+    with_hooks = getattr(model, FEATURES)
+
+    @wraps(compute)  # generate() reads the names of its parameters
+    def in_root(*args: Any, **kwargs: Any) -> Any:
+        return with_hooks(*args, **kwargs)
+
+    setattr(inner, FEATURES, in_root)
+    try:
+        yield
+    finally:
+        for module in {model, inner}:
+            del vars(module)[FEATURES]
 
 
 def _is_called(module: nn.Module) -> bool:

@@ -46,6 +46,14 @@ class RunMetadata:
             old = self._facts.get(key)
             is_merged = isinstance(value, dict) and isinstance(old, dict)
             self._facts[key] = old | value if is_merged else value
+        self._write()
+
+    def add_pictures(self, pictures: dict[str, str]) -> None:
+        """Add pictures of samples: name -> data: URL, in which nothing is masked. The next facts write
+        them into the file."""
+        self._facts["pictures"] = self._facts.get("pictures", {}) | pictures
+
+    def _write(self) -> None:
         try:
             # ASCII: a response may hold half a surrogate pair.
             replace_text(self.path, json.dumps(self._facts, default=str) + "\n")

@@ -8,6 +8,7 @@ import re
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -44,12 +45,13 @@ class HeaderSource:
 
 
 def read_headers(
-    folder: Path, model: ModelConfig, layers: int | None = None
+    folder: Path, model: ModelConfig, layers: int | None = None, with_images: bool = False
 ) -> tuple[PretrainedConfig, dict[str, StoredTensor]]:
     """Return a model's config and the headers of its weights, with `layers` decoder layers (None:
     all).
 
-    If it has no weights, the headers are those that a model with this config would be saved with.
+    If it has no weights, the headers are those that a model with this config would be saved with,
+    `with_images`: and its parts for images.
 
     Raises:
         UserError: config.json or a header cannot be read.
@@ -65,7 +67,8 @@ def read_headers(
     else:
         # as a string, or not at all, in some files
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
-        parameters = build_on_meta(deepcopy(config), model).model.named_parameters()
+        built = build_on_meta(deepcopy(config), model, with_images=with_images)
+        parameters = built.model.named_parameters()
         # Which tensors are quantized is not known: all count as dequantized.
         is_published = stored_method(config) is not None
         headers = {
@@ -73,15 +76,30 @@ def read_headers(
             for name, parameter in parameters
         }
     if layers is not None:
-        headers = _reduce_layers(config, model, headers, layers)
+        of_images = _names_of_image_parts(config, model, headers) if with_images else set()
+        headers = _reduce_layers(config, model, headers, layers, of_images)
     return config, headers
 
 
+def _names_of_image_parts(
+    config: PretrainedConfig, model: ModelConfig, headers: dict[str, StoredTensor]
+) -> set[str]:
+    """Return the names of stored tensors that the text part lacks."""
+    text_part = build_on_meta(deepcopy(config), model)
+    source: Any = HeaderSource(headers)  # which does not change its tensors
+    tensors = conversion.ConvertedSource(source, text_part).tensors
+    return {name for name, header in tensors.items() if header.is_left_out}
+
+
 def _reduce_layers(
-    config: PretrainedConfig, model: ModelConfig, headers: dict[str, StoredTensor], layers: int
+    config: PretrainedConfig,
+    model: ModelConfig,
+    headers: dict[str, StoredTensor],
+    layers: int,
+    of_images: set[str],
 ) -> dict[str, StoredTensor]:
     """Reduce a config in place to the first `layers` decoder layers. Return the headers of the
-    remaining weights."""
+    remaining weights, with those `of_images`, whose towers have layers of their own."""
     text = config.get_text_config()
     for name, value in list(vars(text).items()):
         # such as layer_types, with an entry per layer
@@ -93,7 +111,7 @@ def _reduce_layers(
     for name, header in headers.items():
         layer_number = re.search(r"\b\d+\b", name)  # the first number in a name
         is_kept = layer_number is None or int(layer_number[0]) < layers
-        if is_kept or conversion.is_ignored(reduced, name):
+        if is_kept or name in of_images or conversion.is_ignored(reduced, name):
             kept[name] = header
     return kept
 

@@ -14,7 +14,7 @@ from llama_ft.config.load import load
 from llama_ft.config.parse import words_of
 from llama_ft.config.settings import Config, settings_of
 from llama_ft.config.tool_flags import check, read
-from llama_ft.config.value_types import STRICT, Count, parse_size
+from llama_ft.config.value_types import STRICT, Count, CountOrZero, parse_size
 from llama_ft.errors import UserError
 
 RANKS_OF_A_NODE = 8
@@ -67,6 +67,13 @@ class PlanFlags:
     """Extrapolate from models of 3 and 5 layers, in seconds for any size. If not given: true with
     --fit. --quick false plans every layer."""
 
+    images: CountOrZero = 0
+    """Images in each packed sequence, or in each padded sample; 0: text only."""
+
+    image_tokens: Count | None = None
+    """With --images: tokens of an image; if not given, those of an image of --max_pixels, or else of
+    1 megapixel."""
+
     json: bool = False
     """Print the plan as JSON."""
 
@@ -105,6 +112,8 @@ def read_plan_flags(
         raise UserError(*errors, *failure.messages) from None
     if options.gpu in WITHOUT_BF16 and config.train.precision.startswith("bf16"):
         errors.append(f"--fit {options.fit}: this GPU does not compute bf16. Add --precision fp16.")
+    if options.image_tokens and not options.images:
+        errors.append("--image_tokens: has no effect without --images.")
     check(errors)
     if options.quick is None:
         options.quick = options.fit is not None

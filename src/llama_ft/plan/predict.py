@@ -24,6 +24,7 @@ from llama_ft.phases import MemoryCategory
 from llama_ft.plan.cuda_allocator import reserved_bytes
 from llama_ft.plan.fake_checkpoint import layers_are_alike, read_headers
 from llama_ft.plan.free_memory import CUDA_CONTEXT_BYTES, NCCL_BYTES
+from llama_ft.plan.images import fake_pixels, plan_example
 from llama_ft.plan.patches import planned_models
 from llama_ft.plan.tracker import Tracker, states_of
 from llama_ft.plan.types import Peak, Plan, PlanRequest
@@ -62,8 +63,6 @@ def predict(request: PlanRequest, build_model: models.BuildModel, quick: bool = 
             request.folder, request.config.model.trust_remote_code
         )
         plan_with = partial(_plan_with, request, build_model)
-        # layers of towers cannot be left out
-        quick = quick and not _has_images(request)
         plan = _plan_quickly(plan_with, model_config, request.config, quick)
         for first in passes_before(request.config):
             plan = _with_pass(plan, first, request, build_model, quick)
@@ -77,7 +76,7 @@ def predict(request: PlanRequest, build_model: models.BuildModel, quick: bool = 
 
 def _has_images(request: PlanRequest) -> bool:
     """Return whether the parts for images are built."""
-    return request.with_images or models.trains_images(request.config.model)
+    return request.images is not None or models.trains_images(request.config.model)
 
 
 class FirstPass(NamedTuple):
@@ -188,7 +187,9 @@ def _pass_plan(
 def _plan_with(request: PlanRequest, build_model: models.BuildModel, layers: int | None) -> Plan:
     config = _plannable(request.config)
     new_tokens = request.new_tokens
-    model_config, headers = read_headers(request.folder, config.model, layers)
+    model_config, headers = read_headers(
+        request.folder, config.model, layers, with_images=_has_images(request)
+    )
     context_length = models.resolve_context_length(config.data.context_length, model_config)
     samples = config.train.batch_size_training
     tracker = Tracker(request.device)
@@ -196,11 +197,16 @@ def _plan_with(request: PlanRequest, build_model: models.BuildModel, layers: int
         samples = min(samples, max(1, -(-request.size // request.world_size)))
     together = training.build_objective(config).examples_per_sample
     batch = _full_batch(request, samples * together, context_length)
+    example = plan_example(request, model_config, batch.example_lengths[0])
+    if example is not None:
+        batch = example.batch(batch)
     is_validated = config.train.run_validation and request.has_validation
     validation = None
     if is_validated:
         count = config.train.val_batch_size * together
         validation = _full_batch(request, count, context_length)
+        if example is not None:
+            validation = example.batch(validation)
     with _fake_world(request) as ranks, planned_models(headers, request.device), tracker.planning():
         models.choose_head(model_config, config.preference.objective)
         asked = models.ModelRequest(
@@ -209,10 +215,14 @@ def _plan_with(request: PlanRequest, build_model: models.BuildModel, layers: int
         built = build_model(asked, ranks, tracker)
         model = built.model
         tracker.watch(built)
+        waiting = fake_pixels(batch, config, request.device)
+        if validation is not None:
+            fake_pixels(validation, config, "cuda")
         step_flops = _step_flops(config, model, batch, request.target_share)
         optimizer = _two_steps(config, built, batch, validation, tracker, ranks)
         if is_validated and config.train.score:
             _answer(request, model, context_length, tracker)
+        del waiting
         of_the_device = len(tracker.events)
         tracker.enter("save")
         state = checkpoint.own_state(model, optimizer, ranks)
@@ -271,12 +281,6 @@ def _two_steps(
     optimizer.zero_grad()
     tracker.assign(states_of(optimizer), "optimizer state")
     tracker.peaks = {"load": tracker.peaks["load"]}
-    # Planned batches have no image, so the backward pass does not reach these parts.
-    for parameter in built.trained_image_weights:
-        parameter.grad = torch.zeros_like(parameter)
-        tracker.assign([parameter.grad], "gradients")
-    if built.trained_image_weights:
-        model.enable_input_require_grads()  # gradients flow back to them through the text part
 
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
     scale = training.TrainState(settings).scale.factor

@@ -25,7 +25,7 @@ from llama_ft.data import TokenizedData, TrainingBatches
 from llama_ft.errors import reason
 from llama_ft.models import BuildModel, NewTokens
 from llama_ft.plan.free_memory import free_bytes, free_text
-from llama_ft.plan.types import Plan, PlanRequest
+from llama_ft.plan.types import Plan, PlannedImages, PlanRequest
 from llama_ft.processes import end_with
 from llama_ft.runtime import Ranks, log
 from llama_ft.runtime.freed_memory import keep_freed_memory
@@ -100,7 +100,7 @@ class Preflight:
             train = dataset.report.train
             request = dataclasses.replace(
                 PlanRequest(config, folder, *job_and_data),
-                with_images=dataset.images is not None,
+                images=planned_images(config, dataset),
                 samples=(train.samples, train.target_tokens),
             )
             with suppress(OSError):
@@ -170,6 +170,20 @@ class Preflight:
         except (EOFError, OSError):
             return "the planner has ended"
         return f"it took over {seconds:.0f} s. recipes/plan.py has no limit"
+
+
+def planned_images(config: Config, dataset: TokenizedData) -> PlannedImages | None:
+    """Return the images to plan: of a packed sequence as many as in the mean, but at least
+    those of the sample with the most; of a padded sample those of that sample."""
+    if dataset.images is None:
+        return None
+    train = dataset.report.train
+    if not train.images:  # streamed samples are not counted
+        return PlannedImages()
+    tokens = -(-train.image_tokens // train.images)
+    count = -(-train.longest_images // tokens)
+    is_packed = config.data.batching_strategy == "packing"
+    return PlannedImages(count, tokens, train.images / train.tokens if is_packed else 0.0)
 
 
 def _serve(pipe: Connection, build_model: BuildModel, parent: int) -> None:

@@ -46,6 +46,11 @@ CATEGORY_OF_PHASE: dict[Phase, MemoryCategory] = {
 CUBLAS_BYTES = 32 * 2**20
 ITEM = torch.ops.aten._local_scalar_dense.default
 DEVICE = torch.ops.prim.device.default
+EQUALS = torch.ops.aten.eq.Scalar
+INDEX = torch.ops.aten.index.Tensor
+MASKED_SELECT = torch.ops.aten.masked_select.default
+NEW_EMPTY = torch.ops.aten.new_empty.default
+FACTORIES = (torch.ops.aten.arange, torch.ops.aten.linspace)  # of positions
 GROUPED_MM = torch.ops.aten._grouped_mm.default  # a matmul per expert
 
 
@@ -96,6 +101,18 @@ class Tracker(TorchDispatchMode):
         if self._phase is None or _computes_for_real(func, args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
+        if func is EQUALS and isinstance(args[0], FakeTensor) and args[0].is_floating_point():
+            # Idefics 3 looks for images that are padding, and reads their number: none is
+            self.count_workspace(args[0].numel())
+            with unset_fake_temporarily():
+                return torch.zeros((), dtype=torch.bool).expand(args[0].shape)
+        selected = _selected_by_mask(func, args)
+        if selected is not None:
+            if not isinstance(args[0], FakeTensor):  # a mask of the host
+                with unset_fake_temporarily():
+                    return args[0].reshape(selected).clone()
+            func = NEW_EMPTY
+            args = (args[0], selected)
         self.count_workspace(_workspace_bytes(func, args, self._is_cuda))
         if self._workspace_bytes and func._opname in ("mm", "addmm", "bmm"):
             self.count_workspace(self._workspace_bytes, is_kept=True)
@@ -253,14 +270,30 @@ def _computes_for_real(func: Any, args: Any, kwargs: Any) -> bool:
         return True
     tensors = [*_tensors(args), *_tensors(kwargs.values())]
     if not tensors:
-        return func.overloadpacket is torch.ops.aten.arange and kwargs.get("dtype") in (
-            None,
-            torch.int64,
-        )
+        of_numbers = kwargs.get("dtype") in (None, torch.int64, torch.float32)
+        return func.overloadpacket in FACTORIES and of_numbers
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
         return False
     on_meta = [tensor.device.type == "meta" for tensor in tensors]
     return all(on_meta) and device is None or not any(on_meta)
+
+
+def _selected_by_mask(func: Any, args: Any) -> list[int] | None:
+    """Return the shape of what a mask selects, such as places of images among embeddings; None for
+    other operators. A fake mask, such as of images that are not padding, selects everything."""
+    if func is INDEX and len(args[1]) == 1:
+        mask = args[1][0]
+    elif func is MASKED_SELECT:
+        mask = args[1]
+    else:
+        return None
+    if mask.dtype != torch.bool:
+        return None
+    count = mask.numel()
+    if not isinstance(mask, FakeTensor):
+        with unset_fake_temporarily():
+            count = int(mask.sum())
+    return [count, *args[0].shape[mask.ndim :]]
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -17,6 +17,15 @@ PLAN_FILE = "plan.json"
 
 
 @dataclass(frozen=True)
+class PlannedImages:
+    """The images of a planned micro-batch."""
+
+    per_example: int = 1  # in each packed sequence, or in each padded sample
+    tokens: int | None = None  # of one; None: of an image of --max_pixels, or of 1 megapixel
+    per_token: float = 0.0  # of a packed sequence, if that is more than `per_example`
+
+
+@dataclass(frozen=True)
 class PlanRequest:
     """The run to plan."""
 
@@ -32,8 +41,7 @@ class PlanRequest:
     has_validation: bool = True
     # examples and loss tokens of the training data, for a teacher's file; None: unknown
     samples: tuple[int, int] | None = None
-    # samples have images: the plan has the weights of towers, but not their activations
-    with_images: bool = False
+    images: PlannedImages | None = None  # None: no sample has an image
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from llama_ft.report.run import Run, differing_settings
 
 HERE = Path(__file__).parent
 BASE = "Python and its libraries"
+PICTURE = "data:image/jpeg;base64,"  # as training writes pictures of samples
 ENDINGS = {"finished": "good", "failed": "bad", "stopped": "warn", "running": "info", "died": "bad"}
 METRIC_PLOTS = {  # key -> title
     "train/loss": "Loss",
@@ -140,11 +141,37 @@ def report_page(run: Run) -> str:
         plots=plots,
         constants=constants,
         memory=memory_of(run),
+        samples=questions_of(run, "samples"),
+        scored=questions_of(run, "scored"),
         units=unit_rows(run.facts.get("units", [])),
         differing=differing_settings([run]),
         categories=MEMORY_CATEGORIES,
         phases=(BASE, *PHASES),
     )
+
+
+class Question(NamedTuple):
+    """A question, and its answers in order of time."""
+
+    text: str
+    pictures: list[str]  # data: URLs
+    answers: list[dict[str, Any]]
+
+
+def questions_of(run: Run, kind: str) -> list[Question]:
+    """Return the questions in facts.json of a kind, sorted. Equal texts about different images are
+    different questions."""
+    known = run.facts.get("pictures", {})
+    by_question = dict[tuple[str, ...], list[dict[str, Any]]]()
+    for answer in run.facts.get(kind, []):
+        key = (answer.get("question", ""), *answer.get("images", ()))
+        by_question.setdefault(key, []).append(answer)
+    questions = []
+    for (text, *names), answers in sorted(by_question.items(), key=itemgetter(0)):
+        urls = [known.get(name, "") for name in names]
+        pictures = [url for url in urls if url.startswith(PICTURE)]
+        questions.append(Question(text, pictures, answers))
+    return questions
 
 
 def is_constant(values: numpy.ndarray) -> bool:

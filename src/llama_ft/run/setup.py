@@ -83,12 +83,14 @@ class Setup:
             log.warning(warning)
         if dataset.images is not None:
             training.check_image_settings(config, dataset.images)
+        elif config.train.sample_images:
+            raise UserError("--sample_images: no sample has images. Leave it out.")
         elif models.trains_images(config.model):
             raise UserError(
                 "--train_vision and --freeze_LLM_only: no sample has images. Leave them out."
             )
         vocabulary = new_tokens.rows if new_tokens else models.vocabulary_size(model_config)
-        training.check_sample_prompts(config.train, tokenizer, vocabulary)
+        training.check_sample_prompts(config.train, tokenizer, vocabulary, dataset.images)
         if self.ranks.is_main:
             checkpoint.check_export(model_config, tokenizer, folder)
         is_packed = config.data.batching_strategy == "packing"

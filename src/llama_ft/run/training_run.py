@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
@@ -27,6 +28,7 @@ from llama_ft.runtime.exit import Stop
 from llama_ft.training.objective import LossSum, Objective
 from llama_ft.training.step import Step, StepResult
 
+PICTURES_SHOWN = 4  # per answer in the report
 Metrics = dict[str, Any]  # key of metrics.jsonl -> number, or a list with one number per rank
 
 
@@ -309,7 +311,7 @@ class TrainingRun:
         step = 0 if record is None else record.step
         for name, score in scores.items():
             title = f"step {step}, {name}" if name else f"step {step}"
-            self.facts.add_samples(title, score.samples, "scored")
+            self._keep_answers(title, score.samples, "scored")
         self.throughput.pause()
         return {f"eval/{name}": value for name, value in metrics.items()}
 
@@ -327,13 +329,29 @@ class TrainingRun:
         length = self.config.train.sample_tokens
         pad = self.batches.layout.pad_token_id
         try:
-            answers = training.answer_prompts(model, tokenizer, chats, length, pad, self.ranks)
+            answers = training.answer_prompts(
+                model, tokenizer, chats, length, pad, self.ranks, self.dataset.images
+            )
         except runtime.Stopped as stopped:
             self._abandon("The generation of sample answers", stopped, record)
             return
         training.log_answers(when, answers)
-        self.facts.add_samples(when, answers)
+        self._keep_answers(when, answers, "samples")
         self.throughput.pause()
+
+    def _keep_answers(self, when: str, answers: list[dict[str, Any]], kind: str) -> None:
+        """Keep answers for the report, with small pictures of their images. A picture is stored
+        once, although each evaluation shows it."""
+        kept = []
+        pictures = {}
+        for answer in answers if self.ranks.is_main else ():
+            urls = map(data.thumbnail, answer.get("images", ())[:PICTURES_SHOWN])
+            named = {xxhash.xxh3_64_hexdigest(url.encode()): url for url in urls if url}
+            pictures.update(named)
+            kept.append({**answer, "images": list(named)} if named else answer)
+        if pictures:
+            self.facts.add_pictures(pictures)
+        self.facts.add_samples(when, kept, kind)
 
     def _abandon(self, what: str, stopped: runtime.Stopped, record: StepRecord | None) -> None:
         """Log that `what` was abandoned. Before step 1 and after the last step there is nothing to

@@ -3,6 +3,7 @@ prompts."""
 
 import copy
 import math
+import os
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from llama_ft.config import TrainConfig
 from llama_ft.data import (
     RENDER_ERRORS,
     BatchLayout,
+    Images,
     check_ids,
     collate,
     evaluation_batches,
@@ -26,9 +28,13 @@ from llama_ft.data import (
     group_size,
     stop_token_ids,
 )
+from llama_ft.data.chat_template import in_its_form
+from llama_ft.data.formats import BadSample, Message
+from llama_ft.data.image_prompts import image_paths, image_prompt, text_of, user_message
 from llama_ft.errors import UserError
-from llama_ft.models import BuiltModel
+from llama_ft.models import BuiltModel, image_features_in_root
 from llama_ft.runtime import Ranks, log
+from llama_ft.training.image_inputs import prompt_arguments
 from llama_ft.training.objective import Objective, logged_means
 from llama_ft.training.step import free_unsharded
 
@@ -156,20 +162,30 @@ def loss_sums(
     return LossSums(dict(zip(sums, totals, strict=True)), int(total_count))
 
 
-def sample_chats(
-    settings: TrainConfig, known: list[dict[str, str]] | None
-) -> list[list[dict[str, str]]]:
-    """Return the conversations to answer: one per prompt of sample_prompts, else `known`, which
-    ends with its reference response; none without sample_tokens."""
+def sample_chats(settings: TrainConfig, known: list[Message] | None) -> list[list[Message]]:
+    """Return the conversations to answer: one per prompt of sample_prompts, with its image of
+    sample_images if there are some; else `known`, which ends with its reference response; none
+    without sample_tokens."""
     if not settings.sample_tokens:
         return []
-    if settings.sample_prompts:
-        return [[{"role": "user", "content": prompt}] for prompt in settings.sample_prompts]
-    return [known] if known else []
+    if not settings.sample_prompts:
+        return [known] if known else []
+    chats: list[list[Message]] = []
+    files = settings.sample_images or []
+    for number, prompt in enumerate(settings.sample_prompts):
+        if files:
+            file = os.path.abspath(os.path.expanduser(files[min(number, len(files) - 1)]))
+            chats.append([user_message(prompt, [file])])
+        else:
+            chats.append([{"role": "user", "content": prompt}])
+    return chats
 
 
 def check_sample_prompts(
-    settings: TrainConfig, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int | None
+    settings: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocabulary_size: int | None,
+    images: Images | None,
 ) -> None:
     """Raise a UserError if a prompt of sample_prompts cannot be answered.
 
@@ -177,12 +193,16 @@ def check_sample_prompts(
         settings: with sample_prompts.
         tokenizer: with its chat template.
         vocabulary_size: of the model; None if it is not known.
+        images: of the run; None if no sample has an image.
     """
     for messages in sample_chats(settings, None):
-        prompt = textwrap.shorten(messages[-1]["content"], PROMPT_LENGTH, placeholder=" ...")
+        text = text_of(messages[-1]["content"])
+        prompt = textwrap.shorten(text, PROMPT_LENGTH, placeholder=" ...")
         name = f'--sample_prompts "{prompt}"'
         try:
-            [ids] = _encode_questions(tokenizer, [messages])
+            ids = _encode_question(tokenizer, messages, images)
+        except BadSample as error:
+            raise UserError(f"{name}: {error}") from error
         except RENDER_ERRORS as error:
             raise UserError(f"{name}: the chat template rejects it ({error}).") from error
         if not ids:
@@ -194,13 +214,15 @@ def check_sample_prompts(
 def answer_prompts(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    conversations: list[list[dict[str, str]]],
+    conversations: list[list[Message]],
     new_tokens: int,
     pad_token_id: int,
     ranks: Ranks,
-) -> list[dict[str, str]]:
-    """Return the model's greedy answers, each with its question and, if known, the reference. All
-    ranks must call it, because each has only its shard of the weights.
+    images: Images | None = None,
+) -> list[dict[str, Any]]:
+    """Return the model's greedy answers, each with its question and, if known, the reference; the
+    paths of the question's images are `images`. All ranks must call it, because each has only its
+    shard of the weights.
 
     Args:
         model: in training mode, also afterwards.
@@ -210,6 +232,7 @@ def answer_prompts(
         new_tokens: maximum number of tokens in an answer.
         pad_token_id: fills answers that end before the longest one.
         ranks: the ranks.
+        images: of the run; None if no sample has an image.
 
     Raises:
         Stopped: a signal has asked to stop; the answers are abandoned.
@@ -220,7 +243,7 @@ def answer_prompts(
     for messages in conversations:
         has_reference = messages[-1]["role"] == "assistant"
         questions.append(messages[:-1] if has_reference else messages)
-    prompts = _encode_questions(tokenizer, questions)
+    prompts = [_encode_question(tokenizer, question, images) for question in questions]
     # config.json of Llava has none
     ends = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
     before = model.generation_config
@@ -229,14 +252,16 @@ def answer_prompts(
     model.generation_config = config
     longest = longest_answer(model, prompts, new_tokens)
     try:
-        texts = generate_batch(model, tokenizer, prompts, longest, set(ends), ranks)
+        texts = generate_batch(model, tokenizer, prompts, longest, set(ends), ranks, images)
     finally:
         model.generation_config = before
     answers = []
     for messages, question, text in zip(conversations, questions, texts, strict=True):
-        answer = {"question": question[-1]["content"], "answer": text}
+        answer: dict[str, Any] = {"question": text_of(question[-1]["content"]), "answer": text}
         if len(question) < len(messages):
-            answer["reference"] = messages[-1]["content"]
+            answer["reference"] = text_of(messages[-1]["content"])
+        if paths := image_paths(question):
+            answer["images"] = paths
         answers.append(answer)
     return answers
 
@@ -258,6 +283,7 @@ def generate_batch(
     new_tokens: int,
     ends: set[int],
     ranks: Ranks,
+    images: Images | None = None,
 ) -> list[str]:
     """Return the model's answers to prompts in one batch, without special tokens and white space
     around them. All ranks must call it equally often.
@@ -269,27 +295,20 @@ def generate_batch(
         new_tokens: maximum number of tokens in an answer.
         ends: tokens that end an answer.
         ranks: the ranks.
+        images: makes pixels; None: the model is called for text only.
 
     Raises:
         Stopped: a signal has asked to stop; the answers are abandoned.
     """
-    width = max(len(prompt) for prompt in prompts)
-    # Padding is on the left and masked, so any token can be used.
-    padded = []
-    masks = []
-    for prompt in prompts:
-        padding = width - len(prompt)
-        padded.append(prompt[:1] * padding + prompt)
-        masks.append([0] * padding + [1] * len(prompt))
+    arguments = prompt_arguments(model, prompts, images, model.device)
+    width = arguments["input_ids"].shape[1]
     # All ranks call the model equally often, also those whose answers have ended. `prepend`: before
     # FSDP's own hook, which starts to gather weights.
     check = model.register_forward_pre_hook(lambda *_: ranks.check_stop(), prepend=True)
     try:
-        with evaluating(model):
+        with evaluating(model), image_features_in_root(model):
             tokens = model.generate(  # type: ignore[operator]  # a mixin's method, which nn.Module's annotation hides
-                # FSDP2 moves inputs to the GPU, generate() does not
-                input_ids=torch.tensor(padded).to(model.device),
-                attention_mask=torch.tensor(masks).to(model.device),
+                **arguments,
                 max_new_tokens=new_tokens,
                 use_cache=True,
                 # ranks whose answers have ended must join the all-gathers of weights
@@ -298,7 +317,7 @@ def generate_batch(
     finally:
         check.remove()
     answers = []
-    for token_ids in tokens[:, width:].tolist():
+    for token_ids in tokens[: len(prompts), width:].tolist():
         # padding follows the first end token
         end = next((place for place, token in enumerate(token_ids) if token in ends), None)
         text = str(tokenizer.decode(token_ids[:end], skip_special_tokens=True))
@@ -306,27 +325,31 @@ def generate_batch(
     return answers
 
 
-def _encode_questions(
-    tokenizer: PreTrainedTokenizerBase, questions: list[list[dict[str, str]]]
-) -> list[list[int]]:
-    prompts: Any
-    if tokenizer.chat_template:
-        prompts = tokenizer.apply_chat_template(
-            questions, add_generation_prompt=True, return_dict=False
-        )
-    else:  # trained on text or on tokens
-        prompts = tokenizer([question[-1]["content"] for question in questions])["input_ids"]
-    return list(prompts)
+def _encode_question(
+    tokenizer: PreTrainedTokenizerBase, question: list[Message], images: Images | None
+) -> list[int]:
+    if not tokenizer.chat_template:  # trained on text or on tokens
+        return list(tokenizer(question[-1]["content"])["input_ids"])
+    text = tokenizer.apply_chat_template(
+        in_its_form(tokenizer.get_chat_template(), question),
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    if images is not None and image_paths(question):
+        return image_prompt(images, str(text), question)
+    # the chat template has written BOS
+    return list(tokenizer(str(text), add_special_tokens=False)["input_ids"])
 
 
-def log_answers(when: str, answers: list[dict[str, str]]) -> None:
+def log_answers(when: str, answers: list[dict[str, Any]]) -> None:
     """Log the result of `answer_prompts`, if there is any, under a heading such as "before
     fine-tuning"."""
     if not answers:
         return
     lines = ["", when.capitalize()]
     for answer in answers:
-        for name, text in answer.items():
+        for name, value in answer.items():
             label = f"{name}:"
+            text = ", ".join(value) if name == "images" else value
             lines.append(f"  {label:<10} {textwrap.shorten(text, 240, placeholder=' ...')}")
     log.info("\n".join([*lines, ""]))

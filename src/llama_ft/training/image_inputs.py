@@ -9,23 +9,21 @@ import inspect
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import Config
 from llama_ft.data import Batch, Images
+from llama_ft.data.image_prompts import ImagePrompt, prompt_tensors
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel
-from llama_ft.runtime import log
 from llama_ft.runtime.devices import sent
 
 
 def check_image_settings(config: Config, images: Images) -> None:
-    """Log what a run on images leaves out.
-
-    Raises:
-        UserError: settings are not supported with images.
-    """
+    """Raise a UserError for settings that are not supported with images."""
     if config.model.compile or config.model.use_liger is True:
         raise UserError(
             "--compile and --use_liger: not supported if samples have images. Set both to false."
@@ -38,15 +36,6 @@ def check_image_settings(config: Config, images: Images) -> None:
     if config.fsdp.enable_fsdp and config.fsdp.fsdp_wrap_policy == "size":
         raise UserError(
             "--fsdp_wrap_policy size: not supported if samples have images. Use hybrid."
-        )
-    if config.memory.plan_memory:
-        log.info(
-            "The memory plan has the weights of the parts for images, but not their pixels and "
-            "activations."
-        )
-    if config.train.sample_tokens and not config.train.sample_prompts:
-        log.warning(
-            "no sample answers: samples with images are not answered. --sample_prompts are."
         )
 
 
@@ -70,7 +59,7 @@ def image_arguments(
         per_token = {
             name: nn.functional.pad(values, (0, added)) for name, values in per_token.items()
         }
-    taken = _taken(built)
+    taken = _taken(built.model)
     arguments = {}
     for name, values in (per_token | images.others).items():
         if name in taken:
@@ -82,10 +71,42 @@ def image_arguments(
     return arguments
 
 
-def _taken(built: BuiltModel) -> set[str]:
+def prompt_arguments(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    images: Images | None,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Return the arguments of `generate` for prompts in one batch, on a device: tokens with padding on
+    the left, their mask, and what the processor makes of images.
+
+    With several ranks and `images` there may be one more prompt at the end: ranks whose prompts have
+    no image run the parts for images, too. Its answer is not needed.
+    """
+    made = {}
+    has_images = any(isinstance(prompt, ImagePrompt) for prompt in prompts)
+    if images is not None and (has_images or dist.get_world_size() > 1):
+        taken = _taken(model)
+        prompts, tensors = prompt_tensors(images, prompts)
+        made = {name: values for name, values in tensors.items() if name in taken}
+    width = max(len(prompt) for prompt in prompts)
+    padded = []
+    masks = []
+    for prompt in prompts:
+        padding = width - len(prompt)
+        # It is masked. The prompt's first token, so that the repetition penalty sees no token that is
+        # not in the prompt.
+        padded.append(list(prompt[:1]) * padding + list(prompt))
+        masks.append([0] * padding + [1] * len(prompt))
+    made |= {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(masks)}
+    # FSDP2 moves inputs to the GPU, generate() does not
+    return {name: values.to(device) for name, values in made.items()}
+
+
+def _taken(model: PreTrainedModel) -> set[str]:
     """Return the names of the arguments of the model and of what it calls first."""
-    names = set(inspect.signature(built.model.forward).parameters)
-    return names | set(inspect.signature(built.model.base_model.forward).parameters)
+    names = set(inspect.signature(model.forward).parameters)
+    return names | set(inspect.signature(model.base_model.forward).parameters)
 
 
 def _position_rule(model: nn.Module) -> Any:

@@ -22,7 +22,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
-from llama_ft.data import IGNORED, stop_token_ids
+from llama_ft.data import IGNORED, Images, stop_token_ids
+from llama_ft.data.image_prompts import ImagePrompt
 from llama_ft.errors import UserError
 from llama_ft.runtime import Ranks
 from llama_ft.training.evaluation import SetScore, generate_batch, longest_answer
@@ -34,7 +35,7 @@ LONGEST_SHOWN = 4000  # characters
 
 
 class Question(NamedTuple):
-    """A validation sample to answer."""
+    """A validation sample to answer. `prompt_ids` are an `ImagePrompt` if it has images."""
 
     prompt_ids: list[int]
     prompt: str
@@ -88,6 +89,7 @@ class AnswerScores:
         settings: score, score_tokens, score_samples and score_batch_size.
         sets: the validation sets by name.
         tokenizer: of the run.
+        images: of the run; None if no sample has an image.
 
     Raises:
         UserError: a set has no sample with a prompt, or the function does not exist. It is called
@@ -99,7 +101,9 @@ class AnswerScores:
         settings: TrainConfig,
         sets: Mapping[str, Dataset],
         tokenizer: PreTrainedTokenizerBase,
+        images: Images | None = None,
     ) -> None:
+        self._images = images
         self._name = settings.score or ""
         self._tokens = settings.score_tokens
         self._batch_size = settings.score_batch_size
@@ -166,7 +170,9 @@ class AnswerScores:
             batch = batches[number] if is_own else order[-1:]
             prompts = [questions[index].prompt_ids for index in batch]
             longest = longest_answer(model, prompts, self._tokens)
-            texts = generate_batch(model, self._tokenizer, prompts, longest, ends, ranks)
+            texts = generate_batch(
+                model, self._tokenizer, prompts, longest, ends, ranks, self._images
+            )
             if is_own:
                 answers |= dict(zip(batch, texts, strict=True))
         return self._gather(questions, answers, ranks)
@@ -194,7 +200,9 @@ class AnswerScores:
             answer, score = together[index]
             question = questions[index]
             texts = {"question": question.prompt, "answer": answer, "reference": question.reference}
-            shown = {name: text[:LONGEST_SHOWN] for name, text in texts.items()}
+            shown: dict[str, Any] = {name: text[:LONGEST_SHOWN] for name, text in texts.items()}
+            if isinstance(question.prompt_ids, ImagePrompt):
+                shown["images"] = question.prompt_ids.paths
             samples.append({**shown, "score": score})
         # fsum rounds once, so the order of the ranks does not matter
         total = math.fsum(score for _, score in together.values())
@@ -226,7 +234,8 @@ def find_questions(
         most: only so many of the first ones; 0 = all.
     """
     found = list[Question]()
-    for sample in samples.select_columns(["input_ids", "labels", "source"]):
+    columns = {"input_ids", "labels", "source", "text", "images"}
+    for sample in samples.select_columns(sorted(columns.intersection(samples.column_names))):
         if most and len(found) == most:
             break
         ids = sample["input_ids"]
@@ -239,5 +248,8 @@ def find_questions(
             continue
         prompt = str(tokenizer.decode(ids[:start], skip_special_tokens=True))
         reference = str(tokenizer.decode(ids[start:end], skip_special_tokens=True))
-        found.append(Question(ids[:start], prompt.strip(), reference.strip(), sample["source"]))
+        prompt_ids = ids[:start]
+        if sample.get("text") is not None:
+            prompt_ids = ImagePrompt(prompt_ids, sample["text"], sample["images"])
+        found.append(Question(prompt_ids, prompt.strip(), reference.strip(), sample["source"]))
     return found
