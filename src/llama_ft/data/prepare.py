@@ -304,11 +304,7 @@ def _overlap(name: str, validation: Path, train: Path) -> list[str]:
 
 def _write_held_out(tokenization: _Tokenization, file: Path) -> str:
     """Write the samples that the fraction --validation keeps out of training, with the columns of
-    their format. Return a line for the log.
-
-    Raises:
-        UserError: the file exists with other samples.
-    """
+    their format. Return a line for the log. Raises UserError if the file has other samples."""
     count = 0
     config = tokenization.config
     samples = tokenization.source.formatted_samples(config.dataset_format)
