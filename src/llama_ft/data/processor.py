@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import xxhash
-from PIL import Image, ImageOps
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoImageProcessor
 from transformers.models.auto.processing_auto import (
@@ -46,7 +45,8 @@ from llama_ft.data.loss_mask import RenderedChat
 from llama_ft.data.sources import SAMPLES_LOOKED_AT, Source
 from llama_ft.errors import RunFailure, UserError, reason
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # PIL is imported for images only: not every environment has it
+    from PIL import Image
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 # as Image.MAX_IMAGE_PIXELS: above, PIL warns of a decompression bomb
@@ -381,7 +381,7 @@ class Images:
         return _Filler(torch.tensor([int(token) for token in output["input_ids"][0]]), text)
 
     def _run(
-        self, texts: list[Any], images: list[list[Image.Image]], kind: str, **options: bool
+        self, texts: list[Any], images: list[list["Image.Image"]], kind: str, **options: bool
     ) -> dict[str, Any]:
         """Call the processor. Tokens are lists, images are tensors of numpy (`np`), which processes
         of the tokenization may use, or of torch (`pt`)."""
@@ -397,7 +397,7 @@ class Images:
 
     def _open_all(
         self, references: list[list[str]], locations: list[str]
-    ) -> list[list[Image.Image]]:
+    ) -> list[list["Image.Image"]]:
         """Read the images of all samples in a few threads: decoding does not hold the GIL."""
         flat = []
         for sample, location in zip(references, locations, strict=True):
@@ -406,7 +406,7 @@ class Images:
             opened = iter(list(pool.map(self._open_again, flat)))
         return [[next(opened) for _ in sample] for sample in references]
 
-    def _open_again(self, tokenized: tuple[str, str]) -> Image.Image:
+    def _open_again(self, tokenized: tuple[str, str]) -> "Image.Image":
         (reference, location) = tokenized
         checksum, _, path = reference.partition(" ")
         try:
@@ -419,12 +419,14 @@ class Images:
             )
         return image
 
-    def _open(self, path: str) -> tuple[Image.Image, str]:
+    def _open(self, path: str) -> tuple["Image.Image", str]:
         """Return an image as RGB, upright, and the checksum of its file.
 
         Raises:
             BadSample: it cannot be read, or is a decompression bomb.
         """
+        from PIL import Image, ImageOps
+
         try:
             with warnings.catch_warnings(), open(path, "rb") as file:
                 warnings.simplefilter("ignore")
@@ -531,8 +533,10 @@ def _by_shape(
     return per_token, others
 
 
-def _grey_image() -> Image.Image:
+def _grey_image() -> "Image.Image":
     """Return the filler's image. It is not of one color: Idefics 3 takes zeros for padding."""
+    from PIL import Image
+
     gradient = Image.linear_gradient("L").resize((FILLER_SIDE, FILLER_SIDE))
     return gradient.convert("RGB")
 
