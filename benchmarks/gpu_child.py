@@ -27,8 +27,8 @@ WAITING = {
     "equal",
     "is_nonzero",
 }
-# look at tensors of the host, on a GPU too
-ON_HOST = ("batches.py", "objective.py", "packed_attention.py")
+# Look at tensors of the host, on a GPU too. block_attention.py is for CPUs only.
+ON_HOST = ("batches.py", "objective.py", "packed_attention.py", "block_attention.py")
 
 
 class CountWaits(TorchDispatchMode):

@@ -12,8 +12,10 @@ from llama_ft.evaluation.flags import read_evaluate_flags
 from llama_ft.export_flags import read_export_flags
 from llama_ft.inference.flags import read_inference_flags
 
+# PIL cannot be imported: only images need it, and a container without a network may lack it.
 AND_LIST_MODULES = (
-    "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__'); "
+    "import runpy, sys; sys.modules['PIL'] = None; sys.argv = sys.argv[1:]; "
+    "runpy.run_path(sys.argv[0], run_name='__main__'); "
 )
 AND_LIST_MODULES += "print('modules:', *sys.modules)"
 # For plots, trackers, other frameworks; and torch's compiler, which only --compile needs. Not here:

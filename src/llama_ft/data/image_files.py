@@ -1,13 +1,16 @@
-"""Read an image file as 8-bit RGB."""
+"""Read an image file as 8-bit RGB. PIL is imported for images only: not every environment has it."""
 
 import warnings
+from typing import TYPE_CHECKING
 
 import numpy
 import xxhash
-from PIL import Image, ImageOps, UnidentifiedImageError
 
 from llama_ft.data.formats import BadSample
 from llama_ft.errors import reason
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 # as Image.MAX_IMAGE_PIXELS: above, PIL warns of a decompression bomb
 LARGEST_IMAGE = 89_478_485  # pixels
@@ -17,13 +20,15 @@ LARGEST_RATIO = 200
 WIDE_PIXELS = ("I", "F")  # PIL's modes of 32 bits
 
 
-def read_image(path: str) -> tuple[Image.Image, str]:
+def read_image(path: str) -> tuple["Image.Image", str]:
     """Return an image as RGB, upright, and the checksum of its file. It is the first frame of an
     animation.
 
     Raises:
         BadSample: it cannot be read, or its size or format is not supported.
     """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
     try:
         with warnings.catch_warnings(), open(path, "rb") as file:
             warnings.simplefilter("ignore")
@@ -45,6 +50,8 @@ def read_image(path: str) -> tuple[Image.Image, str]:
 def _formats() -> list[str]:
     """Return the formats that PIL reads itself. For EPS it starts Ghostscript, which runs the
     program that the file is."""
+    from PIL import Image
+
     Image.init()
     return [name for name in Image.ID if name != "EPS"]
 
@@ -61,11 +68,13 @@ def _check_size(path: str, width: int, height: int) -> None:
         )
 
 
-def _to_rgb(path: str, image: Image.Image) -> Image.Image:
+def _to_rgb(path: str, image: "Image.Image") -> "Image.Image":
     """Convert an image. PIL's own conversion makes everything above 255 white."""
+    from PIL.Image import fromarray
+
     if image.mode in WIDE_PIXELS:
         raise BadSample(f"{path} has 32 bits per pixel and channel; expected 8 or 16. Convert it.")
     if image.mode.startswith("I;16"):
         values = numpy.asarray(image).astype(numpy.uint16)
-        image = Image.fromarray((values >> 8).astype(numpy.uint8))
+        image = fromarray((values >> 8).astype(numpy.uint8))
     return image.convert("RGB")

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from PIL import Image, ImageOps
 
 from llama_ft.data.formats import ImagePart, Message
 from llama_ft.data.loss_mask import RenderedChat
@@ -83,6 +82,8 @@ def prompt_tensors(
 def thumbnail(path: str) -> str:
     """Return a small picture of an image as a data: URL of at most THUMBNAIL_BYTES characters; "" if
     its file is gone or broken."""
+    from PIL import Image, ImageOps
+
     try:
         with Image.open(path) as image:
             image.draft("RGB", (THUMBNAIL_SIDE, THUMBNAIL_SIDE))  # decode large JPEGs smaller

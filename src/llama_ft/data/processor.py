@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoImageProcessor
 from transformers.models.auto.processing_auto import (
@@ -46,7 +45,8 @@ from llama_ft.data.loss_mask import RenderedChat
 from llama_ft.data.sources import SAMPLES_LOOKED_AT, Source
 from llama_ft.errors import RunFailure, UserError, reason
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # PIL is imported for images only: not every environment has it
+    from PIL import Image
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 FILLER_SIDE = 64  # pixels
@@ -426,7 +426,7 @@ class Images:
         return _Filler(torch.tensor([int(token) for token in output["input_ids"][0]]), text)
 
     def _expanded(
-        self, text: str, images: list[Image.Image]
+        self, text: str, images: list["Image.Image"]
     ) -> tuple[list[dict[str, Any]] | None, list[int]]:
         """Return which characters of a chat the processor replaces by what, None if it does not say
         it; and its tokens."""
@@ -439,7 +439,7 @@ class Images:
         return replaced, [int(token) for token in output["input_ids"][0]]
 
     def _run(
-        self, texts: list[Any], images: list[list[Image.Image]], kind: str, **options: bool
+        self, texts: list[Any], images: list[list["Image.Image"]], kind: str, **options: bool
     ) -> dict[str, Any]:
         """Call the processor. Tokens are lists, images are tensors of numpy (`np`), which processes
         of the tokenization may use, or of torch (`pt`)."""
@@ -455,7 +455,7 @@ class Images:
 
     def _open_all(
         self, references: list[list[str]], locations: list[str]
-    ) -> list[list[Image.Image]]:
+    ) -> list[list["Image.Image"]]:
         """Read the images of all samples in a few threads: decoding does not hold the GIL."""
         flat = []
         for sample, location in zip(references, locations, strict=True):
@@ -464,7 +464,7 @@ class Images:
             opened = iter(list(pool.map(self._open_again, flat)))
         return [[next(opened) for _ in sample] for sample in references]
 
-    def _open_again(self, tokenized: tuple[str, str]) -> Image.Image:
+    def _open_again(self, tokenized: tuple[str, str]) -> "Image.Image":
         (reference, location) = tokenized
         checksum, _, path = reference.partition(" ")
         try:
@@ -477,19 +477,21 @@ class Images:
             )
         return image
 
-    def _open(self, path: str) -> tuple[Image.Image, str]:
+    def _open(self, path: str) -> tuple["Image.Image", str]:
         """Return an image as RGB, upright, and the checksum of its file.
 
         Raises:
             BadSample: it cannot be read, or is a decompression bomb.
         """
+        from PIL.Image import Resampling
+
         rgb, checksum = read_image(path)
         pixels = rgb.width * rgb.height
         if self._max_pixels is not None and pixels > self._max_pixels:
             factor = (self._max_pixels / pixels) ** 0.5
             width = max(1, int(rgb.width * factor))
             height = max(1, int(rgb.height * factor))
-            rgb = rgb.resize((width, height), Image.Resampling.BICUBIC)
+            rgb = rgb.resize((width, height), Resampling.BICUBIC)
         return rgb, checksum
 
 
@@ -571,8 +573,10 @@ def _by_shape(
     return per_token, others
 
 
-def _grey_image(side: int = FILLER_SIDE) -> Image.Image:
+def _grey_image(side: int = FILLER_SIDE) -> "Image.Image":
     """Return the filler's image, a square. It is not of one color: Idefics 3 takes zeros for padding."""
+    from PIL import Image
+
     gradient = Image.linear_gradient("L").resize((side, side))
     return gradient.convert("RGB")
 
