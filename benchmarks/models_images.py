@@ -48,6 +48,7 @@ COLUMNS: dict[str, list[str]] = {
     "all": [*PADDED, "--train_vision", "all"],
     "LoRA": [*PADDED, *LORA],
     "bf16": [*PADDED, "--precision", "bf16_mixed"],
+    "2 ranks": [*TWO_RANKS, "--enable_fsdp", "--train_vision", "all"],
 }
 PROJECTOR = (
     "merger",
