@@ -154,8 +154,6 @@ def test_the_plan_of_an_example_has_the_figure_of_the_table(
 ) -> None:
     config, _ = load([f"--config={file}"], paths=False)
     request = request_for(config, Hardware(1, 1, "24gb"), tmp_path / "model")
-    has_images = "charts" in str(config.data.dataset)  # examples/draw_charts.py
-    request = dataclasses.replace(request, with_images=has_images)
     plan = predict(request, finetuning.build_model, quick=True)
     [planned] = re.findall(example_row(file), EXAMPLES.read_text())
     assert plan.device_bytes / 2**30 == pytest.approx(float(planned), abs=0.051)
