@@ -53,8 +53,13 @@ def report_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) ->
     )
     start = Preflight(finetuning.build_model, off=False)
     planner = start._process
+    counts = SimpleNamespace(samples=8, target_tokens=100)
     rows = SimpleNamespace(
-        longest_example=None, target_share=1.0, validations={"": []}, images=None
+        longest_example=None,
+        target_share=1.0,
+        validations={"": []},
+        images=None,
+        report=SimpleNamespace(train=counts),
     )
     steps = SimpleNamespace(size=None)
     job = SimpleNamespace(world_size=2, local_world_size=2, device=torch.device("cpu"))
@@ -69,7 +74,7 @@ def report_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) ->
 @pytest.mark.parametrize(
     ("batching", "expected"),
     [
-        # 40 images in 10,000 tokens: 8.2 in a full packed sequence of 2,048
+        # the sample with the most images has 3 of 100 tokens
         ("packing", PlannedImages(3, 100, 0.004)),
         ("padding", PlannedImages(3, 100, 0.0)),
     ],
