@@ -71,7 +71,7 @@ def report_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) ->
 @pytest.mark.parametrize(
     ("batching", "expected"),
     [
-        # 40 images in 10,000 tokens: 8.2 in a full packed sequence of 2,048
+        # the sample with the most images has 3 of 100 tokens
         ("packing", PlannedImages(3, 100, 0.004)),
         ("padding", PlannedImages(3, 100, 0.0)),
     ],
