@@ -4,10 +4,12 @@ the same pairs.
     python benchmarks/preferences.py                                   # makes an environment with TRL
     python benchmarks/preferences.py --trl_python ~/trl/bin/python --only dpo,ipo --methods lora
 
-The model is the demo's Llama of 6.6 M random parameters. Prompts and chosen responses are the
-demo's chats, a rejected response is that of another chat. One process trains, on one thread: both
-sides see the same micro-batches in the same order, and have one learning rate, AdamW, and gradient
-clipping at 1. Both adapters begin with the weights that recipes/finetuning.py gives its own.
+The model is the demo's Llama of 6.6 M random parameters, and so is the teacher of distillation, with
+other numbers. Prompts and chosen responses are the demo's chats, a rejected response is that of
+another chat. Distillation learns from the prompts and chosen responses alone. One process
+trains, on one thread: both sides see the same micro-batches in the same order, and have one
+learning rate, AdamW, and gradient clipping at 1. Both adapters begin with the weights that
+recipes/finetuning.py gives its own.
 
 Printed per objective is the largest difference in any step, divided by the largest value that TRL
 has in any step.
@@ -24,12 +26,13 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY / folder) for folder in ("src", "benchmarks")]
 
+import torch  # noqa: E402
 from peers import PEERS, launch, make_environment  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from text_files import read_json_lines  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from llama_ft.data import Encoder, build_demo, cache_dir, two_examples  # noqa: E402
+from llama_ft.data import Encoder, build_demo, cache_dir, one_example, two_examples  # noqa: E402
 from llama_ft.data.batches import BatchLayout, BatchSampler  # noqa: E402
 
 STEPS = 10
@@ -107,6 +110,13 @@ CASES = {
         {"beta": 0.3, "undesirable_weight": 1.2},
         micro_batch=GLOBAL_BATCH,
     ),
+    # all tokens of the vocabulary, and no cross-entropy
+    "distill": Case(
+        "--objective distill --distill_weight 1 --teacher_model @teacher --distill_top_k @vocabulary",
+        "gkd",
+        {"lmbda": 0.0, "beta": 0.0},
+        methods=("full",),
+    ),
 }
 
 
@@ -166,6 +176,12 @@ def our_order(rows: list[Row], tokenizer: Any, is_kto: bool = False) -> list[int
         own = lengths[::2]
         others = lengths[1::2]
         lengths[1::2] = map(max, own, others)
+    return order_of(lengths, examples_per_sample=2)
+
+
+def order_of(lengths: list[int], examples_per_sample: int) -> list[int]:
+    """Numbers of the samples, whose examples have these lengths, in the order of our steps."""
+    size = examples_per_sample
     layout = BatchLayout(world_size=1, rank=0, micro_batch=GLOBAL_BATCH)
     plan = BatchSampler(
         lengths,
@@ -173,10 +189,21 @@ def our_order(rows: list[Row], tokenizer: Any, is_kto: bool = False) -> list[int
         layout,
         global_batch=GLOBAL_BATCH,
         seed=SEED,
-        examples_per_sample=2,
+        examples_per_sample=size,
     )
     steps = [plan.step(0, step).micro_batches for step in range(plan.steps_per_epoch)]
-    return [example // 2 for step in steps for share in step for example in share[::2]]
+    return [example // size for step in steps for share in step for example in share[::size]]
+
+
+def write_teacher(model: Path, folder: Path) -> Path:
+    """Write a model of the same shape and tokenizer with other random numbers, more decided than
+    a new one."""
+    torch.manual_seed(SEED)
+    config = AutoConfig.from_pretrained(model)
+    config.initializer_range = 0.1
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
 
 
 def write(file: Path, rows: list[Row]) -> Path:
@@ -211,6 +238,13 @@ class Bench:
             sample = samples[at]
             ordered.append({**sample, "other": order.index(sample["other"])})
         self.rows["trl kto"] = write(folder / "trl-samples.jsonl", ordered)
+        chats = [{"messages": row["prompt"] + row["chosen"]} for row in rows]
+        encoder = Encoder(tokenizer, LENGTH)
+        lengths = [len(one_example(chat, "messages", encoder)[0][0]) for chat in chats]
+        order = order_of(lengths, examples_per_sample=1)
+        self.rows["ours gkd"] = write(folder / "chats.jsonl", chats)
+        self.rows["trl gkd"] = write(folder / "trl-chats.jsonl", [chats[at] for at in order])
+        self.teacher = write_teacher(self.model, folder / "teacher")
         self.adapter = folder / "start" / "model"
         self.ours(CASES["dpo"], "lora", folder / "start", ["--max_train_step", "1"])
         # In the first step B is zero, so that A gets no gradient: it is as it was made.
@@ -221,12 +255,22 @@ class Bench:
                 weights[name] = weight * 0
         save_file(weights, file, metadata={"format": "pt"})
 
+    def rows_of(self, side: str, case: Case) -> Path:
+        """The file of a side, `ours` or `trl`, for a case."""
+        return self.rows.get(f"{side} {case.trainer}", self.rows[side])
+
+    def flags(self, case: Case) -> list[str]:
+        """The flags of a case."""
+        size = AutoConfig.from_pretrained(self.model).vocab_size
+        values = {"@teacher": str(self.teacher), "@vocabulary": str(size)}
+        return [values.get(word, word) for word in case.flags.split()]
+
     def ours(
         self, case: Case, method: str, output: Path, more: list[str]
     ) -> list[dict[str, float]]:
         """A run of recipes/finetuning.py: what it logged of each step."""
         flags: list[Any] = [
-            *case.flags.split(),
+            *self.flags(case),
             *(LORA if method == "lora" else []),
             *more,
             "--seed",
@@ -236,7 +280,7 @@ class Bench:
             "--model_name",
             self.model,
             "--dataset",
-            self.rows["ours kto" if case.trainer == "kto" else "ours"],
+            self.rows_of("ours", case),
         ]
         flags += ["--output_dir", output, "--run_validation", False]
         flags += [
@@ -278,7 +322,8 @@ class Bench:
         output.mkdir()
         job = {
             "model": str(self.model),
-            "rows": str(self.rows["trl kto" if case.trainer == "kto" else "trl"]),
+            "rows": str(self.rows_of("trl", case)),
+            "teacher": str(self.teacher),
             "output": str(output),
             "check": None,
             "method": method,

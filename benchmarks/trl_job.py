@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.distributed import DistributedConfig
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 TRAINERS: dict[str, tuple[Any, Any]] = {
@@ -37,6 +38,7 @@ TRAINERS: dict[str, tuple[Any, Any]] = {
     "kto": (KTOTrainer, KTOConfig),
     "simpo": (CPOTrainer, CPOConfig),
     "orpo": (ORPOTrainer, ORPOConfig),
+    "gkd": (GKDTrainer, GKDConfig),
 }
 LAYER_POLICY = "TRANSFORMER_BASED_WRAP"
 
@@ -224,14 +226,18 @@ def what_it_is(model: Any) -> str:
 
 
 def main(job: dict[str, Any]) -> None:
-    peft = new_adapter(job)
+    peft = None if job["adapter"] else new_adapter(job)
     before = anonymous_bytes()
     model = load_model(job)
     if job["adapter"]:
         model = PeftModel.from_pretrained(model, job["adapter"], is_trainable=True)
-        peft = None
     clock = Clock(job["device"])
     kind, _ = TRAINERS[job["trainer"]]
+    more: dict[str, Any] = {}
+    if job["trainer"] == "gkd":
+        more["teacher_model"] = AutoModelForCausalLM.from_pretrained(
+            job["teacher"], dtype=torch.float32
+        )
     trainer = sharded(kind, job)(
         model,
         args=settings_of(job),
@@ -239,6 +245,7 @@ def main(job: dict[str, Any]) -> None:
         processing_class=AutoTokenizer.from_pretrained(job["model"]),
         peft_config=peft,
         callbacks=[clock],
+        **more,
     )
     if job["trainer"] == "kto":  # its KL divergence is estimated by the same completions as ours
         found = trainer.train_dataset
