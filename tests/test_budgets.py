@@ -22,7 +22,7 @@ TOKENS = {
     "data": 36_000,
     "evaluation": 3400,
     "inference": 6200,
-    "models": 52_400,
+    "models": 54_400,
     "observe": 11_800,
     "plan": 16_200,
     "report": 4800,
