@@ -153,7 +153,8 @@ def find_model(
     # rejects a quantized model that cannot be fine-tuned, and corrupted files, before samples are
     # tokenized
     models.choose_quantization(config.quantization, deepcopy(model_config), config.peft.use_peft)
-    if ranks.is_main and (stored := models.describe_stored(folder, model_config)):
+    keeps_stored = config.quantization.mode == "as_stored"
+    if ranks.is_main and (stored := models.describe_stored(folder, model_config, keeps_stored)):
         log.info(stored)
     tokens = folder
     if wanted.tokenizer_name is not None:

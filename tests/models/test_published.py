@@ -376,6 +376,20 @@ def test_a_wrong_tensor_of_experts_in_mxfp4_is_named_with_its_file(
             open_dequantized(tmp_path)
 
 
+def test_an_expert_that_is_missing_is_named_with_its_file(tmp_path: Path) -> None:
+    folder = publish(tmp_path, *FP8_CASES["experts"])
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for part in ("weight", "weight_scale_inv"):
+        del tensors[f"model.layers.0.mlp.experts.1.up_proj.{part}"]
+    save_file(tensors, file, {"format": "pt"})
+    expected = (
+        r"model.safetensors: the tensors for .*gate_up_proj.* 3 of .*gate_proj.*, 2 of .*up_p"
+    )
+    with pytest.raises(UserError, match=expected):
+        open_source(folder, skeleton(folder))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_scale_that_is_not_finite_is_named_with_its_file(tmp_path: Path, value: float) -> None:
     def change(tensors: Tensors) -> None:

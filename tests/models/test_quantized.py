@@ -343,8 +343,8 @@ def test_routers_and_gates_are_not_quantized(
         (
             {},
             True,
-            {"quant_method": "hqq", "nbits": 4},
-            "quantization_config of hqq that is not supported",
+            {"quant_method": "quark"},
+            "quantization_config of quark that is not supported",
         ),
         ({}, False, {"load_in_4bit": True}, "--use_peft"),
     ],

@@ -349,6 +349,25 @@ def test_quantized_layers_take_their_quantized_bytes(
     )
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_as_stored_take_the_bytes_of_the_checkpoint(
+    plan: Plan, tmp_path: Path, ranks: int
+) -> None:
+    note = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    linear = (*FLAGS, *LORA, "--quantization", "as_stored")
+    fp8 = write_llama(tmp_path / "fp8", intermediate_size=256, quantization_config=note)
+    # of all but down_proj; a block of columns, for 256 columns two
+    rows = 2 * HIDDEN + 2 * KEY_VALUE_HEADS * HEAD + 2 * 256
+    in_bytes = LAYERS * (rows * (HIDDEN + 4) + HIDDEN * (256 + 2 * 4))
+    assert held(plan(fp8, ranks, *linear), "load")["quantized parts"] == in_bytes // ranks
+    shape = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}
+    shape |= {"num_local_experts": 4, "quantization_config": {"quant_method": "mxfp4"}}
+    mxfp4 = write_llama(tmp_path / "mxfp4", intermediate_size=96, **shape)
+    planned = plan(mxfp4, ranks, *linear, "--target_modules", "q_proj")
+    weights = LAYERS * 4 * 3 * HIDDEN * 96
+    assert held(planned, "load")["quantized parts"] == weights * 17 // 32 // ranks
+
+
 def test_double_quantization_takes_an_eighth_of_the_scales(plan: Plan, tmp_path: Path) -> None:
     model = write_llama(tmp_path / "model", hidden_size=1024, intermediate_size=1024)
     flags = (*FLAGS, *LORA, "--quantization", "4bit")

@@ -4,6 +4,7 @@ import gc
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from forked import REPOSITORY
@@ -15,7 +16,30 @@ from llama_ft.plan.types import PlanRequest
 
 PAGE = (REPOSITORY / "docs" / "guides" / "models.md").read_text()
 COMMAND = r"`recipes/plan.py (.*) --quick`"
+AS_STORED = r"^\| {name} \| ([\d.]+) \|$"
 ROW = r"^\| {name}.* \| (\d+) \| ([\d.]+) \| ([\d.]+) MiB \|$"
+
+
+def planned(
+    name: str,
+    ranks: int,
+    finetuning: ModuleType,
+    place: Path,
+    quantization: str = "4bit",
+) -> Any:
+    """Plan a model with the page's command, or with another quantization."""
+    command = re.search(COMMAND, PAGE)
+    assert command is not None
+    folder = write_config(place / "model", name)
+    text = command[1].replace("--quantization 4bit", f"--quantization {quantization}")
+    flags = [*text.split(), "--model_name", str(folder)]
+    if ranks > 1:
+        flags.append("--enable_fsdp")
+    config, _ = load(flags, paths=False)
+    request = PlanRequest(config, folder, ranks, min(ranks, 8), "cuda")
+    plan = predict(request, finetuning.build_model, quick=True)
+    gc.collect()
+    return plan
 
 
 @pytest.mark.slow
@@ -23,17 +47,19 @@ ROW = r"^\| {name}.* \| (\d+) \| ([\d.]+) \| ([\d.]+) MiB \|$"
 def test_the_table_has_the_planned_memory(
     name: str, finetuning: ModuleType, tmp_path: Path
 ) -> None:
-    command = re.search(COMMAND, PAGE)
     row = re.search(ROW.format(name=re.escape(name)), PAGE, re.MULTILINE)
-    assert command is not None and row is not None
-    ranks = int(row[1])
-    folder = write_config(tmp_path / "model", name)
-    flags = [*command[1].split(), "--model_name", str(folder)]
-    if ranks > 1:
-        flags.append("--enable_fsdp")
-    config, _ = load(flags, paths=False)
-    request = PlanRequest(config, folder, ranks, min(ranks, 8), "cuda")
-    plan = predict(request, finetuning.build_model, quick=True)
-    gc.collect()
+    assert row is not None
+    plan = planned(name, int(row[1]), finetuning, tmp_path)
     assert plan.device_bytes / 2**30 == pytest.approx(float(row[2]), abs=0.051)
     assert plan.host_load_bytes / 2**20 == pytest.approx(float(row[3]), abs=0.51)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen3-8B-FP8", "Devstral Small 2 (24B)"])
+def test_the_table_has_the_planned_memory_of_weights_as_stored(
+    name: str, finetuning: ModuleType, tmp_path: Path
+) -> None:
+    row = re.search(AS_STORED.format(name=re.escape(name)), PAGE, re.MULTILINE)
+    assert row is not None
+    plan = planned(name, 1, finetuning, tmp_path, "as_stored")
+    assert plan.device_bytes / 2**30 == pytest.approx(float(row[1]), abs=0.051)

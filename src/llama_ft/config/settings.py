@@ -399,9 +399,10 @@ class PeftConfig:
 class QuantizationConfig:
     """Frozen weights in fewer bits."""
 
-    mode: Literal["none", "8bit", "4bit"] = "none"
-    """8bit or 4bit, through bitsandbytes, with use_peft: LoRA on an 8-bit base, or QLoRA.
-    `--quantization` and `quantization:` are short for this field; the bare flag means 8bit."""
+    mode: Literal["none", "8bit", "4bit", "as_stored"] = "none"
+    """8bit or 4bit, through bitsandbytes, with use_peft: LoRA on an 8-bit base, or QLoRA. as_stored:
+    LoRA on a checkpoint published in FP8 or MXFP4, whose weights stay so. `--quantization` and
+    `quantization:` are short for this field; the bare flag means 8bit."""
 
     quant_type: Literal["nf4", "fp4"] = "nf4"
     """4bit: the data type, sixteen values that a weight can have."""

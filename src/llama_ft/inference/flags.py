@@ -50,7 +50,7 @@ class ModelFlags:
     tokenizer_name: str | None = None
     """Directory or Hub name of another tokenizer."""
 
-    quantization: Literal["none", "8bit", "4bit"] | None = None
+    quantization: Literal["none", "8bit", "4bit", "as_stored"] | None = None
     """Quantization of frozen weights; if not given, the run's."""
 
     precision: Literal["auto", "bf16", "fp16", "fp32", "bf16_mixed", "bf16_pure"] | None = None

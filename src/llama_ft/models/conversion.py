@@ -37,7 +37,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.errors import UserError
+from llama_ft.errors import UserError, reason
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.lora import checkpoint_key, is_adapter_weight
 from llama_ft.models.new_tokens import GrownSource
@@ -95,8 +95,17 @@ class ConvertedSource(WeightSource):
 
         for target, converter, collected in self._collect(built):
             group = _Group(target, converter, collected, self._context)
-            group.made.update(group.convert(header))
             file = source.tensors[next(iter(collected.values()))[0]].file
+            try:
+                group.made.update(group.convert(header))
+            except RuntimeError as error:  # torch's, of tensors that cannot be stacked
+                counts = ", ".join(
+                    f"{len(names)} of {pattern}" for pattern, names in collected.items()
+                )
+                raise UserError(
+                    f"{file}: the tensors for {target} do not fit each other: {counts} ({reason(error)}).\n"
+                    f"Download the model again."
+                ) from error
             for name, tensor in group.made.items():
                 self._groups[name] = group
                 self.tensors[name] = StoredTensor(file, tuple(tensor.shape), tensor.dtype)

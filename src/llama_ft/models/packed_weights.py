@@ -58,6 +58,7 @@ class ScaledWeight:
     global_scale: str | None = None  # of the scale of NVFP4's scales
     divides: bool = True  # the scales are divided by it, not multiplied
     is_transposed: bool = False
+    code_dtype: torch.dtype | None = None
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -158,7 +159,25 @@ def _read_grid(
     stop: int,
 ) -> torch.Tensor:
     """Return the scale (or zero point) of every weight in rows [start, stop) of a matrix."""
-    block_rows, block_columns = weight.block
+    by_row = _read_rows_of_grid(source, weight, name, expert, start, stop)
+    column = torch.arange(weight.shape[-1]) // weight.block[1]
+    return by_row[:, column]
+
+
+def row_scales(source: WeightSource, weight: ScaledWeight, start: int, stop: int) -> torch.Tensor:
+    """Return the fp32 scales of rows [start, stop) of a matrix, [rows, blocks of columns]."""
+    return _read_rows_of_grid(source, weight, weight.scale, None, start, stop)
+
+
+def _read_rows_of_grid(
+    source: WeightSource,
+    weight: ScaledWeight | CompressedWeight,
+    name: str,
+    expert: int | None,
+    start: int,
+    stop: int,
+) -> torch.Tensor:
+    block_rows = weight.block[0]
     first = start // block_rows
     last = ceil(stop / block_rows)
     if source.tensors[name].shape:
@@ -167,8 +186,7 @@ def _read_grid(
         stored = source.read(name)
     scale = scale_values(stored).reshape(last - first, -1)
     row = torch.arange(start, stop) // block_rows - first
-    column = torch.arange(weight.shape[-1]) // block_columns
-    return scale[row][:, column]
+    return scale[row]
 
 
 @dataclass(frozen=True)
@@ -204,12 +222,13 @@ def _read_matrix(
 def fp4_values(packed: torch.Tensor) -> torch.Tensor:
     """Return the fp32 values of two E2M1 codes per byte, the low half first: the last dimension
     doubles."""
-    values = torch.tensor(FP4_VALUES)
-    table = torch.cat([values, -values])
-    packed = packed.contiguous().view(torch.uint8)
-    low = table[(packed & 15).int()]
-    high = table[(packed >> 4).int()]
-    return torch.stack([low, high], dim=-1).flatten(-2)
+    values = torch.tensor(FP4_VALUES, device=packed.device)
+    of_code = torch.cat([values, -values])
+    low = of_code.repeat(16)
+    high = of_code.repeat_interleave(16)
+    of_byte = torch.stack([low, high], dim=-1)  # [256, 2]
+    codes = packed.contiguous().view(torch.uint8)
+    return of_byte[codes.int()].flatten(-2)
 
 
 def scale_values(scale: torch.Tensor) -> torch.Tensor:

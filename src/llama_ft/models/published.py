@@ -100,10 +100,12 @@ def remove_note(model_config: PretrainedConfig) -> dict[str, Any] | None:
     return note
 
 
-def describe_stored(folder: Path, model_config: PretrainedConfig) -> str | None:
+def describe_stored(
+    folder: Path, model_config: PretrainedConfig, keeps_stored: bool = False
+) -> str | None:
     """Read the headers of a model's weights. Return a log text about a published format: what it is,
-    and what it becomes. Raises UserError if a file cannot be read, or a tensor of the format is
-    missing or does not fit."""
+    and what it becomes (`keeps_stored`: with --quantization as_stored). Raises UserError if a file
+    cannot be read, or a tensor of the format is missing or does not fit."""
     source = open_dequantized(folder)
     note = stored_method(model_config)
     if note is None:
@@ -114,8 +116,9 @@ def describe_stored(folder: Path, model_config: PretrainedConfig) -> str | None:
             f"config.json says that the checkpoint is quantized ({describe_note(note)}), but no tensor is. "
             f"The weights are read as they are stored."
         )
+    read = "Other weights than those kept as stored are" if keeps_stored else "It is"
     return (
-        f"The checkpoint is quantized: {describe_note(note)}. It is read in 16 bits, and whole models are "
+        f"The checkpoint is quantized: {describe_note(note)}. {read} read in 16 bits, and whole models are "
         f"written in 16 bits."
     )
 
@@ -129,11 +132,15 @@ def open_dequantized(folder: Path) -> WeightSource:
     if note is None or note.get("quant_method") not in READERS:
         return source
     check_note(note)
+    return DequantizedSource(source, note, dequantized_dtype(settings))
+
+
+def dequantized_dtype(settings: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of dequantized weights: that of a config.json, or bf16."""
     text = settings.get("text_config") or {}
     names = [part.get(key) for part in (settings, text) for key in ("dtype", "torch_dtype")]
     name = next((name for name in names if name), "bfloat16")
-    dtype = READ_AS.get(str(name), torch.bfloat16)
-    return DequantizedSource(source, note, dtype)
+    return READ_AS.get(str(name), torch.bfloat16)
 
 
 class DequantizedSource(WeightSource):
@@ -157,7 +164,9 @@ class DequantizedSource(WeightSource):
                 raise damaged(file, f"{name} is stored twice: {packed.codes} is the same weight")
             for part in packed.parts:
                 self.tensors.pop(part, None)
-            self.tensors[name] = StoredTensor(file, packed.shape, dtype, is_dequantized=True)
+            self.tensors[name] = StoredTensor(
+                file, packed.shape, dtype, is_dequantized=True, packed=packed
+            )
         for name in source.tensors:
             if name.endswith(UNUSED):
                 del self.tensors[name]
@@ -215,7 +224,7 @@ def find_fp8(source: WeightSource, note: Mapping[str, Any]) -> dict[str, PackedW
             blocks = [(stored_block[0], stored_block[1])]
         shape = (*stack, rows, columns)
         block = _block(source, name, scale, shape, blocks)
-        found[name] = ScaledWeight(name, scale, shape, block, is_fp4)
+        found[name] = ScaledWeight(name, scale, shape, block, is_fp4, code_dtype=header.dtype)
     return found
 
 

@@ -23,9 +23,16 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from llama_ft.config import QuantizationConfig
 from llama_ft.errors import UserError
+from llama_ft.models.as_stored import (
+    STORED,
+    StoredFp8,
+    StoredMxfp4,
+    names_not_converted,
+    stored_scheme,
+)
 from llama_ft.models.build import read_linears
 from llama_ft.models.built import BuiltModel
-from llama_ft.models.published import READERS, remove_note, stored_method
+from llama_ft.models.published import READERS, dequantized_dtype, remove_note, stored_method
 from llama_ft.models.quantized import (
     FourBit,
     Int8,
@@ -54,6 +61,9 @@ class Quantization(NamedTuple):
     # Stacked experts are quantized, too. Transformers does not do that, so a quantized checkpoint
     # has them in 16 bits.
     stacks: bool = True
+    linears: bool = True
+    # Modules that a published checkpoint has in 16 bits.
+    not_converted: Iterable[str] = ()
 
 
 def choose_quantization(
@@ -72,6 +82,8 @@ def choose_quantization(
     if note is None or is_published:
         if settings.mode == "none":
             return None
+        if settings.mode == "as_stored":
+            return _as_stored(settings, note, dequantized_dtype(model_config.to_dict()))
         four_bit = FourBit(settings.quant_type, settings.block_size, dtype, settings.double_quant)
         asked = four_bit if settings.mode == "4bit" else Int8(settings.int8_threshold)
         return Quantization(asked, settings.skip_modules, is_stored=False)
@@ -94,12 +106,29 @@ def choose_quantization(
     return Quantization(scheme, skip, is_stored=True, stacks=settings.mode == "4bit")
 
 
+def _as_stored(
+    settings: QuantizationConfig, note: dict[str, Any] | None, dtype: torch.dtype
+) -> Quantization:
+    """Return the quantization of a published checkpoint: linear layers in FP8, or stacked experts in
+    MXFP4. `dtype`: of dequantized weights."""
+    scheme = stored_scheme(note, dtype)
+    return Quantization(
+        scheme,
+        settings.skip_modules,
+        is_stored=False,
+        stacks=isinstance(scheme, StoredMxfp4),
+        linears=isinstance(scheme, StoredFp8),
+        not_converted=names_not_converted(note or {}),
+    )
+
+
 def quantize_linears(built: BuiltModel, quantization: Quantization) -> str:
     """Replace linear layers and stacked experts of a model on the meta device by quantized ones.
     Return a log text. Raises UserError if no linear layer remains to be quantized, or a name to
     skip does not exist in the model."""
     model = built.model
-    scheme, _, is_stored, quantizes_stacks = quantization
+    scheme = quantization.scheme
+    is_stored = quantization.is_stored
     skip = _skipped_patterns(built, quantization)
     read = read_linears(model)  # not called, so a quantized layer could not replace them
     linears = {
@@ -107,7 +136,7 @@ def quantize_linears(built: BuiltModel, quantization: Quantization) -> str:
         for name, module in model.named_modules()
         if _is_linear(module) and module not in read
     }
-    stacks = _stacked_weights(model) if quantizes_stacks else {}
+    stacks = _stacked_weights(model)
     names = [*linears, *stacks]
     if not is_stored:
         _check_skipped(quantization.skip or (), names)
@@ -115,7 +144,8 @@ def quantize_linears(built: BuiltModel, quantization: Quantization) -> str:
     chosen = {
         name: module
         for name, module in linears.items()
-        if module not in gates
+        if quantization.linears
+        and module not in gates
         and should_convert_module(name, skip)
         and should_convert_module(f"{name}.weight", skip)
     }
@@ -129,7 +159,16 @@ def quantize_linears(built: BuiltModel, quantization: Quantization) -> str:
             f"--quantization: {type(model).__name__} has Transformers' Conv1D in place of linear layers, and "
             f"Conv1D cannot be quantized. Leave --quantization out."
         )
-    if not whole or (is_stored and len(whole) < len(chosen)):
+    stacked = {}
+    if quantization.stacks:
+        stacked = _choose_stacks(stacks, scheme, skip)
+    if not quantization.linears and not stacked:
+        raise UserError(
+            f"--quantization as_stored: {type(model).__name__} has no stacked experts to keep in {scheme.name}.\n"
+            f"Leave --quantization out, or use 4bit."
+        )
+    is_empty = quantization.linears and not whole
+    if is_empty or (is_stored and len(whole) < len(chosen)):
         raise UserError(
             f"--quantization: {scheme.name} does not support this model: of {len(linears)} linear layers, "
             f"{len(linears) - len(chosen)} are skipped and {len(chosen) - len(whole)} have a width that is not a "
@@ -137,13 +176,14 @@ def quantize_linears(built: BuiltModel, quantization: Quantization) -> str:
         )
     for name, linear in whole.items():
         model.set_submodule(name, QuantizedLinear(linear, scheme, is_stored))
-    stacked = _quantize_stacks(model, stacks, scheme, skip)
+    _quantize_stacks(model, stacked, scheme)
     weights = sum(linear.weight.numel() for linear in whole.values())
     weights += sum(stacked.values())
     unchanged = [name for name in names if name not in whole | stacked]
     experts = f" and {len(stacked)} stacks of experts" if stacks else ""
+    verb = "Kept in" if isinstance(scheme, STORED) else "Quantized to"
     return (
-        f"Quantized to {scheme.name}: {len(whole)} linear layers{experts}, {weights:,} of {total_weights(model):,} "
+        f"{verb} {scheme.name}: {len(whole)} linear layers{experts}, {weights:,} of {total_weights(model):,} "
         f"weights; not quantized: {listed(unchanged)}"
     )
 
@@ -152,7 +192,7 @@ def _skipped_patterns(built: BuiltModel, quantization: Quantization) -> list[str
     """Return names, ends of names or patterns of layers that are not quantized, as
     should_convert_module takes them."""
     model = built.model
-    skip = list(quantization.skip or ())
+    skip = [*(quantization.skip or ()), *quantization.not_converted]
     skip += private(model, "_keep_in_fp32_modules") or ()
     if not quantization.is_stored or quantization.skip is None:
         skip += get_keys_to_not_convert(model)
@@ -176,26 +216,27 @@ def _check_skipped(patterns: Iterable[str], names: list[str]) -> None:
             )
 
 
-def _quantize_stacks(
-    model: nn.Module,
-    stacks: dict[str, nn.Parameter],
-    scheme: Scheme,
-    skip: list[str],
+def _choose_stacks(
+    stacks: dict[str, nn.Parameter], scheme: Scheme, skip: list[str]
 ) -> dict[str, int]:
-    """Quantize the stacked weights that are not skipped. Return their names and numbers of
-    weights."""
+    """Return the names of the stacked weights that are not skipped, and their numbers of weights."""
     stacked = dict[str, int]()
-    by_module = dict[str, list[str]]()  # name of the module -> its stacked weights
     for name, weight in stacks.items():
-        module_name, _, part = name.rpartition(".")
+        module_name = name.rpartition(".")[0]
         # by its own name or its module's
         is_chosen = should_convert_module(name, skip) and should_convert_module(module_name, skip)
         if is_chosen and weight.shape[-1] % scheme.block_size == 0:
             stacked[name] = weight.numel()
-            by_module.setdefault(module_name, []).append(part)
+    return stacked
+
+
+def _quantize_stacks(model: nn.Module, names: Iterable[str], scheme: Scheme) -> None:
+    by_module = dict[str, list[str]]()  # name of the module -> its stacked weights
+    for name in names:
+        module_name, _, part = name.rpartition(".")
+        by_module.setdefault(module_name, []).append(part)
     for module_name, parts in by_module.items():
         quantize_stacks(model.get_submodule(module_name), parts, scheme)
-    return stacked
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -41,6 +41,7 @@ import bitsandbytes  # noqa: E402, F401  # registers torch.ops.bitsandbytes
 if _is_ours:
     del os.environ["TORCHDYNAMO_DISABLE"]
 
+from llama_ft.models.as_stored import STORED, StoredFp8, StoredMxfp4  # noqa: E402
 from llama_ft.models.double_quantization import (  # noqa: E402
     dequantize_scales,
     quantize_scales,
@@ -72,6 +73,8 @@ class Int8:
     threshold: float  # on CUDA, 0 also rounds the inputs to int8 and multiplies in int8
     weights_per_byte = 1
     weight_dtype = torch.int8
+    scale_dtype = torch.int32
+    is_transposed = False
 
     name = "8bit"  # for messages
     block_size = 1
@@ -122,6 +125,8 @@ class FourBit:
     double_quant: bool = False  # the scales are in 8 bits
     weights_per_byte = 2
     weight_dtype = torch.uint8
+    scale_dtype = torch.int32
+    is_transposed = False
 
     @property
     def name(self) -> str:
@@ -175,7 +180,7 @@ class FourBit:
         return dequantize_scales(scale, blocks).view(-1)
 
 
-Scheme = Int8 | FourBit
+Scheme = Int8 | FourBit | StoredFp8 | StoredMxfp4
 
 
 SCHEMES: dict[str, Scheme] = {}  # by name, because operators cannot take objects
@@ -224,20 +229,24 @@ class QuantizedWeight(NamedTuple):
     is_stored: bool  # the checkpoint holds it quantized
 
 
+def empty_parts(shape: tuple[int, ...], scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes and scales of a weight of `shape`, without values."""
+    *stacked, rows, columns = shape
+    if scheme.is_transposed:
+        rows, columns = columns, rows
+    codes_shape = (*stacked, rows, columns // scheme.weights_per_byte)
+    scale_shape = (*stacked, *scheme.scale_shape(rows, columns))
+    codes = torch.empty(codes_shape, dtype=scheme.weight_dtype)
+    return codes, torch.empty(scale_shape, dtype=scheme.scale_dtype)
+
+
 def _frozen_parameters(
     shape: tuple[int, ...],
     scheme: Scheme,
 ) -> tuple[nn.Parameter, nn.Parameter]:
     """Return weight and scale, on the meta device, for a weight of `shape`."""
-    *stacked, rows, columns = shape
-    weight = torch.empty(
-        (*stacked, rows, columns // scheme.weights_per_byte),
-        dtype=scheme.weight_dtype,
-        device="meta",
-    )
-    scale = torch.empty(
-        (*stacked, *scheme.scale_shape(rows, columns)), dtype=torch.int32, device="meta"
-    )
+    with torch.device("meta"):
+        weight, scale = empty_parts(shape, scheme)
     return nn.Parameter(weight, requires_grad=False), nn.Parameter(scale, requires_grad=False)
 
 
@@ -309,19 +318,16 @@ class QuantizedStacks(nn.Module):
         self, name: str, first: int, last: int, addition: Factors | None
     ) -> torch.Tensor:
         """Return experts [first, last) of a stack, [last - first, rows, columns] in `dtype`."""
-        weight = self._parameters[name]
-        scale = self._parameters[f"{name}_scale"]
-        assert weight is not None and scale is not None
         _, rows, columns = self.stack_shapes[name]
         step = max(1, DEQUANTIZED_AT_ONCE // (rows * columns))
+        if isinstance(self.scheme, STORED):  # which write into one tensor themselves
+            step = last - first
         parts = []
         for start in range(first, last, step):
-            experts = slice(start, min(start + step, last))
-            flat_weight = weight[experts].flatten(0, 1)
-            flat_scale = scale[experts].flatten(0, 1)
-            flat = self.scheme.dequantize(flat_weight, flat_scale, self.dtype)
-            parts.append(flat.view(-1, rows, columns))
+            parts.append(self._read_experts(name, start, min(start + step, last)))
         value = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self.scheme.is_transposed:
+            value = value.transpose(1, 2)
         if addition is None:
             return value
         left, right, scaling = addition
@@ -329,6 +335,16 @@ class QuantizedStacks(nn.Module):
         right = right[first:last].to(value)
         # in place: autograd needs only the factors
         return value.baddbmm_(left, right, alpha=scaling)
+
+    def _read_experts(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Return experts [first, last) of a stack as their rows are stored."""
+        weight = self._parameters[name]
+        scale = self._parameters[f"{name}_scale"]
+        assert weight is not None and scale is not None
+        codes = weight[first:last].flatten(0, 1)
+        scales = scale[first:last].flatten(0, 1)
+        rows = self.scheme.dequantize(codes, scales, self.dtype)
+        return rows.view(last - first, -1, rows.shape[-1])
 
     @contextmanager
     def _holding_weights(self) -> Iterator[None]:

@@ -39,6 +39,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_dequantized: bool = False  # rows are computed, not mapped (see published.py)
+    packed: object = None  # the PackedWeight that it is computed from
     # Not part of the loaded model, and copied unchanged by an export:
     is_left_out: bool = False  # of a tower, not in the model's text part (see text_part.py)
     is_ignored: bool = False  # Transformers skips it, e.g. layers for multi-token prediction

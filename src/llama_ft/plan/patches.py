@@ -15,6 +15,7 @@ from transformers.integrations import hub_kernels
 
 from llama_ft.errors import UserError
 from llama_ft.models import (
+    as_stored,
     attention_kernels,
     block_attention,
     chunked_loss,
@@ -146,6 +147,11 @@ def _loading_patches(headers: dict[str, StoredTensor]) -> list[Any]:
     def open_adapter(files: Any) -> HeaderSource:
         return HeaderSource(SafetensorsSource(files).tensors)
 
+    def read_stored(
+        _: object, scheme: quantized.Scheme, header: StoredTensor, start: int, stop: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return quantized.empty_parts((stop - start, *header.shape[1:]), scheme)
+
     def fill_one_of_a_kind(to: loader.Loader, load: loader.ShardLoad) -> None:
         dtypes = [shard.dtype for shard in load.shards]
         kind = (id(to), load.shape, *load.wire, *dtypes)
@@ -156,6 +162,7 @@ def _loading_patches(headers: dict[str, StoredTensor]) -> list[Any]:
     return [
         # The weights may be on the Hub only, or of a model with fewer layers.
         patch.object(conversion, "open_dequantized", open_headers),
+        patch.object(as_stored, "read_stored", read_stored),
         # Of a saved adapter; fake tensors cannot be read from a file.
         patch.object(loader, "SafetensorsSource", open_adapter),
         # Parameters of the same shapes and dtypes take the same memory while they load. Loading
