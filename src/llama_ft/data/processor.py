@@ -38,6 +38,7 @@ from transformers.models.auto.processing_auto import (
 from llama_ft.config import DataConfig
 from llama_ft.data import cross_attention
 from llama_ft.data.chat_template import Span, render_chat
+from llama_ft.data.expansion import Expansion, without_spans
 from llama_ft.data.formats import BadSample, ImagePart, Message
 from llama_ft.data.image_files import read_image
 from llama_ft.data.image_parts import ImageStore, have_images
@@ -303,12 +304,12 @@ class Images:
                 f"the chat template writes {len(replaced)} places for {len(images)} images; use "
                 "another one (--chat_template)."
             )
-        text = _Expansion(replaced)
+        text = Expansion(replaced)
         inserted = [text.moved(each["span"][0], each["span"][1]) for each in replaced]
         spans = [text.moved(*span) for span in chat.spans]
         expanded = RenderedChat(
             text.of(chat.text),
-            _without(spans, inserted),
+            without_spans(spans, inserted),
             [text.position(prompt) for prompt in chat.prompts],
         )
         return ExpandedChat(expanded, inserted, input_ids, references)
@@ -495,40 +496,6 @@ class Images:
         return rgb, checksum
 
 
-class _Expansion:
-    """A text in which marks are replaced by what a processor inserts.
-
-    Args:
-        replaced: of each mark its `span` and `replacement`, in order.
-    """
-
-    def __init__(self, replaced: list[dict[str, Any]]) -> None:
-        self._replaced = replaced
-
-    def of(self, text: str) -> str:
-        """Return the text with the replacements."""
-        pieces = []
-        at = 0
-        for each in self._replaced:
-            start, end = each["span"]
-            pieces += [text[at:start], each["replacement"]]
-            at = end
-        return "".join([*pieces, text[at:]])
-
-    def position(self, position: int) -> int:
-        """Return where a character of the text is after the replacements."""
-        added = 0
-        for each in self._replaced:
-            start, end = each["span"]
-            if end <= position:
-                added += len(each["replacement"]) - (end - start)
-        return position + added
-
-    def moved(self, start: int, end: int) -> Span:
-        """Return where a span is after the replacements."""
-        return self.position(start), self.position(end)
-
-
 def _paths(messages: list[Message]) -> list[str]:
     """Return the paths of the images of a chat, in order."""
     paths = []
@@ -538,20 +505,6 @@ def _paths(messages: list[Message]) -> list[str]:
             if isinstance(part, ImagePart):
                 paths.append(part["image"])
     return paths
-
-
-def _without(spans: list[Span], removed: list[Span]) -> list[Span]:
-    """Return the parts of spans that are in none of the removed ones. Both are in order."""
-    kept = []
-    for start, end in spans:
-        at = start
-        for first, last in removed:
-            if first >= end or last <= at:
-                continue
-            kept.append((at, first))
-            at = last
-        kept.append((at, end))
-    return [(start, end) for start, end in kept if start < end]
 
 
 def _by_shape(
