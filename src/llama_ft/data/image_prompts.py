@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from llama_ft.data import cross_attention
 from llama_ft.data.formats import ImagePart, Message
 from llama_ft.data.loss_mask import RenderedChat
 from llama_ft.data.processor import Images
@@ -72,9 +73,14 @@ def prompt_tensors(
     samples = [torch.tensor(prompt) for prompt in prompts]
     samples, made = images.tensors(samples, texts, references, places, is_packed=False)
     arguments = dict(made.others)
-    for name, values in made.per_token.items():
+    by_token = dict(made.per_token)
+    if cross_attention.MASK in arguments:
+        by_token[cross_attention.MASK] = arguments[cross_attention.MASK]
+    for name, values in by_token.items():
         width = values.shape[1]
-        moved = [row.roll(width - len(sample)) for row, sample in zip(values, samples, strict=True)]
+        moved = []
+        for row, sample in zip(values, samples, strict=True):
+            moved.append(row.roll(width - len(sample), dims=0))
         arguments[name] = torch.stack(moved)
     return [sample.tolist() for sample in samples], arguments
 
