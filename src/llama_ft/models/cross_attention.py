@@ -27,13 +27,15 @@ def keep_cross_attention_apart(model: PreTrainedModel) -> None:
     """Let layers with cross attention compute each sample of a batch as if it was alone."""
     for layer in model.modules():
         if isinstance(getattr(layer, "cross_attn", None), nn.Module):
-            tiles = model.config.vision_config.max_num_tiles
-            layer.register_forward_pre_hook(partial(_own_images, tiles), with_kwargs=True)
+            tower = model.config.vision_config
+            patches = (tower.image_size // tower.patch_size) ** 2 + 1  # of a tile, and its class
+            own_images = partial(_own_images, tower.max_num_tiles * patches)
+            layer.register_forward_pre_hook(own_images, with_kwargs=True)
             layer.register_forward_hook(_skip_without_images, with_kwargs=True)
 
 
 def _own_images(
-    tiles: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    keys_per_image: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...] | None:
     """Let tokens that see no image attend to the images of their own sample only, and convert the
     mask to the dtype of the layer's input, which mixed precision may have changed."""
@@ -44,7 +46,6 @@ def _own_images(
     lowest = torch.finfo(hidden.dtype).min
     bias = bias.clamp(min=lowest).to(hidden.dtype)
     sees = sees.to(hidden.dtype)
-    keys_per_image = tiles * kwargs["cross_attention_states"].shape[-2]
     seen = ((bias == 0) & (sees != 0)).any(dim=2, keepdim=True)  # [samples, 1, 1, keys]
     by_image = seen.unflatten(-1, (-1, keys_per_image))
     own = by_image.any(dim=-1, keepdim=True).expand_as(by_image).flatten(-2)
