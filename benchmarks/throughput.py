@@ -6,6 +6,12 @@ identical data.
     python benchmarks/throughput.py --trl_python ~/trl/bin/python --only full,lora --turns 5
     python benchmarks/throughput.py --objective dpo --only full,lora   # pairs, with TRL's DPOTrainer
 
+The figures of an AMD EPYC (Zen 5) on docs/development/benchmarks.md, without and with --objective dpo:
+
+    python benchmarks/throughput.py --only full,lora --ways accelerate --turns 3 --warmup 3 --steps 1
+    python benchmarks/throughput.py --objective dpo --pairs 4 --only full,lora \\
+      --ways accelerate,precomputed --turns 1 --warmup 1 --steps 1
+
 On CPUs: a random Llama of 110 M parameters, 2 ranks, 4 x 512 tokens per micro-batch. The cases are
 full fine-tuning, LoRA (all-linear, r=16) on bf16, 8-bit and nf4 weights, and full fine-tuning on
 the embedded demo's samples, which the other trainer (the peer) pads or packs itself. On CUDA:
