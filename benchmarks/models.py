@@ -652,7 +652,7 @@ def page(records: list[dict[str, Any]]) -> str:
         cells = [number.get(text, text) for text in found.values()]
         name = record["model"] + (" +" if record["model"] in MULTIMODAL else "")
         lines.append(f"| {name} | {record['class']} | {' | '.join(cells)} |")
-    lines += ["", with_images(), "## Reasons", ""]
+    lines += ["", with_images().rstrip("\n"), "", "## Reasons", ""]
     lines += [*(f"{number[note]}. {note}" for note in notes), ""]
     skipped = [record["model"] for record in records if "skipped" in record]
     lines += ["## Not compared", "", NOT_COMPARED, "", "```text", *skipped, "```", ""]
