@@ -312,7 +312,9 @@ def test_bit_flips_in_the_cache_do_not_change_the_samples(
         content[(len(content) - 1) * flip // 3] ^= 1 << flip
         (folder / name).write_bytes(content)
         assert samples() == right
-    printed = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+    printed = [
+        record.getMessage() for record in caplog.records if "corrupted" in record.getMessage()
+    ]
     # a flip in sizes.json may change nothing but a space
     assert 2 <= len(printed) <= 4 if name == "sizes.json" else len(printed) == 4
     assert all(line.startswith(f"{folder}: ") for line in printed)

@@ -45,7 +45,7 @@ def ask(tmp_path: Path, runtime: Ranks) -> Callable[..., Any]:
         options = EvaluateFlags(
             **{"tasks": [str(file)], "batch_size": 2, "precision": "fp32", **flags}
         )
-        tasks = find_tasks(options, runtime)
+        tasks = find_tasks(options.tasks or [], runtime)
         opened = open_model(str(place), options, runtime, build_model())
         return run_tasks(tasks, opened.model, opened.tokenizer, options, runtime), opened.tokenizer
 

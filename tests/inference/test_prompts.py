@@ -176,6 +176,7 @@ class Counts(Answerer):
 
     def __init__(self, tokenizer: Any, options: InferenceFlags, context: int) -> None:
         self.tokenizer = tokenizer
+        self._images = None
         self._options = options
         self.context = context
         self.vocabulary = len(tokenizer)

@@ -514,5 +514,7 @@ def test_a_plan_restores_what_it_patched(plan: Plan, tmp_path: Path) -> None:
 def test_images_of_a_model_that_takes_text_are_an_error(plan: Plan, tmp_path: Path) -> None:
     from llama_ft.errors import UserError
 
-    with pytest.raises(UserError, match="--images: a llama model takes text only"):
+    with pytest.raises(
+        UserError, match="LlamaForCausalLM takes no images. Choose a model that does."
+    ):
         plan(write_llama(tmp_path / "model"), 1, *FLAGS, images=PlannedImages(1))

@@ -209,7 +209,8 @@ def build_on_meta(
     image_parts = list[str]()
     if with_images and not takes_images:
         raise UserError(
-            f"--model_name {model.model_name}: {type(skeleton).__name__} takes no images."
+            f"--model_name {model.model_name}: {type(skeleton).__name__} takes no images. "
+            "Choose a model that does."
         )
     if with_images:
         image_parts = keep_text_part(_make_skeleton(config, model)).modules
