@@ -52,7 +52,11 @@ BENCHMARKS = {
     "speed_dpo": Benchmark(
         "benchmarks/throughput.py --objective dpo", "Preference tuning against TRL", 30
     ),
-    "images": Benchmark("benchmarks/images_trl.py", "Fine-tuning on images against TRL", 3),
+    "images": Benchmark(
+        "benchmarks/images_trl.py --families Qwen3-VL,'Gemma 3',LLaVA",
+        "Fine-tuning on images against TRL",
+        3,
+    ),
     "optimizations": Benchmark("benchmarks/ablation.py", "What each optimization gives", 30),
     "experts": Benchmark("benchmarks/experts.py", "What each optimization gives", 5),
     "scaling": Benchmark("benchmarks/scaling.py", "Memory by length", 30),
