@@ -55,11 +55,24 @@ def test_the_table_has_the_planned_memory(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Qwen3-8B-FP8", "Devstral Small 2 (24B)"])
+@pytest.mark.parametrize(
+    "title",
+    [
+        "Qwen3-8B-FP8",
+        "Devstral Small 2 (24B)",
+        "gpt-oss-20b",
+        "gpt-oss-120b",
+        "gpt-oss-120b, LoRA on attention only",
+    ],
+)
 def test_the_table_has_the_planned_memory_of_weights_as_stored(
-    name: str, finetuning: ModuleType, tmp_path: Path
+    title: str, finetuning: ModuleType, tmp_path: Path
 ) -> None:
-    row = re.search(AS_STORED.format(name=re.escape(name)), PAGE, re.MULTILINE)
+    row = re.search(AS_STORED.format(name=re.escape(title)), PAGE, re.MULTILINE)
     assert row is not None
-    plan = planned(name, 1, finetuning, tmp_path, "as_stored")
+    name, _, only = title.partition(", ")
+    attention = re.search("`(--target_modules .*?)`", PAGE)
+    assert attention is not None
+    flags = f"as_stored {attention[1]}" if only else "as_stored"
+    plan = planned(name, 1, finetuning, tmp_path, flags)
     assert plan.device_bytes / 2**30 == pytest.approx(float(row[1]), abs=0.051)
