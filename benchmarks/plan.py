@@ -49,7 +49,7 @@ from transformers import (  # noqa: E402
 
 from llama_ft.config import load  # noqa: E402
 from llama_ft.plan import predict as planner  # noqa: E402
-from llama_ft.plan.types import Plan, PlannedImages, PlanRequest  # noqa: E402
+from llama_ft.plan.types import Peak, Plan, PlannedImages, PlanRequest  # noqa: E402
 
 METHODS = {
     "full": [],
@@ -77,8 +77,10 @@ IMAGE_TOKENS = 25
 # Pixels are in numpy's memory, and what is measured are torch's allocations: so they are left out of
 # the plan. Fp32 numbers of an image: 10 x 10 patches, each 14 x 14 pixels of 3 channels, twice.
 IMAGE_BYTES = 4 * 10 * 10 * 14 * 14 * 3 * 2
-# Samples whose pixels are planned: a micro-batch, 3 that wait, and a validation sample.
-PLANNED_SAMPLES = 4 * MICRO_BATCH + 1
+# Samples whose pixels are planned: a micro-batch and a validation sample. Until training ends, 3
+# micro-batches wait.
+PLANNED_SAMPLES = MICRO_BATCH + 1
+WAITING_SAMPLES = 3 * MICRO_BATCH
 RANKS = (1, 2, 4)
 LENGTHS = (128, 512)
 STEPS = 2
@@ -350,11 +352,15 @@ class Line:
         self.by_rank = [highest_by_phase(rank["peaks"]) for rank in ranks]
         self.fullest = max(self.by_rank, key=lambda phases: max(phases.values()))
         self.measured = max(self.fullest.values())
-        self.ratio = self._without_pixels(plan.peak.bytes) / self.measured
+        self.ratio = self._without_pixels(plan.peak) / self.measured
 
-    def _without_pixels(self, planned: int) -> int:
-        images = 2 * PLANNED_SAMPLES if self.case.method in IMAGES else 0
-        return planned - images * IMAGE_BYTES
+    def _without_pixels(self, planned: Peak) -> int:
+        if self.case.method not in IMAGES:
+            return planned.bytes
+        samples = PLANNED_SAMPLES
+        if planned.phase != "save":
+            samples += WAITING_SAMPLES
+        return planned.bytes - 2 * samples * IMAGE_BYTES
 
     @property
     def phase(self) -> str:
@@ -367,10 +373,7 @@ class Line:
         for peak in self.plan.peaks:
             measured = self.fullest.get(peak.phase, 0)
             if measured:
-                # pixels that wait are gone when a checkpoint is saved
-                is_save = peak.phase == "save"
-                planned = peak.bytes if is_save else self._without_pixels(peak.bytes)
-                both.append((peak.phase, planned, measured))
+                both.append((peak.phase, self._without_pixels(peak), measured))
         return both
 
     def to_json(self) -> dict[str, Any]:
