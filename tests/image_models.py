@@ -3,6 +3,7 @@ plain Transformers, one sample at a time."""
 
 import json
 import sys
+from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -191,7 +192,8 @@ def save_image_model(folder: Path, family: str, **settings: Any) -> Path:
     """Save a model, its tokenizer and its processor's files."""
     from transformers import AutoConfig, AutoModelForMultimodalLM
 
-    model_type, text, vision, others, template, processor, images = FAMILIES[family]
+    # a copy: Transformers changes the dicts of rope_parameters, which several families share
+    model_type, text, vision, others, template, processor, images = deepcopy(FAMILIES[family])
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         model_type, text_config=TEXT | text | settings, vision_config=vision, **others
