@@ -1,4 +1,4 @@
-"""The backward pass of attention in blocks of queries, compared with the formula in fp32."""
+"""Attention in blocks of queries, compared with the formula in fp32."""
 
 from typing import Any
 
@@ -39,6 +39,46 @@ def formula(
     return probabilities @ value.repeat_interleave(groups, 1)
 
 
+@pytest.fixture(params=["products by oneDNN", "products by MKL"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who multiplies queries and keys."""
+    by_onednn = request.param == "products by oneDNN"
+    monkeypatch.setattr(blocks, "is_faster_forward", lambda _: by_onednn)
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1), (2, 2)])
+def test_outputs_are_those_of_each_sample_alone(
+    lengths: tuple[int, ...], heads: tuple[int, int]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    many, few = heads
+    query, key, value = (
+        torch.randn(1, count, sum(lengths), 16, generator=generator).bfloat16()
+        for count in (many, few, few)
+    )
+    value = value[..., :8]  # narrower than a key, as in DeepSeek's attention
+    expected = formula(query.float(), key.float(), value.float(), lengths, 0.3)
+    output = torch.ops.llama_ft.attention_in_blocks(query, key, value, lengths, 0.3)
+    assert output.transpose(1, 2).is_contiguous()
+    assert (output.float() - expected).norm() < 0.005 * expected.norm()
+    assert torch.backends.mkldnn.matmul.fp32_precision == "none"
+
+
+def test_products_by_onednn_round_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    # whole numbers, whose sums are exact in any order
+    queries = torch.randint(-200, 200, (2, 64, 16), generator=generator).bfloat16()
+    keys = torch.randint(-200, 200, (2, 96, 16), generator=generator).bfloat16()
+    exact = torch.bmm(queries.double(), keys.double().transpose(1, 2))
+    monkeypatch.setattr(blocks, "is_faster_forward", lambda _: True)
+    with blocks._products_by_onednn():
+        found = torch.bmm(queries.float(), keys.float().transpose(1, 2))
+    assert torch.equal(found.double(), exact)
+
+
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1), (2, 2)])
 def test_gradients_are_those_of_each_sample_alone(
@@ -78,8 +118,9 @@ def trained(how: str) -> list[torch.Tensor]:
     return [parameter.grad for parameter in model.parameters()]
 
 
-def test_short_samples_take_blocks_in_the_backward_pass_with_every_checkpointing(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("in_forward", "passes"), [(False, 1), (True, 2)])
+def test_short_samples_take_blocks_with_every_checkpointing(
+    in_forward: bool, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed = []
     probabilities = blocks._probabilities
@@ -93,20 +134,32 @@ def test_short_samples_take_blocks_in_the_backward_pass_with_every_checkpointing
     by_kernel = trained("off")
     assert not computed
     monkeypatch.setattr(blocks, "is_faster", lambda _: True)
+    monkeypatch.setattr(blocks, "is_faster_forward", lambda _: in_forward)
     expected = trained("off")
-    assert len(computed) == 2 * 3  # two layers, three blocks
+    assert len(computed) == passes * 2 * 3  # two layers, three blocks
     for one, other in zip(by_kernel, expected, strict=True):
         assert (one - other).norm() < 0.02 * one.norm()
     for how in ("selective", "full"):
+        computed.clear()
         assert all(torch.equal(*pair) for pair in zip(trained(how), expected, strict=True))
-    assert len(computed) == 3 * 2 * 3
+        recomputed = in_forward and how == "full"
+        assert len(computed) == (passes + recomputed) * 2 * 3
 
 
-def test_only_bf16_is_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("vendor", ["AuthenticAMD", "GenuineIntel"])
+def test_only_bf16_is_computed_in_blocks(vendor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def choices() -> list[tuple[bool, bool]]:
+        blocks.is_faster.cache_clear()
+        blocks.is_faster_forward.cache_clear()
+        dtypes = (torch.bfloat16, torch.float16, torch.float32)
+        return [(blocks.is_faster(dtype), blocks.is_faster_forward(dtype)) for dtype in dtypes]
+
+    monkeypatch.setattr(blocks, "cpu_vendor", lambda: vendor)
     monkeypatch.setattr(blocks, "cpu_features", lambda: {"avx512_bf16"})
-    blocks.is_faster.cache_clear()
-    fast = [blocks.is_faster(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+    with_products = choices()
     monkeypatch.setattr(blocks, "cpu_features", set[str])
-    blocks.is_faster.cache_clear()
-    assert fast == [True, False, False] and not blocks.is_faster(torch.bfloat16)
-    blocks.is_faster.cache_clear()
+    without = choices()
+    monkeypatch.undo()
+    choices()
+    assert with_products == [(True, vendor == "AuthenticAMD"), (False, False), (False, False)]
+    assert without == [(False, False)] * 3

@@ -7,6 +7,7 @@ import torch
 from forked import forked
 
 from llama_ft.runtime import fp32_matmuls
+from llama_ft.runtime.devices import cpu_vendor
 
 JOB = '''
 """What torch computes in this process after use_fp32_matmuls."""
@@ -95,4 +96,8 @@ def test_only_intels_without_amx_take_fp32(
 ) -> None:
     monkeypatch.setattr(fp32_matmuls, "cpu_features", lambda: features)
     monkeypatch.setattr(Path, "read_text", lambda _: f"vendor_id\t: {vendor}\n")
-    assert fp32_matmuls._is_faster.__wrapped__() is expected
+    cpu_vendor.cache_clear()
+    try:
+        assert fp32_matmuls._is_faster.__wrapped__() is expected
+    finally:
+        cpu_vendor.cache_clear()

@@ -19,7 +19,7 @@ from llama_ft.models.built import BuiltModel
 EXPENSIVE = re.compile(
     r"aten::(mm|addmm|bmm|_int_mm|_scaled_mm|_grouped_mm|_(scaled_dot_product|efficient)_\w*attention\w*)"
     r"|bitsandbytes::(gemm_4bit|gemv_4bit|int8_linear_matmul|int8_scaled_mm|int8_mixed_scaled_mm)"
-    r"|llama_ft::(lora_linear|lora_experts)"
+    r"|llama_ft::(lora_linear|lora_experts|attention_in_blocks)"
     r"|torch_attn::_varlen_attn"
     r"|\w*flash_attn\w*::\w*(forward|fwd)\w*"
 )

@@ -40,6 +40,7 @@ from llama_ft.runtime.console import log
 from llama_ft.runtime.devices import sent
 
 ATEN = torch.ops.aten
+ATTENTION_IN_BLOCKS = torch.ops.llama_ft.attention_in_blocks
 Attention = tuple[torch.Tensor, torch.Tensor | None]
 CAUSAL = 1  # mask type of the memory-efficient kernel
 # In 16 bits oneDNN compiles and keeps kernels of the backward pass for every length, on every
@@ -299,17 +300,20 @@ class _SampleAttention(torch.autograd.Function):
         ctx.calls = _divide_into_calls(samples, together=_is_cuda(query))
         ctx.how = (scale, window)
         ctx.groups = query.shape[1] // key.shape[1] if is_efficient else 1
+        is_short = samples.longest <= min(
+            block_attention.LONGEST, window or block_attention.LONGEST
+        )
+        has_choice = is_short and not is_efficient
+        ctx.in_blocks = has_choice and block_attention.is_faster(query.dtype)
+        if ctx.in_blocks and block_attention.is_faster_forward(query.dtype):
+            ctx.save_for_backward(query, key, value)
+            return ATTENTION_IN_BLOCKS(query, key, value, *_block_how(ctx, query))
         # The memory layout that the memory-efficient kernel's backward pass assumes for any
         # strides: [1, tokens, heads, head_dim].
         _, heads, tokens, _ = query.shape
         memory = query.new_empty(1, tokens, heads, value.shape[3])
         output = memory.transpose(1, 2)
         compute = _efficient_forward if _is_cuda(query) else _cpu_forward
-        is_short = samples.longest <= min(
-            block_attention.LONGEST, window or block_attention.LONGEST
-        )
-        has_choice = is_short and not is_efficient
-        ctx.in_blocks = has_choice and block_attention.is_faster(query.dtype)
         sums = []
         tokens_of_calls = tuple(call.tokens for call in ctx.calls)
         parts = _samples(tokens_of_calls, query, key, value, output)
@@ -350,12 +354,16 @@ class _SampleAttention(torch.autograd.Function):
 
 def _block_backward(ctx: Any, gradient: torch.Tensor) -> Any:
     query, key, value = ctx.saved_tensors
-    scale, _ = ctx.how
-    if scale is None:
-        scale = query.shape[3] ** -0.5
-    lengths = tuple(call.tokens for call in ctx.calls)  # a call per sample
-    gradients = block_attention.gradients_in_blocks(gradient, (query, key, value), lengths, scale)
+    how = _block_how(ctx, query)
+    gradients = block_attention.gradients_in_blocks(gradient, (query, key, value), *how)
     return *gradients, None, None, None, None
+
+
+def _block_how(ctx: Any, query: torch.Tensor) -> tuple[tuple[int, ...], float]:
+    """Return the lengths of the samples, and the factor of the scores."""
+    lengths = tuple(call.tokens for call in ctx.calls)  # a call per sample
+    scale, _ = ctx.how
+    return lengths, query.shape[3] ** -0.5 if scale is None else scale
 
 
 def _cpu_forward(

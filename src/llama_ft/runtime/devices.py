@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -108,6 +109,20 @@ def cpu_features() -> set[str]:
     except OSError:
         return set()
     return features_of(lines)
+
+
+@cache
+def cpu_vendor() -> str:
+    """Return the vendor of an x86 CPU, such as AuthenticAMD; empty elsewhere than on Linux."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() == "vendor_id":
+            return value.strip()
+    return ""
 
 
 def features_of(lines: Iterable[str]) -> set[str]:

@@ -7,12 +7,11 @@ fp32 products 160, and these here 125 to 147. The sums are in fp32 both ways.
 
 import warnings
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from llama_ft.runtime.devices import cpu_features
+from llama_ft.runtime.devices import cpu_features, cpu_vendor
 
 # Larger matrices are divided, so that the three fp32 copies take 4 MiB each.
 EDGE = 1024
@@ -51,10 +50,7 @@ def workspace_bytes(rows: int, inner: int, columns: int, dtype: torch.dtype) -> 
 @cache
 def _is_faster() -> bool:
     features = cpu_features()
-    try:
-        is_intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
+    is_intel = cpu_vendor() == "GenuineIntel"
     return is_intel and "avx512_bf16" in features and "amx_bf16" not in features
 
 
