@@ -110,12 +110,13 @@ def gradients_in_blocks(
     for block, keys, bias in _blocks(lengths, query.shape[1]):
         queries = _together(query[:, block], key)
         outputs = _together(by_output[:, block], key)
-        probabilities = _probabilities(queries, key[:, keys], bias, scale)
+        keys_of_block = key[:, keys].contiguous()
+        probabilities = _probabilities(queries, keys_of_block, bias, scale)
         by_value[:, keys] += torch.bmm(probabilities.transpose(1, 2), outputs)
         by_probabilities = torch.bmm(outputs, value[:, keys].transpose(1, 2))
         by_scores = torch._softmax_backward_data(by_probabilities, probabilities, -1, query.dtype)
         by_key[:, keys] += torch.bmm(by_scores.transpose(1, 2), queries)
-        of_block = torch.bmm(by_scores, key[:, keys])
+        of_block = torch.bmm(by_scores, keys_of_block)
         by_query[:, block] = of_block.view(by_query[:, block].shape)
     by_query *= scale
     by_key *= scale
@@ -130,8 +131,8 @@ def _padded(*parts: torch.Tensor) -> list[torch.Tensor]:
 
 def _together(queries: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Join the queries of heads that share keys: [heads, n, width] -> [shared, heads / shared * n,
-    width]."""
-    return queries.reshape(len(key), -1, queries.shape[2])
+    width]. Contiguous, because oneDNN would copy them for every product."""
+    return queries.reshape(len(key), -1, queries.shape[2]).contiguous()
 
 
 @lru_cache(maxsize=1)  # all layers have the same blocks
@@ -168,8 +169,11 @@ def _probabilities(
 ) -> torch.Tensor:
     """Return the softmax of the scores, [shared, heads / shared * n, keys], in bf16. The products
     of bf16 numbers are exact in fp32, whoever computes them."""
+    # contiguous, because oneDNN would copy them
+    wide_queries = queries.to(torch.float32, memory_format=torch.contiguous_format)
+    wide_keys = keys.to(torch.float32, memory_format=torch.contiguous_format)
     with _products_by_onednn():
-        scores = torch.bmm(queries.float(), keys.float().transpose(1, 2))
+        scores = torch.bmm(wide_queries, wide_keys.transpose(1, 2))
     scores *= scale
     queries_of_block, hidden_keys = bias.shape
     by_head = scores.view(-1, queries_of_block, scores.shape[2])
