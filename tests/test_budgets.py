@@ -22,7 +22,7 @@ TOKENS = {
     "data": 38_000,
     "evaluation": 3400,
     "inference": 6500,
-    "models": 55_000,
+    "models": 55_600,
     "observe": 11_800,
     "plan": 17_800,
     "report": 5100,

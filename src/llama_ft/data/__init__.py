@@ -16,9 +16,16 @@ from llama_ft.data.chat_template import RENDER_ERRORS, ensure_chat_template, sto
 from llama_ft.data.demo import Demo, build_demo
 from llama_ft.data.image_prompts import thumbnail
 from llama_ft.data.prefetch import Prefetcher
-from llama_ft.data.prepare import DataRequest, TokenizedData, check_ids, prepare
+from llama_ft.data.prepare import DataRequest, TokenizedData, prepare
 from llama_ft.data.processor import Images, load_processor
 from llama_ft.data.samples import describe_first_batch, show_samples
 from llama_ft.data.sources import open_source
 from llama_ft.data.stream import TrainingBatches, plan_training, training_layout
-from llama_ft.data.tokenize import IGNORED, Encoder, one_example, two_examples, unpaired_examples
+from llama_ft.data.tokenize import (
+    IGNORED,
+    Encoder,
+    check_ids,
+    one_example,
+    two_examples,
+    unpaired_examples,
+)

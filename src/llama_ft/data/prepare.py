@@ -28,8 +28,15 @@ from llama_ft.data.image_parts import COLUMNS, MESSAGES
 from llama_ft.data.processor import Images, open_images
 from llama_ft.data.reshape import reshaped
 from llama_ft.data.sources import Source, Split, brings_validation, open_source
-from llama_ft.data.statistics import BuildReport, Duplicates, SplitStatistics, describe, warnings_of
-from llama_ft.data.tokenize import Encoder, ExamplesOf, one_example, unpaired_examples
+from llama_ft.data.statistics import (
+    BuildReport,
+    Duplicates,
+    SplitStatistics,
+    describe,
+    overlap_warning,
+    warnings_of,
+)
+from llama_ft.data.tokenize import Encoder, ExamplesOf, check_ids, one_example, unpaired_examples
 from llama_ft.data.tokenize_files import (
     BadSamples,
     SplitWriter,
@@ -192,32 +199,7 @@ def prepare(
     """
     opened = _open_sources(config, tokenizer, request, cache)
     source = opened.training
-    sources = [source] if opened.validation is None else [source, opened.validation]
-    no_images = request.no_images
-    images = None
-    if request.load_processor is not None:
-        images, no_images = open_images(sources, config, tokenizer, request.load_processor, cache)
-    kinds, summary = _look_at_formats(
-        source, opened.validation, config.dataset_format, images is not None
-    )
-    # Without a valid sample, there may be chats after the first samples.
-    has_chats = list in kinds or not kinds
-    if config.chat_template or has_chats:
-        note = ensure_chat_template(tokenizer, config.chat_template, request.add_tokens)
-        if note:
-            summary.insert(0, note)
-    if images is not None:
-        images.check()
-    length = request.context_length
-    encoder = Encoder(
-        tokenizer,
-        length,
-        config.truncation,
-        config.labels,
-        config.reasoning_content,
-        images,
-        no_images,
-    )
+    encoder, images, summary = _make_encoder(opened, config, tokenizer, request, cache)
     tokenization = _Tokenization(
         source=source,
         validation=opened.validation,
@@ -250,10 +232,12 @@ def prepare(
     hashes = folder / HASHES.format("train")
     if not (config.streaming or is_trained_on):
         if report.validation is not None:
-            warnings += _overlap("the validation set", folder / HASHES.format("validation"), hashes)
+            warnings += overlap_warning(
+                "the validation set", folder / HASHES.format("validation"), hashes
+            )
         for name, one in named.items():
             assert one.hashes is not None
-            warnings += _overlap(f"the validation set {name}", one.hashes, hashes)
+            warnings += overlap_warning(f"the validation set {name}", one.hashes, hashes)
             summary += [f"{name}: {line}" for line in warnings_of(one.report)]
     return TokenizedData(
         train=None if config.streaming else _open_split(folder, "train"),
@@ -287,19 +271,6 @@ def _prepare_named(
         own = replace(config, dataset=path, validation=None, max_samples=0, streaming=False)
         prepared[name] = prepare(own, tokenizer, asked, cache, verify_cache)
     return prepared
-
-
-def _overlap(name: str, validation: Path, train: Path) -> list[str]:
-    """Return a warning if samples of a validation set are in the training data, too. `validation`,
-    `train`: files with the hashes of their samples."""
-    shared = numpy.isin(numpy.load(validation), numpy.load(train)).sum()
-    if not shared:
-        return []
-    verb = "is" if shared == 1 else "are"
-    return [
-        f"{plural(int(shared), 'sample')} of {name} {verb} in the training data, too: the validation loss is too "
-        "low. Remove them from one of both."
-    ]
 
 
 def _write_held_out(tokenization: _Tokenization, file: Path) -> str:
@@ -367,6 +338,48 @@ def _open_sources(
     trained_on = {part.identity for part in original.parts or (original,)}
     is_trained_on = validation.identity in trained_on
     return _OpenedSources(training, reshaped(validation, config), is_trained_on)
+
+
+def _make_encoder(
+    opened: _OpenedSources,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    request: DataRequest,
+    cache: Path,
+) -> tuple[Encoder, Images | None, list[str]]:
+    """Look at the first samples, and return what makes tokens of all. Sets the tokenizer's chat
+    template if there are chats.
+
+    Returns:
+        The encoder; the model's reader of images, None if no sample has one; and lines for the log.
+    """
+    source = opened.training
+    sources = [source] if opened.validation is None else [source, opened.validation]
+    no_images = request.no_images
+    images = None
+    if request.load_processor is not None:
+        images, no_images = open_images(sources, config, tokenizer, request.load_processor, cache)
+    kinds, summary = _look_at_formats(
+        source, opened.validation, config.dataset_format, images is not None
+    )
+    # Without a valid sample, there may be chats after the first samples.
+    has_chats = list in kinds or not kinds
+    if config.chat_template or has_chats:
+        note = ensure_chat_template(tokenizer, config.chat_template, request.add_tokens)
+        if note:
+            summary.insert(0, note)
+    if images is not None:
+        images.check()
+    encoder = Encoder(
+        tokenizer,
+        request.context_length,
+        config.truncation,
+        config.labels,
+        config.reasoning_content,
+        images,
+        no_images,
+    )
+    return encoder, images, summary
 
 
 def _look_at_formats(
@@ -582,16 +595,3 @@ def _nothing_left(
         f"have no tokens in the loss, "
         f"{bad.count:,} are bad.\nUse other data, another fraction, or --run_validation False."
     )
-
-
-def check_ids(
-    largest_id: int, name: str, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int | None
-) -> None:
-    """Raise a UserError if the model has no embedding for `largest_id`; training would fail at that
-    token's sample."""
-    if vocabulary_size is not None and largest_id >= vocabulary_size:
-        token = tokenizer.convert_ids_to_tokens(largest_id)
-        raise UserError(
-            f"{name}: token {largest_id} ({token}) is outside the model's vocabulary of {vocabulary_size}.\n"
-            "The tokenizer does not match the model. Set --tokenizer_name."
-        )

@@ -255,3 +255,16 @@ def warnings_of(report: BuildReport) -> list[str]:
 def describe_kind(kind: str, count: int, first: str) -> str:
     """Return a line about the bad samples with the same fault."""
     return f"{count:,} x {kind} (first: {first})"
+
+
+def overlap_warning(name: str, validation: Path, train: Path) -> list[str]:
+    """Return a warning if samples of a validation set are in the training data, too. `validation`,
+    `train`: files with the hashes of their samples."""
+    shared = numpy.isin(numpy.load(validation), numpy.load(train)).sum()
+    if not shared:
+        return []
+    verb = "is" if shared == 1 else "are"
+    return [
+        f"{plural(int(shared), 'sample')} of {name} {verb} in the training data, too: the validation loss is too "
+        "low. Remove them from one of both."
+    ]

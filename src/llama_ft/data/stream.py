@@ -23,10 +23,10 @@ from datasets.table import InMemoryTable
 from llama_ft.config import Config
 from llama_ft.data.batches import BatchLayout, BatchSampler, collate_step, combine_seeds
 from llama_ft.data.prefetch import Prefetcher, PreparedBatches, StepBatches
-from llama_ft.data.prepare import TokenizedData, check_ids
+from llama_ft.data.prepare import TokenizedData
 from llama_ft.data.processor import Images
 from llama_ft.data.sources import Source
-from llama_ft.data.tokenize import Encoder, ExamplesOf
+from llama_ft.data.tokenize import Encoder, ExamplesOf, check_ids
 from llama_ft.data.tokenize_files import (
     BadSamples,
     EncodedChunk,

@@ -502,3 +502,16 @@ def _crossed(offsets: Sequence[Span], edges: Sequence[int]) -> list[int]:
         if token < len(offsets) and min(offsets[token][0], before) < edge:
             inside.append(edge)
     return inside
+
+
+def check_ids(
+    largest_id: int, name: str, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int | None
+) -> None:
+    """Raise a UserError if the model has no embedding for `largest_id`; training would fail at that
+    token's sample."""
+    if vocabulary_size is not None and largest_id >= vocabulary_size:
+        token = tokenizer.convert_ids_to_tokens(largest_id)
+        raise UserError(
+            f"{name}: token {largest_id} ({token}) is outside the model's vocabulary of {vocabulary_size}.\n"
+            "The tokenizer does not match the model. Set --tokenizer_name."
+        )

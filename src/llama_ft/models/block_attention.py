@@ -15,6 +15,7 @@ in 0.4 of the time, and oneDNN multiplies queries and keys.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -83,7 +84,7 @@ LIBRARY.impl("attention_in_blocks", attention_in_blocks, "CPU")
 def _output(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object
 ) -> torch.Tensor:
-    _, heads, tokens, _ = query.shape
+    heads, tokens = query.shape[1:3]
     return query.new_empty(1, tokens, heads, value.shape[3]).transpose(1, 2)
 
 
@@ -189,7 +190,7 @@ def _products_by_onednn() -> Iterator[None]:
     if not is_faster_forward(torch.bfloat16):
         yield
         return
-    setting = torch.backends.mkldnn.matmul
+    setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = setting.fp32_precision
     setting.fp32_precision = "bf16"
     try:

@@ -87,21 +87,20 @@ class Preflight:
         self._free = ranks.all_gather_floats(free).min().item()
         self._free_on_host = free_bytes(torch.device("cpu"), ranks.local_world_size)
         if self._pipe is not None:
-            job_and_data: Any = (
-                *(
-                    ranks.world_size,
-                    ranks.local_world_size,
-                    ranks.device.type,
-                    dataset.longest_example,
-                    new_tokens,
-                ),
-                *(dataset.target_share, steps.size, bool(dataset.validations)),
-            )
             train = dataset.report.train
-            request = dataclasses.replace(
-                PlanRequest(config, folder, *job_and_data),
-                images=planned_images(config, dataset),
+            request = PlanRequest(
+                config,
+                folder,
+                world_size=ranks.world_size,
+                local_world_size=ranks.local_world_size,
+                device="cuda" if ranks.device.type == "cuda" else "cpu",
+                longest_example=dataset.longest_example,
+                new_tokens=new_tokens,
+                target_share=dataset.target_share,
+                size=steps.size,
+                has_validation=bool(dataset.validations),
                 samples=(train.samples, train.target_tokens),
+                images=planned_images(config, dataset),
             )
             with suppress(OSError):
                 self._pipe.send((request, self._free))
