@@ -45,7 +45,7 @@ class ReportFlags:
     """Flags of recipes/report.py."""
 
     paths: list[str] = Field(default_factory=list)
-    """RUN: one or more run directories (output/...)."""
+    """RUN...: one or more run directories (output/...)."""
 
     output: HtmlFile | None = None
     """The .html file to write; if not given RUN/report.html, or comparison.html here for several
