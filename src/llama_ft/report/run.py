@@ -59,7 +59,7 @@ def read_report_flags(argv: list[str], description: str) -> ReportFlags:
         UserError: with one message for every error.
     """
     options, _, errors = read(argv, ReportFlags, description, {"out": "output"})
-    errors += [] if options.paths else ["RUN is needed: report.py RUN [RUN...]."]
+    errors += [] if options.paths else ["RUN is needed: one or more run directories."]
     for name in options.paths:
         folder = Path(name).expanduser()
         if not folder.exists():
