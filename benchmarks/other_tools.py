@@ -24,12 +24,23 @@ FIGURES = REPOSITORY / "benchmarks" / "other_tools.yaml"
 PAGE = REPOSITORY / "docs" / "development" / "benchmarks.md"
 BEGIN = "<!-- Written by benchmarks/other_tools.py --write. -->\n"
 END = "<!-- End of what benchmarks/other_tools.py writes. -->\n"
-INTRODUCTION = """## Plans against published figures of other tools
+INTRODUCTION = """### Plans against published figures of other tools
 
-`benchmarks/other_tools.py` plans the settings of published runs with `recipes/plan.py --json --quick` and writes this
-table. The figures, their sources and all flags are in `benchmarks/other_tools.yaml`. The planned column
-is not measured. "tensors" is the peak of allocated tensors, "reserved" is what torch's allocator reserves, "GPU"
-includes the CUDA context. If a source does not say what it measured, the plan's reserved memory is shown.
+**Compared:** the plans for the settings of published GPU runs, with the memory that these runs were published with. The
+figures, their sources and all flags are in `benchmarks/other_tools.yaml`.
+
+<!-- needs: some minutes -->
+```bash
+python benchmarks/other_tools.py --write
+```
+
+**Measured:** nothing by llama_ft. "tensors" is the peak of allocated tensors, "reserved" is what torch's allocator
+reserves, "GPU" includes the CUDA context. If a source does not say what it measured, the plan's reserved memory is
+shown.
+"""
+RESULT = """**Result:** {higher} plans are higher than the published peak, by at most {most:.0%}. {lower} are lower, by
+{least_below:.0%} to {most_below:.0%}. Unsloth says only which GPU suffices: there, plans are up to {most_of_fits:.0%}
+higher. The likely reasons are in the code: a plan for llama_ft is not a plan for these tools.
 """
 GIB = 2**30
 TITLES = [
@@ -122,6 +133,26 @@ def table_row(figure: Figure, planned: dict[str, Any]) -> list[str]:
     ]
 
 
+def summarize(rows: list[list[str]]) -> str:
+    """Return what the table shows. Rows that only say which GPU suffices are counted apart."""
+    measured = []
+    fits = []
+    for row in rows:
+        difference = int(row[TITLES.index("difference")].rstrip("%")) / 100
+        is_measured = not row[TITLES.index("published GiB")].startswith("fits")
+        (measured if is_measured else fits).append(difference)
+    higher = [difference for difference in measured if difference > 0]
+    lower = [-difference for difference in measured if difference <= 0]
+    return RESULT.format(
+        higher=len(higher),
+        most=max(higher),
+        lower=len(lower),
+        least_below=min(lower),
+        most_below=max(lower),
+        most_of_fits=max(fits),
+    )
+
+
 def markdown(rows: list[list[str]], sources: dict[str, dict[str, str]]) -> str:
     """Return the section with the table and the list of sources."""
     lines = [
@@ -130,6 +161,7 @@ def markdown(rows: list[list[str]], sources: dict[str, dict[str, str]]) -> str:
         "|" + "---|" * len(TITLES),
         *("| " + " | ".join(row) + " |" for row in rows),
         "",
+        summarize(rows),
         "Sources, read on November 23, 2026:",
         "",
     ]

@@ -19,6 +19,7 @@ living tensors at each measured peak.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -294,27 +295,39 @@ def read_found(case: Case, folder: Path) -> list[dict[str, Any]]:
     ]
 
 
+def left_bytes(case: Case, folder: Path) -> int:
+    """Return the bytes of an earlier run that a case found, on the rank with the most."""
+    return max(int(rank["baseline_bytes"]) for rank in read_found(case, folder))
+
+
 def measure(cases: list[Case], folder: Path, device: str, dump: bool) -> None:
-    """Run the cases; one launch for each number of ranks."""
+    """Run the cases; one launch for each number of ranks. A case that found too much of the one
+    before it, which changes from time to time, runs again in a launch of its own."""
     for ranks in sorted({case.ranks for case in cases}):
-        job = write_job([case for case in cases if case.ranks == ranks], folder, device, dump)
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(REPOSITORY / "src"),
-            "LLAMA_FT_CACHE": str(folder / "cache"),
-        }
-        command = [
-            *torchrun_command(ranks),
-            str(REPOSITORY / "benchmarks" / "plan_job.py"),
-            str(job),
-        ]
         print(f"measuring on {ranks} ranks", file=sys.stderr)
-        with open(folder / f"output-{ranks}.txt", "w") as output:
-            ended = subprocess.run(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment
-            )
-        if ended.returncode:
-            sys.exit((folder / f"output-{ranks}.txt").read_text()[-6000:])
+        launch([case for case in cases if case.ranks == ranks], folder, device, dump)
+    for case in cases:
+        if left_bytes(case, folder) > LEFT_BYTES:
+            print(f"measuring {case.name} again, alone", file=sys.stderr)
+            shutil.rmtree(folder / case.name)  # its run directory
+            launch([case], folder, device, dump)
+
+
+def launch(cases: list[Case], folder: Path, device: str, dump: bool) -> None:
+    """Run cases with the same number of ranks, one after the other."""
+    ranks = cases[0].ranks
+    job = write_job(cases, folder, device, dump)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY / "src"),
+        "LLAMA_FT_CACHE": str(folder / "cache"),
+    }
+    script = REPOSITORY / "benchmarks" / "plan_job.py"
+    command = [*torchrun_command(ranks), str(script), str(job)]
+    with open(folder / f"output-{ranks}.txt", "w") as output:
+        ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+    if ended.returncode:
+        sys.exit((folder / f"output-{ranks}.txt").read_text()[-6000:])
 
 
 def predict(cases: list[Case], folder: Path, device: str) -> dict[Case, Plan]:
@@ -347,7 +360,8 @@ class Line:
         self.case = case
         self.plan = plan
         self.ranks = ranks
-        if (left := max(rank["baseline_bytes"] for rank in ranks)) > LEFT_BYTES:
+        left = max(rank["baseline_bytes"] for rank in ranks)
+        if left > LEFT_BYTES:
             raise SystemExit(f"{case.name}: {left} bytes of the run before it were still there")
         self.by_rank = [highest_by_phase(rank["peaks"]) for rank in ranks]
         self.fullest = max(self.by_rank, key=lambda phases: max(phases.values()))

@@ -49,16 +49,14 @@ BENCHMARKS = {
     ),
     "speed": Benchmark("benchmarks/throughput.py", "Training speed against TRL", 60),
     "preferences": Benchmark("benchmarks/preferences.py", "Preference tuning against TRL", 20),
-    "speed_dpo": Benchmark(
-        "benchmarks/throughput.py --objective dpo", "Preference tuning against TRL", 30
-    ),
+    "speed_dpo": Benchmark("benchmarks/throughput.py --objective dpo", "DPO speed against TRL", 30),
     "images": Benchmark(
         "benchmarks/images_trl.py --families Qwen3-VL,'Gemma 3',LLaVA",
         "Fine-tuning on images against TRL",
         3,
     ),
     "optimizations": Benchmark("benchmarks/ablation.py", "What each optimization gives", 30),
-    "experts": Benchmark("benchmarks/experts.py", "What each optimization gives", 5),
+    "experts": Benchmark("benchmarks/experts.py", "LoRA on experts", 5),
     "scaling": Benchmark("benchmarks/scaling.py", "Memory by length", 30),
     "other_tools": Benchmark(
         "benchmarks/other_tools.py", "Plans against published figures of other tools", 10
@@ -67,6 +65,9 @@ BENCHMARKS = {
     "data": Benchmark("benchmarks/data.py", "Packing", 15),
     "checkpoints": Benchmark("benchmarks/checkpoint.py", "Checkpoints", 15),
     "kills": Benchmark("benchmarks/crash.py", "Resuming after kills", 60),
+    "store_kills": Benchmark(
+        "benchmarks/store_crash.py --kills 100", "Resuming from object storage after kills", 20
+    ),
     "start": Benchmark("benchmarks/start.py", "Start-up", 5),
 }
 

@@ -141,6 +141,8 @@ def test_the_launcher_prints_only_what_the_run_prints(installed: Path, tmp_path:
     assert [line.split()[0] for line in lines[2:-2]] == VERBS
     bare = run(installed / "llama-ft", cwd=tmp_path, check=False)
     assert bare.returncode == 2 and bare.stderr.splitlines() == lines
+    typo = run(installed / "llama-ft", "trian", cwd=tmp_path, check=False)
+    assert typo.returncode == 2 and typo.stderr.endswith(" Did you mean train?\n")
     usage = run(installed / "llama-ft", "train", "--help", cwd=tmp_path).stdout
     assert "\n  llama-ft train --nproc 2 --enable_fsdp [flags]\n" in usage
     for flags, printed in {

@@ -20,7 +20,8 @@ NAMES = list(draw.PICTURES)
 LARGEST = 300_000  # bytes
 SMALLEST_TEXT = 13  # px
 PAGES = ("README.md", "docs/index.md", "docs/guides/memory.md", "docs/guides/packing-and-streaming.md",
-         "docs/concepts/sharding.md", "docs/development/benchmarks.md", "docs/guides/hyperparameters.md")  # fmt: skip
+         "docs/concepts/sharding.md", "docs/development/benchmarks.md", "docs/guides/hyperparameters.md",
+         "docs/concepts/how-it-works.md")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

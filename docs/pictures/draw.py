@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from . import concepts, curves, memory, planned, recording
+from . import concepts, curves, memory, planned, recording, run_path
 
 FOLDER = Path(__file__).resolve().parents[1] / "img"
 PICTURES: dict[str, Callable[[], str]] = {
@@ -13,6 +13,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "packing.svg": concepts.draw_packing,
     "quantized_sharding.svg": concepts.draw_quantized_sharding,
     "curves.svg": curves.draw,
+    "run.svg": run_path.draw,
 }
 # The text that pages show in place of a picture.
 WORDS: dict[str, Callable[[], str]] = {
@@ -22,4 +23,5 @@ WORDS: dict[str, Callable[[], str]] = {
     "packing.svg": lambda: concepts.PACKING,
     "quantized_sharding.svg": lambda: concepts.QUANTIZED_SHARDING,
     "curves.svg": curves.describe,
+    "run.svg": lambda: run_path.DESCRIPTION,
 }

@@ -14,8 +14,11 @@ COLORS = {
     "8-bit base": "green",
     "QLoRA": "orange",
     "DPO, KTO": "yellow",
+    "LoRA on experts": "gray",
+    "images": "red",
 }
 METHODS = {"full": "full fine-tuning", "lora": "LoRA", "8bit": "8-bit base", "4bit": "QLoRA"}
+KINDS = {"dpo": "DPO, KTO", "kto": "DPO, KTO", "experts": "LoRA on experts", "images": "images"}
 MIB = 2**20
 TOP = 84
 SIDE = 300  # px of the left plot
@@ -26,12 +29,18 @@ ERRORS_WIDTH = 300
 STEPS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0)  # % that the right plot may end at
 
 
+def name_method(method: str) -> str:
+    """The name in the legend of a method of benchmarks/plan.py, such as dpo_lora."""
+    kind, _, _ = method.partition("_")
+    return METHODS.get(method) or KINDS[kind]
+
+
 def read_points() -> list[tuple[str, float, float]]:
     """Method, MiB planned and MiB measured of every case."""
     cases: list[dict[str, Any]] = json.loads(FIGURES.read_text())
     return [
         (
-            METHODS.get(case["method"], "DPO, KTO"),
+            name_method(case["method"]),
             case["planned_bytes"] / MIB,
             case["measured_bytes"] / MIB,
         )
@@ -130,7 +139,10 @@ def draw() -> str:
         *draw_errors(points, axis),
     ]
     x = 24.0
+    drawn = {method for method, _, _ in points}
     for method, color in COLORS.items():
+        if method not in drawn:
+            continue
         body.append(draw_dot(x + 5, BOTTOM + 70, color))
         body.append(svg.text(x + 16, BOTTOM + 75, method, "small"))
         x += 44 + 7 * len(method)

@@ -24,6 +24,7 @@ STYLE = f"""
     .green {{ fill: #1a7f5a; }}
     .yellow {{ fill: #bf9b1f; }}
     .gray {{ fill: #848d97; }}
+    .red {{ fill: #cf222e; }}
     @media (prefers-color-scheme: dark) {{
       text {{ fill: #e6edf3; }}
       .small {{ fill: #9da7b1; }}

@@ -7,6 +7,7 @@ install has a copy of recipes/ and configs/ inside the package. Nothing slow is 
 import logging
 import sys
 from argparse import ArgumentParser
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 
@@ -63,7 +64,10 @@ def main() -> None:
         sys.exit(0 if verb else 2)
     elif verb not in VERBS:
         names = ", ".join(VERBS)
-        print(f"llama-ft {verb}: expected one of {names}, or --version.", file=sys.stderr)
+        similar = get_close_matches(verb, VERBS, n=1)
+        hint = f" Did you mean {similar[0]}?" if similar else ""
+        expected = f"expected one of {names}, or --version."
+        print(f"error: llama-ft {verb}: {expected}{hint}", file=sys.stderr)
         sys.exit(2)
     elif verb in LAUNCHED and _has_nproc(flags):
         _launch(verb, flags)

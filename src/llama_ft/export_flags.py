@@ -76,7 +76,7 @@ def read_export_flags(argv: list[str], description: str) -> ExportFlags:
     if len(options.paths) != 2:
         raise UserError(
             *errors,
-            "Expected export.py CHECKPOINT OUT: what is read, and the directory that is written.",
+            "CHECKPOINT and OUT are needed: what is read, and the directory that is written.",
         )
     source, out = options.paths
     options.source = Path(source).expanduser()

@@ -110,3 +110,28 @@ def test_help_lists_the_common_flags_and_help_all_every_flag_within_2_seconds(
     for setting in SETTINGS.values():
         assert len(re.findall(rf"^  {re.escape(setting.flag)}\b", out, re.MULTILINE)) == 1
     assert max(map(len, out.splitlines())) <= 100
+
+
+TOOLS = {
+    "plan": ("[flags]", "--nproc"),
+    "check": ("[flags]", "--output_dir"),
+    "inference": ("MODEL [flags]", "--prompt"),
+    "evaluate": ("MODEL... [flags]", "--base"),
+    "export": ("CHECKPOINT OUT [flags]", "--merge"),
+    "report": ("RUN... [flags]", "--output"),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_the_help_of_a_tool_begins_with_its_usage_and_its_own_flags(tool: str) -> None:
+    script = SOURCE.parent / "recipes" / f"{tool}.py"
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    command = [sys.executable, str(script), "--help"]
+    out = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    words, first_flag = TOOLS[tool]
+    assert f"\n\nUsage:\n  python {script} {words}\n" in out.stdout
+    listed = re.findall(r"^  (--\w+)", out.stdout, re.MULTILINE)
+    assert listed[0] == first_flag
+    assert len(listed) == len(set(listed))
+    long = [line for line in out.stdout.splitlines() if len(line) > 100]
+    assert not long

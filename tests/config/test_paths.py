@@ -77,7 +77,11 @@ def test_pipes_and_devices_are_rejected_without_opening_them(
             "--from_peft_checkpoint lora: holds no adapter_model.safetensors.",
         ),
         ("--chat_template chatlm", "--chat_template chatlm: no such file."),
-        ("--dataset data/my_dta.jsonl", "--dataset data/my_dta.jsonl: no such file."),
+        ("--config data/my_dat.jsonl", "--config data/my_dat.jsonl: no such file. Did you mean "),
+        (
+            "--dataset data/my_dta.jsonl",
+            "--dataset data/my_dta.jsonl: no such file. Did you mean data/my_data.jsonl?",
+        ),
         ("--dataset empty", "--dataset empty: is a directory without data files."),
         ("--dataset data/*.csv", "--dataset data/*.csv: matches no file, or not only "),
         ("--dataset n*s.xlsx", "--dataset n*s.xlsx: matches no file, or not only "),

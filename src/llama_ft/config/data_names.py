@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from llama_ft.config.messages import missing_file
+
 Kind = Literal["demo", "ready", "function", "url", "file", "folder", "glob", "hub"]
 # llama-recipes' names; samsum_dataset and so on also work
 READY_DATASETS = ("samsum", "grammar", "alpaca")
@@ -124,6 +126,6 @@ def data_problem(name: str) -> str | None:
             return NOT_A_FILE
         return None if has_data_suffix else f"unknown suffix. Supported: {DATA_FORMS}."
     if has_data_suffix:
-        return "no such file."
+        return missing_file(path)
     built_in = ", ".join(("demo", *READY_DATASETS))
     return f"is neither data nor a built-in dataset ({built_in}). Supported: {DATA_FORMS}."

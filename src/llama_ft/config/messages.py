@@ -7,6 +7,7 @@ Unknown names are names of llama-recipes, common names of other trainers, or typ
 import difflib
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting
@@ -55,9 +56,13 @@ ALIASES: dict[str, str] = {
         for name in ("project", "entity", "tags", "job_type", "group", "notes")
     },
     "model": "model_name",
-    "lora": "use_peft",
-    "batch_size": "batch_size_training",
-    "per_device_train_batch_size": "batch_size_training",
+    **dict.fromkeys(("lora", "use_lora"), "use_peft"),
+    **dict.fromkeys(("qlora", "use_qlora"), "quantization 4bit"),
+    **dict.fromkeys(
+        ("batch_size", "micro_batch_size", "per_device_train_batch_size"), "batch_size_training"
+    ),
+    **dict.fromkeys(("dataset_name", "train_file"), "dataset"),
+    "optim": "optimizer",
     "gradient_checkpointing": "activation_checkpointing full",
     "learning_rate": "lr",
     "max_steps": "max_train_step",
@@ -144,6 +149,13 @@ def nearest(word: str, candidates: Iterable[str], least: float = 0.6) -> str | N
     names = {candidate.lower(): candidate for candidate in candidates}
     match = difflib.get_close_matches(word.lower(), names, n=1, cutoff=least)
     return names[match[0]] if match else None
+
+
+def missing_file(file: Path) -> str:
+    """Return the error message for a file that does not exist."""
+    names = [path.name for path in file.parent.glob("*")]
+    similar = nearest(file.name, names, TYPO_SIMILARITY)
+    return f"no such file. Did you mean {file.parent / similar}?" if similar else "no such file."
 
 
 def known(name: str) -> Setting | None:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from llama_ft.config.data_names import NOT_A_FILE, data_problem, is_split_of, kind_of_data
-from llama_ft.config.messages import describe_setting, nearest
+from llama_ft.config.messages import describe_setting, missing_file, nearest
 from llama_ft.config.rules import SECRET, as_fraction
 from llama_ft.errors import UserError, rank, reason
 from llama_ft.masking import is_clean, is_url_with_secret
@@ -175,7 +175,7 @@ def file_problem(name: str) -> str | None:
     """Return why the file `name` cannot be read, or None."""
     file = Path(name).expanduser()
     if not file.exists():
-        return "no such file."
+        return missing_file(file)
     return None if file.is_file() else NOT_A_FILE
 
 

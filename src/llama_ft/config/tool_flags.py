@@ -1,12 +1,14 @@
 """Read the command line of a tool: its flags are a dataclass, and the parser is that of the
 settings."""
 
+import inspect
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llama_ft.config.dump import asks_for_help, exit_with_help, flags_text
+from llama_ft.config.dump import WIDTH, asks_for_help, exit_with_help, flags_text
 from llama_ft.config.load import convert
 from llama_ft.config.messages import nearest
 from llama_ft.config.parse import Parsed, read_flags
@@ -35,11 +37,7 @@ def read(
     table = settings_of(flags)
     paths = table.pop("paths", None)
     if asks_for_help(argv):
-        about = [description.partition("\n\n")[0]]
-        if paths is not None:
-            about.append(paths.meaning)
-        about.append(flags_text(table, f"Flags of {Path(sys.argv[0]).name}:"))
-        exit_with_help("\n\n".join(about) + "\n")
+        exit_with_help(tool_help(flags, description))
     names = other_names or {}
 
     def find(name: str) -> Setting | None:
@@ -54,6 +52,28 @@ def read(
     parsed = read_flags(argv, find, explain, positional)
     options, wrong = convert(parsed.values, parsed.origins, flags)
     return options, parsed, [*parsed.errors, *wrong.values()]
+
+
+def tool_help(flags: Any, description: str) -> str:
+    """Return what --help prints: the tool's own flags first, then those of each class that its
+    dataclass extends."""
+    table = settings_of(flags)
+    paths = table.pop("paths", None)
+    script = sys.argv[0]
+    name = Path(script).name
+    usage = name if name.startswith("llama-ft ") else f"python {script}"
+    notes = []
+    if paths is not None:
+        words, _, _ = paths.meaning.partition(":")
+        usage += f" {words}"
+        notes.append(textwrap.fill(paths.meaning, WIDTH))
+    parts = [description.partition("\n\n")[0], f"Usage:\n  {usage} [flags]", *notes]
+    for cls in flags.__mro__:
+        own = {field: table.pop(field) for field in inspect.get_annotations(cls) if field in table}
+        about = f"Flags of {name}" if cls is flags else f"{inspect.getdoc(cls)}".rstrip(".")
+        if own:
+            parts.append(flags_text(own, f"{about}:"))
+    return "\n\n".join(parts) + "\n"
 
 
 def check(errors: list[str]) -> None:

@@ -61,11 +61,9 @@ class EvaluateFlags(DataConfig, ModelFlags):
     """Flags of recipes/evaluate.py; those about data are the training recipe's, and default to the
     run's."""
 
-    val_batch_size: Count = 1
-    """Micro-batch size per rank: packed sequences, or samples with batching_strategy=padding."""
-
-    max_eval_step: CountOrZero = 0
-    """Largest number of micro-batches per rank; 0 = all samples."""
+    paths: list[str] = Field(default_factory=list)
+    """MODEL...: one or more. A run's directory, a checkpoint, a saved adapter, or the directory or
+    Hub name of a model."""
 
     base: bool = False
     """Evaluate the base model of each MODEL, too, and show the difference."""
@@ -98,6 +96,12 @@ class EvaluateFlags(DataConfig, ModelFlags):
 
     apply_chat_template: bool = False
     """Ask the questions as a user's message of the chat template."""
+
+    val_batch_size: Count = 1
+    """Micro-batch size per rank: packed sequences, or samples with batching_strategy=padding."""
+
+    max_eval_step: CountOrZero = 0
+    """Largest number of micro-batches per rank; 0 = all samples."""
 
 
 class ModelToEvaluate(NamedTuple):

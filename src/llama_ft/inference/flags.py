@@ -34,8 +34,8 @@ class ModelFlags:
     """Which model is loaded, and how."""
 
     paths: list[str] = Field(default_factory=list)
-    """MODEL, without a flag: a run's directory, a checkpoint, a saved adapter, or the directory or
-    Hub name of a model."""
+    """MODEL: a run's directory, a checkpoint, a saved adapter, or the directory or Hub name of a
+    model."""
 
     model_name: str | None = None
     """Another way to name MODEL; with --peft_model its base model."""

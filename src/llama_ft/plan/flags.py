@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llama_ft.config.dump import asks_for_help, flags_text, help_text
+from llama_ft.config.dump import asks_for_help, exit_with_help, flags_text, help_text
 from llama_ft.config.load import load
 from llama_ft.config.parse import words_of
 from llama_ft.config.settings import Config, settings_of
@@ -95,9 +95,11 @@ def read_plan_flags(
     own = settings_of(PlanFlags)
     if asks_for_help(argv):
         text = help_text(description, sys.argv[0], everything="all" in argv)
-        head, _, rest = text.partition("\n\n")
-        print(head, flags_text(own, "Flags of the plan:"), rest, sep="\n\n")
-        sys.exit(0)
+        about, usage, notes, rest = text.split("\n\n", 3)
+        single, _ = usage.splitlines()[1:]  # the other line starts several processes
+        usage = f"Usage:\n{single}\n{single} --enable_fsdp --nproc 8 --fit h100"
+        plan_flags = flags_text(own, "Flags of the plan:")
+        exit_with_help("\n\n".join([about, usage, notes, plan_flags, rest]))
     ours = list[str]()
     others = list[str]()
     for word in words_of(argv):

@@ -45,7 +45,7 @@ class ReportFlags:
     """Flags of recipes/report.py."""
 
     paths: list[str] = Field(default_factory=list)
-    """RUN: one or more run directories (output/...)."""
+    """RUN...: one or more run directories (output/...)."""
 
     output: HtmlFile | None = None
     """The .html file to write; if not given RUN/report.html, or comparison.html here for several
@@ -59,7 +59,7 @@ def read_report_flags(argv: list[str], description: str) -> ReportFlags:
         UserError: with one message for every error.
     """
     options, _, errors = read(argv, ReportFlags, description, {"out": "output"})
-    errors += [] if options.paths else ["RUN is needed: report.py RUN [RUN...]."]
+    errors += [] if options.paths else ["RUN is needed: one or more run directories."]
     for name in options.paths:
         folder = Path(name).expanduser()
         if not folder.exists():
