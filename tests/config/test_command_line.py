@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ft.config.dump import COMMON_SETTINGS
+from llama_ft.config.dump import COMMON_SETTINGS, exit_with_help
 from llama_ft.config.settings import SETTINGS
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -110,3 +111,19 @@ def test_help_lists_the_common_flags_and_help_all_every_flag_within_2_seconds(
     for setting in SETTINGS.values():
         assert len(re.findall(rf"^  {re.escape(setting.flag)}\b", out, re.MULTILINE)) == 1
     assert max(map(len, out.splitlines())) <= 100
+
+
+def test_help_is_quiet_if_its_reader_stops_reading(start: Start) -> None:
+    process = start("--help", "all")
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert (process.stderr.read(), process.wait()) == ("", 0)
+
+
+def test_help_leaves_the_signals_of_the_process_as_they_are() -> None:
+    """Without Python's handling of SIGPIPE, a server in this process would end it as soon as a
+    client is killed."""
+    with pytest.raises(SystemExit):
+        exit_with_help("")
+    assert signal.getsignal(signal.SIGPIPE) == signal.SIG_IGN
