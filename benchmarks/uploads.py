@@ -3,28 +3,27 @@
     python benchmarks/uploads.py
 
 It needs moto[server] and s3fs. A random Llama of 110 M parameters is trained in fp32 with AdamW on
-2 ranks. Every turn runs these one after another, another one first each time:
+2 ranks. Every turn launches torchrun in these ways, another one first each time:
 
     local       checkpoints on the disk only
     store       with --save_to: each checkpoint is also uploaded to a local S3 server (moto)
-    slow store  the same, but the server answers each request 0.2 s late, and takes 100 MB/s
+    slow store  the same, but the server answers each request 0.2 s late, and takes 20 MB/s
 
-The server has the lowest priority, because it would not be on the machines that train.
-Each saves several times while training continues. The first save of a turn only warms up. With a
-store, all others begin while an earlier checkpoint is being uploaded; the script fails if not.
+A launch saves several times while training continues. The first save only warms up. With a store,
+the others begin while an earlier checkpoint is being uploaded; one that does not is not counted. At
+the end of a launch its last upload is abandoned.
 
 `stall` is how long training waits for a save: the median over the saves of all turns of the slower
-rank, with the lowest and highest. `x` is the median of each turn's ratio to `local`, `step` the
-median time of the training steps between the saves, and `upload` that of an upload. All times are
-in seconds.
+rank, with the lowest and highest. `x` is the median of each turn's ratio to `local`. `cpu` is the
+processor time of the training thread in a save: what the save itself does. The rest of `stall` is
+waiting: for a core, which ranks, uploads and the server share here, or for the other rank. `step`
+is the median time of the training steps between the saves. All times are in seconds. The server has
+the lowest priority, because it would not be on the machines that train.
 """
 
 import argparse
 import json
-import logging
 import os
-import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -43,26 +42,12 @@ from torchrun_command import torchrun_command
 from llama_ft import runtime
 from llama_ft.checkpoint import CheckpointWriter, ObjectStore, Uploads
 from llama_ft.config import CheckpointConfig
-from llama_ft.runtime import log
 
 WAYS = ("local", "store", "slow store")
 SECONDS_PER_REQUEST = 0.2
-BYTES_PER_SECOND = 100e6
-MIN_STEPS = 3  # between two saves
-UPLOADED = re.compile(r"Uploaded step-\d+ .* in ([\d.]+) s")
+BYTES_PER_SECOND = 20e6
+MIN_STEPS = 2  # between two saves
 Turn = dict[str, Any]
-
-
-class UploadTimes(logging.Handler):
-    """Collects the seconds that the log names for each upload."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds = list[float]()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if match := UPLOADED.match(record.getMessage()):
-            self.seconds.append(float(match[1]))
 
 
 def as_elsewhere(application: Application) -> Application:
@@ -85,46 +70,53 @@ def as_elsewhere(application: Application) -> Application:
     return serve
 
 
-def measure_turn(
-    way: str, number: int, saves: int, trainee: Trainee, folder: Path, times: UploadTimes
-) -> Turn:
-    """Save several times while training continues, then wait for the uploads."""
-    ranks = trainee.job
-    run = folder / "run"
-    uploads = None
-    if ranks.is_main:
-        run.mkdir()
-    dist.barrier()
-    if way != "local":
-        store = ObjectStore(f"s3://runs/{way.replace(' ', '-')}-{number}", "--save_to")
-        uploads = Uploads(store, run, keep_last=1, resumed_step=0, ranks=ranks)
-    settings = CheckpointConfig(keep_last=1)
-    writer = CheckpointWriter(run, settings, {}, ranks, uploads)
-    times.seconds.clear()
-    stalls = []
-    steps = []
-    for save in range(saves + 1):
-        is_uploading = uploads is not None and bool(uploads.in_use())
-        if ranks.is_main and save > 0 and uploads is not None and not is_uploading:
-            raise SystemExit("error: an upload had ended before the next save began")
-        stall = slowest(lambda step=save + 1: write(writer, step, trainee), ranks)  # type: ignore[misc]
-        between = steps_until_written(writer, trainee)
-        if save > 0:
-            stalls.append(stall)
-            steps += between
-    writer.finish()
-    writer.finish_uploads()
-    if ranks.is_main:
-        shutil.rmtree(run)
-        if uploads is not None:
-            for name in store.sizes(""):
-                store.delete(name)
-    dist.barrier()
-    return {"way": way, "stalls": stalls, "steps": steps, "uploads": list(times.seconds)}
+def worker(asked: argparse.Namespace) -> None:
+    """Run by torchrun: one launch. Rank 0 adds its results to a file next to the model."""
+    with runtime.start("cpu", "world") as ranks:
+        folder: Path = asked.worker
+        trainee = Trainee(folder, "full", asked.tokens, ranks)
+        name = f"{asked.way.replace(' ', '-')}-{os.environ['TORCHELASTIC_RUN_ID']}"
+        run = folder / name
+        if ranks.is_main:
+            run.mkdir()
+        dist.barrier()
+        uploads = None
+        if asked.way != "local":
+            store = ObjectStore(f"s3://runs/{name}", "--save_to")
+            uploads = Uploads(store, run, keep_last=1, resumed_step=0, ranks=ranks)
+        writer = CheckpointWriter(run, CheckpointConfig(keep_last=1), {}, ranks, uploads)
+        found: Turn = {"way": asked.way, "stalls": [], "cpu": [], "steps": []}
+        for save in range(asked.saves + 1):
+            is_uploading = ranks.broadcast_from_rank0(lambda: bool(uploads and uploads.in_use()))
+            stall, cpu = measure_save(writer, save + 1, trainee)
+            steps = steps_until_written(writer, trainee)
+            if save > 0 and (uploads is None or is_uploading):
+                found["stalls"].append(stall)
+                found["cpu"].append(cpu)
+                found["steps"] += steps
+        writer.finish()
+        if ranks.is_main:
+            with open(folder / "found.jsonl", "a") as file:
+                file.write(json.dumps(found) + "\n")
+            print(found, file=sys.stderr)
+        writer.finish_uploads(0)
+        dist.barrier()
+        sys.stderr.flush()
+        os._exit(0)  # requests of the abandoned upload are still waiting
 
 
-def write(writer: CheckpointWriter, step: int, trainee: Trainee) -> None:
-    writer.save(step, trainee.model, trainee.optimizer, {})
+def measure_save(writer: CheckpointWriter, step: int, trainee: Trainee) -> tuple[float, float]:
+    """Return how long training waits for a save, and the processor time of the training thread."""
+    cpu = 0.0
+
+    def save() -> None:
+        nonlocal cpu
+        started = time.thread_time()
+        writer.save(step, trainee.model, trainee.optimizer, {})
+        cpu = time.thread_time() - started
+
+    stall = slowest(save, trainee.job)
+    return stall, trainee.job.all_gather_floats(cpu).max().item()
 
 
 def steps_until_written(writer: CheckpointWriter, trainee: Trainee) -> list[float]:
@@ -141,31 +133,11 @@ def steps_until_written(writer: CheckpointWriter, trainee: Trainee) -> list[floa
     return seconds
 
 
-def worker(asked: argparse.Namespace) -> None:
-    """Run by torchrun: all turns on these ranks. Rank 0 writes the results next to the model."""
-    times = UploadTimes()
-    with runtime.start("cpu", "world") as ranks:
-        log.setLevel(logging.INFO)
-        log.addHandler(times)
-        trainee = Trainee(asked.worker, "full", asked.tokens, ranks)
-        measure_turn("local", 0, 1, trainee, asked.worker, times)  # warms up
-        for number in range(asked.turns):
-            first = number % len(WAYS)
-            for way in WAYS[first:] + WAYS[:first]:
-                found = measure_turn(way, number, asked.saves, trainee, asked.worker, times)
-                if ranks.is_main:
-                    with open(asked.worker / "found.jsonl", "a") as file:
-                        file.write(json.dumps(found) + "\n")
-                    print(f"turn {number + 1} of {asked.turns}: {found}", file=sys.stderr)
-
-
 def row(way: str, turns: list[Turn]) -> tuple[str, ...]:
     """A line of the table."""
     own = [turn for turn in turns if turn["way"] == way]
     local = [turn for turn in turns if turn["way"] == "local"]
     stalls = [seconds for turn in own for seconds in turn["stalls"]]
-    steps = [seconds for turn in own for seconds in turn["steps"]]
-    uploads = [seconds for turn in own for seconds in turn["uploads"]]
     ratios = [
         statistics.median(turn["stalls"]) / statistics.median(base["stalls"])
         for turn, base in zip(own, local, strict=True)
@@ -173,10 +145,10 @@ def row(way: str, turns: list[Turn]) -> tuple[str, ...]:
     return (
         way,
         str(len(stalls)),
-        f"{statistics.median(stalls):.3f} ({min(stalls):.3f} to {max(stalls):.3f})",
+        f"{statistics.median(stalls):.2f} ({min(stalls):.2f} to {max(stalls):.2f})",
         f"{statistics.median(ratios):.2f}",
-        f"{statistics.median(steps):.2f}",
-        f"{statistics.median(uploads):.1f}" if uploads else "",
+        f"{statistics.median(seconds for turn in own for seconds in turn['cpu']):.2f}",
+        f"{statistics.median(seconds for turn in own for seconds in turn['steps']):.2f}",
     )
 
 
@@ -186,9 +158,10 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=12, help="12 are 110 M parameters")
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--saves", type=int, default=4, help="of a turn that are measured")
+    parser.add_argument("--saves", type=int, default=3, help="of a launch that are measured")
     parser.add_argument("--tokens", type=int, default=16, help="of a training step")
     parser.add_argument("--folder", default=".", help="on the disk that is measured")
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.worker:
@@ -196,9 +169,13 @@ def main() -> None:
     start_s3_server(as_elsewhere)
     with model_folder(asked.folder, asked.layers) as folder:
         command = [*torchrun_command(2), __file__, *sys.argv[1:]]
-        subprocess.run([*command, "--worker", str(folder.resolve())], check=True)
+        for number in range(asked.turns):
+            first = number % len(WAYS)
+            for way in WAYS[first:] + WAYS[:first]:
+                own = ["--worker", str(folder.resolve()), "--way", way]
+                subprocess.run([*command, *own], check=True)
         turns = read_json_lines(folder / "found.jsonl")
-    titles = ("checkpoints", "saves", "stall", "x", "step", "upload")
+    titles = ("checkpoints", "saves", "stall", "x", "cpu", "step")
     print_columns([titles, *(row(way, turns) for way in WAYS)])
 
 
