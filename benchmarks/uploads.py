@@ -15,14 +15,15 @@ the end of a launch its last upload is abandoned.
 
 `stall` is how long training waits for a save: the median over the saves of all turns of the slower
 rank, with the lowest and highest. `x` is the median of each turn's ratio to `local`. `cpu` is the
-processor time of the training thread in a save: what the save itself does. The rest of `stall` is
-waiting: for a core, which ranks, uploads and the server share here, or for the other rank. `step`
-is the median time of the training steps between the saves. All times are in seconds. The server has
-the lowest priority, because it would not be on the machines that train.
+processor time of the training thread in a save: what the save itself does. `core` is how long this
+thread was ready to run but had no core: ranks, uploads and the server share the cores here. `step`
+is the median time of the training steps between the saves. All times are in seconds, of the slower
+rank. The server has the lowest priority, because it would not be on the machines that train.
 """
 
 import argparse
 import json
+import logging
 import os
 import statistics
 import subprocess
@@ -42,6 +43,7 @@ from torchrun_command import torchrun_command
 from llama_ft import runtime
 from llama_ft.checkpoint import CheckpointWriter, ObjectStore, Uploads
 from llama_ft.config import CheckpointConfig
+from llama_ft.runtime import log
 
 WAYS = ("local", "store", "slow store")
 SECONDS_PER_REQUEST = 0.2
@@ -73,6 +75,7 @@ def as_elsewhere(application: Application) -> Application:
 def worker(asked: argparse.Namespace) -> None:
     """Run by torchrun: one launch. Rank 0 adds its results to a file next to the model."""
     with runtime.start("cpu", "world") as ranks:
+        log.setLevel(logging.ERROR)  # only the table
         folder: Path = asked.worker
         trainee = Trainee(folder, "full", asked.tokens, ranks)
         name = f"{asked.way.replace(' ', '-')}-{os.environ['TORCHELASTIC_RUN_ID']}"
@@ -85,14 +88,15 @@ def worker(asked: argparse.Namespace) -> None:
             store = ObjectStore(f"s3://runs/{name}", "--save_to")
             uploads = Uploads(store, run, keep_last=1, resumed_step=0, ranks=ranks)
         writer = CheckpointWriter(run, CheckpointConfig(keep_last=1), {}, ranks, uploads)
-        found: Turn = {"way": asked.way, "stalls": [], "cpu": [], "steps": []}
+        found: Turn = {"way": asked.way, "stalls": [], "cpu": [], "core": [], "steps": []}
         for save in range(asked.saves + 1):
             is_uploading = ranks.broadcast_from_rank0(lambda: bool(uploads and uploads.in_use()))
-            stall, cpu = measure_save(writer, save + 1, trainee)
+            stall, cpu, core = measure_save(writer, save + 1, trainee)
             steps = steps_until_written(writer, trainee)
             if save > 0 and (uploads is None or is_uploading):
                 found["stalls"].append(stall)
                 found["cpu"].append(cpu)
+                found["core"].append(core)
                 found["steps"] += steps
         writer.finish()
         if ranks.is_main:
@@ -105,18 +109,28 @@ def worker(asked: argparse.Namespace) -> None:
         os._exit(0)  # requests of the abandoned upload are still waiting
 
 
-def measure_save(writer: CheckpointWriter, step: int, trainee: Trainee) -> tuple[float, float]:
-    """Return how long training waits for a save, and the processor time of the training thread."""
-    cpu = 0.0
+def measure_save(
+    writer: CheckpointWriter, step: int, trainee: Trainee
+) -> tuple[float, float, float]:
+    """Return how long training waits for a save, the processor time of the training thread in it,
+    and how long this thread waited for a core."""
+    cpu = core = 0.0
 
     def save() -> None:
-        nonlocal cpu
-        started = time.thread_time()
+        nonlocal cpu, core
+        before = time.thread_time(), seconds_without_core()
         writer.save(step, trainee.model, trainee.optimizer, {})
-        cpu = time.thread_time() - started
+        cpu = time.thread_time() - before[0]
+        core = seconds_without_core() - before[1]
 
     stall = slowest(save, trainee.job)
-    return stall, trainee.job.all_gather_floats(cpu).max().item()
+    slower = trainee.job.all_gather_floats(cpu, core).max(0).values
+    return stall, *slower.tolist()
+
+
+def seconds_without_core() -> float:
+    """Return how long this thread has been ready to run without a core, from Linux's statistics."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
 def steps_until_written(writer: CheckpointWriter, trainee: Trainee) -> list[float]:
@@ -147,8 +161,10 @@ def row(way: str, turns: list[Turn]) -> tuple[str, ...]:
         str(len(stalls)),
         f"{statistics.median(stalls):.2f} ({min(stalls):.2f} to {max(stalls):.2f})",
         f"{statistics.median(ratios):.2f}",
-        f"{statistics.median(seconds for turn in own for seconds in turn['cpu']):.2f}",
-        f"{statistics.median(seconds for turn in own for seconds in turn['steps']):.2f}",
+        *(
+            f"{statistics.median(seconds for turn in own for seconds in turn[key]):.2f}"
+            for key in ("cpu", "core", "steps")
+        ),
     )
 
 
@@ -158,7 +174,7 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=12, help="12 are 110 M parameters")
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--saves", type=int, default=3, help="of a launch that are measured")
+    parser.add_argument("--saves", type=int, default=4, help="of a launch that are measured")
     parser.add_argument("--tokens", type=int, default=16, help="of a training step")
     parser.add_argument("--folder", default=".", help="on the disk that is measured")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
@@ -175,7 +191,7 @@ def main() -> None:
                 own = ["--worker", str(folder.resolve()), "--way", way]
                 subprocess.run([*command, *own], check=True)
         turns = read_json_lines(folder / "found.jsonl")
-    titles = ("checkpoints", "saves", "stall", "x", "cpu", "step")
+    titles = ("checkpoints", "saves", "stall", "x", "cpu", "core", "step")
     print_columns([titles, *(row(way, turns) for way in WAYS)])
 
 
