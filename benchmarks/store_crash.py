@@ -26,7 +26,6 @@ run. Any difference is printed, and the exit code is 1.
 """
 
 import argparse
-import logging
 import os
 import random
 import re
@@ -38,16 +37,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import crash  # which makes llama_ft importable
-from moto.moto_server.werkzeug_app import (
-    DomainDispatcherApplication,
-    MotoRequestHandler,
-    create_backend_app,
-)
-from werkzeug.serving import make_server
+from moto_server import Application, start_s3_server
 
 sys.path.insert(1, str(crash.REPOSITORY / "tests"))
 
@@ -74,14 +69,6 @@ MOST_REQUESTS = {"fetch": 8, "upload": 30, "pruning": 24, "export": 14}  # befor
 MOST_SECONDS = 0.1  # between the moment and the kill, and between the kills of the ranks
 SECONDS = 300  # for a launch that is not killed
 FOREIGN = ("notes.txt", "checkpoints/notes.txt", "checkpoints/step-000002/notes.txt")
-ENVIRONMENT = {
-    "AWS_ACCESS_KEY_ID": "testing",
-    "AWS_SECRET_ACCESS_KEY": "testing",
-    "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_EC2_METADATA_DISABLED": "true",
-    # peft writes sets into adapter_config.json, in whatever order they have
-    "PYTHONHASHSEED": "0",
-}
 
 
 class WatchedServer:
@@ -97,17 +84,9 @@ class WatchedServer:
         self._pattern: re.Pattern[str] | None = None
         self._requests_left = 0
         self._is_before = False
-        self._app = DomainDispatcherApplication(create_backend_app)
-        logging.getLogger("werkzeug").setLevel(logging.WARNING)  # not a line per request
-        server = make_server(
-            "127.0.0.1", 0, self._serve, threaded=True, request_handler=MotoRequestHandler
-        )
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
-        os.environ.update(ENVIRONMENT, AWS_ENDPOINT_URL=address)
-        import boto3
-
-        boto3.client("s3").create_bucket(Bucket="runs")
+        # peft writes sets into adapter_config.json, in whatever order they have
+        os.environ["PYTHONHASHSEED"] = "0"
+        start_s3_server(self._watched)
 
     def watch(self, moment: str, requests: int, is_before: bool) -> None:
         """Set `reached` at one of the requests of a kind, before or after it is served."""
@@ -121,8 +100,14 @@ class WatchedServer:
         with self._lock:
             self._pattern = None
 
+    def _watched(self, application: Application) -> Application:
+        return partial(self._serve, application)
+
     def _serve(
-        self, environ: dict[str, Any], start_response: Callable[..., Any]
+        self,
+        application: Application,
+        environ: dict[str, Any],
+        start_response: Callable[..., Any],
     ) -> Iterable[bytes]:
         request = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}"
         with self._lock:
@@ -132,7 +117,7 @@ class WatchedServer:
                 is_chosen = self._requests_left == 0
         if is_chosen and self._is_before:
             self.reached.set()
-        response: Iterable[bytes] = self._app(environ, start_response)
+        response = application(environ, start_response)
         if is_chosen:
             self.reached.set()
         return response

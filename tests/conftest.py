@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -132,6 +133,26 @@ def load_script(file: Path) -> ModuleType:
 def build_model() -> Any:
     """The recipe's function, as its tools get it."""
     return load_script(RECIPE).build_model
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Print how a worker of xdist has ended. xdist itself says only that it is down."""
+    if error:
+        with suppress(subprocess.TimeoutExpired):
+            code = node.gateway._io.popen.wait(10)
+            ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            reporter = node.config.pluginmanager.getplugin("terminalreporter")
+            reporter.write_line(f"[{node.gateway.id}] ended with {ended}")
+
+
+@pytest.fixture(autouse=True)
+def _sigpipe_stays_ignored() -> Iterator[None]:
+    """Servers for tests run in this process. With the default of SIGPIPE, a client that a test
+    kills would end it without a message."""
+    yield
+    handler = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    assert handler == signal.SIG_IGN
 
 
 @pytest.fixture(scope="session")

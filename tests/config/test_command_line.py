@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ft.config.dump import COMMON_SETTINGS
+from llama_ft.config.dump import COMMON_SETTINGS, exit_with_help
 from llama_ft.config.settings import SETTINGS
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -135,3 +136,19 @@ def test_the_help_of_a_tool_begins_with_its_usage_and_its_own_flags(tool: str) -
     assert len(listed) == len(set(listed))
     long = [line for line in out.stdout.splitlines() if len(line) > 100]
     assert not long
+
+
+def test_help_is_quiet_if_its_reader_stops_reading(start: Start) -> None:
+    process = start("--help", "all")
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert (process.stderr.read(), process.wait()) == ("", 0)
+
+
+def test_help_leaves_the_signals_of_the_process_as_they_are() -> None:
+    """Without Python's handling of SIGPIPE, a server in this process would end it as soon as a
+    client is killed."""
+    with pytest.raises(SystemExit):
+        exit_with_help("")
+    assert signal.getsignal(signal.SIGPIPE) == signal.SIG_IGN

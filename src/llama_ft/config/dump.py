@@ -2,7 +2,7 @@
 JSON schema."""
 
 import inspect
-import signal
+import os
 import sys
 import textwrap
 from collections.abc import Mapping
@@ -55,8 +55,11 @@ SETTINGS_OF_ONE_RUN = ("output_dir", "overwrite", "resume", "resume_allow_change
 
 def exit_with_help(text: str) -> NoReturn:
     """Print what --help asks for, and exit; quietly if the reader, such as head, stops reading."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    print(text, end="")
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        # Python flushes stdout again when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(0)
 
 
