@@ -19,7 +19,7 @@ TOKENS = {
     "check": 3700,
     "checkpoint": 22_400,
     "config": 15_950,
-    "data": 38_000,
+    "data": 38_800,
     "evaluation": 3400,
     "inference": 6500,
     "models": 55_600,

@@ -6,6 +6,7 @@ import os
 import struct
 import subprocess
 import sys
+import tracemalloc
 import zlib
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ import datasets
 import numpy
 import pytest
 import torch
+import xxhash
 from conftest import REPOSITORY, write_jsonl
 from image_models import FAMILIES, IDS, plain_inputs, plain_processor, save_image_model, write_image
 from PIL import Image
@@ -24,6 +26,7 @@ from llama_ft import models
 from llama_ft.config import DataConfig
 from llama_ft.data import TokenizedData, load_processor, prepare
 from llama_ft.data.batches import collate
+from llama_ft.data.image_files import read_image
 from llama_ft.data.prepare import DataRequest
 from llama_ft.data.tokenize_files import chunks_of, encode_chunk
 from llama_ft.errors import UserError
@@ -198,6 +201,29 @@ BAD = {
         "line.png has 10,000 x 1 pixels; expected one side to be at most 200",
     ),
     "32 bits": (chat("deep.tiff"), "deep.tiff has 32 bits per pixel and channel"),
+    "no images": (
+        {"messages": marks, "images": []},
+        '"images" has 0 images, and the messages have 2 places',
+    ),
+    "null": (
+        {"messages": marks, "image": None},
+        '"image" has 0 images, and the messages have 2 places',
+    ),
+    "data: URL without base64": (
+        chat({"type": "image", "image": "data:image/svg+xml;utf8,<svg/>"}),
+        'is "data:image/svg.xml;utf8"; expected a data: URL with base64',
+    ),
+    "name that is not UTF-8": (
+        chat("caf\udce9.png"),
+        r'"messages\[0\].content\[0\].image": the name of .*/caf.\.png is not UTF-8; rename it',
+    ),
+    "empty file": (chat("empty.png"), "empty.png cannot be read as an image"),
+    "links in a circle": (chat("link"), "there is no file .*link"),
+    "SVG": (chat("a.svg"), "a.svg cannot be read as an image"),
+    "video": (
+        chat({"type": "video", "video": "a.mp4"}),
+        "expected text, or a list of text parts and",
+    ),
     "image token in a text": (
         chat(("What is <|image_pad|>?",)),
         r"its text has <\|image_pad\|>, which stands for an image",
@@ -218,6 +244,10 @@ def write_bad_files(folder: Path) -> None:
     write_image(folder / "line.png", 10_000, 1, 1)
     os.mkfifo(folder / "fifo")
     Image.open(folder / "a.png").save(folder / "program.eps")
+    (folder / os.fsdecode(b"caf\xe9.png")).write_bytes(good)
+    (folder / "empty.png").touch()
+    (folder / "link").symlink_to("link")
+    (folder / "a.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg"/>')
     deep = numpy.full((40, 60), 0.5, numpy.float32)
     Image.fromarray(deep).save(folder / "deep.tiff")
 
@@ -235,6 +265,33 @@ def test_bad_images_are_reported_with_their_place_or_skipped(
     assert skipped.report.bad_samples == 1
     assert skipped.train is not None
     assert len(skipped.train) == 1
+
+
+def test_images_of_a_format_without_places_for_them_are_reported(
+    model: Path, tmp_path: Path
+) -> None:
+    write_image(tmp_path / "a.png", 60, 40, 1)
+    row = {"instruction": "What?", "output": "Noise.", "image": "a.png"}
+    data = write_jsonl(tmp_path / "a.jsonl", [row])
+    with pytest.raises(UserError, match="nothing: samples of the format alpaca are text only"):
+        prepared(model, data, tmp_path / "cache")
+
+
+def test_marks_without_a_column_are_a_warning(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [
+        {"messages": [*marks[:1], {"role": "assistant", "content": "Two."}], "picture": "a.png"}
+    ]
+    write_image(tmp_path / "a.png", 60, 40, 1)
+    data = write_jsonl(tmp_path / "a.jsonl", rows)
+    with caplog.at_level("WARNING"):
+        assert prepared(model, data, tmp_path / "cache").images is None
+    assert "name it: --columns images=NAME" in caplog.text
+    one = [{"role": "user", "content": "<image>"}, marks[1]]
+    named = write_jsonl(tmp_path / "b.jsonl", [{"messages": one, "picture": "a.png"}])
+    read = prepared(model, named, tmp_path / "cache", columns=["images=picture"])
+    assert read.report.train.images == 1
 
 
 def test_equal_faults_of_different_files_are_counted_together(model: Path, tmp_path: Path) -> None:
@@ -287,6 +344,22 @@ def test_images_of_all_modes_are_read_as_8_bit_rgb_upright(
     expected, _ = plain_inputs(plain_processor(model), tmp_path, chat("plain.png"))
     assert batch.images is not None
     assert torch.equal(batch.images.others["pixel_values"], expected["pixel_values"])
+
+
+def test_memory_does_not_hold_a_file_that_is_larger_than_its_image(tmp_path: Path) -> None:
+    file = write_image(tmp_path / "a.png", 60, 40, 1)
+    image, before = read_image(str(file))
+    with file.open("ab") as opened:
+        opened.truncate(2**28)  # zeros, which the disk does not hold either
+    tracemalloc.start()
+    try:
+        again, after = read_image(str(file))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**24
+    assert again.tobytes() == image.tobytes()
+    assert after == xxhash.xxh3_64_hexdigest(file.read_bytes()) != before
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "Qwen2.5-VL"])

@@ -88,6 +88,7 @@ def runs_of(work: Path, family: str, ranks: int) -> Iterator[tuple[str, list[str
 
 
 FAST = (("LLaVA", 2), ("Qwen3-VL", 0))  # family, ranks
+ON_4 = ("Qwen3-VL", "Gemma 3")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,8 @@ FAST = (("LLaVA", 2), ("Qwen3-VL", 0))  # family, ranks
     [
         pytest.param(family, ranks, marks=[] if (family, ranks) in FAST else pytest.mark.slow)
         for family in FAMILIES
-        for ranks in (0, 2)
+        for ranks in (0, 2, 4)
+        if ranks < 4 or family in ON_4
     ],
 )
 def test_first_loss_and_all_gradients_are_those_of_plain_transformers(

@@ -377,7 +377,9 @@ def content_text(content: Any, place: str) -> str:
     """
     if isinstance(content, list) and all(map(_is_text_part, content)):
         return "".join(part["text"] for part in content)
-    expect(isinstance(content, str), place, content, "text or text parts: only text is trained on")
+    expect(
+        isinstance(content, str), place, content, "text, or a list of text parts and image parts"
+    )
     return str(content)
 
 

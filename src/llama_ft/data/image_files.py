@@ -1,7 +1,7 @@
 """Read an image file as 8-bit RGB. PIL is imported for images only: not every environment has it."""
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy
 import xxhash
@@ -17,6 +17,7 @@ LARGEST_IMAGE = 89_478_485  # pixels
 # Of the long side to the short one. Qwen-VL's processors have this limit. Others enlarge the short
 # side: a file of 1 x 100,000 pixels, 200 bytes, would become one of 34 GB.
 LARGEST_RATIO = 200
+PIECE_BYTES = 2**20  # of a file, read at once
 WIDE_PIXELS = ("I", "F")  # PIL's modes of 32 bits
 
 
@@ -32,10 +33,9 @@ def read_image(path: str) -> tuple["Image.Image", str]:
     try:
         with warnings.catch_warnings(), open(path, "rb") as file:
             warnings.simplefilter("ignore")
-            checksum = xxhash.xxh3_64_hexdigest(file.read())
-            file.seek(0)
             image = Image.open(file, formats=_formats())
             _check_size(path, *image.size)
+            checksum = _checksum(file)
             upright: Image.Image = ImageOps.exif_transpose(image)
             return _to_rgb(path, upright), checksum
     except BadSample:
@@ -45,6 +45,18 @@ def read_image(path: str) -> tuple["Image.Image", str]:
     # PIL raises many classes for broken files: SyntaxError, struct.error, DecompressionBombError
     except Exception as error:
         raise BadSample(f"{path} cannot be read as an image ({reason(error)}).") from None
+
+
+def _checksum(file: BinaryIO) -> str:
+    """Return the checksum of a file, and leave its position as it is. A file may be larger than
+    memory."""
+    position = file.tell()
+    file.seek(0)
+    checksum = xxhash.xxh3_64()
+    while piece := file.read(PIECE_BYTES):
+        checksum.update(piece)
+    file.seek(position)
+    return checksum.hexdigest()
 
 
 def _formats() -> list[str]:

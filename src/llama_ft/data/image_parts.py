@@ -5,6 +5,8 @@
     {"type": "image"}                             takes the next image of the column images
     "<image>\\nWhat is this?"                      marks in a text take them, too (LLaVA)
 
+A preference pair has them in its prompt, or in each of two whole chats.
+
 An image is a path, relative to the data file, or its bytes: base64, a data: URL, or `datasets`'
 {"bytes", "path"}. Bytes are written into the cache once, so afterwards each image is a file, and a
 tokenized sample only has its path.
@@ -16,12 +18,15 @@ import os
 import re
 import uuid
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from llama_ft.data.formats import (
+    PREFERENCE,
+    ROLES,
     BadSample,
     ImagePart,
     Message,
@@ -33,8 +38,9 @@ from llama_ft.data.formats import (
 
 MARK = "<image>"
 COLUMNS = ("images", "image")
-# column of messages in the formats whose samples may have images
-MESSAGES = {"messages": "messages", "sharegpt": "conversations"}
+PAIR = ("prompt", "chosen", "rejected")
+# columns of messages in the formats whose samples may have images
+MESSAGES = {"messages": ("messages",), "sharegpt": ("conversations",), PREFERENCE: PAIR}
 PART_TYPES = ("image", "image_url")
 # keys of a part that hold the image, as TRL, OpenAI and Transformers name them
 KEYS = ("image", "image_url", "path", "url", "base64")
@@ -49,10 +55,31 @@ def have_images(samples: Iterable[Sample]) -> bool:
     return any(_has_image(sample) for sample in samples)
 
 
+def have_marks(samples: Iterable[Sample]) -> bool:
+    """Return whether one of the samples has a mark in a message of the user."""
+    for sample in samples:
+        for column in chain.from_iterable(MESSAGES.values()):
+            messages = sample.get(column)
+            if isinstance(messages, list) and any(map(_has_mark, messages)):
+                return True
+    return False
+
+
+def _has_mark(message: Any) -> bool:
+    if not isinstance(message, dict):
+        return False
+    text = message.get("value", message.get("content"))
+    return _role(message) == "user" and isinstance(text, str) and MARK in text
+
+
+def _role(message: dict[str, Any]) -> str | None:
+    return ROLES.get(str(message.get("role", message.get("from"))))
+
+
 def _has_image(sample: Sample) -> bool:
     if any(sample.get(column) for column in COLUMNS):
         return True
-    for column in MESSAGES.values():
+    for column in chain.from_iterable(MESSAGES.values()):
         messages = sample.get(column)
         for message in messages if isinstance(messages, list) else []:
             content = message.get("content") if isinstance(message, dict) else None
@@ -116,33 +143,64 @@ class ImageStore:
 
 def with_image_parts(sample: Sample, sample_format: SampleFormat, store: ImageStore) -> Sample:
     """Return a sample whose images are `ImagePart`s of its messages, with absolute paths. A sample
-    without images, or of another format, stays as it is.
+    without images, or of another format, stays as it is. (An empty column counts if there are marks.)
 
     Raises:
         BadSample: an image is missing, or not as many as marks; it does not say what is in a file.
     """
     folder = str(sample.get(FOLDER, ""))
     values = {name: value for name, value in sample.items() if name != FOLDER}
-    messages_column = MESSAGES.get(sample_format)
-    messages = values.get(messages_column) if messages_column else None
-    if messages_column is None or not isinstance(messages, list) or not _has_image(values):
+    is_empty = not _has_image(values)
+    has_column = any(name in values for name in COLUMNS)
+    if is_empty and not (has_column and have_marks([values])):
+        return values
+    if sample_format == PREFERENCE:
+        values = dict(_with_messages(values))
+    columns = MESSAGES.get(sample_format, ())
+    chats = {name: values[name] for name in columns if isinstance(values.get(name), list)}
+    if not chats:
         return values
     column, images = _column(values)
     values = {name: value for name, value in values.items() if name not in COLUMNS}
-    reader = _Reader(folder, store, column, images)
-    changed = [
-        reader.message(message, f"{messages_column}[{number}]")
-        for number, message in enumerate(messages)
-    ]
-    reader.check_all_used()
-    return {**values, messages_column: changed}
+    for name, messages in chats.items():
+        has_prompt = not _is_response(messages)
+        reader = _Reader(folder, store, column, images if has_prompt else None)
+        values[name] = [
+            reader.message(message, f"{name}[{number}]") for number, message in enumerate(messages)
+        ]
+        if has_prompt:
+            reader.check_all_used()
+    return values
+
+
+def _with_messages(pair: Sample) -> Sample:
+    """Return a pair with images whose prompt is a list of messages.
+
+    Raises:
+        BadSample: a response is text. A pair of texts has no chat template, so it has no place for
+            an image.
+    """
+    for name in ("chosen", "rejected"):
+        is_list = isinstance(pair.get(name), list)
+        expect(is_list, name, pair.get(name), "messages, because the pair has images")
+    prompt = pair.get("prompt")
+    if isinstance(prompt, str) and _is_response(pair["chosen"]):
+        return {**pair, "prompt": [{"role": "user", "content": prompt}]}
+    return pair
+
+
+def _is_response(messages: list[Any]) -> bool:
+    """Return whether messages are a response, without their prompt."""
+    first = messages[0] if messages else None
+    return isinstance(first, dict) and _role(first) == "assistant"
 
 
 def _column(sample: Sample) -> tuple[str, list[Any] | None]:
     """Return the name of the column with images, and its images; None without such a column."""
     filled = [name for name in COLUMNS if sample.get(name)]
     if not filled:
-        return "images", None
+        name = "image" if "image" in sample and "images" not in sample else "images"
+        return name, None if _has_image(sample) else []
     if len(filled) > 1:
         raise BadSample('it has both columns "image" and "images"; expected one of them.')
     [name] = filled
@@ -233,8 +291,11 @@ class _Reader:
             return self._store.keep(value)
         expect(isinstance(value, str) and value, place, value, EXPECTED)
         text = str(value)
-        if text.startswith("data:"):
-            return self._store.keep(_decoded(text.partition(",")[2], place))
+        if text[:5].lower() == "data:":
+            header, _, content = text.partition(",")
+            is_base64 = header.lower().endswith(";base64")
+            expect(is_base64, place, header, "a data: URL with base64, data:image/png;base64,...")
+            return self._store.keep(_decoded(content, place))
         if "://" in text and not text.startswith("file://"):
             raise BadSample(
                 f'"{place}" is the URL {text[:80]}; expected a local file. Images are not downloaded.'
@@ -242,7 +303,7 @@ class _Reader:
         path = os.path.join(self._folder, os.path.expanduser(text.removeprefix("file://")))
         try:
             if os.path.isfile(path):
-                return os.path.abspath(path)
+                return _utf8(os.path.abspath(path), place)
             if os.path.exists(path):  # opening a FIFO would wait for ever
                 raise BadSample(f'"{place}": {path[:200]} is not a regular file.')
         except (OSError, ValueError):  # a path that is too long, or has a null byte
@@ -254,6 +315,16 @@ class _Reader:
 
 def _text(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
+
+
+def _utf8(path: str, place: str) -> str:
+    """Return a path. Raises BadSample if it is not UTF-8: the cache holds text."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        shown = os.fsencode(path).decode(errors="replace")
+        raise BadSample(f'"{place}": the name of {shown} is not UTF-8; rename it.') from None
+    return path
 
 
 def _decoded(text: str, place: str) -> bytes:

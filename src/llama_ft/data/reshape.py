@@ -9,6 +9,7 @@ from typing import Any
 from llama_ft.config.settings import DataConfig
 from llama_ft.data.files import Samples
 from llama_ft.data.formats import FORMATS, PREFERENCE, ROLES, UNPAIRED, BadSample, Sample, unpaired
+from llama_ft.data.image_parts import COLUMNS as IMAGE_COLUMNS
 from llama_ft.data.sources import Source
 from llama_ft.errors import UserError
 
@@ -156,7 +157,7 @@ def _names(source: Source, config: DataConfig) -> dict[str, str]:
 
 def _pairs(columns: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield column in the data, column of a format, of each part of `--columns`."""
-    supported = set[str]()
+    supported = set[str](IMAGE_COLUMNS)
     for one in FORMATS.values():
         supported.update(one.required, one.optional)
     for pair in columns:

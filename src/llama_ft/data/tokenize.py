@@ -116,8 +116,7 @@ class Encoder:
         Raises:
             BadSample: the sample does not follow its format, or holds images, video or audio.
         """
-        if self.images is not None:
-            sample = with_image_parts(sample, sample_format, self.images.store)
+        sample = self.with_images(sample, sample_format)
         try:
             return self._read_text_and_parts(sample, sample_format)
         except BadSample as error:
@@ -125,10 +124,18 @@ class Encoder:
                 raise BadSample(f"it has images, but {self._no_images}.") from error
             raise
 
+    def with_images(self, sample: Sample, sample_format: SampleFormat) -> Sample:
+        """Return a sample whose images are parts of its messages, if images are read. Such a sample
+        stays as it is."""
+        if self.images is None:
+            return sample
+        return with_image_parts(sample, sample_format, self.images.store)
+
     def _read_text_and_parts(self, sample: Sample, sample_format: SampleFormat) -> Content:
         for column in sample.keys() & formats.MEDIA:
             value = sample[column]
-            formats.expect(not value, column, value, "nothing: only text is trained on")
+            expected = f"nothing: samples of the format {sample_format} are text only"
+            formats.expect(not value, column, value, expected)
         if sample_format == "alpaca" and self.tokenizer.chat_template == ALPACA:
             messages = formats.alpaca_messages(sample, input_heading=INPUT_HEADING)
             return self._without_dropped(messages)
@@ -384,6 +391,7 @@ def one_example(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -
 def two_examples(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -> list[Example]:
     """Return two examples of a preference pair: the prompt with the chosen and with the rejected
     response."""
+    sample = encoder.with_images(sample, sample_format)
     encoder.read(sample, sample_format)  # checks the whole sample and raises BadSample
     return [
         encoder.tokenize_content(content, sample, sample_format)
