@@ -105,6 +105,9 @@ def write_facts(folder: Path) -> None:
     answer = {"question": f"What? {MARKUP}", "answer": f"{MARKUP} \udc80", "reference": SECRET}
     facts.add_samples("before fine-tuning", [answer])
     facts.add_samples("after fine-tuning", [{**answer, "answer": "That."}])
+    for step in range(8):
+        scored = {**answer, "answer": MARKUP * step, "score": step / 7}
+        facts.add_samples(f"step {step}, a_long_name", [scored], "scored")
     peaks = {"backward": [{"device_peak_bytes": 235 * MIB, "device_reserved_bytes": 250 * MIB}] * 2}
     held = {"sharded parameters": 60 * MIB, "optimizer state": 60 * MIB}
     holders = [held, {**held, "optimizer state": 80 * MIB}]

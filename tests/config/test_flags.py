@@ -195,3 +195,24 @@ def test_a_config_may_have_earlier_names(tmp_path: Path) -> None:
     file.write_text("memory: {plan_memory: true, no_plan: true}\n")
     with pytest.raises(UserError, match=r"old.yaml:1: memory.plan_memory is set twice"):
         parsed(f"--config {file}")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("groups", "[{match: norm, lr: 2x, lr: 3x}]", "groups[0].lr: is given more than once."),
+        ("groups", '[{match: "", lr: 2x}]', "groups[0].match: must not be empty."),
+        ("groups", '[{match: "(", lr: 2x}]', "groups[0].match: not a regular expression"),
+        ("validation", "{a: x.jsonl, a: y.jsonl}", "validation.a: is given more than once."),
+        ("options", '{exclude_modules: "("}', "options.exclude_modules: not a regular expression"),
+        ("options", "{layers_to_transform: x}", "options.layers_to_transform: must be a valid"),
+        ("options", "{layers_pattern: [[a]]}", "options.layers_pattern: must be a valid"),
+    ],
+)
+def test_a_wrong_value_inside_a_flag_is_named_by_its_keys(
+    flag: str, value: str, message: str
+) -> None:
+    with pytest.raises(UserError) as raised:
+        load(["--use_peft", f"--{flag}", value], paths=False)
+    [found] = raised.value.messages
+    assert message in found

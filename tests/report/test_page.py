@@ -17,7 +17,16 @@ CURVES = [
 ]  # fmt: skip
 CONSTANT = {"GPU memory, peak so far": "236 MiB", "Host memory (RSS), peak so far": "900 MiB"}
 BARS = ["Memory held at the optimizer step", "Peak memory of tensors in each phase"]
-HEADINGS = ["Answers", "Training", "Memory", "FSDP units", "Data", "Environment", "Settings"]
+HEADINGS = [
+    "Answers",
+    "Scored answers",
+    "Training",
+    "Memory",
+    "FSDP units",
+    "Data",
+    "Environment",
+    "Settings",
+]
 FROM_ELSEWHERE = {"src", "srcset", "href", "action", "data", "poster"}
 
 
@@ -133,6 +142,13 @@ def test_no_secret_is_in_facts_json_or_the_report(run_dir: Path, report: Path) -
         assert SECRET not in text and "hunter2" not in text
     assert "https://***@example.com/rows.jsonl" in report.read_text()
     assert "HF_TOKEN=***" in report.read_text()
+
+
+def test_scored_answers_are_a_table_of_scores_over_time(report: Path) -> None:
+    rows = Parsed(report.read_text()).rows
+    scores = [row[:2] for row in rows if row and row[0].endswith(", a_long_name")]
+    assert scores == [[f"step {step}, a_long_name", f"{step / 7:.4g}"] for step in range(8)]
+    assert ["reference", "", ""] in rows, "the text of an answer is a paragraph in its cell"
 
 
 def test_each_split_has_a_row_with_its_samples_and_tokens(report: Path) -> None:

@@ -52,7 +52,11 @@ def test_the_header_names_the_step_of_an_early_stop_and_of_the_final_weights(
     facts = json.loads((folder / "facts.json").read_text()) | {"total_steps": 450, "weights_of": 40}
     (folder / "facts.json").write_text(json.dumps(facts))
     head = report_page(read_run(folder)).partition("</header>")[0]
-    assert "Stopped early, after step 60 of 450" in head and "has the weights of step 40" in head
+    assert "Stopped early, after step 60 of 450" in head
+    assert "has the weights of step 40, with the best validation loss." in head
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("best_by: eval/loss", "best_by: eval/score"))
+    assert "step 40, with the best eval/score." in report_page(read_run(folder))
     assert "Stopped early" not in report_page(
         read_run(run_dir)
     ) and "has the weights" not in report_page(read_run(run_dir))

@@ -1,6 +1,7 @@
 """Load a `Config` from a command line and a YAML file: check all names, values and paths first,
 then the rules."""
 
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from llama_ft.config.messages import (
     format_value,
     nearest,
 )
-from llama_ft.config.parse import Parsed, as_keywords, read_flags, read_yaml
+from llama_ft.config.parse import Parsed, Repeated, as_keywords, read_flags, read_yaml
 from llama_ft.config.paths import check_paths
 from llama_ft.config.rules import broken_rules, broken_values, drop_overridden
 from llama_ft.config.settings import SETTINGS, Config, Setting, settings_of, values_of
@@ -31,7 +32,10 @@ PLAIN = {
     "Field": "is",
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
+    "String should have at least 1 character": "must not be empty",
 }
+# pydantic's name of a type among those of a union, which is not a key of the user's
+UNION_MEMBER = re.compile(r"str|constrained-\w+|(function-\w+|list)\[.*\]|\[key\]")
 # kind of a setting -> its mappings
 KEYS: dict[str, Any] = {"data": DatasetPart, "groups": ParameterGroup, "options": PeftOptions}
 EXAMPLES = {
@@ -179,7 +183,7 @@ def _explain(head: str, setting: Setting, value: Any, error: Any) -> str:
         value = inside[-1]
         candidates = tuple(KEYS[setting.kind].__annotations__)
     if inside:
-        shown = [key for key in inside if key != "[key]"]  # pydantic's mark of a bad name
+        shown = [key for key in inside if not UNION_MEMBER.fullmatch(str(key))]
         keys = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in shown]
         head += "".join(keys)
     else:
@@ -193,6 +197,8 @@ def _explain(head: str, setting: Setting, value: Any, error: Any) -> str:
             wanted = wanted.replace(theirs, ours)
     if "[key]" in inside:
         wanted = "expected a name of letters, digits and underscores"
+    if isinstance(error["input"], Repeated):
+        wanted = "is given more than once"
     if setting.kind in EXAMPLES and not inside:
         wanted = f"expected {EXAMPLES[setting.kind]}"
     if setting.name in ("optimizer", "score"):

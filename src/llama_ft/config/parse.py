@@ -125,9 +125,16 @@ def _parts(node: yaml.Node | None) -> Any:
     return parts or ""
 
 
+class Repeated(list[Any]):
+    """The values of a key that a mapping has more than once. No setting accepts them."""
+
+
 def _sets(node: yaml.MappingNode) -> dict[str, Any]:
     """Return the datasets of a mapping, by name."""
-    return {name: os.path.expanduser(str(path)) for name, path in _texts(node).items()}
+    sets = dict[str, Any]()
+    for name, path in _texts(node).items():
+        sets[name] = path if isinstance(path, Repeated) else os.path.expanduser(str(path))
+    return sets
 
 
 def _texts(node: yaml.Node) -> Any:
@@ -135,7 +142,10 @@ def _texts(node: yaml.Node) -> Any:
     if isinstance(node, yaml.SequenceNode):
         return [_texts(item) for item in node.value]
     if isinstance(node, yaml.MappingNode):
-        return {str(key.value): _texts(value) for key, value in node.value}
+        values = dict[str, list[Any]]()
+        for key, value in node.value:
+            values.setdefault(str(key.value), []).append(_texts(value))
+        return {key: Repeated(found) if found[1:] else found[0] for key, found in values.items()}
     return node.value
 
 
