@@ -64,7 +64,7 @@ BENCHMARKS = {
     "loading": Benchmark("benchmarks/loading.py", "Loading", 20),
     "data": Benchmark("benchmarks/data.py", "Packing", 15),
     "checkpoints": Benchmark("benchmarks/checkpoint.py", "Checkpoints", 15),
-    "uploads": Benchmark("benchmarks/uploads.py", "Checkpoints", 5),
+    "uploads": Benchmark("benchmarks/uploads.py", "Saves with object storage", 5),
     "kills": Benchmark("benchmarks/crash.py", "Resuming after kills", 60),
     "store_kills": Benchmark(
         "benchmarks/store_crash.py --kills 100", "Resuming from object storage after kills", 20

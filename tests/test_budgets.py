@@ -18,7 +18,7 @@ TOKENS = {
     "": 3200,
     "check": 3700,
     "checkpoint": 22_400,
-    "config": 15_950,
+    "config": 16_100,
     "data": 38_800,
     "evaluation": 3400,
     "inference": 6500,
