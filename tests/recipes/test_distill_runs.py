@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import Finished, losses, metrics, run_cases, write_jsonl
 from conftest import reproducible_metrics as facts
+from models.test_architectures import rounded
 from plain_losses import load_model, mean_loss, read_jsonl, write_tokenized
 from safetensors.torch import load_file
 from torch.nn import functional as F
@@ -36,6 +37,10 @@ ONE_RANK = {
     "top": f"{TOP} --teacher_model @teacher",
     "column": f"{TOP} --dataset @column.jsonl",
 }
+QUANTIZED = {
+    bits: f"--distill_top_k 8 --teacher_model @wide --teacher_quantization {bits}"
+    for bits in ("8bit", "4bit")
+}
 Folder = Callable[..., Path]
 
 
@@ -45,6 +50,9 @@ def folder(tiny_model: Path, save_model: Folder, tmp_path_factory: pytest.TempPa
     folder = tmp_path_factory.mktemp("distill")
     shutil.copytree(tiny_model, folder / "student")
     save_model(folder / "teacher", seed=5, num_hidden_layers=3, initializer_range=0.3)
+    save_model(
+        folder / "wide", seed=6, hidden_size=64, intermediate_size=128, initializer_range=0.3
+    )
     lengths = [6 + 7 * number % 31 for number in range(SAMPLES)]
     write_tokenized(folder / "rows.jsonl", lengths, seed=1)
     write_tokenized(folder / "validation.jsonl", [9, 14, 20], seed=2)
@@ -98,7 +106,8 @@ def flags(folder: Path, name: str, more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def one_rank(folder: Path) -> Finished:
-    return run_cases(folder, [flags(folder, name, more) for name, more in ONE_RANK.items()])
+    runs = {**ONE_RANK, **QUANTIZED}
+    return run_cases(folder, [flags(folder, name, more) for name, more in runs.items()])
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +187,28 @@ def test_the_file_has_the_most_likely_tokens_of_each_target(
         assert ours["keys"].equal(theirs["keys"]) and ours["ends"].equal(theirs["ends"])
         name = "log_probabilities"
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", QUANTIZED)
+def test_a_quantized_teacher_is_the_one_of_bitsandbytes(
+    one_rank: Finished, folder: Path, bits: str
+) -> None:
+    """The linear layers of its decoder layers have the weights that bitsandbytes gives back."""
+    teacher = load_model(folder / "wide")
+    linears = [m for m in teacher.model.layers.modules() if isinstance(m, torch.nn.Linear)]
+    plain = [linear.weight.detach().clone() for linear in linears]
+    expected = []
+    for is_rounded in (False, True):
+        for linear, weight in zip(linears, plain, strict=True):
+            linear.weight.data = rounded(weight, bits == "4bit").float() if is_rounded else weight
+        values = []
+        for sample in read_jsonl(folder / "rows.jsonl"):
+            labels = torch.tensor(sample["labels"][1:])
+            values.append(log_probabilities(teacher, sample)[labels != -100].topk(8).values)
+        expected.append(torch.cat(values))
+    found = load_file(folder / bits / "teacher.safetensors")["log_probabilities"]
+    difference = (found - expected[1]).norm()
+    assert difference < 0.1 * (expected[0] - expected[1]).norm()
 
 
 def test_a_stored_file_gives_the_same_run(one_rank: Finished, folder: Path) -> None:
