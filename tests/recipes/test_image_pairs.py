@@ -117,7 +117,8 @@ def runs_of(work: Path, family: str, ranks: int) -> dict[str, list[str]]:
         made[made.index("--dataset") + 1] = str(work / "data" / "pairs.jsonl")
         return made
 
-    runs = {"start": run("start", *OBJECTIVES["dpo"].split(), *lora, "--max_train_step", "1")}
+    first = f"{OBJECTIVES['dpo']} --batching_strategy padding --max_train_step 1"
+    runs = {"start": run("start", *first.split(), *lora)}
     for layout, layout_flags in LAYOUTS.items():
         if layout == "packed" and family in PADDED_ONLY:
             continue
@@ -223,7 +224,11 @@ def test_pairs_with_images_have_the_losses_of_a_plain_loop(
             if not name.startswith(f"{objective} {kind} "):
                 continue
             lines = [line for line in metrics(folder) if "train/loss" in line]
-            assert [line["train/loss"] for line in lines] == pytest.approx(losses, rel=1e-5), name
+            found = [line["train/loss"] for line in lines]
+            assert found[0] == pytest.approx(losses[0], rel=1e-5), name
+            # AdamW divides by the size of the gradient, so rounding of small ones reaches later
+            # losses: up to 1.1e-5, of IPO, which falls by three quarters in a step.
+            assert found == pytest.approx(losses, rel=5e-5), name
             norms = [line["train/grad_norm"] for line in lines]
             assert norms == pytest.approx([size for _, size in expected], rel=1e-4), name
 
