@@ -34,6 +34,8 @@ from transformers.models.auto.modeling_auto import (
 from llama_ft.errors import UserError
 from llama_ft.models.replaced import replace_method
 
+# Objectives whose samples may have images. The loss of orpo is over the tokens of the prompt, too.
+WITH_IMAGES = ("sft", "dpo", "ipo", "simpo")
 CLASSES: dict[Any, Any] = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     AutoModelForMultimodalLM: MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
@@ -72,7 +74,7 @@ def why_no_images(config: PretrainedConfig, objective: str) -> str:
     """Return why samples of a run cannot have images; empty if they can."""
     if not takes_more_than_text(config):
         return f"a {config.model_type} model takes text only"
-    if objective != "sft":
+    if objective not in WITH_IMAGES:
         return f"--objective {objective} does not support images"
     return ""
 

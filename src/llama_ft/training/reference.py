@@ -89,16 +89,23 @@ def score_examples(built: BuiltModel, batch: Batch, ranks: Ranks) -> torch.Tenso
 
 
 def example_keys(batch: Batch) -> numpy.ndarray:
-    """Return a hash of each example's tokens and labels, int64 [examples]. Among a million different
-    examples, two have the same hash with a probability of 3e-8."""
-    keys = [example_key(ids.numpy(), labels.numpy()) for ids, labels in batch.examples()]
+    """Return a hash of each example's tokens, labels and images, int64 [examples], without the filler
+    of a batch that has no sample or no image. Among a million different examples, two have the same
+    hash with a probability of 3e-8."""
+    count = len(batch.locations)
+    images = [b""] * count
+    if batch.images is not None:
+        images = batch.images.checksums[:count]
+    keys = []
+    for (ids, labels), checksums in zip(batch.examples()[:count], images, strict=True):
+        keys.append(example_key(ids.numpy(), labels.numpy(), checksums))
     return numpy.array(keys, numpy.int64)
 
 
-def example_key(input_ids: numpy.ndarray, labels: numpy.ndarray) -> int:
-    """Return a hash of the tokens and labels of an example, both int64 [tokens]. The first label is
-    not hashed: no position predicts it."""
-    content = input_ids.tobytes() + labels[1:].tobytes()
+def example_key(input_ids: numpy.ndarray, labels: numpy.ndarray, images: bytes = b"") -> int:
+    """Return a hash of the tokens and labels of an example, both int64 [tokens], and of the checksums
+    of its images. The first label is not hashed: no position predicts it."""
+    content = input_ids.tobytes() + labels[1:].tobytes() + images
     digest = hashlib.blake2b(content, digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -118,9 +125,7 @@ class StoredReference:
     def log_probabilities(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> torch.Tensor:
         """See `Reference`. Raises RunFailure if an example was not scored before."""
         keys = example_keys(batch)
-        if not batch.locations:  # a rank without samples: its filler was never scored
-            zeros = numpy.zeros(len(keys), numpy.float32)
-            return sent(torch.from_numpy(zeros), ranks.device)
+        sums = numpy.zeros(len(batch.example_lengths), numpy.float32)  # 0 of a filler
         # Without the last key, the result is at most the last index, also for larger keys.
         places = numpy.searchsorted(self._keys[:-1], keys)
         is_missing = self._keys[places] != keys
@@ -129,7 +134,8 @@ class StoredReference:
             raise RunFailure(
                 f"{sample}: the reference's log-probability of this sample was not computed before training."
             )
-        return sent(torch.from_numpy(self._sums[places]), ranks.device)
+        sums[: len(keys)] = self._sums[places]
+        return sent(torch.from_numpy(sums), ranks.device)
 
     def compute(self, built: BuiltModel, batches: Iterable[Batch], ranks: Ranks) -> None:
         """Score the examples of this rank's micro-batches; every rank has the same number. All ranks
@@ -139,9 +145,9 @@ class StoredReference:
         logged = time.monotonic()
         for batch in batches:
             scores = score_examples(built, batch, ranks)
-            if batch.locations:
-                keys.append(example_keys(batch))
-                sums.append(scores.cpu())
+            of_samples = example_keys(batch)
+            keys.append(of_samples)
+            sums.append(scores[: len(of_samples)].cpu())
             if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
                 logged = time.monotonic()
                 count = sum(len(part) for part in keys)
@@ -246,6 +252,11 @@ class ReferencePass:
         self._ranks = ranks
         self._layout = layout
         self._other = config.preference.reference_model
+        if self._other is not None and dataset.images is not None:
+            raise UserError(
+                "--reference_model: not supported if samples have images. Leave it out: the reference "
+                "is then the model before training."
+            )
         self._fingerprint = dict[str, Any](dataset.fingerprints())
         template = hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()
         self._fingerprint |= {"chat_template": template, "precision": config.train.precision}
@@ -349,7 +360,9 @@ class ReferencePass:
                 # one example of each sample at a time: KTO's training holds no more
                 for place in range(group):
                     chosen = indices[place::group]
-                    yield collate(samples, chosen, layout.pad_token_id, layout.is_packed)
+                    yield collate(
+                        samples, chosen, layout.pad_token_id, layout.is_packed, layout.images
+                    )
 
 
 def check_same_tokens(
