@@ -94,7 +94,7 @@ def test_gradients_are_those_of_each_sample_alone(
     inputs = [part.requires_grad_() for part in inputs]
     expected = torch.autograd.grad(formula(*inputs, lengths, 0.3), inputs, by_output)
     query, key, value = (part.detach().bfloat16() for part in inputs)
-    found = gradients_in_blocks(by_output.bfloat16(), (query, key, value), lengths, 0.3)
+    found = gradients_in_blocks(by_output.bfloat16(), query, key, value, lengths, 0.3)
     for exact, rounded in zip(expected, found, strict=True):
         assert rounded.dtype == torch.bfloat16
         assert (rounded.float() - exact).norm() < 0.01 * exact.norm()

@@ -12,9 +12,11 @@ reach a quarter of the rate of oneDNN's bf16 products. So there the forward pass
 in 0.4 of the time, and oneDNN multiplies queries and keys.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ LENGTH_MULTIPLE = 32
 @cache
 def is_faster(dtype: torch.dtype) -> bool:
     """Return whether this CPU multiplies matrices in bf16. One that emulates it takes longer in
-    blocks. In fp16 the products of scaled gradients could overflow. A plan replaces this
+    blocks. In fp16 the products of scaled gradients could overflow. A plan for GPUs replaces this
     function."""
     features = MATMUL_FEATURES[torch.bfloat16]
     return dtype == torch.bfloat16 and not cpu_features().isdisjoint(features)
@@ -45,8 +47,14 @@ def is_faster_forward(dtype: torch.dtype) -> bool:
     return is_faster(dtype) and cpu_vendor() == "AuthenticAMD"
 
 
+# Operators, so that a plan needs no real tensors, and selective checkpointing keeps the output and
+# not those of the matmuls.
 LIBRARY.define(
     "attention_in_blocks(Tensor query, Tensor key, Tensor value, int[] lengths, float scale) -> Tensor"
+)
+LIBRARY.define(
+    "attention_in_blocks_backward(Tensor by_output, Tensor query, Tensor key, Tensor value, int[] lengths, "
+    "float scale) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -67,16 +75,15 @@ def attention_in_blocks(
     heads = query.shape[1]
     output = _output(query, key, value)
     query, key, value = _padded(query, key, value)
-    for block, keys, bias in _blocks(tuple(lengths), query.shape[1]):
+    for block, keys, is_hidden in _blocks(tuple(lengths), query.shape[1]):
         queries = _together(query[:, block], key)
-        probabilities = _probabilities(queries, key[:, keys], bias, scale)
+        probabilities = _probabilities(queries, key[:, keys], is_hidden, scale)
         found = torch.bmm(probabilities, value[:, keys])
         of_block = output[0, :, block]  # without added tokens
         of_block.copy_(found.view(heads, -1, found.shape[2])[:, : of_block.shape[1]])
     return output
 
 
-# As an operator, selective checkpointing keeps its output and not those of its matmuls.
 LIBRARY.impl("attention_in_blocks", attention_in_blocks, "CPU")
 
 
@@ -90,29 +97,31 @@ def _output(
 
 def gradients_in_blocks(
     by_output: torch.Tensor,
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    lengths: tuple[int, ...],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Sequence[int],
     scale: float,
-) -> list[torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value for attention within samples of `lengths`
     tokens.
 
     Args:
         by_output: gradient of the output, [1, heads, tokens, width].
-        tensors: query, like `by_output`; key and value with as many heads or fewer, which query
-            heads share.
+        query: like `by_output`.
+        key, value: with as many heads or fewer, which query heads share.
     """
     tokens = by_output.shape[2]
-    by_output, query, key, value = _padded(by_output, *tensors)
+    by_output, query, key, value = _padded(by_output, query, key, value)
     by_query = torch.empty_like(query)
     # sums over blocks
     by_key = torch.zeros_like(key, dtype=torch.float32)
     by_value = torch.zeros_like(value, dtype=torch.float32)
-    for block, keys, bias in _blocks(lengths, query.shape[1]):
+    for block, keys, is_hidden in _blocks(tuple(lengths), query.shape[1]):
         queries = _together(query[:, block], key)
         outputs = _together(by_output[:, block], key)
         keys_of_block = key[:, keys].contiguous()
-        probabilities = _probabilities(queries, keys_of_block, bias, scale)
+        probabilities = _probabilities(queries, keys_of_block, is_hidden, scale)
         by_value[:, keys] += torch.bmm(probabilities.transpose(1, 2), outputs)
         by_probabilities = torch.bmm(outputs, value[:, keys].transpose(1, 2))
         by_scores = torch._softmax_backward_data(by_probabilities, probabilities, -1, query.dtype)
@@ -121,7 +130,41 @@ def gradients_in_blocks(
         by_query[:, block] = of_block.view(by_query[:, block].shape)
     by_query *= scale
     by_key *= scale
-    return [part[None, :, :tokens].to(query.dtype) for part in (by_query, by_key, by_value)]
+    whole = [part[None, :, :tokens].to(query.dtype) for part in (by_query, by_key, by_value)]
+    return whole[0], whole[1], whole[2]
+
+
+LIBRARY.impl("attention_in_blocks_backward", gradients_in_blocks, "CPU")
+
+
+@torch.library.register_fake("llama_ft::attention_in_blocks_backward", lib=LIBRARY)
+def _gradients(
+    by_output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Sequence[int],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def workspace_bytes(arguments: tuple[Any, ...]) -> int:
+    """Return the bytes that an operator above allocates and frees: copies with added tokens, the
+    longest block's scores and probabilities in fp32 and these in bf16, its queries and keys in fp32,
+    and in the backward pass the sums of the gradients of keys and values."""
+    *tensors, lengths, _ = arguments
+    *_, query, key, value = tensors
+    tokens = query.shape[2]
+    padded = tokens + -tokens % LENGTH_MULTIPLE
+    ranges = _ranges(tuple(lengths), padded)
+    pairs = max((block.stop - block.start) * (keys.stop - keys.start) for block, keys in ranges)
+    longest = max(keys.stop - keys.start for _, keys in ranges)
+    added = sum(part.nbytes for part in tensors) if padded > tokens else 0
+    of_pairs = query.shape[1] * pairs * (4 + 4 + 2)
+    wide = 4 * query.shape[3] * (query.shape[1] * min(BLOCK, padded) + key.shape[1] * longest)
+    sums = 4 * (key.numel() + value.numel()) if len(tensors) > 3 else 0
+    return int(added + of_pairs + wide + sums)
 
 
 def _padded(*parts: torch.Tensor) -> list[torch.Tensor]:
@@ -136,11 +179,23 @@ def _together(queries: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return queries.reshape(len(key), -1, queries.shape[2]).contiguous()
 
 
+def _ranges(lengths: tuple[int, ...], tokens: int) -> list[tuple[slice, slice]]:
+    """Return the queries of each block, and its keys. Tokens after the samples are a sample of their
+    own."""
+    starts = [0, *accumulate(lengths)]  # of the samples
+    ranges = []
+    for start in range(0, tokens, BLOCK):
+        stop = min(start + BLOCK, tokens)
+        first = starts[bisect_right(starts, start) - 1]
+        first -= first % LENGTH_MULTIPLE
+        ranges.append((slice(start, stop), slice(first, stop)))
+    return ranges
+
+
 @lru_cache(maxsize=1)  # all layers have the same blocks
 def _blocks(lengths: tuple[int, ...], tokens: int) -> list[tuple[slice, slice, torch.Tensor]]:
-    """Return the queries of each block, its keys, and what is added to the scores of the last keys:
-    fp32 [queries, last keys], -inf where a query does not see a key, else 0. Every query sees the
-    keys before these. Added tokens are a sample of their own."""
+    """Return the queries of each block, its keys, and which of the last keys each query does not
+    see: bool [queries, last keys]. Every query sees the keys before these."""
     blocks = []
     starts = torch.zeros(tokens, dtype=torch.int64)  # per token: where its sample begins
     begin = 0
@@ -149,24 +204,17 @@ def _blocks(lengths: tuple[int, ...], tokens: int) -> list[tuple[slice, slice, t
         begin += length
     starts[begin:] = begin
     positions = torch.arange(tokens)
-    for start in range(0, tokens, BLOCK):
-        stop = min(start + BLOCK, tokens)
-        first = int(starts[start])
-        first -= first % LENGTH_MULTIPLE
-        block = slice(start, stop)
-        keys = slice(first, stop)
+    for block, keys in _ranges(lengths, tokens):
         is_earlier = positions[keys] < starts[block, None]
         is_later = positions[keys] > positions[block, None]
         is_hidden = is_earlier | is_later
         first_hidden = int(is_hidden.any(0).int().argmax())
-        is_hidden = is_hidden[:, first_hidden:]
-        bias = torch.zeros(is_hidden.shape).masked_fill_(is_hidden, -torch.inf)
-        blocks.append((block, keys, bias))
+        blocks.append((block, keys, is_hidden[:, first_hidden:].clone()))
     return blocks
 
 
 def _probabilities(
-    queries: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor, scale: float
+    queries: torch.Tensor, keys: torch.Tensor, is_hidden: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Return the softmax of the scores, [shared, heads / shared * n, keys], in bf16. The products
     of bf16 numbers are exact in fp32, whoever computes them."""
@@ -176,9 +224,10 @@ def _probabilities(
     with _products_by_onednn():
         scores = torch.bmm(wide_queries, wide_keys.transpose(1, 2))
     scores *= scale
-    queries_of_block, hidden_keys = bias.shape
+    queries_of_block, hidden_keys = is_hidden.shape
     by_head = scores.view(-1, queries_of_block, scores.shape[2])
-    # addition takes a seventh of masked_fill_'s time
+    # added, which takes a seventh of the time of masking the scores of all heads
+    bias = torch.zeros(is_hidden.shape).masked_fill_(is_hidden, -torch.inf)
     by_head[..., by_head.shape[2] - hidden_keys :] += bias
     return torch.softmax(scores, dim=-1).to(queries.dtype)
 

@@ -41,6 +41,7 @@ from llama_ft.runtime.devices import sent
 
 ATEN = torch.ops.aten
 ATTENTION_IN_BLOCKS = torch.ops.llama_ft.attention_in_blocks
+GRADIENTS_IN_BLOCKS = torch.ops.llama_ft.attention_in_blocks_backward
 Attention = tuple[torch.Tensor, torch.Tensor | None]
 CAUSAL = 1  # mask type of the memory-efficient kernel
 # In 16 bits oneDNN compiles and keeps kernels of the backward pass for every length, on every
@@ -355,7 +356,7 @@ class _SampleAttention(torch.autograd.Function):
 def _block_backward(ctx: Any, gradient: torch.Tensor) -> Any:
     query, key, value = ctx.saved_tensors
     how = _block_how(ctx, query)
-    gradients = block_attention.gradients_in_blocks(gradient, (query, key, value), *how)
+    gradients = GRADIENTS_IN_BLOCKS(gradient, query, key, value, *how)
     return *gradients, None, None, None, None
 
 

@@ -174,8 +174,6 @@ def _loading_patches(headers: dict[str, StoredTensor]) -> list[Any]:
 def _fake_tensor_patches() -> list[Any]:
     """Return the patches of what does not work with fake tensors."""
     return [
-        # This measures real tensors. The memory differs little: no sum per query is kept.
-        patch.object(block_attention, "is_faster", lambda _: False),
         # Kernels of layers with a recurrent state need CUDA. With this, Transformers uses torch
         # operations instead.
         patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
@@ -194,6 +192,8 @@ def _cuda_patches() -> list[Any]:
         return T4 if tensor.dtype == torch.float16 else AMPERE
 
     return [
+        # Blocks are for the CPU.
+        patch.object(block_attention, "is_faster", lambda _: False),
         # The attention kernel depends on the GPU's generation.
         patch.object(attention_kernels, "capability_of", planned_capability),
         # On a GPU, units are all-gathered before they are needed.
