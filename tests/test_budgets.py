@@ -22,7 +22,7 @@ TOKENS = {
     "data": 38_800,
     "evaluation": 3400,
     "inference": 6500,
-    "models": 55_600,
+    "models": 56_000,
     "observe": 11_800,
     "plan": 17_800,
     "report": 5100,
