@@ -12,18 +12,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PANEL_WIDTH = 300
+PANEL_WIDTH = 205
 PANEL_HEIGHT = 240
 LEFT = 48  # room for numbers
 TOP = 64
 BOTTOM = 44
 GAP = 24
+DESCRIPTION = "Training and validation losses of llama_ft and TRL, which lie over each other"
 TITLES = {"lora": "LoRA", "full": "Full fine-tuning", "dpo": "DPO of the LoRA result"}
 STYLE = """
     text { font-family: -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2937; }
-    .title { font-size: 14px; font-weight: 600; }
-    .number, .legend { font-size: 11px; }
-    .paper { fill: #ffffff; }
+    .title { font-size: 15px; font-weight: 600; }
+    .number, .legend { font-size: 13px; }
+    .card { fill: #ffffff; }
     .grid { stroke: #d1d5db; stroke-width: 1; }
     .curve { fill: none; stroke-linejoin: round; }
     .trl { stroke: #f59e0b; stroke-width: 5; stroke-opacity: 0.55; }
@@ -32,7 +33,7 @@ STYLE = """
     .dot { fill: #1d4ed8; }
     @media (prefers-color-scheme: dark) {
       text { fill: #e5e7eb; }
-      .paper { fill: #111827; }
+      .card { fill: #111827; }
       .grid { stroke: #374151; }
       .trl { stroke: #f59e0b; }
       .ours { stroke: #93c5fd; }
@@ -121,16 +122,15 @@ def legend(middle: float) -> list[str]:
 def draw_figure(result: dict[str, Any]) -> str:
     """Return the figure as SVG."""
     trainings = result["trainings"]
-    width = len(trainings) * (PANEL_WIDTH + GAP + LEFT) + 8
+    width = len(trainings) * (PANEL_WIDTH + GAP + LEFT) + 9
     height = TOP + PANEL_HEIGHT + BOTTOM
-    describe = "Training and validation losses of llama_ft and TRL lie over each other."
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" role="img" aria-labelledby="title desc">',
         '<title id="title">Losses of llama_ft and of TRL</title>',
-        f'<desc id="desc">{describe}</desc>',
+        f'<desc id="desc">{DESCRIPTION}</desc>',
         f"<style>{STYLE}</style>",
-        f'<rect class="paper" width="{width}" height="{height}"/>',
+        f'<rect class="card" width="{width}" height="{height}"/>',
         *legend(max(width / 2, 310)),
     ]
     for number, (name, training) in enumerate(trainings.items()):

@@ -21,7 +21,7 @@ LARGEST = 300_000  # bytes
 SMALLEST_TEXT = 13  # px
 PAGES = ("README.md", "docs/index.md", "docs/guides/memory.md", "docs/guides/packing-and-streaming.md",
          "docs/concepts/sharding.md", "docs/development/benchmarks.md", "docs/guides/hyperparameters.md",
-         "docs/concepts/how-it-works.md")  # fmt: skip
+         "docs/concepts/how-it-works.md", "docs/development/trl-comparison.md")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from . import concepts, curves, memory, planned, recording, run_path
+from . import comparison, concepts, curves, memory, planned, recording, run_path
 
 FOLDER = Path(__file__).resolve().parents[1] / "img"
 PICTURES: dict[str, Callable[[], str]] = {
@@ -14,6 +14,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "quantized_sharding.svg": concepts.draw_quantized_sharding,
     "curves.svg": curves.draw,
     "run.svg": run_path.draw,
+    "trl_comparison.svg": comparison.draw,
 }
 # The text that pages show in place of a picture.
 WORDS: dict[str, Callable[[], str]] = {
@@ -24,4 +25,5 @@ WORDS: dict[str, Callable[[], str]] = {
     "quantized_sharding.svg": lambda: concepts.QUANTIZED_SHARDING,
     "curves.svg": curves.describe,
     "run.svg": lambda: run_path.DESCRIPTION,
+    "trl_comparison.svg": lambda: comparison.DESCRIPTION,
 }
