@@ -3,10 +3,10 @@ uninterrupted run.
 
     python benchmarks/crash.py --kills 200 --flips 80
 
-The runs are recipes/finetuning.py on 2 ranks under torchrun, alternately full fine-tuning and LoRA:
-a tiny model with dropout, gradient accumulation, shuffled samples, evaluation with a best
-checkpoint, a save in the background at every second step, keep_last 2. Each launch is killed at a
-random moment: while it loads, between two steps, while a checkpoint or the final model is written.
+The runs are recipes/finetuning.py on 2 ranks under torchrun, in turn full fine-tuning, LoRA and
+distillation: a tiny model with dropout, gradient accumulation, shuffled samples, evaluation with a
+best checkpoint, a save in the background at every second step, keep_last 2. Each launch is killed at
+a random moment: while it loads, between two steps, while a checkpoint or the final model is written.
 The kill hits torchrun and both ranks at once, or one rank, after which torchrun must end the
 others. Then --resume auto continues until the run is done. Runs follow until the number of kills is
 reached.
@@ -52,7 +52,11 @@ FLAGS = (
     "--validation 0.1 --eval_steps 4 --save_steps 2 --keep_last 2 --context_length 64 --device cpu "
     "--resume auto"
 ).split()
-METHODS = {"full": [], "lora": ["--use_peft", "--lora_dropout", "0.1"]}
+METHODS = {
+    "full": [],
+    "lora": ["--use_peft", "--lora_dropout", "0.1"],
+    "distill": ["--objective", "distill", "--teacher_model", "@teacher", "--distill_top_k", "16"],
+}
 ROWS = 150  # in 3 epochs of 8 steps of 8 packs, the last of them with fewer
 MOMENTS = {"loading": 3, "step": 6, "save": 10, "result": 1}  # how often each is chosen
 SECONDS_TO_END = 60  # for torchrun, when one rank was killed
@@ -61,7 +65,8 @@ TIMINGS = ("perf/", "memory/")
 
 
 def write_inputs(folder: Path) -> None:
-    """A tiny Llama with dropout, a tokenizer of single bytes, and rows of uneven length."""
+    """A tiny Llama with dropout, another one as its teacher, a tokenizer of single bytes, and rows
+    of uneven length."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32,
@@ -72,18 +77,26 @@ def write_inputs(folder: Path) -> None:
         attention_dropout=0.2,
     )
     LlamaForCausalLM(config).save_pretrained(folder / "model")
+    LlamaForCausalLM(config).save_pretrained(folder / "teacher")
     vocabulary = {
         token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
     }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "model")
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    whole.save_pretrained(folder / "model")
+    whole.save_pretrained(folder / "teacher")
     generator = random.Random(0)
     with open(folder / "rows.jsonl", "w") as file:
         for number in range(ROWS):
             ids = [generator.randrange(256) for _ in range(8 + number % 40)]
             file.write(json.dumps({"input_ids": ids, "labels": ids}) + "\n")
+
+
+def method_flags(method: str, inputs: Path) -> list[str]:
+    """Return the flags of a method, with the paths below the directory of `write_inputs`."""
+    return [word.replace("@", f"{inputs}/") for word in METHODS[method]]
 
 
 class Launch:
@@ -101,7 +114,8 @@ class Launch:
         # peft writes sets into adapter_config.json, in whatever order they have
         known["PYTHONHASHSEED"] = "0"
         command = torchrun_command(2)
-        command += [str(REPOSITORY / "recipes" / "finetuning.py"), *FLAGS, *METHODS[method]]
+        recipe = REPOSITORY / "recipes" / "finetuning.py"
+        command += [str(recipe), *FLAGS, *method_flags(method, inputs)]
         command += ["--model_name", str(inputs / "model"), "--dataset", str(inputs / "rows.jsonl")]
         command += more
         self.log = run.with_suffix(".log")

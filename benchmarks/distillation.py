@@ -4,10 +4,15 @@ student on the same text alone.
     make quickstart                                        # builds the model once
     python benchmarks/distillation.py                      # two runs per seed, in output/distillation
     python benchmarks/distillation.py --print              # only the commands, one per line
+    python benchmarks/distillation.py --share output/student   # the share of the k most likely tokens
 
 Both runs of a seed see the same batches in the same order. The first run with a teacher stores its
 64 most likely tokens, and the others read them. A run that has finished is not repeated. Printed is
 the validation loss, the plain cross-entropy, before and after, per seed.
+
+--share prints the KL divergence from the teacher to a student over the k most likely tokens and the
+bucket of all others, and its share of torch's kl_div over the whole vocabulary in float64. The
+positions are those of the responses of chats of the demo.
 """
 
 import argparse
@@ -21,10 +26,14 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY / folder) for folder in ("src", "examples")]
 
+import torch  # noqa: E402
 from every_second_layer import main as write_student  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from llama_ft.data import cache_dir  # noqa: E402
+from llama_ft.data import build_demo, cache_dir  # noqa: E402
 from llama_ft.data.smollm2 import build_smollm2  # noqa: E402
+from llama_ft.training.distillation import most_likely, top_k_divergence  # noqa: E402
 
 FLAGS = (
     "--dataset demo --max_samples 600 --validation 0.1 --context_length 256 --batch_size_training 4 "
@@ -32,6 +41,8 @@ FLAGS = (
     "--gradient_clipping --precision bf16_mixed --save_model False --save_steps 0 --no_plan"
 )
 DISTILL = "--objective distill --distill_weight 0.5"
+SIZES = (1, 8, 64, 256)  # k of --share
+CHATS = 20
 
 
 def commands(folder: Path, teacher: Path, seeds: list[int]) -> dict[str, list[str]]:
@@ -57,13 +68,56 @@ def validation_losses(run: Path) -> list[float]:
     return [line["eval/loss"] for line in lines if "eval/loss" in line]
 
 
+def response_logits(folder: Path) -> list[torch.Tensor]:
+    """Return what a model says at the positions of the responses of some chats of the demo, one
+    tensor of [tokens, vocab] per chat."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    lines = build_demo(cache_dir()).train_file.read_text(encoding="utf-8").splitlines()
+    found = []
+    for line in lines[-CHATS:]:
+        sample = json.loads(line)
+        question = {"role": "user", "content": sample["instruction"]}
+        answer = {"role": "assistant", "content": sample["output"]}
+        ids = tokenizer.apply_chat_template([question, answer], return_dict=False)
+        prompt = tokenizer.apply_chat_template(
+            [question], add_generation_prompt=True, return_dict=False
+        )
+        with torch.no_grad():
+            found.append(model(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1])
+    return found
+
+
+def print_shares(teacher: Path, student: Path) -> None:
+    """Print the divergence of each of SIZES in nats per token, and its share of the full one."""
+    full = 0.0
+    tokens = 0
+    sums = dict.fromkeys(SIZES, 0.0)
+    for theirs, ours in zip(response_logits(teacher), response_logits(student), strict=True):
+        logs = [logits.double().log_softmax(-1) for logits in (ours, theirs)]
+        full += F.kl_div(*logs, log_target=True, reduction="sum").item()
+        tokens += len(ours)
+        for size in SIZES:
+            stored = most_likely(theirs, size, 1.0)
+            sums[size] += top_k_divergence(ours, *stored, 1.0).double().sum().item()
+    print(f"{tokens} tokens in {CHATS} responses; full divergence {full / tokens:.4f}")
+    print("| k | nats per token | share |")
+    print("|---|---|---|")
+    for size, value in sums.items():
+        print(f"| {size} | {value / tokens:.4f} | {value / full:.2%} |")
+
+
 def main() -> None:
     """Run what has not finished, and print a table."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n\n")[0])
     parser.add_argument("--folder", type=Path, default=Path("output/distillation"))
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--print", action="store_true", help="print the commands, and run none")
+    parser.add_argument("--share", type=Path, help="a student, whose divergence is compared")
     asked = parser.parse_args()
+    if asked.share:
+        print_shares(build_smollm2(cache_dir()), asked.share)
+        return
     asked.folder = asked.folder.resolve()
     seeds = [int(seed) for seed in asked.seeds.split(",")]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}

@@ -6,7 +6,7 @@ the same pairs.
 
 The model is the demo's Llama of 6.6 M random parameters, and so is the teacher of distillation, with
 other numbers. Prompts and chosen responses are the demo's chats, a rejected response is that of
-another chat. Distillation learns from the prompts and chosen responses alone. One process
+another chat. Distillation and DFT learn from the prompts and chosen responses alone. One process
 trains, on one thread: both sides see the same micro-batches in the same order, and have one
 learning rate, AdamW, and gradient clipping at 1. Both adapters begin with the weights that
 recipes/finetuning.py gives its own.
@@ -110,6 +110,15 @@ CASES = {
         {"beta": 0.3, "undesirable_weight": 1.2},
         micro_batch=GLOBAL_BATCH,
     ),
+    # TRL has no rpo_alpha any more. Its loss "sft" is the same for single pairs; for several it is a
+    # mean over the tokens of a micro-batch.
+    "rpo": Case(
+        "--objective dpo --beta 0.3 --rpo_alpha 0.5",
+        "dpo",
+        {"beta": 0.3, "loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+        micro_batch=1,
+    ),
+    "dft": Case("--loss_type dft", "sft", {"loss_type": "dft"}),
     # all tokens of the vocabulary, and no cross-entropy
     "distill": Case(
         "--objective distill --distill_weight 1 --teacher_model @teacher --distill_top_k @vocabulary",
@@ -137,6 +146,16 @@ def pairs() -> list[Row]:
             }
         )
     return rows
+
+
+def as_chat(pair: Row) -> Row:
+    """Return the prompt and the chosen response of a pair as a chat."""
+    return {"messages": pair["prompt"] + pair["chosen"]}
+
+
+def as_completion(pair: Row) -> Row:
+    """Return the same as TRL's SFTTrainer needs it to have the response alone in its loss."""
+    return {"prompt": pair["prompt"], "completion": pair["chosen"]}
 
 
 def completions(rows: list[Row]) -> tuple[list[Row], list[Row]]:
@@ -238,12 +257,15 @@ class Bench:
             sample = samples[at]
             ordered.append({**sample, "other": order.index(sample["other"])})
         self.rows["trl kto"] = write(folder / "trl-samples.jsonl", ordered)
-        chats = [{"messages": row["prompt"] + row["chosen"]} for row in rows]
+        chats = [as_chat(row) for row in rows]
         encoder = Encoder(tokenizer, LENGTH)
         lengths = [len(one_example(chat, "messages", encoder)[0][0]) for chat in chats]
         order = order_of(lengths, examples_per_sample=1)
         self.rows["ours gkd"] = write(folder / "chats.jsonl", chats)
         self.rows["trl gkd"] = write(folder / "trl-chats.jsonl", [chats[at] for at in order])
+        self.rows["ours sft"] = self.rows["ours gkd"]
+        completed = [as_completion(rows[at]) for at in order]
+        self.rows["trl sft"] = write(folder / "trl-completions.jsonl", completed)
         self.teacher = write_teacher(self.model, folder / "teacher")
         self.adapter = folder / "start" / "model"
         self.ours(CASES["dpo"], "lora", folder / "start", ["--max_train_step", "1"])

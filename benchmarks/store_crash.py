@@ -172,7 +172,7 @@ class StoreCrashes:
         self.counts = Counter[str]()
 
     def launch(self, run: Path, method: str, *more: str) -> Running:
-        words = [*crash.FLAGS, *crash.METHODS[method], "--no_plan", *more]
+        words = [*crash.FLAGS, *crash.method_flags(method, self.inputs), "--no_plan", *more]
         words += ["--model_name", f"{self.inputs}/model", "--dataset", f"{self.inputs}/rows.jsonl"]
         cache = {"LLAMA_FT_CACHE": f"{self.inputs}/cache"}
         log = run.with_suffix(".log")
@@ -255,7 +255,7 @@ def main() -> None:
     )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--methods", default=",".join(crash.METHODS))
+    parser.add_argument("--methods", default="full,lora")
     parser.add_argument("--folder", help="for the runs; a temporary one by default")
     asked = parser.parse_args()
     methods = asked.methods.split(",")

@@ -18,12 +18,12 @@ KILLED = Path(__file__).with_name("killed_job.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [1, 12])
+@pytest.mark.parametrize(("kills", "methods"), [(1, "full"), (12, "lora,full"), (6, "distill")])
 def test_a_run_killed_at_random_moments_equals_the_uninterrupted_one(
-    tmp_path: Path, kills: int
+    tmp_path: Path, kills: int, methods: str
 ) -> None:
     command = [sys.executable, str(SCRIPT), "--kills", str(kills), "--folder", str(tmp_path)]
-    finished = run([*command, "--methods", "full" if kills < 10 else "lora,full"], timeout=900)
+    finished = run([*command, "--methods", methods], timeout=900)
     assert finished.exit_code == 0, finished.output
     assert f"{kills} kills in " in finished.output
     assert "every run identical to the uninterrupted one" in finished.output
