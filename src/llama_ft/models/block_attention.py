@@ -9,7 +9,7 @@ long as this one. As there, scores are computed again, in fp32.
 
 Its forward pass multiplies by MKL. On AMD processors, MKL's products of bf16 and of fp32 matrices
 reach a quarter of the rate of oneDNN's bf16 products. So there the forward pass is in blocks, too,
-in 0.4 of the time, and oneDNN multiplies queries and keys.
+and oneDNN multiplies queries and keys: in 0.45 to 0.9 of the time for samples of 60 to 512 tokens.
 """
 
 from bisect import bisect_right
@@ -139,12 +139,7 @@ LIBRARY.impl("attention_in_blocks_backward", gradients_in_blocks, "CPU")
 
 @torch.library.register_fake("llama_ft::attention_in_blocks_backward", lib=LIBRARY)
 def _gradients(
-    by_output: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: Sequence[int],
-    scale: float,
+    _: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *__: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
