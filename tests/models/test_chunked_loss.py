@@ -168,6 +168,43 @@ def test_losses_per_token_have_the_gradients_of_their_sum_even_with_dropout(
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_weighted_losses_need_the_logits_of_a_frozen_head_only_once(
+    llama: LlamaForCausalLM, is_frozen: bool
+) -> None:
+    class Logits(TorchDispatchMode):
+        """Counts the rows of logits."""
+
+        count = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.mm.default and result.shape[-1] == VOCABULARY:
+                self.count += len(result)
+            return result
+
+    llama.lm_head.requires_grad_(not is_frozen)
+    weights = torch.linspace(-1, 2, len(TARGETS))
+    logits = llama(input_ids=INPUT_IDS, use_cache=False).logits.flatten(0, 1)[POSITIONS]
+    losses = torch.nn.functional.cross_entropy(logits, TARGETS, reduction="none")
+    (losses * weights).sum().backward()
+    expected = {name: p.grad for name, p in llama.named_parameters() if p.grad is not None}
+    llama.zero_grad()
+
+    llama = with_chunked_loss(llama)
+    inputs = {"input_ids": INPUT_IDS, "positions": POSITIONS, "targets": TARGETS}
+    with Logits() as made:
+        found, _ = llama(**inputs, use_cache=False, per_token=True)
+        (found * weights).sum().backward()
+    torch.testing.assert_close(found, losses)
+    gradients = {name: p.grad for name, p in llama.named_parameters() if p.grad is not None}
+    torch.testing.assert_close(gradients, expected)
+    padded = -(-len(TARGETS) // 8) * 8
+    assert made.count == padded * (1 if is_frozen else 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_largest_probability_is_that_of_the_largest_logit(dtype: torch.dtype) -> None:
     logits = torch.randn(50, 1000, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -52,6 +52,11 @@ class PreferenceConfig:
     """dpo, ipo, kto: directory or Hub name of another reference with the same tokenizer. It is
     evaluated once before training, then freed."""
 
+    precompute_ref_log_probs: bool = False
+    """dpo, ipo, kto with a new LoRA adapter: compute the reference's log-probabilities once, before
+    training, instead of in each step. Worthwhile from the second epoch on. Otherwise they are always
+    computed once."""
+
     teacher_model: str | None = None
     """distill: directory or Hub name of the teacher, with the same tokenizer. It runs once over the
     training samples, before the student is built. Without it, samples of tokens have its

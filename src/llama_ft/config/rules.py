@@ -48,15 +48,17 @@ def brings_validation(s: Any) -> bool:
 
 
 def stores_reference(s: Any) -> bool:
-    """Tell whether the reference's log-probabilities are computed once, before training: the model
-    with its adapter off is not the reference. Settings as of `brings_validation`."""
+    """Tell whether the reference's log-probabilities are computed once, before training: if the
+    model with its adapter off is not the reference, or on request. Settings as of
+    `brings_validation`."""
     if s.objective not in WITH_REFERENCE:
         return False
     # With one of these the model with its adapter off is another one than before training.
     changes_base = (
         s.from_peft_checkpoint or s.bias != "none" or s.modules_to_save or s.resize_embeddings
     )
-    return bool(s.reference_model or changes_base or not s.use_peft)
+    is_other = s.reference_model or changes_base or not s.use_peft
+    return bool(is_other or s.precompute_ref_log_probs)
 
 
 def has_decay(s: Any) -> bool:
@@ -272,7 +274,7 @@ RULES: tuple[Rule, ...] = (
         "streaming",
         lambda s: s.streaming and stores_reference(s),
         "cannot be used: objective {objective} computes its reference once, for all samples, unless a new adapter is "
-        "trained. Leave streaming out, or use use_peft alone.",
+        "trained. Leave streaming out, or use use_peft without reference_model and precompute_ref_log_probs.",
     ),
     (
         "streaming",
@@ -401,7 +403,11 @@ CONDITIONS: tuple[Condition, ...] = (
     (["sample_tokens"], "objective", lambda value: value != "reward"),  # value writes no text
     (["dpo_label_smoothing"], "objective", lambda value: value in ("dpo", "simpo")),
     (["rpo_alpha"], "objective", lambda value: value in ("dpo", "ipo", "simpo")),
-    (["reference_model"], "objective", lambda value: value in WITH_REFERENCE),
+    (
+        ["reference_model", "precompute_ref_log_probs"],
+        "objective",
+        lambda value: value in WITH_REFERENCE,
+    ),
     (["simpo_gamma"], "objective", lambda value: value == "simpo"),
     (["desirable_weight", "undesirable_weight"], "objective", lambda value: value == "kto"),
     (["resume_allow_changes"], "resume", bool),

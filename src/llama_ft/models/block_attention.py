@@ -123,7 +123,9 @@ def gradients_in_blocks(
         keys_of_block = key[:, keys].contiguous()
         probabilities = _probabilities(queries, keys_of_block, is_hidden, scale)
         by_value[:, keys] += torch.bmm(probabilities.transpose(1, 2), outputs)
-        by_probabilities = torch.bmm(outputs, value[:, keys].transpose(1, 2))
+        # contiguous, because bmm would copy it transposed, which takes ten times as long
+        values_of_block = value[:, keys].contiguous()
+        by_probabilities = torch.bmm(outputs, values_of_block.transpose(1, 2))
         by_scores = torch._softmax_backward_data(by_probabilities, probabilities, -1, query.dtype)
         by_key[:, keys] += torch.bmm(by_scores.transpose(1, 2), queries)
         of_block = torch.bmm(by_scores, keys_of_block)
@@ -147,19 +149,22 @@ def _gradients(
 def workspace_bytes(arguments: tuple[Any, ...]) -> int:
     """Return the bytes that an operator above allocates and frees: copies with added tokens, the
     longest block's scores and probabilities in fp32 and these in bf16, its queries and keys in fp32,
-    and in the backward pass the sums of the gradients of keys and values."""
+    what is added to its scores, and in the backward pass the sums of the gradients of keys and
+    values. The masks of all blocks are counted, too, although they are kept for the next layer."""
     *tensors, lengths, _ = arguments
     *_, query, key, value = tensors
     tokens = query.shape[2]
     padded = tokens + -tokens % LENGTH_MULTIPLE
     ranges = _ranges(tuple(lengths), padded)
-    pairs = max((block.stop - block.start) * (keys.stop - keys.start) for block, keys in ranges)
+    all_pairs = [(block.stop - block.start) * (keys.stop - keys.start) for block, keys in ranges]
+    pairs = max(all_pairs)
     longest = max(keys.stop - keys.start for _, keys in ranges)
     added = sum(part.nbytes for part in tensors) if padded > tokens else 0
     of_pairs = query.shape[1] * pairs * (4 + 4 + 2)
     wide = 4 * query.shape[3] * (query.shape[1] * min(BLOCK, padded) + key.shape[1] * longest)
+    masks = 4 * pairs + sum(all_pairs)
     sums = 4 * (key.numel() + value.numel()) if len(tensors) > 3 else 0
-    return int(added + of_pairs + wide + sums)
+    return int(added + of_pairs + wide + masks + sums)
 
 
 def _padded(*parts: torch.Tensor) -> list[torch.Tensor]:

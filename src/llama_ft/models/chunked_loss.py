@@ -57,9 +57,9 @@ def use_chunked_loss(built: BuiltModel) -> bool:
 
     It then returns the loss and its routers' logits (for `router_loss`). The loss is the sum of
     `loss_fn(logits, targets)`; its gradient is computed in the forward pass. With `per_token` the
-    loss is [targets], and the backward pass, which knows the factor of each target's loss,
-    recomputes each chunk's logits. All chunks run inside one `forward` of the LM head, and so
-    inside the hooks with which fully_shard all-gathers its weight.
+    loss is [targets], and only the backward pass knows the factor of each target's loss. For a trained
+    LM head it recomputes each chunk's logits. All chunks run inside one `forward` of the LM head, and
+    so inside the hooks with which fully_shard all-gathers its weight.
 
     The model is on the meta device, with adapters and not sharded. Returns False, and does not
     change the model, unless its forward is a decoder followed by an LM head.
@@ -250,21 +250,21 @@ class _Chunks:
         pairs = zip(chunks, wanted, strict=True)
         return torch.cat([self.losses_of(*pair) for pair in pairs])
 
-    def sum_and_gradients(
+    def losses_and_gradients(
         self,
         hidden: torch.Tensor,
         targets: torch.Tensor,
         count: int,
         factors: torch.Tensor | None,
         for_hidden: bool,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the sum of the first `count` losses, and the gradients of that sum weighted by
-        `factors` (None: 1): of the hidden states if `for_hidden`, then of `trained`."""
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the first `count` losses, a tensor for each chunk, and the gradients of their sum
+        weighted by `factors` (None: 1): of the hidden states if `for_hidden`, then of `trained`."""
         has_factors = factors is not None
         if factors is None:
             factors = torch.ones(count, device=targets.device)
         factors = functional.pad(factors, (0, len(targets) - count))
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        all_losses = list[torch.Tensor]()
         by_hidden = [torch.empty_like(hidden)] if for_hidden else []
         by_trained = list[torch.Tensor]()
         # without targets, once: gradients are zero then
@@ -273,7 +273,7 @@ class _Chunks:
             chunk = hidden[part].detach().requires_grad_(for_hidden)
             with torch.enable_grad():
                 losses = self.losses_of(chunk, targets[part])
-            total += losses.detach()[: max(0, count - start)].sum()
+            all_losses.append(losses.detach()[: max(0, count - start)])
             node = losses.grad_fn
             is_padded = start + len(losses) > count  # there the factors are 0
             if isinstance(node, CrossEntropy._backward_cls) and not (has_factors or is_padded):
@@ -287,14 +287,14 @@ class _Chunks:
             if for_hidden:
                 by_hidden[0][part] = found.pop(0)
             by_trained = found if start == 0 else _add_up(by_trained, found)
-        return total, by_hidden + by_trained
+        return all_losses, by_hidden + by_trained
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The loss of the first `count` of hidden states [targets, width], chunk by chunk. For a sum,
-    the forward pass computes gradients and the backward pass scales them. For losses per token,
-    only the backward pass knows the factor of each loss: it recomputes the logits, with the random
-    numbers of the forward pass."""
+    """The loss of the first `count` of hidden states [targets, width], chunk by chunk. The forward
+    pass computes gradients and the backward pass scales them. But for losses per token, only the
+    backward pass knows the factor of each loss, and the gradients of a trained LM head are sums over
+    all of them: then it recomputes the logits, with the random numbers of the forward pass."""
 
     # `trained` are arguments, although `chunks` has them: autograd gives gradients to arguments.
     @staticmethod
@@ -309,33 +309,41 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> Any:
         ctx.chunks = chunks
         ctx.for_hidden = ctx.needs_input_grad[0]
+        ctx.per_token = per_token
         ctx.gradients = None
-        if per_token:
+        is_recomputed = per_token and (chunks.trained or not ctx.for_hidden)
+        if is_recomputed:
             ctx.inputs = (hidden.detach(), targets)
             ctx.random = (torch.get_rng_state(), get_device_states(hidden))
             # FSDP warns about views
             return chunks.losses(hidden, targets)[:count].clone()
-        total, ctx.gradients = chunks.sum_and_gradients(
+        losses, ctx.gradients = chunks.losses_and_gradients(
             hidden, targets, count, None, ctx.for_hidden
         )
-        return total
+        if per_token:
+            return torch.cat(losses)
+        return sum(of_chunk.sum() for of_chunk in losses)
 
     @staticmethod
     def backward(ctx: Any, factors: torch.Tensor) -> Any:
         gradients = ctx.gradients
         ctx.gradients = None
-        if gradients is not None:
-            for gradient in gradients:
-                gradient.mul_(factors)
-        else:
+        if gradients is None:
             hidden, targets = ctx.inputs
             cpu_state, (devices, device_states) = ctx.random
             with torch.random.fork_rng(devices=devices, device_type=factors.device.type):
                 torch.set_rng_state(cpu_state)
                 set_device_states(devices, device_states)
-                _, gradients = ctx.chunks.sum_and_gradients(
+                _, gradients = ctx.chunks.losses_and_gradients(
                     hidden, targets, len(factors), factors, ctx.for_hidden
                 )
+        elif ctx.per_token:
+            by_hidden = gradients[0]
+            by_hidden[: len(factors)] *= factors.unsqueeze(1)
+            by_hidden[len(factors) :] = 0  # added positions
+        else:
+            for gradient in gradients:
+                gradient.mul_(factors)
         # Autograd rounds them to the parameters' dtype only now, after the division by the number
         # of targets: the sum itself can exceed the range of fp16.
         by_hidden = gradients.pop(0) if ctx.for_hidden else None

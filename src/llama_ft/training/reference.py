@@ -1,8 +1,9 @@
 """The reference of a policy: another model's log-probabilities of the same tokens.
 
-With a new adapter the reference is the model with its adapter off, computed in each step. Otherwise
-its log-probabilities are computed once before training, so that no second model is in memory: by
-the model itself if all weights are trained or an adapter is continued, or by --reference_model.
+With a new adapter the reference is the model with its adapter off, computed in each step unless
+--precompute_ref_log_probs. Otherwise its log-probabilities are computed once before training, so that
+no second model is in memory: by the model itself if all weights are trained or an adapter is
+continued, or by --reference_model.
 
     examples of all samples  --forward, shared by the ranks-->  one number each  -->  reference.safetensors
 
