@@ -52,3 +52,41 @@ def test_freed_memory_serves_the_next_tensors_unless_the_user_has_set_malloc(
         assert after < before + 300
     # 256 MiB are 65,536 pages, or 128 huge ones
     assert faults[0] < 100 < faults[1]
+
+
+HOLES = """
+import re, sys, torch
+from pathlib import Path
+from llama_ft.runtime import freed_memory
+
+def anonymous():
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssAnon:\\s+(\\d+)", status)[1]) // 1024
+
+assert getattr(freed_memory, sys.argv[1])()
+before = anonymous()
+kept = []
+for _ in range(30):
+    temporary = torch.ones(4 * 2**20)
+    kept.append(torch.ones(2**14))  # 64 KiB, behind it
+    del temporary
+print(anonymous() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
+def test_returned_memory_leaves_no_holes_between_tensors_that_stay(tmp_path: Path) -> None:
+    """30 times 16 MiB, one at a time."""
+    job = tmp_path / "job.py"
+    job.write_text(HOLES)
+    held = {}
+    for way in ("keep_freed_memory", "return_freed_memory"):
+        finished = subprocess.run(
+            [sys.executable, job, way],
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY / "src")},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        held[way] = int(finished.stdout)
+    assert held["return_freed_memory"] < 16 < 100 < held["keep_freed_memory"]

@@ -28,7 +28,7 @@ from llama_ft.plan.free_memory import free_bytes, free_text
 from llama_ft.plan.types import Plan, PlannedImages, PlanRequest
 from llama_ft.processes import end_with
 from llama_ft.runtime import Ranks, log
-from llama_ft.runtime.freed_memory import keep_freed_memory
+from llama_ft.runtime.freed_memory import keep_freed_memory, return_freed_memory
 
 SECONDS_FOR_PLAN = 15.0
 SECONDS_FOR_ADVICE = 60.0
@@ -120,24 +120,32 @@ class Preflight:
 
     def report(self, output_dir: Path, ranks: Ranks) -> None:
         """Write plan.json, log the predicted memory, and warn if it is more than is available. On
-        the CPU keep freed memory if there is room. All ranks call it together."""
-        has_room = ranks.broadcast_from_rank0(partial(self._report, output_dir))
-        if ranks.device.type == "cpu" and has_room and keep_freed_memory():
+        the CPU keep freed memory if there is room, and else return it at once. All ranks call it
+        together."""
+        share = ranks.broadcast_from_rank0(partial(self._report, output_dir))
+        if ranks.device.type != "cpu" or share is None:
+            return
+        if share > SHARE_TO_KEEP:
+            if return_freed_memory():
+                log.info(
+                    "Freed memory is returned at once, since the plan leaves little room. Steps take longer."
+                )
+        elif keep_freed_memory():
             log.info(
                 "Freed memory is kept for the next tensors, since the plan leaves room for it."
             )
 
-    def _report(self, output_dir: Path) -> bool:
-        """Return whether the plan leaves room; False if there is no plan."""
-        has_room = False
+    def _report(self, output_dir: Path) -> float | None:
+        """Return the planned share of the free memory; None if there is no plan."""
+        share = None
         if self._pipe is None:
-            return has_room
+            return share
         plan = self._receive(SECONDS_FOR_PLAN)
         if isinstance(plan, Plan):
             plan.save(output_dir)
             needs = f"{size_text(plan.device_bytes)} of {free_text(self._free)} per rank"
             log.info(f"Planned peak: {needs}, in phase {plan.peak.phase} (details: plan.json)")
-            has_room = plan.device_bytes <= SHARE_TO_KEEP * self._free
+            share = plan.device_bytes / self._free
             if plan.device_bytes > self._free:
                 fits = self._receive(SECONDS_FOR_ADVICE)
                 log.warning(
@@ -150,7 +158,7 @@ class Preflight:
         else:
             log.info(f"No memory plan: {plan}")
         self._end()
-        return has_room
+        return share
 
     def _end(self) -> None:
         if self._pipe is not None:
