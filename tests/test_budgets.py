@@ -27,7 +27,7 @@ TOKENS = {
     "plan": 17_800,
     "report": 5100,
     "run": 5600,
-    "runtime": 9700,
+    "runtime": 9900,
     "training": 26_500,
 }
 UNCOUNTED = {

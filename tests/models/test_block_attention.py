@@ -1,5 +1,7 @@
 """Attention in blocks of queries, compared with the formula in fp32."""
 
+from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -44,6 +46,38 @@ def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Who multiplies queries and keys."""
     by_onednn = request.param == "products by oneDNN"
     monkeypatch.setattr(blocks, "is_faster_forward", lambda _: by_onednn)
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """The most that a call holds at once, by torch's profiler."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        results = call()
+    del results
+    events = profiler.profiler.kineto_results.events()
+    changes = [event for event in events if event.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    return max(accumulate(event.nbytes() for event in changes))
+
+
+@pytest.mark.parametrize("lengths", [(512, 512), (100, 30, 400), (60,) * 8])
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_no_more_memory_is_taken_than_the_plan_counts(
+    lengths: tuple[int, ...], is_backward: bool
+) -> None:
+    query, key, value, by_output = (
+        torch.randn(1, sum(lengths), heads, 64).bfloat16().transpose(1, 2)
+        for heads in (12, 4, 4, 12)
+    )
+    forward = (query, key, value, lengths, 0.1)
+    backward = (by_output, *forward)
+    blocks._blocks.cache_clear()
+    if is_backward:
+        peak = peak_bytes(lambda: blocks.gradients_in_blocks(*backward))
+        planned = blocks.workspace_bytes(backward) + query.nbytes + key.nbytes + value.nbytes
+    else:
+        peak = peak_bytes(lambda: blocks.attention_in_blocks(*forward))
+        planned = blocks.workspace_bytes(forward) + query.nbytes
+    assert 0.8 * planned < peak <= planned
 
 
 @pytest.mark.usefixtures("products")

@@ -137,11 +137,13 @@ def test_chunked_loss_supports_adapters_on_the_head_and_elsewhere(
     check(with_chunked_loss(llama), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("per_token", [False, True])
 def test_in_16_bits_chunks_are_as_close_to_fp32_as_all_logits_at_once(
-    llama: LlamaForCausalLM, per_token: bool, monkeypatch: pytest.MonkeyPatch
+    llama: LlamaForCausalLM, per_token: bool, is_frozen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In pieces of 2: what is rounded to 16 bits 42 times shows."""
+    llama.lm_head.requires_grad_(not is_frozen)
     monkeypatch.setattr(chunked_loss, "FEWEST_POSITIONS", 2)
     for limits in ("LOGITS_AT_ONCE", "LOGITS_WITH_TRAINED_HEAD"):
         monkeypatch.setattr(chunked_loss, limits, {"cpu": 1})

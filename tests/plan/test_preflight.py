@@ -91,7 +91,10 @@ def same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llama_ft.plan.preflight.return_freed_memory", lambda: True)
 
 
-@pytest.mark.parametrize(("free_mib", "said_of_it"), [(1000, "kept for"), (7, "returned at once")])
+@pytest.mark.parametrize(
+    ("free_mib", "said_of_it"),
+    [(1000, "kept for"), (7, "returned at once"), (0, "returned at once")],
+)
 def test_freed_memory_is_kept_if_the_plan_leaves_room_and_else_returned(
     free_mib: int,
     said_of_it: str,

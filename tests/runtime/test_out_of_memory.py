@@ -50,7 +50,7 @@ def test_an_error_names_the_device_that_ran_out_of_memory(
     assert shortage(make()) == kind
 
 
-@pytest.mark.parametrize("kind", ["no limit", "v2", "v2 of a container"])
+@pytest.mark.parametrize("kind", ["no limit", "v2", "v2 of a container", "with files"])
 def test_host_memory_is_that_of_the_machine_or_the_limit_of_the_control_group(
     kind: str, tmp_path: Path
 ) -> None:
@@ -67,6 +67,9 @@ def test_host_memory_is_that_of_the_machine_or_the_limit_of_the_control_group(
         write(sys / "job" / "step", memory__max="max", memory__current=GIB)
         # the limit is of the group around it
         write(sys / "job", memory__max=3 * GIB, memory__current=2 * GIB)
+    elif kind == "with files":
+        write(sys / "job" / "step", memory__max=3 * GIB, memory__current=5 * GIB // 2)
+        write(sys / "job" / "step", memory__stat=f"file {GIB}\ninactive_file {GIB // 2}\n")
     elif kind == "v2 of a container":
         # its own group is mounted as the root
         write(sys, memory__max=3 * GIB, memory__current=2 * GIB)

@@ -81,6 +81,7 @@ def attention_in_blocks(
         found = torch.bmm(probabilities, value[:, keys])
         of_block = output[0, :, block]  # without added tokens
         of_block.copy_(found.view(heads, -1, found.shape[2])[:, : of_block.shape[1]])
+        del queries, probabilities, found  # not held while the next block is computed
     return output
 
 
@@ -130,6 +131,9 @@ def gradients_in_blocks(
         by_key[:, keys] += torch.bmm(by_scores.transpose(1, 2), queries)
         of_block = torch.bmm(by_scores, keys_of_block)
         by_query[:, block] = of_block.view(by_query[:, block].shape)
+        # not held while the next block is computed
+        del queries, outputs, keys_of_block, values_of_block
+        del probabilities, by_probabilities, by_scores, of_block
     by_query *= scale
     by_key *= scale
     whole = [part[None, :, :tokens].to(query.dtype) for part in (by_query, by_key, by_value)]
@@ -148,9 +152,10 @@ def _gradients(
 
 def workspace_bytes(arguments: tuple[Any, ...]) -> int:
     """Return the bytes that an operator above allocates and frees: copies with added tokens, the
-    longest block's scores and probabilities in fp32 and these in bf16, its queries and keys in fp32,
-    what is added to its scores, and in the backward pass the sums of the gradients of keys and
-    values. The masks of all blocks are counted, too, although they are kept for the next layer."""
+    longest block's scores and probabilities in fp32 and these in bf16, its queries and keys in fp32
+    and in bf16, and what is added to its scores. In the backward pass these are also its gradient of
+    the output, and the sums of the gradients of keys and values. The masks of all blocks are counted,
+    too, although they are kept for the next layer."""
     *tensors, lengths, _ = arguments
     *_, query, key, value = tensors
     tokens = query.shape[2]
@@ -161,10 +166,13 @@ def workspace_bytes(arguments: tuple[Any, ...]) -> int:
     longest = max(keys.stop - keys.start for _, keys in ranges)
     added = sum(part.nbytes for part in tensors) if padded > tokens else 0
     of_pairs = query.shape[1] * pairs * (4 + 4 + 2)
-    wide = 4 * query.shape[3] * (query.shape[1] * min(BLOCK, padded) + key.shape[1] * longest)
+    of_queries = query.shape[1] * min(BLOCK, padded) * query.shape[3]
+    of_keys = key.shape[1] * longest * query.shape[3]
+    is_backward = len(tensors) > 3
+    copies = (4 + 2) * (of_queries + of_keys) + (2 * of_queries if is_backward else 0)
     masks = 4 * pairs + sum(all_pairs)
-    sums = 4 * (key.numel() + value.numel()) if len(tensors) > 3 else 0
-    return int(added + of_pairs + wide + masks + sums)
+    sums = 4 * (key.numel() + value.numel()) if is_backward else 0
+    return int(added + of_pairs + copies + masks + sums)
 
 
 def _padded(*parts: torch.Tensor) -> list[torch.Tensor]:

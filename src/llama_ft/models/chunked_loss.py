@@ -338,9 +338,8 @@ class _ChunkedLoss(torch.autograd.Function):
                     hidden, targets, len(factors), factors, ctx.for_hidden
                 )
         elif ctx.per_token:
-            by_hidden = gradients[0]
-            by_hidden[: len(factors)] *= factors.unsqueeze(1)
-            by_hidden[len(factors) :] = 0  # added positions
+            # those of added positions are 0
+            gradients[0][: len(factors)] *= factors.unsqueeze(1)
         else:
             for gradient in gradients:
                 gradient.mul_(factors)

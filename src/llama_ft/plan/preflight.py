@@ -145,7 +145,7 @@ class Preflight:
             plan.save(output_dir)
             needs = f"{size_text(plan.device_bytes)} of {free_text(self._free)} per rank"
             log.info(f"Planned peak: {needs}, in phase {plan.peak.phase} (details: plan.json)")
-            share = plan.device_bytes / self._free
+            share = plan.device_bytes / max(1.0, self._free)
             if plan.device_bytes > self._free:
                 fits = self._receive(SECONDS_FOR_ADVICE)
                 log.warning(

@@ -30,7 +30,7 @@ def return_freed_memory() -> bool:
 
     By itself glibc soon takes blocks up to 32 MiB from its heap. An aligned block needs a few bytes
     more than a freed one of its size has. So what is freed between two activations rarely serves
-    another tensor, and a forward pass takes up to 1.6 times the memory of its tensors.
+    another tensor, and a step takes up to 1.5 times the memory of its tensors.
     """
     return _set({M_MMAP_THRESHOLD: SMALLEST_RETURNED})
 

@@ -54,6 +54,17 @@ class HostMemory(NamedTuple):
         )
 
 
+def _cached_bytes(group: Path) -> int:
+    """Return the bytes of files that a control group counts as used, and the kernel drops when it needs
+    them: those that were not read for a while, as Kubernetes counts."""
+    try:
+        text = (group / "memory.stat").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"^inactive_file (\d+)$", text, re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
 def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory | None:
     """Return the machine's memory, or that of the control group (v2) with the smallest limit; None
     without /proc."""
@@ -72,5 +83,5 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory | None
             use = int((folder / "memory.current").read_text())
             if limit < total:
                 total = limit
-                free = max(0, min(limit - use, free))
+                free = max(0, min(limit - use + _cached_bytes(folder), free))
     return HostMemory(total, free)
