@@ -54,8 +54,8 @@ class PreferenceConfig:
 
     precompute_ref_log_probs: bool = False
     """dpo, ipo, kto with a new LoRA adapter: compute the reference's log-probabilities once, before
-    training, instead of in each step. Worthwhile from the second epoch on. Otherwise they are always
-    computed once."""
+    training, instead of in each step. Worthwhile from the second epoch on. Without a new adapter they
+    are always computed once."""
 
     teacher_model: str | None = None
     """distill: directory or Hub name of the teacher, with the same tokenizer. It runs once over the

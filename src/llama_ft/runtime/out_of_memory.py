@@ -55,8 +55,8 @@ class HostMemory(NamedTuple):
 
 
 def _cached_bytes(group: Path) -> int:
-    """Return the bytes of files that a control group counts as used, and the kernel drops when it needs
-    them: those that were not read for a while, as Kubernetes counts."""
+    """Return the bytes of files that a control group counts as used, but that the kernel drops when
+    memory is short: those that were not read for a while, as Kubernetes counts."""
     try:
         text = (group / "memory.stat").read_text()
     except OSError:
