@@ -205,7 +205,8 @@ def sample_memory(launcher: int, watched: Watched, ended: threading.Event) -> No
             for child in map(int, children):
                 times = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
                 ticks += int(times[11]) + int(times[12])
-                watched.peaks[child] = max(watched.peaks.get(child, 0), anonymous_bytes(child))
+                held = anonymous_bytes(child, ranks=len(children))
+                watched.peaks[child] = max(watched.peaks.get(child, 0), held)
             watched.clocks.append((time.time(), ticks / os.sysconf("SC_CLK_TCK")))
         except OSError:
             continue  # one has just ended

@@ -22,12 +22,12 @@ TOKENS = {
     "data": 38_800,
     "evaluation": 3400,
     "inference": 6500,
-    "models": 56_000,
-    "observe": 11_800,
+    "models": 56_800,
+    "observe": 12_000,
     "plan": 17_800,
     "report": 5100,
     "run": 5600,
-    "runtime": 9900,
+    "runtime": 10_900,
     "training": 26_500,
 }
 UNCOUNTED = {

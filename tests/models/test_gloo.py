@@ -16,9 +16,10 @@ def test_gradients_equal_those_of_gloos_own_collectives(ranks: int, tmp_path: Pa
     finished = forked(JOB, tmp_path, ranks=ranks)
     assert finished.exit_code == 0, finished.output
     for rank in range(ranks):
-        for ours, gloos in torch.load(tmp_path / f"rank-{rank}.pt").values():
-            assert len(ours) == 4
+        for gloos, ours, shared in torch.load(tmp_path / f"rank-{rank}.pt").values():
+            assert len(ours) == len(shared) == 4
             for name, gradient in ours.items():
+                assert torch.equal(gradient, shared[name]), name
                 if ranks == 2:
                     assert torch.equal(gradient, gloos[name]), name
                 torch.testing.assert_close(gradient, gloos[name], rtol=1e-6, atol=1e-6)

@@ -36,9 +36,11 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> S
     return lambda: caplog.text
 
 
-def report_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) -> tuple[int, Config]:
+def report_plan(
+    finetuning: ModuleType, folder: Path, run: Path, *flags: str
+) -> tuple[int, Config, bool]:
     """Do what a run of two ranks on the CPU does between its start and its first step. Return the
-    planner's process id and the settings with which the run continues."""
+    planner's process id, the settings with which the run continues, and whether it has room."""
     import torch
 
     from llama_ft.config import load
@@ -63,9 +65,9 @@ def report_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) ->
     job.all_gather_floats = lambda *mine: torch.tensor([mine, mine], dtype=torch.float64)
     job.broadcast_from_rank0 = lambda make: make()
     config = start.start(config, folder, None, rows, steps, job)  # type: ignore[arg-type]
-    start.report(run, job)  # type: ignore[arg-type]
+    has_room = start.report(run, job)  # type: ignore[arg-type]
     assert planner.pid is not None
-    return planner.pid, config
+    return planner.pid, config, has_room
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,8 @@ def test_freed_memory_is_kept_if_the_plan_leaves_room_and_else_returned(
 ) -> None:
     """The run takes 5.9 MiB."""
     monkeypatch.setattr("llama_ft.plan.preflight.free_bytes", lambda *_: free_mib * 2**20)
-    report_plan(finetuning, folder, tmp_path)
+    *_, has_room = report_plan(finetuning, folder, tmp_path)
+    assert has_room == (said_of_it == "kept for")
     text = said()
     assert text.count("Freed memory is") == text.count(f"Freed memory is {said_of_it}") == 1
 
@@ -120,7 +123,7 @@ def test_a_run_that_will_not_fit_gets_a_suggestion_that_does(
 ) -> None:
     # and it takes 5.9 MiB
     monkeypatch.setattr("llama_ft.plan.preflight.free_bytes", lambda *_: 5 * 2**20)
-    planner, _ = report_plan(finetuning, folder, tmp_path)
+    planner, *_ = report_plan(finetuning, folder, tmp_path)
     first, change, *_ = said().partition("This run will")[2].splitlines()
     assert "probably run out of memory" in first and "5.0 MiB" in first
     assert change.split()[0].startswith("--") and " would need " in change
@@ -141,7 +144,7 @@ def test_activation_checkpointing_auto_is_resolved_for_the_rank_with_the_least_m
     monkeypatch.setattr(
         "llama_ft.plan.preflight.free_bytes", lambda *_: int(selective.device_bytes / 0.97) + 1
     )
-    planner, config = report_plan(
+    planner, config, _ = report_plan(
         finetuning, folder, tmp_path, "--activation_checkpointing", "auto"
     )
     assert config.train.activation_checkpointing == "selective"
@@ -230,5 +233,5 @@ def test_a_run_continues_with_a_torch_that_the_planner_does_not_know(
     for name in [name for name in sys.modules if name.startswith("llama_ft.plan.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(_fsdp_param_group, "foreach_reduce")
-    _, config = report_plan(finetuning, folder, tmp_path, "--activation_checkpointing", "auto")
+    _, config, _ = report_plan(finetuning, folder, tmp_path, "--activation_checkpointing", "auto")
     assert config.train.activation_checkpointing == "full" and "foreach_reduce" in said()

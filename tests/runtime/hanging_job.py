@@ -7,7 +7,10 @@ import sys
 import time
 from pathlib import Path
 
+import torch.distributed as dist
+
 from llama_ft import runtime
+from llama_ft.runtime.shared_memory import SharedMemory
 
 TIMEOUT = 6.0
 
@@ -18,6 +21,7 @@ if __name__ == "__main__":
             if job.rank == 1:
                 time.sleep(TIMEOUT * 0.6)
             job.all_gather_floats(1.0)
+        memory = SharedMemory.open(dist.group.WORLD, blocks=1)
         (Path(sys.argv[1]) / f"process-{job.rank}").write_text(str(os.getpid()))
         job.all_gather_floats(2.0)
         if job.rank == 1:
@@ -25,4 +29,7 @@ if __name__ == "__main__":
         if job.rank == 2:
             for _ in itertools.count():  # here
                 pass
+        if sys.argv[2] == "shared memory":
+            memory.signal()
+            memory.wait()
         job.all_gather_floats(3.0)

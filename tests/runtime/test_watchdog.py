@@ -28,9 +28,15 @@ def state_of(folder: Path) -> object:
     return json.loads(file.read_text())["state"] if file.exists() else None
 
 
-def test_a_stopped_rank_and_one_in_a_loop_are_named_and_the_job_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("waiting_in", "line"),
+    [("gloo", "all_gather_floats(3.0)"), ("shared memory", "memory.wait()")],
+)
+def test_a_stopped_rank_and_one_in_a_loop_are_named_and_the_job_ends(
+    waiting_in: str, line: str, tmp_path: Path
+) -> None:
     with ThreadPoolExecutor(1) as pool:
-        job = pool.submit(forked, JOB, tmp_path, ranks=3, timeout=120)
+        job = pool.submit(forked, JOB, tmp_path, waiting_in, ranks=3, timeout=120)
         while not job.done() and state_of(tmp_path) != "failed":
             time.sleep(0.02)
         pids = {rank: int((tmp_path / f"process-{rank}").read_text()) for rank in range(3)}
@@ -41,7 +47,7 @@ def test_a_stopped_rank_and_one_in_a_loop_are_named_and_the_job_ends(tmp_path: P
     here = socket.gethostname()
     message = (
         "error: rank 1, 2 did not arrive; the others have waited for 6 s (--collective_timeout).\n"
-        f"       rank 0 waits at {JOB}:{line_of('all_gather_floats(3.0)')} in <module>\n"
+        f"       rank 0 waits at {JOB}:{line_of(line)} in <module>\n"
         f"       rank 1 ({here}, pid {pids[1]}) does not respond: it is suspended or has ended\n"
     )
     assert finished.output.count("error: ") == 1 and message in finished.output

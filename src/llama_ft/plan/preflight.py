@@ -118,22 +118,28 @@ class Preflight:
         full = dataclasses.replace(config.train, activation_checkpointing="full")
         return dataclasses.replace(config, train=full), f"full (not planned: {answer})"
 
-    def report(self, output_dir: Path, ranks: Ranks) -> None:
+    def report(self, output_dir: Path, ranks: Ranks) -> bool:
         """Write plan.json, log the predicted memory, and warn if it is more than is available. On
         the CPU keep freed memory if there is room, and else return it at once. All ranks call it
-        together."""
+        together.
+
+        Returns:
+            Whether this is a run on the CPU with room for more than its plan.
+        """
         share = ranks.broadcast_from_rank0(partial(self._report, output_dir))
         if ranks.device.type != "cpu" or share is None:
-            return
+            return False
         if share > SHARE_TO_KEEP:
             if return_freed_memory():
                 log.info(
                     "Freed memory is returned at once, since the plan leaves little room. Steps take longer."
                 )
-        elif keep_freed_memory():
+            return False
+        if keep_freed_memory():
             log.info(
                 "Freed memory is kept for the next tensors, since the plan leaves room for it."
             )
+        return True
 
     def _report(self, output_dir: Path) -> float | None:
         """Return the planned share of the free memory; None if there is no plan."""

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from llama_ft.errors import LostRank
 from llama_ft.runtime.exit import FAILURE_KEY
 from llama_ft.runtime.out_of_memory import KILLED, KILLED_BY, host_memory
+from llama_ft.runtime.shared_memory import SharedMemory
 
 POLL_SECONDS = 2.0
 SILENCE_SECONDS = 5.0
@@ -35,6 +36,8 @@ SILENCE_SECONDS = 5.0
 SECONDS_AFTER_WATCHDOG = 60.0
 TORCH = str(Path(torch.__file__).parent) + os.sep
 RUNTIME = str(Path(__file__).parent) + os.sep
+# A rank waits for others where the innermost line is in one of these.
+COLLECTIVES = (f"{TORCH}distributed{os.sep}", f"{RUNTIME}shared_memory.py")
 # beginnings of file names whose lines are not the cause of a hang
 SKIPPED_FRAMES = (TORCH, RUNTIME, contextlib.__file__, "<frozen")
 
@@ -46,7 +49,7 @@ class Report(NamedTuple):
     host: str
     pid: int
     waits: bool  # its main thread waits
-    collectives: int  # number of collectives started so far
+    collectives: int  # collectives started and signals sent so far
     place: str  # source line of its main thread
 
 
@@ -126,7 +129,9 @@ class Watchdog(threading.Thread):
         now = time.monotonic()
         frame = sys._current_frames()[self._watched]
         rank = dist.get_rank()
-        collectives = sum(group._get_sequence_number_for_group() for group in self._groups)  # type: ignore[attr-defined]
+        collectives = SharedMemory.signals_sent
+        for group in self._groups:
+            collectives += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
         state = self._state_at(frame, collectives)
         if state != self._state:
             self._state = state
@@ -159,8 +164,8 @@ class Watchdog(threading.Thread):
         if frame and self._device == "cuda" and frame.f_code.co_filename != threading.__file__:
             allocations = torch.cuda.memory_stats().get("allocation.all.allocated", 0)
             return collectives, allocations, id(frame), frame.f_lasti
-        while frame is not None and frame.f_code.co_filename.startswith(TORCH):
-            if frame.f_code.co_filename.startswith(f"{TORCH}distributed{os.sep}"):
+        while frame is not None and frame.f_code.co_filename.startswith((TORCH, *COLLECTIVES)):
+            if frame.f_code.co_filename.startswith(COLLECTIVES):
                 return collectives
             frame = frame.f_back
         return object()

@@ -1,0 +1,147 @@
+"""Memory that ranks on one host share, and signals between them.
+
+Over gloo a tensor crosses from rank to rank through a socket: the kernel copies it twice, and gloo's
+threads take the cores on which the ranks compute.
+"""
+
+import mmap
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import NamedTuple, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+PROCESS_NAMESPACE = Path("/proc/self/ns/pid")
+T = TypeVar("T")
+
+
+class _Offer(NamedTuple):
+    """What the others need to open a rank's descriptors."""
+
+    host: tuple[str, str]  # where the process id is valid
+    process: int
+    blocks: list[int]
+    writers: dict[int, int]  # for each other rank of the group, where it writes its signals
+
+
+class SharedMemory:
+    """Blocks of memory that all ranks of a group have mapped. They belong to no file, so the kernel
+    frees them after the last rank has ended, in whatever way. Linux only. `open` makes one.
+
+    Attributes:
+        signals_sent: by this process, which shows its progress.
+    """
+
+    signals_sent = 0
+
+    def __init__(
+        self,
+        blocks: Sequence[int],
+        readers: dict[int, int],
+        writers: dict[int, int],
+    ) -> None:
+        self._blocks = blocks
+        self._maps: list[mmap.mmap | None] = [None] * len(blocks)
+        self._readers = readers
+        self._writers = writers
+
+    @classmethod
+    def open(cls, group: dist.ProcessGroup, blocks: int) -> Self | None:
+        """Return `blocks` empty blocks if all ranks of the group run on one host and may open each
+        other's descriptors; else None, on all ranks. All ranks call it together."""
+        rank = group.rank()
+        offer = None
+        memory = list[int]()
+        readers = dict[int, int]()
+        writers = dict[int, int]()
+        with ExitStack() as kept, ExitStack() as offered:  # descriptors to close
+            with suppress(OSError, AttributeError):  # AttributeError: not Linux
+                for _ in range(blocks if rank == 0 else 0):
+                    block = os.memfd_create("llama_ft")
+                    offered.callback(os.close, block)
+                    memory.append(block)
+                for other in range(group.size()):
+                    if other != rank:
+                        readers[other], writers[other] = os.pipe()
+                        kept.callback(os.close, readers[other])
+                        # Without a writer here, a reader sees when its peer ends.
+                        offered.callback(os.close, writers[other])
+                host = (BOOT_ID.read_text(), os.readlink(PROCESS_NAMESPACE))
+                offer = _Offer(host, os.getpid(), memory, writers)
+            offers = _gathered(offer, group)
+            opened = _open_offered(offers, rank, kept)
+            is_open = _gathered(opened is not None, group)
+            if opened is None or not all(is_open):
+                return None
+            kept.pop_all()
+        return cls(opened.blocks, readers, opened.writers)
+
+    def tensor(self, block: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the first `count` numbers of a block. The block grows as needed."""
+        needed = count * dtype.itemsize
+        mapped = self._maps[block]
+        if mapped is None or len(mapped) < needed:
+            descriptor = self._blocks[block]
+            if os.fstat(descriptor).st_size < needed:  # another rank may have been here first
+                os.truncate(descriptor, needed)
+            mapped = mmap.mmap(descriptor, needed)
+            self._maps[block] = mapped
+        return torch.frombuffer(mapped, dtype=dtype, count=count)
+
+    def signal(self) -> None:
+        """Tell every other rank that this one has come here. Raises RuntimeError if one has ended."""
+        SharedMemory.signals_sent += 1
+        for other, descriptor in self._writers.items():
+            try:
+                os.write(descriptor, b"1")
+            except BrokenPipeError as error:
+                raise _ended(other) from error
+
+    def wait(self) -> None:
+        """Wait for the next signal of every other rank. What they wrote before it can be read then.
+        Raises RuntimeError if one has ended."""
+        for other, descriptor in self._readers.items():
+            if not os.read(descriptor, 1):
+                raise _ended(other)
+
+
+class _Opened(NamedTuple):
+    blocks: list[int]
+    writers: dict[int, int]
+
+
+def _open_offered(offers: Sequence[_Offer | None], rank: int, kept: ExitStack) -> _Opened | None:
+    """Open what the ranks of the group offer to this one. Return None if that is not possible."""
+    usable = [offer for offer in offers if offer is not None]
+    hosts = {offer.host for offer in usable}
+    if len(usable) < len(offers) or len(hosts) > 1:
+        return None
+
+    def open_one(process: int, descriptor: int, how: int) -> int:
+        opened = os.open(f"/proc/{process}/fd/{descriptor}", how)
+        kept.callback(os.close, opened)
+        return opened
+
+    with suppress(OSError):
+        first = usable[0]
+        blocks = [open_one(first.process, block, os.O_RDWR) for block in first.blocks]
+        writers = {}
+        for other, offer in enumerate(usable):
+            if other != rank:
+                writers[other] = open_one(offer.process, offer.writers[rank], os.O_WRONLY)
+        return _Opened(blocks, writers)
+    return None
+
+
+def _gathered(value: T, group: dist.ProcessGroup) -> list[T]:
+    values = [value] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _ended(rank: int) -> RuntimeError:
+    return RuntimeError(f"Connection closed by rank {rank} of the group.")
