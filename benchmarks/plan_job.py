@@ -28,6 +28,7 @@ import torch  # noqa: E402
 from llama_ft import observe, training  # noqa: E402
 from llama_ft.config.parse import as_keywords  # noqa: E402
 from llama_ft.phases import Phase  # noqa: E402
+from llama_ft.run import training_run  # noqa: E402
 
 FRAMES = 6  # of a stack, in a dump
 DUMPED = 40  # places, the largest first
@@ -134,7 +135,8 @@ class Phases:
 
 
 def watch_recipe(finetuning: Any, phases: Phases) -> None:
-    """From now on every run's phases are marked where the recipe tells its own watch of them."""
+    """From now on every run's phases are marked where the recipe tells its own watch of them. Its
+    ranks share no memory: a plan is of runs that have no room for what is kept."""
     build_model = finetuning.build_model
     check_rows = training.check_packing
     enter = observe.MemoryMonitor.enter
@@ -152,6 +154,7 @@ def watch_recipe(finetuning: Any, phases: Phases) -> None:
         phases.enter(phase)
         enter(watch, phase)
 
+    training_run.share_memory = lambda *_: False
     finetuning.build_model = building
     training.check_packing = checking
     observe.MemoryMonitor.enter = entering  # type: ignore[method-assign, assignment]

@@ -1,11 +1,10 @@
 """Attention in blocks of queries, compared with the formula in fp32."""
 
-from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
+from profiled import peak_bytes
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_ft.config import TrainConfig
@@ -46,17 +45,6 @@ def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Who multiplies queries and keys."""
     by_onednn = request.param == "products by oneDNN"
     monkeypatch.setattr(blocks, "is_faster_forward", lambda _: by_onednn)
-
-
-def peak_bytes(call: Callable[[], Any]) -> int:
-    """The most that a call holds at once, by torch's profiler."""
-    with torch.profiler.profile(profile_memory=True) as profiler:
-        results = call()
-    del results
-    events = profiler.profiler.kineto_results.events()
-    changes = [event for event in events if event.name() == "[memory]"]
-    changes.sort(key=lambda event: event.start_ns())
-    return max(accumulate(event.nbytes() for event in changes))
 
 
 @pytest.mark.parametrize("lengths", [(512, 512), (100, 30, 400), (60,) * 8])

@@ -49,7 +49,7 @@ def _lora_experts(
     """Compute y [tokens, out] from x [tokens, in] and u [tokens, r], sorted by experts. Those of
     expert e end before ends[e]."""
     y = functional.grouped_mm(x, weight, offs=ends)
-    return y.add_(functional.grouped_mm(u, _ready(right, 1), offs=ends), alpha=scaling)
+    return y.add_(_small_product(u, _ready(right, 1), ends), alpha=scaling)
 
 
 LIBRARY.impl("lora_experts", _lora_experts, "CompositeExplicitAutograd")
@@ -66,9 +66,17 @@ def _flops(x: torch.Size, u: torch.Size, weight: torch.Size, *_: Any, **__: Any)
 
 
 def workspace_bytes(arguments: tuple[Any, ...]) -> int:
-    """Return the bytes that the operator allocates and frees: the low-rank part of y, and R."""
-    x, _, weight, right, *_ = arguments
-    return int((len(x) * weight.shape[2] + right.numel()) * x.dtype.itemsize)
+    """Return the bytes that the operator allocates and frees: the low-rank part of y, and R; see
+    `_small_product`."""
+    x, u, weight, right, *_ = arguments
+    itemsize = x.dtype.itemsize
+    part = len(x) * weight.shape[2]
+    if _is_as_stored(x):
+        return int((part + right.numel()) * itemsize)
+    wide = torch.float32.itemsize
+    multiplied = (u.numel() + right.numel() + part) * wide
+    rounded = part * (wide + itemsize)
+    return int(right.numel() * itemsize + max(multiplied, rounded))
 
 
 def _ready(factor: torch.Tensor, rank_dimension: int) -> torch.Tensor:
@@ -78,6 +86,25 @@ def _ready(factor: torch.Tensor, rank_dimension: int) -> torch.Tensor:
     if lacking:
         factor = functional.pad(factor, (0, lacking) if rank_dimension == 2 else (0, 0, 0, lacking))
     return factor if 1 in factor.stride()[-2:] else factor.contiguous()
+
+
+def _small_product(first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Return a grouped matmul with r columns, rows or terms. In 16 bits, oneDNN on the CPU compiles a
+    kernel for each new number of tokens. For products as small as these, that took eight times as long
+    as to compute them in fp32."""
+    if _is_as_stored(first):
+        return functional.grouped_mm(first, second, offs=ends)
+    return functional.grouped_mm(first.float(), second.float(), offs=ends).to(first.dtype)
+
+
+def _is_as_stored(factor: torch.Tensor) -> bool:
+    """Return whether small products are computed in their own dtype."""
+    return factor.dtype == torch.float32 or _is_cuda(factor)
+
+
+def _is_cuda(tensor: torch.Tensor) -> bool:
+    """A plan for GPUs, made on the CPU, replaces this function."""
+    return tensor.is_cuda
 
 
 class _LowRank(torch.autograd.Function):
@@ -96,7 +123,7 @@ class _LowRank(torch.autograd.Function):
         """x [tokens, in] -> zeros [tokens, out] without storage, which pass on the gradient of y;
         and u [tokens, r]."""
         ctx.scaling = scaling
-        u = functional.grouped_mm(x, _ready(left, 2), offs=ends)
+        u = _small_product(x, _ready(left, 2), ends)
         ctx.save_for_backward(x, u, weight, left, right, ends)
         ctx.mark_non_differentiable(u)
         zeros = x.new_zeros(()).expand(len(x), weight.shape[2])
@@ -107,15 +134,15 @@ class _LowRank(torch.autograd.Function):
         x, u, weight, left, right, ends = ctx.saved_tensors
         g = gradient.contiguous()
         rank = left.shape[2]
-        t = functional.grouped_mm(g, _ready(right, 1).transpose(-2, -1), offs=ends)
+        t = _small_product(g, _ready(right, 1).transpose(-2, -1), ends)
         t = t.mul_(ctx.scaling)
         scaled_u = u * ctx.scaling
-        d_right = functional.grouped_mm(scaled_u.t(), g, offs=ends)[:, :rank]
-        d_left = functional.grouped_mm(x.t(), t, offs=ends)[:, :, :rank]
+        d_right = _small_product(scaled_u.t(), g, ends)[:, :rank]
+        d_left = _small_product(x.t(), t, ends)[:, :, :rank]
         dx = None
         if ctx.needs_input_grad[0]:
             dx = functional.grouped_mm(g, weight.transpose(-2, -1), offs=ends)
-            low = functional.grouped_mm(t, _ready(left, 2).transpose(-2, -1), offs=ends)
+            low = _small_product(t, _ready(left, 2).transpose(-2, -1), ends)
             dx = dx.add_(low)
         # none for weight, ends and scaling
         return dx, None, d_left, d_right, None, None

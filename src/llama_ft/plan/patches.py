@@ -24,6 +24,7 @@ from llama_ft.models import (
     fsdp,
     gloo,
     loader,
+    lora_experts,
     quantized,
 )
 from llama_ft.models.attention_kernels import AMPERE, T4
@@ -200,6 +201,8 @@ def _cuda_patches() -> list[Any]:
         patch.object(fsdp, "_is_cuda", lambda _: True),
         # 8-bit weights: the GPU multiplies int8, the CPU a dequantized copy of the weight.
         patch.object(quantized, "_on_cuda", lambda _: True),
+        # Small products of adapters are not computed in fp32.
+        patch.object(lora_experts, "_is_cuda", lambda _: True),
         # NCCL's collectives instead of our own over gloo.
         patch.object(gloo, "is_over_gloo", lambda _: False),
         # The GPU computes RMSNorm in torch's kernel instead of the model's own operations.
