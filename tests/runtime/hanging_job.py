@@ -7,9 +7,11 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from llama_ft import runtime
+from llama_ft.models.gloo import GlooAllGather
 from llama_ft.runtime.shared_memory import SharedMemory
 
 TIMEOUT = 6.0
@@ -21,6 +23,7 @@ if __name__ == "__main__":
             if job.rank == 1:
                 time.sleep(TIMEOUT * 0.6)
             job.all_gather_floats(1.0)
+        whole = torch.zeros(3, 4)
         memory = SharedMemory.open(dist.group.WORLD, blocks=1)
         (Path(sys.argv[1]) / f"process-{job.rank}").write_text(str(os.getpid()))
         job.all_gather_floats(2.0)
@@ -30,6 +33,8 @@ if __name__ == "__main__":
             for _ in itertools.count():  # here
                 pass
         if sys.argv[2] == "shared memory":
-            memory.signal()
-            memory.wait()
+            memory.signal(1)
+            memory.wait(1)
+        if sys.argv[2] == "gloo, weights":
+            GlooAllGather()(whole, whole[job.rank], dist.group.WORLD)
         job.all_gather_floats(3.0)

@@ -30,7 +30,11 @@ def state_of(folder: Path) -> object:
 
 @pytest.mark.parametrize(
     ("waiting_in", "line"),
-    [("gloo", "all_gather_floats(3.0)"), ("shared memory", "memory.wait()")],
+    [
+        ("gloo", "all_gather_floats(3.0)"),
+        ("gloo, weights", "GlooAllGather()("),
+        ("shared memory", "memory.wait(1)"),
+    ],
 )
 def test_a_stopped_rank_and_one_in_a_loop_are_named_and_the_job_ends(
     waiting_in: str, line: str, tmp_path: Path

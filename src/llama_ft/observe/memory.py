@@ -23,6 +23,7 @@ from llama_ft.config.messages import size_text
 from llama_ft.observe.run_metadata import RunMetadata
 from llama_ft.phases import PHASES, MemoryCategory, Phase
 from llama_ft.runtime import Ranks, log
+from llama_ft.runtime.shared_memory import SharedMemory
 
 PROC_STATUS = Path("/proc/self/status")
 PROC_CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -46,7 +47,7 @@ class MemoryUse(NamedTuple):
     """Memory of a process in bytes. Peaks are since `reset_peaks`. 0 means unknown or not
     existing."""
 
-    anonymous: int = 0  # resident host memory without a file behind it; of shared memory a part
+    anonymous: int = 0  # resident host memory without a file, and this rank's part of shared memory
     mapped: int = 0  # resident pages of files, and the rest of shared memory
     resident_peak: int = 0  # maximum of their sum
     device: int = 0  # tensors on the CUDA device
@@ -54,15 +55,15 @@ class MemoryUse(NamedTuple):
     device_reserved_peak: int = 0  # maximum held by the CUDA allocator, including free blocks
 
 
-def memory_use(device: torch.device, sharing: int = 1) -> MemoryUse:
+def memory_use(device: torch.device) -> MemoryUse:
     """Return the memory of this process. Takes about 0.1 ms and does not synchronize with the
-    device. `sharing` is the number of ranks among which shared memory is divided."""
+    device."""
     status = PROC_STATUS.read_bytes() if PROC_STATUS.exists() else b""  # Linux only
     host = dict[str, int]()
     for name, kilobytes in FIELDS.findall(status):
         host[name.decode()] = int(kilobytes) * 1024
     shared = host.get("RssShmem", 0)
-    own = shared // sharing
+    own = sum(memory.part_bytes() for memory in SharedMemory.in_use)
     use = MemoryUse(
         anonymous=host.get("RssAnon", 0) + own,
         mapped=host.get("RssFile", 0) + shared - own,
@@ -142,7 +143,7 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
         self._before = self.leave()
         if phase == "load":
             _free_unused_heap()
-            self._base = self._use(CPU)  # memory of Python and its libraries
+            self._base = memory_use(CPU)  # memory of Python and its libraries
         is_compared_step = self._steps == COMPARED_STEP - 1
         if phase == "optimizer step" and is_compared_step and self._training is not None:
             self._compare_ranks(*self._training)
@@ -155,18 +156,15 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
             sampler = threading.Thread(target=self._sample, args=arguments, daemon=True)
             sampler.start()
 
-    def _use(self, device: torch.device) -> MemoryUse:
-        return memory_use(device, sharing=self._ranks.mesh["shard"].size())
-
     def _sample(self, done: threading.Event) -> None:
         """Sample the anonymous memory every 10 ms until `done` is set. Reading it takes 0.1 ms."""
         while not done.wait(0.01):
-            self._sampled = max(self._sampled, self._use(CPU).anonymous)
+            self._sampled = max(self._sampled, memory_use(CPU).anonymous)
 
     def leave(self) -> MemoryUse:
         """End the current phase and return the current use."""
         self._sampling.set()
-        now = self._use(self._ranks.device)
+        now = memory_use(self._ranks.device)
         self.host_peak_bytes = max(self.host_peak_bytes, now.resident_peak)
         self.device_peak_bytes = max(self.device_peak_bytes, now.device_peak)
         if self.phase is not None:
@@ -209,7 +207,7 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
 
     def _compare_ranks(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         _free_unused_heap()
-        use = self._use(self._ranks.device)
+        use = memory_use(self._ranks.device)
         memory = {"device memory": use.device, "host memory": use.anonymous - self._base.anonymous}
         held = held_tensors(model, optimizer, memory)
         held_by_rank = [held] * self._ranks.world_size

@@ -6,6 +6,8 @@ threads take the cores on which the ranks compute.
 
 import mmap
 import os
+import struct
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -16,6 +18,8 @@ import torch.distributed as dist
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PROCESS_NAMESPACE = Path("/proc/self/ns/pid")
+TOKEN_BYTES = 16
+SIZE = struct.Struct("q")
 T = TypeVar("T")
 
 
@@ -25,45 +29,56 @@ class _Offer(NamedTuple):
     host: tuple[str, str]  # where the process id is valid
     process: int
     blocks: list[int]
+    token: bytes  # random, at the start of the first block
     writers: dict[int, int]  # for each other rank of the group, where it writes its signals
 
 
 class SharedMemory:
     """Blocks of memory that all ranks of a group have mapped. They belong to no file, so the kernel
-    frees them after the last rank has ended, in whatever way. Linux only. `open` makes one.
+    frees them when no rank uses them any more, however the ranks have ended. Linux only. `open` makes
+    one.
 
     Attributes:
         signals_sent: by this process, which shows its progress.
+        in_use: all of this process.
     """
 
     signals_sent = 0
+    in_use: "weakref.WeakSet[SharedMemory]" = weakref.WeakSet()
 
     def __init__(
         self,
-        blocks: Sequence[int],
+        ranks: int,
+        opened: "_Opened",
         readers: dict[int, int],
-        writers: dict[int, int],
+        descriptors: ExitStack,
     ) -> None:
-        self._blocks = blocks
-        self._maps: list[mmap.mmap | None] = [None] * len(blocks)
+        self._ranks = ranks
+        self._blocks = opened.blocks
+        self._maps: list[mmap.mmap | None] = [None] * len(self._blocks)
         self._readers = readers
-        self._writers = writers
+        self._writers = opened.writers
+        self.in_use.add(self)
+        weakref.finalize(self, descriptors.close)
 
     @classmethod
     def open(cls, group: dist.ProcessGroup, blocks: int) -> Self | None:
-        """Return `blocks` empty blocks if all ranks of the group run on one host and may open each
-        other's descriptors; else None, on all ranks. All ranks call it together."""
+        """Return `blocks` blocks if all ranks of the group run on one host and may open each other's
+        descriptors; else None, on all ranks. All ranks call it together."""
         rank = group.rank()
         offer = None
         memory = list[int]()
+        token = b""
         readers = dict[int, int]()
         writers = dict[int, int]()
         with ExitStack() as kept, ExitStack() as offered:  # descriptors to close
             with suppress(OSError, AttributeError):  # AttributeError: not Linux
-                for _ in range(blocks if rank == 0 else 0):
-                    block = os.memfd_create("llama_ft")
-                    offered.callback(os.close, block)
-                    memory.append(block)
+                if rank == 0:
+                    for _ in range(blocks):
+                        memory.append(os.memfd_create("llama_ft"))
+                        offered.callback(os.close, memory[-1])
+                    token = os.urandom(TOKEN_BYTES)
+                    os.pwrite(memory[0], token, 0)
                 for other in range(group.size()):
                     if other != rank:
                         readers[other], writers[other] = os.pipe()
@@ -71,18 +86,19 @@ class SharedMemory:
                         # Without a writer here, a reader sees when its peer ends.
                         offered.callback(os.close, writers[other])
                 host = (BOOT_ID.read_text(), os.readlink(PROCESS_NAMESPACE))
-                offer = _Offer(host, os.getpid(), memory, writers)
+                offer = _Offer(host, os.getpid(), memory, token, writers)
             offers = _gathered(offer, group)
             opened = _open_offered(offers, rank, kept)
             is_open = _gathered(opened is not None, group)
             if opened is None or not all(is_open):
                 return None
-            kept.pop_all()
-        return cls(opened.blocks, readers, opened.writers)
+            return cls(group.size(), opened, readers, kept.pop_all())
 
     def tensor(self, block: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the first `count` numbers of a block. The block grows as needed."""
         needed = count * dtype.itemsize
+        if needed == 0:
+            return torch.empty(0, dtype=dtype)
         mapped = self._maps[block]
         if mapped is None or len(mapped) < needed:
             descriptor = self._blocks[block]
@@ -92,21 +108,33 @@ class SharedMemory:
             self._maps[block] = mapped
         return torch.frombuffer(mapped, dtype=dtype, count=count)
 
-    def signal(self) -> None:
-        """Tell every other rank that this one has come here. Raises RuntimeError if one has ended."""
+    def part_bytes(self) -> int:
+        """Return the size of all blocks over the number of ranks."""
+        return sum(len(mapped) for mapped in self._maps if mapped is not None) // self._ranks
+
+    def signal(self, nbytes: int) -> None:
+        """Tell every other rank that this one has come here, with a tensor of so many bytes. Raises
+        RuntimeError if one has ended."""
         SharedMemory.signals_sent += 1
         for other, descriptor in self._writers.items():
             try:
-                os.write(descriptor, b"1")
+                os.write(descriptor, SIZE.pack(nbytes))
             except BrokenPipeError as error:
                 raise _ended(other) from error
 
-    def wait(self) -> None:
+    def wait(self, nbytes: int) -> None:
         """Wait for the next signal of every other rank. What they wrote before it can be read then.
-        Raises RuntimeError if one has ended."""
+        Raises RuntimeError if one has ended, or has a tensor of another size."""
         for other, descriptor in self._readers.items():
-            if not os.read(descriptor, 1):
+            received = os.read(descriptor, SIZE.size)
+            if not received:
                 raise _ended(other)
+            (theirs,) = SIZE.unpack(received)
+            if theirs != nbytes:
+                raise RuntimeError(
+                    f"Ranks exchange different tensors: one of {nbytes} bytes here, and one of {theirs} "
+                    f"bytes on rank {other} of the group."
+                )
 
 
 class _Opened(NamedTuple):
@@ -133,7 +161,9 @@ def _open_offered(offers: Sequence[_Offer | None], rank: int, kept: ExitStack) -
         for other, offer in enumerate(usable):
             if other != rank:
                 writers[other] = open_one(offer.process, offer.writers[rank], os.O_WRONLY)
-        return _Opened(blocks, writers)
+        # Copies of a virtual machine can have equal hosts and processes.
+        if os.pread(blocks[0], TOKEN_BYTES, 0) == first.token:
+            return _Opened(blocks, writers)
     return None
 
 

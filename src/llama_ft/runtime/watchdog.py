@@ -36,10 +36,11 @@ SILENCE_SECONDS = 5.0
 SECONDS_AFTER_WATCHDOG = 60.0
 TORCH = str(Path(torch.__file__).parent) + os.sep
 RUNTIME = str(Path(__file__).parent) + os.sep
+GLOO = str(Path(__file__).parent.parent / "models" / "gloo.py")
 # A rank waits for others where the innermost line is in one of these.
-COLLECTIVES = (f"{TORCH}distributed{os.sep}", f"{RUNTIME}shared_memory.py")
+COLLECTIVES = (f"{TORCH}distributed{os.sep}", f"{RUNTIME}shared_memory.py", GLOO)
 # beginnings of file names whose lines are not the cause of a hang
-SKIPPED_FRAMES = (TORCH, RUNTIME, contextlib.__file__, "<frozen")
+SKIPPED_FRAMES = (TORCH, RUNTIME, GLOO, contextlib.__file__, "<frozen")
 
 
 class Report(NamedTuple):
