@@ -26,7 +26,7 @@ OTHERS = {
 # Their figures were published before results were kept as files. Never add one: record it.
 WITHOUT_A_FILE = {
     "Training speed against TRL", "DPO speed against TRL", "Preference tuning against TRL",
-    "What each optimization gives", "LoRA on experts", "Memory by length",
+    "What each optimization gives", "Memory by length",
     "Plans against published figures of other tools", "Loading", "Packing", "Checkpoints", "Resuming after kills",
     "Resuming from object storage after kills", "Start-up",
 }  # fmt: skip
