@@ -22,7 +22,7 @@ TOKENS = {
     "data": 38_800,
     "evaluation": 3400,
     "inference": 6500,
-    "models": 56_800,
+    "models": 58_000,
     "observe": 12_000,
     "plan": 17_800,
     "report": 5100,

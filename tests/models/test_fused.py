@@ -48,17 +48,18 @@ def fused_norms(kind: str, device: torch.device, **settings: Any) -> list[str]:
     ]
 
 
-def test_norms_with_the_formula_of_llama_are_fused_on_cuda_and_no_others() -> None:
+@pytest.mark.parametrize("device", [CUDA, CPU], ids=str)
+def test_norms_with_the_formula_of_llama_are_fused_and_no_others(device: torch.device) -> None:
     own = ["layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm"]
-    assert fused_norms("llama", CUDA) == own
-    assert fused_norms("qwen3", CUDA) == [
+    assert fused_norms("llama", device) == own
+    assert fused_norms("qwen3", device) == [
         "layers.0.self_attn.q_norm",
         "layers.0.self_attn.k_norm",
         *own,
     ]
     # they multiply before they round
-    assert fused_norms("olmo2", CUDA) == fused_norms("gemma3_text", CUDA) == []
-    assert fused_norms("llama", CPU) == fused_norms("llama", CUDA, compile=True) == []
+    assert fused_norms("olmo2", device) == fused_norms("gemma3_text", device) == []
+    assert fused_norms("llama", device, compile=True) == []
 
 
 @pytest.mark.parametrize(

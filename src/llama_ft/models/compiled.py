@@ -1,5 +1,5 @@
-"""Fused kernels for decoder layers: graphs of torch.compile, Liger's kernels, or torch's
-RMSNorm."""
+"""Fused kernels for decoder layers: graphs of torch.compile, Liger's kernels, or an RMSNorm: torch's
+on CUDA, ours on the CPU."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -18,6 +18,7 @@ from llama_ft.models.build import decoder_layers
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.packed_samples import report_missing_kernels
 from llama_ft.models.replaced import replace_method
+from llama_ft.models.rms_norm import rms_norm
 from llama_ft.runtime.console import log
 
 # Dimensions of a layer's arguments that change between steps: samples and tokens; for packed
@@ -135,16 +136,18 @@ def _liger_problem(
 def fuse_layers(
     model: PreTrainedModel, settings: ModelConfig, train: TrainConfig, device: torch.device
 ) -> None:
-    """Use Liger's kernels if they were chosen; on CUDA also torch's RMSNorm, for norms that compute
-    the same as Llama's. The model is on the meta device, without adapters. Layers that will be
-    compiled are not changed."""
+    """Use Liger's kernels if they were chosen, and another RMSNorm for norms that compute the same as
+    Llama's: torch's on CUDA, otherwise that of rms_norm.py. The model is on the meta device, without
+    adapters. Layers that will be compiled are not changed."""
     report_missing_kernels(model, device)
     if settings.use_liger is True:
         _apply_liger(model, train)
-    if _is_cuda(device) and not settings.compile:
-        for module in model.modules():
-            if "forward" not in vars(module) and _formula(type(module)) == _formula(LlamaRMSNorm):
-                replace_method(module, "forward", partial(_rms_norm, module))
+    if settings.compile:
+        return
+    forward = _fused_rms_norm if _is_cuda(device) else rms_norm
+    for module in model.modules():
+        if "forward" not in vars(module) and _formula(type(module)) == _formula(LlamaRMSNorm):
+            replace_method(module, "forward", partial(forward, module))
 
 
 def _is_cuda(device: torch.device) -> bool:
@@ -159,7 +162,7 @@ def _formula(kind: type[nn.Module]) -> Any:
     return code and (code.co_code, code.co_names, code.co_consts)
 
 
-def _rms_norm(norm: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+def _fused_rms_norm(norm: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     if hidden_states.dtype != norm.weight.dtype:  # the kernel needs equal dtypes
         return type(norm).forward(norm, hidden_states)
     return functional.rms_norm(hidden_states, norm.weight.shape, norm.weight, norm.variance_epsilon)

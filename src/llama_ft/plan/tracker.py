@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from llama_ft.errors import UserError
-from llama_ft.models import BuiltModel, block_attention, lora_experts, lora_linear
+from llama_ft.models import BuiltModel, block_attention, lora_experts, lora_linear, rms_norm
 from llama_ft.models.score_head import SCORE
 from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
 from llama_ft.plan.attention_workspace import attention_workspace_bytes
@@ -318,6 +318,8 @@ def _workspace_bytes(func: Any, args: Any, is_cuda: bool) -> int:
             return lora_experts.workspace_bytes(args)
         case "llama_ft.attention_in_blocks" | "llama_ft.attention_in_blocks_backward":
             return block_attention.workspace_bytes(args)
+        case "llama_ft.rms_norm" | "llama_ft.rms_norm_backward":
+            return rms_norm.workspace_bytes(args)
         # dequantizes the weight to the inputs' dtype, then multiplies
         case "bitsandbytes.gemm_4bit":
             inputs, _, shape, *_ = args
