@@ -196,8 +196,8 @@ def end(process: subprocess.Popen[bytes], ranks: list[int]) -> None:
 
 
 def sample_memory(launcher: int, watched: Watched, ended: threading.Event) -> None:
-    """The most anonymous memory of each rank, a direct child of torchrun, and their CPU time; 0.1
-    ms every 50."""
+    """The most anonymous memory of each rank, a direct child of torchrun, and their CPU time; 1 ms
+    every 50."""
     while not ended.wait(SAMPLE_SECONDS):
         try:
             children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()

@@ -326,12 +326,14 @@ def test_in_16_bits_small_products_of_experts_are_computed_in_fp32(
         assert 0 < error < 0.01 * value.norm(), name
 
 
-def test_the_planned_workspace_is_what_the_operator_allocates() -> None:
+@pytest.mark.parametrize("rank", [1, 3, 8, 16])
+@pytest.mark.parametrize("experts", [4, 64])
+def test_the_planned_workspace_is_what_the_operator_allocates(rank: int, experts: int) -> None:
     x = torch.randn(512, 64, dtype=torch.bfloat16)
-    u = torch.randn(512, 8, dtype=torch.bfloat16)
-    weight = torch.randn(4, 64, 256, dtype=torch.bfloat16)
-    right = torch.randn(4, 8, 256, dtype=torch.bfloat16)
-    ends = torch.tensor([100, 200, 300, 512], dtype=torch.int32)
+    u = torch.randn(512, -(-rank // 8) * 8, dtype=torch.bfloat16)
+    weight = torch.randn(experts, 64, 256, dtype=torch.bfloat16)
+    right = torch.randn(experts, rank, 256, dtype=torch.bfloat16)
+    ends = torch.arange(1, experts + 1, dtype=torch.int32) * (512 // experts)
     arguments = (x, u, weight, right, ends, 0.5)
     torch.ops.llama_ft.lora_experts(*arguments)  # compiles kernels
     peak = peak_bytes(lambda: torch.ops.llama_ft.lora_experts(*arguments))

@@ -64,6 +64,16 @@ def test_an_input_of_another_layout_and_a_frozen_weight() -> None:
     assert (x.grad - plain).norm() < 0.01 * plain.norm()
 
 
+def test_an_output_that_is_changed_in_place() -> None:
+    """Mixtral adds noise to it."""
+    norm, x, gradient = inputs((2, 5, 16), torch.bfloat16)
+    found = []
+    for y in (rms_norm(norm, x), norm(x)):
+        y *= 2
+        found.append(torch.autograd.grad(y, x, gradient)[0])
+    assert (found[0] - found[1]).norm() < 0.01 * found[1].norm()
+
+
 def test_other_dtypes_are_computed_by_the_models_own_code() -> None:
     norm, x, gradient = inputs((2, 9, 16), torch.float32)
     for module in (norm, norm.bfloat16()):
@@ -86,11 +96,15 @@ def test_kept_are_the_input_and_one_number_per_row() -> None:
     assert [(tensor.numel(), tensor.dtype) for tensor in new] == [(200, torch.float32)]
 
 
+@pytest.mark.parametrize("is_contiguous", [True, False])
 @pytest.mark.parametrize("rows", [300, 3000], ids=["less than a block", "blocks"])
-def test_no_more_memory_is_taken_than_the_plan_counts(rows: int) -> None:
-    norm, x, gradient = inputs((rows, 512), torch.bfloat16)
+def test_no_more_memory_is_taken_than_the_plan_counts(rows: int, is_contiguous: bool) -> None:
+    norm, x, gradient = inputs((2, rows // 2, 512), torch.bfloat16)
     weight = norm.weight.detach()
     x = x.detach()
+    if not is_contiguous:
+        x = x.transpose(0, 1)
+        gradient = gradient.transpose(0, 1)
     _, r = torch.ops.llama_ft.rms_norm(x, weight, EPS)
     backward: tuple[Any, ...] = (gradient, x, weight, r, True)
     calls = [

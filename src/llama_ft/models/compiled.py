@@ -91,9 +91,8 @@ def without_graphs(model: nn.Module) -> AbstractContextManager[Any]:
 def choose_liger(
     asked: bool | Literal["auto"], config: PretrainedConfig, compiles: bool, device: torch.device
 ) -> tuple[bool, str]:
-    """Return whether to use Liger's kernels, and a log text on fused kernels ("" on the CPU, which
-    has none). Raises UserError if use_liger is true, but the model, the device or torch.compile
-    does not allow it."""
+    """Return whether to use Liger's kernels, and a log text on fused kernels ("" on the CPU). Raises
+    UserError if use_liger is true, but the model, the device or torch.compile does not allow it."""
     problem = _liger_problem(config, compiles, device, is_asked=asked is True)
     if asked is True and problem:
         raise UserError(

@@ -71,12 +71,16 @@ def workspace_bytes(arguments: tuple[Any, ...]) -> int:
     x, u, weight, right, *_ = arguments
     itemsize = x.dtype.itemsize
     part = len(x) * weight.shape[2]
+    rank = u.shape[1]  # filled up with zeros
+    factor = right.numel() // right.shape[1] * rank
+    is_copied = rank != right.shape[1] or 1 not in right.stride()[-2:]
+    copied = factor * itemsize if is_copied else 0
     if _is_as_stored(x):
-        return int((part + right.numel()) * itemsize)
+        return int(copied + part * itemsize)
     wide = torch.float32.itemsize
-    multiplied = (u.numel() + right.numel() + part) * wide
+    multiplied = (u.numel() + factor + part) * wide
     rounded = part * (wide + itemsize)
-    return int(right.numel() * itemsize + max(multiplied, rounded))
+    return int(copied + max(multiplied, rounded))
 
 
 def _ready(factor: torch.Tensor, rank_dimension: int) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Llama's RMSNorm on the CPU, in blocks of rows that stay in the processor's cache.
 
-Transformers' own computes with whole tensors in fp32, and autograd keeps one or two of them. Here the
-input and one number per row are kept:
+Transformers' own computes with whole tensors in fp32, and autograd keeps one of them, and one in 16
+bits if the weight is trained. Here the input itself, which must not change before the backward pass,
+and one number per row are kept:
 
     r = 1 / sqrt(mean(x^2) + eps)    n = r x                      y = w n
     d = w g                          dx = r (d - n mean(d n))     dw = g n, summed over rows
@@ -29,7 +30,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 def rms_norm(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Compute a norm [..., width] of x [..., width], as the forward method of LlamaRMSNorm."""
     weight = cast(torch.Tensor, norm.weight)
-    if x.dtype != weight.dtype or x.dtype not in DTYPES:
+    is_short = x.numel() <= BLOCK and not torch.is_grad_enabled()  # such as a generated token
+    if x.dtype != weight.dtype or x.dtype not in DTYPES or is_short:
         return cast(torch.Tensor, type(norm).forward(norm, x))
     return cast(torch.Tensor, _RMSNorm.apply(x, weight, norm.variance_epsilon))
 
@@ -60,7 +62,8 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tens
         wide = x_rows.float()
         torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps, out=r_rows)
         torch.mul(weight, wide.mul_(r_rows).to(x.dtype), out=y_rows)
-    return y.view(x.shape), r
+    # no view: Mixtral changes it in place
+    return torch.ops.aten._unsafe_view(y, x.shape), r
 
 
 def _gradients(
@@ -113,8 +116,11 @@ def _fake_gradients(
 
 def workspace_bytes(arguments: tuple[Any, ...]) -> int:
     """Return the bytes that an operator above allocates and frees: up to three tensors of a block in
-    fp32."""
+    fp32, and copies of tensors that are not contiguous, such as gradients of Qwen3's queries."""
     is_backward = len(arguments) > 3
-    x, weight = arguments[1:3] if is_backward else arguments[:2]
+    whole = arguments[:2] if is_backward else arguments[:1]
+    x = whole[-1]
+    weight = arguments[len(whole)]
     numbers = min(x.numel(), _rows_at_once(weight) * len(weight))
-    return int(numbers * torch.float32.itemsize * (3 if is_backward else 2))
+    copied = sum(tensor.nbytes for tensor in whole if not tensor.is_contiguous())
+    return int(copied + numbers * torch.float32.itemsize * (3 if is_backward else 2))

@@ -205,7 +205,7 @@ def _cuda_patches() -> list[Any]:
         patch.object(lora_experts, "_is_cuda", lambda _: True),
         # NCCL's collectives instead of our own over gloo.
         patch.object(gloo, "is_over_gloo", lambda _: False),
-        # The GPU computes RMSNorm in torch's kernel instead of the model's own operations.
+        # The GPU computes RMSNorm in torch's kernel instead of in blocks.
         patch.object(compiled, "_is_cuda", lambda _: True),
         # That kernel on the CPU keeps more for backward.
         patch.object(functional, "rms_norm", _KernelNorm.apply),

@@ -40,7 +40,7 @@ class SharedMemory:
 
     Attributes:
         signals_sent: by this process, which shows its progress.
-        in_use: all of this process.
+        in_use: all of this process. Another set replaces it: other threads iterate over it.
     """
 
     signals_sent = 0
@@ -58,7 +58,7 @@ class SharedMemory:
         self._maps: list[mmap.mmap | None] = [None] * len(self._blocks)
         self._readers = readers
         self._writers = opened.writers
-        self.in_use.add(self)
+        SharedMemory.in_use = SharedMemory.in_use | {self}
         weakref.finalize(self, descriptors.close)
 
     @classmethod
@@ -157,13 +157,14 @@ def _open_offered(offers: Sequence[_Offer | None], rank: int, kept: ExitStack) -
     with suppress(OSError):
         first = usable[0]
         blocks = [open_one(first.process, block, os.O_RDWR) for block in first.blocks]
+        # Copies of a virtual machine can have equal hosts and processes.
+        if os.pread(blocks[0], TOKEN_BYTES, 0) != first.token:
+            return None
         writers = {}
         for other, offer in enumerate(usable):
             if other != rank:
                 writers[other] = open_one(offer.process, offer.writers[rank], os.O_WRONLY)
-        # Copies of a virtual machine can have equal hosts and processes.
-        if os.pread(blocks[0], TOKEN_BYTES, 0) == first.token:
-            return _Opened(blocks, writers)
+        return _Opened(blocks, writers)
     return None
 
 
