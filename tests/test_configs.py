@@ -155,7 +155,11 @@ def test_the_plan_of_an_example_has_the_figure_of_the_table(
     config, _ = load([f"--config={file}"], paths=False)
     request = request_for(config, Hardware(1, 1, "24gb"), tmp_path / "model")
     plan = predict(request, finetuning.build_model, quick=True)
-    [planned] = re.findall(example_row(file), EXAMPLES.read_text())
+    text = EXAMPLES.read_text()
+    [planned] = re.findall(example_row(file), text)
+    if file.stem.startswith("charts"):  # images are planned with the model's tokenizer, of the Hub
+        [without_images] = re.findall(r"Without images they are ([\d.]+) and ([\d.]+)\.", text)
+        planned = without_images[file.stem == "charts_gemma3"]
     assert plan.device_bytes / 2**30 == pytest.approx(float(planned), abs=0.051)
 
 
