@@ -2,8 +2,8 @@
 memory of its own and copies that, and its reduce-scatter all-reduces a copy of everything.
 Ranks on one host can use memory that they share instead, see `share_memory`.
 
-On two ranks with one core each, gloo's own took 2 to 2.6 and 1.5 to 2.2 times as much CPU time (units of 3.5
-and 12 million weights, bf16 and fp32).
+On two ranks with one core each, gloo's own took 2 to 2.6 and 1.5 to 2.2 times as much CPU time (units
+of 3.5 and 12 million weights, bf16 and fp32).
 """
 
 import math
@@ -58,11 +58,20 @@ class GlooReduceScatter(_Allocating):
         async_op: bool = False,
     ) -> None:
         """Sum the tensors [ranks x n] of all ranks into this rank's part [n]."""
+        first, second, *others = self._parts(input_tensor, group)
+        torch.add(first, second, out=output_tensor)
+        for part in others:
+            output_tensor += part
+
+    def _parts(
+        self, input_tensor: torch.Tensor, group: dist.ProcessGroup
+    ) -> Sequence[torch.Tensor]:
+        """Return this rank's part [n] of each rank's tensor."""
         sent = input_tensor.chunk(group.size())
         own = sent[group.rank()]
         received = [own if part is own else torch.empty_like(part) for part in sent]
         _exchange(sent, received, group)
-        _add(received, output_tensor)
+        return received
 
 
 class _Arrival(dist.Work):
@@ -125,7 +134,7 @@ class SharedAllGather(GlooAllGather):
         return self._last is not None and not self._last.is_over
 
 
-class SharedReduceScatter(_Allocating):
+class SharedReduceScatter(GlooReduceScatter):
     """Each rank writes its tensor into shared memory, and adds up its part of all tensors there. All
     units of a model use the same object. The sums are those of GlooReduceScatter bit by bit."""
 
@@ -151,20 +160,18 @@ class SharedReduceScatter(_Allocating):
         self._tensors = list(whole.view(ranks, *size))
         return self._tensors[self._group.rank()]
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Sum the tensors [ranks x n] of all ranks into this rank's part [n]."""
-        self._memory.signal(input_tensor.nbytes)
-        self._memory.wait(input_tensor.nbytes)
-        _add([tensor.chunk(group.size())[group.rank()] for tensor in self._tensors], output_tensor)
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """As that of GlooReduceScatter."""
+        super().__call__(*args, **kwargs)
         self._memory.signal(0)  # this rank has read the block
         self._tensors = []
+
+    def _parts(
+        self, input_tensor: torch.Tensor, group: dist.ProcessGroup
+    ) -> Sequence[torch.Tensor]:
+        self._memory.signal(input_tensor.nbytes)
+        self._memory.wait(input_tensor.nbytes)
+        return [tensor.chunk(group.size())[group.rank()] for tensor in self._tensors]
 
 
 def _exchange(
@@ -180,14 +187,6 @@ def _exchange(
             transfers.append(dist.isend(sent[other], group=group, group_dst=other))
     for transfer in transfers:
         transfer.wait()
-
-
-def _add(parts: Sequence[torch.Tensor], total: torch.Tensor) -> None:
-    """Write the sum of two or more parts into `total`."""
-    first, second, *others = parts
-    torch.add(first, second, out=total)
-    for part in others:
-        total += part
 
 
 def is_over_gloo(mesh: DeviceMesh) -> bool:
