@@ -3,6 +3,9 @@ what the template writes for the response as the last message. The reference is
 `apply_chat_template` of Transformers."""
 
 import re
+import subprocess
+import sys
+import zipfile
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
@@ -47,6 +50,11 @@ ADD = {
     "parameters": {"type": "object", "properties": {"x": NUMBER}},
 }
 TOOLS = [{"type": "function", "function": ADD}]
+
+
+LONG_REASONING = (
+    "A thought that is longer than all that is before it.\n\nAnd then more words, to be sure."
+)
 
 
 class Chat(NamedTuple):
@@ -96,6 +104,56 @@ CHATS = {
         ],
         TOOLS,
     ),
+    # Longer than the answers before it and their headings.
+    "reasoning in the last response": Chat(
+        [
+            *PLAIN.messages,
+            user("Q3"),
+            assistant("third", reasoning_content=LONG_REASONING),
+        ]
+    ),
+    "reasoning in the second response": Chat(
+        [
+            *PLAIN.messages[:2],
+            user("Q2"),
+            assistant("second", reasoning_content=LONG_REASONING),
+            user("Q3"),
+            assistant("third"),
+        ]
+    ),
+    "weight 0": Chat(
+        [
+            user("Q1"),
+            assistant("first", weight=0),
+            user("Q2"),
+            assistant("second", reasoning_content=LONG_REASONING),
+            user("Q3"),
+            assistant("third", weight=1),
+        ]
+    ),
+    "empty result": Chat(
+        [
+            system("Sys"),
+            *CALLED[:2],
+            tool(""),
+            assistant("first"),
+            user("Q2"),
+            assistant("", reasoning_content=LONG_REASONING, tool_calls=CALL),
+            tool("twelve"),
+            assistant("second"),
+        ],
+        TOOLS,
+    ),
+    "two calls at once": Chat(
+        [
+            user("Q1"),
+            assistant("", tool_calls=CALL * 2),
+            tool("eleven"),
+            tool("nine"),
+            assistant("first"),
+        ],
+        TOOLS,
+    ),
     "two calls in turn": Chat(
         [
             user("Q1"),
@@ -113,13 +171,21 @@ CHATS = {
 class Reference:
     """What Transformers renders."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, chat: Chat) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, chat: Chat, takes_parts: bool = False
+    ) -> None:
         self.tokenizer = tokenizer
         self.chat = chat
+        self.takes_parts = takes_parts
         template = _compile_jinja_template(str(tokenizer.chat_template))
         template.globals["strftime_now"] = datetime(2024, 7, 26).strftime
 
     def text(self, messages: list[Message], is_open: bool = False) -> str:
+        if self.takes_parts:
+            messages = [
+                {**message, "content": [{"type": "text", "text": message["content"]}]}
+                for message in messages
+            ]
         rendered = self.tokenizer.apply_chat_template(
             messages,
             tools=self.chat.tools,
@@ -143,7 +209,10 @@ class Reference:
         # content, which the template does not write for this message.
         earlier = self.chat.messages[:index]
         heading = prompt.removeprefix(self.text(earlier)).removesuffix(OPENED)
-        after = text[text.rindex(earlier[-1]["content"]) :]
+        last_content = earlier[-1]["content"]
+        after = (
+            text[text.rindex(last_content) :] if last_content else text[len(self.text(earlier)) :]
+        )
         written = after.partition(heading)[2]
         if not prompt.endswith(OPENED):
             return written
@@ -170,7 +239,11 @@ def violations(reference: Reference, samples: list[Encoded]) -> list[str]:
     tokenizer = reference.tokenizer
     messages = reference.chat.messages
     wrong = []
-    wanted = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    wanted = [
+        index
+        for index, message in enumerate(messages)
+        if message["role"] == "assistant" and message.get("weight") != 0
+    ]
     trained = [(sample, first, last) for sample in samples for first, last in runs(sample)]
     if len(trained) != len(wanted):
         return [f"{len(trained)} responses in the loss of {len(wanted)}"]
@@ -181,7 +254,8 @@ def violations(reference: Reference, samples: list[Encoded]) -> list[str]:
         before = sample.input_ids[:first]
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
         # A chat that stays one sample may have other tokens where an earlier prompt ends.
-        heading = prompt.rpartition(messages[index - 1]["content"])[2]
+        before_answer = messages[index - 1]["content"] or reference.text(messages[:index])
+        heading = prompt.rpartition(before_answer)[2]
         ending = tokenizer(heading, add_special_tokens=False)["input_ids"]
         is_same_text = tokenizer.decode(before) == tokenizer.decode(ids)
         if not is_same_text or before[-len(ending) :] != ids[-len(ending) :]:
@@ -217,7 +291,11 @@ def tokenizer_of(make_tokenizer: MakeTokenizer) -> Callable[[str], PreTrainedTok
 def test_each_loss_token_has_the_prefix_and_the_text_of_inference(
     tokenizer_of: Callable[[str], PreTrainedTokenizerFast], name: str
 ) -> None:
-    tokenizer = tokenizer_of(TEMPLATES[name])
+    check_all_chats(tokenizer_of(TEMPLATES[name]))
+
+
+def check_all_chats(tokenizer: PreTrainedTokenizerFast, takes_parts: bool = False) -> None:
+    """Check the samples of all CHATS that the template accepts."""
     encoder = Encoder(tokenizer, 100_000)
     accepted = []
     for title, chat in CHATS.items():
@@ -231,8 +309,46 @@ def test_each_loss_token_has_the_prefix_and_the_text_of_inference(
             )
             continue
         accepted.append(title)
-        assert not violations(Reference(tokenizer, chat), samples), title
+        assert not violations(Reference(tokenizer, chat, takes_parts), samples), title
     assert {"one response", "plain"} <= set(accepted)
+
+
+@pytest.fixture(scope="session")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of chat templates in the wheel of TRL 1.16."""
+    folder = tmp_path_factory.mktemp("trl")
+    options = ["--no-deps", "--disable-pip-version-check", "--retries", "0", "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", "trl==1.16.0", *options]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        pytest.skip("the package index does not answer")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"TRL 1.16 cannot be downloaded: {error.stderr.splitlines()[-1]}")
+    [wheel] = folder.glob("trl-*.whl")
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder / "trl" / "chat_templates"
+
+
+# They take contents that are lists of parts.
+TAKES_PARTS = {"idefics3", "idefics3_training", "smolvlm", "smolvlm_training"}
+NOT_COMPARED = {
+    "llava_next",  # writes a space of the response into the prompt
+    "llava_next_training",
+    "diffusion_gemma_training",  # its generation blocks leave out a part of the response
+}
+
+
+@pytest.mark.slow
+def test_under_each_template_of_trl_each_loss_token_is_that_of_inference(
+    tokenizer_of: Callable[[str], PreTrainedTokenizerFast], published: Path
+) -> None:
+    checked = 0
+    for file in sorted(published.glob("*.jinja")):
+        if file.stem not in NOT_COMPARED:
+            check_all_chats(tokenizer_of(file.read_text()), file.stem in TAKES_PARTS)
+            checked += 1
+    assert checked >= 60
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

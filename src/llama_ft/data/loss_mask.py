@@ -208,7 +208,11 @@ class ChatRenderer:
         moved = start + len(closing) - written_from
         end = self._message_end(text, written_from, messages, tools) + moved
         if self.has_generation_block:
-            shifted = [(first + moved, last + moved) for first, last in blocks]
+            # Blocks of earlier responses are not behind the prompt, and do not move.
+            shifted = []
+            for first, last in blocks:
+                if last > written_from:
+                    shifted.append((first + moved, last + moved))
             spans = _clipped(shifted, start, start + len(closing) + len(text))
             if not spans:
                 raise BadSample(
