@@ -8,8 +8,9 @@
 
 Both checkouts run the recipes with the same flags on the same small models and data, on this
 machine. Numbers of other machines or of other versions of torch are never compared. Equal must be
-the losses and gradient norms of all steps, the validation loss, the files of final models, merged
-models and adapters, answers, evaluated losses, and planned bytes.
+the losses and gradient norms of all steps, validation losses and scores, the files of final models,
+merged models and adapters, what a store holds, answers, evaluated losses, and planned bytes, by
+category, of runs and of configs.
 """
 
 import argparse
@@ -45,7 +46,7 @@ IMPORTED = [
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
 ]
-COMPARED = ("train/loss", "train/grad_norm", "train/lr", "eval/loss", "tokens")
+COMPARED = ("train/loss", "train/grad_norm", "train/lr", "eval/loss", "eval/score", "tokens")
 Outcome = dict[str, Any]  # name of a number -> its value
 
 
@@ -56,10 +57,12 @@ class Case:
     flags: str
     ranks: int = 0  # 0: one process without torchrun's variables
     then: tuple[str, ...] = ()  # names of AFTERWARDS
+    recipe: str = "finetuning.py"
+    restarts: int = 0  # of torchrun, which then starts the ranks
 
 
 COMMON = (
-    "--model_name model --dataset samples.jsonl --no_plan --device cpu --lr 1e-2 --num_epochs 2 "
+    "--model_name model --dataset samples.jsonl --plan_memory false --device cpu --lr 1e-2 --num_epochs 2 "
     "--max_train_step 12 --context_length 128 --save_steps 6"
 )
 FEW_STEPS = "--max_train_step 4 --save_steps 2"
@@ -70,6 +73,13 @@ LORA = "--use_peft --target_modules all-linear --lora_dropout 0.1 --peft.r 4"
 CHATS = "--dataset chats.jsonl --chat_template chatml --resize_embeddings"
 PAIRS = f"--dataset pairs.jsonl {FEW_STEPS}"
 EXPERTS = f"--model_name mixture --router_aux_loss_coef 0.02 {FEW_STEPS}"
+DISTILLED = "--objective distill --teacher_model tied"
+IMAGES = (
+    f"--model_name images --dataset image_chats.jsonl --chat_template image_chats.jinja {FEW_STEPS}"
+)
+FP8 = f"--model_name fp8 {FEW_STEPS} {LORA}"
+# without spaces: flags are split at them
+GROUPS = '[{"match":"embed_tokens","lr":"0.1x"},{"match":"norm","weight_decay":0.0}]'
 CASES = {
     "full": Case("--optimizer AdamW --validation 0.1", then=("evaluated", "planned")),
     "full, fp32, clipped": Case(
@@ -142,11 +152,70 @@ CASES = {
     "DPO, reference model": Case(f"{PAIRS} --objective dpo --reference_model tied"),
     "ORPO, experts": Case(f"{PAIRS} --objective orpo --model_name mixture"),
     "label smoothing": Case(f"{EXPERTS} --label_smoothing_factor 0.1"),
+    "distillation, 2 ranks": Case(
+        f"{FEW_STEPS} {SCATTERED} {DISTILLED} --distill_top_k 8 --distill_weight 0.7",
+        2,
+        ("planned",),
+    ),
+    "distillation, LoRA": Case(f"{FEW_STEPS} {LORA} {DISTILLED}"),
+    # of images
+    "images, packed": Case(
+        f"{IMAGES} --validation image_chats.jsonl", then=("evaluated", "image answers", "planned")
+    ),
+    "images, padding, 2 ranks": Case(f"{IMAGES} {PADDED} {SCATTERED}", 2),
+    "images, LoRA, projector": Case(f"{IMAGES} {LORA} --train_vision projector", then=("merged",)),
+    # of weights as they are stored
+    "FP8 as stored": Case(f"{FP8} --quantization as_stored", then=("merged", "planned")),
+    "FP8 as stored, 2 ranks": Case(f"{FP8} --quantization as_stored {SCATTERED}", 2),
+    "FP8, 4 bit": Case(f"{FP8} --quantization 4bit"),
+    # of what is written and computed during a run
+    "groups": Case(f"{FEW_STEPS} --groups {GROUPS}", then=("resumed",)),
+    "groups, own optimizer, 2 ranks": Case(
+        f"{FEW_STEPS} {FSDP} --groups {GROUPS} --optimizer optimizers.py:momentum", 2
+    ),
+    "scored answers": Case(
+        f"{CHATS} {FEW_STEPS} --validation 0.1 --eval_steps 2 --score contains --score_tokens 8"
+    ),
+    "store": Case("--save_to file://SIDE/store", then=("fetched",)),
+    "store, LoRA, 2 ranks": Case(f"{LORA} {FSDP} --save_to file://SIDE/store", 2, ("fetched",)),
+    "restarted, 2 ranks": Case(
+        f"{SCATTERED} --optimizer optimizers.py:failing_once --resume auto --save_steps 4",
+        2,
+        restarts=1,
+    ),
+    # with the planner: memory that ranks share, and memory that is kept between steps
+    "planned first": Case("--plan_memory true"),
+    "planned first, 2 ranks": Case(f"--plan_memory true {SCATTERED}", 2),
+    "planned first, LoRA, 2 ranks, padding": Case(
+        f"--plan_memory true {SCATTERED} {LORA} {PADDED}", 2
+    ),
+    "planned first, DPO": Case(f"{PAIRS} --objective dpo {LORA} --plan_memory true"),
 }
+# Plans of configs: name -> ranks. Their models' config.json is in tests/model_shapes.py.
+PLANNED_CONFIGS = {
+    "gemma3_4b_lora_24gb": 1,
+    "llama3.1_8b_4bit_24gb": 1,
+    "llama3.1_8b_8bit_24gb": 1,
+    "llama3.1_8b_dpo_4bit_24gb": 1,
+    "llama3.1_8b_full_80gb": 1,
+    "llama3.1_8b_full_8x80gb": 8,
+    "llama3.2_1b_full_24gb": 1,
+    "llama3.3_70b_8bit_2x80gb": 2,
+    "llama3.3_70b_full_2x8x80gb": 16,
+    "phi4_14b_4bit_24gb": 1,
+    "qwen3_8b_full_8x80gb": 8,
+    "smollm3_3b_lora_24gb": 1,
+}
+for config, config_ranks in PLANNED_CONFIGS.items():
+    CASES[f"plan of {config}"] = Case(
+        f"--config CHECKOUT/configs/{config}.yaml --model_name config-{config} --quick --json "
+        f"--nproc {config_ranks}",
+        recipe="plan.py",
+    )
 # In a fixed precision: "auto" measures the CPU, and a loaded machine may choose another one.
 ANSWERS = "--device cpu --precision fp32 --prompts prompts.jsonl --max_new_tokens 8"
-# What is done with a run: recipe, flags. RUN is its directory, OUT a new file or directory, FLAGS
-# its flags.
+# What is done with a run: recipe, flags. RUN is its directory, SIDE the one above, OUT a new file or
+# directory, FLAGS its flags.
 AFTERWARDS = {
     "resumed": (
         "finetuning.py",
@@ -162,23 +231,36 @@ AFTERWARDS = {
     "checkpoint": ("inference.py", f"RUN/checkpoints/STEP {ANSWERS} --output_file OUT"),
     "evaluated": ("evaluate.py", "RUN --device cpu --output_file OUT"),
     "planned": ("plan.py", f"{COMMON} FLAGS --nproc RANKS --json"),
+    "image answers": (
+        "inference.py",
+        f"RUN {ANSWERS} --prompts image_chats.jsonl --output_file OUT",
+    ),
+    "fetched": (
+        "finetuning.py",
+        f"{COMMON} FLAGS --resume file://SIDE/store --save_to file://OUT-store --output_dir OUT",
+    ),
 }
 
 
 @dataclass
 class Job:
-    """The processes of a recipe, and the file that has their output."""
+    """The processes of a recipe, or its torchrun, and the file that has their output."""
 
-    processes: list[ForkServerProcess]
+    processes: list[ForkServerProcess | subprocess.Popen[bytes]]
     output: Path
     command: str
 
     def finish(self) -> str:
         """Wait for them, and return the output. Ends golden.py if one has failed."""
+        exit_codes = []
         for process in self.processes:
-            process.join()
+            if isinstance(process, subprocess.Popen):
+                exit_codes.append(process.wait())
+            else:
+                process.join()
+                exit_codes.append(process.exitcode)
         text = self.output.read_text(errors="replace")
-        if any(process.exitcode for process in self.processes):
+        if any(exit_codes):
             sys.exit(f"{self.command}\n{text[-6000:]}")
         return text
 
@@ -210,6 +292,27 @@ def start(checkout: Path, inputs: Path, output: Path, recipe: str, flags: str, r
     return Job(processes, output, f"{script} {flags}")
 
 
+def start_torchrun(
+    checkout: Path, inputs: Path, output: Path, recipe: str, flags: str, case: Case
+) -> Job:
+    """Start a recipe of a checkout by torchrun, which starts its ranks again if one fails."""
+    script = checkout / "recipes" / recipe
+    launcher = [*torchrun_command(case.ranks), "--max_restarts", str(case.restarts)]
+    variables = {
+        "PYTHONPATH": str(checkout / "src"),
+        "LLAMA_FT_CACHE": str(output.parent / "cache"),
+    }
+    with output.open("wb") as file:
+        torchrun = subprocess.Popen(
+            [*launcher, str(script), *flags.split()],
+            cwd=inputs,
+            env=os.environ | variables,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    return Job([torchrun], output, f"{script} {flags}")
+
+
 def _run_script(
     checkout: Path,
     script: Path,
@@ -236,7 +339,14 @@ def words_for(after: str, case: Case, run: Path, out: Path) -> str:
     """Return the flags of something done with a run."""
     _, flags = AFTERWARDS[after]
     step = "step-000002" if FEW_STEPS in case.flags else "step-000006"
-    named = {"RUN": run, "OUT": out, "FLAGS": case.flags, "RANKS": max(1, case.ranks), "STEP": step}
+    named = {
+        "FLAGS": case.flags,
+        "RUN": run,
+        "SIDE": run.parent,
+        "OUT": out,
+        "RANKS": max(1, case.ranks),
+        "STEP": step,
+    }
     for name, value in named.items():
         flags = flags.replace(name, str(value))
     return without_overridden(flags)
@@ -265,18 +375,27 @@ def run_case(
         jobs = []
         for checkout, side in zip(checkouts, sides, strict=True):
             run = side / "run"
-            out = side / after
+            out = side / after.replace(" ", "-")
             if after:
                 recipe = AFTERWARDS[after][0]
                 flags = words_for(after, case, run, out)
+            elif case.recipe == "plan.py":
+                recipe = case.recipe
+                flags = case.flags.replace("CHECKOUT", str(checkout))
             else:
-                recipe = "finetuning.py"
+                recipe = case.recipe
                 flags = without_overridden(f"{COMMON} {case.flags} --output_dir {run}")
+                flags = flags.replace("SIDE", str(side))
             ranks = case.ranks if recipe == "finetuning.py" else 0
             output = side / f"output-{after or 'run'}.txt"
-            jobs.append(start(checkout, inputs, output, recipe, flags, ranks))
+            if case.restarts and not after:
+                jobs.append(start_torchrun(checkout, inputs, output, recipe, flags, case))
+            else:
+                jobs.append(start(checkout, inputs, output, recipe, flags, ranks))
         for job, side, outcomes in zip(jobs, sides, found, strict=True):
-            outcomes[after] = read_outcome(side / (after or "run"), job.finish())
+            outcomes[after] = read_outcome(side / (after or "run").replace(" ", "-"), job.finish())
+            if after == "" and (side / "store").exists():
+                outcomes[after] |= hashes_in_store(side / "store")
     return found
 
 
@@ -314,6 +433,16 @@ def hashes(folder: Path) -> Outcome:
     files = [*folder.glob("*.safetensors"), *folder.glob("model/*.safetensors")]
     assert files, f"{folder}: no safetensors"
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}
+
+
+def hashes_in_store(store: Path) -> Outcome:
+    """Return the hashes of what a run uploaded, but for files that name times or directories."""
+    files = sorted(store.rglob("*.safetensors"))
+    assert files, f"{store}: no safetensors"
+    found = {}
+    for file in files:
+        found[f"store/{file.relative_to(store)}"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return found
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
