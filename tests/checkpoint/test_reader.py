@@ -2,6 +2,7 @@
 found."""
 
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -15,8 +16,10 @@ from llama_ft.checkpoint import (
     CheckpointWriter,
     checkpoint_errors,
     complete_checkpoints,
+    find_valid,
+    restore_weights,
 )
-from llama_ft.checkpoint.reader import shard_file
+from llama_ft.checkpoint.reader import file_digest, shard_file
 from llama_ft.config import CheckpointConfig
 from llama_ft.errors import UserError
 from llama_ft.runtime import Ranks
@@ -126,3 +129,64 @@ def test_a_pickle_in_place_of_a_tensor_file_is_never_executed(
     with pytest.raises(UserError, match="cannot be read as a checkpoint"):
         Checkpoint(written)
     assert not (tmp_path / "touched").exists()
+
+
+def write_damaged(file: Path, damage: str) -> None:
+    """Put something else in place of a file of a checkpoint."""
+    content = file.read_bytes() if file.exists() else b"0" * 100
+    file.unlink(missing_ok=True)
+    if damage == "cut":
+        file.write_bytes(content[:-40])
+    elif damage == "empty":
+        file.touch()
+    elif damage == "longer":
+        file.write_bytes(content + b"1")
+    elif damage == "zeros":
+        file.write_bytes(bytes(len(content)))
+    elif damage == "directory":
+        file.mkdir()
+    elif damage == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to(file)
+
+
+DAMAGES = ("cut", "empty", "longer", "zeros", "directory", "pipe", "link to itself")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_beside_the_files_of_the_ranks_does_not_matter(written: Path, damage: str) -> None:
+    sound = Checkpoint(written)
+    for name in ("reference.safetensors", "teacher.safetensors", "my-notes.safetensors"):
+        write_damaged(written / name, damage)
+    assert checkpoint_errors(written) == []
+    names = sorted(Checkpoint(written).tensors)
+    assert names == sorted(sound.tensors)
+    model = torch.nn.Linear(40, 30)
+    restore_weights(Checkpoint(written), model)
+    assert torch.equal(model.weight, sound.read("model.weight"))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", [shard_file(0), "trainer.json", "checksums.txt"])
+def test_any_damage_of_a_file_makes_an_older_checkpoint_the_newest_valid_one(
+    written: Path, name: str, damage: str
+) -> None:
+    newer = written.with_name("step-000002")
+    shutil.copytree(written, newer)
+    write_damaged(newer / name, damage)
+    assert any(name in line for line in checkpoint_errors(newer))
+    run = written.parent.parent
+    assert find_valid(run).folder == written
+
+
+def test_a_checkpoint_that_does_not_open_is_not_used(written: Path) -> None:
+    newer = written.with_name("step-000002")
+    shutil.copytree(written, newer)
+    trainer = newer / "trainer.json"
+    checksums = newer / "checksums.txt"
+    before = file_digest(trainer)
+    trainer.write_text(trainer.read_text().replace('"world_size": 1', '"world_size": 2'))
+    checksums.write_text(checksums.read_text().replace(before, file_digest(trainer)))
+    assert "cannot be read as a checkpoint" in str(checkpoint_errors(newer))
+    assert find_valid(written.parent.parent).folder == written

@@ -6,9 +6,12 @@ on the number of ranks that wrote. Nothing is unpickled.
 """
 
 import copy
+import errno
 import hashlib
 import json
+import os
 import re
+import stat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from safetensors import safe_open
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from llama_ft.config.paths import REFERENCE_FILE
 from llama_ft.errors import UserError
@@ -55,19 +59,13 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # `step-000100` as typed inside checkpoints/, or a link to it, has no such parents itself
-        self.run = folder
-        for path in (folder, folder.resolve()):
-            if path.parent.name == "checkpoints":
-                self.run = path.parent.parent
-                break
+        self.run = run_of(folder)
         try:
-            text = (folder / TRAINER_FILE).read_text()
-            self.trainer: dict[str, Any] = json.loads(text)
+            self.trainer: dict[str, Any] = json.loads(read_bytes(folder / TRAINER_FILE))
             self.step = int(self.trainer["step"])
             if self.trainer["format"] != FORMAT:
                 raise ValueError("of another version of llama_ft")
-            held = dcp.HuggingFaceStorageReader(str(folder)).read_metadata()
+            held = self.open_storage().read_metadata()
         # safetensors has its own errors, and other files can hold anything
         except Exception as error:
             raise UserError(f"{folder}: cannot be read as a checkpoint ({error!r}).") from error
@@ -82,6 +80,12 @@ class Checkpoint:
             rows = stored.shape[0] if stored.shape else 1
             piece = _Piece(first, rows, stored.relative_path, index.fqn)
             self._pieces.setdefault(index.fqn, []).append(piece)
+
+    def open_storage(self) -> dcp.StorageReader:
+        """Open the files of the ranks for `dcp.load`."""
+        storage = dcp.HuggingFaceStorageReader(str(self.folder))
+        storage.fs = _Shards(int(self.trainer["world_size"]))
+        return storage
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read only the rows [start, stop) of dimension 0, in the stored dtype."""
@@ -117,6 +121,20 @@ class Checkpoint:
         return trained
 
 
+class _Shards(FileSystem):
+    """The files that torch reads of a checkpoint: those of its ranks. In the same directory are
+    those of a reference, and perhaps of other programs."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        files = [Path(path) / shard_file(rank) for rank in range(self._ranks)]
+        for file in files:
+            check_regular(file)
+        return [str(file) for file in files]
+
+
 def shard_file(rank: int) -> str:
     """Return the name of the file that a rank writes. torch counts from 1."""
     return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
@@ -125,6 +143,16 @@ def shard_file(rank: int) -> str:
 def step_folder(run: Path, step: int) -> Path:
     """Return the path of a run's checkpoint of this step."""
     return run / "checkpoints" / f"step-{step:06d}"
+
+
+def run_of(folder: Path) -> Path:
+    """Return the directory of the run that wrote a checkpoint; the checkpoint itself if it was moved
+    out of its run."""
+    # `step-000100` as typed inside checkpoints/, or a link to it, has no such parents itself
+    for path in (folder, folder.resolve()):
+        if path.parent.name == "checkpoints":
+            return path.parent.parent
+    return folder
 
 
 def step_of(folder: Path) -> int:
@@ -155,14 +183,14 @@ def checkpoint_errors(
     Args:
         folder: checkpoints/step-000100.
         part: which of `parts` equal shares of the files to check, so that ranks can share the work.
-        parts: number of shares; 1: all files.
+        parts: number of shares; 1: all files. The first one also opens the checkpoint.
 
     Returns:
         One line per file that is missing or corrupted; empty for a valid checkpoint.
     """
     errors = []
     try:
-        *lines, end = (folder / CHECKSUMS_FILE).read_bytes().decode("ascii").split("\n")
+        *lines, end = read_bytes(folder / CHECKSUMS_FILE).decode("ascii").split("\n")
         listed = {}
         for line in lines:
             digest, name = line.split("  ")
@@ -180,7 +208,25 @@ def checkpoint_errors(
                 errors.append(f"{name} is corrupted: its checksum differs from {CHECKSUMS_FILE}")
         except OSError as error:
             errors.append(f"{name} cannot be read ({error.strerror})")
+    if part == 0 and not errors:
+        try:
+            Checkpoint(folder)
+        except UserError as error:
+            errors += error.messages
     return errors
+
+
+def read_bytes(file: Path) -> bytes:
+    """Return the content of a file. Raises OSError also for what is not a regular file."""
+    check_regular(file)
+    return file.read_bytes()
+
+
+def check_regular(file: Path) -> None:
+    """Raise OSError if there is no file, or something else: to open a pipe waits for ever."""
+    mode = file.stat().st_mode
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "not a file", str(file))
 
 
 def content_digest(content: bytes) -> str:
@@ -190,5 +236,6 @@ def content_digest(content: bytes) -> str:
 
 def file_digest(file: Path) -> str:
     """Return the xxh3_128 hash of a file's content, in hex."""
+    check_regular(file)
     with open(file, "rb", buffering=0) as opened:
         return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()

@@ -129,9 +129,8 @@ def restore_weights(
     weights, states = get_state_dict(model, optimizers, options=OPTIONS)
     live = _by_name(model, weights, states)
     check_same_tensors(checkpoint, live, "model.", *(["optimizer."] if optimizers else []))
-    stored = dcp.HuggingFaceStorageReader(str(checkpoint.folder))
-    planner = dcp.DefaultLoadPlanner(False, False)
-    dcp.load(live, storage_reader=stored, planner=planner)  # not flattened: names stay the same
+    planner = dcp.DefaultLoadPlanner(False, False)  # not flattened: names stay the same
+    dcp.load(live, storage_reader=checkpoint.open_storage(), planner=planner)
     for name, state in states.items():
         if name.startswith("state.") and not isinstance(state, torch.Tensor):
             states[name] = live[f"optimizer.{name}"].item()

@@ -185,6 +185,8 @@ class StoredReference:
             UserError: the fingerprint differs.
         """
         try:
+            if not file.is_file():  # to open a pipe would wait for ever
+                raise ValueError("not a file" if file.exists() else "no such file")
             with safe_open(file, framework="np") as opened:
                 description = json.loads(opened.metadata()[DESCRIPTION])
                 keys = opened.get_tensor(KEYS)

@@ -25,6 +25,7 @@ from llama_ft.data import Batch
 from llama_ft.errors import RunFailure, UserError, reason
 from llama_ft.training.reference import example_keys
 
+CORRUPTED = (OSError, LookupError, ValueError, TypeError, MemoryError, OverflowError, RecursionError)
 BYTES_HASHED_AT_ONCE = 2**24
 CHECKSUM_LENGTH = 32  # hex digits of xxh3_128
 DTYPES = {"I64": numpy.int64, "I32": numpy.int32, "F32": numpy.float32}
@@ -140,6 +141,8 @@ def check_file(path: Path, fingerprint: dict[str, Any]) -> None:
         UserError: it was computed with something else than `fingerprint` says.
     """
     try:
+        if path.exists() and not path.is_file():  # to open a pipe would wait for ever
+            raise ValueError("not a file")
         header, start = _header(path)
         metadata = header["__metadata__"]
         saved: dict[str, Any] = json.loads(metadata["fingerprint"])
@@ -148,7 +151,7 @@ def check_file(path: Path, fingerprint: dict[str, Any]) -> None:
             raise ValueError(f"it has {path.stat().st_size:,} bytes, not {start + end:,}")
         if metadata["checksum"] != _checksum(path):
             raise ValueError("its checksum differs")
-    except (OSError, LookupError, ValueError, TypeError, MemoryError, OverflowError) as error:
+    except CORRUPTED as error:
         raise ValueError(f"{path}: not a valid file of a teacher ({reason(error)}).") from error
     others = [name for name, value in fingerprint.items() if saved.get(name) != value]
     if others:
