@@ -1,5 +1,5 @@
 """Measure the cost of data: tokenization, the cache's checksums, the fill of packed sequences,
-packing against padding, waiting for batches.
+the tokens of padding, packing against padding, waiting for batches.
 
     python benchmarks/data.py
     python benchmarks/data.py --rows 1000000     # also that many short samples from another file
@@ -44,6 +44,8 @@ from llama_ft.runtime import Ranks  # noqa: E402
 GIB = 2**30
 CAPACITIES = (256, 1024, 2048)
 MICRO_BATCH_TOKENS = 2048
+PADDED_SAMPLES = (4, 16)
+MICRO_BATCHES_A_STEP = (1, 4, 16)
 WORDS = "shard rank gather token weight adapter scale mesh row block mask pack epoch step loss norm head layer".split()
 
 
@@ -145,6 +147,23 @@ def packs_table(lengths: numpy.ndarray) -> None:
         print(
             f"| {pack_length} | {len(short):,} | {len(packs):,} | {full:.2%} | {least:,} | {seconds:.2f} |"
         )
+
+
+def padding_table(lengths: numpy.ndarray) -> None:
+    """Count the tokens of padded micro-batches, padding included. A step's samples are sorted by
+    length before they are distributed to its micro-batches."""
+    print("\n| samples a micro-batch | micro-batches a step | padding |\n|---|---|---|")
+    for samples in PADDED_SAMPLES:
+        layout = BatchLayout(world_size=1, rank=0, micro_batch=samples)
+        for micro_batches in MICRO_BATCHES_A_STEP:
+            size = samples * micro_batches
+            plan = BatchSampler(lengths, lengths, layout, global_batch=size, seed=1)
+            computed = 0
+            for step in range(plan.steps_per_epoch):
+                for rows in plan.step(0, step).micro_batches:
+                    computed += int(lengths[rows].max()) * len(rows)
+            share = 1 - lengths.sum() / computed
+            print(f"| {samples} | {micro_batches} | {share:.0%} of all tokens |")
 
 
 def build(folder: Path, job: Ranks, packed: bool) -> models.BuiltModel:
@@ -269,6 +288,7 @@ def main() -> None:
             print(f" {peak.bytes / GIB:.2f} GiB, packed into {len(packs):,} in {seconds:.1f} s |")
     checksums_table()
     packs_table(data.example_lengths(rows.train))
+    padding_table(data.example_lengths(rows.train))
     with runtime.start(asked.device, 1, False, None, 1800) as job:
         speed(rows, demo.model_dir, job, asked.turns)
 

@@ -24,6 +24,7 @@ import torch
 from datasets import Dataset
 from PIL import Image
 from transformers import AutoModelForMultimodalLM
+from trl_package import TRL, install
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # without this script's folder, whose models.py would hide the package of that name in tests
@@ -31,7 +32,6 @@ sys.path[:1] = [str(REPOSITORY / "src"), str(REPOSITORY / "tests")]
 
 import image_models  # noqa: E402
 
-TRL = "trl==1.16.0"
 LIMIT = 1e-5
 SIZES = ((60, 40), (30, 90), (56, 56), (100, 28))  # pixels of the images
 # the content of a message; MARK is what the family writes for an image
@@ -143,14 +143,6 @@ def first_step_of_llama_ft(model: Path, data: Path, layout: str) -> dict[str, fl
     lines = (output / "metrics.jsonl").read_text().splitlines()
     [first] = [line for line in map(json.loads, lines) if "train/loss" in line]
     return {"loss": first["train/loss"], "grad_norm": first["train/grad_norm"]}
-
-
-def install(folder: Path) -> None:
-    """Install TRL into a folder, unless it is there, and let this process import it."""
-    if not (folder / "trl").exists():
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        subprocess.run([*pip, "--target", str(folder), TRL], check=True)
-    sys.path.append(str(folder))
 
 
 def main() -> None:

@@ -55,6 +55,7 @@ BENCHMARKS = {
         "Fine-tuning on images against TRL",
         3,
     ),
+    "padding": Benchmark("benchmarks/padding_trl.py", "Padding against TRL", 20),
     "optimizations": Benchmark("benchmarks/ablation.py", "What each optimization gives", 30),
     "experts": Benchmark("benchmarks/experts.py", "LoRA on experts", 5),
     "scaling": Benchmark("benchmarks/scaling.py", "Memory by length", 30),

@@ -141,16 +141,34 @@ def test_evaluation_sees_every_sample_once(samples: int, world_size: int, batch_
     assert evaluation_batches(numpy.ones(10), layout, max_batches=2) == [[1, 3], [5, 7]]
 
 
-def test_padded_samples_of_a_step_have_similar_lengths() -> None:
-    lengths = numpy.random.default_rng(0).integers(1, 500, 4000)
-    layout = BatchLayout(world_size=1, rank=0, micro_batch=8)
+@pytest.mark.parametrize("pack_length", [None, 500])
+def test_samples_of_a_step_are_drawn_without_regard_to_their_lengths(
+    pack_length: int | None,
+) -> None:
+    lengths = numpy.random.default_rng(0).integers(1, 500, 8000)
+    layout = BatchLayout(world_size=1, rank=0, micro_batch=8, pack_length=pack_length)
     plan = BatchSampler(lengths, lengths, layout, global_batch=8, seed=1)
-    steps = [lengths[plan.step(0, step).micro_batches[0]] for step in range(500)]
-    assert sum(batch.sum() for batch in steps) == lengths.sum()
-    padded = sum(batch.max() * 8 for batch in steps)
-    assert lengths.sum() > 0.97 * padded  # in random order it is 0.56
-    means = [batch.mean() for batch in steps[:50]]
-    assert means != sorted(means) and means != sorted(means, reverse=True)
+    steps = [plan.step(0, step).micro_batches[0] for step in range(plan.steps_per_epoch)]
+    assert sorted(itertools.chain.from_iterable(steps)) == list(range(8000))
+    # The mean of n independent draws has the n-th part of their variance.
+    means = numpy.array([lengths[step].mean() for step in steps])
+    sizes = numpy.array([len(step) for step in steps])
+    errors = (means - lengths.mean()) * numpy.sqrt(sizes) / lengths.std()
+    assert 0.9 < errors.var() < 1.1 if pack_length is None else errors.var() < 1.1
+    # Neighboring steps are not alike, either.
+    assert abs(numpy.corrcoef(means[1:], means[:-1])[0, 1]) < 0.1
+
+
+def test_padded_samples_of_a_micro_batch_have_similar_lengths() -> None:
+    lengths = numpy.random.default_rng(0).integers(1, 500, 4096)
+    layouts = [BatchLayout(world_size=2, rank=rank, micro_batch=8) for rank in (0, 1)]
+    ranks = [BatchSampler(lengths, lengths, one, global_batch=128, seed=1) for one in layouts]
+    padded = 0
+    for plan in ranks:
+        for step in range(plan.steps_per_epoch):
+            batches = plan.step(0, step).micro_batches
+            padded += sum(lengths[batch].max() * len(batch) for batch in batches)
+    assert lengths.sum() > 0.88 * padded  # in random order it is 0.56
 
 
 @pytest.fixture

@@ -85,17 +85,24 @@ def test_resuming_with_another_optimizer_is_rejected(folder: Path) -> None:
     assert "do not fit another optimizer" in refused.output
 
 
-def test_resuming_a_run_of_another_packing_version_is_rejected(folder: Path) -> None:
+# Version 0.1 had no entry, later ones had none for padding.
+@pytest.mark.parametrize(("strategy", "entry"), [("packing", {}), ("padding", {"packing": None})])
+def test_resuming_a_run_whose_steps_had_other_samples_is_rejected(
+    folder: Path, strategy: str, entry: dict[str, None]
+) -> None:
     checkpoint = folder / "run" / "checkpoints" / "step-000001"
-    older = shutil.copytree(checkpoint, folder / "older")
+    older = shutil.copytree(checkpoint, folder / f"older-{strategy}")
     record = json.loads((older / "trainer.json").read_text())
-    assert record.pop("packing") == 2
+    assert record.pop("batches") == 2
+    record |= entry
+    record["config"]["data"]["batching_strategy"] = strategy
     (older / "trainer.json").write_text(json.dumps(record))
     checksum = xxhash.xxh3_128_hexdigest((older / "trainer.json").read_bytes())
     listed = (older / "checksums.txt").read_text().splitlines()
     others = [line for line in listed if not line.endswith("trainer.json")]
     (older / "checksums.txt").write_text("\n".join([*others, f"{checksum}  trainer.json", ""]))
-    refused = forked(RECIPE, *flags(folder, "repacked", "--resume", str(older)))
+    more = ("--batching_strategy", strategy, "--resume", str(older))
+    refused = forked(RECIPE, *flags(folder, "repacked", *more))
     assert refused.exit_code == 2, refused.output
     assert refused.output.count("error: ") == 1 and "see other batches" in refused.output
     assert not (folder / "repacked").exists()

@@ -53,8 +53,8 @@ NEW_RUN = (
     "start a new run from the weights:\n"
     "recipes/export.py RUN FOLDER writes them, --model_name FOLDER or --from_peft_checkpoint FOLDER reads them."
 )
-PACKS_OTHERWISE = (
-    "--resume: the checkpoint is from a version of llama_ft that packs other samples together, so "
+BATCHES_DIFFER = (
+    "--resume: the checkpoint is from a version of llama_ft that puts other samples into a step, so "
     "the remaining steps would see other batches.\n"
     "Finish the run with that version. If other batches are acceptable, allow them with:\n"
     "--resume_allow_changes batching_strategy"
@@ -186,8 +186,8 @@ def check_same_run(
     Args:
         saved: the run in trainer.json: `config`, the resolved configuration as dicts by section,
             `contents`: model_name, dataset, validation -> a checksum of their content, and
-            `packing`: data.PACKING_VERSION, None without packing.
-        now: the same for the resuming run; `contents` and `packing` may still be missing.
+            `batches`: the entry of data.BATCHES_VERSION.
+        now: the same for the resuming run; `contents` and `batches` may still be missing.
         allowed: names of settings that may differ.
         origins: dotted name -> where it was set.
 
@@ -212,10 +212,11 @@ def check_same_run(
                 origin = origins.get(setting.dotted, "")
                 described = describe_setting(name, {name: origin})
                 changed[name] = f"{described} is {format_value(value)}, {was}"
-    was_packed = before.get("batching_strategy") == "packing"
-    is_repacked = was_packed and now.get("packing") not in (None, saved.get("packing", 1))
-    if not changed and is_repacked and "batching_strategy" not in allowed:
-        raise UserError(PACKS_OTHERWISE)
+    # Older checkpoints have `packing`: the version of packed batches, or None with padding.
+    then_batches = saved.get("batches", saved.get("packing")) or 1
+    sees_others = now.get("batches") not in (None, then_batches)
+    if not changed and sees_others and "batching_strategy" not in allowed:
+        raise UserError(BATCHES_DIFFER)
     if not changed:
         return
     lines = ["--resume: these settings differ from those of the saved run:", *changed.values()]

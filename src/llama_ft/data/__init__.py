@@ -2,7 +2,7 @@
 datasets."""
 
 from llama_ft.data.batches import (
-    PACKING_VERSION,
+    BATCHES_VERSION,
     Batch,
     BatchLayout,
     collate,

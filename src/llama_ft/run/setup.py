@@ -93,9 +93,8 @@ class Setup:
         training.check_sample_prompts(config.train, tokenizer, vocabulary, dataset.images)
         if self.ranks.is_main:
             checkpoint.check_export(model_config, tokenizer, folder)
-        is_packed = config.data.batching_strategy == "packing"
         inputs = {
-            "packing": data.PACKING_VERSION if is_packed else None,
+            "batches": data.BATCHES_VERSION[config.data.batching_strategy],
             "global_batch": self.global_batch,
             "contents": {"model_name": models.fingerprint(folder), **dataset.fingerprints()},
             "chat_template": tokenizer.chat_template,
