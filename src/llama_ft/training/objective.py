@@ -280,10 +280,13 @@ def _filled_up(
     is_too_long = missing > max(lengths)
     if missing == 0 or is_too_long or built.router_coefficient:
         return input_ids, lengths
-    # a copy of the first tokens: any tokens will do, but those of images would lack their pixels
+    # Any text will do. Tokens of images, which are never in the loss, would lack their pixels.
     added = input_ids[:, :missing]
     if batch.images is not None:
-        added = input_ids[:, -1:].expand(1, missing)
+        text = input_ids[batch.labels != IGNORED]
+        if not len(text):  # the filler, which ends with text
+            text = input_ids[0]
+        added = text[-1:].expand(1, missing)
     filled = torch.cat([input_ids, added], dim=1)
     return filled, [*lengths, missing]
 
