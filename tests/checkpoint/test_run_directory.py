@@ -21,8 +21,8 @@ from llama_ft.runtime import Ranks
 AT_WORK = """
 import os, sys, time
 from pathlib import Path
-from llama_ft.checkpoint.run_directory import _lock
-lock = _lock(Path(sys.argv[1]))
+from llama_ft.runtime.run_lock import RunLock
+lock = RunLock.try_to_lock(Path(sys.argv[1]))
 os.symlink(str(os.getpid()), sys.argv[2])
 time.sleep(600)  # killed before
 """

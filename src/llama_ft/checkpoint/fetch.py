@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from llama_ft.checkpoint.reader import complete_checkpoints, step_folder
-from llama_ft.checkpoint.run_directory import claim_directory, planned_directory, set_aside
+from llama_ft.checkpoint.run_directory import lock_directory, planned_directory, set_aside
 from llama_ft.checkpoint.store import (
     RUN_FILES,
     Commit,
@@ -224,7 +224,7 @@ def find_stored(
     directory = planned_directory(settings, ranks)
     assert directory is not None  # the settings are rejected without output_dir
     if commits:
-        ranks.on_each_disk(lambda: claim_directory(directory, ranks))
+        lock_directory(directory, ranks)
     with_local = (continues or is_restarted) and ranks.shares_disk
     return StoredRun(source, directory, commits, with_local)
 

@@ -22,6 +22,7 @@ from llama_ft.checkpoint.reader import (
     step_folder,
     step_of,
 )
+from llama_ft.checkpoint.run_directory import lock_continued_run
 from llama_ft.checkpoint.store import ObjectStore, is_uploaded
 from llama_ft.config import CheckpointConfig, Config, TrainConfig, check_device
 from llama_ft.config.load import with_present_names
@@ -65,7 +66,8 @@ def find_checkpoint(
     settings: CheckpointConfig, ranks: Ranks, store: ObjectStore | None = None
 ) -> Checkpoint | None:
     """Return the checkpoint to resume from; None without --resume, or with --resume auto if there
-    is none. If it is only in a store, it is fetched, together with the one that has the best
+    is none. The run's directory is locked first: nobody else changes its checkpoints from then on.
+    If the checkpoint is only in a store, it is fetched, together with the one that has the best
     validation loss.
 
     Args:
@@ -75,9 +77,11 @@ def find_checkpoint(
         store: of --save_to.
 
     Raises:
-        UserError: --resume does not name a checkpoint, or --save_to holds another run.
+        UserError: --resume does not name a checkpoint, another process has the run's directory, or
+            --save_to holds another run.
         RunFailure: the named checkpoint is corrupted, or with --resume auto all of them are.
     """
+    lock_continued_run(settings, ranks)
     stored = find_stored(settings, store, ranks)
     find = partial(_candidates, settings, ranks.earlier_run, stored)
     candidates = ranks.broadcast_from_rank0(find)

@@ -1,26 +1,36 @@
 """The directory of a run. It is created as late as possible, so that a rejected run writes
 nothing."""
 
-import fcntl
 import itertools
 import json
-import os
 import re
 import shutil
-import socket
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import IO
 
-from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints
+from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, read_bytes, run_of, step_of
 from llama_ft.config import CheckpointConfig, run_entries
+from llama_ft.config.data_names import is_url
 from llama_ft.config.paths import RUN_MARKER, foreign_entries
-from llama_ft.errors import UserError
+from llama_ft.errors import RunFailure, UserError
 from llama_ft.processes import TEMPORARY_FILE
 from llama_ft.runtime import Ranks, log
+from llama_ft.runtime.run_lock import RunLock, holder_is_ending
 
 LOCK_WAIT_SECONDS = 10.0  # the ranks of a run that has just been stopped
+# for a run that says that it is ending: it saves its last checkpoint, or its final model
+ENDING_WAIT_SECONDS = 3600.0
+SECONDS_BETWEEN_LINES = 30.0
+SECONDS_BETWEEN_TRIES = 0.2
+NO_LOCKS = (
+    "its file system has no locks (flock), so llama_ft cannot see whether another run uses the directory. "
+    "Start no second run there: the first one would stop."
+)
 
 
 def create_run_directory(
@@ -43,39 +53,50 @@ def create_run_directory(
 
     Raises:
         UserError: it holds a run or files of other programs, or another process is using it.
+        RunFailure: another run has saved a checkpoint there since this one started.
     """
 
     name = re.sub(r"[^\w.-]+", "-", Path(model_name).name or "model")
     moment = ranks.broadcast_from_rank0(lambda: f"{datetime.now():%Y%m%d-%H%M%S}")
 
-    def create() -> Path:
+    def plan() -> Path:
         default = Path("output") / f"{name}-{moment}"
         if resumed is not None and (resumed.run / RUN_MARKER).is_file():
             default = resumed.run
-        folder = planned_directory(checkpoint, ranks) or default
-        is_own = resumed is not None and folder.resolve() == resumed.run.resolve()
-        if not is_own:
-            _check_foreign(folder)
-        held = None if ranks.lock is None else Path(ranks.lock.name).resolve()
-        if held != (folder / RUN_MARKER).resolve():  # else it was locked to fetch a checkpoint
-            ranks.lock = _lock(folder)
-        if ranks.lock is not None:
-            _report_death(folder)
+        return planned_directory(checkpoint, ranks) or default
+
+    folder = ranks.on_each_disk(plan)
+    was_locked = ranks.on_each_disk(lambda: ranks.lock is not None and ranks.lock.holds(folder))
+    lock_directory(folder, ranks)
+
+    def prepare() -> None:
+        _report_death(folder, ranks)
         for leftover in folder.glob(".*.tmp"):
             if TEMPORARY_FILE.fullmatch(leftover.name):
                 leftover.unlink(missing_ok=True)
-        if resumed is not None and is_own:
+        if resumed is not None and folder.resolve() == resumed.run.resolve():
             _set_newer_aside(resumed)
-        else:
-            if not ranks.shares_disk and not checkpoint.overwrite:
-                for path in complete_checkpoints(folder):
-                    set_aside(path, "was not uploaded completely")
-            _remove_earlier_run(
-                folder, checkpoint, checkpoint.overwrite or ranks.earlier is not None
-            )
-        return folder
+            return
+        if not ranks.shares_disk and (not checkpoint.overwrite or ranks.earlier is not None):
+            for path in complete_checkpoints(folder):
+                set_aside(path, "was not uploaded completely")
+        _keep_unseen_checkpoints(folder, checkpoint, ranks, was_locked)
+        _remove_earlier_run(folder, checkpoint, checkpoint.overwrite or ranks.earlier is not None)
 
-    return ranks.on_each_disk(create)
+    ranks.on_each_disk(prepare)
+    return folder
+
+
+@contextmanager
+def removed_if_unused(ranks: Ranks) -> Iterator[None]:
+    """Remove the directory that was created to lock it if the block raises an error before the run
+    has begun: a rejected run leaves nothing."""
+    try:
+        yield
+    except BaseException:
+        if ranks.lock is not None and ranks.status is None:
+            ranks.lock.remove_unused()
+        raise
 
 
 def planned_directory(settings: CheckpointConfig, ranks: Ranks) -> Path | None:
@@ -86,11 +107,81 @@ def planned_directory(settings: CheckpointConfig, ranks: Ranks) -> Path | None:
     return ranks.earlier_run
 
 
-def claim_directory(folder: Path, ranks: Ranks) -> None:
-    """Create and lock the directory of a run, on the leader of a disk, before a checkpoint is
-    fetched into it. Raises the errors of `create_run_directory`."""
-    _check_foreign(folder)
-    ranks.lock = _lock(folder)
+def lock_continued_run(settings: CheckpointConfig, ranks: Ranks) -> None:
+    """Lock the directory of the run that the settings continue or replace, before its checkpoints
+    are listed: the run that held it may have saved one since. All ranks call it; a new run locks its
+    directory when it creates it.
+
+    Raises:
+        UserError: another run has the directory, or holds files of other programs.
+    """
+    directory = ranks.broadcast_from_rank0(lambda: _continued_directory(settings, ranks))
+    if directory is None:
+        return
+    directory = planned_directory(settings, ranks) or directory  # it can differ per node
+    named = Path(settings.resume or "/").expanduser().resolve()
+    is_own = settings.resume == "auto" or named.is_relative_to(directory.resolve())
+    replaces = settings.overwrite and not is_own and ranks.earlier is None
+    seen = ranks.on_each_disk(partial(complete_checkpoints, directory))
+    lock_directory(directory, ranks)
+    saved = ranks.on_each_disk(partial(complete_checkpoints, directory))
+    new = [path for path in saved if path not in seen]
+    if replaces and new:
+        raise UserError(
+            f"--overwrite: {new[0]} was saved while this run waited for the directory. "
+            "To delete it, too, start again. To continue from it: --resume auto."
+        )
+
+
+def _continued_directory(settings: CheckpointConfig, ranks: Ranks) -> Path | None:
+    planned = planned_directory(settings, ranks)
+    if settings.resume == "auto" or ranks.earlier is not None:
+        return planned
+    if settings.resume is not None and not is_url(settings.resume):
+        named = Path(settings.resume).expanduser()
+        run = named if (named / RUN_MARKER).is_file() else run_of(named)
+        is_own = planned is None or planned.resolve() == run.resolve()
+        if is_own and (run / RUN_MARKER).is_file():
+            return run
+    replaces = planned is not None and settings.overwrite and (planned / RUN_MARKER).is_file()
+    return planned if replaces else None
+
+
+def lock_directory(folder: Path, ranks: Ranks) -> None:
+    """Create and lock the directory of a run, on the leader of each disk, unless it is locked
+    already. All ranks call it, and wait for the run that has it if that is about to end.
+
+    Raises:
+        UserError: another run has the directory, or holds files of other programs.
+    """
+    started = time.monotonic()
+    logged = -SECONDS_BETWEEN_LINES
+
+    def try_once() -> str:
+        """Return who has the directory, or an empty text."""
+        if ranks.lock is not None and ranks.lock.holds(folder):
+            return ""
+        _check_foreign(folder)
+        found = RunLock.try_to_lock(folder)
+        if isinstance(found, RunLock):
+            if not found.is_exclusive:
+                log.warning(f"{folder}: {NO_LOCKS}")
+            if ranks.lock is not None:
+                ranks.lock.close()
+            ranks.lock = found
+            ranks.signals.at_request = found.announce_end
+            return ""
+        limit = ENDING_WAIT_SECONDS if holder_is_ending(found) else LOCK_WAIT_SECONDS
+        if time.monotonic() - started > limit:
+            raise UserError(f"{folder}: in use by another process ({found}). End it.")
+        return found
+
+    # The ranks meet after each try: the watchdog would report those that only wait.
+    while holders := [found for found in ranks.from_each_disk(try_once).values() if found]:
+        if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
+            logged = time.monotonic()
+            log.info(f"{folder} is in use by another process ({holders[0]}). Waiting for its end.")
+        threading.Event().wait(SECONDS_BETWEEN_TRIES)  # not time.sleep, see Ranks
 
 
 def _check_foreign(folder: Path) -> None:
@@ -99,45 +190,36 @@ def _check_foreign(folder: Path) -> None:
         raise UserError(f"--output_dir {folder}: {foreign}")
 
 
-def _lock(folder: Path) -> IO[str] | None:
-    """Mark a directory as a run's, and lock it while this process lives. (If torchrun is killed
-    with -9, its ranks live on and continue to write there.)"""
-    folder.mkdir(parents=True, exist_ok=True)
-    marker = folder / RUN_MARKER
-    if marker.is_symlink():  # it would be emptied
-        raise UserError(f"{marker}: is a link. Remove it, or choose another output_dir.")
-    file = open(marker, "a+")
-    deadline = time.monotonic() + LOCK_WAIT_SECONDS
-    is_locked = False
-    while not is_locked:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_locked = True
-        except BlockingIOError as error:
-            if time.monotonic() > deadline:
-                holder = marker.read_text().strip()
-                raise UserError(
-                    f"{folder}: in use by another process ({holder}). End it."
-                ) from error
-            time.sleep(0.2)
-        except OSError:  # the file system has no locks
-            return None
-    file.truncate(0)
-    print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
-    return file
-
-
-def _report_death(folder: Path) -> None:
+def _report_death(folder: Path, ranks: Ranks) -> None:
     """Log that the earlier run in a directory, which is locked now, could not write how it ended."""
+    if ranks.lock is None or not ranks.lock.is_exclusive:
+        return  # it may live
     try:
-        status = json.loads((folder / "status.json").read_text())
+        status = json.loads(read_bytes(folder / "status.json"))
         has_died = status["state"] == "running"
-    except (OSError, ValueError, LookupError, TypeError):  # missing, or corrupted
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # missing, or corrupted
         return
     if has_died:
         log.info(
             f"The earlier run in {folder} ended without a message after step {status.get('step')}, or later: "
             "it was killed, or its machine was lost."
+        )
+
+
+def _keep_unseen_checkpoints(
+    folder: Path, settings: CheckpointConfig, ranks: Ranks, was_locked: bool
+) -> None:
+    """Raise RunFailure if a run would delete complete checkpoints that it has not seen at its start.
+    With --resume auto it would resume from any that it has seen."""
+    is_restarted = ranks.earlier is not None
+    may_remove = settings.overwrite or settings.resume == "auto" or is_restarted
+    has_seen = was_locked and settings.resume != "auto" and not is_restarted
+    is_link = (folder / "checkpoints").is_symlink()  # it is unlinked, and nothing is lost
+    found = [] if is_link else complete_checkpoints(folder)
+    if found and may_remove and not has_seen:
+        raise RunFailure(
+            f"{folder}: another run has saved {found[0].name} there since this one started.\n"
+            "Nothing was deleted. To continue from it, start again with --resume auto."
         )
 
 
@@ -161,11 +243,7 @@ def _remove_earlier_run(folder: Path, settings: CheckpointConfig, may_remove: bo
 
 def _set_newer_aside(resumed: Checkpoint) -> None:
     """Rename newer checkpoints, which the resumed run will write again. Nothing is deleted."""
-    newer = [
-        path
-        for path in complete_checkpoints(resumed.run)
-        if int(path.name.removeprefix("step-")) > resumed.step
-    ]
+    newer = [path for path in complete_checkpoints(resumed.run) if step_of(path) > resumed.step]
     for path in (*newer, resumed.run / "model"):
         if path.exists():
             set_aside(path, "is newer than the checkpoint the run resumes from")

@@ -99,9 +99,12 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
 
     @property
     def has_failed(self) -> bool:
-        """Whether the pending save has failed, or another run has taken over --save_to. `finish`
-        will raise the error."""
+        """Whether the pending save has failed, or another run has taken over the directory or
+        --save_to. `finish` will raise the error."""
         if self._uploads is not None and self._uploads.error is not None:
+            return True
+        lock = self._ranks.lock
+        if lock is not None and not lock.is_exclusive and lock.taken_by():
             return True
         return (
             self._in_flight is not None
@@ -157,9 +160,9 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         own_bytes = sum(tensor.nbytes for tensor in rows.values())
         all_bytes = self._ranks.all_gather_floats(own_bytes)[:, 0].tolist()
         total = int(sum(all_bytes))
-        for shortage in self._ranks.from_each_disk(partial(self._shortage, all_bytes)).values():
-            if shortage:
-                raise self._failure(step, shortage)
+        for obstacle in self._ranks.from_each_disk(partial(self._obstacle, all_bytes)).values():
+            if obstacle:
+                raise self._failure(step, obstacle)
         waits = is_final or not self._settings.save_async
         # Nothing changes the rows of a run that waits, so they need no copy. Copies from a GPU go
         # through pinned memory.
@@ -185,8 +188,11 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         if waits:
             self.finish()
 
-    def _shortage(self, bytes_of_ranks: Sequence[float]) -> str:
-        """Return why the files of this disk's ranks do not fit on it, or ""."""
+    def _obstacle(self, bytes_of_ranks: Sequence[float]) -> str:
+        """Return why the files of this disk's ranks cannot be written: they do not fit on it, or
+        another run has the directory. "" if they can."""
+        if holder := self._other_holder():
+            return holder
         needed = RESERVED_BYTES
         for rank, count in enumerate(bytes_of_ranks):
             if self._is_on_this_disk(rank):
@@ -195,6 +201,13 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         if free >= needed:
             return ""
         return f"it needs {size_text(needed)}, but only {size_text(free)} are free"
+
+    def _other_holder(self) -> str:
+        """Return that another run has taken the directory, which a lock does not prevent on every
+        file system, or ""."""
+        lock = self._ranks.lock
+        holder = "" if lock is None else lock.taken_by()
+        return holder and f"another run has taken the directory ({holder}), so this one stops"
 
     def _is_on_this_disk(self, rank: int) -> bool:
         leaders = self._ranks.disk_leaders
@@ -209,6 +222,11 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             in_flight.result()
         if self._uploads is not None and self._uploads.error is not None:
             raise self._uploads.error
+        lock = self._ranks.lock
+        if lock is not None and not lock.is_exclusive and (holder := self._other_holder()):
+            raise RunFailure(
+                f"{self.run}: {holder}.\nLast complete checkpoint: {self.last or 'none'}."
+            )
         return self.last
 
     def finish_uploads(self, seconds: float | None = None) -> None:
@@ -323,6 +341,8 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         lines = [f"{digest}  {name}\n" for name, digest in digests.items()]  # as of sha256sum
         _write_synced(aside / reader.CHECKSUMS_FILE, "".join(lines))
         _sync(aside)
+        if holder := self._other_holder():
+            raise OSError(None, holder)
         with suppress(FileNotFoundError):
             # metrics.jsonl must include the steps of every complete checkpoint
             _sync(self.run / "metrics.jsonl")

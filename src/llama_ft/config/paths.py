@@ -317,14 +317,15 @@ def unusual_output_dir(directory: str, model_name: str) -> str | None:
     """
     path = Path(directory).expanduser().resolve()
     model = Path(model_name).expanduser().resolve()
-    if (path / RUN_MARKER).is_file():
+    if run_entries(path):  # a new run may have locked its directory already
         return None
     if path.is_relative_to(model) and (model / "config.json").is_file():
         return (
             f"--output_dir {directory} is in the directory of the model, {model_name}: "
             "the run's files will be among the model's."
         )
-    held = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set[str]()
+    held = sorted(names - {RUN_MARKER})
     if not held:
         return None
     shown = ", ".join(held[:SHOWN_ENTRIES]) + (", ..." if len(held) > SHOWN_ENTRIES else "")

@@ -180,6 +180,7 @@ def start_run(
         runtime.start(device, degree, fsdp.fsdp_cpu_offload, fraction, timeout) as ranks,
         observe.MemoryMonitor(ranks) as memory,
         explain_errors(config, ranks, memory, planner),
+        checkpoint.removed_if_unused(ranks),
     ):
         runtime.set_quiet(config.tracking.quiet)
         store = checkpoint.open_store(config.checkpoint, ranks)

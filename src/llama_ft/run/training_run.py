@@ -208,6 +208,8 @@ class TrainingRun:
         is_last = time_is_up or step.step == self.batches.total_steps
         self.stop = self.ranks.signals.agreed(numbers.stop_asked)
         ends_run = is_last or self.stop is not None
+        if ends_run:
+            self._announce_end()
         evaluates = training.is_due(step.step, settings.eval_steps, step.ends_epoch or is_last)
         answers = training.is_due(step.step, settings.sample_steps, False)
         is_save_requested = bool(numbers.save_requested.any())
@@ -418,8 +420,14 @@ class TrainingRun:
             return f"max_train_time {self.config.train.max_train_time} is over"
         return None
 
+    def _announce_end(self) -> None:
+        """Tell a successor, which waits for the directory, that its wait is worth it."""
+        if self.ranks.lock is not None:
+            self.ranks.lock.announce_end()
+
     def end(self, reason: str) -> None:
         """Keep why training has ended, for the summary."""
+        self._announce_end()
         self.ended = f"step {self.state.step} of {self.batches.total_steps}: {reason}"
 
     def must_stop(self, is_over: bool) -> bool:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, NoReturn, Self, TypeVar, cast
+from typing import Any, Literal, NamedTuple, NoReturn, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from llama_ft.runtime.console import configure_console
 from llama_ft.runtime.devices import claim_device, pick_device
 from llama_ft.runtime.exit import ExitContext, Explainer, RunStatus, Stopped, exit_process
 from llama_ft.runtime.fp32_matmuls import use_fp32_matmuls
+from llama_ft.runtime.run_lock import RunLock
 from llama_ft.runtime.signals import StopSignals
 from llama_ft.runtime.watchdog import SECONDS_AFTER_WATCHDOG, Watchdog
 
@@ -60,7 +61,7 @@ class Ranks:
     explainer: Explainer | None = None  # explains errors about memory; the recipe sets it
     # how long a rank waits for others before torch raises an error; the watchdog is earlier
     timeout: timedelta = timedelta(minutes=30)
-    lock: IO[str] | None = None  # where leads_disk, an open file that locks the run's directory
+    lock: RunLock | None = None  # where leads_disk, of the run's directory
     # per rank the one that creates and deletes directories on its disk of --output_dir; empty: all
     # nodes share it
     disk_leaders: tuple[int, ...] = ()

@@ -51,6 +51,8 @@ class StopSignals:
     def __init__(self) -> None:
         self.end_requested = threading.Event()  # set by the first signal
         self.save_requested = threading.Event()  # set by SIGUSR1
+        # called after the first signal, in a thread; it must not wait
+        self.at_request: Callable[[], None] = lambda: None
         self._phase: Literal["at once", "between steps", "closing"] = "at once"
         self._error: BaseException | None = None  # the error that is ending this process
         self._signal = 0
@@ -185,6 +187,7 @@ class StopSignals:
         self._signal_time = time.monotonic()
         # set last: a thread that waits for it may then read which signal it was
         self.end_requested.set()
+        self.at_request()
         # SIGTERM can also mean that another rank has died: then nothing can be saved.
         if self._phase == "between steps" and number == signal.SIGINT:
             saves = "saves a checkpoint" if self._saves else "saves no checkpoint"

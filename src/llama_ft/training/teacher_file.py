@@ -25,7 +25,15 @@ from llama_ft.data import Batch
 from llama_ft.errors import RunFailure, UserError, reason
 from llama_ft.training.reference import example_keys
 
-CORRUPTED = (OSError, LookupError, ValueError, TypeError, MemoryError, OverflowError, RecursionError)
+CORRUPTED = (
+    OSError,
+    LookupError,
+    ValueError,
+    TypeError,
+    MemoryError,
+    OverflowError,
+    RecursionError,
+)
 BYTES_HASHED_AT_ONCE = 2**24
 CHECKSUM_LENGTH = 32  # hex digits of xxh3_128
 DTYPES = {"I64": numpy.int64, "I32": numpy.int32, "F32": numpy.float32}

@@ -1,0 +1,19 @@
+"""Runs that overlap in one directory: benchmarks/successors.py, with few cases."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, run
+
+SCRIPT = REPOSITORY / "benchmarks" / "successors.py"
+CASES = 8
+
+
+@pytest.mark.slow
+def test_a_successor_loses_no_complete_checkpoint(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--cases", str(CASES), "--folder", str(tmp_path)]
+    finished = run(command, timeout=1200)
+    assert finished.exit_code == 0, finished.output
+    assert f"{CASES} overlaps: " in finished.output
+    assert "No complete checkpoint was lost" in finished.output
