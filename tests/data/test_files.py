@@ -6,12 +6,13 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
+import datasets
 import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from llama_ft.data.files import LONGEST_LINE, samples_of_file
+from llama_ft.data.files import LONGEST_LINE, numbered, samples_of_file
 from llama_ft.data.formats import BadSample
 from llama_ft.errors import UserError
 
@@ -34,7 +35,9 @@ def test_jsonl_counts_blank_lines_and_takes_a_byte_order_mark(tmp_path: Path) ->
         (b'{"a": "\xff"}', "malformed JSON: 'utf-8' codec can't decode byte 0xff in position 7"),
         (b"[1, 2]", "[1, 2] is not a JSON object."),
         (b"null", "None is not a JSON object."),
-        (b"[" * 100_000, "malformed JSON: "),
+        (b"[" * 100_000, "it is nested too deeply."),
+        (b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", "it is nested too deeply."),
+        (b'{"a": ' + b"9" * 5_001 + b"}", "malformed JSON: a number has more than 4,300 digits;"),
     ],
 )
 def test_a_malformed_line_of_jsonl_is_reported_and_the_next_one_is_read(
@@ -158,6 +161,88 @@ def test_an_unreadable_rest_of_a_file_is_reported(
     with pytest.raises(UserError) as caught:
         list(samples_of_file(path))
     assert caught.value.messages[0].removeprefix(f"{path}: ").startswith(text.format(path=path))
+
+
+@pytest.mark.parametrize(
+    ("header", "delimiter"),
+    [
+        ('"instruction (a|b|c)",output', ","),
+        ('"in;out;""x"";",output', ","),
+        ('instruction\t"a, b, c and d"', "\t"),
+        ('"over\ntwo, lines, here";output', ";"),
+        ("sep=;\r\ninstruction, in words, and more;output", ";"),
+        ('\ufeff"sep=|"\na,b|output', "|"),
+    ],
+)
+def test_the_separator_of_a_csv_is_found_outside_of_quotes_or_named_by_excel(
+    tmp_path: Path, header: str, delimiter: str
+) -> None:
+    path = written(tmp_path / "my.csv", f"{header}\nHi{delimiter}yes\n")
+    [(place, sample)] = samples_of_file(path)
+    assert place == f"{path} row 1"
+    assert list(sample.values()) == ["Hi", "yes"]
+
+
+@pytest.mark.parametrize("name", ["my.jsonl.gz", "my.csv.gz", "my.json.gz"])
+def test_a_file_of_blank_lines_ends_soon(tmp_path: Path, name: str) -> None:
+    path = written(tmp_path / name, gzip.compress(b"\n" * 300_000, 1))
+    with pytest.raises(UserError, match="more than 100,000 blank lines after each other"):
+        list(samples_of_file(path))
+
+
+@pytest.mark.parametrize(
+    ("value", "way_out"),
+    [
+        ({"a": 1}, "jq -c . "),
+        ({"version": 1, "data": [{"a": 1}, {"a": 2}]}, "jq -c '.data[]' "),
+    ],
+)
+def test_json_over_several_lines_is_one_error_with_a_way_out(
+    tmp_path: Path, value: object, way_out: str
+) -> None:
+    path = written(tmp_path / "my.jsonl", json.dumps(value, indent=2) + "\n" + json.dumps(value))
+    with pytest.raises(UserError) as caught:
+        list(samples_of_file(path))
+    [message] = caught.value.messages
+    assert message.startswith(f"{path}: it is JSON over several lines; expected one object per")
+    assert f"\n{way_out}{path} > " in message
+
+
+def test_columns_of_the_type_json_are_decoded_and_keep_their_nulls(tmp_path: Path) -> None:
+    call = {"function": {"name": "f", "arguments": {"unit": None, "number": 1}}}
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    rows = [
+        {"messages": turns, "tools": [{"name": "f"}], "extra": {"a": [{"b": None}], "c": None}},
+        {"messages": turns[:1], "tools": None, "extra": {"a": None, "c": "x"}},
+    ]
+    json_type = datasets.Json()
+    features = datasets.Features(
+        {
+            "messages": datasets.List(json_type),
+            "tools": json_type,
+            "extra": {"a": datasets.List({"b": json_type}), "c": datasets.Value("string")},
+        }
+    )
+    dataset = datasets.Dataset.from_list(rows, features=features)
+    dataset.to_parquet(tmp_path / "my.parquet")
+    dataset.save_to_disk(tmp_path / "saved")
+    saved = datasets.load_from_disk(tmp_path / "saved")
+    expected = [
+        {**rows[0], "extra": {"a": [{}]}},  # nulls of other types are those of other rows
+        {**rows[1], "extra": {"c": "x"}},
+    ]
+    found = [sample for _, sample in samples_of_file(tmp_path / "my.parquet")]
+    assert found == expected
+    assert [
+        sample for _, sample in numbered("saved", saved, saved.features.arrow_schema)
+    ] == expected
+    broken = pyarrow.array(["{"], pyarrow.json_())
+    pyarrow.parquet.write_table(pyarrow.table({"tools": broken}), tmp_path / "my.parquet")
+    [(_, problem)] = samples_of_file(tmp_path / "my.parquet")
+    assert isinstance(problem, BadSample) and '"tools" is not JSON' in str(problem)
 
 
 def test_a_line_without_end_is_rejected(tmp_path: Path) -> None:

@@ -120,7 +120,8 @@ def answered(**changes: object) -> Sample:
             {"instruction": "Hi", "output": "yes", "history": [["Hi", ""]]},
             '"history[0][1].content"',
         ),
-        (chat_messages, {"messages": None}, '"messages" is missing'),
+        (chat_messages, {"messages": None}, '"messages" is null'),
+        (chat_messages, {"tools": []}, '"messages" is missing'),
         (chat_messages, {"messages": ["Hi"]}, '"messages[0]" is "Hi"'),
         (
             chat_messages,
@@ -137,7 +138,12 @@ def answered(**changes: object) -> Sample:
             {"messages": [USER, ANSWER, USER]},
             '"messages[2]" is "user"; expected an assistant',
         ),
-        (chat_messages, answered(content=None), '"messages[1].content" is missing'),
+        (chat_messages, answered(content=None), '"messages[1].content" is null'),
+        (
+            chat_messages,
+            {"messages": [USER, {"role": "assistant"}]},
+            '"messages[1].content" is missing',
+        ),
         (chat_messages, answered(content=""), '"messages[1].content" is empty'),
         (
             chat_messages,
@@ -151,6 +157,14 @@ def answered(**changes: object) -> Sample:
             answered(tool_calls=[{"arguments": "{a"}]),
             '"messages[1].tool_calls[0].arguments" is "{a"; exp',
         ),
+        *[
+            (
+                chat_messages,
+                answered(tool_calls=[{"function": {"name": "f", "arguments": arguments}}]),
+                '"messages[1].tool_calls[0].function.arguments" is ',
+            )
+            for arguments in ("[1]", [1], 5, False, '"Lima"', '"5"', '"\\"{}\\""')
+        ],
         (
             sharegpt_messages,
             {"conversations": [{"from": "Human", "value": "Hi"}]},
@@ -303,6 +317,16 @@ def test_openai_chats_keep_weights_and_get_the_text_and_arguments_that_templates
     assert (
         chat_messages({"messages": [said("developer", "x"), USER, ANSWER]})[0]["role"] == "system"
     )
+
+
+@pytest.mark.parametrize(
+    "given", [{"city": "Lima"}, '{"city": "Lima"}', json.dumps('{"city": "Lima"}'), None, ""]
+)
+def test_arguments_become_an_object_also_if_they_are_encoded_twice(given: object) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": given}}
+    [_, answer] = chat_messages(answered(content="", tool_calls=[call]))
+    expected = {"city": "Lima"} if given else {}
+    assert answer["tool_calls"][0]["function"]["arguments"] == expected
 
 
 @pytest.mark.parametrize(

@@ -277,17 +277,32 @@ def test_images_of_a_format_without_places_for_them_are_reported(
         prepared(model, data, tmp_path / "cache")
 
 
-def test_marks_without_a_column_are_a_warning(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_marks_without_a_column_are_a_warning(model: Path, tmp_path: Path) -> None:
     rows = [
         {"messages": [*marks[:1], {"role": "assistant", "content": "Two."}], "picture": "a.png"}
     ]
     write_image(tmp_path / "a.png", 60, 40, 1)
     data = write_jsonl(tmp_path / "a.jsonl", rows)
-    with caplog.at_level("WARNING"):
-        assert prepared(model, data, tmp_path / "cache").images is None
-    assert "name it: --columns images=NAME" in caplog.text
+    read = prepared(model, data, tmp_path / "cache")
+    assert read.images is None
+    [warning] = read.warnings
+    assert warning.startswith("1 sample: a text has <image>, and the sample has no image")
+    assert "name it: --columns images=NAME" in warning and f"(first: {data}:1)" in warning
+    rows = [
+        chat("a.png"),
+        {"messages": [{"role": "user", "content": "What?"}, marks[1]]},
+        {"messages": [{"role": "user", "content": "<image>"}, marks[1]]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "<image>"}]},
+                marks[1],
+            ]
+        },
+    ]
+    data = write_jsonl(tmp_path / "c.jsonl", rows)
+    read = prepared(model, data, tmp_path / "cache")
+    [warning] = read.warnings
+    assert warning.startswith("2 samples: a text has <image>") and f"(first: {data}:3)" in warning
     one = [{"role": "user", "content": "<image>"}, marks[1]]
     named = write_jsonl(tmp_path / "b.jsonl", [{"messages": one, "picture": "a.png"}])
     read = prepared(model, named, tmp_path / "cache", columns=["images=picture"])

@@ -3,16 +3,26 @@ tokens; and messages about invalid samples. To add a format, see
 docs/development/add-a-format.md."""
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from itertools import compress
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
+from llama_ft.data.values import (
+    LOSS_KEYS,
+    MISSING,
+    BadSample,
+    Sample,
+    check_numbers,
+    expect,
+    loss_weight,
+    refuse_not_finite,
+    response_text,
+)
 from llama_ft.errors import UserError
 
 SampleFormat = str
-Sample = Mapping[str, Any]
 Message = dict[str, Any]
 
 
@@ -56,6 +66,9 @@ class Format(NamedTuple):
 PREFERENCE = "preference"  # the format of pairs, which only the objectives over pairs read
 UNPAIRED = "unpaired_preference"  # that of completions with a label, which only objective kto reads
 LOG_PROBABILITIES = "logprobs"  # vLLM's name; see training/teacher.py
+RESPONSES = ("output", "completion", "chosen", "rejected")  # columns that may hold a class
+# keys in which servers return reasoning content
+REASONING = ("reasoning_content", "reasoning", "thinking")
 # columns that a sample of text leaves empty
 MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 ROLES = {
@@ -71,33 +84,6 @@ ROLES_AFTER = {
     "assistant": ("user", "tool"),
     "tool": ("assistant", "tool"),
 }
-SHOWN_CHARACTERS = 60  # of a field's value in a message
-
-
-class BadSample(Exception):
-    """A sample that cannot be used. The text says what is wrong; the reader adds the file and the
-    line."""
-
-
-def expect(is_valid: object, place: str, value: Any, expected: str) -> None:
-    """Raise BadSample if the field `place` of a sample is not valid.
-
-    Args:
-        is_valid: whether the field is valid.
-        place: name of the field, such as `messages[2].role`.
-        value: of the field, None if it is missing.
-        expected: what the field should be, for the message.
-    """
-    if is_valid:
-        return
-    shown = json.dumps(value, ensure_ascii=False, default=str)
-    if len(shown) > SHOWN_CHARACTERS:
-        shown = shown[:SHOWN_CHARACTERS] + "..."
-    if value is None:
-        shown = "missing"
-    elif value in ("", [], {}):
-        shown = "empty"
-    raise BadSample(f'"{place}" is {shown}; expected {expected}.')
 
 
 def find_format(dataset: str, columns: Collection[str], wanted: str) -> SampleFormat:
@@ -269,7 +255,7 @@ def is_desirable(sample: Sample) -> bool:
     Raises:
         BadSample: it is something else.
     """
-    label = sample.get("label")
+    label = sample.get("label", MISSING)
     # pandas writes a column of integers as 1.0 and 0.0 if a value is missing
     text = str(label).strip().lower().removesuffix(".0")
     expect(text in ("true", "1", "false", "0"), "label", label, "true or false, 1 or 0")
@@ -325,7 +311,7 @@ def _chat_pair(sample: Sample) -> tuple[list[Any], list[Any], list[Any]]:
     at = len(shared)
     has_prompt = bool(shared) and shared[: len(prompt)] == prompt
     for column, chat in {"chosen": chosen, "rejected": rejected}.items():
-        response = chat[at] if at < len(chat) else None
+        response = chat[at] if at < len(chat) else MISSING
         is_response = has_prompt and _role(response) == "assistant"
         expect(is_response, f"{column}[{at}]", response, "a response to a prompt that both share")
     return shared, chosen[at:], rejected[at:]
@@ -406,7 +392,7 @@ def _is_text_part(part: Any) -> bool:
 
 def _messages(sample: Sample, column: str) -> list[PlacedMessage]:
     """Return the messages of a column, each with its place."""
-    messages: Any = sample.get(column)
+    messages: Any = sample.get(column, MISSING)
     if isinstance(messages, str) and messages.lstrip().startswith("["):
         messages = _parsed_if_text(sample, column)
     expect(isinstance(messages, list) and messages, column, messages, "a list of messages")
@@ -448,10 +434,10 @@ def _checked_message(message: Any, place: str, previous_role: str | None) -> Mes
     role = ROLES.get(str(message.get(role_key)))
     roles = ROLES_AFTER[previous_role]
     expected_role = f"{' or '.join(roles)} here"
-    expect(role in roles, f"{place}.{role_key}", message.get(role_key), expected_role)
-    content = message.get(content_key)
+    expect(role in roles, f"{place}.{role_key}", message.get(role_key, MISSING), expected_role)
+    content = message.get(content_key, MISSING)
     calls = message.get("tool_calls")
-    if content is None and calls:
+    if calls and content in (None, MISSING):
         content = ""
     text: Any
     if has_images(content):
@@ -469,9 +455,14 @@ def _checked_message(message: Any, place: str, previous_role: str | None) -> Mes
         others["tool_calls"] = [
             _call(call, f"{place}.tool_calls[{number}]") for number, call in enumerate(objects)
         ]
-    weight = others.get("weight")
-    is_weight = "weight" not in others or weight in (0, 1)
-    expect(is_weight, f"{place}.weight", weight, "0 (not in the loss) or 1")
+    for key in REASONING:
+        is_text = not isinstance(others.get(key), int | float)
+        expect(is_text, f"{place}.{key}", others.get(key), "text")
+    if role == "assistant":
+        weight = loss_weight(others, place)
+        others = {key: value for key, value in others.items() if key not in LOSS_KEYS}
+        if weight is not None:
+            others["weight"] = weight
     return {"role": role, "content": text, **others}
 
 
@@ -486,7 +477,12 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
         return {**call, "function": _call(function, f"{place}.function")}
     if "arguments" not in call:
         return call
-    return {**call, "arguments": _parsed_if_text(call, "arguments", f"{place}.") or {}}
+    arguments = _parsed_if_text(call, "arguments", f"{place}.")
+    if isinstance(arguments, str):  # some servers and scripts encode them twice
+        arguments = _parsed_if_text({"arguments": arguments}, "arguments", f"{place}.")
+    arguments = {} if arguments is None else arguments
+    expect(isinstance(arguments, dict), f"{place}.arguments", call["arguments"], "an object")
+    return {**call, "arguments": arguments}
 
 
 def _parsed_if_text(sample: Sample, column: str, place: str = "") -> Any:
@@ -495,9 +491,11 @@ def _parsed_if_text(sample: Sample, column: str, place: str = "") -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value.strip() or "null")
+        parsed = json.loads(value.strip() or "null")
     except (ValueError, RecursionError):
         expect(False, place + column, value, "JSON")
+    refuse_not_finite(parsed, place + column)
+    return parsed
 
 
 def _role(message: Any) -> str | None:
@@ -518,20 +516,28 @@ def _objects(values: Any, place: str) -> list[dict[str, Any]]:
 
 
 def _integers(sample: Sample, column: str) -> list[int]:
-    values = sample.get(column)
+    values = sample.get(column, MISSING)
     # The types are compared because isinstance(True, int) is true.
     is_valid = isinstance(values, list) and set(map(type, values)) <= {int}
     expect(is_valid, column, values, "a list of integers")
     return list(values or [])
 
 
+def check_columns(sample: Sample, sample_format: SampleFormat) -> None:
+    """Raise BadSample if a column that the format reads has NaN or an infinite number at any
+    depth."""
+    if sample_format != "tokenized":  # tokens are integers, and a logprob may be -Infinity
+        one = FORMATS[sample_format]
+        check_numbers(sample, (*one.required, *one.optional))
+
+
 def _text(sample: Sample, column: str) -> str:
-    value = sample.get(column)
-    is_response = column in ("output", "completion", "chosen", "rejected")
-    is_class = is_response and isinstance(value, int | float)  # such as 0
+    value = sample.get(column, MISSING)
+    is_class = column in RESPONSES and isinstance(value, int | float)  # such as 0
     is_text = isinstance(value, str) and value.strip()
     expect(is_class or is_text, column, value, "text")
-    return str(value)
+    refuse_not_finite(value, column)
+    return response_text(value)
 
 
 FORMATS: dict[str, Format] = {

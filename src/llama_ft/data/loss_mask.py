@@ -8,7 +8,7 @@ from os.path import commonprefix
 from typing import TYPE_CHECKING, NamedTuple
 
 from llama_ft.data.chat_template import PROBE, Span, Tools, render_chat
-from llama_ft.data.formats import BadSample, Message
+from llama_ft.data.formats import REASONING, BadSample, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,9 +26,6 @@ EMPTY_REASONING = re.compile(r"\s*<think>\s*</think>\s*")
 # What closes reasoning content, as DeepSeek R1 and Qwen3 write it, before two line breaks.
 END_OF_REASONING = "\n</think>"
 EXCERPT = 40  # characters of a text in a message
-
-# keys in which servers return reasoning content
-REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 class RenderedChat(NamedTuple):

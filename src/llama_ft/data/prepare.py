@@ -24,15 +24,15 @@ from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template
 from llama_ft.data.formats import FORMATS, BadSample
-from llama_ft.data.image_parts import COLUMNS, MESSAGES
 from llama_ft.data.processor import Images, open_images
-from llama_ft.data.reshape import reshaped
+from llama_ft.data.reshape import describe_columns, reshaped
 from llama_ft.data.sources import Source, Split, brings_validation, open_source
 from llama_ft.data.statistics import (
     BuildReport,
     Duplicates,
     SplitStatistics,
     describe,
+    note_lines,
     overlap_warning,
     warnings_of,
 )
@@ -50,17 +50,19 @@ from llama_ft.processes import cores
 from llama_ft.runtime.console import log
 
 # increase it if streamed samples get other tokens; without streaming, the cache hashes the code
-CODE_VERSION = 7
+CODE_VERSION = 8
 CODE = (
     "chat_template",
     "formats",
     "image_parts",
     "loss_mask",
+    "notes",
     "processor",
     "reshape",
     "statistics",
     "tokenize",
     "tokenize_files",
+    "values",
 )
 SECONDS_BETWEEN_LINES = 10.0
 HASHES = "{}.hashes.npy"  # of the distinct samples of a split, uint64
@@ -229,6 +231,9 @@ def prepare(
     if request.want_validation and report.validation is None and not named:
         summary.append("no validation data: --validation FILE or --validation 0.05")
     warnings = [TRAINED_ON] if is_trained_on else []
+    warnings += note_lines(report.notes)
+    for name, one in named.items():
+        warnings += [f"{name}: {line}" for line in one.warnings]
     hashes = folder / HASHES.format("train")
     if not (config.streaming or is_trained_on):
         if report.validation is not None:
@@ -378,6 +383,7 @@ def _make_encoder(
         config.reasoning_content,
         images,
         no_images,
+        takes_images=request.load_processor is not None,
     )
     return encoder, images, summary
 
@@ -399,28 +405,8 @@ def _look_at_formats(
             # Bad samples are reported later, when all samples are read.
             with suppress(BadSample, LookupError, TypeError, AttributeError, ValueError):
                 kinds.add(type(read(sample)))
-        lines.append(f"{part.name}: {_describe_columns(part, sample_format, with_images)}")
+        lines.append(f"{part.name}: {describe_columns(part, sample_format, with_images)}")
     return kinds, lines
-
-
-def _describe_columns(part: Source, sample_format: str, with_images: bool) -> str:
-    """Return the format of a dataset with the columns that it reads and those that it ignores."""
-    columns = part.columns
-    original_names = {ours: theirs for theirs, ours in part.renamed.items()}
-    supported = [*FORMATS[sample_format].required, *FORMATS[sample_format].optional]
-    if with_images and sample_format in MESSAGES:
-        supported += COLUMNS
-    used = []
-    for column in supported:
-        if column in columns and column in original_names:
-            used.append(f"{column} ({original_names[column]})")
-        elif column in columns:
-            used.append(column)
-    text = f"format {sample_format}, columns {', '.join(used)}"
-    ignored = sorted(columns.difference(supported))
-    if ignored:
-        text += f"; ignored: {', '.join(ignored)}"
-    return text
 
 
 def _tokenized(tokenization: _Tokenization, cache: Path, verify: bool) -> tuple[BuildReport, Path]:
@@ -486,6 +472,8 @@ def _key(tokenization: _Tokenization, code: str) -> str:
         json.dumps(tokenizer.special_tokens_map, default=str, sort_keys=True),
         json.dumps(tokenizer.chat_template, sort_keys=True),
     ]
+    if encoder.takes_images:  # there are other warnings
+        parts.append("takes images")
     if encoder.images is not None:
         parts.append(encoder.images.identity)
         # paths of images are relative to the data files
@@ -533,7 +521,7 @@ def _build(folder: Path, tokenization: _Tokenization) -> None:
     for name, split in splits.items():
         numpy.save(folder / HASHES.format(name), split.hashes)
     first_chat = last_split.first_chat or None
-    report = BuildReport(train, validation, bad.count, bad.kinds, first_chat)
+    report = BuildReport(train, validation, bad.count, bad.kinds, first_chat, bad.notes)
     report.save(folder / "meta.json")
     log.info(f"tokenized {plural(samples, 'sample')} in {time.monotonic() - started:.1f} s")
 

@@ -41,11 +41,10 @@ from llama_ft.data.chat_template import Span, render_chat
 from llama_ft.data.expansion import Expansion, without_spans
 from llama_ft.data.formats import BadSample, ImagePart, Message
 from llama_ft.data.image_files import read_image
-from llama_ft.data.image_parts import MARK, ImageStore, have_images, have_marks
+from llama_ft.data.image_parts import ImageStore, have_images
 from llama_ft.data.loss_mask import RenderedChat
 from llama_ft.data.sources import SAMPLES_LOOKED_AT, Source
 from llama_ft.errors import RunFailure, UserError, reason
-from llama_ft.runtime.console import log
 
 if TYPE_CHECKING:  # PIL is imported for images only: not every environment has it
     from PIL import Image
@@ -555,11 +554,6 @@ def open_images(
     not supported. The processor's chat template is the tokenizer's, if the tokenizer has none."""
     parts = [part for source in sources for part in source.parts or (source,)]
     if not any(have_images(part.first_samples) for part in parts):
-        if any(have_marks(part.first_samples) for part in parts):
-            log.warning(
-                f"Messages have {MARK}, and no sample has a column images or image: the marks are trained "
-                "on as text. If another column has the images, name it: --columns images=NAME"
-            )
         return None, f"none of the first {SAMPLES_LOOKED_AT} samples has one; put one of them first"
     store = ImageStore(cache, is_full=config.streaming)
     images = Images(load_processor(), store, config.max_pixels)

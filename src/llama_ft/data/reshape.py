@@ -10,7 +10,9 @@ from llama_ft.config.settings import DataConfig
 from llama_ft.data.files import Samples
 from llama_ft.data.formats import FORMATS, PREFERENCE, ROLES, UNPAIRED, BadSample, Sample, unpaired
 from llama_ft.data.image_parts import COLUMNS as IMAGE_COLUMNS
+from llama_ft.data.image_parts import MESSAGES
 from llama_ft.data.sources import Source
+from llama_ft.data.values import LEARNED_IF_TRUE, LOSS_KEYS, RenamedSample, in_own_names
 from llama_ft.errors import UserError
 
 # Common column names for a prompt and its response, in datasets that follow no format.
@@ -39,6 +41,7 @@ def reshaped(source: Source, config: DataConfig, most: int = 0) -> Source:
     splits_pairs = config.dataset_format == UNPAIRED
     if not names and not most and not config.repair_chats and not splits_pairs:
         return source
+    original_names = {ours: theirs for theirs, ours in names.items()}
 
     def read() -> Samples:
         for place, sample in itertools.islice(source.read(), most or None):
@@ -48,10 +51,11 @@ def reshaped(source: Source, config: DataConfig, most: int = 0) -> Source:
             try:
                 changed = _samples(sample, names, config)
             except BadSample as problem:
-                yield place, problem
+                renamed = RenamedSample(sample, original_names)
+                yield place, BadSample(in_own_names(problem, renamed))
                 continue
             for one in changed:
-                yield place, one
+                yield place, RenamedSample(one, original_names)
 
     options = json.dumps([names, most, config.repair_chats])
     return dataclasses.replace(
@@ -81,6 +85,8 @@ def repaired(messages: Any) -> Any:
             has_user = True
         # A tool message is the result of one call, so it stays alone.
         can_merge = bool(chat) and chat[-1]["role"] == role and role != "tool"
+        if can_merge and role == "assistant":  # one may be in the loss, and the other not
+            can_merge = _loss_keys(chat[-1]) == _loss_keys(message)
         if can_merge and _is_text(chat[-1]) and _is_text(message):
             chat[-1]["content"] += "\n\n" + message["content"]
         else:
@@ -104,6 +110,12 @@ def _with_role(message: dict[str, Any]) -> dict[str, Any]:
         changed["tool_calls"] = _calls(changed["content"])
         changed["content"] = ""
     return changed
+
+
+def _loss_keys(message: dict[str, Any]) -> dict[str, Any]:
+    """Return what a message says about the loss, without what equals saying nothing."""
+    said = {key: message[key] for key in LOSS_KEYS if message.get(key) is not None}
+    return {key: value for key, value in said.items() if value != (key in LEARNED_IF_TRUE)}
 
 
 def _is_text(message: dict[str, Any]) -> bool:
@@ -178,3 +190,23 @@ def _fit(columns: Collection[str]) -> bool:
     fitting = [name for name, one in FORMATS.items() if found.issuperset(one.required)]
     # Pairs are not recognized: objective and format must ask for them.
     return any(name != PREFERENCE for name in fitting)
+
+
+def describe_columns(part: Source, sample_format: str, with_images: bool) -> str:
+    """Return the format of a dataset with the columns that it reads and those that it ignores."""
+    columns = part.columns
+    original_names = {ours: theirs for theirs, ours in part.renamed.items()}
+    supported = [*FORMATS[sample_format].required, *FORMATS[sample_format].optional]
+    if with_images and sample_format in MESSAGES:
+        supported += IMAGE_COLUMNS
+    used = []
+    for column in supported:
+        if column in columns and column in original_names:
+            used.append(f"{column} ({original_names[column]})")
+        elif column in columns:
+            used.append(column)
+    text = f"format {sample_format}, columns {', '.join(used)}"
+    ignored = sorted(columns.difference(supported))
+    if ignored:
+        text += f"; ignored: {', '.join(ignored)}"
+    return text

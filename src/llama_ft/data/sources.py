@@ -29,7 +29,7 @@ from llama_ft.config.data_names import (
 )
 from llama_ft.config.settings import DataConfig, DatasetPart
 from llama_ft.data.demo import build_demo
-from llama_ft.data.files import ROWS_AT_ONCE, Samples, numbered, samples_of_file
+from llama_ft.data.files import ROWS_AT_ONCE, Samples, is_list_of_objects, numbered, samples_of_file
 from llama_ft.data.formats import BadSample, Sample, SampleFormat, find_format
 from llama_ft.errors import UserError, reason
 from llama_ft.user_function import load_function
@@ -106,7 +106,17 @@ class Source:
     def sample_format(self, wanted: str) -> SampleFormat:
         """Return the format of the samples: `wanted`, or for auto the one that fits the columns
         (`find_format`)."""
-        return find_format(self.name, self.columns, wanted)
+        try:
+            return find_format(self.name, self.columns, wanted)
+        except UserError as error:
+            [first, *others] = self.first_samples
+            lists = [column for column, value in first.items() if is_list_of_objects(value)]
+            if others or not lists or wanted != "auto":
+                raise
+            raise UserError(
+                f"{self.name}: is one object, and its samples are in the list {lists[0]}; expected the list alone.\n"
+                f"jq '.{lists[0]}' {self.name} > samples.json writes it."
+            ) from error
 
     def formatted_samples(
         self, wanted: str
@@ -229,12 +239,15 @@ def _alpaca_samples(
     """Yield samples in the alpaca format. A sample with several outputs becomes one sample per
     output."""
     for place, sample in samples:
+        if isinstance(sample, BadSample):
+            yield place, sample
+            continue
         task = {"instruction": instruction, "input": sample[given]}
         outputs = sample[wanted]
-        if isinstance(outputs, str):
-            outputs = [outputs]
-        else:
+        if isinstance(outputs, list):
             outputs = [text for text in outputs if text.strip()]
+        else:
+            outputs = [outputs]
         for text in outputs:
             yield place, {**task, "output": text}
 
@@ -260,7 +273,8 @@ def _split_source(name: str, wanted: str | None, streaming: bool = False) -> Sou
     if is_hub and streaming:
         streamed = load_from_hub(name, split, streaming=True)
         revision = huggingface_hub.dataset_info(name.partition(":")[0]).sha
-        return Source(title, f"{title} {revision}", lambda: numbered(title, streamed))
+        schema = streamed.features.arrow_schema if streamed.features else None
+        return Source(title, f"{title} {revision}", lambda: numbered(title, streamed, schema))
     samples = splits[split] if split in splits else load_from_hub(name, split)
     if isinstance(samples, list):
         source = _files_source(title, samples)
@@ -403,11 +417,13 @@ def _dataset_source(name: str, dataset: datasets.Dataset) -> Source:
         elif isinstance(getattr(feature, "feature", None), datasets.Image):
             undecoded = datasets.List(datasets.Image(decode=False))
             dataset = dataset.cast_column(column, undecoded)
+    schema = dataset.features.arrow_schema
 
     def read() -> Samples:
         # a user's set_format("torch") would return tensors instead of lists
         batches = dataset.with_format(None).iter(batch_size=ROWS_AT_ONCE)
-        return numbered(name, itertools.chain.from_iterable(map(_samples_of_batch, batches)))
+        samples = itertools.chain.from_iterable(map(_samples_of_batch, batches))
+        return numbered(name, samples, schema)
 
     return Source(name, identity, read)
 

@@ -152,6 +152,13 @@ class BadKind(NamedTuple):
     samples: int
     first: str
 
+    @classmethod
+    def counted(cls, before: "BadKind | None", samples: int, first: str) -> "BadKind":
+        """Return the counts with further samples, of which the first is at `first`."""
+        if before is None:
+            return cls(samples, first)
+        return before._replace(samples=before.samples + samples)
+
 
 @dataclass
 class BuildReport:
@@ -161,6 +168,7 @@ class BuildReport:
         train, validation: the statistics of each split; None if the split does not exist.
         bad_samples: number of samples skipped by skip_bad_rows.
         bad_kinds: kind of fault -> number and first place of these samples.
+        notes: what should be said about valid samples -> their number and the first place.
         chat_sample: a chat of the validation split, else of the training split. Its last message is
             the reference response.
     """
@@ -170,6 +178,7 @@ class BuildReport:
     bad_samples: int = 0
     bad_kinds: dict[str, BadKind] = field(default_factory=dict)
     chat_sample: list[Message] | None = None
+    notes: dict[str, BadKind] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Write as ASCII JSON: a message may hold half a surrogate pair, which UTF-8 cannot
@@ -186,6 +195,7 @@ class BuildReport:
         # JSON has a named tuple as a list
         kinds = {kind: BadKind(*counts) for kind, counts in values["bad_kinds"].items()}
         values["bad_kinds"] = kinds
+        values["notes"] = {text: BadKind(*counts) for text, counts in values["notes"].items()}
         return cls(**values)
 
 
@@ -255,6 +265,14 @@ def warnings_of(report: BuildReport) -> list[str]:
 def describe_kind(kind: str, count: int, first: str) -> str:
     """Return a line about the bad samples with the same fault."""
     return f"{count:,} x {kind} (first: {first})"
+
+
+def note_lines(notes: Mapping[str, BadKind]) -> list[str]:
+    """Return a line about each note of samples."""
+    return [
+        f"{plural(count, 'sample')}: {text} (first: {first})."
+        for text, (count, first) in notes.items()
+    ]
 
 
 def overlap_warning(name: str, validation: Path, train: Path) -> list[str]:

@@ -79,6 +79,7 @@ class StreamedBatches:
         self._ranks = ranks
         self._is_wanted = True
         self._has_reported_split = False
+        self._reported_notes = set[str]()
         # A separate process group: a thread runs these collectives, in no fixed order relative to
         # those of training.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
@@ -166,6 +167,7 @@ class StreamedBatches:
                     bad.note(encoded)
                     bad.refuse()
                     self._report_split(encoded)
+                    self._report_notes(encoded)
                     check_ids(
                         encoded.largest_id,
                         self._source.name,
@@ -208,6 +210,13 @@ class StreamedBatches:
             "chats become one sample per response: inside a chat, the chat template writes "
             f"responses differently from how it does at inference\n  {next(iter(encoded.splits.values()))}"
         )
+
+    def _report_notes(self, encoded: EncodedChunk) -> None:
+        """Log each note about a sample once, with the place of the first one."""
+        for note, (_, first) in encoded.notes.items():
+            if note not in self._reported_notes:
+                self._reported_notes.add(note)
+                log.warning(f"{first}: {note}.")
 
     def _exchanged(self, first_chunk: int) -> Generator[EncodedChunk | None, None, None]:
         """Yield the tokenized chunks of the source in order, epoch after epoch. None marks the end

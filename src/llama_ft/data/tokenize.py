@@ -27,6 +27,7 @@ from llama_ft.data.loss_mask import (
     RenderedChat,
     drop_reasoning,
 )
+from llama_ft.data.notes import notes_of
 from llama_ft.data.processor import ImageExample, Images
 from llama_ft.errors import UserError, plural
 
@@ -78,6 +79,7 @@ class Encoder:
         reasoning_content: drop removes that of all responses of a chat.
         images: reads images of chats; None: samples with images are bad.
         no_images: why they are, for messages.
+        takes_images: the model takes images, also if no sample has one.
     """
 
     def __init__(
@@ -89,10 +91,12 @@ class Encoder:
         reasoning_content: Reasoning = "keep",
         images: Images | None = None,
         no_images: str = "only text is trained on",
+        takes_images: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.images = images
         self._no_images = no_images
+        self.takes_images = takes_images
         self.context_length = context_length
         self.truncation = truncation
         self.labels = labels
@@ -132,6 +136,7 @@ class Encoder:
         return with_image_parts(sample, sample_format, self.images.store)
 
     def _read_text_and_parts(self, sample: Sample, sample_format: SampleFormat) -> Content:
+        formats.check_columns(sample, sample_format)
         for column in sample.keys() & formats.MEDIA:
             value = sample[column]
             expected = f"nothing: samples of the format {sample_format} are text only"
@@ -166,6 +171,11 @@ class Encoder:
         """Return the samples, in the format messages, that a chat must be split into."""
         tools = formats.tools_of(sample)
         return [{"messages": messages, "tools": tools} for messages in chat.pieces]
+
+    def notes_of(self, sample: Sample, sample_format: SampleFormat, place: str) -> set[str]:
+        """Return what should be said about a valid sample, see `notes_of`."""
+        template = self.tokenizer.chat_template
+        return notes_of(sample, sample_format, place, template, self.takes_images)
 
     def text_tokens(self, text: str) -> int:
         """Return the number of tokens of a text that a template has written."""

@@ -57,6 +57,7 @@ from llama_ft.data.tokenize import (
     mismatch,
     unpaired_examples,
 )
+from llama_ft.data.values import TOO_DEEP, in_own_names
 from llama_ft.errors import RunFailure, UserError, plural
 from llama_ft.processes import end_with
 
@@ -109,6 +110,7 @@ class EncodedChunk(NamedTuple):
     largest_id: int  # of the table's tokens; -1 if it is empty
     problems: list[str]  # one text per bad sample, with its place
     splits: dict[int, str]  # index of a chat that was split -> its place and the reason
+    notes: dict[str, BadKind]  # what should be said about valid samples
 
 
 def chunks_of(source: Source, wanted: str) -> Iterator[Chunk]:
@@ -133,6 +135,7 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
     samples = numpy.zeros(len(chunk), SAMPLE_FIELDS)
     problems = list[str]()
     splits = dict[int, str]()
+    notes = dict[str, BadKind]()
     # the examples of a sample; of each response if it is a chat that must be split
     tokenized = dict[int, list[list[Example]]]()
     desirable = dict[int, bool]()
@@ -152,8 +155,13 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
                 samples[number]["whole"] = encoder.text_tokens(chat.text)
         except (BadSample, RecursionError) as problem:
             samples[number]["bad"] = True
-            problems.append(f"{place}: {problem}")
+            wrong = in_own_names(problem, sample)
+            if isinstance(problem, RecursionError):
+                wrong = TOO_DEEP
+            problems.append(f"{place}: {wrong}")
             continue
+        for note in encoder.notes_of(sample, sample_format, place):
+            notes[note] = BadKind.counted(notes.get(note), 1, place)
         if sample_format == UNPAIRED:
             desirable[number] = is_desirable(sample)
         samples[number]["content"] = content_hash(sample)
@@ -178,7 +186,7 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
     sample_of_piece = numpy.array([piece.sample for piece in pieces], numpy.int32)
     input_ids = table["input_ids"].combine_chunks().flatten().to_numpy()
     largest_id = int(input_ids.max(initial=-1))
-    return EncodedChunk(table, sample_of_piece, samples, largest_id, problems, splits)
+    return EncodedChunk(table, sample_of_piece, samples, largest_id, problems, splits, notes)
 
 
 def content_hash(sample: Sample) -> int:
@@ -466,10 +474,11 @@ class BadSamples:
         self.count = 0
         self.first = list[str]()
         self.kinds = dict[str, BadKind]()
+        self.notes = dict[str, BadKind]()  # about samples that are valid
         self._listing = listing
 
     def note(self, encoded: EncodedChunk) -> None:
-        """Count the bad samples of a chunk.
+        """Count the bad samples of a chunk, and what should be said about the others.
 
         Raises:
             UserError: there are BAD_SAMPLES_COUNTED of them, and skip_bad_rows is off.
@@ -485,12 +494,14 @@ class BadSamples:
                 line = {"sample": place, "kind": kind, "message": shown}
                 lines.append(json.dumps(line) + "\n")
             self.count += 1
-            counted = self.kinds.get(kind, BadKind(0, place))
-            self.kinds[kind] = counted._replace(samples=counted.samples + 1)
+            self.kinds[kind] = BadKind.counted(self.kinds.get(kind), 1, place)
         self.first = [*self.first, *encoded.problems][:BAD_SAMPLES_SHOWN]
         if lines and self._listing is not None:
             with open(self._listing, "a", encoding="ascii") as listing:
                 listing.writelines(lines)
+        for text, (samples, first) in encoded.notes.items():
+            if text in self.notes or len(self.notes) < KINDS_COUNTED:
+                self.notes[text] = BadKind.counted(self.notes.get(text), samples, first)
         if self.count >= BAD_SAMPLES_COUNTED:
             self.refuse()
 
