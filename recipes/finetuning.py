@@ -56,7 +56,8 @@ def main(**flags: str) -> None:
         load_processor = None
         no_images = models.why_no_images(model_config, config.preference.objective)
         if not no_images:
-            load_processor = partial(data.load_processor, folder, model_config, tokenizer)
+            trust = config.model.trust_remote_code
+            load_processor = partial(data.load_processor, folder, model_config, tokenizer, trust)
         with ranks.local_main_process_first():
             dataset = data.prepare(
                 config.data,
@@ -148,6 +149,7 @@ def find_model(
         folder = demo.model_dir
     else:
         folder = models.local_folder(wanted.model_name, "--model_name", ask_hub)
+    models.check_no_adapter(folder, "--model_name", config.peft.from_peft_checkpoint)
     model_config = models.load_model_config(folder, wanted.trust_remote_code)
     models.choose_head(model_config, config.preference.objective)
     # rejects a quantized model that cannot be fine-tuned, and corrupted files, before samples are

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from llama_ft.masking import mask_keys, printable
 from llama_ft.processes import end_restarts
 
+# in Transformers' message about a model, tokenizer or processor whose class is in its directory
+NEEDS_CODE = "`trust_remote_code=True`"
 EXIT_GRACE_SECONDS = 20  # how long the other ranks of a node wait to be ended
 # kind of an exception -> why the host does not answer
 NO_ANSWER = {
@@ -77,6 +79,8 @@ def reason(error: BaseException) -> str:
         return f"{error} is missing"
     system_message = getattr(error, "strerror", None)
     text = system_message or str(error).strip() or type(error).__name__
+    if NEEDS_CODE in text:
+        return "it needs Python code of its directory, which --trust_remote_code runs"
     lines = str(text).splitlines()
     line = lines[0]
     if len(lines) > 1 and line.endswith(":"):

@@ -47,6 +47,7 @@ from llama_ft.models import lora
 from llama_ft.models.built import Adapter, settings_to_read
 from llama_ft.models.conversion import open_source, saved_layout
 from llama_ft.models.load_weights import account_for
+from llama_ft.models.model_config import untie
 from llama_ft.models.new_tokens import TokenRows
 from llama_ft.models.source import (
     OverlaidSource,
@@ -322,7 +323,7 @@ class Exporter:
             if len(set(made.values())) == 1:
                 made = {tie[0]: made[tie[0]]}
             else:  # embedding and LM head were tied, but now differ
-                config.tie_word_embeddings = False
+                untie(config)
             written |= made
             tensors |= dict.fromkeys(made, base.tensors[key])
         saved = model.state_dict().keys()

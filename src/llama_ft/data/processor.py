@@ -51,6 +51,9 @@ if TYPE_CHECKING:  # PIL is imported for images only: not every environment has 
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 FILLER_SIDE = 64  # pixels
+# Settings of image processors that enlarge a smaller image, in pixels of a side or of the image
+SMALLEST_SIZES = ("height", "width", "shortest_edge", "min_pixels")
+MOST_PIXELS = 10**8
 DECODERS = 4  # threads that decode images of a micro-batch
 FILES_WITH_CLASS = (
     "processor_config.json",
@@ -76,9 +79,13 @@ TEXT_OUTPUTS = {"input_ids", "attention_mask", "text_replacement_offsets"}
 
 
 def load_processor(
-    folder: Path, model_config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase"
+    folder: Path,
+    model_config: "PretrainedConfig",
+    tokenizer: "PreTrainedTokenizerBase",
+    trust_remote_code: bool = False,
 ) -> Any:
-    """Return the processor of a model's directory with this tokenizer.
+    """Return the processor of a model's directory with this tokenizer. Code of the directory's own
+    image processor runs only with `trust_remote_code`.
 
     It is AutoProcessor's class and settings, with two differences. Images are read and resized by
     PIL, also if torchvision is installed, so that pixels do not depend on the machine. And there is
@@ -100,7 +107,10 @@ def load_processor(
 
             @classmethod
             def _get_arguments_from_pretrained(cls, name: str, *_: Any, **__: Any) -> list[Any]:
-                images = AutoImageProcessor.from_pretrained(name, backend="pil")
+                images = AutoImageProcessor.from_pretrained(
+                    name, backend="pil", trust_remote_code=trust_remote_code
+                )
+                _check_sizes(images.to_dict())
                 parts = {"tokenizer": tokenizer, "image_processor": images}
                 return [parts.get(attribute) for attribute in cls.get_attributes()]
 
@@ -112,10 +122,24 @@ def load_processor(
         return ImagesOnly.from_pretrained(folder)
     # Transformers raises many classes here, with one meaning for the user
     except Exception as error:
+        files = [name for name in FILES_WITH_CLASS[:2] if (folder / name).is_file()]
+        expected = "" if files else f"\nExpected {' or '.join(FILES_WITH_CLASS[:2])}."
         raise UserError(
             f"{folder}: samples have images, and the processor of this model cannot be used "
-            f"({reason(error)}).\nExpected processor_config.json or preprocessor_config.json."
+            f"({reason(error)}).{expected}"
         ) from error
+
+
+def _check_sizes(settings: dict[str, Any]) -> None:
+    """Raise ValueError if an image processor would enlarge every image to more than MOST_PIXELS,
+    which takes hours or all memory."""
+    for group in (settings, *(part for part in settings.values() if isinstance(part, dict))):
+        for name in SMALLEST_SIZES:
+            value = group.get(name)
+            if isinstance(value, int | float) and value > MOST_PIXELS:
+                raise ValueError(
+                    f"{name} of its images is {value:,}; expected at most {MOST_PIXELS:,}"
+                )
 
 
 def _class_name(folder: Path, model_config: "PretrainedConfig") -> str:

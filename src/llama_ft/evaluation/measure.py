@@ -47,7 +47,8 @@ def prepare_samples(
     vocabulary = new_tokens.rows if new_tokens else models.vocabulary_size(model_config)
     has_new_tokens = asked.run is not None and asked.run.model.resize_embeddings
     no_images = models.why_no_images(model_config, "sft")
-    load_processor = partial(data.load_processor, request.folder, model_config, tokenizer)
+    trust = request.config.model.trust_remote_code
+    load_processor = partial(data.load_processor, request.folder, model_config, tokenizer, trust)
     return data.prepare(
         config,
         tokenizer,

@@ -157,7 +157,9 @@ def read_images(
         raise UserError(f"{request.folder}: the prompt has images, but {problem}.")
     if max_pixels is None and run is not None:
         max_pixels = run.data.max_pixels
-    processor = data.load_processor(request.folder, request.model_config, tokenizer)
+    processor = data.load_processor(
+        request.folder, request.model_config, tokenizer, request.config.model.trust_remote_code
+    )
     images = data.Images(processor, ImageStore(data.cache_dir()), max_pixels)
     if not tokenizer.chat_template:
         tokenizer.chat_template = images.chat_template
@@ -183,6 +185,8 @@ def _find(
     if kind == "checkpoint":
         return _find_checkpoint(held, flags, build_model)
     base = held
+    if kind == "model" and base_of is None:
+        models.check_no_adapter(held, "MODEL")
     new = None
     peft = None
     objective = "sft"

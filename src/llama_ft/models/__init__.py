@@ -7,9 +7,9 @@ from llama_ft.models.quantized import total_weights  # first: it imports bitsand
 from llama_ft.models.activation_checkpointing import checkpoint_activations
 from llama_ft.models.build import (
     build_on_meta,
+    check_no_adapter,
     find_new_tokens,
     freeze_first_layers,
-    load_model_config,
     load_tokenizer,
     local_folder,
     portable_name,
@@ -25,6 +25,7 @@ from llama_ft.models.fsdp import apply_fsdp, image_features_in_root, shard_degre
 from llama_ft.models.groups import freeze_groups
 from llama_ft.models.load_weights import LoadSettings, load_weights
 from llama_ft.models.lora import describe_experts, inject_lora
+from llama_ft.models.model_config import load_model_config
 from llama_ft.models.new_tokens import NewTokens
 from llama_ft.models.packed_attention import packed_arguments, use_packed_attention
 from llama_ft.models.published import describe_stored, remove_note, stored_method

@@ -15,8 +15,6 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, HTTPError
 from torch import nn
 from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedTokenizerBase,
@@ -25,12 +23,17 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ModelConfig
-from llama_ft.config.paths import TO_SAFETENSORS, folder_problem, looks_local, special_file
+from llama_ft.config.paths import (
+    ADAPTER_FILES,
+    TO_SAFETENSORS,
+    folder_problem,
+    looks_local,
+    special_file,
+)
 from llama_ft.errors import UserError, plural, reason
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.cross_attention import keep_cross_attention_apart
 from llama_ft.models.new_tokens import NewTokens, find_growth
-from llama_ft.models.published_note import read_note
 from llama_ft.models.replaced import replace_method
 from llama_ft.models.rope import use_rope_per_sample
 from llama_ft.models.score_head import add_score
@@ -45,13 +48,9 @@ from llama_ft.models.text_part import (
 from llama_ft.models.transformers_private import private
 from llama_ft.runtime.console import log
 
-MOST_LAYERS = 10_000  # the meta device takes about a millisecond per layer
 NEEDED_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 # Mistral and Meta store the same weights there a second time
 DUPLICATES = ["consolidated*", "original/*"]
-# model_type -> that of the same architecture in Transformers. Kimi K2 has a name of its own so that
-# servers can tell it from DeepSeek V3 (its deployment guide); its code is for older Transformers.
-SAME_ARCHITECTURE = {"kimi_k2": "deepseek_v3"}
 
 
 def local_folder(
@@ -99,6 +98,17 @@ def local_folder(
     return Path(found)
 
 
+def check_no_adapter(folder: Path, flag: str, continued: str | None = None) -> None:
+    """Raise UserError if a model's directory also holds an adapter, which Transformers applies when
+    it loads the model, unless that adapter is `continued`."""
+    is_continued = continued and Path(continued).expanduser().resolve() == folder.resolve()
+    if (folder / ADAPTER_FILES[0]).is_file() and not is_continued:
+        raise UserError(
+            f"{flag} {folder}: holds a model and an adapter ({ADAPTER_FILES[0]}), and Transformers would apply it. "
+            f"Merge it:\npython recipes/export.py {folder} OUT --base_model {folder}"
+        )
+
+
 def portable_name(name: str, folder: Path) -> str:
     """Return the model's name for files that outlive the run: its Hub name, or its directory's
     absolute path."""
@@ -120,56 +130,6 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
         raise UserError(
             f"{folder}: no usable tokenizer ({reason(error)}). Set --tokenizer_name."
         ) from error
-
-
-def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
-    """Return the model's config.json. Raises UserError if it is missing or malformed, if the
-    architecture is unknown or has no text decoder, or if its code needs a missing package."""
-    read_note(folder)  # Transformers' error would not say what is wrong with it
-    try:
-        config = _read_config(folder, trust_remote_code)
-    except Exception as error:  # as above
-        raise UserError(f"{folder}: its config.json cannot be used ({reason(error)}).") from error
-    _check_numbers(config, folder)
-    auto_class(config, trust_remote_code)
-    return config
-
-
-def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
-    settings, _ = PretrainedConfig.get_config_dict(folder)
-    model_type = SAME_ARCHITECTURE.get(str(settings.get("model_type")))
-    if model_type is None:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            folder, trust_remote_code=trust_remote_code
-        )
-        return config
-    settings["model_type"] = model_type
-    settings.pop("auto_map", None)
-    config = CONFIG_MAPPING[model_type].from_dict(settings)
-    config.name_or_path = str(folder)  # as from_pretrained does; PEFT's adapters name it
-    return config
-
-
-def _check_numbers(config: PretrainedConfig, folder: Path) -> None:
-    """Raise a UserError for numbers that would fail only at the first step, or never end."""
-    # Any: a config.json may have anything in its place
-    text_config: Any = config.get_text_config()
-    if not isinstance(text_config, PretrainedConfig):
-        shown = str(text_config)[:100]
-        raise UserError(
-            f"{folder}: its config.json cannot be used (text_config is {shown}; expected settings by name)."
-        )
-    settings = text_config.to_dict()
-    layers = getattr(text_config, "num_hidden_layers", None)
-    wrong = [
-        f"{name} is {value}; expected 0 to 1"
-        for name, value in settings.items()
-        if "dropout" in name and isinstance(value, int | float) and not 0 <= value <= 1
-    ]
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        wrong.append(f"num_hidden_layers is {layers:,}; expected at most {MOST_LAYERS:,}")
-    if wrong:
-        raise UserError(f"{folder}: its config.json cannot be used ({'; '.join(wrong)}).")
 
 
 def build_on_meta(
@@ -195,7 +155,7 @@ def build_on_meta(
     """
     if new is not None:
         config.get_text_config().vocab_size = new.rows
-    skeleton = _make_skeleton(config, model)
+    skeleton = make_skeleton(config, model)
     skeleton.tie_weights()
     has_score = names_score(config)
     if has_score:
@@ -213,7 +173,7 @@ def build_on_meta(
             "Choose a model that does."
         )
     if with_images:
-        image_parts = keep_text_part(_make_skeleton(config, model)).modules
+        image_parts = keep_text_part(make_skeleton(config, model)).modules
         keep_cross_attention_apart(skeleton)
     elif is_multimodal:
         left_out = keep_text_part(skeleton)
@@ -241,7 +201,7 @@ def build_on_meta(
     )
 
 
-def _make_skeleton(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel:
+def make_skeleton(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel:
     """Let Transformers build the checkpoint's class without weights. Raises the errors of
     `build_on_meta`."""
     auto = auto_class(config, model.trust_remote_code)

@@ -16,6 +16,8 @@ from llama_ft.errors import UserError, reason
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+# Transformers loads such files, of its own parallel training, before all others.
+DISTRIBUTED = "shard-[0-9]*-model-[0-9]*-of-[0-9]*.safetensors"
 # per file, for its fingerprint: one sample per 80 MiB of a 5 GB file
 SAMPLES = 64
 SAMPLE_BYTES = 2**14
@@ -183,21 +185,59 @@ def row_blocks(
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that the index names, or the single file, or none. Links are followed, as in
-    the Hub's cache. Raises UserError if the index is malformed or leaves its directory."""
+    """Return the files of a model directory that Transformers loads: the one that config.json
+    names, else the single file, else those that the index names, else none. Later files replace
+    tensors of earlier ones. Links are followed, as in the Hub's cache.
+
+    Raises:
+        UserError: the index is malformed or leaves its directory, or Transformers would load a
+            distributed checkpoint.
+    """
+    if shards := sorted(folder.glob(DISTRIBUTED)):
+        raise UserError(
+            f"{folder}: holds a distributed checkpoint ({shards[0].name}), which is not supported. Load it with "
+            "Transformers and save it with save_pretrained."
+        )
     index = folder / INDEX_FILE
     single = folder / SINGLE_FILE
-    if not index.exists():
-        return [_regular(single)] if single.exists() else []
+    named = _named_by_config(folder)
+    if named is not None:
+        index = single = folder / named
+    is_index = named is not None and named.endswith(".index.json")
+    # as in Transformers: an older save into the same directory may have left the index
+    if not is_index and (single.is_file() or not index.exists()):
+        return [_regular(single)] if single.exists() or named is not None else []
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
-        names = {Path(name) for name in weight_map.values()}
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        names = {str(Path(name)) for name in weight_map.values()}
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, OSError) as error:
         raise UserError(f"{index}: not a safetensors index ({error}).") from error
     for name in names:
-        if name.is_absolute() or ".." in name.parts:
-            raise UserError(f"{index}: names {name}, which is outside its directory.")
-    return sorted(_regular(folder / name) for name in names)
+        _check_inside(index, name)
+    return [_regular(folder / name) for name in sorted(names)]
+
+
+def _named_by_config(folder: Path) -> str | None:
+    """Return the file of weights that config.json names (`transformers_weights`), or None."""
+    try:
+        settings = json.loads((folder / "config.json").read_text())
+        name = settings.get("transformers_weights")
+    except (ValueError, AttributeError, RecursionError, OSError):
+        return None  # load_model_config reports it
+    if name is None:
+        return None
+    if not str(name).endswith((".safetensors", ".safetensors.index.json")):
+        raise UserError(
+            f"{folder / 'config.json'}: transformers_weights is {name}. Expected a *.safetensors file or its index."
+        )
+    _check_inside(folder / "config.json", str(name))
+    return str(name)
+
+
+def _check_inside(file: Path, name: str) -> None:
+    """Raise UserError if a file names another one outside its directory."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise UserError(f"{file}: names {name}, which is outside its directory.")
 
 
 def _regular(file: Path) -> Path:

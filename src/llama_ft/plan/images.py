@@ -77,7 +77,9 @@ def plan_example(
     if model.tokenizer_name is not None:
         folder = models.local_folder(model.tokenizer_name, "--tokenizer_name", weights=False)
     tokenizer = models.load_tokenizer(folder, model.trust_remote_code)
-    processor = data.load_processor(request.folder, model_config, tokenizer)
+    processor = data.load_processor(
+        request.folder, model_config, tokenizer, model.trust_remote_code
+    )
     store = ImageStore(data.cache_dir(), is_full=True)
     images = data.Images(processor, store, request.config.data.max_pixels)
     if not tokenizer.chat_template:

@@ -310,6 +310,7 @@ class ReferencePass:
         ranks = self._ranks
         with ranks.local_main_process_first():
             folder = models.local_folder(self._other, "--reference_model", ranks.local_rank == 0)
+            models.check_no_adapter(folder, "--reference_model")
             model_config = models.load_model_config(folder, trust)
             check_same_tokens(
                 "--reference_model",

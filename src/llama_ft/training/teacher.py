@@ -254,6 +254,7 @@ class TeacherPass:
         ranks = self._ranks
         with ranks.local_main_process_first():
             folder = models.local_folder(name, "--teacher_model", ranks.local_rank == 0)
+            models.check_no_adapter(folder, "--teacher_model")
             model_config = models.load_model_config(folder, trust)
             theirs = models.load_tokenizer(folder, trust)
             check_same_tokens("--teacher_model", name, theirs, self._tokenizer)
