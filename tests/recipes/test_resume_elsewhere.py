@@ -1,5 +1,6 @@
 """Checkpoints that were moved out of their run, and a finished run that is asked for another one."""
 
+import html
 import json
 import shutil
 from collections.abc import Callable
@@ -7,8 +8,13 @@ from pathlib import Path
 
 import pytest
 import xxhash
+import yaml
 from conftest import RECIPE, Finished, metrics, run_cases
 from forked import forked
+
+from llama_ft.config import load
+from llama_ft.report import read_run
+from llama_ft.report.run import differing_settings
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +40,11 @@ def folder(
         [
             flags(folder, f"from-{name}", "--resume", f"{folder}/{name}")
             for name in ("copy", "copied/step-000001", "last", "link")
+        ]
+        + [
+            # two resumes with changed settings; the second continues the first
+            changed(folder, "1e-3", "--resume", str(folder / "copy")),
+            changed(folder, "1e-4", "--max_train_step", "3", "--resume", "auto"),
         ],
     )
     return folder
@@ -45,6 +56,12 @@ def flags(folder: Path, output: str, *more: str, model: str = "model") -> list[s
     )
     words += f" --precision fp32 --context_length 64 --output_dir @{output}"
     return [*words.replace("@", f"{folder}/").split(), *more]
+
+
+def changed(folder: Path, lr: str, *more: str) -> list[str]:
+    """Flags of a run with another learning rate than the run that it resumes."""
+    allowed = ("--resume_allow_changes", "lr,max_train_step")
+    return [*flags(folder, "changed"), "--lr", lr, *allowed, *more]
 
 
 @pytest.mark.parametrize("name", ["copy", "copied/step-000001", "link"])
@@ -59,6 +76,48 @@ def test_a_run_resumes_from_a_checkpoint_in_another_place(folder: Path, name: st
 def test_resuming_the_last_checkpoint_exports_the_final_model(folder: Path) -> None:
     file = "model/model.safetensors"
     assert (folder / "from-last" / file).read_bytes() == (folder / "run" / file).read_bytes()
+
+
+def test_records_name_the_settings_of_every_step_after_two_resumes(folder: Path) -> None:
+    attempts = json.loads((folder / "changed" / "facts.json").read_text())["attempts"]
+    assert [attempt["step"] for attempt in attempts] == [0, 1, 2]
+    assert [attempt["ranks"] for attempt in attempts] == [1, 1, 1]
+    assert attempts[0]["changed"] == {}
+    assert attempts[1]["changed"] == {"train.lr": [0.01, 0.001]}
+    assert attempts[2]["changed"] == {
+        "train.lr": [0.001, 0.0001],
+        "train.max_train_step": [2, 3],
+    }
+    newest = json.loads((folder / "changed/checkpoints/step-000003/trainer.json").read_text())
+    assert newest["attempts"] == attempts
+    lr = "0.01 until step 1, 0.001 until step 2, then 0.0001"
+    card = (folder / "changed" / "model" / "README.md").read_text()
+    assert yaml.safe_load(card.split("```yaml")[1].partition("```")[0])["lr"] == lr
+    page = html.unescape((folder / "changed" / "report.html").read_text())
+    assert f"<td>{lr}</td>" in page
+    assert "<td>train.lr: 0.01 -> 0.001<br>" in page
+    # the directory of step 1's run was not found, so the plots begin at step 2
+    assert page.count("<title>resumed after step 2; train.") >= 2
+
+
+def test_the_config_of_a_resumed_run_loads_and_says_what_held_before(folder: Path) -> None:
+    file = folder / "changed" / "config.yaml"
+    comments = [line for line in file.read_text().splitlines() if line.startswith("#")]
+    assert "# after step 1: train.lr: 0.01 -> 0.001" in comments
+    config, _ = load(["--config", str(file)], paths=False)
+    assert config.train.lr == 1e-4 and config.train.max_train_step == 3
+    whole = (folder / "run" / "config.yaml").read_text()
+    assert whole.startswith(f"# --config {folder}/run/config.yaml repeats this run\n\n")
+
+
+def test_a_comparison_knows_the_settings_before_a_resume(folder: Path) -> None:
+    """The last settings of the second run are those of the first, so only its history differs."""
+    whole = read_run(folder / "run")
+    resumed = read_run(folder / "from-copy")
+    name = "train.lr"
+    assert name not in differing_settings([whole, resumed])
+    resumed.facts["attempts"][-1]["changed"] = {name: [0.5, 0.01]}
+    assert differing_settings([whole, resumed])[name] == [0.01, "0.5 until step 1, then 0.01"]
 
 
 def resume(folder: Path, *more: str, model: str = "model") -> Finished:

@@ -1,6 +1,7 @@
 """Files of a run: its directory, complete checkpoints, and the final model or adapter in Hugging
 Face format."""
 
+from llama_ft.checkpoint.attempts import attempts_of
 from llama_ft.checkpoint.disks import find_disks
 from llama_ft.checkpoint.export import (
     check_export,

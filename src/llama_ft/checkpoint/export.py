@@ -23,7 +23,9 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from llama_ft.checkpoint.safetensors_file import Headers, SafetensorsFile
 from llama_ft.config import CheckpointConfig, parse_size
+from llama_ft.config.attempts import value_over_time
 from llama_ft.config.paths import COPIED_FILES, MODEL_PATTERNS, RUN_ENTRIES, looks_local
+from llama_ft.config.settings import SETTINGS
 from llama_ft.data import stop_token_ids
 from llama_ft.errors import RunFailure, UserError, plural, reason
 from llama_ft.masking import mask_secrets
@@ -519,7 +521,12 @@ def write_model_card(
     elif is_lora:
         what = f"{base} with a {method} adapter merged into it"
     shown = (*SHOWN, *CARD_SETTINGS_OF_LORA) if is_lora else SHOWN
-    facts = {name: settings[name] for name in shown if name in settings}
+    attempts = run.get("attempts", [])
+    facts = {
+        name: value_over_time(SETTINGS[name].dotted, settings[name], attempts)
+        for name in shown
+        if name in settings
+    }
     if run:
         facts["optimizer steps"] = run["step"]
         facts["validation loss"] = run["metrics"].get("eval/loss")

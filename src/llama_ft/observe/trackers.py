@@ -226,6 +226,9 @@ class MlflowTracker(Tracker):
         self.first_step = max((metric.step for metric in logged), default=-1) + 1
         if logged:
             self._client.update_run(run_id, status="RUNNING")
+            # parameters cannot change in MLflow
+            changes = "\n".join(settings.get("resumes", []))
+            self._client.set_tag(run_id, "resumes", changes[:MLFLOW_LONGEST_VALUE])
         else:
             run_id = self._create_run(config, output_dir, settings)
         self.run_id = run_id
@@ -256,7 +259,8 @@ class MlflowTracker(Tracker):
         run_id = str(created.info.run_id)
         parameters = []
         for section, values in settings.items():
-            for name, value in values.items():
+            named = values if isinstance(values, dict) else {}
+            for name, value in named.items():
                 text = str(value)[:MLFLOW_LONGEST_VALUE]
                 parameters.append(Param(f"{section}.{name}", text))
         client.log_batch(run_id, params=parameters)

@@ -121,6 +121,13 @@ def report_page(run: Run) -> str:
         loss += _lines(run, key, key.split("/")[1], colour)
     plots = list[Markup]()
     constants = dict[str, str]()  # title -> value
+    marks = [
+        (
+            attempt["step"],
+            "; ".join([f"resumed after step {attempt['step']:,}", *attempt["differences"]]),
+        )
+        for attempt in run.attempts[1:]
+    ]
     titles = METRIC_PLOTS | own_metrics([run])
     for key, title in titles.items():
         if key.endswith("/loss") or key not in run.curves:
@@ -131,13 +138,13 @@ def report_page(run: Run) -> str:
         if is_constant(values):
             constants[title] = f"{number(values[-1])} {unit.sign}".rstrip()
         else:
-            plots.append(Plot(_title(title, unit), lines).svg())
+            plots.append(Plot(_title(title, unit), lines, marks=marks).svg())
     return _render(
         "run.html",
         title=run.name,
         run=run,
         cards=cards_of(run),
-        loss=Plot("Loss", loss, fits=True, is_wide=True).svg(),
+        loss=Plot("Loss", loss, fits=True, is_wide=True, marks=marks).svg(),
         plots=plots,
         constants=constants,
         memory=memory_of(run),

@@ -46,6 +46,7 @@ class Plot:
     fits: bool = False  # the scale begins at the lowest value instead of zero
     named: bool = False  # also name a single series in a legend
     is_wide: bool = False
+    marks: Sequence[tuple[float, str]] = ()  # vertical lines: position, and text at the pointer
 
     def svg(self) -> Markup:
         """Return the figure; empty if there is nothing to draw."""
@@ -64,6 +65,8 @@ class Plot:
         heights = [self.y(mark) for mark in y_marks]
         self.y_ticks = list(zip(heights, tick_texts(y_marks), strict=True))
         self.x_ticks = [(self.x(step), number(step)) for step in whole_steps]
+        low, high = self._x_range
+        self.x_marks = [(self.x(step), text) for step, text in self.marks if low <= step <= high]
         # the values of faint lines come last
         shown = sorted(self.series, key=lambda one: one.style == "faint")
         points = []

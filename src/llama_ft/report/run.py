@@ -14,6 +14,7 @@ import yaml
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from llama_ft.config.attempts import describe_changes, value_over_time
 from llama_ft.config.paths import RUN_MARKER, folder_problem, missing_run
 from llama_ft.config.settings import SETTINGS
 from llama_ft.config.tool_flags import check, read
@@ -127,6 +128,24 @@ class Run:
             + [int(self.status.get("step", 0))]
         )
 
+    @property
+    def settings_over_time(self) -> dict[str, Any]:
+        """The settings. The value of one that a resume has changed is a text with all its values."""
+        attempts = self.facts.get("attempts", [])
+        return {
+            name: value_over_time(name, value, attempts) for name, value in self.settings.items()
+        }
+
+    @property
+    def attempts(self) -> list[dict[str, Any]]:
+        """The start of the run and its resumes, see `llama_ft.config.attempts`; `differences` is
+        added to each, the texts of what differs from the one before."""
+        attempts = self.facts.get("attempts", [])
+        return [
+            {**attempt, "differences": describe_changes(attempt, earlier)}
+            for earlier, attempt in zip([None, *attempts], attempts, strict=False)
+        ]
+
 
 def read_run(folder: Path) -> Run:
     """Read the files that exist.
@@ -152,11 +171,11 @@ def read_run(folder: Path) -> Run:
 
 
 def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
-    """Return the settings in which the runs differ: dotted name -> value of each run. For a single
-    run, return those that are not at their default, with the default."""
+    """Return the settings in which the runs differ at any step: dotted name -> value of each run. For
+    a single run, return those that are not at their default, with the default."""
     names = list(dict.fromkeys(name for run in runs for name in run.settings))
     defaults = {setting.dotted: setting.default for setting in SETTINGS.values()}
-    compared = [run.settings for run in runs]
+    compared = [run.settings_over_time for run in runs]
     if len(runs) == 1:
         # Compare the run with the defaults, as if these were a second run.
         compared.append(defaults)

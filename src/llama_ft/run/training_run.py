@@ -18,6 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import checkpoint, data, models, observe, runtime, training
 from llama_ft.config import Config, parse_duration, to_yaml
+from llama_ft.config.attempts import describe_attempts
 from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.prefetch import StepBatches
 from llama_ft.models.gloo import share_memory
@@ -38,7 +39,7 @@ class TrainingRun:
 
     Args:
         setup: what was known before, with all choices made in its `config`.
-        inputs: the result of `Setup.check_inputs`.
+        inputs: the result of `Setup.check_inputs`, and the run's attempts.
         dataset: the tokenized data.
         batches: the plan of all steps.
         model: loaded, on this rank's device.
@@ -106,6 +107,7 @@ class TrainingRun:
         self.facts.add(
             environment=observe.environment(self._description["versions"], setup.layout),
             data=dataset.facts(),
+            attempts=self._description["attempts"],
             total_steps=last_step,
         )
         self.writer = checkpoint.CheckpointWriter(
@@ -119,7 +121,8 @@ class TrainingRun:
         self._own_work = observe.OwnWork(model, self.ranks)
         self._waited_seconds = 0.0  # for the batches of the current step
         self._slow_ranks = observe.SlowRanks(self.ranks)
-        settings = dataclasses.asdict(config)
+        changes = describe_attempts(self._description["attempts"])
+        settings = dataclasses.asdict(config) | ({"resumes": changes} if changes else {})
         self.log = observe.RunLog(
             directory, config.tracking, settings, last_step, self.ranks.rank, resumed_log
         )
@@ -539,8 +542,10 @@ def open_run(
     at_end = partial(end_run, directory, uploads, ranks)
     step = resumed.step if resumed else 0
     ranks.begin_run(directory, step, at_end, setup.global_batch)
+    attempts = checkpoint.attempts_of(resumed, checkpoint.describe_run(config) | inputs, ranks)
+    inputs = inputs | {"attempts": attempts}
     if ranks.is_main:
-        text = to_yaml(config, f"--config {directory}/config.yaml repeats this run")
+        text = to_yaml(config, _about_config(directory, attempts))
         (directory / "config.yaml").write_text(text)
         if dataset.bad_samples is not None:
             shutil.copyfile(dataset.bad_samples, directory / BAD_SAMPLES_FILE)
@@ -551,3 +556,14 @@ def open_run(
     run.facts.add(units=[dataclasses.asdict(unit) for unit in built.units])
     with run.log:
         yield run
+
+
+def _about_config(directory: Path, attempts: Sequence[dict[str, Any]]) -> str:
+    """Return the comment of config.yaml: how to use it, and what held before a resume."""
+    repeats = f"--config {directory}/config.yaml repeats this run"
+    changes = describe_attempts(attempts)
+    if not changes:
+        return repeats
+    return "\n".join(
+        [f"{repeats} with the settings of its last steps. Resumes have changed,", *changes]
+    )
