@@ -105,12 +105,12 @@ def main(**flags: str) -> None:
         reference = training.ReferencePass(objective, request, tokenizer, dataset, layout, ranks)
         if resumed is not None:
             reference.load(resumed.folder, resumed.run)
-        reference.score_with_other_model(build_model, memory)
+        reference.score_with_other_model(build_model, memory, setup.unfinished)
         # --objective distill: store the teacher's most likely tokens, and free it
         teacher = training.TeacherPass(
             objective, config, tokenizer, dataset, layout, vocabulary, ranks
         )
-        teacher.prepare(build_model, memory, resumed.run if resumed else None)
+        teacher.prepare(build_model, memory, resumed.run if resumed else None, setup.unfinished)
         built = build_model(request, ranks, memory)
         memory.leave()  # ends the phase "load"
         if layout.is_packed:

@@ -161,6 +161,19 @@ def test_a_reference_model_scores_all_examples_and_is_freed(
         assert found.isfinite().all()
         assert len(found) == len(samples) > 0
         assert (found < 0).all()
+    scoring.complete(BuiltModel(made(0)), tmp_path)
+    # of an attempt that ended before its first checkpoint
+    count = len(parameters)
+    again = build_objective(config)
+    scoring = ReferencePass(again, request, tokenizer, dataset, layout, runtime)
+    scoring.score_with_other_model(build_model, NULL_MONITOR, tmp_path)
+    assert len(parameters) == count
+    batch = collate(samples, range(len(samples)), 0)
+    assert found.equal(again.reference.log_probabilities(BuiltModel(made(0)), batch, runtime))
+    config.quantization.mode = "8bit"
+    scoring = ReferencePass(again, request, tokenizer, dataset, layout, runtime)
+    scoring.score_with_other_model(build_model, NULL_MONITOR, tmp_path)
+    assert len(parameters) > count
 
 
 def test_a_reference_model_with_other_tokens_is_rejected(tiny_model: Path) -> None:

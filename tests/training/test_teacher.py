@@ -82,3 +82,19 @@ def test_a_teacher_is_freed_and_its_most_likely_tokens_are_found_in_any_batch(
     teaching.keep(tmp_path)
     assert (tmp_path / "teacher.safetensors").exists()
     assert not list((tmp_path / "teachers").iterdir())
+
+    def build_none(*_: Any) -> Any:
+        raise AssertionError("the teacher runs again")
+
+    again = build_objective(config)
+    assert isinstance(again, Distillation)
+    TeacherPass(again, config, tokenizer, dataset, layout, 301, runtime).prepare(
+        build_none, NULL_MONITOR, None, unfinished=tmp_path
+    )
+    assert again.teacher is not None
+    batch.input_ids[1, 2] -= 1
+    assert again.teacher.of(batch)[1].equal(log_probabilities)
+    config.train.precision = "bf16_mixed"
+    other = TeacherPass(again, config, tokenizer, dataset, layout, 301, runtime)
+    with pytest.raises(AssertionError, match="runs again"):
+        other.prepare(build_none, NULL_MONITOR, None, unfinished=tmp_path)

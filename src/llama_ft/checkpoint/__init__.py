@@ -29,7 +29,11 @@ from llama_ft.checkpoint.resume import (
     resolve_precision,
     result_step,
 )
-from llama_ft.checkpoint.run_directory import create_run_directory, removed_if_unused
+from llama_ft.checkpoint.run_directory import (
+    create_run_directory,
+    removed_if_unused,
+    unfinished_directory,
+)
 from llama_ft.checkpoint.state import own_state, restore, restore_weights
 from llama_ft.checkpoint.store import ObjectStore, is_uploaded
 from llama_ft.checkpoint.uploads import Uploads, open_uploads, upload_grace_seconds

@@ -16,7 +16,7 @@ from pathlib import Path
 from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, read_bytes, run_of, step_of
 from llama_ft.config import CheckpointConfig, run_entries
 from llama_ft.config.data_names import is_url
-from llama_ft.config.paths import RUN_MARKER, foreign_entries
+from llama_ft.config.paths import REFERENCE_FILE, RUN_MARKER, TEACHER_FILE, foreign_entries
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.processes import TEMPORARY_FILE
 from llama_ft.runtime import Ranks, log
@@ -81,7 +81,7 @@ def create_run_directory(
             for path in complete_checkpoints(folder):
                 set_aside(path, "was not uploaded completely")
         _keep_unseen_checkpoints(folder, checkpoint, ranks, was_locked)
-        _remove_earlier_run(folder, checkpoint, checkpoint.overwrite or ranks.earlier is not None)
+        _remove_earlier_run(folder, checkpoint, ranks.earlier is not None)
 
     ranks.on_each_disk(prepare)
     return folder
@@ -105,6 +105,15 @@ def planned_directory(settings: CheckpointConfig, ranks: Ranks) -> Path | None:
     if settings.output_dir is not None:
         return Path(settings.output_dir).expanduser()
     return ranks.earlier_run
+
+
+def unfinished_directory(
+    settings: CheckpointConfig, ranks: Ranks, resumed: Checkpoint | None
+) -> Path | None:
+    """Return the directory, locked, in which an attempt of this run may have ended before its first
+    checkpoint."""
+    continues = settings.resume == "auto" or ranks.earlier is not None
+    return planned_directory(settings, ranks) if continues and resumed is None else None
 
 
 def lock_continued_run(settings: CheckpointConfig, ranks: Ranks) -> None:
@@ -223,15 +232,18 @@ def _keep_unseen_checkpoints(
         )
 
 
-def _remove_earlier_run(folder: Path, settings: CheckpointConfig, may_remove: bool) -> None:
+def _remove_earlier_run(folder: Path, settings: CheckpointConfig, is_restarted: bool) -> None:
     """Delete the files of an earlier run. They are checked again, because another run may have
     started since the settings were checked. With --resume auto, delete a run that ended before its
-    first checkpoint."""
+    first checkpoint, but not what it has computed before step 1: this run uses it."""
     held = run_entries(folder)
+    may_remove = settings.overwrite or is_restarted
     if held and not may_remove and (settings.resume != "auto" or (folder / "model").exists()):
         raise UserError(
             f"--output_dir {folder}: already holds a run or its final model. --overwrite replaces it."
         )
+    if is_restarted or not settings.overwrite:
+        held = [path for path in held if path.name not in (REFERENCE_FILE, TEACHER_FILE)]
     if held:
         log.info(f"Removing the previous run in {folder}: {', '.join(path.name for path in held)}")
     for path in held:

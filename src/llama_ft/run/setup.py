@@ -33,6 +33,8 @@ class Setup:
         ranks: all processes of the run.
         memory: measures each phase.
         resumed: the checkpoint that the run resumes from; None for a new run.
+        unfinished: directory of an attempt of this run that ended before its first checkpoint, if
+            there was one: its reference and its teacher's probabilities are used.
         store: of --save_to; None without.
         is_finished: the run to resume is already complete, so there is nothing to do.
         global_batch: packed sequences, or samples, of an optimizer step over all ranks.
@@ -46,6 +48,7 @@ class Setup:
     ranks: Ranks
     memory: observe.MemoryMonitor
     resumed: checkpoint.Checkpoint | None
+    unfinished: Path | None
     store: checkpoint.ObjectStore | None
     is_finished: bool
     global_batch: int
@@ -212,6 +215,7 @@ def start_run(
             ranks=ranks,
             memory=memory,
             resumed=resumed,
+            unfinished=checkpoint.unfinished_directory(config.checkpoint, ranks, resumed),
             store=store,
             is_finished=is_finished,
             global_batch=global_batch,

@@ -266,6 +266,12 @@ class ReferencePass:
         self._fingerprint["quantization"] = config.quantization.mode
         if self._stored is not None and self._other is None:
             self._fingerprint["model"] = models.fingerprint(request.folder)
+        # A resumed run has the same; the attempt of a run that ended before its first checkpoint may
+        # have had others.
+        whole = dataclasses.asdict(config)
+        own = [config.train.seed, whole["model"], whole["peft"], whole["quantization"]]
+        described = json.dumps(own, sort_keys=True)
+        self._settings = {"settings": hashlib.sha256(described.encode()).hexdigest()}
         self._is_complete = False  # all examples have their numbers
 
     def load(self, *folders: Path) -> None:
@@ -294,12 +300,15 @@ class ReferencePass:
             log.warning(problem or f"{file}: another rank cannot read it.")
         log.warning("The log-probabilities of the reference are computed again.")
 
-    def score_with_other_model(self, build_model: models.BuildModel, memory: PhaseMonitor) -> None:
+    def score_with_other_model(
+        self, build_model: models.BuildModel, memory: PhaseMonitor, unfinished: Path | None = None
+    ) -> None:
         """Compute the numbers with --reference_model, and free its weights.
 
         Args:
             build_model: the recipe's function.
             memory: informed about phases.
+            unfinished: directory of an attempt that may have computed them; see Setup.
 
         Raises:
             UserError: the model does not exist, or it has another tokenizer.
@@ -318,6 +327,9 @@ class ReferencePass:
                 models.load_tokenizer(folder, trust),
                 self._tokenizer,
             )
+        self._fingerprint["model"] = models.fingerprint(folder)
+        if unfinished is not None and self._load_from(unfinished):
+            return
         log.info(f"Reference: {self._other}")
         if ranks.is_main and (stored := models.describe_stored(folder, model_config)):
             log.info(stored)
@@ -328,7 +340,6 @@ class ReferencePass:
         memory.enter("evaluation")
         self._stored.compute(built, self._batches(), ranks)
         self._is_complete = True
-        self._fingerprint["model"] = models.fingerprint(folder)
         del built
         gc.collect()  # FSDP units and modules refer to each other
         torch.cuda.empty_cache()
@@ -342,14 +353,29 @@ class ReferencePass:
         """
         if self._stored is None:
             return
-        if not self._is_complete:
+        if not self._is_complete and not self._load_from(directory):
             self._stored.compute(built, self._batches(), self._ranks)
             self._is_complete = True
         file = directory / REFERENCE_FILE
         if self._ranks.is_main:
-            self._stored.save(file, self._fingerprint)
+            self._stored.save(file, self._fingerprint | self._settings)
         count = plural(len(self._stored), "example")
         log.info(f"Reference: log-probabilities of {count}: {file}")
+
+    def _load_from(self, directory: Path) -> bool:
+        """Read the numbers of an attempt of this run that has ended before its first checkpoint, if
+        all ranks can, and everything was the same."""
+        assert self._stored is not None
+        file = directory / REFERENCE_FILE
+        try:
+            self._stored.load(file, self._fingerprint | self._settings)
+            is_usable = True
+        except (ValueError, UserError):  # missing, corrupted, or of other settings
+            is_usable = False
+        self._is_complete = bool(self._ranks.all_gather_floats(is_usable).all())
+        if self._is_complete:
+            log.info(f"Reference: log-probabilities of an earlier attempt, from {file}")
+        return self._is_complete
 
     def _batches(self) -> Iterator[Batch]:
         """Yield this rank's examples in micro-batches of the size of training. Every rank has the

@@ -101,9 +101,14 @@ class TeacherPass:
         self._vocabulary = vocabulary
         self._ranks = ranks
         self._path = Path()
+        self._unfinished: Path | None = None
 
     def prepare(
-        self, build_model: models.BuildModel, memory: PhaseMonitor, resumed: Path | None
+        self,
+        build_model: models.BuildModel,
+        memory: PhaseMonitor,
+        resumed: Path | None,
+        unfinished: Path | None = None,
     ) -> None:
         """Find the stored probabilities; or compute them with the teacher, and free it.
 
@@ -111,12 +116,14 @@ class TeacherPass:
             build_model: the recipe's function.
             memory: informed about phases.
             resumed: the directory of the run that is resumed.
+            unfinished: that of an attempt that may have stored them; see Setup.
 
         Raises:
             UserError: the teacher or its file does not fit the run.
         """
         if self._objective is None:
             return
+        self._unfinished = unfinished
         asked = self._settings
         self._check_size(self._config.model.model_name, self._vocabulary)
         fingerprint: dict[str, Any] = {
@@ -230,16 +237,19 @@ class TeacherPass:
         return everyone
 
     def _new_file(self, fingerprint: dict[str, Any]) -> tuple[Path, bool]:
-        """Return where to write the file, and whether a valid one is there already, of a run that
-        did not begin."""
+        """Return where to write the file, or where a valid one is already, and which of the two it
+        is. A run that did not begin has left it in the cache, one without a checkpoint in its
+        directory."""
         named = self._settings.teacher_file
         if named:
             return Path(named).expanduser(), False
         digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:32]
         path = cache_dir() / "teachers" / f"{digest}.safetensors"
-        with contextlib.suppress(UserError):
-            self._check(path, fingerprint)
-            return path, True
+        left = [path] if self._unfinished is None else [path, self._unfinished / TEACHER_FILE]
+        for file in left:
+            with contextlib.suppress(UserError):
+                self._check(file, fingerprint)
+                return file, True
         return path, False
 
     def _run_teacher(
