@@ -70,6 +70,7 @@ def main(**flags: str) -> None:
                     examples=objective.examples,
                     load_processor=load_processor,  # called if samples have images
                     no_images=no_images,
+                    stop_ids=models.stop_ids(folder, model_config),
                 ),
                 cache=data.cache_dir(),
                 verify_cache=ranks.local_rank == 0,

@@ -8,12 +8,12 @@ import sys
 import zipfile
 from collections.abc import Callable
 from datetime import datetime
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from template_chats import CALL, CALLED, SPECIAL, STOCK, TOOLS, assistant, system, tool, user
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -23,33 +23,8 @@ from llama_ft.data.formats import BadSample, Message
 from llama_ft.data.tokenize import Encoded
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
-STOCK = {
-    file.stem: file.read_text()
-    for file in sorted(Path(__file__).with_name("chat_templates").glob("*.jinja"))
-}
 TEMPLATES = STOCK | {f"built-in {name}": template for name, template in BUILT_IN.items()}
-# Text in templates that a real tokenizer has as one token.
-SPECIAL = re.compile(
-    r"<[|｜][^<>\s'\"]+[|｜]>|<[a-z]+(?:_[a-z]+)+>|</?think>|</?tool_call>|<\|?\w+\|?>(?<=\|>)|<\|\w+>"
-)
 OPENED = "<think>\n"
-
-
-def said(role: str, content: str, **more: Any) -> Message:
-    return {"role": role, "content": content, **more}
-
-
-system, user, assistant, tool = (
-    partial(said, role) for role in ("system", "user", "assistant", "tool")
-)
-CALL = [{"type": "function", "function": {"name": "add", "arguments": {"x": 11}}}]
-NUMBER = {"type": "integer", "description": "a number"}
-ADD = {
-    "name": "add",
-    "description": "Adds.",
-    "parameters": {"type": "object", "properties": {"x": NUMBER}},
-}
-TOOLS = [{"type": "function", "function": ADD}]
 
 
 LONG_REASONING = (
@@ -63,7 +38,6 @@ class Chat(NamedTuple):
 
 
 PLAIN = Chat([user("Q1"), assistant("first"), user("Q2"), assistant("second")])
-CALLED = [user("Q1"), assistant("", tool_calls=CALL), tool("eleven"), assistant("first")]
 CHATS = {
     "one response": Chat(PLAIN.messages[:2]),
     "plain": PLAIN,

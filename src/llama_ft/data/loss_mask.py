@@ -3,20 +3,24 @@ write at inference, after exactly the prompt that it gets there."""
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from os.path import commonprefix
 from typing import TYPE_CHECKING, NamedTuple
 
-from llama_ft.data.chat_template import PROBE, Span, Tools, render_chat
+from llama_ft.data.chat_template import (
+    PROBE,
+    Span,
+    Tools,
+    render_chat,
+    template_for,
+    turn_ends,
+)
 from llama_ft.data.formats import REASONING, BadSample, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# Templates with this test (DeepSeek's) write a tool call only if the content of its message is
-# none.
-NO_CONTENT = re.compile(r"content\W{0,2}\s+is\s+(?:not\s+)?none")
 # Reasoning content that a generation prompt opens, such as <think> and a line break. Group 1: it
 # is also closed, so the model answers without reasoning.
 OPENED_REASONING = re.compile(r"<think>\s*(</think>\s*)?\Z")
@@ -78,14 +82,26 @@ class ChatRenderer:
         tokenizer: with a chat template.
         labels: assistant, completion (the last assistant message) or all. Responses of weight 0 are
             never in the loss.
+        template: one of the tokenizer's; None: the one for chats without tools.
+        stop_ids: the model's, see `turn_ends`.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", labels: str = "assistant") -> None:
-        self.template = tokenizer.get_chat_template()
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        labels: str = "assistant",
+        template: str | None = None,
+        stop_ids: Collection[int] = (),
+    ) -> None:
+        self.template = template or template_for(tokenizer, None)
         self.labels = labels
         self.has_generation_block = bool(GENERATION_BLOCK.search(self.template))
         self._opens_responses = "add_generation_prompt" in self.template
         self._special_tokens = tokenizer.special_tokens_map
+        # Blocks choose the end themselves.
+        self._turn_ends = dict[str, str]()
+        if not self.has_generation_block:
+            self._turn_ends = turn_ends(tokenizer, self.template, stop_ids)
         self._tokens = tuple(tokenizer.get_added_vocab())
         # Of several alternatives re takes the first one that fits, so the longest come first.
         longest_first = sorted(self._tokens, key=len, reverse=True)
@@ -101,11 +117,7 @@ class ChatRenderer:
                 found in the text.
             ChatDiffers: the chat must be split into one sample per response.
         """
-        if NO_CONTENT.search(self.template):
-            messages = [_with_content_none(message) for message in messages]
-        text, blocks = render_chat(
-            self.template, self._special_tokens, messages, tools, self.has_generation_block
-        )
+        text, blocks = self._with_end(messages, tools)
         for what in self._left_out(messages, tools, text):
             raise _dropped(what)
         if self.labels == "all":
@@ -170,6 +182,15 @@ class ChatRenderer:
         if first["role"] == "system" and first["content"].strip() not in text:
             yield "the system message"
 
+    def _with_end(self, messages: list[Message], tools: Tools | None) -> tuple[str, list[Span]]:
+        """Return the text of a chat that ends with a response, after which comes the token that ends
+        it, and the blocks."""
+        text, blocks = render_chat(
+            self.template, self._special_tokens, messages, tools, self.has_generation_block
+        )
+        next_role = "tool" if messages[-1].get("tool_calls") else "user"
+        return text + self._turn_ends.get(next_role, ""), blocks
+
     def _text(self, messages: list[Message], tools: Tools | None, open_answer: bool = False) -> str:
         text, _ = render_chat(
             self.template, self._special_tokens, messages, tools, open_answer=open_answer
@@ -192,9 +213,7 @@ class ChatRenderer:
         """
         message = messages[-1]
         prompt = self._text(messages[:-1], tools, open_answer=True)
-        text, blocks = rendered or render_chat(
-            self.template, self._special_tokens, messages, tools, self.has_generation_block
-        )
+        text, blocks = rendered or self._with_end(messages, tools)
         closing = ""
         if text.startswith(prompt):
             written_from = len(prompt)
@@ -325,6 +344,8 @@ class ChatRenderer:
         last = next((token for token in self._tokens if trimmed.endswith(token)), None)
         if last is None or len(trimmed) <= start:
             return len(text)
+        if any(trimmed.endswith(end) for end in self._turn_ends.values()):
+            return len(trimmed)
         before = trimmed[: -len(last)].rstrip()
         ends = []
         if len(before) > start and before.endswith(self._tokens):
@@ -334,14 +355,6 @@ class ChatRenderer:
             common = commonprefix([trimmed, self._text(messages, tools, open_answer=True)])
             ends = [match.end() for match in self._token.finditer(common, start)]
         return ends[-1] if ends else len(trimmed)
-
-
-def _with_content_none(message: Message) -> Message:
-    """Return a message with a tool call whose content is None instead of empty; others as they
-    are."""
-    if not message.get("tool_calls"):
-        return message
-    return {**message, "content": message["content"] or None}
 
 
 def _clipped(blocks: list[Span], start: int, end: int) -> list[Span]:

@@ -8,7 +8,7 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from llama_ft.config import DataConfig, as_fraction
 from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.cache import build_once
-from llama_ft.data.chat_template import ensure_chat_template
+from llama_ft.data.chat_template import ensure_chat_template, missing_end
 from llama_ft.data.formats import FORMATS, BadSample
 from llama_ft.data.processor import Images, open_images
 from llama_ft.data.reshape import describe_columns, reshaped
@@ -163,6 +163,7 @@ class DataRequest:
         load_processor: returns the model's processor, called if samples have images; None: the model
             or this use of it takes no images.
         no_images: why it is None, for messages.
+        stop_ids: the model's tokens that end generation.
     """
 
     context_length: int
@@ -173,6 +174,7 @@ class DataRequest:
     examples: ExamplesOf = one_example
     load_processor: Callable[[], Any] | None = None
     no_images: str = "only text is trained on"
+    stop_ids: Sequence[int] = ()
 
 
 def prepare(
@@ -201,7 +203,7 @@ def prepare(
     """
     opened = _open_sources(config, tokenizer, request, cache)
     source = opened.training
-    encoder, images, summary = _make_encoder(opened, config, tokenizer, request, cache)
+    encoder, images, summary, warnings = _make_encoder(opened, config, tokenizer, request, cache)
     tokenization = _Tokenization(
         source=source,
         validation=opened.validation,
@@ -230,7 +232,7 @@ def prepare(
     summary += describe(report, statistics)
     if request.want_validation and report.validation is None and not named:
         summary.append("no validation data: --validation FILE or --validation 0.05")
-    warnings = [TRAINED_ON] if is_trained_on else []
+    warnings += [TRAINED_ON] if is_trained_on else []
     warnings += note_lines(report.notes)
     for name, one in named.items():
         warnings += [f"{name}: {line}" for line in one.warnings]
@@ -351,12 +353,13 @@ def _make_encoder(
     tokenizer: PreTrainedTokenizerBase,
     request: DataRequest,
     cache: Path,
-) -> tuple[Encoder, Images | None, list[str]]:
+) -> tuple[Encoder, Images | None, list[str], list[str]]:
     """Look at the first samples, and return what makes tokens of all. Sets the tokenizer's chat
     template if there are chats.
 
     Returns:
-        The encoder; the model's reader of images, None if no sample has one; and lines for the log.
+        The encoder; the model's reader of images, None if no sample has one; lines for the log; and
+        warnings.
     """
     source = opened.training
     sources = [source] if opened.validation is None else [source, opened.validation]
@@ -369,10 +372,13 @@ def _make_encoder(
     )
     # Without a valid sample, there may be chats after the first samples.
     has_chats = list in kinds or not kinds
+    warnings = list[str]()
     if config.chat_template or has_chats:
         note = ensure_chat_template(tokenizer, config.chat_template, request.add_tokens)
         if note:
             summary.insert(0, note)
+        if warning := missing_end(tokenizer, request.stop_ids):
+            warnings.append(warning)
     if images is not None:
         images.check()
     encoder = Encoder(
@@ -384,8 +390,9 @@ def _make_encoder(
         images,
         no_images,
         takes_images=request.load_processor is not None,
+        stop_ids=request.stop_ids,
     )
-    return encoder, images, summary
+    return encoder, images, summary, warnings
 
 
 def _look_at_formats(
@@ -483,6 +490,8 @@ def _key(tokenization: _Tokenization, code: str) -> str:
                 parts += [os.path.abspath(file.name) for file in files]
     if tokenization.config.deduplicate:
         parts.append("deduplicate")
+    if encoder.turn_ends:
+        parts.append(json.dumps(encoder.turn_ends))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 

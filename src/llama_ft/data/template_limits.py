@@ -1,12 +1,19 @@
 """Limits for chat templates. A template is a program: a mistake in it can loop for ever, take all
-memory, or recurse until the process crashes."""
+memory, or recurse until the process crashes.
+
+Chats made up for it are rendered in a forked process, which may crash (`exceeded_limit`). Chats of
+the data are rendered in this process, with a timer and less memory (`limited`).
+"""
 
 import os
 import resource
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 CPU_SECONDS = 5  # templates take milliseconds
 BYTES = 2**30
@@ -26,11 +33,11 @@ def exceeded_limit(render: Callable[[], object]) -> str | None:
         return None
     code = os.waitstatus_to_exitcode(status)
     if code == OUT_OF_MEMORY:
-        return f"it takes more than {BYTES // 2**30} GiB of memory."
+        return _too_much_memory()
     if code == TOO_DEEP:
         return "it is nested too deeply, or calls itself without end."
     if code in (-signal.SIGXCPU, -signal.SIGKILL):
-        return f"it does not end within {CPU_SECONDS} s."
+        return _too_slow()
     if code < 0:  # minus the number of the signal that has ended it
         return f"it ends the process ({signal.Signals(-code).name})."
     return None
@@ -40,10 +47,7 @@ def _render_and_exit(render: Callable[[], object]) -> None:
     """Never returns: the fork must not run any of its parent's other code."""
     code = 0
     try:
-        # The first number is the size of the address space. RLIMIT_AS limits all of it, not only
-        # what the template adds.
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most_bytes = pages * resource.getpagesize() + BYTES
+        most_bytes = _address_space() + BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
         # no core dump, which would have the size of the parent's memory
@@ -56,6 +60,60 @@ def _render_and_exit(render: Callable[[], object]) -> None:
     except BaseException:  # the parent will meet it, too
         code = 0
     os._exit(code)
+
+
+def _address_space() -> int:
+    """Return the size of this process in bytes. RLIMIT_AS limits all of it, not only what a template
+    adds."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * resource.getpagesize()
+
+
+def _too_much_memory() -> str:
+    return f"it takes more than {BYTES // 2**30} GiB of memory."
+
+
+def _too_slow() -> str:
+    return f"it does not end within {CPU_SECONDS} s."
+
+
+class ExceededLimit(BaseException):
+    """A template takes too much time or memory for a chat; the text says which. Jinja ignores other
+    exceptions when it computes constants."""
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Limit what the block may take. In other threads than the main one there is no limit, because
+    only the main one receives signals.
+
+    Raises:
+        ExceededLimit: the block takes more than CPU_SECONDS or BYTES.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    started = time.thread_time()
+
+    def check(_number: int, _frame: FrameType | None) -> None:
+        # The timer counts the time of all threads.
+        if time.thread_time() - started >= CPU_SECONDS:
+            raise ExceededLimit(_too_slow())
+
+    before = signal.signal(signal.SIGVTALRM, check)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS, 0.2)
+    try:
+        most_bytes = _address_space() + BYTES
+        is_lower = soft == resource.RLIM_INFINITY or most_bytes < soft
+        resource.setrlimit(resource.RLIMIT_AS, (most_bytes if is_lower else soft, hard))
+        yield
+    except MemoryError:
+        raise ExceededLimit(_too_much_memory()) from None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _wait(child: int) -> int | None:

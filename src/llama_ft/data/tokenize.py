@@ -1,8 +1,7 @@
 """Tokenize samples and build their labels, which say which tokens are in the loss."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain, pairwise
 from operator import itemgetter
 from typing import Literal, NamedTuple
@@ -10,7 +9,17 @@ from typing import Literal, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from llama_ft.data import formats
-from llama_ft.data.chat_template import ALPACA, INPUT_HEADING, Span, added_bos
+from llama_ft.data.chat_template import (
+    ALPACA,
+    INPUT_HEADING,
+    LONGEST_TEXT,
+    Span,
+    Tools,
+    added_bos,
+    template_for,
+    templates_in_use,
+    turn_ends,
+)
 from llama_ft.data.formats import (
     FORMATS,
     BadSample,
@@ -31,8 +40,6 @@ from llama_ft.data.notes import notes_of
 from llama_ft.data.processor import ImageExample, Images
 from llama_ft.errors import UserError, plural
 
-# characters; a tokenizer takes up to 200 bytes per character, and 20 s for all of them
-LONGEST_TEXT = 10_000_000
 SPACE = "\u2581"  # as SentencePiece writes it
 IGNORED = -100  # cross_entropy of PyTorch ignores this label by default
 Truncation = Literal["right", "left", "drop", "split"]
@@ -80,6 +87,7 @@ class Encoder:
         images: reads images of chats; None: samples with images are bad.
         no_images: why they are, for messages.
         takes_images: the model takes images, also if no sample has one.
+        stop_ids: the model's tokens that end generation, see `turn_ends`.
     """
 
     def __init__(
@@ -92,8 +100,12 @@ class Encoder:
         images: Images | None = None,
         no_images: str = "only text is trained on",
         takes_images: bool = False,
+        stop_ids: Collection[int] = (),
     ) -> None:
         self.tokenizer = tokenizer
+        self.stop_ids = sorted(stop_ids)
+        # by template; made with the first chat, because samples without chats need none
+        self._renderers = dict[str, ChatRenderer]()
         self.images = images
         self._no_images = no_images
         self.takes_images = takes_images
@@ -109,10 +121,25 @@ class Encoder:
         # this also disables the truncation and padding stored in the tokenizer
         self._bos = added_bos(tokenizer)
 
-    @cached_property
-    def _renderer(self) -> ChatRenderer:
-        """Created for the first chat, because samples without chats need no valid chat template."""
-        return ChatRenderer(self.tokenizer, "assistant" if self.labels == "auto" else self.labels)
+    def _renderer(self, tools: Tools | None) -> ChatRenderer:
+        """Return the renderer of chats with these tools, for which there can be another template."""
+        template = template_for(self.tokenizer, tools)
+        if template not in self._renderers:
+            labels = "assistant" if self.labels == "auto" else self.labels
+            self._renderers[template] = ChatRenderer(
+                self.tokenizer, labels, template, self.stop_ids
+            )
+        return self._renderers[template]
+
+    @property
+    def turn_ends(self) -> list[dict[str, str]]:
+        """The ends of responses that templates do not write, see `turn_ends`; [] if there are
+        none."""
+        if not (self.stop_ids and self.tokenizer.chat_template):
+            return []
+        templates = templates_in_use(self.tokenizer)
+        ends = [turn_ends(self.tokenizer, template, self.stop_ids) for template in templates]
+        return ends if any(ends) else []
 
     def read(self, sample: Sample, sample_format: SampleFormat) -> Content:
         """Return the content of a sample: the messages of a chat, or its texts.
@@ -205,7 +232,8 @@ class Encoder:
     ) -> Example:
         content = self._without_dropped(content)
         if isinstance(content, list):
-            chat = self._renderer.render(content, formats.tools_of(sample))
+            tools = formats.tools_of(sample)
+            chat = self._renderer(tools).render(content, tools)
             if any(formats.has_images(message["content"]) for message in content):
                 return self._tokenize_images(chat, content)
             return self._tokenize_chat(chat)

@@ -61,6 +61,7 @@ def prepare_samples(
             examples=training.SupervisedFineTuning.examples,
             load_processor=None if no_images else load_processor,
             no_images=no_images,
+            stop_ids=models.stop_ids(request.folder, model_config),
         ),
         cache=data.cache_dir(),
         verify_cache=ranks.local_rank == 0,  # it reads all samples

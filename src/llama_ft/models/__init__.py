@@ -33,5 +33,5 @@ from llama_ft.models.quantization import choose_quantization, quantize_linears
 from llama_ft.models.routers import use_router_loss
 from llama_ft.models.score_head import choose_head
 from llama_ft.models.source import fingerprint
-from llama_ft.models.text_part import auto_class, why_no_images
+from llama_ft.models.text_part import auto_class, stop_ids, why_no_images
 from llama_ft.models.trained_parts import choose_trained_parts, needs_image_parts, trains_images

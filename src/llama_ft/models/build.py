@@ -43,6 +43,7 @@ from llama_ft.models.text_part import (
     auto_class,
     keep_text_part,
     names_score,
+    stop_ids,
     takes_more_than_text,
 )
 from llama_ft.models.transformers_private import private
@@ -157,6 +158,9 @@ def build_on_meta(
         config.get_text_config().vocab_size = new.rows
     skeleton = make_skeleton(config, model)
     skeleton.tie_weights()
+    if skeleton.generation_config is not None and folder != Path():
+        # Sample answers and scores end where those of the final model do.
+        skeleton.generation_config.eos_token_id = stop_ids(folder, config) or None
     has_score = names_score(config)
     if has_score:
         add_score(skeleton)

@@ -14,9 +14,12 @@ files.
 """
 
 import inspect
+import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +64,23 @@ class TextOutput(SimpleNamespace):
 
     def __getitem__(self, index: Any) -> Any:
         return self.last_hidden_state if index == 0 else ()
+
+
+def stop_ids(folder: Path, config: PretrainedConfig) -> list[int]:
+    """Return the tokens that end generation: eos_token_id of generation_config.json, else of
+    config.json.
+
+    Args:
+        folder: of the model.
+        config: the model's config.
+    """
+    known = getattr(config.get_text_config(), "eos_token_id", None)
+    with suppress(OSError, ValueError):
+        settings = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+        if isinstance(settings, dict) and settings.get("eos_token_id") is not None:
+            known = settings["eos_token_id"]
+    ids = known if isinstance(known, list) else [known]
+    return [token for token in ids if isinstance(token, int)]
 
 
 def takes_more_than_text(config: PretrainedConfig) -> bool:

@@ -140,9 +140,10 @@ class AnswerScores:
         if not self._questions:
             return {}  # also for reward models, which cannot generate
         before = model.generation_config
-        ends = stop_token_ids(
-            self._tokenizer, getattr(model.config.get_text_config(), "eos_token_id", None)
-        )
+        known = before.eos_token_id
+        if known is None:
+            known = getattr(model.config.get_text_config(), "eos_token_id", None)
+        ends = stop_token_ids(self._tokenizer, known)
         # not the model's generation_config.json, which may ask for sampling or for penalties
         model.generation_config = GenerationConfig(
             do_sample=False, pad_token_id=pad_token_id, eos_token_id=ends or None
