@@ -70,6 +70,21 @@ def test_quoted_texts_of_a_list_keep_their_commas() -> None:
         )
 
 
+def test_datasets_with_commas_between_them_are_a_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for text in ("a.jsonl,b.jsonl", "a.jsonl, b.jsonl", "[a.jsonl,b.jsonl]"):
+        config = load([f"--dataset={text}"], paths=False)[0]
+        assert config.data.dataset == [{"path": "a.jsonl"}, {"path": "b.jsonl"}]
+    for name in ("a,b.jsonl", "https://host/x,y.jsonl", "a.jsonl,"):
+        if "/" not in name and not name.endswith(","):
+            (tmp_path / name).touch()
+        assert load([f"--dataset={name}"], paths=False)[0].data.dataset == name
+    two = load(["--dataset=s3://b/x.jsonl,s3://b/y.jsonl"], paths=False)[0]
+    assert two.data.dataset == [{"path": "s3://b/x.jsonl"}, {"path": "s3://b/y.jsonl"}]
+
+
 @pytest.mark.parametrize("word", ["none", "None", "null"])
 def test_none_unsets_an_optional_setting(word: str) -> None:
     assert parsed(f"--context_length {word}").data.context_length is None
@@ -126,7 +141,12 @@ def test_a_negative_number_is_a_value(errors_of) -> None:
         ("--config", "--config needs a value."),
         ("--no_lr", "--no_lr: --no_ works for switches"),
         ("mine.yaml", '"mine.yaml" is an unexpected argument.'),
-        ("--use_peft --target_modules q v", '"v" is an unexpected argument.'),
+        ("--use_peft --target_modules q v", "Write a list as --target_modules q,v."),
+        ("--lr 1 2", '"2" is an unexpected argument. A flag takes one value'),
+        (
+            "--dataset a.jsonl b.jsonl c.jsonl",
+            '"c.jsonl" is an unexpected argument. Write a list as --dataset a.jsonl,b.jsonl,c.jsonl.',
+        ),
     ],
 )
 def test_each_typo_on_the_command_line_has_its_message(errors_of, line: str, expected: str) -> None:

@@ -85,7 +85,18 @@ def test_pipes_and_devices_are_rejected_without_opening_them(
         ("--dataset empty", "--dataset empty: is a directory without data files."),
         ("--dataset data/*.csv", "--dataset data/*.csv: matches no file, or not only "),
         ("--dataset n*s.xlsx", "--dataset n*s.xlsx: matches no file, or not only "),
-        ("--dataset notes.xlsx", "--dataset notes.xlsx: unknown suffix."),
+        (
+            "--dataset notes.xlsx",
+            "--dataset notes.xlsx: unknown suffix. Save it as .csv, in UTF-8.",
+        ),
+        ("--dataset a.tsv", "--dataset a.tsv: unknown suffix. Rename it to .csv: tabs are"),
+        ("--validation 20%", "--validation 20%: expected a fraction of the samples: 0.2."),
+        ("--validation 2.5%", "--validation 2.5%: expected a fraction of the samples: 0.025."),
+        (
+            "--validation data/my_data.jsonl,notes.xlsx",
+            "--validation data/my_data.jsonl,notes.xlsx: no such file. Several validation sets",
+        ),
+        ("--dataset data/my_data.jsonl,nope.jsonl", "--dataset nope.jsonl: no such file."),
         ("--dataset dolly15", "--dataset dolly15: is neither data nor a built-in dataset"),
         ("--dataset code.py", "--dataset code.py: which function?"),
         ("--dataset codes.py:build", "--dataset codes.py:build: no such file."),
@@ -98,6 +109,7 @@ def test_each_wrong_path_has_its_message(errors_of, files: Files, line: str, exp
         "lora/adapter_config.json",
         "data/my_data.jsonl",
         "notes.xlsx",
+        "a.tsv",
     )
     files("code.py", text="raise SystemExit('this file was run')")
     (message,) = errors_of(*line.split(), paths=True)
@@ -119,6 +131,18 @@ def test_each_wrong_path_has_its_message(errors_of, files: Files, line: str, exp
 def test_every_form_of_a_dataset_name_is_accepted(errors_of, files: Files, name: str) -> None:
     files("data/my_data.jsonl", "my.jsonl.gz")
     assert errors_of("--dataset", name, paths=True) == []
+
+
+def test_only_files_with_a_similar_name_before_the_suffix_are_suggested(
+    errors_of, files: Files
+) -> None:
+    files("b/roles.jsonl", "b/tickets.json", "b/.tikets.jsonl")
+    assert errors_of("--dataset", "b/nope.jsonl", paths=True) == [
+        "--dataset b/nope.jsonl: no such file."
+    ]
+    for name in ("b/tickets.jsonl", "b/tikets.json"):
+        [message] = errors_of("--dataset", name, paths=True)
+        assert message.endswith("no such file. Did you mean b/tickets.json?")
 
 
 def test_a_secret_in_a_url_is_not_printed(errors_of) -> None:

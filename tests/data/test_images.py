@@ -27,6 +27,7 @@ from llama_ft.config import DataConfig
 from llama_ft.data import TokenizedData, load_processor, prepare
 from llama_ft.data.batches import collate
 from llama_ft.data.image_files import read_image
+from llama_ft.data.image_parts import ImageStore
 from llama_ft.data.prepare import DataRequest
 from llama_ft.data.tokenize_files import chunks_of, encode_chunk
 from llama_ft.errors import UserError
@@ -275,6 +276,37 @@ def test_images_of_a_format_without_places_for_them_are_reported(
     data = write_jsonl(tmp_path / "a.jsonl", [row])
     with pytest.raises(UserError, match="nothing: samples of the format alpaca are text only"):
         prepared(model, data, tmp_path / "cache")
+
+
+def damage(file: Path, kind: str, other: bytes) -> None:
+    content = file.read_bytes()
+    file.unlink()
+    damaged = {
+        "flipped": bytes([content[0] ^ 1]) + content[1:],
+        "cut": content[:-9],
+        "empty": b"",
+        "another image": other,
+    }
+    if kind in damaged:
+        file.write_bytes(damaged[kind])
+    elif kind == "a directory":
+        file.mkdir()
+        (file / "a").touch()
+
+
+@pytest.mark.parametrize(
+    "kind", ["flipped", "cut", "empty", "another image", "missing", "a directory"]
+)
+def test_a_damaged_image_of_the_cache_is_written_again(tmp_path: Path, kind: str) -> None:
+    png = write_image(tmp_path / "a.png", 60, 40, 1).read_bytes()
+    other = write_image(tmp_path / "b.png", 60, 40, 2).read_bytes()
+    path = Path(ImageStore(tmp_path / "cache").keep(png))
+    assert path.read_bytes() == png
+    damage(path, kind, other)
+    store = ImageStore(tmp_path / "cache")  # of another run
+    assert [store.keep(png), store.keep(png)] == [str(path)] * 2
+    assert path.read_bytes() == png
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 def test_marks_without_a_column_are_a_warning(model: Path, tmp_path: Path) -> None:

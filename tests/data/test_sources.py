@@ -93,6 +93,43 @@ def test_a_directory_stands_for_all_its_data_files_in_order_of_their_names(
     assert not brings_validation(str(tmp_path / "data"))
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "json"])
+def test_files_of_a_cloned_dataset_that_hold_no_samples_are_left_out(
+    source_of: Opener, tmp_path: Path, suffix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "d"
+    folder.mkdir()
+    rows = datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
+    file = folder / f"data/train-00000-of-00001.{suffix}"
+    file.parent.mkdir()
+    if suffix == "parquet":
+        rows.to_parquet(file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "README.md").write_text("no data")
+    (folder / "dataset_infos.json").write_text(json.dumps({"default": {"features": {"text": {}}}}))
+    (folder / "metadata.json").write_text(json.dumps({"license": "mit", "n": [1]}, indent=2))
+    (folder / "labels.json").write_text('["a", "b"]')
+    write(folder / "one.jsonl", "c")
+    (folder / "two.json").write_text('{"text": "d"}')  # a single sample
+    with caplog.at_level("WARNING"):
+        assert texts(source_of(str(folder))) == ["a", "b", "c", "d"]
+    assert caplog.text.count("left out") == 1
+    assert "dataset_infos.json, labels.json, metadata.json left out" in caplog.text
+    alone = tmp_path / "alone"
+    write(alone / "metadata.json", "a")
+    assert texts(source_of(str(alone))) == ["a"]
+
+
+def test_one_object_with_a_list_of_samples_has_a_way_out(source_of: Opener, tmp_path: Path) -> None:
+    path = tmp_path / "my.json"
+    path.write_text(json.dumps({"version": 1, "data": [{"text": "a"}]}))
+    with pytest.raises(UserError) as caught:
+        source_of(str(path)).sample_format("auto")
+    assert "its samples are in the list data" in str(caught.value)
+    assert f"jq '.data' {path} > samples.json" in str(caught.value)
+
+
 def test_urls_may_name_a_file_a_pattern_or_a_directory(source_of: Opener, tmp_path: Path) -> None:
     base = f"memory://{tmp_path.name}"
     for name in ("b.jsonl", "a.jsonl", "notes.txt"):

@@ -17,6 +17,11 @@ DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 COMPRESSED_SUFFIXES = tuple(
     kind + packed for kind in (".jsonl", ".json", ".csv") for packed in (".gz", ".zst")
 )
+# Suffixes of files that are not read, and what to do with them.
+OTHER_SUFFIXES = {
+    ".tsv": "Rename it to .csv: tabs are recognized.",
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), "Save it as .csv, in UTF-8."),
+}
 NOT_A_FILE = "is a directory, a pipe or a device; expected a file."
 DATA_FORMS = (
     ".jsonl, .json, .csv (also .gz, .zst) and .parquet, directories and globs of them, Hub names (org/name), and "
@@ -25,6 +30,7 @@ DATA_FORMS = (
 HUB_NAME = re.compile(r"[\w.\-]+/[\w.\-]+(:[\w.\-]+)?")
 # such as train, or train[:5%] in the syntax of `datasets`
 SPLIT_NAME = re.compile(r"\w+(\[[^\]/]*\])?")
+PERCENT = re.compile(r"(\d+(?:\.\d+)?) ?%")
 # Dataset.save_to_disk writes one of these files
 DATASETS_MARKER_FILES = ("dataset_dict.json", "state.json")
 
@@ -32,6 +38,16 @@ DATASETS_MARKER_FILES = ("dataset_dict.json", "state.json")
 def is_url(name: str) -> bool:
     """Return whether fsspec must open `name`, such as `s3://bucket/my.jsonl`."""
     return "://" in name
+
+
+def listed_names(text: str) -> list[str]:
+    """Return the names of `a.jsonl,b.jsonl`; none if it is the name of one file, or a URL with
+    commas."""
+    names = [name.strip() for name in text.split(",")]
+    urls = [is_url(name) for name in names]
+    if len(names) == 1 or not all(names) or any(urls) != all(urls):
+        return []
+    return [] if os.path.exists(os.path.expanduser(text)) else names
 
 
 def data_suffix(name: str) -> str:
@@ -124,8 +140,13 @@ def data_problem(name: str) -> str | None:
     if path.exists():
         if not path.is_file():
             return NOT_A_FILE
-        return None if has_data_suffix else f"unknown suffix. Supported: {DATA_FORMS}."
+        way_out = OTHER_SUFFIXES.get(path.suffix.lower(), f"Supported: {DATA_FORMS}.")
+        return None if has_data_suffix else f"unknown suffix. {way_out}"
+    if listed_names(name):
+        return "no such file. Several validation sets have names: '{chat: a.jsonl, code: b.jsonl}'."
     if has_data_suffix:
         return missing_file(path)
+    if percent := PERCENT.fullmatch(name):
+        return f"expected a fraction of the samples: {float(percent[1]) / 100:g}."
     built_in = ", ".join(("demo", *READY_DATASETS))
     return f"is neither data nor a built-in dataset ({built_in}). Supported: {DATA_FORMS}."

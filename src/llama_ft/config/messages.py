@@ -153,9 +153,10 @@ def nearest(word: str, candidates: Iterable[str], least: float = 0.6) -> str | N
 
 def missing_file(file: Path) -> str:
     """Return the error message for a file that does not exist."""
-    names = [path.name for path in file.parent.glob("*")]
-    similar = nearest(file.name, names, TYPO_SIMILARITY)
-    return f"no such file. Did you mean {file.parent / similar}?" if similar else "no such file."
+    # without suffixes, which make all short names similar
+    names = {path.name.partition(".")[0]: path for path in file.parent.glob("[!.]*")}
+    similar = nearest(file.name.partition(".")[0], names, TYPO_SIMILARITY)
+    return f"no such file. Did you mean {names[similar]}?" if similar else "no such file."
 
 
 def known(name: str) -> Setting | None:

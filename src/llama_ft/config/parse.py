@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from llama_ft.config.data_names import listed_names
 from llama_ft.config.messages import (
     EARLIER_NAMES,
     MOST_ERRORS,
@@ -35,6 +36,7 @@ MODES = {"true": "8bit", "false": "none"}  # bare --quantization means 8bit, as 
 PLAIN_NAME = re.compile(r"[\w.\-]+")
 NEGATIVE_NUMBER = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
 LARGEST_CONFIG = 2**18  # bytes; PyYAML reads about 100,000 per second
+LIST_KINDS = ("data", "names", "names or pattern")  # settings that take a,b,c
 NULL = "tag:yaml.org,2002:null"
 
 Find = Callable[[str], Setting | None]
@@ -101,6 +103,8 @@ def from_text(setting: Setting, text: str) -> Any:
         return text if setting.kind == "names or pattern" and is_pattern else items
     if setting.kind == "data" and node is not None:
         return _parts(node)
+    if setting.kind == "data" and (names := listed_names(text)):
+        return [{"path": os.path.expanduser(name)} for name in names]
     is_path = setting.kind in ("text", "data", "data or sets")
     return os.path.expanduser(text) if is_path else text
 
@@ -209,13 +213,21 @@ def read_flags(
         positional: the field for positional arguments, as a list; None: they are errors.
     """
     parsed = Parsed()
+    listed = ""  # the last flag with its value, if that may be a list
+    list_error = ""
     for word in words_of(argv):
         setting, text, error = _read(word, find)
         if not word.flag and positional:
             parsed.values.setdefault(positional, []).append(word.value)
         elif not word.flag:
             taken = "A flag takes one value; write lists as a,b,c, and a config as --config FILE."
-            parsed.errors.append(f'"{word.value}" is an unexpected argument. {taken}')
+            if listed:
+                listed += f",{word.value}"
+                taken = f"Write a list as {listed}."
+                if list_error:  # of the word before
+                    parsed.errors.remove(list_error)
+            list_error = f'"{word.value}" is an unexpected argument. {taken}'
+            parsed.errors.append(list_error)
         elif setting is None:
             parsed.add_unknown(word.flag, word.name, explain)
         elif error:
@@ -227,6 +239,8 @@ def read_flags(
                 )
             parsed.origins[setting.name] = word.flag
             parsed.values[setting.name] = from_text(setting, text)
+            listed = f"{word.flag} {text}" if setting.kind in LIST_KINDS else ""
+            list_error = ""
     return parsed
 
 

@@ -244,6 +244,32 @@ def _refuse_several_lines(name: str) -> None:
     raise UserError(f"{name}: {OVER_LINES}.\n{way_out} {name} > lines.jsonl converts it.")
 
 
+def columns_of_first(files: Iterable[str]) -> set[str]:
+    """Return the columns of the first sample of each file."""
+    columns = set[str]()
+    for file in files:
+        _, sample = next(samples_of_file(file), ("", BadSample()))
+        columns |= set() if isinstance(sample, BadSample) else set(sample)
+    return columns
+
+
+def whole_object(name: str) -> dict[str, Any] | None:
+    """Return the object that a .json file consists of; None if it has several, or is an array of
+    objects. A file with another value, such as a list of texts, counts as an empty object."""
+    try:
+        with _opened(name) as file:
+            content = file.read(LONGEST_LINE + 1)
+        if len(content) > LONGEST_LINE:
+            return None
+        text = content.decode("utf-8-sig").strip()
+        if re.match(r"\[\s*[{\]]", text):
+            return None
+        value = json.loads(text)
+    except (OSError, ValueError, RecursionError):  # its samples are read later, and reported
+        return None
+    return value if isinstance(value, dict) else {}
+
+
 def is_list_of_objects(value: Any) -> bool:
     """Return whether a value is a list of objects, as samples are."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)

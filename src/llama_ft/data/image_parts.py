@@ -16,6 +16,7 @@ import base64
 import binascii
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -122,10 +123,14 @@ class ImageStore:
         self.cache = cache
         self._is_full = is_full
         self._folder = cache / "images"
+        self._whole = set[str]()  # names of files that were compared or written
 
     def keep(self, content: bytes) -> str:
-        """Return the path of a file with this content. Raises BadSample if it takes no further
-        image."""
+        """Return the path of a file with this content. A damaged file in the cache is written again.
+
+        Raises:
+            BadSample: it takes no further image.
+        """
         if self._is_full:
             raise BadSample(
                 "its image is in the data itself, which --streaming does not support; write images "
@@ -133,11 +138,20 @@ class ImageStore:
             )
         name = xxhash.xxh3_128_hexdigest(content)
         path = self._folder / name[:2] / name
-        if not path.exists():
+        if name in self._whole:
+            return str(path)
+        if not (path.is_file() and path.read_bytes() == content):
             path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir():
+                shutil.rmtree(path)
             temporary = path.with_name(f".{name}-{uuid.uuid4().hex[:8]}")
-            temporary.write_bytes(content)
+            with temporary.open("wb") as file:
+                file.write(content)
+                # the tokens that name this file are synced, too
+                file.flush()
+                os.fsync(file.fileno())
             temporary.rename(path)
+        self._whole.add(name)
         return str(path)
 
 

@@ -29,15 +29,25 @@ from llama_ft.config.data_names import (
 )
 from llama_ft.config.settings import DataConfig, DatasetPart
 from llama_ft.data.demo import build_demo
-from llama_ft.data.files import ROWS_AT_ONCE, Samples, is_list_of_objects, numbered, samples_of_file
+from llama_ft.data.files import (
+    ROWS_AT_ONCE,
+    Samples,
+    columns_of_first,
+    is_list_of_objects,
+    numbered,
+    samples_of_file,
+    whole_object,
+)
 from llama_ft.data.formats import BadSample, Sample, SampleFormat, find_format
 from llama_ft.errors import UserError, reason
+from llama_ft.runtime.console import log
 from llama_ft.user_function import load_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Split = Literal["train", "validation"]
+FILES_LOOKED_AT = 3  # of a directory, to find the columns
 SAMPLES_LOOKED_AT = 100  # to find the columns: a sample of a .jsonl file may lack some of them
 # `datasets` finds splits in the same way: by a word in the name of a file or directory, between
 # marks or digits.
@@ -334,11 +344,33 @@ def splits_of(name: str, streaming: bool = False) -> dict[str, Any]:
         remote_files = [file for file in sorted(found) if data_suffix(file)]
         # fsspec returns paths without the protocol, such as s3://
         files = [str(system.unstrip_protocol(file)) for file in remote_files]
+    if kind == "folder" or name.endswith("/"):
+        files = list(_without_metadata(name, tuple(files)))
     splits: dict[str, list[str]] = {}
     for file in files:
         inside = file.removeprefix(str(path)) if kind == "folder" else Path(file).name
         splits.setdefault(_split_in_name(inside.lower()), []).append(file)
     return {"": splits["train"]} if set(splits) == {"train"} else splits
+
+
+@functools.cache  # also so that the message comes once
+def _without_metadata(folder: str, files: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the files of a directory that hold samples. Cloned datasets have others, such as
+    dataset_infos.json: one object with other columns than the samples of the other files."""
+    objects = {}
+    for file in files:
+        if data_suffix(file) == ".json" and (value := whole_object(file)) is not None:
+            objects[file] = value
+    others = [file for file in files if file not in objects]
+    if not objects or not others:
+        return files
+    columns = columns_of_first(others[:FILES_LOOKED_AT])
+    left_out = [file for file, value in objects.items() if not columns & set(value)]
+    if columns and left_out:
+        names = ", ".join(file.rpartition("/")[2] for file in left_out)
+        log.warning(f"{folder}: {names} left out: no column of the other files is there")
+        return tuple(file for file in files if file not in left_out)
+    return files
 
 
 def _split_in_name(name: str) -> str:

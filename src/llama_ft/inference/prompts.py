@@ -34,6 +34,7 @@ from llama_ft.data.image_prompts import image_paths, user_message
 from llama_ft.data.loss_mask import ChatDiffers
 from llama_ft.data.reshape import reshaped
 from llama_ft.data.sources import Source
+from llama_ft.data.values import check_numbers, in_own_names
 from llama_ft.errors import RunFailure, UserError, plural
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.generate import Answer, Answerer, Messages
@@ -117,7 +118,7 @@ def read_prompts(name: str, columns: Sequence[str] = (), skip_bad_rows: bool = F
                     raise sample
                 prompts.append((dict(sample), _prompt_of(_with_images(sample, place))))
             except BadSample as error:
-                bad.append(f"{place}: {error}")
+                bad.append(f"{place}: {in_own_names(error, sample)}")
         refuse_or_skip(bad, skip_bad_rows)
     if not prompts:
         raise UserError(f"--prompts {name}: holds no prompts.")
@@ -149,6 +150,7 @@ def _prompt_of(sample: Sample) -> Messages | str:
     """Return the prompt of a sample in a training format. Its last response may be missing."""
     if "answer" in sample:
         raise BadSample('the sample already has a column "answer". Rename it.')
+    check_numbers(sample, ("tools", "prompt", "messages", "conversations"))
     tools_of(sample)
     if isinstance(sample.get("prompt"), str) and sample["prompt"].strip():
         return str(prompt_completion({**sample, "completion": "."})[0])
