@@ -19,7 +19,7 @@ TOKENS = {
     "check": 4300,
     "checkpoint": 25_300,
     "config": 18_200,
-    "data": 43_700,
+    "data": 45_500,
     "evaluation": 4000,
     "inference": 7500,
     "models": 65_200,

@@ -126,7 +126,7 @@ class ImageStore:
         self._whole = set[str]()  # names of files that were compared or written
 
     def keep(self, content: bytes) -> str:
-        """Return the path of a file with this content. A damaged file in the cache is written again.
+        """Return the path of a file with this content. A corrupted file in the cache is written again.
 
         Raises:
             BadSample: it takes no further image.
