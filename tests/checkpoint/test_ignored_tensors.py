@@ -2,6 +2,8 @@
 prediction: an export has the names, dtypes and bytes of the base for everything that is not
 trained."""
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -10,9 +12,11 @@ import pytest
 import torch
 from checkpoint_by_hand import stored
 from conftest import REPOSITORY, build_model, load_script, run_cases
+from safetensors.torch import load_file, save_file
 
 from llama_ft.checkpoint import Exporter, export_model, find_valid
 from llama_ft.config import CheckpointConfig, ModelConfig, PeftConfig
+from llama_ft.errors import UserError
 from llama_ft.models import build_on_meta, load_model_config, load_tokenizer
 from llama_ft.models.load_weights import LoadSettings, load_weights
 from llama_ft.runtime import Ranks
@@ -138,6 +142,69 @@ def test_an_export_has_every_tensor_of_its_base(
     buffers = {name for name in was if name.endswith("e_score_correction_bias")}
     assert not changed.intersection(ignored) and not changed.intersection(buffers)
     assert len(changed) > 5
+
+
+def renumber(folder: Path, keep: Callable[[str], bool] = lambda name: True) -> list[str]:
+    """Give the layer for multi-token prediction the number behind the last decoder layer, which
+    Transformers does not list. Returns the names of those of its tensors that are kept."""
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    file = folder / "model-ignored.safetensors"
+    tensors = {
+        re.sub(r"layers\.\d+\.", f"layers.{layers}.", name): tensor
+        for name, tensor in load_file(file).items()
+        if keep(name)
+    }
+    save_file(tensors, file, {"format": "pt"})
+    return list(tensors)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "deepseek_v3",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm4_moe", "hy_v3")),
+    ],
+)
+def test_a_layer_at_another_number_than_transformers_lists_is_copied(
+    model_type: str, save_base: SaveBase, tmp_path: Path, runtime: Ranks
+) -> None:
+    """GigaChat3 is a DeepSeek V3 of 26 layers, and has model.layers.26."""
+    base, _ = save_base(tmp_path / "base", model_type)
+    ignored = renumber(base)
+    train_and_export(base, tmp_path / "out", runtime)
+    was = stored(base)
+    now = stored(tmp_path / "out")
+    assert dtypes_of(was) == dtypes_of(now)
+    changed = changed_names(was, now)
+    assert len(ignored) > 5 and not changed.intersection(ignored) and len(changed) > 5
+
+
+def test_a_decoder_layer_that_config_json_does_not_count_is_rejected(
+    save_base: SaveBase, tmp_path: Path, runtime: Ranks
+) -> None:
+    """Unless config.json counts it as a layer for multi-token prediction."""
+    base, _ = save_base(tmp_path / "base", "deepseek_v3")
+    ignored = renumber(base, keep=lambda name: "eh_proj" not in name and "enorm" not in name)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(UserError, match=r"not part of the model: model.layers.\d"):
+        train_and_export(base, tmp_path / "out", runtime)
+    (base / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    train_and_export(base, tmp_path / "out", runtime)
+    assert set(ignored) <= stored(tmp_path / "out").keys()
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_norm.weight", "self_attn.q_proj.bias"])
+def test_a_tensor_of_another_architecture_is_rejected(
+    name: str, save_model: Callable[..., Path], tmp_path: Path, runtime: Ranks
+) -> None:
+    """Plain Transformers warns, and computes another model."""
+    base = save_model(tmp_path / "base")
+    file = sorted(base.glob("model-*"))[0]
+    extra = {f"model.layers.{layer}.{name}": torch.ones(32) for layer in range(2)}
+    save_file(load_file(file) | extra, file, {"format": "pt"})
+    with pytest.raises(UserError, match=f"not part of the model: model.layers.0.{name}"):
+        train_and_export(base, tmp_path / "out", runtime)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoint_by_hand import stored
 from conftest import build_model
+from image_models import model_of, save_image_model
 from safetensors.torch import load_file, save_file
 
 from llama_ft.checkpoint import Exporter, export_adapter, export_model
@@ -24,6 +25,7 @@ from llama_ft.models import (
     load_tokenizer,
 )
 from llama_ft.phases import NULL_MONITOR
+from llama_ft.plan.fake_checkpoint import read_headers
 from llama_ft.runtime import PRECISIONS, Ranks
 
 SINGLE = "model.safetensors"
@@ -308,6 +310,76 @@ def test_an_adapter_in_a_models_directory_is_rejected_unless_it_is_continued(
     for continued in (None, str(bases.folder)):
         with pytest.raises(UserError, match=f"--model_name {folder}: holds a model and an adapter"):
             check_no_adapter(folder, "--model_name", continued)
+
+
+def test_a_plan_counts_the_head_that_config_json_ties(bases: Bases, tmp_path: Path) -> None:
+    """And needs no weights of a model whose index alone was downloaded."""
+    names = [HEAD, EMBEDDING]
+    folder = folder_of(LOADED[UNTIED[0]], bases, tmp_path / "model")
+    settings = ModelConfig(model_name=str(folder))
+    config, headers = read_headers(folder, settings)
+    assert not config.tie_word_embeddings and headers.keys() >= set(names)
+    (folder / SINGLE).unlink()
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")}
+    (folder / INDEX).write_text(json.dumps(index))
+    config, headers = read_headers(folder, settings)
+    assert config.tie_word_embeddings and HEAD not in headers and EMBEDDING in headers
+
+
+SLOW_FLAGS = [pytest.param(where, marks=pytest.mark.slow) for where in ("root", "both")]
+
+
+@pytest.mark.parametrize("flags", ["text", *SLOW_FLAGS])
+def test_the_text_part_of_an_image_model_is_untied(
+    flags: str, tmp_path: Path, runtime: Ranks
+) -> None:
+    folder = save_image_model(tmp_path / "model", "Qwen2.5-VL", tie_word_embeddings=False)
+    file = folder / "config.json"
+    settings = json.loads(file.read_text())
+    settings["tie_word_embeddings"] = flags != "text"
+    settings["text_config"]["tie_word_embeddings"] = flags != "root"
+    file.write_text(json.dumps(settings))
+    expected = model_of(folder)
+    embedding, head = expected.get_input_embeddings(), expected.lm_head
+    assert not torch.equal(embedding.weight, head.weight)
+    built = build(folder, runtime)
+    torch.testing.assert_close(logits(built.model), logits(expected), rtol=0, atol=1e-4)
+    tokenizer = load_tokenizer(folder, False)
+    out = tmp_path / "out"
+    export_model(built, out, CheckpointConfig(), tokenizer, lambda _: None, runtime)
+    file = out / "config.json"
+    settings = json.loads(file.read_text())
+    assert not settings["tie_word_embeddings"]
+    assert not settings["text_config"]["tie_word_embeddings"]
+    torch.testing.assert_close(logits(model_of(out)), logits(expected), rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["lm_head", "shared_transformer"])
+def test_ties_of_layers_that_cannot_be_undone_are_rejected(part: str, tmp_path: Path) -> None:
+    """Zamba 2's layers share a block, and config.json has one flag for all ties."""
+    from transformers import Zamba2Config, Zamba2ForCausalLM
+
+    config = Zamba2Config(
+        vocab_size=301,
+        hidden_size=64,
+        num_hidden_layers=5,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid", "mamba"],
+        num_attention_heads=4,
+        n_mamba_heads=4,
+        mamba_headdim=32,
+        num_mem_blocks=1,
+        intermediate_size=96,
+        tie_word_embeddings=True,
+    )
+    model = Zamba2ForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    assert load_model_config(tmp_path, False).tie_word_embeddings
+    ties = model.all_tied_weights_keys
+    target = next(name for name in ties if part in name)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({target: tensors[ties[target]] + 1}))
+    with pytest.raises(UserError, match=f"ties {target} to {ties[target]}, but their values"):
+        load_model_config(tmp_path, False)
 
 
 def change(built: BuiltModel) -> None:

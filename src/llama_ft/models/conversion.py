@@ -50,6 +50,11 @@ from llama_ft.models.transformers_private import private
 
 # Rotary frequencies. Llama 2's checkpoints have them per layer; models compute them.
 RECOMPUTED = re.compile(r"inv_freq$")
+# number of a decoder layer, and the first two names in it
+IN_LAYER = re.compile(r"\blayers\.(\d+)\.([^.]+(?:\.[^.]+)?)")
+# layers for multi-token prediction: their number in config.json, and modules of their own
+COUNT_OF_UNUSED = re.compile("num.*(nextn|mtp)|(nextn|mtp).*num")
+NAMED_LAYER = re.compile(r"(^|\.)(mtp|nextn)[^.]*\.")
 
 
 def open_source(folder: Path, built: BuiltModel, seed: int = 0) -> WeightSource:
@@ -138,6 +143,7 @@ class ConvertedSource(WeightSource):
         ]
         # model's name -> pattern of the converter -> stored names
         taken = dict[str, dict[str, list[str]]]()
+        unused = _UnusedLayers(model, self._source.tensors)
         for stored in sorted(self._source.tensors, key=dot_natural_key):
             name, pattern = rename_source_key(
                 stored, renamings, converters, model.base_model_prefix, all_known
@@ -147,7 +153,7 @@ class ConvertedSource(WeightSource):
             if name in left_out or is_part(name, left_out):
                 self._left_out.append(stored)
             elif name not in known:
-                if is_ignored(model, name):
+                if is_ignored(model, name) or unused.hold(stored):
                     self._ignored.append(stored)
                 elif _is_added_bias(self._source, stored):
                     self._dropped.append(stored)
@@ -198,6 +204,41 @@ def is_ignored(model: PreTrainedModel, name: str) -> bool:
     copies it."""
     patterns = private(model, "_keys_to_ignore_on_load_unexpected") or ()
     return not RECOMPUTED.search(name) and any(re.search(pattern, name) for pattern in patterns)
+
+
+class _UnusedLayers:
+    """Layers of a checkpoint for multi-token prediction that Transformers does not list by their
+    number (`_keys_to_ignore_on_load_unexpected`): it ignores every tensor that a model lacks. Here a
+    decoder layer that config.json does not count stays an error.
+
+    Args:
+        model: the skeleton.
+        stored: names of tensors in the checkpoint.
+    """
+
+    def __init__(self, model: PreTrainedModel, stored: Iterable[str]) -> None:
+        config = model.config.get_text_config()
+        self._first = getattr(config, "num_hidden_layers", None)
+        if self._first is None:
+            return
+        counts = [
+            value
+            for key, value in config.to_dict().items()
+            if COUNT_OF_UNUSED.search(key) and isinstance(value, int)
+        ]
+        self._end = self._first + max(counts, default=0)
+        in_layers = [match for name in stored if (match := IN_LAYER.search(name))]
+        # such as self_attn.q_proj
+        parts = {match[2] for match in in_layers if int(match[1]) < self._first}
+        # those with a part that no decoder layer has, such as eh_proj
+        self._others = {int(match[1]) for match in in_layers if match[2] not in parts}
+
+    def hold(self, stored: str) -> bool:
+        """Whether a tensor that the model lacks belongs to such a layer."""
+        match = IN_LAYER.search(stored)
+        if match and self._first is not None and int(match[1]) >= self._first:
+            return int(match[1]) < self._end or int(match[1]) in self._others
+        return bool(NAMED_LAYER.search(stored))
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,8 @@ def read_headers(
         UserError: config.json or a header cannot be read.
     """
     config = load_model_config(folder, model.trust_remote_code)
-    if weight_files(folder):
+    # of a model on the Hub, a plan downloads the index only
+    if any(file.exists() for file in weight_files(folder)):
         headers = open_dequantized(folder).tensors
     elif find_note(config.to_dict()) and not stored_method(config):
         raise UserError(
