@@ -85,6 +85,24 @@ def test_a_tokenizer_without_its_files_is_rejected_by_name(tmp_path: Path, model
         load_tokenizer(tmp_path, False)
 
 
+@pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="sentencepiece is installed")
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("tokenizer.model", b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02", "pip install sentencepiece"),
+        ("spiece.model", b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02", "pip install sentencepiece"),
+        ("tokenizer.model", b"IQ== 0\nIg== 1\n", "tiktoken"),
+    ],
+)
+def test_the_package_that_reads_a_tokenizer_is_named(
+    tmp_path: Path, name: str, content: bytes, expected: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "llama"}))
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"(?s){tmp_path}: .*{expected}"):
+        load_tokenizer(tmp_path, False)
+
+
 @pytest.mark.parametrize(
     ("index", "problem"),
     [

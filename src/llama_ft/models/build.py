@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,6 +53,8 @@ from llama_ft.runtime.console import log
 NEEDED_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 # Mistral and Meta store the same weights there a second time
 DUPLICATES = ["consolidated*", "original/*"]
+# first byte of a SentencePiece file (field 1 of protobuf); tiktoken's files are lines of base64
+SENTENCEPIECE_BYTE = b"\n"
 
 
 def local_folder(
@@ -128,9 +131,27 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
         return tokenizer
     # Transformers raises many classes here, with one meaning for the user
     except Exception as error:
+        if _needs_sentencepiece(folder):
+            raise UserError(
+                f"{folder}: its tokenizer is a SentencePiece file, and a package that reads it is missing.\n"
+                "Install it: pip install sentencepiece protobuf"
+            ) from error
         raise UserError(
             f"{folder}: no usable tokenizer ({reason(error)}). Set --tokenizer_name."
         ) from error
+
+
+def _needs_sentencepiece(folder: Path) -> bool:
+    """Whether a tokenizer is only a SentencePiece file and cannot be read. Without the package,
+    Transformers takes such a file for tiktoken's."""
+    if (folder / "tokenizer.json").exists() or find_spec("sentencepiece") is not None:
+        return False
+    for file in folder.glob("*.model"):
+        if file.is_file():
+            with open(file, "rb") as opened:
+                if opened.read(1) == SENTENCEPIECE_BYTE:
+                    return True
+    return False
 
 
 def build_on_meta(
