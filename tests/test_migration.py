@@ -3,6 +3,7 @@ exist."""
 
 import functools
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -11,6 +12,8 @@ from pages import Page
 from llama_ft.config import load
 from llama_ft.config.load import convert
 from llama_ft.config.messages import explain_unknown, format_value, known
+from llama_ft.config.other_names import EXPORTING, SAME_AS, SAME_VALUES, WITHOUT_COUNTERPART
+from llama_ft.errors import UserError
 
 LLAMA_RECIPES_PAGE = "docs/migrate/llama-recipes.md"
 # The fields of llama-recipes' configurations with their defaults, from src/llama_recipes/configs of
@@ -156,3 +159,98 @@ def test_names_of_other_frameworks_map_to_existing_flags_and_values() -> None:
     for flag, value in values:
         assert (setting := known(flag)) is not None, flag
         assert not value or not convert({setting.name: value}, {})[1], (flag, value)
+
+
+OTHER_PAGES = ("docs/migrate/trl.md", "docs/migrate/axolotl.md", "docs/migrate/torchtune.md")
+
+
+@pytest.mark.parametrize("page", OTHER_PAGES)
+def test_messages_and_pages_translate_each_name_alike(page: str) -> None:
+    """Each name of a table has the same translation in an error message, or none in both."""
+    for row in table(page):
+        here = {known_name(entry) for entry, _ in row.here}
+        for theirs, _ in row.theirs:
+            if known(theirs) is not None or theirs in EXPORTING:
+                continue
+            if here and theirs != "deepspeed":  # in TRL's table it is a file of its own
+                assert theirs in SAME_AS, theirs
+                parts = {known_name(part) for part in SAME_AS[theirs].split(" and ")}
+                assert parts <= here or theirs in ("dtype", "eval_strategy", "save_strategy"), (
+                    theirs
+                )
+            elif not here and theirs != "deepspeed":
+                assert theirs in WITHOUT_COUNTERPART, theirs
+
+
+def known_name(entry: str) -> str:
+    """The setting of `--lr` or `quantization 4bit`."""
+    setting = known(entry.removeprefix("--").partition(" ")[0])
+    assert setting is not None, entry
+    return setting.name
+
+
+def test_a_name_of_another_trainer_leads_to_a_setting_that_exists() -> None:
+    pairs = [(theirs, part) for theirs, ours in SAME_AS.items() for part in ours.split(" and ")]
+    for theirs, part in pairs:
+        assert known(theirs) is None, f"{theirs} is a setting here"
+        name, _, value = part.partition(" ")
+        setting = known(name)
+        assert setting is not None, part
+        assert not convert({setting.name: value or setting.default}, {})[1], part
+        assert setting.flag in explain_unknown(theirs)
+
+
+def test_a_value_of_another_trainer_leads_to_one_that_exists() -> None:
+    for (setting, theirs), ours in SAME_VALUES.items():
+        assert not convert({setting: ours}, {})[1]
+        rejected = convert({setting: theirs}, {})[1]
+        assert rejected[setting].endswith(f" Did you mean {ours}?")
+
+
+@pytest.mark.parametrize(
+    ("typed", "suggested"),
+    [
+        ("packing", "--batching_strategy packing"),
+        ("base_model", "--model_name"),
+        ("val_set_size", "--validation"),
+        ("max_grad_norm", "--gradient_clipping and --gradient_clipping_threshold"),
+        ("lora_target_linear", "--target_modules"),
+        ("sequence_length", None),  # not --context_length by letters, and not another name
+        ("trackng", None),  # a section is no flag
+        ("warmup_step", "--warmup_steps"),
+        ("gradient_acumulation_steps", "--gradient_accumulation_steps"),
+        ("accumulation_steps", "--gradient_accumulation_steps"),
+        ("learning_rte", "--lr"),
+        ("savemodel", "--save_model"),
+        ("use_pfet", "--use_peft"),
+        ("base_modle", "--model_name"),
+        ("model_size", None),
+        ("max_tokens", None),
+        ("eval_set_size", "--validation"),  # axolotl's val_set_size, misspelled
+    ],
+)
+def test_only_a_misspelling_or_a_known_name_gets_a_suggestion(
+    typed: str, suggested: str | None
+) -> None:
+    said = explain_unknown(typed)
+    if suggested is None:
+        assert "Did you mean" not in said, said
+    else:
+        assert f" is not a flag. Did you mean {suggested}?" in said
+
+
+def test_keys_in_sections_of_other_trainers_are_translated(tmp_path: Path) -> None:
+    file = tmp_path / "axolotl.yaml"
+    file.write_text(
+        "base_model: a\nfsdp_config:\n  offload_params: true\n  state_dict_type: x\n"
+        "optimizer:\n  lr: 1\n  _component_: torch.optim.AdamW\nprofiler:\n  enabled: true\n"
+    )
+    with pytest.raises(UserError) as raised:
+        load(["--config", str(file)], paths=False)
+    said = "\n".join(raised.value.messages)
+    assert ":1: base_model is not a setting. Did you mean model.model_name?" in said
+    assert ":3: fsdp_config.offload_params is not a setting. Did you mean fsdp.fsdp_cpu_off" in said
+    assert ":4: fsdp_config.state_dict_type is not a setting. It has no counterpart here" in said
+    assert "optimizer is not a section. Its settings belong to train." in said
+    assert "optimizer._component_ is not a setting. Did you mean train.optimizer?" in said
+    assert "profiler.enabled is not a setting. Did you mean profile.use_profiler?" in said

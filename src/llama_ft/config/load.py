@@ -19,6 +19,7 @@ from llama_ft.config.messages import (
     format_value,
     nearest,
 )
+from llama_ft.config.other_names import SAME_VALUES
 from llama_ft.config.parse import Parsed, Repeated, as_keywords, read_flags, read_yaml
 from llama_ft.config.paths import check_paths
 from llama_ft.config.rules import broken_rules, broken_values, drop_overridden
@@ -203,7 +204,8 @@ def _explain(head: str, setting: Setting, value: Any, error: Any) -> str:
         wanted = f"expected {EXAMPLES[setting.kind]}"
     if setting.name in ("optimizer", "score"):
         wanted += ", or path/to/file.py:function"
-    match = nearest(str(value), candidates)
+    same = SAME_VALUES.get((setting.name, str(value).lower()))
+    match = same or nearest(str(value), candidates)
     unsupported = UNSUPPORTED_VALUES.get((setting.name, str(value).lower()))
     if unsupported:
         return f"{head}: {unsupported}"

@@ -6,10 +6,12 @@ Unknown names are names of llama-recipes, common names of other trainers, or typ
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from llama_ft.config.other_names import EXPORTING, SAME_AS, WITHOUT_COUNTERPART
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting
 from llama_ft.masking import mask_keys
 
@@ -34,46 +36,8 @@ LLAMA_RECIPES = set(
     "num_virtual_tokens".split()
 )
 
-# Names of other trainers that are not spelled similarly, and the setting (perhaps with a value)
-# that replaces them.
 # a flag, not a setting
 CONFIG = Setting("", "config", "text", (), False, None, "The YAML config that is read first.")
-ALIASES: dict[str, str] = {
-    "data_path": "dataset",
-    "pure_bf16": "precision bf16_pure",
-    "mixed_precision": "precision bf16_mixed",
-    "use_fp16": "precision fp16",
-    "use_fast_kernels": "attn_implementation sdpa",
-    "hsdp": "sharding_strategy HYBRID_SHARD",
-    "replica_group_size": "sharding_group_size",
-    **dict.fromkeys(("dist_checkpoint_root_folder", "dist_checkpoint_folder"), "output_dir"),
-    **{
-        f"{name}_activation_checkpointing": "activation_checkpointing full"
-        for name in ("enable", "fsdp")
-    },
-    **{
-        name: f"wandb_{name}"
-        for name in ("project", "entity", "tags", "job_type", "group", "notes")
-    },
-    "model": "model_name",
-    **dict.fromkeys(("lora", "use_lora"), "use_peft"),
-    **dict.fromkeys(("qlora", "use_qlora"), "quantization 4bit"),
-    **dict.fromkeys(
-        ("batch_size", "micro_batch_size", "per_device_train_batch_size"), "batch_size_training"
-    ),
-    **dict.fromkeys(("dataset_name", "train_file"), "dataset"),
-    "optim": "optimizer",
-    "gradient_checkpointing": "activation_checkpointing full",
-    "learning_rate": "lr",
-    "max_steps": "max_train_step",
-    "max_seq_length": "context_length",
-    "load_in_8bit": "quantization 8bit",
-    "load_in_4bit": "quantization 4bit",
-    "bf16": "precision bf16_mixed",
-    "fp16": "precision fp16",
-    "lora_r": "r",
-    "lora_rank": "r",
-}
 
 # Earlier names of settings, which still work: --label_smoothing, --no_plan and, in a YAML file,
 # no_plan with the opposite value.
@@ -141,21 +105,59 @@ LONGEST_NAME = 100  # names of settings are shorter, and difflib takes quadratic
 TYPO_SIMILARITY = 0.75  # at a lower similarity, unrelated names with a few common letters match too
 
 
-def nearest(word: str, candidates: Iterable[str], least: float = 0.6) -> str | None:
-    """Return the candidate most similar to `word`, or None if none has a similarity (0 to 1) of at
-    least `least`."""
+def nearest(word: str, candidates: Iterable[str]) -> str | None:
+    """Return the candidate of which `word` is a misspelling, or None. Another name with a few common
+    letters may mean something else, so it is no suggestion."""
     if len(word) > LONGEST_NAME:
         return None
     names = {candidate.lower(): candidate for candidate in candidates}
-    match = difflib.get_close_matches(word.lower(), names, n=1, cutoff=least)
-    return names[match[0]] if match else None
+    similar = difflib.get_close_matches(word.lower(), names, n=5, cutoff=TYPO_SIMILARITY)
+    for name in similar:
+        if is_misspelling(word.lower(), name):
+            return names[name]
+    return None
+
+
+def is_misspelling(word: str, name: str) -> bool:
+    """Return whether a text is a misspelling of a name: a few other letters within its words, other
+    separators, or only the first or the last words of the name."""
+    typed = re.split(r"[\W_]+", word)
+    meant = re.split(r"[\W_]+", name)
+    if len(typed) == len(meant):
+        pairs = zip(typed, meant, strict=True)
+        return all(_edits(one, other) <= _most_edits(one, other) for one, other in pairs)
+    if _edits("".join(typed), "".join(meant)) <= 1:
+        return True
+    count = len(typed)
+    return count > 1 and typed in (meant[:count], meant[-count:])
+
+
+def _most_edits(word: str, name: str) -> int:
+    longest = max(len(word), len(name))
+    return int(longest > 2) + int(longest > 7)
+
+
+def _edits(word: str, name: str) -> int:
+    """Return the number of letters to insert, delete, replace or swap with the next one, to get from
+    one text to the other."""
+    before: list[int] = []
+    row = list(range(len(name) + 1))
+    for i, letter in enumerate(word):
+        earlier, before, row = before, row, [i + 1]
+        for j, other in enumerate(name):
+            replaced = before[j] + (letter != other)
+            row.append(min(before[j + 1] + 1, row[j] + 1, replaced))
+            is_swapped = i and j and letter == name[j - 1] and word[i - 1] == other
+            if is_swapped:
+                row[-1] = min(row[-1], earlier[j - 1] + 1)
+    return row[-1]
 
 
 def missing_file(file: Path) -> str:
     """Return the error message for a file that does not exist."""
     # without suffixes, which make all short names similar
     names = {path.name.partition(".")[0]: path for path in file.parent.glob("[!.]*")}
-    similar = nearest(file.name.partition(".")[0], names, TYPO_SIMILARITY)
+    similar = nearest(file.name.partition(".")[0], names)
     return f"no such file. Did you mean {names[similar]}?" if similar else "no such file."
 
 
@@ -175,6 +177,12 @@ def known(name: str) -> Setting | None:
     return setting if is_here else None
 
 
+def is_other_name(dotted: str) -> bool:
+    """Return whether other trainers have this key of a section."""
+    field = dotted.rpartition(".")[2]
+    return not {dotted, field}.isdisjoint((*SAME_AS, *WITHOUT_COUNTERPART, *EXPORTING))
+
+
 def explain_unknown(name: str, as_key: bool = False) -> str:
     """Return the text that follows an unknown name in an error message.
 
@@ -190,28 +198,45 @@ def explain_unknown(name: str, as_key: bool = False) -> str:
     if field in OTHER_PROGRAMS:
         return OTHER_PROGRAMS[field]
     what = "a setting" if as_key else "a flag"
-    page = f" {TRANSLATIONS}" if field in ALIASES else ""
+    if field in EXPORTING:
+        return f" is not {what} of a run. Afterwards, recipes/export.py RUN OUT {EXPORTING[field]}."
+    if {name, field} & WITHOUT_COUNTERPART:
+        return (
+            f" is not {what}. It has no counterpart here: docs/migrate says what happens instead."
+        )
+    replaced = SAME_AS.get(name) or SAME_AS.get(field)
     names = [name for name in SETTINGS if name != "mode"]  # --quantization
     others = SECTIONS if as_key else ["config"]
-    match = nearest(field, [*names, *ALIASES, "quantization", *others], TYPO_SIMILARITY)
+    match = replaced or nearest(field, [*names, "quantization", *others])
+    if match is None:  # a misspelled name of another trainer
+        theirs = nearest(field, SAME_AS)
+        match = replaced = SAME_AS[theirs] if theirs else None
     if match is None:
         return f" is not {what}. --help lists them all, and {TRANSLATIONS}"
-    meant, _, value = ALIASES.get(match, match).partition(" ")
-    setting = known(meant)
-    if setting is None:
-        return f" is not {what}. Did you mean {'' if as_key else '--'}{meant}?"
+    meant = " and ".join(_as_written(part, as_key) for part in match.split(" and "))
+    page = f" {TRANSLATIONS}" if replaced else ""
+    return f" is not {what}. Did you mean {meant}?{page}"
+
+
+def _as_written(name_and_value: str, as_key: bool) -> str:
+    """Return a setting, perhaps with a value, as it is written on a command line or in a YAML
+    file."""
+    name, _, value = name_and_value.partition(" ")
+    setting = known(name)
+    if setting is None:  # a section
+        return name if as_key else f"--{name}"
     if not as_key:
         shown = setting.flag
     elif setting.name == "mode":
         shown = "quantization:"  # a section of YAML may be only the mode
     else:
         shown = setting.dotted
-    return f" is not {what}. Did you mean {f'{shown} {value}'.rstrip()}?{page}"
+    return f"{shown} {value}".rstrip()
 
 
 def explain_section(name: str, keys: Iterable[str]) -> str:
     """Return the text that follows an unknown section of a YAML file, which holds `keys`."""
     belong = {SETTINGS[key].section: None for key in keys if key in SETTINGS}  # in order
-    if not belong or nearest(name, SECTIONS, TYPO_SIMILARITY):
+    if not belong or nearest(name, SECTIONS):
         return explain_unknown(name, as_key=True)
     return f" is not a section. Its settings belong to {' and '.join(belong)}."

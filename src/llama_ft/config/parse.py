@@ -23,6 +23,7 @@ from llama_ft.config.messages import (
     MOST_SHOWN,
     explain_section,
     explain_unknown,
+    is_other_name,
     known,
 )
 from llama_ft.config.paths import file_problem
@@ -345,6 +346,12 @@ def _read_section(
         keys = [str(key_node.value) for key_node, _ in pairs]
         unknown = f"{origin}: {section}"
         parsed.add_unknown(unknown, section, lambda name: explain_section(name, keys))
+        # a section of another trainer: fsdp_config.reshard_after_forward
+        for key_node, _ in pairs:
+            dotted = f"{section}.{key_node.value}"
+            if is_other_name(dotted):
+                line = key_node.start_mark.line + 1
+                parsed.add_unknown(f"{file_name}:{line}: {dotted}", dotted, explain_key)
         return
     if not isinstance(node, yaml.MappingNode):
         if not is_empty:  # an empty section is valid: all its settings may be commented out
@@ -358,7 +365,8 @@ def _read_section(
         origin = f"{file_name}:{key_node.start_mark.line + 1}"
         setting = SETTINGS.get(key)
         if setting is None or setting.section != section:
-            parsed.add_unknown(f"{origin}: {section}.{written}", written, explain_key)
+            dotted = f"{section}.{written}"
+            parsed.add_unknown(f"{origin}: {dotted}", dotted, explain_key)
         elif key in parsed.origins:
             first = parsed.origins[key]
             parsed.errors.append(f"{origin}: {section}.{key} is set twice, first in {first}.")
