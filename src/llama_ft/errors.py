@@ -48,6 +48,10 @@ class RunFailure(UserError):
     UserError; the exit code is 1."""
 
 
+class StopRequest(SystemExit):
+    """A signal has asked this process to stop. It is no error, and no user's function raises it."""
+
+
 class LostRank(RunFailure):
     """Another rank died or hangs. torchrun may restart the ranks, because a restart can succeed
     here."""
@@ -61,6 +65,14 @@ def is_disk_full(error: BaseException) -> bool:
 def plural(count: int, noun: str) -> str:
     """Return a count and its noun, such as `1 sample` or `2,214 samples`."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def text_of(error: BaseException) -> str:
+    """Return the message of any exception: that of a user's may raise one itself."""
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(its message raises {type(second).__name__})"
 
 
 def reason(error: BaseException) -> str:
@@ -78,7 +90,7 @@ def reason(error: BaseException) -> str:
     if isinstance(error, KeyError):
         return f"{error} is missing"
     system_message = getattr(error, "strerror", None)
-    text = system_message or str(error).strip() or type(error).__name__
+    text = system_message or text_of(error).strip() or type(error).__name__
     if NEEDS_CODE in text:
         return "it needs Python code of its directory, which --trust_remote_code runs"
     lines = str(text).splitlines()

@@ -36,6 +36,24 @@ def end_with(parent: int, oom_score: int = 0) -> None:
         Path("/proc/self/oom_score_adj").write_text(str(oom_score))
 
 
+class _Parent:
+    """The parent of this process when it began, which is torchrun's agent. If that is killed, the
+    kernel gives its children to another process, such as the container's first."""
+
+    def __init__(self) -> None:
+        self.id = os.getppid()
+        os.register_at_fork(after_in_child=self._update)
+
+    def _update(self) -> None:
+        self.id = os.getppid()
+
+    def is_alive(self) -> bool:
+        return os.getppid() == self.id
+
+
+PARENT = _Parent()
+
+
 def attempt() -> int:
     """Return how often torchrun has restarted this node's ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
@@ -52,8 +70,8 @@ def may_be_restarted() -> bool:
 def end_restarts() -> None:
     """End this node's agent and its ranks, if the agent would restart them."""
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
-    if attempt() < restarts:
-        os.kill(os.getppid(), signal.SIGTERM)
+    if attempt() < restarts and PARENT.is_alive():
+        os.kill(PARENT.id, signal.SIGTERM)
 
 
 def is_locked(file: Path) -> bool | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llama_ft.errors import UserError
+from llama_ft.errors import StopRequest, UserError, text_of
 
 
 def load_function(name: str) -> Callable[..., Any]:
@@ -18,13 +18,17 @@ def load_function(name: str) -> Callable[..., Any]:
         found = runpy.run_path(path).get(function)
         if found is None:
             raise LookupError("no such function")
-    except (Exception, SystemExit) as error:
+    except (KeyboardInterrupt, StopRequest):
+        raise
+    except BaseException as error:
         raise _explained(path, function, error) from error
 
     def call(*arguments: Any) -> Any:
         try:
             return found(*arguments)
-        except (Exception, SystemExit) as error:
+        except (KeyboardInterrupt, StopRequest):  # of the terminal or a launcher
+            raise
+        except BaseException as error:
             raise _explained(path, function, error) from error
 
     return call
@@ -37,4 +41,4 @@ def _explained(path: str, function: str, error: BaseException) -> UserError:
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename == path:
             place = f"{path}:{frame.lineno}"
-    return UserError(f"{place}: {function}: {type(error).__name__}: {error}")
+    return UserError(f"{place}: {function}: {type(error).__name__}: {text_of(error)}")

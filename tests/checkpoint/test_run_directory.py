@@ -128,6 +128,46 @@ def test_links_to_other_directories_are_not_followed(tmp_path: Path, runtime: Ra
     assert not (folder / "checkpoints").exists() and (other / "step-000001").is_dir()
 
 
+@pytest.mark.parametrize("oddity", ["directory", "pipe", "link to itself"])
+def test_what_is_not_a_file_of_a_run_is_set_aside(
+    oddity: str, tmp_path: Path, runtime: Ranks
+) -> None:
+    (tmp_path / RUN_MARKER).touch()
+    (tmp_path / "checkpoints").mkdir()
+    names = ["status.json", "config.yaml", "metrics.jsonl", "facts.json", "reference.safetensors"]
+    names.append("checkpoints/best.json")
+    for name in names:
+        path = tmp_path / name
+        if oddity == "directory":
+            path.mkdir()
+            (path / "notes.txt").write_text("mine")
+        elif oddity == "pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to(path)
+    (tmp_path / "profile").write_text("mine")
+    create_run_directory(CheckpointConfig(output_dir=str(tmp_path), overwrite=True), "m", runtime)
+    for name in (*names, "profile"):
+        path = tmp_path / name
+        assert not path.exists() and not path.is_symlink()
+        assert os.path.lexists(path.with_name(f"set-aside-1-{path.name}"))
+    assert (tmp_path / "set-aside-1-profile").read_text() == "mine"
+    assert runtime.lock is not None
+    runtime.lock.close()
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000 + "]" * 100_000, "[]", "", "{"])
+def test_a_corrupted_status_does_not_stop_a_run(
+    content: str, tmp_path: Path, runtime: Ranks
+) -> None:
+    (tmp_path / RUN_MARKER).touch()
+    (tmp_path / "status.json").write_text(content)
+    settings = CheckpointConfig(output_dir=str(tmp_path), resume="auto")
+    create_run_directory(settings, "m", runtime)
+    assert runtime.lock is not None
+    runtime.lock.close()
+
+
 def test_temporary_files_of_a_killed_run_are_deleted(tmp_path: Path, runtime: Ranks) -> None:
     (tmp_path / RUN_MARKER).touch()
     (tmp_path / ".facts.json.4711.tmp").write_text("half")

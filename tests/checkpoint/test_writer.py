@@ -1,10 +1,12 @@
 """Checkpoints are complete or absent, and no more are kept than asked for; a process group of one
 and real files."""
 
+import errno
 import gc
 import json
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ from safetensors.torch import load
 from llama_ft.checkpoint import Checkpoint, CheckpointWriter, checkpoint_errors, restore_weights
 from llama_ft.checkpoint.reader import shard_file
 from llama_ft.checkpoint.safetensors_file import SafetensorsFile
-from llama_ft.checkpoint.writer import RESERVED_BYTES
+from llama_ft.checkpoint.writer import RESERVED_BYTES, _warn_without_sync
 from llama_ft.config import CheckpointConfig, TrainConfig
 from llama_ft.errors import RunFailure
 from llama_ft.observe.memory import memory_use, reset_peaks
@@ -128,6 +130,33 @@ def test_a_failed_save_is_reported_at_the_next_step_and_keeps_the_old_checkpoint
         writer.finish()
     assert checkpoint_errors(tmp_path / "checkpoints" / "step-000001") == []
     assert not any(name.startswith(".writing") for name in names(tmp_path))
+
+
+def test_a_file_system_that_cannot_flush_a_directory_is_a_warning(
+    new_writer: Callable[..., CheckpointWriter],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    flush = os.fsync
+    flushed = list[str]()
+
+    def refuse_directories(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse_directories)
+    monkeypatch.setattr("llama_ft.runtime.log.propagate", True)
+    _warn_without_sync.cache_clear()
+    model, optimizer = trained()
+    with new_writer() as writer:
+        writer.save(1, model, optimizer, STATE)
+        writer.save(2, model, optimizer, STATE)
+    assert names(tmp_path) == {"step-000001", "step-000002"}
+    assert sum("cannot flush a directory" in line for line in caplog.text.splitlines()) == 1
+    assert len(flushed) == 6  # three files of each checkpoint
 
 
 def test_too_little_disk_space_is_an_error_before_anything_is_written(

@@ -1,10 +1,16 @@
 """A run's directory: what is refused, and what --overwrite may delete."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from llama_ft.config.paths import RUN_MARKER, model_dir_problem, unusual_output_dir
+from llama_ft.config.paths import (
+    RUN_MARKER,
+    model_dir_problem,
+    not_writable,
+    unusual_output_dir,
+)
 
 
 def make_run(folder: Path) -> Path:
@@ -159,3 +165,14 @@ def test_an_output_directory_with_other_files_or_inside_the_model_gives_a_warnin
     for usual in ("new", "empty", "run"):
         assert unusual_output_dir(str(tmp_path / usual), str(model)) is None
     assert unusual_output_dir(str(tmp_path / "new"), "org/name") is None
+
+
+def test_directories_left_by_killed_probes_are_removed(tmp_path: Path) -> None:
+    left, fresh, full = (tmp_path / f".llama_ft_{name * 8}" for name in "abc")
+    for folder in (left, fresh, full):
+        folder.mkdir()
+    (full / "notes.txt").touch()
+    for folder in (left, full):
+        os.utime(folder, (0, 0))
+    assert not_writable(tmp_path) is None
+    assert sorted(tmp_path.iterdir()) == [fresh, full]

@@ -17,6 +17,8 @@ from llama_ft.data import open_source
 from llama_ft.data.formats import BadSample
 from llama_ft.data.sources import Source, brings_validation
 from llama_ft.errors import UserError
+from llama_ft.runtime import Stopped
+from llama_ft.runtime.exit import Stop
 
 Opener = Callable[..., Source]
 
@@ -37,6 +39,13 @@ def source_of(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> Opener:
         ("def f(*_):\n    exit(0)\n", ":2: f: SystemExit: 0"),
         ("def f(*_):\n    return []\n", ":f returned a list; expected a datasets.Dataset"),
         ("x = 1\n", ": f: LookupError: no such function"),
+        ("def f(*_):\n    raise GeneratorExit\n", ":2: f: GeneratorExit: "),
+        ("class X(BaseException):\n    pass\nraise X('no')\n", ":3: f: X: no"),
+        (
+            "class X(Exception):\n    def __str__(self):\n        raise ValueError\n"
+            "def f(*_):\n    raise X\n",
+            ":5: f: X: (its message raises ValueError)",
+        ),
     ],
 )
 def test_errors_of_dataset_functions_are_reported(
@@ -47,6 +56,18 @@ def test_errors_of_dataset_functions_are_reported(
     with pytest.raises(UserError) as caught:
         source_of(f"{path}:f")
     assert caught.value.messages[0].startswith(f"{path}{text}")
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Stopped])
+def test_a_signal_that_arrives_in_a_dataset_function_stops_the_run(
+    source_of: Opener, tmp_path: Path, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "slow.py"
+    path.write_text("import builtins\ndef f(*_):\n    raise builtins.signal\n")
+    signal = Stopped(Stop(143, "SIGTERM")) if kind is Stopped else KeyboardInterrupt()
+    monkeypatch.setattr("builtins.signal", signal, raising=False)
+    with pytest.raises(kind):
+        source_of(f"{path}:f")
 
 
 @pytest.mark.parametrize(

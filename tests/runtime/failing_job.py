@@ -15,6 +15,11 @@ from llama_ft.config import CheckpointConfig
 from llama_ft.errors import UserError
 
 
+class Unprintable(RuntimeError):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
 def fail_now(output_dir: Path) -> None:
     """Record when the failure begins."""
     (output_dir / "failed-at").write_text(str(time.time()))
@@ -45,6 +50,10 @@ if __name__ == "__main__":
             way == "one rank has a user error" and job.rank == 1
         ):
             raise UserError("mine.yaml:3: this is not right.\nThat would be.")
+        if way == "an error has no text":
+            raise Unprintable
+        if way == "too many files are open":
+            raise RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc] Too many open files")
         if way == "one rank is killed" and job.rank == 1:
             fail_now(output_dir)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import time
 from pathlib import Path
@@ -43,6 +44,19 @@ def test_an_exception_on_one_rank_is_printed_once_with_its_traceback(tmp_path: P
     assert status_of(tmp_path)["state"] == "failed" and status_of(tmp_path)["step"] == 3
     assert "flux capacitor" in str(status_of(tmp_path)["message"])
     assert_nothing_is_left(finished)
+
+
+def test_an_error_without_a_text_and_a_limit_of_open_files_have_a_message(tmp_path: Path) -> None:
+    finished = forked(JOB, "an error has no text", tmp_path)
+    assert finished.exit_code == 1
+    message = "error: rank 0 failed: Unprintable: (its message raises ValueError)"
+    assert finished.output.count(message) == 1
+    assert "During handling" not in finished.output
+    finished = forked(JOB, "too many files are open", tmp_path)
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    expected = rf"error: rank 0 has too many open files; the limit is {limit}: .*\n +Raise the limit: ulimit"
+    assert finished.exit_code == 1 and re.search(expected, finished.output), finished.output
+    assert "lost contact" not in finished.output
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,15 @@
 """Memory and signals that ranks on one host share, on real processes."""
 
 import json
+import os
+import resource
 from pathlib import Path
 
 import pytest
 from forked import forked
+
+from llama_ft.errors import RunFailure
+from llama_ft.runtime.shared_memory import enlarge
 
 JOB = Path(__file__).with_name("shared_memory_job.py")
 
@@ -23,3 +28,20 @@ def test_ranks_read_what_others_wrote_and_see_when_one_is_killed(tmp_path: Path)
             assert "16 bytes here, and one of 8 bytes on rank 1 of the group" in found["other size"]
             assert found["error"] == "Connection closed by rank 1 of the group."
             assert found["seconds"] < 5
+
+
+def test_a_block_that_cannot_grow_is_not_blamed_on_a_file_of_the_run() -> None:
+    descriptor = os.memfd_create("test")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+    try:
+        enlarge(descriptor, 2**20)
+        with pytest.raises(
+            RunFailure, match=r"that ranks share \(2.0 MiB\): .* ulimit -f unlimited"
+        ):
+            enlarge(descriptor, 2**21)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with pytest.raises(MemoryError, match="memory that ranks share"):
+        enlarge(-1, 2**20)
+    os.close(descriptor)

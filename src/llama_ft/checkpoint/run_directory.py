@@ -1,14 +1,16 @@
 """The directory of a run. It is created as late as possible, so that a rejected run writes
 nothing."""
 
+import errno
 import itertools
 import json
 import re
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -16,12 +18,20 @@ from pathlib import Path
 from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, read_bytes, run_of, step_of
 from llama_ft.config import CheckpointConfig, run_entries
 from llama_ft.config.data_names import is_url
-from llama_ft.config.paths import REFERENCE_FILE, RUN_MARKER, TEACHER_FILE, foreign_entries
+from llama_ft.config.paths import (
+    REFERENCE_FILE,
+    RUN_DIRECTORIES,
+    RUN_ENTRIES,
+    RUN_MARKER,
+    TEACHER_FILE,
+    foreign_entries,
+)
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.processes import TEMPORARY_FILE
 from llama_ft.runtime import Ranks, log
 from llama_ft.runtime.run_lock import RunLock, holder_is_ending
 
+BEST_FILE = "checkpoints/best.json"
 LOCK_WAIT_SECONDS = 10.0  # the ranks of a run that has just been stopped
 # for a run that says that it is ending: it saves its last checkpoint, or its final model
 ENDING_WAIT_SECONDS = 3600.0
@@ -70,6 +80,7 @@ def create_run_directory(
     lock_directory(folder, ranks)
 
     def prepare() -> None:
+        _set_odd_entries_aside(folder)
         _report_death(folder, ranks)
         for leftover in folder.glob(".*.tmp"):
             if TEMPORARY_FILE.fullmatch(leftover.name):
@@ -251,6 +262,25 @@ def _remove_earlier_run(folder: Path, settings: CheckpointConfig, is_restarted: 
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def _set_odd_entries_aside(folder: Path) -> None:
+    """Rename what has the name of a file of a run but is a directory, a pipe or a link to itself, and
+    files with the name of a directory. A run has written none of them."""
+    for name in (*RUN_ENTRIES, BEST_FILE):
+        path = folder / name
+        is_directory = name in RUN_DIRECTORIES
+        try:
+            mode = path.stat().st_mode
+            is_odd = not (stat.S_ISDIR(mode) if is_directory else stat.S_ISREG(mode))
+        except OSError as error:
+            is_odd = error.errno == errno.ELOOP
+        with suppress(OSError):  # nothing is lost with an empty directory
+            if is_odd:
+                path.rmdir()
+                continue
+        if is_odd:
+            set_aside(path, f"is not a {'directory' if is_directory else 'file'}")
 
 
 def _set_newer_aside(resumed: Checkpoint) -> None:

@@ -7,6 +7,8 @@ directory when all files are on disk. If training waits until the end, rows on t
 without a copy.
 """
 
+import errno
+import functools
 import json
 import os
 import shutil
@@ -42,6 +44,7 @@ from llama_ft.errors import RunFailure, UserError, reason
 from llama_ft.models.shards import local_shard
 from llama_ft.runtime import Ranks, log
 
+CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 RESERVED_BYTES = 2**20  # for headers, trainer.json and checksums
 
 
@@ -359,12 +362,12 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         metrics = dict[int, str]()  # step -> --best_by
         for folder in complete_checkpoints(self.run):
             try:
-                record = json.loads((folder / reader.TRAINER_FILE).read_text())
+                record = json.loads(reader.read_bytes(folder / reader.TRAINER_FILE))
                 step = step_of(folder)
                 found.append(SavedCheckpoint(step, record["asked"], record["best_loss"]))
                 train = record.get("config", {}).get("train", {})
                 metrics[step] = train.get("best_by", "eval/loss")
-            except (OSError, ValueError, LookupError, TypeError):
+            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 continue  # a corrupted checkpoint is not deleted
         newest_step = None if newest is None else step_of(newest)
         best, doomed = surplus(found, newest_step, self._settings.keep_last)
@@ -438,7 +441,21 @@ def _write_synced(path: Path, text: str) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file's content, or a directory's entries, to disk."""
+    """Flush a file's content, or a directory's entries, to disk. Some file systems (FUSE, SMB)
+    cannot flush a directory."""
     descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in CANNOT_SYNC or not path.is_dir():
+            raise
+        _warn_without_sync()
+    finally:
+        os.close(descriptor)
+
+
+@functools.cache  # once
+def _warn_without_sync() -> None:
+    log.warning(
+        "--output_dir: its file system cannot flush a directory (fsync). A power loss may undo a checkpoint."
+    )

@@ -6,9 +6,12 @@ nothing without `--overwrite`, and never files that llama_ft did not write.
 """
 
 import json
+import os
 import re
 import tempfile
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,8 @@ BAD_SAMPLES_FILE = "bad_samples.jsonl"
 # The newest checkpoint that was fetched from --save_to. launch/run.sh does not count it as progress of
 # the run.
 FETCHED_FILE = ".fetched"
+PROBE = ".llama_ft_"  # begins the name of an empty directory that exists for a moment
+SECONDS_OF_A_PROBE = 60.0
 SHOWN_ENTRIES = 3  # names of other files in a warning
 # Everything that a run writes into its directory. --overwrite deletes nothing else.
 RUN_ENTRIES = (
@@ -49,6 +54,8 @@ RUN_ENTRIES = (
     "profile", "tensorboard", "wandb", REFERENCE_FILE, TEACHER_FILE,
     BAD_SAMPLES_FILE, FETCHED_FILE,
 )  # fmt: skip
+# of these; the others are files
+RUN_DIRECTORIES = {"checkpoints", "model", "profile", "tensorboard", "wandb"}
 # The entries of checkpoints/ that --overwrite may delete. set-aside-* and files of other programs
 # stay.
 CHECKPOINT_ENTRIES = re.compile(r"(\.writing-|\.removing-)?step-\d{6,}|\.?best\.json")
@@ -433,9 +440,10 @@ def deleted_input(
         if not value:
             continue
         before_function = value.rpartition(".py:")[0]  # of path/to/file.py:function
-        source = Path(before_function or value).expanduser().resolve()
+        # not resolve(), which raises RuntimeError for a link to itself
+        source = Path(os.path.realpath(Path(before_function or value).expanduser()))
         for entry in entries:
-            if source.is_relative_to(entry.resolve()):
+            if source.is_relative_to(os.path.realpath(entry)):
                 return f"--overwrite would delete {entry}, which {name} reads. Choose another directory."
     return None
 
@@ -453,7 +461,16 @@ def not_writable(path: Path) -> str | None:
         # The message begins with `path`.
         return "is not a directory." if existing == path else f"{existing} is not a directory."
     try:
-        with tempfile.TemporaryDirectory(prefix=".llama_ft_", dir=existing):
+        _remove_probes(existing)
+        with tempfile.TemporaryDirectory(prefix=PROBE, dir=existing):
             return None
     except OSError as error:
         return f"{existing} cannot be written to: {error.strerror}."
+
+
+def _remove_probes(folder: Path) -> None:
+    """Remove the directories that `not_writable` has made for a moment, if a kill has left them."""
+    for path in folder.glob(f"{PROBE}????????"):
+        with suppress(OSError):  # it is not empty, or another process was faster
+            if time.time() - path.stat().st_mtime > SECONDS_OF_A_PROBE:
+                path.rmdir()

@@ -194,7 +194,7 @@ class MetricsLog:
         resume_step: int | None = None,
         source: Path | None = None,
     ) -> None:
-        if source is not None and source.exists():
+        if source is not None and source.is_file():
             shutil.copyfile(source, path)
         last_step = -1 if resume_step is None else resume_step
         kept = list[bytes]()

@@ -99,6 +99,11 @@ class Curve(NamedTuple):
     values: numpy.ndarray
 
 
+CORRUPTED = (
+    OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError,
+)  # fmt: skip
+
+
 @dataclass
 class Run:
     """The files of a run.
@@ -190,8 +195,10 @@ def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
 
 def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
+        if path.exists() and not path.is_file():  # to open a pipe would wait for ever
+            raise ValueError("not a file")
         return dict(parse(path.read_text(encoding="utf-8")) if path.exists() else {})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
+    except CORRUPTED as error:
         raise UserError(
             f"{path}: {reason(error)}\nWithout this file, the report has the rest."
         ) from error

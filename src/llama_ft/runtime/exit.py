@@ -8,6 +8,7 @@ knows the cause can write first.
 
 import json
 import os
+import resource
 import sys
 import textwrap
 import threading
@@ -22,7 +23,7 @@ from typing import Literal, NamedTuple, NoReturn, Protocol
 
 import torch.distributed as dist
 
-from llama_ft.errors import LostRank, RunFailure, UserError, is_disk_full
+from llama_ft.errors import LostRank, RunFailure, StopRequest, UserError, is_disk_full, text_of
 from llama_ft.masking import printable
 from llama_ft.processes import end_restarts, replace_text
 from llama_ft.runtime.out_of_memory import KILLED, KILLED_BY, shortage
@@ -46,6 +47,7 @@ COMMUNICATION_SIGNS = (
     "broken pipe",
     "tcpstore",
 )
+FILE_LIMIT = "too many open files"
 INDENT = " " * len("error: ")
 State = Literal["running", "finished", "stopped", "failed"]
 _LEAVING = threading.Lock()
@@ -58,7 +60,7 @@ class Stop(NamedTuple):
     reason: str  # such as "SIGTERM", for the message "stopped by SIGTERM"
 
 
-class Stopped(SystemExit):
+class Stopped(StopRequest):
     """Ends a run that was asked to stop. All ranks raise it after the same step, with the
     checkpoint that was saved. Without a step, a rank raises it for itself, or all of them raise it
     in an evaluation, which is abandoned."""
@@ -282,7 +284,9 @@ def _is_broken(error: BaseException) -> bool:
         return False
     if isinstance(error, dist.DistError):
         return True
-    text = str(error).lower()
+    text = text_of(error).lower()
+    if FILE_LIMIT in text:  # the cause, although gloo reports it
+        return False
     return any(sign in text for sign in COMMUNICATION_SIGNS)
 
 
@@ -347,12 +351,16 @@ def _messages(error: BaseException, context: ExitContext) -> Iterator[str]:
     elif _is_broken(error):
         what = f"lost contact with another rank, whose exit code is in torchrun's report: {error}\n{KILLED_BY}{hint}"
         yield str(RunFailure(f"rank {rank} {what}"))
+    elif FILE_LIMIT in text_of(error).lower():
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        what = f"has too many open files; the limit is {limit}: {text_of(error)}"
+        yield str(RunFailure(f"rank {rank} {what}\nRaise the limit: ulimit -n 65536.{hint}"))
     elif isinstance(error, OSError) and is_disk_full(error):
         place = error.filename or run or "a file"
         yield str(RunFailure(f"rank {rank} could not write {place}: {error.strerror}.{hint}"))
     else:
         lines = "".join(traceback.format_exception(error))
-        yield f"{lines}error: rank {rank} failed: {type(error).__name__}: {error}"
+        yield f"{lines}error: rank {rank} failed: {type(error).__name__}: {text_of(error)}"
 
 
 def _explained(explain: Callable[[], str], otherwise: str = "") -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from llama_ft.config.messages import size_text
+from llama_ft.errors import text_of
 
 Shortage = Literal["device", "host"]
 KILLED = "killed (exit code -9)"  # part of every message about a rank that was ended by SIGKILL
@@ -33,7 +34,7 @@ def shortage(error: BaseException) -> Shortage | None:
         return "host"
     if not isinstance(error, RuntimeError):
         return None
-    text = str(error)
+    text = text_of(error)
     if HOST_SIGNS.search(text):
         return "host"
     if DEVICE_SIGNS.search(text):

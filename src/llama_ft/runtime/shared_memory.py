@@ -4,6 +4,7 @@ Over gloo a tensor crosses from rank to rank through a socket: the kernel copies
 threads take the cores on which the ranks compute.
 """
 
+import errno
 import mmap
 import os
 import struct
@@ -15,6 +16,9 @@ from typing import NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from llama_ft.config.messages import size_text
+from llama_ft.errors import RunFailure
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PROCESS_NAMESPACE = Path("/proc/self/ns/pid")
@@ -103,7 +107,7 @@ class SharedMemory:
         if mapped is None or len(mapped) < needed:
             descriptor = self._blocks[block]
             if os.fstat(descriptor).st_size < needed:  # another rank may have been here first
-                os.truncate(descriptor, needed)
+                enlarge(descriptor, needed)
             mapped = mmap.mmap(descriptor, needed)
             self._maps[block] = mapped
         return torch.frombuffer(mapped, dtype=dtype, count=count)
@@ -166,6 +170,20 @@ def _open_offered(offers: Sequence[_Offer | None], rank: int, kept: ExitStack) -
                 writers[other] = open_one(offer.process, offer.writers[rank], os.O_WRONLY)
         return _Opened(blocks, writers)
     return None
+
+
+def enlarge(descriptor: int, size: int) -> None:
+    """Give a block a size. Raises MemoryError if the host lacks the memory, or RunFailure if a limit
+    of the process is too low: no file of the run is the cause."""
+    what = f"memory that ranks share ({size_text(size)})"
+    try:
+        os.truncate(descriptor, size)
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise RunFailure(
+                f"{what}: is larger than a file may be. Raise the limit: ulimit -f unlimited."
+            ) from error
+        raise MemoryError(f"{what}: {error.strerror}") from error
 
 
 def _gathered(value: T, group: dist.ProcessGroup) -> list[T]:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from llama_ft.config import parse_duration
+from llama_ft.processes import PARENT
 from llama_ft.runtime.console import log
 from llama_ft.runtime.exit import Stop, Stopped
 
@@ -38,6 +39,7 @@ SIGNALS: dict[int, Stop] = {
 }
 # in the gathered column; a signal wins, because its number is larger (SIGHUP is 1)
 STOP_AFTER_CODE = 0.5
+_IMPORTED = time.monotonic()
 CTRL_C_REPEAT_SECONDS = 0.5  # launchers may deliver one Ctrl-C twice
 POLL_SECONDS = 0.25
 # outside the loop: time to return from C++, then to close trackers
@@ -203,8 +205,11 @@ class StopSignals:
 def seconds_running() -> float:
     """Return the seconds since torchrun started (restarts do not reset them), or since this process
     started."""
-    process = os.getppid() if dist.is_torchelastic_launched() else os.getpid()
-    stat = Path(f"/proc/{process}/stat").read_text()
+    process = PARENT.id if dist.is_torchelastic_launched() else os.getpid()
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:  # torchrun was killed, or /proc is hidden
+        return time.monotonic() - _IMPORTED
     # after the command's name in parentheses; see `man 5 proc`
     fields = stat.rpartition(")")[2].split()
     start_ticks = int(fields[19])  # since boot

@@ -119,7 +119,7 @@ class Watchdog(threading.Thread):
     def describe_lost(self) -> str:
         """Return a message about a rank of this node that has ended; "" if none has."""
         for rank, pid in self._processes.items():
-            if not Path(f"/proc/{pid}").exists():
+            if _has_ended(pid):
                 why = f"most likely {KILLED}. {KILLED_BY}\n{host_memory() or ''}"
                 return f"rank {rank} (process {pid}) has ended, {why}"
         return ""
@@ -170,6 +170,17 @@ class Watchdog(threading.Thread):
                 return collectives
             frame = frame.f_back
         return object()
+
+
+def _has_ended(pid: int) -> bool:
+    """Return whether there is no such process. (/proc may be hidden.)"""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # of another user
+        return False
+    return False
 
 
 def describe_hang(reports: Sequence[Report], asker: int, seconds: float) -> str:
