@@ -296,6 +296,18 @@ def test_tokens_without_labels_are_in_the_loss_unless_masked() -> None:
     ) == ([2, 3], [2, 3])
 
 
+def test_masks_of_tokens_take_them_out_of_the_loss() -> None:
+    sample = {"input_ids": [1, 2, 3, 4], "completion_mask": [0, 0, 1, 1]}
+    assert tokenized_sample(sample) == ([1, 2, 3, 4], [-100, -100, 3, 4])
+    sample["assistant_masks"] = [False, True, True, False]
+    assert tokenized_sample(sample) == ([1, 2, 3, 4], [-100, -100, 3, -100])
+    sample = {"input_ids": [1, 2], "labels": [-100, 2], "loss_mask": [1, 1]}
+    assert tokenized_sample(sample) == ([1, 2], [-100, 2])
+    for mask in ([1], [1, 2], [1, None], "11", [0.0, 1.0]):
+        with pytest.raises(BadSample, match='"loss_mask"'):
+            tokenized_sample({"input_ids": [1, 2], "loss_mask": mask})
+
+
 def test_openai_chats_keep_weights_and_get_the_text_and_arguments_that_templates_need() -> None:
     call = {
         "id": "1",

@@ -37,6 +37,8 @@ def folder(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     (folder / "bad.jsonl").write_text(
         "\n".join([*lines[:450], '{"instruction": 3, "output": "x"}', *lines[450:]])
     )
+    odd = json.dumps({"instruction": "Hi", "output": 1.0})
+    (folder / "odd.jsonl").write_text("\n".join([*lines[:40], odd, odd, *lines[40:]]))
     (folder / "few.jsonl").write_text("\n".join(lines[:60]))
     long = json.dumps({"instruction": "a", "output": "word " * 220_000})
     (folder / "long.jsonl").write_text("\n".join([long, *lines]))
@@ -49,6 +51,7 @@ def run(folder: Path, world_size: int, cases: list[dict[str, Any]]) -> dict[str,
     file.write_text(json.dumps(cases))
     finished = forked(JOB, folder, file, ranks=world_size)
     assert finished.exit_code == 0, finished.output
+    file.with_suffix(".log").write_text(finished.output)
     results = {}
     for name in (one["name"] for one in cases):
         ranks = [
@@ -75,6 +78,7 @@ def alone(folder: Path) -> dict[str, dict[str, Any]]:
         case("bad", 1, file="bad.jsonl"),
         case("skipped", 1, file="bad.jsonl", config={"skip_bad_rows": True}),
         case("long", 1, **too_long),
+        case("odd", 1, file="odd.jsonl"),
     ]
     return run(folder, 1, cases)
 
@@ -121,6 +125,15 @@ def test_an_epoch_has_every_sample_once_in_shuffled_windows(
     again = [sample for step in steps[end : 2 * end] for sample in step["samples"]]
     assert again and again[:20] != seen[:20]  # the second pass has an order of its own
     assert steps[end - 1]["epochs_seen"] == 1.0
+
+
+def test_what_is_odd_in_streamed_samples_is_a_warning_once(
+    alone: dict[str, dict[str, Any]], folder: Path
+) -> None:
+    assert alone["odd"]["steps"]
+    printed = " ".join((folder / "cases-1-packed.log").read_text().split())
+    assert printed.count('"output" is a whole number with .0, which is trained on') == 1
+    assert f'{folder}/odd.jsonl:41: "output" is a whole number' in printed
 
 
 def test_batches_do_not_depend_on_the_number_of_ranks(

@@ -69,6 +69,8 @@ LOG_PROBABILITIES = "logprobs"  # vLLM's name; see training/teacher.py
 RESPONSES = ("output", "completion", "chosen", "rejected")  # columns that may hold a class
 # keys in which servers return reasoning content
 REASONING = ("reasoning_content", "reasoning", "thinking")
+# columns of tokens with which TRL and others say what is in the loss
+TOKEN_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 # columns that a sample of text leaves empty
 MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 ROLES = {
@@ -328,7 +330,8 @@ def tokenized_sample(sample: Sample) -> TokenizedSample:
 
     Args:
         sample: input_ids, perhaps labels (every token if missing) and perhaps attention_mask, as a
-            tokenizer returns them for one text.
+            tokenizer returns them for one text. Tokens are in the loss if all of TOKEN_MASKS that are
+            there have a 1.
 
     Raises:
         BadSample: naming the columns.
@@ -337,6 +340,9 @@ def tokenized_sample(sample: Sample) -> TokenizedSample:
     for name in ("labels", "attention_mask"):
         if sample.get(name) is not None:
             columns[name] = _integers(sample, name)
+    masks = [name for name in TOKEN_MASKS if sample.get(name) is not None]
+    for name in masks:
+        columns[name] = _flags(sample, name)
     input_ids = columns["input_ids"]
     lengths = {len(values) for values in columns.values()}
     if not input_ids or len(lengths) > 1:
@@ -345,6 +351,9 @@ def tokenized_sample(sample: Sample) -> TokenizedSample:
             f"{counts} entries; expected at least one token, and one entry of each column per token."
         )
     labels = columns.get("labels", input_ids)
+    for name in masks:
+        pairs = zip(labels, columns[name], strict=True)
+        labels = [label if is_in_loss else -100 for label, is_in_loss in pairs]
     mask = columns.get("attention_mask", [1] * len(input_ids))
     return TokenizedSample(list(compress(input_ids, mask)), list(compress(labels, mask)))
 
@@ -531,6 +540,15 @@ def check_columns(sample: Sample, sample_format: SampleFormat) -> None:
         check_numbers(sample, (*one.required, *one.optional))
 
 
+def _flags(sample: Sample, column: str) -> list[int]:
+    values = sample.get(column)
+    is_valid = isinstance(values, list) and all(
+        type(value) in (int, bool) and value in (0, 1) for value in values
+    )
+    expect(is_valid, column, values, "a list of 0 and 1")
+    return list(values or [])
+
+
 def _text(sample: Sample, column: str) -> str:
     value = sample.get(column, MISSING)
     is_class = column in RESPONSES and isinstance(value, int | float)  # such as 0
@@ -554,6 +572,8 @@ FORMATS: dict[str, Format] = {
     "text": Format(("text",), (), plain_text),
     # logprobs: of a teacher
     "tokenized": Format(
-        ("input_ids",), ("labels", "attention_mask", LOG_PROBABILITIES), tokenized_sample
+        ("input_ids",),
+        ("labels", "attention_mask", *TOKEN_MASKS, LOG_PROBABILITIES),
+        tokenized_sample,
     ),
 }

@@ -1,5 +1,6 @@
 """Find what is valid in a sample but probably not meant, so that a run warns of it once."""
 
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -95,8 +96,14 @@ def _of_message(message: Mapping[str, Any], template: str) -> Iterator[str]:
     for key, value in message.items():
         if value is None or key in USED_KEYS:
             continue
-        if not re.search(rf"\b{re.escape(key)}\b", template):
+        if not _uses(template, key):
             yield f'the key "{key}" of assistant messages is ignored: the chat template does not use it'
+
+
+@functools.lru_cache(maxsize=256)
+def _uses(template: str, key: str) -> bool:
+    """Return whether a template names a key of a message."""
+    return re.search(rf"\b{re.escape(key)}\b", template) is not None
 
 
 def _of_nulls(tools: Any, messages: list[Any]) -> Iterator[str]:
