@@ -149,7 +149,7 @@ def test_small_files_of_the_base_are_copied_and_the_model_may_be_replaced(
         "chat_template.json": '{"chat_template": "{{ messages }}"}',
         "preprocessor_config.json": "{}",
         "video_preprocessor_config.json": "{}",
-        "mm_settings.json": "{}",
+        "configuration.json": "{}",
     }
     others = {
         "README.md": "# The base\n",
@@ -158,6 +158,9 @@ def test_small_files_of_the_base_are_copied_and_the_model_may_be_replaced(
         "samples.jsonl": "{}\n",
         "model.fp8.safetensors.index.json": "{}",
         "adapter_notes.json": "{}",
+        "mm_settings.json": "{}",
+        "notes.txt": "pin: 1234",
+        "settings.yaml": "pin: 1234",
         "trainer_state.json": "{}",
         "all_results.json": "{}",
         "credentials.json": "{}",

@@ -4,7 +4,6 @@ Face format."""
 from llama_ft.checkpoint.attempts import attempts_of
 from llama_ft.checkpoint.disks import find_disks
 from llama_ft.checkpoint.export import (
-    check_export,
     export_adapter,
     export_model,
     save_dtype,
@@ -16,6 +15,7 @@ from llama_ft.checkpoint.export_checkpoint import (
     tokens_added,
     understood_adapter,
 )
+from llama_ft.checkpoint.export_settings import check_export
 from llama_ft.checkpoint.fetch import fetch_to_each_disk, open_store
 from llama_ft.checkpoint.host_block import HostBlock
 from llama_ft.checkpoint.reader import Checkpoint, checkpoint_errors, complete_checkpoints

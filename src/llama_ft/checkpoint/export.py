@@ -5,13 +5,10 @@ import copy
 import json
 import math
 import os
-import re
 import shutil
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,15 +16,15 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from llama_ft.checkpoint.export_settings import matches, write_model_settings, write_tokenizer
 from llama_ft.checkpoint.safetensors_file import Headers, SafetensorsFile
 from llama_ft.config import CheckpointConfig, parse_size
 from llama_ft.config.attempts import value_over_time
-from llama_ft.config.paths import COPIED_FILES, MODEL_PATTERNS, RUN_ENTRIES, looks_local
+from llama_ft.config.paths import COPIED_FILES, MODEL_PATTERNS, looks_local
 from llama_ft.config.settings import SETTINGS
-from llama_ft.data import stop_token_ids
-from llama_ft.errors import RunFailure, UserError, plural, reason
+from llama_ft.errors import RunFailure, plural
 from llama_ft.masking import mask_secrets
 from llama_ft.models import BuiltModel
 from llama_ft.models.built import Adapter
@@ -55,18 +52,6 @@ CARD_SETTINGS_OF_LORA = (
     "use_dora",
     "use_rslora",
     "mode",
-)
-# Copied from the base model's directory. The processor reads images for the parts that are not
-# fine-tuned.
-LEGACY_TEMPLATE = "chat_template.json"
-COPIED = ("generation_config.json", "*processor_config.json", LEGACY_TEMPLATE)
-# Copied, too, if they are small, an export does not write them itself, and they hold no secret.
-COPIED_IF_SMALL = ("*.json", "*.jinja", "*.txt", "*.yaml", "LICEN[CS]E*", "NOTICE*", "*POLICY*")
-COPIED_BYTES = 2**20
-# Of weights, adapters and training. Files of secrets are recognized by their content, too.
-NEVER_COPIED = re.compile(
-    r"\.|.*(index|results)\.json$|(adapter_|train|eval_|all_)|.*(secret|credential|passw|api_?key|auth|token\b)",
-    re.IGNORECASE,
 )
 METHOD_NAMES = {"lora": "LoRA", "loha": "LoHa"}  # of peft_method, for the model card
 PLACE = '"path/to/this/folder"'
@@ -363,93 +348,6 @@ def written_aside(folder: Path, advice: str = "") -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def check_export(
-    model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, source: Path
-) -> None:
-    """Write the files other than the weights into a temporary directory. So a run that could not
-    save its final model fails before training. For the arguments see write_model_settings."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            write_model_settings(Path(folder), model_config, None, tokenizer, source)
-        except Exception as error:  # of any library that writes one of these files
-            raise UserError(
-                f"{source}: its config or tokenizer cannot be saved: {reason(error)}"
-            ) from error
-
-
-def write_model_settings(
-    folder: Path,
-    model_config: PretrainedConfig,
-    dtype: torch.dtype | None,
-    tokenizer: PreTrainedTokenizerBase,
-    source: Path,
-) -> None:
-    """Write the files other than the weights: config.json, tokenizer, processor, generation config
-    and code.
-
-    Args:
-        folder: directory of the weights.
-        model_config: the model's config; it is not changed.
-        dtype: of the weights, for config.json.
-        tokenizer: with the chat template of the run.
-        source: directory of the base model, from which small files are copied.
-    """
-    config = copy.deepcopy(model_config)
-    parts = [getattr(config, name, None) for name in config.sub_configs]
-    for part in (config, *parts):
-        if part is not None:
-            part.dtype = dtype  # the dtype of the model on the meta device has no meaning
-    config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    for file in _files_to_copy(source):
-        # Transformers rejects a legacy template together with several new ones.
-        if not (file.name == LEGACY_TEMPLATE and (folder / "additional_chat_templates").exists()):
-            shutil.copy(file, folder / file.name)
-    # `generate` must stop at the token that ends a message in the chat template. It may differ from
-    # the token at which the base model stops.
-    file = folder / "generation_config.json"
-    settings = json.loads((file if file.exists() else folder / "config.json").read_text())
-    known = settings.get("eos_token_id")
-    if isinstance(known, list):
-        ids = known
-    else:
-        ids = [] if known is None else [known]
-    if not all(isinstance(token, int) for token in ids):
-        raise ValueError(f"{file.name}: eos_token_id is {known}; expected a number or a list")
-    stops = stop_token_ids(tokenizer, known)
-    if stops != ids:
-        own = settings if file.exists() else {"bos_token_id": settings.get("bos_token_id")}
-        file.write_text(json.dumps(own | {"eos_token_id": stops}, indent=2) + "\n")
-
-
-def _files_to_copy(source: Path) -> list[Path]:
-    """Return the files of a base model's directory that an export copies: COPIED, small files of
-    text like a license, and Python files if a config names classes of them."""
-    files = []
-    has_code = any("auto_map" in file.read_text() for file in source.glob("*config.json"))
-    for file in sorted(source.iterdir()):
-        name = file.name
-        if not file.is_file():
-            continue
-        is_code = file.suffix == ".py" and has_code
-        if is_code or _matches(name, COPIED):
-            files.append(file)
-            continue
-        is_written = _matches(name, MODEL_PATTERNS) or _matches(name, RUN_ENTRIES)
-        if is_written or not _matches(name, COPIED_IF_SMALL) or NEVER_COPIED.match(name):
-            continue
-        if file.stat().st_size > COPIED_BYTES:
-            continue
-        text = file.read_text(errors="replace")
-        if mask_secrets(text) == text:  # it holds no secret
-            files.append(file)
-    return files
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch(name, pattern) for pattern in patterns)
-
-
 def write_adapter(
     folder: Path, adapter: Adapter, weights: SavedWeights, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -469,7 +367,7 @@ def write_adapter(
         if isinstance(value, set):
             vars(settings)[name] = sorted(value)
     settings.save_pretrained(str(folder))
-    tokenizer.save_pretrained(folder)
+    write_tokenizer(folder, tokenizer)
 
 
 def write_model_card(
@@ -565,7 +463,7 @@ def _copied_files(folder: Path) -> list[str]:
     names = sorted(file.name for file in folder.iterdir() if file.suffix != ".py")
     copied = []
     for name in names:
-        if not _matches(name, MODEL_PATTERNS) and (folder / name).is_file():
+        if not matches(name, MODEL_PATTERNS) and (folder / name).is_file():
             copied.append(name)
     return copied
 

@@ -32,6 +32,7 @@ from transformers.pytorch_utils import Conv1D
 from llama_ft import data, models
 from llama_ft.checkpoint import export
 from llama_ft.checkpoint.export import SavedWeights, write_model_card, written_aside
+from llama_ft.checkpoint.export_settings import write_model_settings
 from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, step_folder
 from llama_ft.checkpoint.resume import first_valid, result_step
 from llama_ft.checkpoint.state import check_same_tensors
@@ -253,7 +254,7 @@ class Exporter:
         if found := models.describe_stored(self.base, base_config):
             log.info(f"{found} To quantize the result again, use for example llm-compressor.")
         with written_aside(folder) as aside:
-            export.write_model_settings(
+            write_model_settings(
                 aside, self.built.model.config, weights.main_dtype(), self.tokenizer, self.base
             )
             weights.write(aside, max_shard_bytes)
