@@ -4,6 +4,7 @@ merged."""
 import json
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +215,58 @@ def test_unsupported_adapters_are_rejected_by_name(
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**config, **settings}))
     assert named in refusal(adapter, bases / "llama", tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared_blocks(save_tokenizer: Callable[..., Path], tmp_path_factory: Any) -> Path:
+    """A Zamba2 in whose layers 1 and 3 the same attention block is called."""
+    from transformers import Zamba2Config, Zamba2ForCausalLM
+
+    torch.manual_seed(5)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+             "num_key_value_heads": 4, "vocab_size": 301, "mamba_d_state": 8, "mamba_d_conv": 2, "mamba_expand": 2,
+             "n_mamba_heads": 4, "mamba_ngroups": 1, "chunk_size": 8, "num_mem_blocks": 1, "adapter_rank": 4,
+             "initializer_range": 0.1, "use_shared_attention_adapter": False, "tie_word_embeddings": True,
+             "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "hybrid_layer_ids": [1, 3]}  # fmt: skip
+    folder = save_tokenizer(tmp_path_factory.mktemp("shared") / "zamba2")
+    Zamba2ForCausalLM(Zamba2Config(**shape)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (
+            {"target_modules": "all-linear"},
+            "layers.1.shared_transformer.self_attn.q_proj.weight and "
+            "model.layers.3.shared_transformer.self_attn.q_proj.weight are one weight",
+        ),
+        (
+            {"target_modules": ["q_proj"], "layers_to_transform": [3], "layers_pattern": "layers"},
+            "train one without shared_transformer.self_attn.q_proj: exclude_modules",
+        ),
+        (
+            {"target_modules": ["in_proj"], "modules_to_save": ["lm_head"]},
+            "changes only one of embedding and LM head",
+        ),
+        ({"target_modules": ["in_proj", "linear"]}, None),
+        (
+            {"target_modules": "all-linear", "exclude_modules": r".*\.shared_transformer\..*"},
+            None,
+        ),
+    ],
+)
+def test_changes_of_a_block_that_layers_share_are_rejected_and_others_merged(
+    settings: dict[str, Any], problem: str | None, shared_blocks: Path, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+
+    adapter = save_adapter(shared_blocks, tmp_path / "adapter", **settings)
+    if problem is not None:
+        assert problem in refusal(adapter, shared_blocks, tmp_path)
+        return
+    merged = merge(adapter, shared_blocks, tmp_path / "merged")
+    expected = logits(PeftModel.from_pretrained(load(shared_blocks), adapter).eval())
+    assert (logits(load(merged)) - expected).abs().max() < 1e-5
+    assert (logits(load(shared_blocks)) - expected).abs().max() > 1e-2
+    assert stored(merged).keys() == stored(shared_blocks).keys()

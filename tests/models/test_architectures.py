@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_by_hand import stored
-from conftest import run_cases
+from conftest import build_model, run_cases
+
+from llama_ft.checkpoint import Exporter
 
 SCRIPT = Path(__file__).with_name("architectures_job.py")
 SHAPE = {
@@ -413,3 +415,30 @@ def test_the_result_reloads_with_the_trained_logits(case: Case) -> None:
     for name in towers:
         assert torch.equal(was[name], now[name]), name
         assert was[name].dtype == now[name].dtype, name
+
+
+# of the ways of each architecture, one that leaves a LoRA adapter
+ADAPTERS = {architecture: method for architecture, method in CASES if "LoRA" in method}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ADAPTERS)
+def test_a_merged_adapter_reloads_with_the_logits_of_peft(
+    architecture: str, models: Path, launches: Callable[[bool], None], tmp_path: Path
+) -> None:
+    from peft import PeftModel
+
+    method = ADAPTERS[architecture]
+    launches(is_fast(architecture, method))
+    base = models / "models" / architecture
+    adapter = models / "results" / architecture / method / "model"
+    tokens = torch.load(models / "tokens.pt", weights_only=True)
+    exporter = Exporter.of_adapter(adapter, build_model(), base, str(base), trust_remote_code=False)
+    exporter.write_model(tmp_path / "merged", None, 10**9)
+    with torch.no_grad():
+        before = loaded(base).eval()(input_ids=tokens).logits
+        merged = loaded(tmp_path / "merged").eval()(input_ids=tokens).logits
+        expected = PeftModel.from_pretrained(loaded(base), adapter).eval()(input_ids=tokens).logits
+    assert (merged - expected).abs().max() < 1e-5 * expected.abs().max().clamp(min=1)
+    assert (merged - before).abs().max() > 1e-2
+    assert stored(tmp_path / "merged").keys() == stored(base).keys()

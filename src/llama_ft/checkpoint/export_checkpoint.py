@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from pydantic import ValidationError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from llama_ft import data, models
@@ -56,6 +58,7 @@ from llama_ft.models.source import (
     StoredTensor,
     WeightSource,
     blocks,
+    listed,
 )
 from llama_ft.phases import NULL_MONITOR
 from llama_ft.runtime import log
@@ -314,19 +317,20 @@ class Exporter:
             if ".modules_to_save." not in name:
                 ties.setdefault(number, []).append(key)
 
-        written = dict[str, tuple[str, Change | None]]()
-        tensors = dict[str, StoredTensor]()
+        merged = dict[int, dict[str, tuple[str, Change | None]]]()
         for number, tie in ties.items():
             key = stored[number]
-            made = dict[str, tuple[str, Change | None]]()
-            for name in tie:
-                made[name] = (replaced.get(name, key), changes.get(name))
-            if len(set(made.values())) == 1:
-                made = {tie[0]: made[tie[0]]}
-            else:  # embedding and LM head were tied, but now differ
-                untie(config)
-            written |= made
-            tensors |= dict.fromkeys(made, base.tensors[key])
+            merged[number] = {name: (replaced.get(name, key), changes.get(name)) for name in tie}
+        split = [tuple(made) for made in merged.values() if len(set(made.values())) > 1]
+        if split:  # embedding and LM head were tied, but now differ
+            _check_untied(model, split, [tuple(tie) for tie in ties.values() if len(tie) > 1])
+            untie(config)
+        written = dict[str, tuple[str, Change | None]]()
+        tensors = dict[str, StoredTensor]()
+        for number, made in merged.items():
+            names = list(made) if tuple(made) in split else list(made)[:1]
+            written |= {name: made[name] for name in names}
+            tensors |= dict.fromkeys(names, base.tensors[stored[number]])
         saved = model.state_dict().keys()
         for name, _ in model.named_buffers():
             key = lora.checkpoint_key(name)
@@ -426,6 +430,48 @@ class Exporter:
             return merged
 
         return change
+
+
+def _check_untied(
+    model: PreTrainedModel, split: list[tuple[str, ...]], ties: list[tuple[str, ...]]
+) -> None:
+    """Raise a UserError if other weights than those of embedding and LM head would have to be
+    untied: config.json can only say that nothing is tied.
+
+    Args:
+        model: with the adapter.
+        split: the names of tied weights that the adapter makes different.
+        ties: the names of all tied weights.
+    """
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    of_words = {
+        lora.checkpoint_key(f"{name}.weight")
+        for name, module in model.named_modules()
+        if module in ends
+    }
+    shared = [names for names in split if not of_words.issuperset(names)]
+    modules = sorted({_common_end(names).rpartition(".")[0] for names in shared})
+    if shared:
+        first, second = shared[0][:2]
+        raise UserError(
+            f"{first} and {second} are one weight of the base model, which the adapter changes differently. "
+            "A merged model cannot hold both.\nUse the adapter as it is, or train one without "
+            f"{listed(modules)}: exclude_modules in --peft.options."
+        )
+    others = [names for names in ties if not of_words.issuperset(names)]
+    if others:
+        raise UserError(
+            "The adapter changes only one of embedding and LM head, which are tied. This model also shares "
+            f"{others[0][0]} with {others[0][1]}, and config.json can only untie all of them.\n"
+            "Use the adapter as it is, or train one that changes both or none."
+        )
+
+
+def _common_end(names: tuple[str, ...]) -> str:
+    """Return the last parts that the names have in common."""
+    parts = [name.split(".")[::-1] for name in names]
+    common = takewhile(lambda several: len(set(several)) == 1, zip(*parts, strict=False))
+    return ".".join([several[0] for several in common][::-1])
 
 
 def _with_rows(
