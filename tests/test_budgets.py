@@ -17,7 +17,7 @@ LONGEST_FILE = 600  # lines
 TOKENS = {
     "": 3800,
     "check": 4300,
-    "checkpoint": 25_300,
+    "checkpoint": 28_500,
     "config": 18_200,
     "data": 45_500,
     "evaluation": 4000,
