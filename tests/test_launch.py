@@ -281,3 +281,30 @@ def test_a_model_is_copied_to_a_node_once_and_completely(tmp_path: Path) -> None
     copies = [subprocess.Popen([script, f"{model}/", disk]) for _ in range(3)]
     assert [copy.wait(60) for copy in copies] == [0, 0, 0]
     assert [path.name for path in (disk / "m").iterdir()] == ["config.json"]
+
+
+def test_the_directory_of_another_user_on_a_node_is_rejected(tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a directory to another user")
+    script = LAUNCH / "slurm" / "copy_to_node.sh"
+    model = tmp_path / "m"
+    model.mkdir()
+    (model / "config.json").write_text("mine")
+    disk = tmp_path / "disk" / "models"
+    foreign = disk / "m" / "config.json"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("of somebody else")
+    for path in (disk, foreign.parent, foreign):
+        os.chown(path, 65534, 65534)
+    finished = run([str(script), str(model), str(disk)])
+    assert finished.exit_code == 2 and f"{disk} is not a directory of yours" in finished.output
+    link = tmp_path / "link"
+    link.symlink_to(model)
+    assert run([str(script), str(model), str(link)]).exit_code == 2
+    os.chown(disk, 0, 0)
+    os.chmod(disk, 0o777)
+    assert run([str(script), str(model), str(disk)]).exit_code == 0
+    assert foreign.read_text() == "mine" and disk.stat().st_mode & 0o022 == 0
+    made = LAUNCH / "slurm" / "node_disk.sh"
+    assert run([str(made), str(tmp_path / "a" / "b")]).exit_code == 0
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700

@@ -5,11 +5,11 @@ set -euo pipefail
 
 folder=${1%/} parent=$2
 copy=$parent/$(basename "$folder")
-mkdir -p "$parent"
+"$(dirname "$0")/node_disk.sh" "$parent"
 exec 9>"$parent/.lock"
 flock 9
-if [[ ! -d $copy ]]; then
-  rm -rf "$copy.part"
+if [[ ! -d $copy || ! -O $copy ]]; then
+  rm -rf "$copy" "$copy.part"
   cp -rL "$folder" "$copy.part"
   mv "$copy.part" "$copy"
 fi
