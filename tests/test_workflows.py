@@ -14,8 +14,8 @@ from conftest import REPOSITORY
 FOLDER = REPOSITORY / ".github" / "workflows"
 WORKFLOWS = sorted(FOLDER.glob("*.yml"))
 NAMES = [file.stem for file in WORKFLOWS]
-# A commit with the tag that it had in the action's own repository, or the branch of PyPA's releases.
-PINNED = re.compile(r"\S+@([0-9a-f]{40} # v\d+\.\d+\.\d+|release/v1)")
+# A commit with its tag.
+PINNED = re.compile(r"\S+@[0-9a-f]{40} # v\d+\.\d+\.\d+")
 
 
 def read_workflow(name: str) -> dict[str, Any]:
