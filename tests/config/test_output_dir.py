@@ -176,3 +176,13 @@ def test_directories_left_by_killed_probes_are_removed(tmp_path: Path) -> None:
         os.utime(folder, (0, 0))
     assert not_writable(tmp_path) is None
     assert sorted(tmp_path.iterdir()) == [fresh, full]
+
+
+@pytest.mark.parametrize("store", ["run", "run/", "link", "run/checkpoints", "run/model/../model"])
+def test_a_store_in_the_files_of_the_run_is_rejected(errors_of, tmp_path: Path, store: str) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    flags = ["--output_dir", "run", "--save_to"]
+    (message,) = errors_of(*flags, f"file://{tmp_path}/{store}", paths=True)
+    assert message.startswith(f"--save_to file://{tmp_path}/{store}: is output_dir run itself")
+    for valid in (f"file://{tmp_path}/store", f"file://{tmp_path}", "s3://run/run"):
+        assert errors_of(*flags, valid, paths=True) == []

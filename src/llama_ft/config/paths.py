@@ -127,6 +127,9 @@ def check_paths(
         is_own = resume is not None and resume == values["save_to"]
         return output_dir_problem(name, values["overwrite"], "auto" if is_own else resume, inputs)
 
+    def save_to(url: str) -> str | None:
+        return store_problem(url, values["output_dir"])
+
     # the field, its value, and the function that returns what is wrong with that value
     checks: list[tuple[str, Any, Callable[[Any], str | None]]] = [
         ("model_name", values["model_name"], model_problem),
@@ -144,6 +147,7 @@ def check_paths(
         ("score", values["score"], own_function),
         *(("sample_images", name, file_problem) for name in values["sample_images"] or ()),
         ("output_dir", values["output_dir"] or "output/<model>", output_dir),
+        ("save_to", values["save_to"], save_to),
     ]
     messages = []
     for name, value, problem_of in checks:
@@ -384,6 +388,18 @@ def output_dir_problem(
     # After a restart the directory holds the run's own first attempt, and nothing is deleted.
     deletes = overwrite and attempt() == 0
     return deleted_input(run_entries(path), inputs) if deletes else None
+
+
+def store_problem(url: str, output_dir: str | None) -> str | None:
+    """Return why a run that writes into `output_dir` cannot upload to `url`, or None."""
+    protocol, _, path = url.partition("://")
+    if protocol not in ("file", "local") or output_dir is None:
+        return None
+    store = Path(path).expanduser().resolve()
+    run = Path(output_dir).expanduser().resolve()
+    if store == run or any(store.is_relative_to(run / entry) for entry in RUN_ENTRIES):
+        return f"is output_dir {output_dir} itself, or in its files. Choose a directory outside."
+    return None
 
 
 def model_dir_problem(
