@@ -27,7 +27,7 @@ from llama_ft.checkpoint import (
     open_store,
     upload_grace_seconds,
 )
-from llama_ft.checkpoint.resume import find_checkpoint
+from llama_ft.checkpoint.resume import find_checkpoint, take_newer
 from llama_ft.checkpoint.store import NoAnswer, read_commits
 from llama_ft.config import CheckpointConfig
 from llama_ft.errors import RunFailure, UserError
@@ -163,8 +163,34 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken(
     else:
         (folder / name).write_bytes(content[:20] + b"#" + content[21:])
     assert resume(tmp_path, runtime) == 3
-    start(resumed_step=3)
-    assert [*read_commits(run.uploads.store)] == [3]
+    # nothing is deleted because of one reading; the run itself replaces it
+    start(resumed_step=3).save(5)
+    assert [*read_commits(run.uploads.store)] == [5, 3]
+    shutil.rmtree(tmp_path / "run")
+    assert resume(tmp_path, runtime) == 5
+
+
+@pytest.mark.parametrize("before", [3, None])
+def test_a_checkpoint_that_is_uploaded_while_the_next_run_starts_is_resumed(
+    start: Callable[..., Run], tmp_path: Path, runtime: Ranks, before: int | None
+) -> None:
+    run = start()
+    if before is not None:
+        run.save(before)
+    settings = dataclasses.replace(settings_of(tmp_path), output_dir=f"{tmp_path}/next")
+    found = find_checkpoint(settings, runtime, run.uploads.store)
+    assert (None if found is None else found.step) == before
+    run.save(5)  # e.g. after SIGTERM, while the next run loads its model
+    following = start(resumed_step=before or 0, directory="next")
+    newer = take_newer(found, settings, runtime, following.uploads)
+    assert newer is not None and newer.step == 5
+    following.save(7)
+    assert [*read_commits(run.uploads.store)][:2] == [7, 5]
+    with pytest.raises(RunFailure, match="another run has taken over"):
+        run.save(6)
+    if runtime.lock is not None:
+        runtime.lock.close()
+        runtime.lock = None
 
 
 def test_a_local_checkpoint_that_was_not_uploaded_is_newest_and_follows(
@@ -240,6 +266,22 @@ def test_a_run_whose_prefix_was_taken_over_stops_before_it_commits(
     with pytest.raises(RunFailure, match="another run has taken over"):
         run.save(5)
     assert run.writer.has_failed and [*read_commits(run.uploads.store)] == [3]
+
+
+def test_an_old_answer_about_the_owner_is_no_take_over(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    owner = tmp_path / "store" / "owner.json"
+    start().save(3)
+    before = owner.read_text()
+    run = start(resumed_step=3)
+    now = owner.read_text()
+    owner.write_text(before)
+    run.save(5)
+    assert run.uploads.error is None and [*read_commits(run.uploads.store)] == [3]
+    owner.unlink()
+    run.save(6)
+    assert owner.read_text() == now and [*read_commits(run.uploads.store)] == [6, 3]
 
 
 def test_a_run_that_wakes_up_later_does_not_touch_the_checkpoints_of_its_successor(
@@ -399,6 +441,15 @@ def test_uploads_end_with_a_warning_if_those_of_another_rank_have_ended(
     assert "later checkpoints" in both[0].describe() and not read_commits(both[0].store)
     both[0].add(3)  # is not kept on the disk for an upload that never comes
     assert both[0].in_use() == set()
+
+
+@pytest.mark.parametrize("text", ["5m", "nan", "1e999", "240.5", "9" * 400])
+def test_a_time_that_torchrun_would_reject_is_not_used_without_it(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", text)
+    assert upload_grace_seconds() in (20.0, threading.TIMEOUT_MAX)
+    threading.Event().wait(0 * upload_grace_seconds())
 
 
 @pytest.mark.parametrize("seconds", ["", "240"])

@@ -5,8 +5,8 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -15,15 +15,17 @@ import torch.distributed as dist
 from llama_ft.checkpoint.reader import complete_checkpoints, step_folder
 from llama_ft.checkpoint.run_directory import lock_directory, planned_directory, set_aside
 from llama_ft.checkpoint.store import (
+    OWNER_FILE,
     RUN_FILES,
     Commit,
+    FoundCommits,
     ObjectStore,
     StoredFile,
     check_access,
     commit_name,
-    read_commits,
+    find_commits,
+    store_reason,
     stored_file,
-    unreachable,
     with_retries,
 )
 from llama_ft.config import CheckpointConfig
@@ -34,6 +36,7 @@ from llama_ft.errors import RunFailure, UserError, is_disk_full, reason
 from llama_ft.runtime import Ranks, log
 
 PARALLEL_FILES = 8
+DOWNLOADS = 2  # of a file whose content is not the expected one: the answer may have been wrong
 # s3://bucket/run/checkpoints/step-000100 names one checkpoint
 OF_A_CHECKPOINT = re.compile(r"(?P<run>.+)/checkpoints/step-(?P<step>\d{6,})")
 
@@ -45,6 +48,7 @@ class StoredRun:
         store: where they are.
         directory: of the run that resumes.
         commits: the checkpoints, by step.
+        unusable: step -> why a checkpoint's commit object cannot be used.
         with_local: whether local checkpoints of the directory belong to the same run, and are
             whole.
     """
@@ -53,12 +57,13 @@ class StoredRun:
         self,
         store: ObjectStore,
         directory: Path,
-        commits: Mapping[int, Commit],
+        found: FoundCommits,
         with_local: bool,
     ) -> None:
         self.store = store
         self.directory = directory
-        self.commits = commits
+        self.commits = found.valid
+        self.unusable = found.unusable
         self.with_local = with_local
 
     def fetch(self, step: int, ranks: Ranks, is_resumed: bool = True) -> list[str]:
@@ -68,7 +73,7 @@ class StoredRun:
             What is wrong with it, one line per file; empty if the checkpoint is there now.
 
         Raises:
-            RunFailure: the store does not answer, or the disk is full.
+            RunFailure: the disk is full.
         """
         errors = list[str]()
         with ranks.local_main_process_first():
@@ -130,18 +135,22 @@ class StoredRun:
         return names
 
     def _fetch_file(self, prefix: str, folder: Path, name: str, expected: StoredFile) -> str:
-        """Download a file. Return what is wrong with it, or an empty text."""
-        try:
-            with_retries(lambda: self.store.get_file(f"{prefix}/{name}", folder / name))
-        except FileNotFoundError:
-            return f"{self.store.url}/{prefix}/{name} is missing"
-        except Exception as error:  # each package has its own errors
-            if is_disk_full(error):
-                raise
-            raise unreachable(self.store, error) from error
-        if stored_file(folder / name) != expected:
-            return f"{self.store.url}/{prefix}/{name} is corrupted: it differs from its checksum"
-        return ""
+        """Download a file. Return what is wrong with it, or an empty text: a file that cannot be read
+        is an error of its checkpoint, and an older one may be valid."""
+        source = f"{self.store.url}/{prefix}/{name}"
+        get = partial(self.store.get_file, f"{prefix}/{name}", folder / name)
+        for _ in range(DOWNLOADS):
+            try:
+                with_retries(get, must_exist=True)
+            except FileNotFoundError:
+                return f"{source} is missing"
+            except Exception as error:  # each package has its own errors
+                if is_disk_full(error):
+                    raise
+                return f"{source} cannot be read ({store_reason(error)})"
+            if stored_file(folder / name) == expected:
+                return ""
+        return f"{source} is corrupted: it differs from its checksum"
 
     def _put_in_place(self, aside: Path, final: Path) -> None:
         """Move the files of a fetched checkpoint to where a local save would have written them."""
@@ -162,10 +171,10 @@ def fetch_to_each_disk(store: ObjectStore, directory: Path, step: int, ranks: Ra
     Raises:
         RunFailure: it is not in the store, or corrupted there.
     """
-    commits = ranks.broadcast_from_rank0(lambda: _read_commits(store))
+    found = ranks.broadcast_from_rank0(lambda: _find_commits(store, is_own=True))
     errors = [f"{store.url}: it was not uploaded."]
-    if step in commits:
-        stored = StoredRun(store, directory, commits, with_local=False)
+    if step in found.valid:
+        stored = StoredRun(store, directory, found, with_local=False)
         errors = stored.fetch(step, ranks, is_resumed=False)
     if errors:
         raise RunFailure("\n".join([f"step-{step:06d} is incomplete on the disks:", *errors]))
@@ -212,30 +221,64 @@ def find_stored(
     elif resume not in ("", "auto"):
         only = _local_step(Path(resume).expanduser())
     continues = source is store and only is None
-    if store is not None and not is_restarted:
-        ranks.broadcast_from_rank0(lambda: _check_owned(store, settings.resume, continues, only))
+    own = None
+    if store is not None and (not is_restarted or source is store):
+        own = ranks.broadcast_from_rank0(lambda: _find_commits(store, is_own=True))
+    if store is not None and own is not None and not is_restarted and not continues:
+        _check_owned(store, own, settings.resume, only)
     if source is None:
         return None
-    commits = ranks.broadcast_from_rank0(lambda: _read_commits(source))
+    found = own
+    if found is None or source is not store:
+        found = ranks.broadcast_from_rank0(lambda: _find_commits(source, is_own=False))
     if is_url(resume):
-        commits = {step: commit for step, commit in commits.items() if only in (None, step)}
-        if not commits:
-            raise UserError(f"--resume {resume}: holds no checkpoint; expected s3://bucket/run.")
+        found = _only_named(found, resume, only)
     directory = planned_directory(settings, ranks)
     assert directory is not None  # the settings are rejected without output_dir
-    if commits:
+    if found.valid:
         lock_directory(directory, ranks)
     with_local = (continues or is_restarted) and ranks.shares_disk
-    return StoredRun(source, directory, commits, with_local)
+    return StoredRun(source, directory, found, with_local)
+
+
+def report_without_checkpoint(stored: StoredRun) -> None:
+    """Log that an earlier run has written into a store without checkpoints, on rank 0.
+
+    Raises:
+        RunFailure: it holds commit objects, but none can be used.
+    """
+    url = stored.store.url
+    if stored.unusable:
+        raise RunFailure(
+            f"{url}: holds checkpoints, but none of their commit objects can be used:\n"
+            + "\n".join(stored.unusable.values())
+            + "\nNothing was changed. Try again later, or start a new run with another prefix."
+        )
+    with suppress(Exception):  # there is none, or it cannot be read
+        stored.store.get_text(OWNER_FILE)
+        log.warning(
+            f"{url}: an earlier run has written {OWNER_FILE}, but no checkpoint. "
+            "This run starts from scratch."
+        )
+
+
+def _only_named(found: FoundCommits, resume: str, step: int | None) -> FoundCommits:
+    """Return the checkpoints that the URL of --resume names: of `step`, or all."""
+    valid = {key: commit for key, commit in found.valid.items() if step in (None, key)}
+    if not valid:
+        why = "holds no checkpoint; expected s3://bucket/run"
+        problems = [text for key, text in found.unusable.items() if step in (None, key)]
+        raise UserError(f"--resume {resume}: {'; '.join(problems) or why}.")
+    return FoundCommits(valid, found.unusable)
 
 
 def _check_owned(
-    store: ObjectStore, resume: str | None, continues: bool, named_step: int | None
+    store: ObjectStore, own: FoundCommits, resume: str | None, named_step: int | None
 ) -> None:
-    """Raise a UserError if --save_to holds checkpoints that this run must not replace. `continues`:
-    the run takes the newest of them."""
-    newest = max(_read_commits(store), default=None)
-    if newest is None or continues:
+    """Raise a UserError if --save_to holds checkpoints that this run must not replace."""
+    steps = own.valid if resume is not None else {**own.valid, **own.unusable}
+    newest = max(steps, default=None)
+    if newest is None:
         return
     holds = f"--save_to {store.url}: holds checkpoints up to step {newest}"
     if resume is None:
@@ -255,8 +298,19 @@ def _local_step(folder: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-def _read_commits(store: ObjectStore) -> dict[int, Commit]:
+def _find_commits(store: ObjectStore, is_own: bool) -> FoundCommits:
     try:
-        return read_commits(store)
+        if not is_own:
+            _check_credentials(store)
+        return find_commits(store, is_own)
     except Exception as error:  # each package has its own errors
         raise store.failure(error) from error
+
+
+def _check_credentials(store: ObjectStore) -> None:
+    """Raise an error if there are no credentials: more attempts would not help."""
+    try:
+        store.get_text(OWNER_FILE)
+    except Exception as error:  # each package has its own errors
+        if "credentials" in store_reason(error).lower():
+            raise

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from llama_ft import __version__
 from llama_ft.checkpoint import reader
-from llama_ft.checkpoint.fetch import StoredRun, find_stored
+from llama_ft.checkpoint.fetch import StoredRun, find_stored, report_without_checkpoint
 from llama_ft.checkpoint.reader import (
     Checkpoint,
     checkpoint_errors,
@@ -24,6 +24,7 @@ from llama_ft.checkpoint.reader import (
 )
 from llama_ft.checkpoint.run_directory import lock_continued_run
 from llama_ft.checkpoint.store import ObjectStore, is_uploaded
+from llama_ft.checkpoint.uploads import Uploads
 from llama_ft.config import CheckpointConfig, Config, TrainConfig, check_device
 from llama_ft.config.load import with_present_names
 from llama_ft.config.messages import describe_setting, format_value
@@ -86,6 +87,8 @@ def find_checkpoint(
     find = partial(_candidates, settings, ranks.earlier_run, stored)
     candidates = ranks.broadcast_from_rank0(find)
     if not candidates:
+        if stored is not None:
+            ranks.broadcast_from_rank0(partial(report_without_checkpoint, stored))
         return None
     if stored is not None and not ranks.shares_disk:
         # the path of the directory can differ per node
@@ -95,6 +98,23 @@ def find_checkpoint(
         _fetch_best(checkpoint, stored, ranks)
     log.info(f"Resuming from {checkpoint.folder}, after step {checkpoint.step}")
     return checkpoint
+
+
+def take_newer(
+    resumed: Checkpoint | None, settings: CheckpointConfig, ranks: Ranks, uploads: Uploads | None
+) -> Checkpoint | None:
+    """Return `resumed`, or a newer checkpoint of the store: an earlier run may have uploaded it while
+    this one was starting, or a listing was wrong. All ranks call it, after the uploads have taken
+    over the prefix: no other run writes there any more. Raises the errors of `find_checkpoint`."""
+    if uploads is None or not uploads.newer:
+        return resumed
+    newest = f"step-{max(uploads.newer):06d}"
+    log.info(
+        f"{uploads.store.url} now holds {newest}: looking again for the newest valid checkpoint."
+    )
+    found = find_checkpoint(settings, ranks, uploads.store)
+    uploads.resume_at(0 if found is None else found.step)
+    return found
 
 
 def first_valid(

@@ -10,7 +10,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -30,15 +30,22 @@ T = TypeVar("T")
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}  # fmt: skip
 # between the attempts of one request; the packages retry some errors by themselves before that
 RETRY_SECONDS: tuple[float, ...] = (1, 2, 4, 8, 16, 32)
+# the same at the start, where the user waits
+ACCESS_RETRY_SECONDS: tuple[float, ...] = (0.5, 1, 2, 4)
 # Requests that make no progress for so long are cancelled. The packages do not: aiohttp waits for the answer to
 # `Expect: 100-continue`, which S3 clients send with every upload, and for a peer that reads nothing, without a limit.
 SECONDS_WITHOUT_PROGRESS = 60.0
 # In addition, for a file: packages report progress only after each part, and send several parts at the same time.
 SECONDS_PER_BYTE = 1 / 2**20
 LARGEST_PART_BYTES = 2**29
+# Requests that take longer, and further failures, are logged: a run is not silent for a minute.
+SECONDS_BEFORE_REPORT = 30.0
+FAILURES_BEFORE_REPORT = 3
 COMMIT_FILE = "commit.json"
 OWNER_FILE = "owner.json"
 RESULT_FILE = "result.json"
+# In a listing it comes after all checkpoints, also if the listing has several pages.
+PROBE = "checkpoints/zz-llama_ft-probe-"
 COMMIT_NAME = re.compile(rf"checkpoints/step-(\d{{6,}})/{re.escape(COMMIT_FILE)}")
 # The names that a run deletes. Others in the same folder belong to somebody else.
 CHECKPOINT_OBJECT = re.compile(
@@ -109,15 +116,20 @@ class ObjectStore:
             return getattr(self._system, method)(*words, **more)
         limit = SECONDS_WITHOUT_PROGRESS + SECONDS_PER_BYTE * min(most_bytes, LARGEST_PART_BYTES)
         started = time.monotonic()
+        is_reported = False
         # as the method itself does, but this one can be cancelled
         coroutine = getattr(self._system, f"_{method}")(*words, **more)
         future = asyncio.run_coroutine_threadsafe(coroutine, self._system.loop)
         while not future.done():
-            seconds_left = max(started, self._progress.last) + limit - time.monotonic()
-            if seconds_left <= 0:
+            idle = time.monotonic() - max(started, self._progress.last)
+            if idle >= limit:
                 future.cancel()
                 raise NoAnswer(f"no progress for {limit:.0f} s")
-            wait([future], timeout=seconds_left)
+            if idle >= SECONDS_BEFORE_REPORT and not is_reported:
+                log.info(f"{self.url}: no progress for {idle:.0f} s, waiting up to {limit:.0f} s")
+                is_reported = True
+            until = limit if is_reported else min(limit, SECONDS_BEFORE_REPORT)
+            wait([future], timeout=max(until - idle, 0.01))
         result = future.result()
         self._progress.happened()
         return result
@@ -151,11 +163,14 @@ class ObjectStore:
         return {path[start:]: int(info["size"]) for path, info in found.items()}
 
     def delete(self, name: str) -> None:
-        """Delete an object if it exists."""
-        try:
-            self._request("rm_file", f"{self._root}/{name}")
-        except FileNotFoundError:
-            pass
+        """Delete an object if it exists. In a directory, an empty folder goes with it: it would look
+        like a checkpoint."""
+        path = f"{self._root}/{name}"
+        with suppress(FileNotFoundError):
+            self._request("rm_file", path)
+        if self._is_local and "/" in name:
+            with suppress(OSError):
+                Path(path).parent.rmdir()
 
     def abort_parts(self) -> None:
         """Abort multipart uploads of checkpoints and models that a kill has left in S3, which bills
@@ -213,23 +228,42 @@ def store_reason(error: BaseException) -> str:
     return mask_secrets(reason(error))
 
 
-def with_retries(attempt: Callable[[], T], given_up: threading.Event | None = None) -> T:
-    """Return the result of `attempt`, which is repeated after errors of the store, later and later,
-    but only once if there was no answer, and not if a disk is full. Raises the last error, also as
-    soon as `given_up` is set."""
+def with_retries(
+    attempt: Callable[[], T],
+    given_up: threading.Event | None = None,
+    must_exist: bool = False,
+) -> T:
+    """Return the result of `attempt`, which is repeated after errors of the store, later and later.
+
+    Args:
+        attempt: sends requests.
+        given_up: ends the attempts as soon as it is set.
+        must_exist: repeat also if an object is missing, because something else says that it exists.
+
+    Raises:
+        Exception: the last error. It is not repeated if a disk is full, and only once if there was
+            no answer.
+    """
     waiting = given_up or threading.Event()
     is_unanswered = False
-    for seconds in RETRY_SECONDS:
+    for failures, seconds in enumerate(RETRY_SECONDS, start=1):
         try:
             return attempt()
-        except FileNotFoundError:  # it will not appear
-            raise
-        except NoAnswer:  # a new connection may be better
-            if is_unanswered or waiting.wait(seconds):
-                raise
-            is_unanswered = True
         except Exception as error:  # each package has its own errors
-            if is_disk_full(error) or waiting.wait(seconds):
+            is_final = is_disk_full(error)
+            if isinstance(error, FileNotFoundError):
+                is_final = not must_exist
+            elif isinstance(error, NoAnswer):  # a new connection may be better
+                is_final = is_unanswered
+                is_unanswered = True
+            if is_final:
+                raise
+            if failures == FAILURES_BEFORE_REPORT:
+                left = sum(RETRY_SECONDS[failures - 1 :])
+                log.info(
+                    f"The object store fails ({store_reason(error)}). Retrying for {left:.0f} s."
+                )
+            if waiting.wait(seconds):
                 raise
     return attempt()
 
@@ -291,37 +325,102 @@ def commit_name(step: int) -> str:
     return f"checkpoints/step-{step:06d}/{COMMIT_FILE}"
 
 
-def read_commits(store: ObjectStore) -> dict[int, Commit]:
-    """Return the checkpoints in a store, newest first. Corrupted commit objects are not among them;
-    a warning names them."""
-    names = with_retries(lambda: store.sizes("checkpoints"))
-    found = dict[int, Commit]()
-    for name in names:
-        match = COMMIT_NAME.fullmatch(name)
-        if match is None:
-            continue
-        step = int(match[1])
+@dataclass(frozen=True)
+class FoundCommits:
+    """The checkpoints in a store.
+
+    Attributes:
+        valid: step -> its commit, newest first.
+        unusable: step -> why its commit object, which is listed, cannot be used.
+    """
+
+    valid: dict[int, Commit]
+    unusable: dict[int, str]
+
+
+def find_commits(store: ObjectStore, is_own: bool, is_patient: bool = True) -> FoundCommits:
+    """Return the checkpoints in a store.
+
+    No single answer makes a checkpoint vanish. A commit object that is listed and cannot be read is
+    unusable, not absent. The listing of a store that can be written must have an object that was
+    written just before: otherwise it is empty, old or truncated, and not believed.
+
+    Args:
+        store: where they are.
+        is_own: the store can be written, as --save_to.
+        is_patient: try again if a commit object is unusable.
+
+    Raises:
+        Exception: the store cannot be listed; each package has its own errors.
+    """
+    probe = f"{PROBE}{uuid.uuid4().hex}"
+    partly = list[FoundCommits]()
+
+    def attempt() -> FoundCommits:
+        partly.clear()
+        names = _list_checked(store, probe) if is_own else store.sizes("checkpoints")
+        found = _read_listed(store, names)
+        partly.append(found)
+        if found.unusable and is_patient:
+            raise ValueError(next(iter(found.unusable.values())))
+        return found
+
+    try:
+        return with_retries(attempt)
+    except Exception:
+        if not partly:
+            raise
+    finally:
+        if is_own:
+            with suppress(Exception):
+                store.delete(probe)
+    [found] = partly
+    for problem in found.unusable.values():
+        log.warning(f"{store.url}/{problem}. This checkpoint is not used.")
+    return found
+
+
+def _list_checked(store: ObjectStore, probe: str) -> dict[str, int]:
+    try:
+        store.put_text("probe", probe)
+        names = store.sizes("checkpoints")
+    except FileNotFoundError as error:  # the bucket was there a moment ago
+        raise RuntimeError(f"a listing failed: {store_reason(error)}") from error
+    if probe not in names:
+        raise RuntimeError("a listing lacks an object that was written just before")
+    return names
+
+
+def _read_listed(store: ObjectStore, names: Iterable[str]) -> FoundCommits:
+    valid = dict[int, Commit]()
+    unusable = dict[int, str]()
+    steps = sorted(int(match[1]) for match in map(COMMIT_NAME.fullmatch, names) if match)
+    for step in reversed(steps):
+        name = commit_name(step)
         try:
-            commit = Commit.parse(_read(store, name))
+            commit = Commit.parse(store.get_text(name))
             # a name with a directory could be fetched to anywhere on the disk
             if commit.step != step or any("/" in file for file in commit.files):
                 raise ValueError("it is of another checkpoint")
-            found[step] = commit
-        except FileNotFoundError:  # deleted meanwhile
-            continue
+            valid[step] = commit
+        except NoAnswer:
+            raise
         except ValueError as error:
-            log.warning(f"{store.url}/{name} is corrupted and not used: {error}")
-    return dict(sorted(found.items(), reverse=True))
+            unusable[step] = f"{name} is corrupted: {error}"
+        except Exception as error:  # each package has its own errors
+            unusable[step] = f"{name} cannot be read ({store_reason(error)})"
+    return FoundCommits(valid, unusable)
 
 
-def _read(store: ObjectStore, name: str) -> str:
-    return with_retries(lambda: store.get_text(name))
+def read_commits(store: ObjectStore) -> dict[int, Commit]:
+    """Return the checkpoints in a store that is only read, newest first."""
+    return find_commits(store, is_own=False).valid
 
 
 def is_uploaded(store: ObjectStore, step: int) -> bool:
     """Return whether the files of the finished run are in the store, with its last step `step`."""
     try:
-        commit = Commit.parse(_read(store, RESULT_FILE))
+        commit = Commit.parse(with_retries(lambda: store.get_text(RESULT_FILE)))
     except (FileNotFoundError, ValueError):
         return False
     sizes = with_retries(lambda: store.sizes(""))
@@ -332,10 +431,18 @@ def is_uploaded(store: ObjectStore, step: int) -> bool:
 def check_access(store: ObjectStore) -> None:
     """Write, read and delete a small object. Raises UserError if one of these is not possible."""
     name = f".llama_ft-probe-{uuid.uuid4().hex}"
-    try:
-        store.put_text("probe", name)
+
+    def read_and_delete() -> None:
         store.get_text(name)
         store.delete(name)
+
+    try:
+        store.put_text("probe", name)
+        for seconds in ACCESS_RETRY_SECONDS:  # what was written must be there
+            with suppress(Exception):
+                return read_and_delete()
+            time.sleep(seconds)
+        read_and_delete()
     except Exception as error:  # each package has its own errors
         raise store.failure(error) from error
 

@@ -8,33 +8,31 @@ out, except the best.
 
 import json
 import os
-import socket
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch.distributed as dist
 
 from llama_ft.checkpoint import reader
+from llama_ft.checkpoint.owner import Claim, check_owner, take_over
 from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, step_folder
+from llama_ft.checkpoint.retention import SavedCheckpoint, surplus
 from llama_ft.checkpoint.store import (
     CHECKPOINT_OBJECT,
     COMMIT_FILE,
-    OWNER_FILE,
     RESULT_FILE,
     RUN_FILES,
     Commit,
     ObjectStore,
     StoredFile,
     commit_name,
-    read_commits,
+    find_commits,
     store_reason,
     stored_file,
     unreachable,
@@ -63,40 +61,6 @@ OUTCOME_FILES = (
 )  # fmt: skip
 
 
-class SavedCheckpoint(NamedTuple):
-    """What decides how long a checkpoint is kept."""
-
-    step: int
-    asked: bool  # False if it was saved only for its validation loss
-    best_loss: float | None  # the validation loss, if it was the best so far
-
-
-def surplus(
-    checkpoints: Iterable[SavedCheckpoint], newest: int | None, keep_last: int
-) -> tuple[SavedCheckpoint | None, list[int]]:
-    """Return the newest of the checkpoints that were the best at their time, and the steps of those
-    to delete: all older than `newest`, except the best and the last keep_last requested ones (0:
-    all).
-
-    Args:
-        checkpoints: newest first.
-        newest: its step; None: nothing is deleted.
-        keep_last: see CheckpointConfig.
-    """
-    best = None
-    asked = 0
-    doomed = []
-    for checkpoint in checkpoints:
-        asked += checkpoint.asked
-        if checkpoint.best_loss is not None and best is None:
-            best = checkpoint
-            continue
-        is_surplus = 0 < keep_last < asked
-        if newest not in (None, checkpoint.step) and (is_surplus or not checkpoint.asked):
-            doomed.append(checkpoint.step)
-    return best, doomed
-
-
 class Uploads:
     """The uploads of a run on this rank. All ranks create it, which takes over the prefix: a run
     that still writes there stops before its next commit.
@@ -110,6 +74,9 @@ class Uploads:
 
     Attributes:
         error: set on rank 0 if another run has taken over the prefix. The run must stop.
+        newer: the steps of checkpoints in the store that are newer than `resumed_step`. An earlier
+            run has uploaded them while this one was starting, or this one could not use them.
+            Nothing deletes them.
     """
 
     def __init__(
@@ -124,9 +91,10 @@ class Uploads:
         self.error: RunFailure | None = None
         self._directory = directory
         self._keep_last = keep_last
-        self._resumed_step = resumed_step
         self._ranks = ranks
-        self._commits = dict[int, Commit]()  # on rank 0: what is in the store
+        self._listed = list[int]()  # on rank 0: the steps that were in the store at the start
+        self._found = dict[int, Commit]()  # those whose commit object is valid
+        self._commits = dict[int, Commit]()  # on rank 0: what this run continues and has uploaded
         self._failed = list[str]()  # on rank 0: what is not in the store, with the reason
         self._result: dict[str, StoredFile] | None = None  # uploaded files of the final model
         self._changed = threading.Condition()
@@ -138,49 +106,41 @@ class Uploads:
         self._given_up = threading.Event()
         # a client serves one call at a time, and the main thread uses the other one
         self._board = self._connect() if ranks.world_size > 1 else None
-        self._token = ranks.broadcast_from_rank0(self._take_over)
+        self._claim = ranks.broadcast_from_rank0(self._take_over)
+        newer = ranks.broadcast_from_rank0(
+            lambda: [step for step in self._listed if step > resumed_step]
+        )
+        self.newer: list[int] = newer
+        self.resume_at(resumed_step)
         threading.Thread(target=self._run_until_exit, name="uploads", daemon=True).start()
 
     # The owner of the prefix
 
-    def _take_over(self) -> str:
-        """Write a new owner token, and remove the commit objects of corrupted checkpoints that are
-        newer than the one that the run resumes from."""
-        token = uuid.uuid4().hex
-        owner = {
-            "token": token,
-            "host": socket.gethostname(),
-            "process": os.getpid(),
-            "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-        }
+    def _take_over(self) -> Claim:
+        """Take over the prefix, and then list it: nobody else writes any more."""
         try:
-            with_retries(lambda: self.store.put_text(json.dumps(owner) + "\n", OWNER_FILE))
+            claim = take_over(self.store)
             self.store.abort_parts()
-            for step, commit in read_commits(self.store).items():
-                if step > self._resumed_step:
-                    self.store.delete(commit_name(step))
-                else:
-                    self._commits[step] = commit
+            found = find_commits(self.store, is_own=True, is_patient=False)
         except Exception as error:  # each package has its own errors
             raise unreachable(self.store, error) from error
-        return token
+        self._found = found.valid
+        self._listed = sorted((*found.valid, *found.unusable))
+        return claim
+
+    def resume_at(self, step: int) -> None:
+        """Set the step of the checkpoint that the run resumes from, before the first upload. Newer
+        ones are not of this run."""
+        self._commits = {key: commit for key, commit in self._found.items() if key <= step}
 
     def _check_owner(self, is_retried: bool = True) -> None:
-        """Raise RunFailure if another run has taken over the prefix."""
-        read = partial(self.store.get_text, OWNER_FILE)
+        """Raise RunFailure if another run has taken over the prefix, and another error if that cannot
+        be read."""
         try:
-            owner = json.loads(with_retries(read, self._given_up) if is_retried else read())
-        except (FileNotFoundError, ValueError):
-            owner = {}
-        if not isinstance(owner, dict) or owner.get("token") != self._token:
-            by = "its owner.json is gone or corrupted"
-            if isinstance(owner, dict) and "token" in owner:
-                by = f"process {owner.get('process')} on {owner.get('host')}, started {owner.get('started')}"
-            self.error = RunFailure(
-                f"--save_to {self.store.url}: another run has taken over ({by}), so this one stops.\n"
-                "Its local checkpoints are complete. End one of the two, or give each its own --save_to."
-            )
-            raise self.error
+            check_owner(self.store, self._claim, self._given_up if is_retried else None)
+        except RunFailure as error:
+            self.error = error
+            raise
 
     def _is_taken_over(self) -> bool:
         """Return whether `error` is set, because another run has taken over the prefix. It may
@@ -362,7 +322,15 @@ class Uploads:
         commit = Commit(step, record["asked"], record["best_loss"], files)
         if self._given_up.is_set():
             raise RuntimeError("abandoned")
-        self._retried(partial(self.store.put_text, commit.text(), commit_name(step)))
+        name = commit_name(step)
+        text = commit.text()
+
+        def put() -> None:
+            self.store.put_text(text, name)
+            if self.store.get_text(name) != text:  # older ones are deleted next
+                raise RuntimeError(f"{name} is not what was written")
+
+        with_retries(put, self._given_up, must_exist=True)
         self._commits[step] = commit
 
     def _prune(self, newest: int) -> None:
@@ -377,16 +345,28 @@ class Uploads:
                 self._retried(partial(self.store.delete, commit_name(step)))
                 del self._commits[step]
             names = self.store.sizes("checkpoints")
-            for name in names:
-                match = CHECKPOINT_OBJECT.fullmatch(name)
-                if match is None or int(match["step"]) >= newest:
-                    continue
-                if commit_name(int(match["step"])) not in names:
-                    self.store.delete(name)
+            for step in self._steps_without_commit(names, newest):
+                for name in names:
+                    match = CHECKPOINT_OBJECT.fullmatch(name)
+                    if match is not None and int(match["step"]) == step:
+                        self.store.delete(name)
         except Exception as error:  # the new checkpoint itself is complete
             log.warning(
                 f"{self.store.url}: could not delete older checkpoints: {store_reason(error)}"
             )
+
+    def _steps_without_commit(self, names: Iterable[str], newest: int) -> list[int]:
+        """Return the steps before `newest` that have files but no commit object. The listing alone
+        does not show that: it may be old or truncated."""
+        matches = filter(None, map(CHECKPOINT_OBJECT.fullmatch, names))
+        found = []
+        for step in sorted({int(match["step"]) for match in matches}):
+            if step < newest and step not in self._commits and commit_name(step) not in names:
+                try:
+                    self.store.get_text(commit_name(step))
+                except FileNotFoundError:
+                    found.append(step)
+        return found
 
     # The end of a run
 
@@ -573,11 +553,14 @@ def open_uploads(
 
 
 def upload_grace_seconds() -> float:
-    """Return how long an upload may take after a signal."""
-    seconds = float(os.environ.get(KILL_VARIABLE) or KILL_SECONDS)
+    """Return how long an upload may take after a signal. As torch reads it, the variable is an
+    integer. Without torchrun nothing has checked that."""
+    seconds = KILL_SECONDS
+    with suppress(ValueError, OverflowError):
+        seconds = float(int(os.environ.get(KILL_VARIABLE) or KILL_SECONDS))
     if IS_TORCH_2_11:
         seconds = KILL_SECONDS
-    return max(0.0, seconds - SECONDS_AFTER_UPLOAD)
+    return min(max(0.0, seconds - SECONDS_AFTER_UPLOAD), threading.TIMEOUT_MAX)
 
 
 def described(text: str) -> StoredFile:

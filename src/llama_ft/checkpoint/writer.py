@@ -34,9 +34,10 @@ from torch.futures import Future as TorchFuture
 from llama_ft.checkpoint import reader
 from llama_ft.checkpoint.host_block import HostBlock
 from llama_ft.checkpoint.reader import complete_checkpoints, step_folder, step_of
+from llama_ft.checkpoint.retention import SavedCheckpoint, surplus
 from llama_ft.checkpoint.safetensors_file import SafetensorsFile
 from llama_ft.checkpoint.state import Tensors, own_state
-from llama_ft.checkpoint.uploads import SavedCheckpoint, Uploads, surplus
+from llama_ft.checkpoint.uploads import Uploads
 from llama_ft.config import CheckpointConfig
 from llama_ft.config.messages import size_text
 from llama_ft.config.paths import REFERENCE_FILE

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from llama_ft import checkpoint, data, models, observe, report, runtime, training
 from llama_ft.config import Config, differences, parse_duration
 from llama_ft.config.paths import unusual_output_dir
-from llama_ft.errors import UserError
+from llama_ft.errors import RunFailure, UserError
 from llama_ft.plan.oom_report import explain_errors
 from llama_ft.plan.preflight import Preflight, resolve_checkpointing
 from llama_ft.runtime import Ranks, log
@@ -111,12 +111,7 @@ class Setup:
     ) -> None:
         """Log the number of steps, advice and samples."""
         log.info(batches.describe())
-        resumed = self.resumed
-        if resumed is not None and resumed.step > batches.total_steps:
-            raise UserError(
-                f"--resume {resumed.folder}: the checkpoint is after step {resumed.step}, but this run ends "
-                f"after step {batches.total_steps}. Raise --num_epochs or --max_train_step."
-            )
+        check_not_beyond(self.resumed, batches)
         asked = config.train.warmup_steps
         warmup = training.warmup_steps(config.train, batches.total_steps)
         if asked > warmup:
@@ -147,6 +142,15 @@ class Setup:
         return self.preflight.start(config, folder, new_tokens, dataset, batches, self.ranks)
 
 
+def check_not_beyond(resumed: checkpoint.Checkpoint | None, batches: data.TrainingBatches) -> None:
+    """Raise a UserError if the checkpoint is after the last step of the run."""
+    if resumed is not None and resumed.step > batches.total_steps:
+        raise UserError(
+            f"--resume {resumed.folder}: the checkpoint is after step {resumed.step}, but this run ends "
+            f"after step {batches.total_steps}. Raise --num_epochs or --max_train_step."
+        )
+
+
 def check_same_run(
     resumed: checkpoint.Checkpoint | None,
     config: Config,
@@ -158,6 +162,33 @@ def check_same_run(
         now = checkpoint.describe_run(config) | dict(inputs)
         allowed = config.checkpoint.resume_allow_changes
         checkpoint.check_same_run(resumed.trainer, now, allowed, origins)
+
+
+def take_newer(
+    setup: Setup,
+    config: Config,
+    inputs: Mapping[str, Any],
+    batches: data.TrainingBatches,
+    uploads: checkpoint.Uploads | None,
+) -> Setup:
+    """Return the setup with `resumed` replaced if the store of --save_to holds a newer checkpoint by
+    now. Nothing before depends on its step. All ranks call it.
+
+    Raises:
+        UserError: it is of other settings or inputs, or after the last step.
+        RunFailure: it is of another global batch, for which other batches must be planned.
+    """
+    resumed = checkpoint.take_newer(setup.resumed, config.checkpoint, setup.ranks, uploads)
+    if resumed is None or resumed is setup.resumed:
+        return dataclasses.replace(setup, resumed=resumed)
+    check_same_run(resumed, config, inputs, setup.origins)
+    check_not_beyond(resumed, batches)
+    if checkpoint.global_batch(config.train, resumed, setup.ranks) != setup.global_batch:
+        raise RunFailure(
+            f"{resumed.folder}: was uploaded while this run was starting, and has another global batch "
+            f"than {setup.global_batch}. Start the same command again."
+        )
+    return dataclasses.replace(setup, resumed=resumed)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.prefetch import StepBatches
 from llama_ft.models.gloo import share_memory
 from llama_ft.run.save_requests import SaveRequests
-from llama_ft.run.setup import Setup, end_run
+from llama_ft.run.setup import Setup, end_run, take_newer
 from llama_ft.run.step_record import RankNumbers, StepRecord
 from llama_ft.runtime import log
 from llama_ft.runtime.exit import Stop
@@ -539,6 +539,8 @@ def open_run(
     log.info(f"Run directory: {directory}")
     resumed = setup.resumed
     uploads = checkpoint.open_uploads(setup.store, directory, config.checkpoint, resumed, ranks)
+    setup = take_newer(setup, config, inputs, batches, uploads)
+    resumed = setup.resumed
     at_end = partial(end_run, directory, uploads, ranks)
     step = resumed.step if resumed else 0
     ranks.begin_run(directory, step, at_end, setup.global_batch)
