@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from llama_ft.masking import mask_keys, printable
+from llama_ft.masking import mask_secrets, printable
 from llama_ft.processes import end_restarts
 
 # in Transformers' message about a model, tokenizer or processor whose class is in its directory
@@ -35,7 +35,7 @@ class UserError(Exception):
 
     def __init__(self, *messages: str) -> None:
         # terminal output is logged and shared
-        self.messages = tuple(mask_keys(message) for message in messages)
+        self.messages = tuple(mask_secrets(message) for message in messages)
         super().__init__(*self.messages)
 
     def __str__(self) -> str:
@@ -110,6 +110,9 @@ def before_imports() -> Iterator[None]:
         # no traceback from an import; `runtime.start` replaces this handler
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     with exit_on_error():
+        from llama_ft.environment import ensure_home  # it imports this module
+
+        ensure_home()
         yield
     gc.disable()
 
@@ -125,7 +128,8 @@ def exit_on_error() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
+        # a leftover of a launcher may be any text
+        if os.environ.get("LOCAL_RANK", "0").strip("0").isdecimal():
             time.sleep(EXIT_GRACE_SECONDS)
         print(error, file=sys.stderr, flush=True)
         end_restarts()
@@ -134,4 +138,5 @@ def exit_on_error() -> Iterator[None]:
 
 def rank() -> int:
     """Return this process's rank from torchrun's environment; 0 without torchrun."""
-    return int(os.environ.get("RANK") or 0)
+    text = os.environ.get("RANK", "")
+    return int(text) if text.isdecimal() else 0  # else a leftover, see environment.Launch

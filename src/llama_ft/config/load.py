@@ -1,6 +1,7 @@
 """Load a `Config` from a command line and a YAML file: check all names, values and paths first,
 then the rules."""
 
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from llama_ft.config.paths import check_paths
 from llama_ft.config.rules import broken_rules, broken_values, drop_overridden
 from llama_ft.config.settings import SETTINGS, Config, Setting, settings_of, values_of
 from llama_ft.config.structured_values import ParameterGroup, PeftOptions
+from llama_ft.environment import Launch
 from llama_ft.errors import UserError, before_imports, exit_on_error, plural, rank
 
 # Words of pydantic's messages, and the plain words that replace them.
@@ -64,6 +66,7 @@ def check_command_line(description: str, demo_config: Path) -> None:
         print(f"llama_ft {__version__}")
         sys.exit(0)
     with before_imports():
+        Launch.from_environment(os.environ)
         load(sys.argv[1:], demo_config)
     keywords = as_keywords(sys.argv[1:])
     sys.argv[1:] = [f"--{name}={text}" for name, text in keywords.items()]

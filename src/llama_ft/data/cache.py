@@ -26,8 +26,11 @@ def cache_dir() -> Path:
     It is LLAMA_FT_CACHE, else XDG_CACHE_HOME/llama_ft, else ~/.cache/llama_ft.
     """
     # An empty variable counts as not set, as the XDG Base Directory Specification says.
-    parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("LLAMA_FT_CACHE") or parent / "llama_ft")
+    if own := os.environ.get("LLAMA_FT_CACHE"):
+        return Path(own)
+    if parent := os.environ.get("XDG_CACHE_HOME"):
+        return Path(parent) / "llama_ft"
+    return Path.home() / ".cache" / "llama_ft"  # without a home, see environment.ensure_home
 
 
 def build_once(target: Path, build: Callable[[Path], object], verify: bool = True) -> Path:

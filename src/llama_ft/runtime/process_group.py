@@ -7,6 +7,7 @@ process, data parallelism and sharding share one code path.
 """
 
 import os
+import sys
 import threading
 import time
 import uuid
@@ -17,14 +18,15 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, Self, TypeVar, cast
+from typing import Any, Literal, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
-from llama_ft.errors import LostRank, UserError, plural
+from llama_ft.environment import Launch
+from llama_ft.errors import LostRank, UserError, exit_on_error, plural
 from llama_ft.processes import cores
 from llama_ft.runtime.attempts import Attempt, AttemptFile, earlier_attempt
 from llama_ft.runtime.console import configure_console
@@ -36,6 +38,7 @@ from llama_ft.runtime.signals import StopSignals
 from llama_ft.runtime.watchdog import SECONDS_AFTER_WATCHDOG, Watchdog
 
 T = TypeVar("T")
+SECONDS_TO_NOTICE = 30.0  # until a rank says that it waits for others at the start
 LEAST_SECONDS_TO_START = 600.0  # importing torch from a cold file system can take minutes
 
 
@@ -221,25 +224,6 @@ class Ranks:
         return separator.join(lines)
 
 
-class Launch(NamedTuple):
-    """The place of this process among all ranks, as torchrun sets it in the environment."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-
-    @classmethod
-    def from_environment(cls) -> Self:
-        """Without torchrun, return that of a single process."""
-        return cls(
-            rank=int(os.environ.get("RANK", 0)),
-            world_size=int(os.environ.get("WORLD_SIZE", 1)),
-            local_rank=int(os.environ.get("LOCAL_RANK", 0)),
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-        )
-
-
 @contextmanager
 def start(
     device: Literal["auto", "cuda", "cpu"],
@@ -267,14 +251,15 @@ def start(
         UserError: there are more processes than GPUs, or the ranks cannot be divided into groups of
             that size.
     """
-    launch = Launch.from_environment()
+    is_given = dist.is_initialized()
+    with exit_on_error():
+        launch = Launch.from_environment(os.environ, is_given)
     configure_console(launch.rank)
     _silence_libraries(launch.rank)
     signals = StopSignals()
     ranks: Ranks | None = None
     store: dist.Store | None = None
     watchdog: Watchdog | None = None
-    is_given = dist.is_initialized()
 
     def end(error: BaseException) -> NoReturn:
         context = ExitContext(
@@ -467,6 +452,29 @@ def _meet(
     """
     timeout = max(seconds, LEAST_SECONDS_TO_START)
     name = uuid.uuid4().hex
+    notice = threading.Timer(SECONDS_TO_NOTICE, _print_waiting, (rank, world_size))
+    notice.daemon = True
+    notice.start()
+    try:
+        return _meet_within(rank, world_size, timeout, name)
+    finally:
+        notice.cancel()
+
+
+def _print_waiting(rank: int, world_size: int) -> None:
+    """Say where a rank waits: the variables may be leftovers of a launcher, and nobody comes."""
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(
+            f"warning: rank {rank} of {world_size} waits for the others at {place}, as MASTER_ADDR, MASTER_PORT, RANK "
+            "and WORLD_SIZE say. If this is the only process, unset them.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _meet_within(rank: int, world_size: int, timeout: float, name: str) -> dist.Store:
+    """See `_meet`. `name` is the one that rank 0 sends, or with which another rank asks."""
     meetings = dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout))
     shared, _, _ = next(iter(meetings))
     store = dist.PrefixStore("llama_ft/meeting", shared)
