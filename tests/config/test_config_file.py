@@ -63,6 +63,14 @@ def test_quantization_has_a_short_form(write_config, text: str) -> None:
             "train:\n  one_gpu: true",
             "mine.yaml:2: train.one_gpu, known from llama-recipes, is not used here: ",
         ),
+        (
+            "train:\n  groups: &g [{match: x, lr: *g}]",
+            "--config mine.yaml:2: not valid YAML: an alias (*name) is",
+        ),
+        (
+            "train: &t\n  lr: [*t]",
+            "--config mine.yaml:1: not valid YAML: an alias (*name) is inside of its",
+        ),
         ("lr: 1", "mine.yaml:1: lr is not a setting. Did you mean train.lr?"),
         ("trian:\n  lr: 1", "mine.yaml:1: trian is not a setting. Did you mean train?"),
         ("epochs: 3", "mine.yaml:1: epochs is not a setting. Did you mean train.num_epochs?"),

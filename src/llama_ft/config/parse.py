@@ -38,6 +38,7 @@ PLAIN_NAME = re.compile(r"[\w.\-]+")
 NEGATIVE_NUMBER = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
 LARGEST_CONFIG = 2**18  # bytes; PyYAML reads about 100,000 per second
 LIST_KINDS = ("data", "names", "names or pattern")  # settings that take a,b,c
+MOST_NODES = 100_000  # of a YAML text, with aliases written out
 NULL = "tag:yaml.org,2002:null"
 
 Find = Callable[[str], Setting | None]
@@ -84,9 +85,9 @@ def from_text(setting: Setting, text: str) -> Any:
     is_nested = setting.kind in ("groups", "options")
     is_mapping = text.startswith("{") and text.endswith("}")
     node = None
-    with suppress(yaml.YAMLError):  # [*.jsonl] is a pattern of names
+    with suppress(yaml.YAMLError, RecursionError):  # [*.jsonl] is a pattern of names
         if is_list or is_mapping or is_nested:
-            node = yaml.compose(text, Loader=yaml.SafeLoader)
+            node = compose(text)
     if is_nested and node is not None:
         return _texts(node)
     if setting.kind == "data or sets" and isinstance(node, yaml.MappingNode):
@@ -108,6 +109,38 @@ def from_text(setting: Setting, text: str) -> Any:
         return [{"path": os.path.expanduser(name)} for name in names]
     is_path = setting.kind in ("text", "data", "data or sets")
     return os.path.expanduser(text) if is_path else text
+
+
+def compose(text: str) -> yaml.Node | None:
+    """Return the nodes of a YAML text; None if it is empty. Raises YAMLError if it is not YAML, or if
+    aliases (*name) make it endless or huge."""
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    if root is not None:
+        _count_nodes(root, {})
+    return root
+
+
+def _count_nodes(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Return how many nodes a node has if its aliases are written out. `sizes` has the nodes that
+    were counted; 0: being counted."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in sizes:
+        sizes[id(node)] = 0
+        size = 1
+        for part in node.value:
+            for inside in part if isinstance(part, tuple) else (part,):
+                size += _count_nodes(inside, sizes)
+        sizes[id(node)] = size
+    size = sizes[id(node)]
+    problem = None
+    if size == 0:
+        problem = "an alias (*name) is inside of its own anchor (&name)"
+    elif size > MOST_NODES:
+        problem = f"aliases (*name) make it larger than {MOST_NODES:,} values"
+    if problem:
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    return size
 
 
 def _parts(node: yaml.Node | None) -> Any:
@@ -295,7 +328,7 @@ def read_yaml(path: Path) -> Parsed:
         if not problem:
             # compose stops before YAML's types: the nodes have texts, and line numbers
             text = path.read_text(encoding="utf-8")
-            root = yaml.compose(text, Loader=yaml.SafeLoader)
+            root = compose(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         shown = f"{shown}:{mark.line + 1}" if mark else shown
