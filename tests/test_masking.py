@@ -4,7 +4,9 @@ import time
 
 import pytest
 
-from llama_ft.masking import is_url_with_secret, mask_keys, mask_secrets
+from llama_ft.config import differences, load
+from llama_ft.errors import UserError
+from llama_ft.masking import is_clean, is_url_with_secret, mask_secrets, printable
 
 KEY = "a1B2c3D4e5F6g7H8i9J0"
 
@@ -52,6 +54,11 @@ KEY = "a1B2c3D4e5F6g7H8i9J0"
         (f"https://hooks.slack.com/services/T0/B0/{KEY}", "https://hooks.slack.com/services/***"),
         (f"https://discord.com/api/webhooks/12/{KEY}", "https://discord.com/api/webhooks/***"),
         ("http://host/a,http://me:pass@h/b", "http://host/a,http://***@h/b"),
+        (
+            "environ({'A': 'b', 'DB_PASS': 'x y', 'C': 'd'})",
+            "environ({'A': 'b', 'DB_PASS': '***', 'C': 'd'})",
+        ),
+        ('{"OPENAI_API_KEY": "abcdefgh"}', '{"OPENAI_API_KEY": "***"}'),
     ],
 )
 def test_secrets_are_masked(text: str, masked: str) -> None:
@@ -81,6 +88,8 @@ def test_secrets_are_masked(text: str, masked: str) -> None:
         "sk-learn",
         "pad_token=<pad>",
         "user@host: me@example.com",
+        '{"pad_token": "PAD_OF_MINE", "image_token": "[IMAGE]"}',
+        "{'PWD': '/home/me', 'TOKENIZERS_PARALLELISM': 'false'}",
     ],
 )
 def test_text_without_secrets_is_not_masked(text: str) -> None:
@@ -121,12 +130,52 @@ def test_text_without_secrets_is_not_masked(text: str) -> None:
         "@",
         "://",
         "://a@",
+        "'TOKEN",
+        "'A_TOKEN': '",
     ],
 )
 def test_masking_time_is_linear_in_the_length(part: str) -> None:
     text = part * (65_536 // len(part))
     start = time.process_time()
-    for function in (mask_secrets, mask_keys, is_url_with_secret):
+    for function in (mask_secrets, is_url_with_secret):
         function(text)
         function(f"http://{text}")
     assert time.process_time() - start < 2
+
+
+FORMS = {
+    "W&B": "0123456789abcdef" * 2 + "01234567",
+    "JWT": f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.{KEY}",
+    "password": f"password={KEY}",
+    "PEM": f"-----BEGIN PRIVATE KEY-----\n{KEY}\n-----END PRIVATE KEY-----",
+    "Hugging Face": f"hf_{KEY}",
+}
+
+
+@pytest.mark.parametrize("secret", FORMS.values(), ids=FORMS)
+def test_no_form_of_a_secret_is_repeated_in_errors_and_settings(secret: str) -> None:
+    """As a wrong value, in a text that is accepted, and in an error of the user's own function."""
+    shown = str(UserError(f"--score s.py:f: ValueError: {secret}"))
+    with pytest.raises(UserError) as raised:
+        load(["--lr", f" {secret}", "--wandb_notes", secret, f"--{secret}", "1"], paths=False)
+    shown += str(raised.value)
+    config, _ = load(["--use_wandb", "--wandb_notes", f" {secret}"], paths=False)
+    shown += "".join(differences(config))
+    assert "***" in shown
+    assert KEY not in shown and FORMS["W&B"] not in shown
+
+
+def test_values_of_secret_variables_are_masked_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_DATABASE_PWD", "Tr0ub4dor &3")
+    monkeypatch.setenv("KEYRING_KEY", "keyring")  # a word
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/etc/google.json")
+    said = str(UserError("f: KeyError: connect('db', 'Tr0ub4dor &3') keyring /etc/google.json"))
+    assert said == "error: f: KeyError: connect('db', '***') keyring /etc/google.json"
+
+
+def test_characters_that_reorder_a_text_are_replaced() -> None:
+    text = "a\u202egnp.exe \u2067b\u2069"
+    assert printable(text) == "a\ufffdgnp.exe \ufffdb\ufffd"
+    assert not is_clean(text)
+    hebrew = "\u05e9\u05dc\u05d5\u05dd\u200f!"
+    assert printable(hebrew) == hebrew

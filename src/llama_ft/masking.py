@@ -1,5 +1,6 @@
 """Make texts safe to print and to pass on: mask secrets, and replace control characters."""
 
+import os
 import re
 from urllib.parse import unquote
 
@@ -12,6 +13,8 @@ _NAMES = (
     r"(?:(?:api|access|account)(?:[_-]|%5F|%2D)?key|(?:[_-]|%5F|%2D)key|token|secret|passw(?:or)?d|signature|sig"
     r"|credential)"
 )
+# of the names of environment variables; PWD alone is the working directory
+_VARIABLE_ENDS = r"(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|_PASS|_PWD|CREDENTIALS?)(?:_ID)?"
 _IN_QUERY = rf"[?&;#](?=[\w.%-]*{_NAMES}|(?:key|pass|pwd|auth)=)[\w.%-]+="
 # does not match host:8080/a@b
 _USER_AND_PASSWORD = r"[^/\s@:?#'\"]*:(?!:|\d+(?:[/?#]|$))(?:(?!://)[^\s'\"])*@"
@@ -61,6 +64,13 @@ _PATTERNS = [
         rf"\1{HIDDEN}",
     ),
     _KEY,
+    # of a dict such as os.environ; in lower case it may be "pad_token"
+    (
+        re.compile(
+            rf"(['\"][A-Z0-9_]{{0,80}}{_VARIABLE_ENDS}['\"]\s{{0,3}}:\s{{0,3}}['\"])[^'\"]+"
+        ),
+        rf"\1{HIDDEN}",
+    ),
     # JSON web tokens
     (re.compile(r"(?<![\w-])(eyJ)[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*){0,3}"), rf"\1{HIDDEN}"),
     (
@@ -75,8 +85,13 @@ _URL = re.compile(r"(?<!\S)\S*://\S+")
 # For settings, where a secret is an error: any user or password, and values of any length.
 _USER = re.compile(rf"\bhttps?://[^/\s?#]*@|://{_USER_AND_PASSWORD}", re.IGNORECASE)
 _QUERY = re.compile(rf"{_IN_QUERY}[^&\s]", re.IGNORECASE)
-# all but tabs and line ends
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
+# all but tabs and line ends; and what shows the following text in another order (Unicode's
+# embeddings, overrides and isolates of bidirectional text)
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|\r(?!\n)")
+# Variables that hold a secret. Their values are masked wherever they appear, unless they look like
+# a path, a word or a number.
+_SECRET_VARIABLE = re.compile(rf"{_VARIABLE_ENDS}$", re.IGNORECASE)
+_PLAIN_VALUE = re.compile(r"[/~.].*|[a-z_-]+|[A-Z_-]+|\d+|.{0,7}", re.DOTALL)
 
 
 def printable(text: str) -> str:
@@ -96,19 +111,14 @@ def is_clean(name: str) -> bool:
 
 
 def mask_secrets(text: str) -> str:
-    """Return `text` with everything that looks like a key, a token or a password replaced by
-    ***."""
+    """Return `text` with everything that looks like a key, a token or a password, and the values of
+    environment variables that hold one, replaced by ***."""
+    for name, value in os.environ.items():
+        if _SECRET_VARIABLE.search(name) and not _PLAIN_VALUE.fullmatch(value):
+            text = text.replace(value, HIDDEN)
     for pattern, replacement in _PATTERNS:
         text = pattern.sub(replacement, text)
     return text
-
-
-def mask_keys(text: str) -> str:
-    """Return `text` with secrets masked in its URLs, and keys with a known form anywhere. Messages
-    need their other parts."""
-    masked_urls = _URL.sub(lambda url: mask_secrets(url[0]), text)
-    pattern, replacement = _KEY
-    return pattern.sub(replacement, masked_urls)
 
 
 def is_url_with_secret(text: str) -> bool:

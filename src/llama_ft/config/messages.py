@@ -13,7 +13,7 @@ from typing import Any
 
 from llama_ft.config.other_names import EXPORTING, SAME_AS, WITHOUT_COUNTERPART
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting
-from llama_ft.masking import mask_keys
+from llama_ft.masking import mask_secrets
 
 TRANSLATIONS = "docs/migrate translates other trainers' names."
 
@@ -86,7 +86,7 @@ def format_value(value: Any) -> str:
         text = json.dumps(value) if has_parts else f"[{','.join(map(str, value))}]"
     elif value is None or isinstance(value, bool):
         text = text.lower()
-    shown = mask_keys(text[:MOST_SHOWN])
+    shown = mask_secrets(text[:MOST_SHOWN])
     return shown if len(text) <= MOST_SHOWN else f"{shown}... ({len(text):,} characters)"
 
 
