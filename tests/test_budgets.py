@@ -18,7 +18,7 @@ TOKENS = {
     "": 3800,
     "check": 4300,
     "checkpoint": 28_500,
-    "config": 18_200,
+    "config": 19_000,
     "data": 45_500,
     "evaluation": 4000,
     "inference": 7500,
