@@ -14,9 +14,12 @@ from checkpoint_by_hand import load, logits, stored
 from conftest import build_model
 from safetensors.torch import save_file
 
+from llama_ft import models
 from llama_ft.checkpoint import Exporter
+from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.errors import UserError
-from llama_ft.models.source import SafetensorsSource
+from llama_ft.models.saved_adapter import other_base
+from llama_ft.models.source import SafetensorsSource, fingerprint
 
 ATTENTION = ["q_proj", "v_proj"]
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -270,3 +273,110 @@ def test_changes_of_a_block_that_layers_share_are_rejected_and_others_merged(
     assert (logits(load(merged)) - expected).abs().max() < 1e-5
     assert (logits(load(shared_blocks)) - expected).abs().max() > 1e-2
     assert stored(merged).keys() == stored(shared_blocks).keys()
+
+
+def test_copies_of_the_base_in_an_adapter_are_left_out_and_other_weights_are_named(
+    bases: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What PEFT saves after a resize of the vocabulary, or with save_embedding_layers."""
+    from peft import LoraConfig, get_peft_model
+
+    caplog.set_level("INFO")
+    base = bases / "tied"
+    model = get_peft_model(
+        load(base), LoraConfig(target_modules=ATTENTION, init_lora_weights=False)
+    )
+    model.save_pretrained(tmp_path / "copies", save_embedding_layers=True)
+    model.save_pretrained(tmp_path / "plain", save_embedding_layers=False)
+    head = "base_model.model.lm_head.weight"
+    assert stored(tmp_path / "copies").keys() - stored(tmp_path / "plain").keys() >= {head}
+    merged = stored(merge(tmp_path / "copies", base, tmp_path / "merged"))
+    expected = stored(merge(tmp_path / "plain", base, tmp_path / "expected"))
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in merged.items())
+    assert "left out lm_head.weight, model.embed_tokens.weight, equal to" in caplog.text
+    shutil.rmtree(tmp_path / "merged")
+    file = tmp_path / "copies" / "adapter_model.safetensors"
+    tensors = stored(tmp_path / "copies")
+    # in the dtype in which the model was loaded
+    half = {n: t.bfloat16() if "lora" not in n else t for n, t in tensors.items()}
+    save_file({n: t.clone() for n, t in half.items()}, file)
+    merge(tmp_path / "copies", base, tmp_path / "half")
+    tensors[head] = tensors[head].clone()
+    tensors[head][0, 0] += 1
+    save_file({n: t.clone() for n, t in tensors.items()}, file)
+    assert "lm_head.weight, with other values" in refusal(tmp_path / "copies", base, tmp_path)
+    tensors[head] = torch.cat([tensors[head], tensors[head][:4]])
+    save_file({n: t.clone() for n, t in tensors.items()}, file)
+    assert "lm_head.weight [305, 32] for [301, 32]" in refusal(tmp_path / "copies", base, tmp_path)
+
+
+def test_names_that_peft_adds_to_the_settings_do_not_matter(
+    save_tokenizer: Callable[..., Path], tmp_path: Path
+) -> None:
+    """PEFT counts HunYuan's experts among Qwen2-MoE's, and writes `gate.weight`: here the router is
+    gate.wg."""
+    from peft import PeftModel
+    from transformers import HunYuanMoEV1Config, HunYuanMoEV1ForCausalLM
+
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 301, "num_experts": 3, "moe_topk": 2,
+             "initializer_range": 0.1, "eod_token_id": 1, "pad_token_id": 2}  # fmt: skip
+    base = save_tokenizer(tmp_path / "base")
+    torch.manual_seed(2)
+    HunYuanMoEV1ForCausalLM(HunYuanMoEV1Config(**shape)).save_pretrained(base)
+    # an adapter of all linear layers, as a run writes it
+    built = models.build_on_meta(models.load_model_config(base, False), ModelConfig(), folder=base)
+    peft = PeftConfig(use_peft=True, r=2, target_modules="all-linear", lora_dropout=0)
+    built.adapter = models.inject_lora(built, peft, str(base))
+    written = built.adapter.config.to_dict()
+    assert "gate.weight" in written["target_parameters"]
+    adapter = tmp_path / "adapter"
+    built.adapter.config.save_pretrained(adapter)
+    parameters = dict(built.model.named_parameters())
+    values = {
+        key: torch.randn(parameters[name].shape) * 0.1 for name, key in built.adapter.keys.items()
+    }
+    save_file(values, adapter / "adapter_model.safetensors")
+    expected = logits(PeftModel.from_pretrained(load(base), adapter).eval())
+    merged = merge(adapter, base, tmp_path / "merged")
+    assert (logits(load(merged)) - expected).abs().max() < 1e-5
+    assert (logits(load(base)) - expected).abs().max() > 1e-2
+
+
+def test_an_adapter_of_another_base_is_named(bases: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(bases / "llama", tmp_path / "adapter", target_modules=ATTENTION)
+    file = adapter / "adapter_config.json"
+    settings = json.loads(file.read_text())
+
+    def warning(named: str | None, given: str, folder: Path = bases / "llama") -> str | None:
+        file.write_text(json.dumps({**settings, "base_model_name_or_path": named}))
+        return other_base(adapter, given, folder)
+
+    base = str(bases / "llama")
+    other = shutil.copytree(bases / "llama", tmp_path / "llama")  # a folder that has moved
+    load(bases / "llama").half().save_pretrained(tmp_path / "half" / "llama")
+    assert warning(base, base) is None
+    assert warning(base, str(other), other) is None
+    assert warning("/gone/llama", base) is None
+    assert warning("Org/Llama", base) is None
+    assert warning("Org/Llama", "/cache/models--Org--Llama/snapshots/abc") is None
+    assert warning("/cache/models--Org--Llama/snapshots/abc", "Org/Llama") is None
+    assert warning(None, base) is None
+    for named, given in (
+        (str(bases / "tied"), base),
+        (str(tmp_path / "half" / "llama"), base),
+        ("/gone/llama2", base),
+        ("Org/Llama-Instruct", base),
+        ("Org/Llama", "Other/Llama"),
+        ("Org/Llama-Instruct", "/cache/models--Org--Llama/snapshots/abc"),
+    ):
+        text = str(warning(named, given))
+        assert f"names the base model {named}, but {given} is used" in text
+    # the run of the adapter has recorded the content of its base
+    step = tmp_path / "checkpoints" / "step-000004"
+    step.mkdir(parents=True)
+    trainer = {"contents": {"model_name": fingerprint(bases / "llama")}}
+    (step / "trainer.json").write_text(json.dumps(trainer))
+    assert warning("/gone/llama2", base) is None
+    assert warning("/gone/llama", str(bases / "tied"), bases / "tied") is not None

@@ -37,6 +37,34 @@ def test_a_valid_model_dataset_and_adapter_are_accepted(errors_of, files: Files)
     assert errors_of(*line.split(), "--from_peft_checkpoint", "lora", paths=True) == []
 
 
+def test_a_run_or_adapter_in_place_of_a_model_is_named_with_the_right_flags(
+    errors_of, files: Files, tmp_path: Path
+) -> None:
+    files("lora/.llama_ft-run", "lora/model/adapter_model.safetensors", "full/.llama_ft-run")
+    files("full/model/config.json", "full/model/model.safetensors", "new/.llama_ft-run")
+    files("new/checkpoints/step-000004/trainer.json")
+    (tmp_path / "lora" / "model" / "adapter_config.json").write_text(
+        '{"base_model_name_or_path": "org/tiny"}'
+    )
+    use_adapter = "Use --model_name org/tiny --use_peft --from_peft_checkpoint lora/model."
+    lines = {
+        "--model_name ./lora": f"is a run; its result is an adapter. {use_adapter}",
+        "--model_name ./lora/model": f"is an adapter. {use_adapter}",
+        "--model_name ./full": "is a run; its result is a whole model. Use --model_name full/model.",
+        "--model_name ./new": "is not a model. Make one of it: llama-ft export new OUT.",
+        "--model_name ./new/checkpoints/step-000004": "llama-ft export new/checkpoints/step-000004 OUT",
+        "--use_peft --from_peft_checkpoint lora": (
+            "is a run; its result is an adapter. Use --from_peft_checkpoint lora/model."
+        ),
+        "--use_peft --from_peft_checkpoint full": "is a whole model. Use --model_name full/model.",
+        "--use_peft --from_peft_checkpoint full/model": "is a whole model. Use --model_name full/model.",
+        "--use_peft --from_peft_checkpoint new": "llama-ft export new OUT.",
+    }
+    for line, expected in lines.items():
+        (message,) = errors_of(*line.split(), paths=True)
+        assert expected in message, line
+
+
 def test_pipes_and_devices_are_rejected_without_opening_them(
     errors_of, files: Files, tmp_path: Path
 ) -> None:

@@ -52,6 +52,12 @@ from llama_ft.models.conversion import open_source, saved_layout
 from llama_ft.models.load_weights import account_for
 from llama_ft.models.model_config import untie
 from llama_ft.models.new_tokens import TokenRows
+from llama_ft.models.saved_adapter import (
+    check_saved_adapter,
+    differing_copies,
+    left_out,
+    other_base,
+)
 from llama_ft.models.source import (
     OverlaidSource,
     SafetensorsSource,
@@ -233,7 +239,14 @@ class Exporter:
             base, base_name, tokenizer, built, trained, adapter.keys, new, Config(), None
         )
         exporter._changes()  # reports unsupported kinds of layers before their tensors are compared
-        lora.check_saved_adapter(trained.tensors, built.model, adapter, file, str(base))
+        copies = check_saved_adapter(trained.tensors, built.model, adapter, file, str(base))
+        if copies:
+            problem = differing_copies(file, copies, built.model, open_source(base, built))
+            if problem:
+                raise UserError(problem)
+            log.info(left_out(file, copies))
+        if warning := other_base(folder, base_name, base):
+            log.warning(warning)
         return exporter
 
     def write_model(

@@ -99,7 +99,8 @@ def check_paths(
         return data_problem(name) if is_data else None
 
     def adapter(name: str) -> str | None:
-        return _folder(name, *ADAPTER_FILES)
+        problem = _folder(name, *ADAPTER_FILES)
+        return problem and (_result_in(Path(name).expanduser(), ADAPTER_FILES[0]) or problem)
 
     def chat_template(name: str) -> str | None:
         return None if name in BUILT_IN_TEMPLATES else file_problem(name)
@@ -239,9 +240,33 @@ def model_problem(name: str) -> str | None:
         return None
     problem = _folder(name, "config.json")
     if problem:
-        return problem
+        return _result_in(Path(name).expanduser(), "config.json") or problem
     has_weights = any(Path(name).expanduser().glob("*.safetensors"))
     return None if has_weights else f"holds no *.safetensors. {TO_SAFETENSORS}"
+
+
+def _result_in(folder: Path, wanted: str) -> str | None:
+    """Return what a directory of llama_ft or PEFT holds in place of a model (`wanted`: config.json)
+    or an adapter (adapter_config.json), and the flags that use it; None if it is none."""
+    kinds = {"config.json": "a whole model", ADAPTER_FILES[0]: "an adapter"}
+    results = [place / file for place in (folder, folder / "model") for file in kinds]
+    found = next((file for file in results if file.is_file()), None)
+    is_run = (folder / RUN_MARKER).is_file()
+    if found is None and (is_run or (folder / "trainer.json").is_file()):
+        return f"is not a model. Make one of it: llama-ft export {folder} OUT."
+    if found is None or found == folder / wanted:
+        return None
+    place = found.parent
+    what = f"is a run; its result is {kinds[found.name]}" if is_run else f"is {kinds[found.name]}"
+    if found.name == "config.json":
+        return f"{what}. Use --model_name {place}."
+    if wanted == found.name:
+        return f"{what}. Use --from_peft_checkpoint {place}."
+    try:
+        base = base_model_of(str(place))
+    except UserError:
+        base = "BASE"
+    return f"{what}. Use --model_name {base} --use_peft --from_peft_checkpoint {place}."
 
 
 def _folder(name: str, *files: str) -> str | None:

@@ -22,7 +22,6 @@ from llama_ft.models.conversion import RECOMPUTED
 from llama_ft.models.loader import Loader, ShardLoad, open_loader
 from llama_ft.models.lora import (
     ADAPTER_WEIGHTS,
-    check_saved_adapter,
     checkpoint_key,
     first_values,
     is_adapter_weight,
@@ -31,6 +30,12 @@ from llama_ft.models.lora import (
 from llama_ft.models.new_tokens import TokenRows
 from llama_ft.models.quantization import is_4bit, is_part, read_4bit
 from llama_ft.models.quantized import FourBit, QuantizedWeight, quantized_weights
+from llama_ft.models.saved_adapter import (
+    check_saved_adapter,
+    differing_copies,
+    left_out,
+    other_base,
+)
 from llama_ft.models.shards import ShardGroup, local_shard
 from llama_ft.models.source import (
     SafetensorsSource,
@@ -40,6 +45,7 @@ from llama_ft.models.source import (
     open_weights,
 )
 from llama_ft.models.transformers_private import INITIALIZED, private
+from llama_ft.runtime.console import log
 from llama_ft.runtime.process_group import Ranks
 
 # Ends of the names of scales, codes and zero points in published formats
@@ -104,7 +110,7 @@ def load_weights(
     keys = account_for(model, loader.headers, built.folder)
     adapter_loader = None
     if adapter is not None and trained is None:
-        adapter_loader = _open_saved_adapter(built, group, settings)
+        adapter_loader = _open_saved_adapter(built, group, settings, loader.source)
     _allocate(model, device, ranks.storage_device)
     with torch.no_grad():
         _fill_base(built, keys, loader, settings.quantized_from, device)
@@ -134,16 +140,33 @@ def load_weights(
 
 
 def _open_saved_adapter(
-    built: BuiltModel, group: ShardGroup, settings: LoadSettings
+    built: BuiltModel, group: ShardGroup, settings: LoadSettings, base: WeightSource | None
 ) -> Loader | None:
-    """Open the adapter that is continued; None if a new one is trained."""
-    folder = settings.peft.from_peft_checkpoint
-    if not folder:
+    """Open the adapter that is continued; None if a new one is trained. `base`: the weights of the
+    base model, on ranks that read them."""
+    if not settings.peft.from_peft_checkpoint:
         return None
     assert built.adapter is not None
-    file = Path(folder) / ADAPTER_WEIGHTS
+    folder = Path(settings.peft.from_peft_checkpoint)
+    file = folder / ADAPTER_WEIGHTS
     loader = open_loader(file, built, group, settings.scatter)
-    check_saved_adapter(loader.headers, built.model, built.adapter, file)
+    copies = check_saved_adapter(loader.headers, built.model, built.adapter, file)
+    warning = None
+    problem = None
+    if base is not None:
+        warning = other_base(folder, built.adapter.config.base_model_name_or_path, built.folder)
+        if copies:
+            problem = differing_copies(file, copies, built.model, base)
+    if settings.scatter:
+        box = [problem]
+        dist.broadcast_object_list(box, src=0)
+        problem = box[0]
+    if warning:
+        log.warning(warning)
+    if problem:
+        raise UserError(problem)
+    if copies:
+        log.info(left_out(file, copies))
     return loader
 
 
