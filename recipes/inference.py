@@ -30,6 +30,7 @@ if __name__ == "__main__":
 from finetuning import build_model  # noqa: E402
 
 from llama_ft import models, runtime  # noqa: E402
+from llama_ft.data import AS_TEXT  # noqa: E402
 from llama_ft.data.image_prompts import user_message  # noqa: E402
 from llama_ft.inference.generate import Answerer, Messages  # noqa: E402
 from llama_ft.inference.load import TakesImages, open_model, read_images  # noqa: E402
@@ -80,6 +81,8 @@ def main(options: InferenceFlags) -> None:
         if opened.built.has_score:
             return score_prompts([sample for sample, _ in prompts], opened, options, ranks)
         answerer = Answerer(opened, options, ranks)
+        if answerer.asks_text:
+            log.info(f"prompts: {AS_TEXT} (--prompt_format chat uses it)")
         log.info(", ".join(f"{name} {value:g}" for name, value in answerer.sampling.items()))
         if is_chat:
             converse(answerer, ranks, images)

@@ -140,7 +140,7 @@ def test_a_prompt_is_formatted_by_the_chat_template_or_used_as_it_is(
         text([{"role": "system", "content": "Be long."}, TURN], "Be brief.")
         == "[system]Be long.[user]Hi[answer]"
     )
-    with pytest.raises(UserError, match="rejects the prompt .no tools"):
+    with pytest.raises(UserError, match="rejects this chat: no tools"):
         text([TURN, {"role": "tool", "content": "3"}])
 
     options = InferenceFlags(output=f"{tmp_path}/new/answers.jsonl", max_new_tokens=3, batch_size=2)
@@ -177,6 +177,7 @@ class Counts(Answerer):
     def __init__(self, tokenizer: Any, options: InferenceFlags, context: int) -> None:
         self.tokenizer = tokenizer
         self._images = None
+        self.asks_text = False
         self._options = options
         self.context = context
         self.vocabulary = len(tokenizer)
@@ -201,10 +202,13 @@ def typed(
     handler = signal.getsignal(signal.SIGINT)
     wakeup = signal.set_wakeup_fd(-1)
 
-    def talk(*lines: str, system: str | None = None, context: int = 4096) -> Counts:
+    def talk(
+        *lines: str, system: str | None = None, context: int = 4096, asks_text: bool = False
+    ) -> Counts:
         answerer = Counts(
             tokenizer, InferenceFlags(system_prompt=system, max_new_tokens=20), context
         )
+        answerer.asks_text = asks_text
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         converse(answerer, runtime)
         return answerer
@@ -212,6 +216,14 @@ def typed(
     yield talk
     signal.signal(signal.SIGINT, handler)
     signal.set_wakeup_fd(wakeup)
+
+
+def test_a_model_that_was_trained_on_texts_gets_each_message_alone_and_as_text(
+    typed: Callable[..., Counts],
+) -> None:
+    assert typed("one", "two", asks_text=True).asked == ["one", "two"]
+    talk = typed("one", system="Be brief.", asks_text=True)
+    assert talk.asked == ["Be brief.\n\none"]  # as training joins the columns system and prompt
 
 
 def test_only_answers_go_to_stdout_and_each_prompt_has_the_earlier_messages(

@@ -38,6 +38,12 @@ def runs(
         [*common, "--lr", "2e-3", "--output_dir", f"{folder}/full"],
         [*common, *lora, "--lr", "1e-2", "--output_dir", f"{folder}/lora"],
     ]
+    # prompts and completions of text, although there is a chat template
+    texts = [{"prompt": prompt, "completion": " It is a shard."} for prompt in PROMPTS]
+    write_jsonl(folder / "texts.jsonl", texts)
+    asked = ["--chat_template", "alpaca", "--sample_tokens", "8", "--sample_prompts", QUESTIONS[0]]
+    text = ["--dataset", f"{folder}/texts.jsonl", "--output_dir", f"{folder}/text"]
+    cases.append([*common, *lora, *asked, "--lr", "1e-2", *text])
     run_cases(folder, cases)
     write_jsonl(
         folder / "prompts.jsonl",
@@ -97,6 +103,39 @@ def load(folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def full_answers(runs: Path) -> list[str]:
     return by_transformers(load(runs / "full" / "model"), runs / "full" / "model")
+
+
+def test_a_run_on_texts_is_asked_without_the_chat_template(runs: Path) -> None:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoTokenizer
+
+    folder = runs / "text" / "model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template
+    model = PeftModel.from_pretrained(load(runs / "base"), folder).eval()
+    ends = [model.config.eos_token_id, tokenizer.eos_token_id]
+    model.generation_config.eos_token_id = ends
+
+    def by_text(prompt: str, most: int) -> str:
+        ids = tokenizer(prompt, return_tensors="pt")
+        with torch.no_grad():
+            tokens = model.generate(**ids, max_new_tokens=most, do_sample=False, pad_token_id=0)
+        written = tokens[0, ids["input_ids"].shape[1] :]
+        return str(tokenizer.decode(written, skip_special_tokens=True))
+
+    expected = [by_text(prompt, LONGEST) for prompt in PROMPTS]
+    assert answers(runs, runs / "text") == expected
+    samples = json.loads((runs / "text" / "facts.json").read_text())["samples"]
+    assert samples[-1]["answer"] == by_text(QUESTIONS[0], 8).strip()
+    one = inference(runs / "text", "--prompt", PROMPTS[0], "--max_new_tokens", str(LONGEST))
+    assert expected[0] in one.output
+    assert "asked as text without the chat template" in one.output
+    as_chat = answers(runs, folder, "--prompt_format", "chat")
+    assert as_chat == by_transformers(model, folder)
+    # the checkpoint knows it, too
+    checkpoint = max((runs / "text" / "checkpoints").glob("step-*"))
+    assert answers(runs, checkpoint) == expected
 
 
 def held(folder: Path) -> dict[str, int]:

@@ -6,7 +6,7 @@ import torch
 from llama_ft.config import TrainConfig
 from llama_ft.errors import UserError
 from llama_ft.runtime import Ranks
-from llama_ft.training import answer_prompts, check_sample_prompts, sample_chats
+from llama_ft.training import answer_prompts, check_sample_prompts, sample_prompts
 from llama_ft.training.train_state import Best, TrainState
 
 
@@ -60,7 +60,7 @@ def test_without_a_chat_template_sample_prompts_are_continued_as_text(
     assert tokenizer.chat_template is None
     prompts = ["What is a shard?", "Who reads"]
     settings = TrainConfig(sample_tokens=8, sample_prompts=prompts)
-    chats = sample_chats(settings, None)
+    chats = sample_prompts(settings, None)
     found = answer_prompts(model, tokenizer, chats, 8, 2, runtime)
     assert [answer["question"] for answer in found] == prompts
     for answer in found:
@@ -80,7 +80,7 @@ def test_a_sample_prompt_that_the_model_cannot_answer_is_rejected(tiny_model: Pa
 
     def check(prompts: list[str], vocabulary: int | None) -> None:
         settings = TrainConfig(sample_tokens=8, sample_prompts=prompts)
-        check_sample_prompts(settings, tokenizer, vocabulary, None)
+        check_sample_prompts(sample_prompts(settings, None), tokenizer, vocabulary, None)
 
     largest = max(tokenizer("Who reads")["input_ids"])
     check(["What", "Who reads"], largest + 1)
@@ -91,9 +91,53 @@ def test_a_sample_prompt_that_the_model_cannot_answer_is_rejected(tiny_model: Pa
     with pytest.raises(UserError, match='--sample_prompts "": it has no tokens'):
         check([""], 301)
     tokenizer.chat_template = "{{ raise_exception('a system message, please') }}"
-    rejected = '--sample_prompts "a": the chat template rejects it .a system message, please'
+    rejected = '--sample_prompts "a": the chat template rejects this chat: a system message, please'
     with pytest.raises(UserError, match=rejected):
         check(["a"], 301)
+
+
+NEEDS_TOOLS = (
+    "{% if not tools %}{{ raise_exception('this template needs tools') }}{% endif %}"
+    "{{ tools[0].function.name }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def test_a_sample_answer_has_the_form_and_the_tools_of_the_training_samples(
+    tiny_model: Path, runtime: Ranks
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = NEEDS_TOOLS
+    tools = [{"type": "function", "function": {"name": "rank", "parameters": {}}}]
+    call = {"type": "function", "function": {"name": "rank", "arguments": {"n": 0}}}
+    chat = [
+        {"role": "user", "content": "Who reads?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    settings = TrainConfig(sample_tokens=8)
+    asked = sample_prompts(settings, chat, tools)
+    prompts = TrainConfig(sample_tokens=8, sample_prompts=["Who reads"])
+    asked += sample_prompts(prompts, chat, tools, "text")
+    check_sample_prompts(asked, tokenizer, None, None)
+    found = answer_prompts(model, tokenizer, asked, 8, 2, runtime)
+    texts = ["rank[user]Who reads?[assistant]", "Who reads"]
+    for answer, text in zip(found, texts, strict=True):
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        expected = model.generate(
+            ids, max_new_tokens=8, do_sample=False, pad_token_id=2, attention_mask=ids > -1
+        )
+        written = tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
+        assert answer["answer"] == written.strip()
+    assert [answer["question"] for answer in found] == ["Who reads?", "Who reads"]
+    assert found[0]["reference"] == '{"name": "rank", "arguments": {"n": 0}}'
+    assert "reference" not in found[1]
+    as_chat = sample_prompts(prompts, chat, tools)
+    with pytest.raises(UserError, match="this template needs tools"):
+        check_sample_prompts(as_chat, tokenizer, None, None)
 
 
 def test_answers_end_at_the_last_position_of_the_model(tiny_model: Path, runtime: Ranks) -> None:
@@ -104,7 +148,7 @@ def test_answers_end_at_the_last_position_of_the_model(tiny_model: Path, runtime
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=300))
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     settings = TrainConfig(sample_tokens=50, sample_prompts=["What"])
-    chats = sample_chats(settings, None)
+    chats = sample_prompts(settings, None)
     [found] = answer_prompts(model, tokenizer, chats, 50, 2, runtime)
     ids = tokenizer("What", return_tensors="pt")["input_ids"]
     most = 12 - ids.shape[1]

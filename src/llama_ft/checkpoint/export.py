@@ -22,7 +22,7 @@ from llama_ft.checkpoint.export_settings import matches, write_model_settings, w
 from llama_ft.checkpoint.safetensors_file import Headers, SafetensorsFile
 from llama_ft.config import CheckpointConfig, parse_size
 from llama_ft.config.attempts import value_over_time
-from llama_ft.config.paths import COPIED_FILES, MODEL_PATTERNS, looks_local
+from llama_ft.config.paths import COPIED_FILES, MODEL_PATTERNS, PROMPT_FORMAT, looks_local
 from llama_ft.config.settings import SETTINGS
 from llama_ft.errors import RunFailure, plural
 from llama_ft.masking import mask_secrets
@@ -425,9 +425,12 @@ def write_model_card(
         for name in shown
         if name in settings
     }
-    if run:
+    if "step" in run:
         facts["optimizer steps"] = run["step"]
         facts["validation loss"] = run["metrics"].get("eval/loss")
+    if run.get(PROMPT_FORMAT) == "text":
+        front[PROMPT_FORMAT] = "text"  # for llama_ft's tools
+        facts["prompts"] = "text, without a chat template"
     (folder / "README.md").write_text(f"""---
 {yaml.safe_dump(front, sort_keys=False)}---
 

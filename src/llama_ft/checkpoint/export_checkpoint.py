@@ -45,6 +45,7 @@ from llama_ft.config import (
     PreferenceConfig,
     with_present_names,
 )
+from llama_ft.config.paths import PROMPT_FORMAT, recorded_prompt_format
 from llama_ft.errors import UserError
 from llama_ft.models import lora
 from llama_ft.models.built import Adapter, settings_to_read
@@ -235,8 +236,9 @@ class Exporter:
             folder if any(folder.glob("tokenizer*")) else base, trust_remote_code
         )
         _set_pad_token(built, tokenizer)
+        about = {PROMPT_FORMAT: recorded_prompt_format(folder)}
         exporter = cls(
-            base, base_name, tokenizer, built, trained, adapter.keys, new, Config(), None
+            base, base_name, tokenizer, built, trained, adapter.keys, new, Config(), about
         )
         exporter._changes()  # reports unsupported kinds of layers before their tensors are compared
         copies = check_saved_adapter(trained.tensors, built.model, adapter, file, str(base))

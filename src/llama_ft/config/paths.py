@@ -70,6 +70,8 @@ MODEL_PATTERNS = (
     "sentencepiece.bpe.model", "*.tiktoken",
 )  # fmt: skip
 COPIED_FILES = "copied_from_base_model"  # in the header of a model card: names of files
+# in the header of a model card, and in trainer.json: text if the samples had no chat template
+PROMPT_FORMAT = "prompt_format"
 CARD_TAG = "\n- llama_ft\n"  # in the header of every model card that checkpoint/export.py writes
 
 
@@ -462,14 +464,25 @@ def model_dir_problem(
 
 def _copied_files(card: Path) -> set[str]:
     """Return the names of the files that a model card lists as copied from the base model."""
-    if not card.is_file():
-        return set()
-    parts = card.read_text(errors="replace").split("---\n")
     try:
-        settings = yaml.safe_load(parts[1])
-        return {str(name) for name in settings[COPIED_FILES]}
-    except (yaml.YAMLError, LookupError, TypeError):  # not a card of llama_ft, or it lists none
+        return {str(name) for name in _header(card)[COPIED_FILES]}
+    except (LookupError, TypeError):  # not a card of llama_ft, or it lists none
         return set()
+
+
+def recorded_prompt_format(folder: Path) -> str:
+    """Return how the model or adapter in a directory is asked, by its model card: chat or text."""
+    return "text" if _header(folder / "README.md").get(PROMPT_FORMAT) == "text" else "chat"
+
+
+def _header(card: Path) -> dict[str, Any]:
+    """Return the settings in the header of a model card; {} if it has none."""
+    try:
+        parts = card.read_text(errors="replace").split("---\n")
+        settings = yaml.safe_load(parts[1])
+    except (OSError, yaml.YAMLError, LookupError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def deleted_input(

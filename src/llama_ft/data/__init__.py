@@ -18,6 +18,7 @@ from llama_ft.data.image_prompts import thumbnail
 from llama_ft.data.prefetch import Prefetcher
 from llama_ft.data.prepare import DataRequest, TokenizedData, prepare
 from llama_ft.data.processor import Images, load_processor
+from llama_ft.data.prompt_tokens import AS_TEXT
 from llama_ft.data.samples import describe_first_batch, show_samples
 from llama_ft.data.sources import open_source
 from llama_ft.data.stream import TrainingBatches, plan_training, training_layout

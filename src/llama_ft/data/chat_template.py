@@ -352,6 +352,7 @@ def render_chat(
     tools: Tools | None = None,
     blocks: bool = False,
     open_answer: bool = False,
+    is_today: bool = False,
 ) -> tuple[str, list[Span]]:
     """Render a chat.
 
@@ -362,6 +363,7 @@ def render_chat(
         tools: JSON schemas of functions, for templates that support tools.
         blocks: also return the spans of `{% generation %}` blocks.
         open_answer: end with the heading of an assistant message (add_generation_prompt).
+        is_today: the template writes today's date. In training it is always DATE.
 
     Returns:
         The text, and the blocks as [start, end) of its characters.
@@ -373,7 +375,9 @@ def render_chat(
     try:
         with limited():
             written = in_its_form(template, messages)
-            texts, spans = _rendered(template, special_tokens, written, tools, blocks, open_answer)
+            texts, spans = _rendered(
+                template, special_tokens, written, tools, blocks, open_answer, is_today
+            )
     except ExceededLimit as error:
         count = plural(len(messages), "message")
         raise UserError(
@@ -467,18 +471,20 @@ def _rendered(
     tools: Tools | None = None,
     blocks: bool = False,
     open_answer: bool = False,
+    is_today: bool = False,
 ) -> tuple[list[str], list[list[Span]]]:
     # Transformers compiles a template once and caches it, with its global variables. Its own
     # strftime_now returns today's date.
-    _compile_jinja_template(template).globals["strftime_now"] = DAY.strftime
+    day = datetime.now() if is_today else DAY
+    _compile_jinja_template(template).globals["strftime_now"] = day.strftime
+    variables = special_tokens if is_today else {"date_string": DATE, **special_tokens}
     rendered = render_jinja_template(
         [messages],
         tools,
         chat_template=template,
         return_assistant_tokens_mask=blocks,
         add_generation_prompt=open_answer,
-        date_string=DATE,
-        **special_tokens,
+        **variables,
     )
     # Transformers annotates it as str
     return cast(tuple[list[str], list[list[Span]]], rendered)

@@ -9,7 +9,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,10 @@ from llama_ft.config import DataConfig, as_fraction
 from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template, missing_end
-from llama_ft.data.formats import FORMATS, BadSample
+from llama_ft.data.formats import BadSample, TokenizedSample
 from llama_ft.data.processor import Images, open_images
-from llama_ft.data.reshape import describe_columns, reshaped
+from llama_ft.data.prompt_tokens import PromptFormat
+from llama_ft.data.reshape import look_at_formats, reshaped
 from llama_ft.data.sources import Source, Split, brings_validation, open_source
 from llama_ft.data.statistics import (
     BuildReport,
@@ -87,6 +88,7 @@ class TokenizedData:
     stream: tuple[Source, Encoder, ExamplesOf] | None = None
     bad_samples: Path | None = None  # a line of JSON per skipped bad sample
     images: Images | None = None  # makes pixels for batches; None: no sample has an image
+    prompt_format: PromptFormat = "chat"  # of the training samples
     warnings: tuple[str, ...] = ()  # about the data, for the log and the report
     # validation sets that have names; each is the `train` of its data
     named: dict[str, "TokenizedData"] = field(default_factory=dict)
@@ -203,7 +205,9 @@ def prepare(
     """
     opened = _open_sources(config, tokenizer, request, cache)
     source = opened.training
-    encoder, images, summary, warnings = _make_encoder(opened, config, tokenizer, request, cache)
+    encoder, images, made = _make_encoder(opened, config, tokenizer, request, cache)
+    summary = made.summary
+    warnings = made.warnings
     tokenization = _Tokenization(
         source=source,
         validation=opened.validation,
@@ -226,7 +230,9 @@ def prepare(
     if request.want_validation:
         named = _prepare_named(config, tokenizer, request, cache, verify_cache)
     for one in named.values():
-        report = replace(report, chat_sample=report.chat_sample or one.report.chat_sample)
+        if not report.chat_sample:
+            other = one.report
+            report = replace(report, chat_sample=other.chat_sample, chat_tools=other.chat_tools)
         images = images or one.images
     statistics = {name: one.report.train for name, one in named.items()}
     summary += describe(report, statistics)
@@ -258,6 +264,7 @@ def prepare(
         hashes=None if config.streaming else hashes,
         untokenized=(source, encoder),
         images=images,
+        prompt_format=made.prompt_format,
     )
 
 
@@ -347,19 +354,26 @@ def _open_sources(
     return _OpenedSources(training, reshaped(validation, config), is_trained_on)
 
 
+class _Found(NamedTuple):
+    """What the first samples say."""
+
+    prompt_format: PromptFormat
+    summary: list[str]  # lines for the log
+    warnings: list[str]
+
+
 def _make_encoder(
     opened: _OpenedSources,
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     request: DataRequest,
     cache: Path,
-) -> tuple[Encoder, Images | None, list[str], list[str]]:
+) -> tuple[Encoder, Images | None, _Found]:
     """Look at the first samples, and return what makes tokens of all. Sets the tokenizer's chat
     template if there are chats.
 
     Returns:
-        The encoder; the model's reader of images, None if no sample has one; lines for the log; and
-        warnings.
+        The encoder; the model's reader of images, None if no sample has one; and what the samples say.
     """
     source = opened.training
     sources = [source] if opened.validation is None else [source, opened.validation]
@@ -367,9 +381,13 @@ def _make_encoder(
     images = None
     if request.load_processor is not None:
         images, no_images = open_images(sources, config, tokenizer, request.load_processor, cache)
-    kinds, summary = _look_at_formats(
-        source, opened.validation, config.dataset_format, images is not None
-    )
+    look = partial(look_at_formats, wanted=config.dataset_format, with_images=images is not None)
+    trained, summary = look(source)
+    kinds = trained
+    if opened.validation is not None:
+        others, lines = look(opened.validation)
+        kinds = trained | others
+        summary += lines
     # Without a valid sample, there may be chats after the first samples.
     has_chats = list in kinds or not kinds
     warnings = list[str]()
@@ -392,28 +410,8 @@ def _make_encoder(
         takes_images=request.load_processor is not None,
         stop_ids=request.stop_ids,
     )
-    return encoder, images, summary, warnings
-
-
-def _look_at_formats(
-    source: Source, validation: Source | None, wanted: str, with_images: bool
-) -> tuple[set[type], list[str]]:
-    """Return the types of the first samples' contents (list: a chat), and a line on format and
-    columns per part."""
-    kinds = set[type]()
-    lines = list[str]()
-    parts = list(source.parts or (source,))
-    if validation is not None:
-        parts.append(validation)
-    for part in parts:
-        sample_format = part.sample_format(wanted)
-        read = FORMATS[sample_format].read
-        for sample in part.first_samples:
-            # Bad samples are reported later, when all samples are read.
-            with suppress(BadSample, LookupError, TypeError, AttributeError, ValueError):
-                kinds.add(type(read(sample)))
-        lines.append(f"{part.name}: {describe_columns(part, sample_format, with_images)}")
-    return kinds, lines
+    is_text = tuple in trained and trained.isdisjoint((list, TokenizedSample))
+    return encoder, images, _Found("text" if is_text else "chat", summary, warnings)
 
 
 def _tokenized(tokenization: _Tokenization, cache: Path, verify: bool) -> tuple[BuildReport, Path]:
@@ -529,8 +527,15 @@ def _build(folder: Path, tokenization: _Tokenization) -> None:
         )
     for name, split in splits.items():
         numpy.save(folder / HASHES.format(name), split.hashes)
-    first_chat = last_split.first_chat or None
-    report = BuildReport(train, validation, bad.count, bad.kinds, first_chat, bad.notes)
+    report = BuildReport(
+        train,
+        validation,
+        bad.count,
+        bad.kinds,
+        last_split.first_chat or None,
+        last_split.first_tools,
+        notes=bad.notes,
+    )
     report.save(folder / "meta.json")
     log.info(f"tokenized {plural(samples, 'sample')} in {time.monotonic() - started:.1f} s")
 

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from llama_ft.config.settings import DataConfig
@@ -210,3 +211,19 @@ def describe_columns(part: Source, sample_format: str, with_images: bool) -> str
     if ignored:
         text += f"; ignored: {', '.join(ignored)}"
     return text
+
+
+def look_at_formats(source: Source, wanted: str, with_images: bool) -> tuple[set[type], list[str]]:
+    """Return the types of the first samples' contents (list: a chat), and a line on format and
+    columns per part."""
+    kinds = set[type]()
+    lines = list[str]()
+    for part in source.parts or (source,):
+        sample_format = part.sample_format(wanted)
+        read = FORMATS[sample_format].read
+        for sample in part.first_samples:
+            # Bad samples are reported later, when all samples are read.
+            with suppress(BadSample, LookupError, TypeError, AttributeError, ValueError):
+                kinds.add(type(read(sample)))
+        lines.append(f"{part.name}: {describe_columns(part, sample_format, with_images)}")
+    return kinds, lines

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 
@@ -171,6 +171,7 @@ class BuildReport:
         notes: what should be said about valid samples -> their number and the first place.
         chat_sample: a chat of the validation split, else of the training split. Its last message is
             the reference response.
+        chat_tools: the tools of this chat.
     """
 
     train: SplitStatistics
@@ -178,6 +179,7 @@ class BuildReport:
     bad_samples: int = 0
     bad_kinds: dict[str, BadKind] = field(default_factory=dict)
     chat_sample: list[Message] | None = None
+    chat_tools: list[dict[str, Any]] | None = None
     notes: dict[str, BadKind] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:

@@ -37,6 +37,7 @@ from llama_ft.data.formats import (
     Sample,
     SampleFormat,
     is_desirable,
+    tools_of,
 )
 from llama_ft.data.image_parts import located, plain_messages
 from llama_ft.data.loss_mask import ChatDiffers
@@ -393,14 +394,15 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
 
 class SplitWriter:
     """Writes tokenized samples to one Arrow file and counts them. `first_chat` is the first chat
-    among the samples. `deduplicate` leaves out samples with the tokens and labels of an earlier
-    one."""
+    among the samples, and `first_tools` are its tools. `deduplicate` leaves out samples with the
+    tokens and labels of an earlier one."""
 
     def __init__(self, path: Path, encoder: Encoder, deduplicate: bool = False) -> None:
         self.statistics = SplitStatistics(deduplicated=deduplicate)
         self.hashes = numpy.empty(0, numpy.uint64)  # of the distinct samples, after close()
         self._duplicates = Duplicates(deduplicate)
         self.first_chat = list[Message]()
+        self.first_tools: list[dict[str, Any]] | None = None
         self._encoder = encoder
         self._checksums = [xxhash.xxh3_128() for _ in range(3)]
         self._with_images = encoder.images is not None
@@ -431,7 +433,9 @@ class SplitWriter:
             if self._with_images:
                 sample = located(sample, place)
             content = self._encoder.read(sample, sample_format)
-            self.first_chat = plain_messages(content) if isinstance(content, list) else []
+            if isinstance(content, list):
+                self.first_chat = plain_messages(content)
+                self.first_tools = tools_of(sample)
         table = encoded.table.filter(pyarrow.array(kept))
         lengths = table["input_ids"].combine_chunks().value_lengths().to_numpy()
         input_ids = table["input_ids"].combine_chunks().flatten().to_numpy()

@@ -101,6 +101,10 @@ class InferenceFlags(ModelFlags):
     chat: bool = False
     """A conversation; the default in a terminal when no prompt is given."""
 
+    prompt_format: Literal["auto", "chat", "text"] = "auto"
+    """How a prompt of text is asked: chat with the chat template, text without it; auto: as in the
+    fine-tuning."""
+
     system_prompt: str | None = None
     """The first message of every conversation."""
 

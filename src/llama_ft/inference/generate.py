@@ -8,18 +8,15 @@ ranks, because padding is on the left and masked.
 import copy
 import sys
 from collections.abc import Callable
-from datetime import datetime
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from llama_ft.data import RENDER_ERRORS, check_ids, pad_token_id
-from llama_ft.data.chat_template import in_its_form
+from llama_ft.data import check_ids, pad_token_id
 from llama_ft.data.formats import BadSample
-from llama_ft.data.image_prompts import image_paths, image_prompt
+from llama_ft.data.prompt_tokens import chat_prompt, text_prompt
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.load import LoadedModel
@@ -87,6 +84,9 @@ class Answerer:
         self.model = opened.model
         self.tokenizer = opened.tokenizer
         self._images = opened.images
+        form = opened.prompt_format if options.prompt_format == "auto" else options.prompt_format
+        # Whether prompts of text are asked without the chat template, if there is one.
+        self.asks_text = form == "text" and bool(self.tokenizer.chat_template)
         self._options = options
         self._ranks = ranks
         text_config = self.model.config.get_text_config()
@@ -125,32 +125,20 @@ class Answerer:
         return ids
 
     def _encode(self, prompt: Messages | str, tools: Messages | None) -> list[int]:
-        is_chat = self.tokenizer.chat_template or self._options.system_prompt
-        if isinstance(prompt, str) and not is_chat:
-            return list(self.tokenizer(prompt)["input_ids"])
+        system = self._options.system_prompt
+        if isinstance(prompt, str) and self.asks_text:
+            # As samples with a column `system` are written.
+            return text_prompt(self.tokenizer, f"{system}\n\n{prompt}" if system else prompt)
+        if isinstance(prompt, str) and not (self.tokenizer.chat_template or system):
+            return text_prompt(self.tokenizer, prompt)
         if not self.tokenizer.chat_template:
             raise UserError("a conversation needs a chat template, and the tokenizer has none.")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if self._options.system_prompt and messages[0]["role"] not in ("system", "developer"):
-            messages = [{"role": "system", "content": self._options.system_prompt}, *messages]
-        # Training renders every sample with one fixed date. An answer uses today's date. Transformers
-        # caches the compiled template, so apply_chat_template below uses this object.
-        template = _compile_jinja_template(self.tokenizer.get_chat_template())
-        template.globals["strftime_now"] = datetime.now().strftime
+        if system and messages[0]["role"] not in ("system", "developer"):
+            messages = [{"role": "system", "content": system}, *messages]
         try:
-            text: Any = self.tokenizer.apply_chat_template(
-                in_its_form(self.tokenizer.get_chat_template(), messages),
-                tools=tools,  # type: ignore[arg-type]  # which may hold functions, too
-                add_generation_prompt=True,
-                tokenize=False,
-            )
-        except RENDER_ERRORS as error:
-            raise UserError(f"the chat template rejects the prompt ({error}).") from error
-        if self._images is None or not image_paths(messages):
-            # the template has written BOS
-            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        try:
-            return image_prompt(self._images, text, messages)
+            # Training renders every sample with one fixed date. An answer uses today's date.
+            return chat_prompt(self.tokenizer, messages, tools, self._images, is_today=True)
         except BadSample as error:
             raise UserError(str(error)) from error
 

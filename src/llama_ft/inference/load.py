@@ -1,7 +1,7 @@
 """Load a model for generation from a run, a checkpoint, an adapter or a model directory. It is
 built as in training."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +21,9 @@ from llama_ft.config import (
     TrainConfig,
     base_model_of,
 )
-from llama_ft.config.paths import TOKENIZER_FILES
+from llama_ft.config.paths import PROMPT_FORMAT, TOKENIZER_FILES, recorded_prompt_format
 from llama_ft.data.image_parts import ImageStore
+from llama_ft.data.prompt_tokens import PromptFormat
 from llama_ft.errors import UserError
 from llama_ft.inference.flags import ModelFlags, find_result, settings_of_run
 from llama_ft.models.quantized import quantization_name
@@ -32,13 +33,16 @@ from llama_ft.runtime import PRECISIONS, Precision, Ranks, advise_precision
 
 class LoadedModel(NamedTuple):
     """A loaded model: in eval mode on the job's device, with its adapter, sharded if enable_fsdp;
-    the tokenizer with the chat template of the fine-tuning; a line that says what was loaded; and
-    the model's processor, if it was loaded with its parts for images."""
+    the tokenizer with the chat template of the fine-tuning; a line that says what was loaded;
+    the model's processor, if it was loaded with its parts for images; the form of prompts in the
+    fine-tuning; and the tokens that end generation."""
 
     built: models.BuiltModel
     tokenizer: PreTrainedTokenizerBase
     about: str
     images: data.Images | None = None
+    prompt_format: PromptFormat = "chat"
+    stop_ids: Sequence[int] = ()
 
     @property
     def model(self) -> PreTrainedModel:
@@ -62,6 +66,14 @@ class _Found:
     new: models.NewTokens | None = None  # tokens that the base model lacks
     trained: checkpoint.Checkpoint | None = None
     objective: str = "sft"
+
+    @property
+    def prompt_format(self) -> PromptFormat:
+        """How prompts were written in the fine-tuning."""
+        recorded = recorded_prompt_format(self.place)
+        if self.trained is not None:
+            recorded = self.trained.trainer.get(PROMPT_FORMAT, "chat")
+        return "text" if recorded == "text" else "chat"
 
 
 def open_model(
@@ -131,7 +143,8 @@ def open_model(
     facts = (where, compute, bits, sharding, str(ranks.device), note)
     about = ", ".join(fact for fact in facts if fact)
     model.eval()
-    return LoadedModel(built, found.tokenizer, about, images)
+    stop_ids = models.stop_ids(found.base, request.model_config)
+    return LoadedModel(built, found.tokenizer, about, images, found.prompt_format, stop_ids)
 
 
 def read_images(

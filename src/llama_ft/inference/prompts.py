@@ -256,7 +256,7 @@ def score_prompts(
     model = opened.model
     config = model.config.get_text_config()
     context = getattr(config, "max_position_embeddings", None) or sys.maxsize
-    encoder = Encoder(opened.tokenizer, context)
+    encoder = Encoder(opened.tokenizer, context, stop_ids=opened.stop_ids)
     tokens = list[torch.Tensor]()
     usable = list[Sample]()
     bad = list[str]()
@@ -331,7 +331,8 @@ def output_of(options: InferenceFlags, ranks: Ranks) -> AbstractContextManager[I
 
 def converse(answerer: Answerer, ranks: Ranks, images: Sequence[str] = ()) -> None:
     """Answer messages until the input of rank 0 ends. All ranks generate together. The first message,
-    and the first one after /reset, has the `images`."""
+    and the first one after /reset, has the `images`. A model that is asked with text gets each message
+    alone."""
     if not answerer.tokenizer.chat_template:
         raise UserError(
             "--chat: this model's tokenizer has no chat template. Use --prompt with a text to continue."
@@ -356,7 +357,12 @@ def converse(answerer: Answerer, ranks: Ranks, images: Sequence[str] = ()) -> No
                 asked: dict[str, Any] = {"role": "user", "content": message}
                 if images and not messages:
                     asked = user_message(message, images)
-                messages = _answered([*messages, asked], answerer, ranks)
+                if answerer.asks_text and not images:
+                    _print_answer(message, answerer, ranks)
+                    continue
+                chat = [*messages, asked]
+                answer = _print_answer(chat, answerer, ranks)
+                messages = [*chat, {"role": "assistant", "content": answer}]
         except KeyboardInterrupt:
             log.info("\n(Ctrl-D or /exit ends)")
         except RunFailure:
@@ -365,9 +371,8 @@ def converse(answerer: Answerer, ranks: Ranks, images: Sequence[str] = ()) -> No
             log.info(str(error))
 
 
-def _answered(asked: Messages, answerer: Answerer, ranks: Ranks) -> Messages:
-    """Print the answer while it is generated, and return the conversation with it. Ctrl-C keeps the
-    part so far."""
+def _print_answer(asked: Messages | str, answerer: Answerer, ranks: Ranks) -> str:
+    """Print the answer while it is generated, and return it. Ctrl-C keeps the part so far."""
     parts = list[str]()
     note = ""
 
@@ -384,8 +389,7 @@ def _answered(asked: Messages, answerer: Answerer, ranks: Ranks) -> Messages:
     show("\n")
     if note:
         log.info(note)
-    text = "".join(parts[:-1])  # without the line break
-    return [*asked, {"role": "assistant", "content": text}]
+    return "".join(parts[:-1])  # without the line break
 
 
 def print_part(text: str) -> None:

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from llama_ft import checkpoint, data, models, observe, report, runtime, training
 from llama_ft.config import Config, differences, parse_duration
-from llama_ft.config.paths import unusual_output_dir
+from llama_ft.config.paths import PROMPT_FORMAT, unusual_output_dir
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.plan.oom_report import explain_errors
 from llama_ft.plan.preflight import Preflight, resolve_checkpointing
@@ -93,7 +93,13 @@ class Setup:
                 "--train_vision and --freeze_LLM_only: no sample has images. Leave them out."
             )
         vocabulary = new_tokens.rows if new_tokens else models.vocabulary_size(model_config)
-        training.check_sample_prompts(config.train, tokenizer, vocabulary, dataset.images)
+        report = dataset.report
+        asked = training.sample_prompts(
+            config.train, report.chat_sample, report.chat_tools, dataset.prompt_format
+        )
+        training.check_sample_prompts(asked, tokenizer, vocabulary, dataset.images)
+        if tokenizer.chat_template and any(isinstance(one.prompt, str) for one in asked):
+            log.info(f"sample prompts: {data.AS_TEXT}")
         if self.ranks.is_main:
             checkpoint.check_export(model_config, tokenizer, folder)
         inputs = {
@@ -101,6 +107,7 @@ class Setup:
             "global_batch": self.global_batch,
             "contents": {"model_name": models.fingerprint(folder), **dataset.fingerprints()},
             "chat_template": tokenizer.chat_template,
+            PROMPT_FORMAT: dataset.prompt_format,
             "new_tokens": new_tokens and dataclasses.asdict(new_tokens),
         }
         check_same_run(self.resumed, config, inputs, self.origins)

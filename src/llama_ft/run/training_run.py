@@ -331,12 +331,15 @@ class TrainingRun:
         """Log the model's answers to the sample prompts and keep them for the report, under the
         heading `when`. A signal abandons them, as in `evaluate`."""
         self.memory.enter("evaluation")
-        chats = training.sample_chats(self.config.train, self.dataset.report.chat_sample)
+        report = self.dataset.report
+        asked = training.sample_prompts(
+            self.config.train, report.chat_sample, report.chat_tools, self.dataset.prompt_format
+        )
         length = self.config.train.sample_tokens
         pad = self.batches.layout.pad_token_id
         try:
             answers = training.answer_prompts(
-                model, tokenizer, chats, length, pad, self.ranks, self.dataset.images
+                model, tokenizer, asked, length, pad, self.ranks, self.dataset.images
             )
         except runtime.Stopped as stopped:
             self._abandon("The generation of sample answers", stopped, record)

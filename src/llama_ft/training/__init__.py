@@ -8,7 +8,7 @@ from llama_ft.training.evaluation import (
     evaluation_metrics,
     log_answers,
     loss_sums,
-    sample_chats,
+    sample_prompts,
 )
 from llama_ft.training.image_inputs import check_image_settings
 from llama_ft.training.objective import (

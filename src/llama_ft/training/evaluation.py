@@ -6,10 +6,10 @@ import math
 import os
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -18,7 +18,6 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
 from llama_ft.data import (
-    RENDER_ERRORS,
     BatchLayout,
     Images,
     check_ids,
@@ -28,9 +27,10 @@ from llama_ft.data import (
     group_size,
     stop_token_ids,
 )
-from llama_ft.data.chat_template import in_its_form
+from llama_ft.data.chat_template import Tools
 from llama_ft.data.formats import BadSample, Message
-from llama_ft.data.image_prompts import image_paths, image_prompt, text_of, user_message
+from llama_ft.data.image_prompts import image_paths, text_of, user_message
+from llama_ft.data.prompt_tokens import PromptFormat, chat_prompt, response_text, text_prompt
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, image_features_in_root
 from llama_ft.runtime import Ranks, log
@@ -162,49 +162,106 @@ def loss_sums(
     return LossSums(dict(zip(sums, totals, strict=True)), int(total_count))
 
 
-def sample_chats(settings: TrainConfig, known: list[Message] | None) -> list[list[Message]]:
-    """Return the conversations to answer: one per prompt of sample_prompts, with its image of
-    sample_images if there are some; else `known`, which ends with its reference response; none
-    without sample_tokens."""
+class SamplePrompt(NamedTuple):
+    """A prompt to answer: the messages of a chat, or a text to continue without the chat template.
+
+    Attributes:
+        prompt: messages or text.
+        tools: JSON schemas of functions, for a chat.
+        response: the reference, if there is one.
+    """
+
+    prompt: list[Message] | str
+    tools: Tools | None = None
+    response: Message | None = None
+
+    @property
+    def question(self) -> str:
+        """The last message of the prompt, for people."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return text_of(self.prompt[-1]["content"])
+
+    @property
+    def images(self) -> list[str]:
+        """The paths of the prompt's images."""
+        return [] if isinstance(self.prompt, str) else image_paths(self.prompt)
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, images: Images | None) -> list[int]:
+        """Return the tokens, as in training. Raises BadSample if the chat template rejects it."""
+        if isinstance(self.prompt, str):
+            return text_prompt(tokenizer, self.prompt)
+        if not tokenizer.chat_template:  # trained on text or on tokens
+            return text_prompt(tokenizer, self.question)
+        return chat_prompt(tokenizer, self.prompt, self.tools, images)
+
+    def reference(self, tokenizer: PreTrainedTokenizerBase) -> str | None:
+        """Return the text of the response, None without one. Tool calls are shown as the template
+        writes them."""
+        if self.response is None:
+            return None
+        if self.response.get("tool_calls") and not isinstance(self.prompt, str):
+            written = response_text(tokenizer, [*self.prompt, self.response], self.tools)
+            if written is not None:
+                return written
+        return text_of(self.response["content"])
+
+
+def sample_prompts(
+    settings: TrainConfig,
+    chat: list[Message] | None,
+    tools: Tools | None = None,
+    prompt_format: PromptFormat = "chat",
+) -> list[SamplePrompt]:
+    """Return the prompts to answer: those of sample_prompts, with the images of sample_images if
+    there are some; else that of a chat; none without sample_tokens.
+
+    Args:
+        settings: of the run.
+        chat: of the data; its last message is the reference response.
+        tools: of this chat.
+        prompt_format: text: prompts are texts to continue, as in the training samples.
+    """
     if not settings.sample_tokens:
         return []
     if not settings.sample_prompts:
-        return [known] if known else []
-    chats: list[list[Message]] = []
+        return [SamplePrompt(chat[:-1], tools, chat[-1])] if chat else []
+    prompts = []
     files = settings.sample_images or []
     for number, prompt in enumerate(settings.sample_prompts):
         if files:
             file = os.path.abspath(os.path.expanduser(files[min(number, len(files) - 1)]))
-            chats.append([user_message(prompt, [file])])
+            prompts.append(SamplePrompt([user_message(prompt, [file])]))
+        elif prompt_format == "text":
+            prompts.append(SamplePrompt(prompt))
         else:
-            chats.append([{"role": "user", "content": prompt}])
-    return chats
+            prompts.append(SamplePrompt([{"role": "user", "content": prompt}]))
+    return prompts
 
 
 def check_sample_prompts(
-    settings: TrainConfig,
+    prompts: Sequence[SamplePrompt],
     tokenizer: PreTrainedTokenizerBase,
     vocabulary_size: int | None,
     images: Images | None,
 ) -> None:
-    """Raise a UserError if a prompt of sample_prompts cannot be answered.
+    """Raise a UserError if a sample prompt cannot be answered.
 
     Args:
-        settings: with sample_prompts.
+        prompts: the result of `sample_prompts`.
         tokenizer: with its chat template.
         vocabulary_size: of the model; None if it is not known.
         images: of the run; None if no sample has an image.
     """
-    for messages in sample_chats(settings, None):
-        text = text_of(messages[-1]["content"])
-        prompt = textwrap.shorten(text, PROMPT_LENGTH, placeholder=" ...")
+    for asked in prompts:
+        prompt = textwrap.shorten(asked.question, PROMPT_LENGTH, placeholder=" ...")
         name = f'--sample_prompts "{prompt}"'
+        if asked.response is not None:
+            name = f'the sample answer to "{prompt}" (--sample_prompts names other prompts)'
         try:
-            ids = _encode_question(tokenizer, messages, images)
+            ids = asked.encode(tokenizer, images)
         except BadSample as error:
             raise UserError(f"{name}: {error}") from error
-        except RENDER_ERRORS as error:
-            raise UserError(f"{name}: the chat template rejects it ({error}).") from error
         if not ids:
             raise UserError(f"{name}: it has no tokens.")
         check_ids(max(ids), name, tokenizer, vocabulary_size)
@@ -214,7 +271,7 @@ def check_sample_prompts(
 def answer_prompts(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    conversations: list[list[Message]],
+    asked: Sequence[SamplePrompt],
     new_tokens: int,
     pad_token_id: int,
     ranks: Ranks,
@@ -226,9 +283,9 @@ def answer_prompts(
 
     Args:
         model: in training mode, also afterwards.
-        tokenizer: with its chat template. Without one, the last message of a question is a text
-            to continue.
-        conversations: messages of each, up to the question or to the reference response.
+        tokenizer: with its chat template. Without one, the last message of a chat is a text to
+            continue.
+        asked: the result of `sample_prompts`.
         new_tokens: maximum number of tokens in an answer.
         pad_token_id: fills answers that end before the longest one.
         ranks: the ranks.
@@ -237,13 +294,9 @@ def answer_prompts(
     Raises:
         Stopped: a signal has asked to stop; the answers are abandoned.
     """
-    if not conversations:
+    if not asked:
         return []
-    questions = []
-    for messages in conversations:
-        has_reference = messages[-1]["role"] == "assistant"
-        questions.append(messages[:-1] if has_reference else messages)
-    prompts = [_encode_question(tokenizer, question, images) for question in questions]
+    prompts = [one.encode(tokenizer, images) for one in asked]
     # config.json of Llava has none
     ends = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
     before = model.generation_config
@@ -256,12 +309,13 @@ def answer_prompts(
     finally:
         model.generation_config = before
     answers = []
-    for messages, question, text in zip(conversations, questions, texts, strict=True):
-        answer: dict[str, Any] = {"question": text_of(question[-1]["content"]), "answer": text}
-        if len(question) < len(messages):
-            answer["reference"] = text_of(messages[-1]["content"])
-        if paths := image_paths(question):
-            answer["images"] = paths
+    for one, text in zip(asked, texts, strict=True):
+        answer: dict[str, Any] = {"question": one.question, "answer": text}
+        reference = one.reference(tokenizer)
+        if reference is not None:
+            answer["reference"] = reference
+        if one.images:
+            answer["images"] = one.images
         answers.append(answer)
     return answers
 
@@ -323,22 +377,6 @@ def generate_batch(
         text = str(tokenizer.decode(token_ids[:end], skip_special_tokens=True))
         answers.append(text.strip())
     return answers
-
-
-def _encode_question(
-    tokenizer: PreTrainedTokenizerBase, question: list[Message], images: Images | None
-) -> list[int]:
-    if not tokenizer.chat_template:  # trained on text or on tokens
-        return list(tokenizer(question[-1]["content"])["input_ids"])
-    text = tokenizer.apply_chat_template(
-        in_its_form(tokenizer.get_chat_template(), question),
-        add_generation_prompt=True,
-        tokenize=False,
-    )
-    if images is not None and image_paths(question):
-        return image_prompt(images, str(text), question)
-    # the chat template has written BOS
-    return list(tokenizer(str(text), add_special_tokens=False)["input_ids"])
 
 
 def log_answers(when: str, answers: list[dict[str, Any]]) -> None:
