@@ -5,6 +5,7 @@ failed.
 """
 
 import ctypes
+import errno
 import fcntl
 import os
 import re
@@ -102,3 +103,21 @@ def replace_text(path: Path, text: str) -> None:
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
+
+
+def flush_directory(folder: Path) -> bool:
+    """Flush the entries of a directory to disk. Return False if its file system cannot: some FUSE
+    and SMB mounts."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in CANNOT_FLUSH:
+            raise
+        return False
+    finally:
+        os.close(descriptor)
+    return True

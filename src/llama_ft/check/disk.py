@@ -12,6 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from llama_ft.errors import reason
+from llama_ft.processes import flush_directory
 from llama_ft.runtime import Ranks
 
 
@@ -88,9 +89,7 @@ def _try_as_rank(ranks: Ranks, folder: Path, nbytes: int) -> DiskTrial:
         seconds = time.perf_counter() - started
         written = file.stat().st_size
         os.rename(file, renamed)
-        descriptor = os.open(folder, os.O_RDONLY)
-        os.fsync(descriptor)  # a checkpoint is complete once its new name is on the disk
-        os.close(descriptor)
+        flush_directory(folder)  # a checkpoint is complete once its new name is on the disk
         if renamed.stat().st_size != written:
             return DiskTrial("a renamed file has another size")
         free = shutil.disk_usage(folder).free

@@ -7,7 +7,6 @@ directory when all files are on disk. If training waits until the end, rows on t
 without a copy.
 """
 
-import errno
 import functools
 import json
 import os
@@ -43,9 +42,9 @@ from llama_ft.config.messages import size_text
 from llama_ft.config.paths import REFERENCE_FILE
 from llama_ft.errors import RunFailure, UserError, reason
 from llama_ft.models.shards import local_shard
+from llama_ft.processes import flush_directory
 from llama_ft.runtime import Ranks, log
 
-CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 RESERVED_BYTES = 2**20  # for headers, trainer.json and checksums
 
 
@@ -310,6 +309,8 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
                 raise self._failure(step, error)
 
     def _tidy_or_warn(self) -> None:
+        if self._other_holder():  # its checkpoints are not ours to delete
+            return
         try:
             self._tidy(self.last)
         except OSError as error:  # the checkpoint itself is complete
@@ -442,17 +443,14 @@ def _write_synced(path: Path, text: str) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file's content, or a directory's entries, to disk. Some file systems (FUSE, SMB)
-    cannot flush a directory."""
+    """Flush a file's content, or a directory's entries, to disk."""
+    if path.is_dir():
+        if not flush_directory(path):
+            _warn_without_sync()
+        return
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in CANNOT_SYNC or not path.is_dir():
-            raise
-        _warn_without_sync()
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 @functools.cache  # once
