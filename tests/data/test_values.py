@@ -231,6 +231,20 @@ def test_null_and_missing_are_told_apart_and_columns_have_the_names_of_the_data(
     assert third.startswith(f'{path}:4: "dialog[1].role" is "x"')
 
 
+def test_missing_values_as_text_and_floats_of_pairs_are_warned_of(
+    prepared: Callable[..., TokenizedData], tmp_path: Path
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [chat(), chat(content="NaN")])
+    [warning] = prepared(path).warnings
+    assert warning.startswith("1 sample: an assistant message is the text NaN, as which pandas")
+    path = write_jsonl(tmp_path / "b.jsonl", [{"text": "nan"}, {"text": "nan is a bread"}])
+    [warning] = prepared(path).warnings
+    assert warning.startswith('1 sample: "text" is the text nan') and f"{path}:1" in warning
+    path = write_jsonl(tmp_path / "c.jsonl", [{"prompt": "Hi", "chosen": 1.0, "rejected": "no"}])
+    [warning] = prepared(path, dataset_format="unpaired_preference").warnings
+    assert warning.startswith('1 sample: "completion" is a whole number with .0')
+
+
 IN_LOSS = [("weight", 1), ("train", True), ("loss", 1), ("loss_mask", 1.0), ("masked", False)]
 NOT_IN_LOSS = [
     ("weight", 0),

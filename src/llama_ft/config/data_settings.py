@@ -100,8 +100,8 @@ class DataConfig:
     dataset: str | list[DatasetPart] = "demo"
     """A .jsonl, .json, .csv (also .gz, .zst) or .parquet file, a directory or glob of them, a URL
     (s3://, https://), a Hub name (org/name or org/name:configuration), path/to/file.py:function,
-    llama-recipes' samsum, grammar or alpaca, or demo (Python's docstrings). A mixture: '[{path:
-    a.jsonl, weight: 2.5}, {path: org/name, split: test}]'."""
+    llama-recipes' samsum, grammar or alpaca, or demo (Python's docstrings). Several: a.jsonl,b.jsonl. A
+    mixture: '[{path: a.jsonl, weight: 2.5}, {path: org/name, split: test}]'."""
 
     dataset_format: str = "auto"
     """alpaca: instruction, input, output. messages: a chat of role and content. sharegpt:

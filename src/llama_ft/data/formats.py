@@ -238,6 +238,9 @@ def unpaired(sample: Sample) -> list[Sample]:
     prompt, chosen, rejected = _pair(sample)
     shared = {column: sample[column] for column in sample if column not in ("chosen", "rejected")}
     shared["prompt"] = prompt
+    # A number stays one, so that a class that became a float is noticed.
+    chosen = sample["chosen"] if isinstance(sample["chosen"], float) else chosen
+    rejected = sample["rejected"] if isinstance(sample["rejected"], float) else rejected
     return [
         {**shared, "completion": chosen, "label": True},
         {**shared, "completion": rejected, "label": False},

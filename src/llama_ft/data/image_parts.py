@@ -140,7 +140,7 @@ class ImageStore:
         path = self._folder / name[:2] / name
         if name in self._whole:
             return str(path)
-        if not (path.is_file() and path.read_bytes() == content):
+        if not _holds(path, content):
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_dir():
                 shutil.rmtree(path)
@@ -153,6 +153,14 @@ class ImageStore:
             temporary.rename(path)
         self._whole.add(name)
         return str(path)
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    """Return whether a file has this content. It may be a directory or a pipe, or unreadable."""
+    try:
+        return path.is_file() and path.read_bytes() == content
+    except OSError:
+        return False
 
 
 def with_image_parts(sample: Sample, sample_format: SampleFormat, store: ImageStore) -> Sample:

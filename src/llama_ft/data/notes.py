@@ -4,7 +4,7 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from llama_ft.config.data_names import data_suffix
 from llama_ft.data.formats import (
@@ -33,6 +33,7 @@ USED_KEYS = {"role", "content", "from", "value", "tool_calls", *LOSS_KEYS, *REAS
 NULLABLE = {"default", "const", "example", "examples", "enum"}
 # as which pandas writes a missing value into text
 MISSING_VALUES = {"nan", "<na>", "nat"}
+AS_MISSING = "as which pandas writes a missing value"
 WAY_OUT = "Write the samples as Parquet, or give the column datasets' type Json."
 
 
@@ -73,7 +74,7 @@ def notes_of(
 def _of_responses(sample: Sample) -> Iterator[str]:
     """Yield what is odd about responses that are classes or texts."""
     original_names = getattr(sample, "original_names", {})
-    for column in RESPONSES:
+    for column in (*RESPONSES, "text"):
         value = sample.get(column)
         name = original_names.get(column, column)
         if isinstance(value, float) and value.is_integer():
@@ -81,8 +82,12 @@ def _of_responses(sample: Sample) -> Iterator[str]:
                 f'"{name}" is a whole number with .0, which is trained on as text. Integers become such '
                 "numbers in a column with a missing value. Write integers or texts"
             )
-        if isinstance(value, str) and value.strip().lower() in MISSING_VALUES:
-            yield f'"{name}" is the text {value.strip()}, as which pandas writes a missing value'
+        if _is_missing_value(value):
+            yield f'"{name}" is the text {value.strip()}, {AS_MISSING}'
+
+
+def _is_missing_value(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and value.strip().lower() in MISSING_VALUES
 
 
 def _of_message(message: Mapping[str, Any], template: str) -> Iterator[str]:
@@ -93,6 +98,9 @@ def _of_message(message: Mapping[str, Any], template: str) -> Iterator[str]:
             if message.get(key) in (True, 1):
                 yield f'"{key}" is true in a message of role {role}. Only assistant messages are trained on'
         return
+    content = message.get("value", message.get("content"))
+    if _is_missing_value(content):
+        yield f"an assistant message is the text {content.strip()}, {AS_MISSING}"
     for key, value in message.items():
         if value is None or key in USED_KEYS:
             continue

@@ -84,7 +84,7 @@ def refuse_not_finite(value: Any, place: str) -> None:
     found = _not_finite(value)
     if found is not None:
         inside, number = found
-        expected = "a value; pandas writes NaN for a missing one"
+        expected = "a value (pandas writes NaN for a missing one)"
         if math.isinf(number):
             expected = "a finite number"
         expect(False, place + inside, number, expected)
