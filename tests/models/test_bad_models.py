@@ -5,12 +5,21 @@ import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from llama_ft.config import ModelConfig
+from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.errors import UserError
-from llama_ft.models import build_on_meta, load_model_config, load_tokenizer, local_folder
+from llama_ft.inference.load import read_generation_config
+from llama_ft.models import (
+    build_on_meta,
+    inject_lora,
+    load_model_config,
+    load_tokenizer,
+    local_folder,
+)
+from llama_ft.models.adapter_config import saved_config
 from llama_ft.models.source import open_weights
 
 SMALL = {
@@ -83,6 +92,68 @@ def test_a_tokenizer_without_its_files_is_rejected_by_name(tmp_path: Path, model
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": model_type}))
     with pytest.raises(UserError, match=f"(?s){tmp_path}.*only special tokens.*--tokenizer_name"):
         load_tokenizer(tmp_path, False)
+
+
+@pytest.mark.parametrize("names", [-1, "LlamaForCausalLM", [None]])
+def test_architectures_that_are_no_list_of_names_are_rejected(tmp_path: Path, names: Any) -> None:
+    with pytest.raises(UserError, match="architectures is .*; expected a list of names"):
+        build(tmp_path, {"model_type": "llama", **SMALL, "architectures": names})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("alpha_pattern", "x"),
+        ("rank_pattern", [8]),
+        ("modules_to_save", 1e400),
+        ("target_parameters", True),
+        ("alora_invocation_tokens", -1),
+        ("layers_to_transform", {"a": 1}),
+    ],
+)
+def test_a_setting_of_an_adapter_that_is_no_list_or_dict_is_rejected(
+    tmp_path: Path, name: str, value: Any
+) -> None:
+    from peft import LoraConfig
+
+    LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]).save_pretrained(tmp_path)
+    saved_config(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+    with pytest.raises(UserError, match=f"{file}: cannot be used .*{name}"):
+        saved_config(tmp_path)
+
+
+def test_an_adapter_that_begins_after_certain_tokens_is_rejected(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """It would have no effect: the loss was that of the base model."""
+    from peft import LoraConfig
+
+    LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[3]).save_pretrained(tmp_path)
+    model = ModelConfig(model_name="mine")
+    built = build_on_meta(load_model_config(tiny_model, False), model, folder=tiny_model)
+    peft = PeftConfig(use_peft=True, from_peft_checkpoint=str(tmp_path))
+    with pytest.raises(UserError, match="aLoRA.* not supported"):
+        inject_lora(built, peft, "mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[1]", "not a mapping"),
+        ('{"a', "not a valid JSON file"),
+        ('{"eos_token_id": "</s>"}', "eos_token_id is </s>; expected a number or a list"),
+        ('{"penalty_alpha": 0.6, "top_k": 4}', "contrastive_search needs code from the Hub"),
+    ],
+)
+def test_a_generation_config_that_cannot_be_used_is_named(
+    tmp_path: Path, text: str, problem: str
+) -> None:
+    file = tmp_path / "generation_config.json"
+    file.write_text(text)
+    with pytest.raises(UserError, match=f"{file}: cannot be used .*{problem}"):
+        read_generation_config(tmp_path)
 
 
 @pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="sentencepiece is installed")

@@ -48,6 +48,7 @@ from llama_ft.config import (
 from llama_ft.config.paths import PROMPT_FORMAT, recorded_prompt_format
 from llama_ft.errors import UserError
 from llama_ft.models import lora
+from llama_ft.models.adapter_config import ADAPTER_CONFIG, saved_config
 from llama_ft.models.built import Adapter, settings_to_read
 from llama_ft.models.conversion import open_source, saved_layout
 from llama_ft.models.load_weights import account_for
@@ -542,10 +543,10 @@ def recorded_config(checkpoint: Checkpoint) -> Config:
 def understood_adapter(adapter: Path) -> LoraConfig:
     """Return the settings of a saved adapter. Raises the errors of check_settings."""
     # an unreadable file is an error of saved_config
-    with suppress(OSError, ValueError, AttributeError):
-        stored = json.loads((adapter / lora.ADAPTER_CONFIG).read_text())
+    with suppress(OSError, ValueError, AttributeError, RecursionError):
+        stored = json.loads((adapter / ADAPTER_CONFIG).read_text())
         check_settings(stored, str(adapter))
-    config: LoraConfig = lora.saved_config(adapter)
+    config: LoraConfig = saved_config(adapter)
     return config
 
 

@@ -130,7 +130,13 @@ def _write_stop_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None
     """Make `generate` stop at the token that ends a message in the chat template. It may differ
     from the token at which the base model stops."""
     file = folder / "generation_config.json"
-    settings = json.loads((file if file.exists() else folder / "config.json").read_text())
+    read = file if file.exists() else folder / "config.json"
+    try:
+        settings = json.loads(read.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{read.name}: {reason(error)}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{read.name}: expected settings by name")
     known = settings.get("eos_token_id")
     if isinstance(known, list):
         ids = known

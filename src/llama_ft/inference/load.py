@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.generation import GenerationMode
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import checkpoint, data, models
@@ -24,11 +25,20 @@ from llama_ft.config import (
 from llama_ft.config.paths import PROMPT_FORMAT, TOKENIZER_FILES, recorded_prompt_format
 from llama_ft.data.image_parts import ImageStore
 from llama_ft.data.prompt_tokens import PromptFormat
-from llama_ft.errors import UserError
+from llama_ft.errors import UserError, reason
 from llama_ft.inference.flags import ModelFlags, find_result, settings_of_run
 from llama_ft.models.quantized import quantization_name
 from llama_ft.phases import NULL_MONITOR
 from llama_ft.runtime import PRECISIONS, Precision, Ranks, advise_precision
+
+GENERATION_FILE = "generation_config.json"
+# whose code Transformers has on the Hub
+REMOTE_MODES = (
+    GenerationMode.CONTRASTIVE_SEARCH,
+    GenerationMode.DOLA_GENERATION,
+    GenerationMode.CONSTRAINED_BEAM_SEARCH,
+    GenerationMode.GROUP_BEAM_SEARCH,
+)
 
 
 class LoadedModel(NamedTuple):
@@ -131,8 +141,8 @@ def open_model(
         found.tokenizer.pad_token_id = pad
         model.config.get_text_config().pad_token_id = pad
     if not built.has_score:
-        if (found.base / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(found.base)
+        if (found.base / GENERATION_FILE).is_file():
+            model.generation_config = read_generation_config(found.base)
         # the base model's end of a text, and the chat template's end of a message
         ends = data.stop_token_ids(found.tokenizer, model.generation_config.eos_token_id)
         model.generation_config.eos_token_id = ends or None
@@ -145,6 +155,23 @@ def open_model(
     model.eval()
     stop_ids = models.stop_ids(found.base, request.model_config)
     return LoadedModel(built, found.tokenizer, about, images, found.prompt_format, stop_ids)
+
+
+def read_generation_config(folder: Path) -> GenerationConfig:
+    """Return how a model generates. Raises UserError if its file cannot be used."""
+    try:
+        config = GenerationConfig.from_pretrained(folder)
+        mode = config.get_generation_mode()
+        if mode in REMOTE_MODES:
+            raise ValueError(f"{mode.value} needs code from the Hub, which is not run")
+        ends = config.eos_token_id
+        for end in ends if isinstance(ends, list) else [ends]:
+            if end is not None and not isinstance(end, int):
+                raise ValueError(f"eos_token_id is {ends}; expected a number or a list")
+    # Transformers raises many classes here, with one meaning for the user
+    except Exception as error:
+        raise UserError(f"{folder / GENERATION_FILE}: cannot be used ({reason(error)}).") from error
+    return config
 
 
 def read_images(

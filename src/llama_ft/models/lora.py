@@ -6,7 +6,6 @@ of rank 2r, [A; A0] and [B, -B0], and only its first half is trained.
 """
 
 import hashlib
-import json
 import math
 import re
 import warnings
@@ -15,7 +14,7 @@ from contextlib import contextmanager, suppress
 from copy import copy, deepcopy
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftType, get_peft_model, get_peft_model_state_dict
@@ -35,6 +34,7 @@ from transformers.pytorch_utils import Conv1D
 
 from llama_ft.config import PeftConfig
 from llama_ft.errors import UserError
+from llama_ft.models.adapter_config import METHODS, saved_config
 from llama_ft.models.build import decoder_layers, read_linears
 from llama_ft.models.built import Adapter, BuiltModel
 from llama_ft.models.lora_experts import use_split_experts
@@ -45,11 +45,9 @@ from llama_ft.models.score_head import SCORE
 from llama_ft.models.shards import ShardGroup, local_shard
 from llama_ft.models.source import listed
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # PEFT's prefix for the names of a wrapped model
-# The values of peft_method in PEFT's spelling, and the prefixes of their parameters' names.
-METHODS = [method.upper() for method in get_args(PeftConfig.__annotations__["peft_method"])]
+# prefixes of the names of an adapter's parameters
 ADAPTER_PARTS = (
     ".trainable_tokens_delta.",
     *(f".{PEFT_TYPE_TO_PREFIX_MAPPING[method]}" for method in METHODS),
@@ -75,6 +73,11 @@ def inject_lora(
     model = built.model
     saved = peft.from_peft_checkpoint
     settings = saved_config(Path(saved)) if saved else _new_config(peft)
+    # PEFT's own forward passes find the tokens after which such an adapter has an effect
+    if getattr(settings, "alora_invocation_tokens", None):
+        raise UserError(
+            "alora_invocation_tokens: adapters that begin after certain tokens (aLoRA) are not supported."
+        )
     settings.base_model_name_or_path = base_name
     # trained whole; "classifier" is what PEFT adds to the name for models of other classes
     if built.has_score:
@@ -308,29 +311,6 @@ def _new_config(peft: PeftConfig) -> Any:
         values["lora_alpha"] = peft.lora_alpha * (math.sqrt(2) if peft.use_rslora else 2)
     values |= deepcopy(peft.options)
     return kind(**{name: value for name, value in values.items() if name in supported})
-
-
-def saved_config(folder: Path) -> Any:
-    """Return the settings of the adapter saved in `folder`. Raises UserError if they cannot be
-    read, or the method is not one of peft_method."""
-    try:
-        stored = json.loads((folder / ADAPTER_CONFIG).read_text())
-        kind = stored.get("peft_type")
-        if kind not in METHODS:
-            raise UserError(
-                f"{folder}: {kind} adapters are not supported; only {' and '.join(METHODS)}."
-            )
-        settings: Any = PEFT_TYPE_TO_CONFIG_MAPPING[kind].from_pretrained(str(folder))
-        # PEFT ignores what it does not know, and with it perhaps how the adapter computes
-        unknown = [name for name in stored if stored[name] and not hasattr(settings, name)]
-        if unknown:
-            raise ValueError(f"this version of PEFT does not know {listed(unknown)}")
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{folder / ADAPTER_CONFIG}: cannot be used ({error}).") from error
-    settings.inference_mode = False
-    # LoRA's: they are read from the file, whatever they first were
-    settings.init_lora_weights = True
-    return settings
 
 
 def _rows_to_train(

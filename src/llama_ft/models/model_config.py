@@ -73,6 +73,11 @@ def _check_numbers(config: PretrainedConfig, folder: Path) -> None:
         raise UserError(
             f"{folder}: its config.json cannot be used (text_config is {shown}; expected settings by name)."
         )
+    names = config.architectures or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(
+            f"{folder}: its config.json cannot be used (architectures is {names}; expected a list of names)."
+        )
     settings = text_config.to_dict()
     layers = getattr(text_config, "num_hidden_layers", None)
     wrong = [

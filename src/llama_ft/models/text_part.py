@@ -75,7 +75,7 @@ def stop_ids(folder: Path, config: PretrainedConfig) -> list[int]:
         config: the model's config.
     """
     known = getattr(config.get_text_config(), "eos_token_id", None)
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         settings = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
         if isinstance(settings, dict) and settings.get("eos_token_id") is not None:
             known = settings["eos_token_id"]
