@@ -23,6 +23,7 @@ from llama_ft.config import CheckpointConfig, Config
 from llama_ft.config.paths import RUN_MARKER
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.runtime import Ranks
+from llama_ft.runtime.exit import RunStatus
 from llama_ft.runtime.run_lock import RunLock
 
 PREDECESSOR = """
@@ -148,6 +149,9 @@ def test_without_locks_the_earlier_one_of_two_runs_stops_before_it_saves(
     other = RunLock.try_to_lock(tmp_path)
     assert isinstance(other, RunLock)
     assert writer.has_failed
+    status = RunStatus(tmp_path, lock=ranks.lock)
+    status.write("failed", 1)
+    assert not status.path.exists()  # it is that of the other run now
     with pytest.raises(RunFailure, match=f"has taken the directory .process {os.getpid()} on "):
         writer.save(2, model, optimizer, state, is_final=True)
     (tmp_path / RUN_MARKER).unlink()  # by its user, who has not started another run

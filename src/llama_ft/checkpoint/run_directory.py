@@ -1,5 +1,5 @@
-"""The directory of a run. It is created as late as possible, so that a rejected run writes
-nothing."""
+"""The directory of a run. A new run creates it as late as possible. A run that continues another
+locks it at its start, and removes it if it is rejected: a rejected run leaves nothing."""
 
 import errno
 import itertools

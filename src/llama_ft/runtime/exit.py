@@ -27,6 +27,7 @@ from llama_ft.errors import LostRank, RunFailure, StopRequest, UserError, is_dis
 from llama_ft.masking import printable
 from llama_ft.processes import end_restarts, replace_text
 from llama_ft.runtime.out_of_memory import KILLED, KILLED_BY, shortage
+from llama_ft.runtime.run_lock import RunLock
 
 FAILURE_KEY = "llama_ft/failure"
 # how long a rank that sees only a broken connection lets others, who know the cause, write first
@@ -90,6 +91,8 @@ class RunStatus:
         output_dir: the run's directory, which must exist.
         at_end: called after the final state was written and printed; it must not raise.
         step: the last completed optimizer step.
+        lock: of the directory, if this process has it. After another run has taken the directory,
+            the file is that run's.
     """
 
     def __init__(
@@ -97,7 +100,9 @@ class RunStatus:
         output_dir: Path,
         at_end: Callable[[], None] = lambda: None,
         step: int = 0,
+        lock: RunLock | None = None,
     ) -> None:
+        self._lock = lock
         self.path = output_dir / "status.json"
         self.step = step
         self.at_end = at_end
@@ -111,6 +116,8 @@ class RunStatus:
     ) -> None:
         """Replace the file if possible. An error, such as a full disk, is ignored: it must not hide
         the message."""
+        if self._lock is not None and self._lock.taken_by():
+            return
         record = {"state": state, "step": self.step, "exit_code": exit_code, "message": message}
         with suppress(OSError):
             replace_text(self.path, json.dumps(record) + "\n")

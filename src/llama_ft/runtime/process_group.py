@@ -171,7 +171,7 @@ class Ranks:
         """Keep status.json in `output_dir` current from now on. The rank that ends the run calls
         `at_end`. If torchrun starts the ranks again, the next attempt resumes in this directory,
         with this global batch."""
-        self.status = RunStatus(output_dir, at_end, step)
+        self.status = RunStatus(output_dir, at_end, step, self.lock)
         if self.local_rank == 0 and self.attempt_file is not None:
             self.attempt_file.write(Attempt(str(output_dir), global_batch))
         if self.leads_disk:
