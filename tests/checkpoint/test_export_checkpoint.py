@@ -23,7 +23,7 @@ from llama_ft.config import (
     PeftConfig,
     TrainConfig,
 )
-from llama_ft.config.paths import model_dir_problem
+from llama_ft.config.paths import model_dir_problem, recorded_prompt_format
 from llama_ft.errors import RunFailure, UserError
 
 LORA = {
@@ -254,6 +254,18 @@ def test_a_corrupted_checkpoint_is_rejected_by_file_and_the_run_uses_an_older_on
     (older / "trainer.json").unlink()
     with pytest.raises(RunFailure, match="Use another checkpoint"):
         find_valid(tmp_path)
+
+
+def test_the_model_card_says_that_the_samples_had_no_chat_template(tmp_path: Path) -> None:
+    for form in ("text", "chat"):
+        write_model_card(tmp_path, "me/base", {"prompt_format": form})
+        _, front, body = (tmp_path / "README.md").read_text().split("---\n", 2)
+        assert ("prompt_format: text" in front) == (form == "text")
+        assert ("without a chat template" in body) == (form == "text")
+        assert recorded_prompt_format(tmp_path) == form
+    assert recorded_prompt_format(tmp_path / "missing") == "chat"
+    (tmp_path / "README.md").write_text("---\n- [\n---\n# Not a card of ours\n")
+    assert recorded_prompt_format(tmp_path) == "chat"
 
 
 def test_the_model_card_has_base_data_settings_and_loss_but_no_paths_and_secrets(

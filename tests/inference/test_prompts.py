@@ -140,6 +140,14 @@ def test_a_prompt_is_formatted_by_the_chat_template_or_used_as_it_is(
         text([{"role": "system", "content": "Be long."}, TURN], "Be brief.")
         == "[system]Be long.[user]Hi[answer]"
     )
+    of_texts = opened._replace(prompt_format="text")  # the fine-tuning had no chat template
+    expected = {"auto": "Hi", "text": "Hi", "chat": "[user]Hi[answer]"}
+    for form, written in expected.items():
+        flags = InferenceFlags(prompt_format=form)  # type: ignore[arg-type]
+        ids = Answerer(of_texts, flags, runtime).tokens("Hi")
+        assert opened.tokenizer.decode(ids).removeprefix("(add)") == written
+    as_text = Answerer(opened, InferenceFlags(prompt_format="text"), runtime)
+    assert opened.tokenizer.decode(as_text.tokens("Hi")) == "Hi"
     with pytest.raises(UserError, match="rejects this chat: no tools"):
         text([TURN, {"role": "tool", "content": "3"}])
 

@@ -128,14 +128,11 @@ def test_a_run_on_texts_is_asked_without_the_chat_template(runs: Path) -> None:
     assert answers(runs, runs / "text") == expected
     samples = json.loads((runs / "text" / "facts.json").read_text())["samples"]
     assert samples[-1]["answer"] == by_text(QUESTIONS[0], 8).strip()
-    one = inference(runs / "text", "--prompt", PROMPTS[0], "--max_new_tokens", str(LONGEST))
-    assert expected[0] in one.output
-    assert "asked as text without the chat template" in one.output
-    as_chat = answers(runs, folder, "--prompt_format", "chat")
-    assert as_chat == by_transformers(model, folder)
     # the checkpoint knows it, too
     checkpoint = max((runs / "text" / "checkpoints").glob("step-*"))
-    assert answers(runs, checkpoint) == expected
+    one = inference(checkpoint, "--prompt", PROMPTS[0], "--max_new_tokens", str(LONGEST))
+    assert expected[0] in one.output
+    assert "asked as text without the chat template" in one.output
 
 
 def held(folder: Path) -> dict[str, int]:

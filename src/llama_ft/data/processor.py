@@ -37,7 +37,7 @@ from transformers.models.auto.processing_auto import (
 
 from llama_ft.config import DataConfig
 from llama_ft.data import cross_attention
-from llama_ft.data.chat_template import Span, render_chat
+from llama_ft.data.chat_template import Span, render_chat, template_for
 from llama_ft.data.expansion import Expansion, without_spans
 from llama_ft.data.formats import BadSample, ImagePart, Message
 from llama_ft.data.image_files import read_image
@@ -441,7 +441,7 @@ class Images:
         tokenizer = self._processor.tokenizer
         content = [*[ImagePart("")] * count, {"type": "text", "text": "."}]
         text, _ = render_chat(
-            tokenizer.get_chat_template(),
+            template_for(tokenizer, None),
             tokenizer.special_tokens_map,
             [{"role": "user", "content": content}],
         )

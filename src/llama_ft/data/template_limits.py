@@ -93,27 +93,50 @@ def limited() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    started = time.thread_time()
-
-    def check(_number: int, _frame: FrameType | None) -> None:
-        # The timer counts the time of all threads.
-        if time.thread_time() - started >= CPU_SECONDS:
-            raise ExceededLimit(_too_slow())
-
-    before = signal.signal(signal.SIGVTALRM, check)
+    # The handler stays, and the size is read once in 0.1 s: both would take as long as a rendering.
+    if signal.getsignal(signal.SIGVTALRM) is not _check_time:
+        signal.signal(signal.SIGVTALRM, _check_time)
+    _clock.started = time.thread_time()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most_bytes = _recent_address_space() + BYTES
+    if soft != resource.RLIM_INFINITY:
+        most_bytes = min(most_bytes, soft)
     signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS, 0.2)
     try:
-        most_bytes = _address_space() + BYTES
-        is_lower = soft == resource.RLIM_INFINITY or most_bytes < soft
-        resource.setrlimit(resource.RLIMIT_AS, (most_bytes if is_lower else soft, hard))
+        resource.setrlimit(resource.RLIMIT_AS, (most_bytes, hard))
         yield
     except MemoryError:
         raise ExceededLimit(_too_much_memory()) from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.signal(signal.SIGVTALRM, before)
+
+
+class _Clock:
+    """When the block began, in CPU time of the main thread, and the last size of the process."""
+
+    started = 0.0
+    read = -1.0
+    process = 0
+    address_space = 0
+
+
+_clock = _Clock()
+
+
+def _check_time(_number: int, _frame: FrameType | None) -> None:
+    # The timer counts the time of all threads.
+    if time.thread_time() - _clock.started >= CPU_SECONDS:
+        raise ExceededLimit(_too_slow())
+
+
+def _recent_address_space() -> int:
+    now = time.monotonic()
+    if now - _clock.read > 0.1 or _clock.process != os.getpid():
+        _clock.address_space = _address_space()
+        _clock.read = now
+        _clock.process = os.getpid()
+    return _clock.address_space
 
 
 def _wait(child: int) -> int | None:

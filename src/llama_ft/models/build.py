@@ -50,7 +50,8 @@ from llama_ft.models.text_part import (
 from llama_ft.models.transformers_private import private
 from llama_ft.runtime.console import log
 
-NEEDED_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
+# README.md: the header of a model card says how the model is asked
+NEEDED_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "README.md"]
 # Mistral and Meta store the same weights there a second time
 DUPLICATES = ["consolidated*", "original/*"]
 # first byte of a SentencePiece file (field 1 of protobuf); tiktoken's files are lines of base64
