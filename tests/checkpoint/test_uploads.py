@@ -464,6 +464,17 @@ def test_after_a_signal_an_upload_leaves_10_seconds_of_those_that_torchrun_gives
     assert upload_grace_seconds() == given - 10
 
 
+def test_a_run_to_resume_without_credentials_is_an_error_at_once(
+    runtime: Ranks, aws: socket.socket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("llama_ft.checkpoint.store.RETRY_SECONDS", (300,))
+    for name in CREDENTIALS:
+        monkeypatch.delenv(name)
+    settings = CheckpointConfig(output_dir=str(tmp_path / "run"), resume="s3://bucket/run")
+    with pytest.raises(UserError, match="--resume s3://bucket/run: cannot be used"):
+        find_checkpoint(settings, runtime)
+
+
 @pytest.mark.parametrize("problem", ["credentials", "down", "package", "protocol"])
 def test_a_store_that_cannot_be_used_is_an_error_at_the_start(
     runtime: Ranks, aws: socket.socket, monkeypatch: pytest.MonkeyPatch, problem: str

@@ -37,6 +37,8 @@ from llama_ft.runtime import Ranks, log
 
 PARALLEL_FILES = 8
 DOWNLOADS = 2  # of a file whose content is not the expected one: the answer may have been wrong
+# texts of S3, Google and Azure, and of their packages
+WRONG_CREDENTIALS = re.compile(r"credentials|access key|signature", re.IGNORECASE)
 # s3://bucket/run/checkpoints/step-000100 names one checkpoint
 OF_A_CHECKPOINT = re.compile(r"(?P<run>.+)/checkpoints/step-(?P<step>\d{6,})")
 
@@ -308,9 +310,9 @@ def _find_commits(store: ObjectStore, is_own: bool) -> FoundCommits:
 
 
 def _check_credentials(store: ObjectStore) -> None:
-    """Raise an error if there are no credentials: more attempts would not help."""
+    """Raise an error if there are no credentials, or wrong ones: more attempts would not help."""
     try:
         store.get_text(OWNER_FILE)
     except Exception as error:  # each package has its own errors
-        if "credentials" in store_reason(error).lower():
+        if WRONG_CREDENTIALS.search(store_reason(error)):
             raise

@@ -338,7 +338,7 @@ class FoundCommits:
     unusable: dict[int, str]
 
 
-def find_commits(store: ObjectStore, is_own: bool, is_patient: bool = True) -> FoundCommits:
+def find_commits(store: ObjectStore, is_own: bool) -> FoundCommits:
     """Return the checkpoints in a store.
 
     No single answer makes a checkpoint vanish. A commit object that is listed and cannot be read is
@@ -348,7 +348,6 @@ def find_commits(store: ObjectStore, is_own: bool, is_patient: bool = True) -> F
     Args:
         store: where they are.
         is_own: the store can be written, as --save_to.
-        is_patient: try again if a commit object is unusable.
 
     Raises:
         Exception: the store cannot be listed; each package has its own errors.
@@ -361,8 +360,8 @@ def find_commits(store: ObjectStore, is_own: bool, is_patient: bool = True) -> F
         names = _list_checked(store, probe) if is_own else store.sizes("checkpoints")
         found = _read_listed(store, names)
         partly.append(found)
-        if found.unusable and is_patient:
-            raise ValueError(next(iter(found.unusable.values())))
+        if found.unusable:  # they may be readable a moment later
+            raise ValueError("; ".join(found.unusable.values()))
         return found
 
     try:

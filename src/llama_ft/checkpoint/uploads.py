@@ -121,7 +121,7 @@ class Uploads:
         try:
             claim = take_over(self.store)
             self.store.abort_parts()
-            found = find_commits(self.store, is_own=True, is_patient=False)
+            found = find_commits(self.store, is_own=True)
         except Exception as error:  # each package has its own errors
             raise unreachable(self.store, error) from error
         self._found = found.valid
@@ -313,10 +313,14 @@ class Uploads:
         """Write the commit object, if all files are in the store and this run is the owner."""
         self._check_owner()
         folder = commit_name(step).removesuffix(COMMIT_FILE)
-        sizes = with_retries(lambda: self.store.sizes(folder), self._given_up)
-        for name, file in files.items():
-            if sizes.get(folder + name) != file.bytes:
-                raise RuntimeError(f"{folder}{name} is incomplete in the store")
+
+        def check_sizes() -> None:
+            sizes = self.store.sizes(folder)
+            for name, file in files.items():
+                if sizes.get(folder + name) != file.bytes:
+                    raise RuntimeError(f"{folder}{name} is incomplete in the store")
+
+        with_retries(check_sizes, self._given_up)
         trainer = step_folder(self._directory, step) / reader.TRAINER_FILE
         record = json.loads(trainer.read_text())
         commit = Commit(step, record["asked"], record["best_loss"], files)
