@@ -258,6 +258,14 @@ def test_no_link_is_followed_out_of_the_model_and_private_files_stay(
         "Notice"
     }
     assert not held & {*outside, *mine, "LICENSE.link"}
+    # of a directory of links to a model elsewhere, too
+    links = tmp_path / "links"
+    links.mkdir()
+    for file in base.iterdir():
+        (links / file.name).symlink_to(file)
+    (links / "NOTICE.txt").symlink_to(private)
+    export(links, tmp_path / "of_links")
+    assert {file.name for file in (tmp_path / "of_links").iterdir()} == held
     for file in (tmp_path / "out").iterdir():
         assert "1234" not in file.read_text() and not file.is_symlink()
     assert ", ".join(sorted(outside)) in caplog.text

@@ -59,6 +59,7 @@ from llama_ft.models.saved_adapter import (
     differing_copies,
     left_out,
     other_base,
+    other_content,
 )
 from llama_ft.models.source import (
     OverlaidSource,
@@ -175,6 +176,9 @@ class Exporter:
             place = f"{checkpoint.folder} (--base_model overrides it): base model"
             reads_base = merge or not config.peft.use_peft
             base = models.local_folder(named, place, weights=reads_base)
+        recorded = (trainer.get("contents") or {}).get("model_name")
+        if base_model and (warning := other_content(checkpoint.folder, recorded, named, base)):
+            log.warning(warning)
         new = models.NewTokens(**trainer["new_tokens"]) if trainer.get("new_tokens") else None
         settings = settings_to_read(config, trust_remote_code)
         settings = replace(settings, model=replace(settings.model, model_name=named))

@@ -53,6 +53,8 @@ NEVER_COPIED = re.compile(
 )
 # Settings that say where a file was, which is nobody's business.
 PRIVATE_SETTINGS = ("_name_or_path", "name_or_path", "special_tokens_map_file", "tokenizer_file")
+# Settings of tokenizers that Transformers 5 writes on its own
+ADDED_BY_5 = ("backend", "is_local", "local_files_only")
 # Settings of rotary embeddings before Transformers 5, apart from rope_scaling: Gemma 3 has a
 # frequency for local layers, ModernBERT and GPT-NeoX have other names.
 OLD_THETA = (
@@ -328,6 +330,8 @@ def write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     origin = Path(tokenizer.name_or_path or folder)
     has_base = (origin / file.name).is_file()
     base: Settings = json.loads((origin / file.name).read_text()) if has_base else {}
+    if has_base:
+        saved = {name: value for name, value in saved.items() if name not in ADDED_BY_5}
     settings = saved | {name: value for name, value in base.items() if name not in PRIVATE_SETTINGS}
     for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES:
         if _token_text(base.get(name)) != _token_text(saved.get(name)):
@@ -431,7 +435,7 @@ def _code_files(source: Path) -> list[Path]:
     files = set[Path]()
     for module in modules:
         file = source / f"{module}.py"
-        if file.is_file() and _is_of_model(file, source):
+        if file.is_file():
             files.add(file)
             with suppress(OSError):  # a file that it imports is missing
                 files |= {Path(name) for name in get_relative_import_files(file)}
@@ -447,14 +451,14 @@ def _auto_map(file: Path) -> str:
 
 
 def _is_of_model(file: Path, source: Path) -> bool:
-    """Return whether a file, or what a link leads to, is in the model's directory. The Hub's cache
-    has links from snapshots/REVISION to blobs."""
-    folder = source.resolve()
-    allowed = [folder]
-    if folder.parent.name == "snapshots":
-        allowed.append(folder.parent.parent / "blobs")
+    """Return whether a file, or what a link leads to, is in the model's directory, or where its
+    config.json is. The Hub's cache has links from snapshots/REVISION to blobs."""
+    places = [source.resolve(), (source / "config.json").resolve().parent]
+    places += [
+        place.parent.parent / "blobs" for place in places if place.parent.name == "snapshots"
+    ]
     target = file.resolve()
-    return any(target.is_relative_to(place) for place in allowed)
+    return any(target.is_relative_to(place) for place in places)
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

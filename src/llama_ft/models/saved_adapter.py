@@ -138,7 +138,17 @@ def other_base(adapter: Path, given: str, folder: Path) -> str | None:
         return None
     return (
         f"{adapter}: {ADAPTER_CONFIG} names the base model {named}, but {given} is used. "
-        "On another model than the one it was trained on, an adapter is worthless."
+        "An adapter is worthless on another model than the one it was trained on, or its unquantized form."
+    )
+
+
+def other_content(checkpoint: Path, recorded: str | None, given: str, folder: Path) -> str | None:
+    """Return a warning if the content of a base model is not the one that a run has recorded."""
+    if recorded is None or recorded == fingerprint(folder):
+        return None
+    return (
+        f"{checkpoint}: its run had another base model than {given}: config.json or weights differ. "
+        "The result is worthless unless it is the same model in another format."
     )
 
 
