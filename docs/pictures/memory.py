@@ -28,6 +28,7 @@ RIGHT = 730
 TOP = 108
 ROW = 46
 BAR = 30
+LABEL = 74  # width of "123.4 GiB" after a bar
 
 
 def parts_of(bar: dict[str, Any]) -> dict[str, float]:
@@ -84,6 +85,11 @@ def draw() -> str:
             note = f"{bar['method']}, {part}: {gib:.1f} GiB"
             body.append(svg.rect(x, y, width, BAR, PARTS[part][0], note=note))
             x += width
+        # a label must not stand on the line of a limit
+        for limit in LIMITS.values():
+            line = LEFT + limit * scale
+            if x + 4 < line < x + LABEL:
+                x = line
         body.append(svg.text(x + 8, y + 20, f"{bar['gpu_bytes'] / GIB:.1f} GiB", "bold halo"))
     x = 24.0
     for part, (color, _) in PARTS.items():

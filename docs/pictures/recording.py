@@ -77,6 +77,9 @@ def find_times(lines: list[tuple[str, str]]) -> tuple[list[float], float]:
 def draw() -> str:
     lines = read_lines()
     times, end = find_times(lines)
+    begin = (
+        end - SECONDS_TO_READ
+    )  # the first frame, which a preview or a printed page shows, is complete
 
     def share(seconds: float) -> str:
         """Part of the recording, for keyframes."""
@@ -98,7 +101,7 @@ def draw() -> str:
             frames = f"0%,{share(start)}{{opacity:0}}{share(start + 0.01)},100%{{opacity:1}}"
             timing = "steps(1)"
         rules.append(f"    @keyframes l{number} {{{frames}}}")
-        animation = f' style="animation:l{number} {end:.1f}s {timing} infinite"'
+        animation = f' style="animation:l{number} {end:.1f}s {timing} -{begin:.1f}s infinite"'
         length = f' textLength="{svg.number(CHARACTER * len(line))}"'
         element = svg.text(0, LINE * number, line, f"mono {style}".strip())
         texts.append(
@@ -109,7 +112,7 @@ def draw() -> str:
     rules.append(
         f"    @keyframes scroll {{0%{{transform:none}}{scroll}100%{{transform:translateY(-{last}px)}}}}"
     )
-    rules.append(f"    .scroll {{ animation: scroll {end:.1f}s steps(1) infinite; }}")
+    rules.append(f"    .scroll {{ animation: scroll {end:.1f}s steps(1) -{begin:.1f}s infinite; }}")
     height = TOP + LINE * ROWS + 12
     bar = [
         svg.rect(0.5, 0.5, svg.WIDTH - 1, height - 1, "terminal", radius=8),

@@ -82,6 +82,22 @@ def test_every_suggested_change_loads_as_flags_with_the_same_global_batch(
     assert loaded > 2
 
 
+@pytest.mark.parametrize(
+    ("line", "change"),
+    [
+        ("--use_peft --quantization 4bit", {"double_quant": True}),
+        ("--use_peft", {"use_peft": True, "mode": "4bit", "double_quant": True}),
+        ("--use_peft --quantization 4bit --double_quant", None),
+    ],
+)
+def test_double_quantization_is_tried_if_it_is_off(
+    line: str, change: dict[str, object] | None, shallow_model: Path
+) -> None:
+    _, others = ladder(request_for(line, 1, folder=shallow_model))
+    tried = [settings for settings, _ in others if "double_quant" in settings]
+    assert tried == ([] if change is None else [change])
+
+
 def search(
     request: PlanRequest, finetuning: ModuleType, room: int, quick: bool = True
 ) -> tuple[list[Fit], list[str]]:

@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from llama_ft.errors import UserError
-from llama_ft.plan.flags import device_bytes, find_gpu, read_plan_flags
+from llama_ft.observe.flops import peak_of
+from llama_ft.plan.duration import peak_name
+from llama_ft.plan.flags import GPUS, device_bytes, find_gpu, read_plan_flags
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
 
@@ -64,6 +67,13 @@ def test_a_t4_needs_fp16() -> None:
         ("RTX 4090", "rtx4090", 23.5),
         ("NVIDIA GeForce RTX 4090", "rtx4090", 23.5),
         ("4090", "rtx4090", 23.5),
+        ("NVIDIA GeForce RTX 4080", "rtx4080", 15.6),
+        ("5080", "rtx5080", 15.4),
+        ("Tesla V100-32GB", "v100-32", 31.7),
+        ("NVIDIA RTX A6000", "rtxa6000", 47.4),
+        ("a6000", "rtxa6000", 47.4),
+        ("RTX 6000 Ada", "rtx6000ada", 47.4),
+        ("A40", "a40", 44.3),
         ("24", "", 24.0),
         ("24GiB", "", 24.0),
     ],
@@ -78,3 +88,15 @@ def test_tokens_of_images_need_a_number_of_images() -> None:
     assert (options.images, options.image_tokens) == (2, 400)
     with pytest.raises(UserError, match="--image_tokens: has no effect without --images"):
         read("--image_tokens 400")
+
+
+def test_every_gpu_of_fit_has_a_published_speed() -> None:
+    for gpu in GPUS:
+        assert peak_of(peak_name(gpu), torch.float16) > 0, gpu
+
+
+@pytest.mark.parametrize("line", ["--fit 24GB --price 1", "--price 1"])
+def test_a_price_needs_the_name_of_a_gpu(line: str) -> None:
+    with pytest.raises(UserError, match="--price 1: needs --fit with a GPU's name, .* l40s,"):
+        read(line)
+    assert read("--fit l40s --price 1")[2].price == 1

@@ -17,11 +17,15 @@ def step_seconds(plan: Plan, config: Config, gpu: str) -> float | None:
     """Return the seconds of an optimizer step: FLOPs of a rank / (assumed MFU x published peak).
     `gpu` is a name of --fit. Return None without a GPU, without a known peak, in fp32, and if
     weights are offloaded to the host."""
-    name = re.sub("^RTX", "RTX ", gpu.upper())  # --fit RTX4090, and "RTX 4090" in the list of peaks
-    peak = peak_of(name, PRECISIONS[config.train.precision].compute)
+    peak = peak_of(peak_name(gpu), PRECISIONS[config.train.precision].compute)
     if not peak or not plan.step_flops or config.fsdp.fsdp_cpu_offload:
         return None
     return plan.step_flops / (ASSUMED_UTILIZATION * peak)
+
+
+def peak_name(gpu: str) -> str:
+    """Return the name in the list of peaks of a GPU of --fit: `RTX 4090` of rtx4090."""
+    return re.sub("^RTX", "RTX ", gpu.upper())
 
 
 def describe_time(plan: Plan, config: Config, seconds: float | None, price: float | None) -> str:

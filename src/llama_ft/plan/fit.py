@@ -3,8 +3,9 @@ planned like any run.
 
 Changes that cost only speed come first and are combined: sharding, activation checkpointing,
 micro-batches of one sample. Each of the others is added to them: more ranks, optimizer states of
-fewer bits, LoRA, QLoRA, QLoRA with half the sample length, CPU offload. On small GPUs QLoRA is the
-first of them. A change that only gives up more than another one that fits is not an answer.
+fewer bits, LoRA, QLoRA, QLoRA with double quantization, QLoRA with half the sample length, CPU
+offload. On small GPUs QLoRA is the first of them. A change that only gives up more than another one
+that fits is not an answer.
 """
 
 import dataclasses
@@ -198,10 +199,14 @@ def ladder(request: PlanRequest, room: float = math.inf) -> tuple[list[Change], 
     can_round = not is_lora and is_adamw and train.precision != "fp16"
     lora = {"use_peft": True}
     four_bit = {"use_peft": True, "mode": "4bit"}
+    is_four_bit = config.quantization.mode == "4bit"
     rounded = "the frozen weights are rounded to 4 bits"
     recomputed = {"activation_checkpointing": "full"}
     adapters = "adapters are trained instead of all weights, mostly with a higher --lr"
     four_bit_cost = rounded if is_lora else f"{adapters}; {rounded}"
+    rounded_scales = "the scales of the 4-bit weights are rounded to 8 bits"
+    scales = {} if is_four_bit else four_bit
+    scales_cost = rounded_scales if is_four_bit else f"{four_bit_cost}; {rounded_scales}"
     model_config = models.load_model_config(request.folder, config.model.trust_remote_code)
     half = models.resolve_context_length(config.data.context_length, model_config) // 2
     cheap: list[Candidate] = [
@@ -226,7 +231,8 @@ def ladder(request: PlanRequest, room: float = math.inf) -> tuple[list[Change], 
             "weights and AdamW's states are kept in bf16, weights rounded stochastically",
         ),
         (not is_lora, lora, adapters),
-        (config.quantization.mode != "4bit", four_bit, four_bit_cost),
+        (not is_four_bit, four_bit, four_bit_cost),
+        (not config.quantization.double_quant, scales | {"double_quant": True}, scales_cost),
         (
             True,
             four_bit | {"context_length": half},

@@ -23,22 +23,31 @@ RANKS_OF_A_NODE = 8
 # nominal size.
 GPUS: dict[str, float] = {
     "t4": 14.5,
+    "v100": 15.7,
+    "v100-32": 31.7,
     "a10": 22.0,
+    "a40": 44.3,
     "l4": 21.9,
+    "l40": 44.3,
     "l40s": 44.3,
     "rtx3090": 23.5,
+    "rtx4080": 15.6,
     "rtx4090": 23.5,
+    "rtx5080": 15.4,
     "rtx5090": 31.3,
+    "rtxa4000": 15.6,
+    "rtxa5000": 23.6,
+    "rtxa6000": 47.4,
+    "rtx6000ada": 47.4,
     "a100-40": 39.3,
     "a100": 79.1,
     "h100": 79.1,
     "h200": 139.7,
     "b200": 178.3,
-    "mi300x": 191.5,
 }
-WITHOUT_BF16 = ("t4",)
+WITHOUT_BF16 = ("t4", "v100", "v100-32")
 # Other ways to write these names, in lower case and without what is neither letter nor digit.
-OTHER_NAMES = {"a10080": "a100", "h10080": "h100"}
+OTHER_NAMES = {"a10080": "a100", "h10080": "h100", "v10016": "v100", "a10g": "a10"}
 OTHER_NAMES |= {re.sub("[^a-z0-9]", "", name): name for name in GPUS}
 OTHER_NAMES |= {name.removeprefix("rtx"): name for name in GPUS if name.startswith("rtx")}
 VENDORS = re.compile("^(nvidia|geforce|tesla|amd|instinct)+")
@@ -114,6 +123,11 @@ def read_plan_flags(
         raise UserError(*errors, *failure.messages) from None
     if options.gpu in WITHOUT_BF16 and config.train.precision.startswith("bf16"):
         errors.append(f"--fit {options.fit}: this GPU does not compute bf16. Add --precision fp16.")
+    if options.price is not None and not options.gpu:
+        errors.append(
+            f"--price {options.price:g}: needs --fit with a GPU's name, whose published speed it takes: "
+            f"one of {', '.join(GPUS)}."
+        )
     if options.image_tokens and not options.images:
         errors.append("--image_tokens: has no effect without --images.")
     check(errors)
