@@ -97,14 +97,20 @@ def _launch(verb: str, flags: list[str]) -> None:
         add_help=False,
         allow_abbrev=False,
     )
-    parser.add_argument("--nproc", type=int)
+    parser.add_argument("--nproc", nargs="?", default="")
     options, flags = parser.parse_known_args(flags)
-    if options.nproc < 1:
-        parser.error("--nproc: expected the number of processes, such as one per GPU")
+    number = options.nproc or ""
+    if not number.isdecimal() or int(number) < 1:
+        wrong = f"--nproc {number}".rstrip()
+        print(
+            f"error: {wrong}: expected the number of processes, such as one per GPU.",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     name, _ = VERBS[verb]
     recipe = RECIPES / f"{name}.py"
     try:
-        run.main(["--nproc_per_node", str(options.nproc), str(recipe), *flags])
+        run.main(["--nproc_per_node", number, str(recipe), *flags])
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         code = failure.exitcode

@@ -14,6 +14,11 @@ from llama_ft.config.dump import to_yaml
     ("line", "message"),
     [
         ("--lr abc", "--lr abc: must be a valid number."),
+        ("--lr auto", "--lr auto: must be a valid number. Leave it out for its default."),
+        (
+            "--context_length auto",
+            "--context_length auto: must be a valid integer. Leave it out for its default.",
+        ),
         ("--lr nan", "--lr nan: must be a finite number."),
         ("--num_epochs 1.5", "--num_epochs 1.5: must be a valid integer."),
         ("--train.num_epochs 0", "--train.num_epochs 0: must be at least 1."),

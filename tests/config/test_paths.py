@@ -104,7 +104,10 @@ def test_pipes_and_devices_are_rejected_without_opening_them(
             "--use_peft --from_peft_checkpoint lora",
             "--from_peft_checkpoint lora: holds no adapter_model.safetensors.",
         ),
-        ("--chat_template chatlm", "--chat_template chatlm: no such file."),
+        (
+            "--chat_template vicuna",
+            "--chat_template vicuna: no such file. Built in are llama3, chatml, alpaca, mistral; ",
+        ),
         ("--config data/my_dat.jsonl", "--config data/my_dat.jsonl: no such file. Did you mean "),
         (
             "--dataset data/my_dta.jsonl",

@@ -213,6 +213,8 @@ def _explain(head: str, setting: Setting, value: Any, error: Any) -> str:
     if unsupported:
         return f"{head}: {unsupported}"
     suggestion = f" Did you mean {match}?" if match else ""
+    if str(value).lower() == "auto":  # as in other trainers, for what is the default here
+        suggestion = " Leave it out for its default."
     return f"{head}: {wanted}.{suggestion}"
 
 

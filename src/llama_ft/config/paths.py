@@ -105,7 +105,10 @@ def check_paths(
         return problem and (_result_in(Path(name).expanduser(), ADAPTER_FILES[0]) or problem)
 
     def chat_template(name: str) -> str | None:
-        return None if name in BUILT_IN_TEMPLATES else file_problem(name)
+        problem = None if name in BUILT_IN_TEMPLATES else file_problem(name)
+        if problem and not looks_local(name):
+            return f"{problem} Built in are {', '.join(BUILT_IN_TEMPLATES)}; otherwise name a Jinja file."
+        return problem
 
     def own_function(name: str) -> str | None:
         return data_problem(name) if kind_of_data(name) == "function" else None

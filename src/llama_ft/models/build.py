@@ -90,6 +90,8 @@ def local_folder(
         )
     except (HFValidationError, HTTPError, OSError) as error:
         advice = "Use a local directory, or owner/model"
+        if not weights and flag == "--model_name":  # of a plan
+            advice = "A plan needs only config.json: name a directory that holds this file, or owner/model"
         if isinstance(error, GatedRepoError):
             advice = f"Ask for access at {constants.ENDPOINT}/{name}"
         raise UserError(

@@ -15,6 +15,7 @@ TIME_UNITS = (
     (60, "min", 90),
     (1, "s", 1),
 )
+VERBS = {"inference.py": "chat", "evaluate.py": "evaluate", "export.py": "export"}  # of llama-ft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,8 @@ def summary(config: Config, run: Path, recipes: Path, outcome: RunOutcome) -> st
         python = os.path.relpath(sys.executable)
 
     def command(recipe: str, *words: str) -> str:
+        if Path(sys.argv[0]).name.startswith("llama-ft "):  # see commands.py
+            return shlex.join(["llama-ft", VERBS[recipe], str(run), *words])
         script = os.path.relpath(recipes / recipe)
         return shlex.join([python, script, str(run), *words])
 
