@@ -65,7 +65,10 @@ def _render_and_exit(render: Callable[[], object]) -> None:
 def _address_space() -> int:
     """Return the size of this process in bytes. RLIMIT_AS limits all of it, not only what a template
     adds."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:  # /proc is hidden, so only the time is limited
+        return 2**62
     return pages * resource.getpagesize()
 
 
