@@ -116,6 +116,16 @@ def test_a_file_that_needs_code_names_the_flag(
     assert "[y/N]" not in capsys.readouterr().out
 
 
+def test_an_image_size_that_no_machine_can_make_is_rejected(tmp_path: Path) -> None:
+    folder = save_image_model(tmp_path / "model", "Qwen2.5-VL")
+    file = folder / "preprocessor_config.json"
+    size = {"shortest_edge": 10**12, "longest_edge": 10**12}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"size": size}))
+    config = load_model_config(folder, False)
+    with pytest.raises(UserError, match="1,000,000,000,000; expected at most"):
+        load_processor(folder, config, load_tokenizer(folder, False))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "unknown"),
