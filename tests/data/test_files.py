@@ -239,10 +239,11 @@ def test_columns_of_the_type_json_are_decoded_and_keep_their_nulls(tmp_path: Pat
     assert [
         sample for _, sample in numbered("saved", saved, saved.features.arrow_schema)
     ] == expected
-    broken = pyarrow.array(["{"], pyarrow.json_())
-    pyarrow.parquet.write_table(pyarrow.table({"tools": broken}), tmp_path / "my.parquet")
-    [(_, problem)] = samples_of_file(tmp_path / "my.parquet")
-    assert isinstance(problem, BadSample) and '"tools" is not JSON' in str(problem)
+    for text, wrong in {"{": '"tools" is not JSON', "[" * 900 + "]" * 900: "nested too"}.items():
+        column = pyarrow.array([text], pyarrow.json_())
+        pyarrow.parquet.write_table(pyarrow.table({"tools": column}), tmp_path / "my.parquet")
+        [(_, problem)] = samples_of_file(tmp_path / "my.parquet")
+        assert isinstance(problem, BadSample) and wrong in str(problem)
 
 
 def test_a_line_without_end_is_rejected(tmp_path: Path) -> None:

@@ -297,7 +297,9 @@ def damage(file: Path, kind: str, other: bytes) -> None:
 @pytest.mark.parametrize(
     "kind", ["flipped", "cut", "empty", "another image", "missing", "a directory"]
 )
-def test_a_damaged_image_of_the_cache_is_written_again(tmp_path: Path, kind: str) -> None:
+def test_a_damaged_image_of_the_cache_is_written_again(
+    model: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     png = write_image(tmp_path / "a.png", 60, 40, 1).read_bytes()
     other = write_image(tmp_path / "b.png", 60, 40, 2).read_bytes()
     path = Path(ImageStore(tmp_path / "cache").keep(png))
@@ -307,6 +309,17 @@ def test_a_damaged_image_of_the_cache_is_written_again(tmp_path: Path, kind: str
     assert [store.keep(png), store.keep(png)] == [str(path)] * 2
     assert path.read_bytes() == png
     assert [file.name for file in path.parent.iterdir()] == [path.name]
+    # the same with tokens that are in the cache
+    parts = [{"type": "image", "image": base64.b64encode(image).decode()} for image in (png, other)]
+    data = write_jsonl(tmp_path / "a.jsonl", map(chat, parts))
+    first = prepared(model, data, tmp_path / "cache").fingerprints()
+    damage(path, kind, other)
+    for warnings in (1, 0):
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            assert prepared(model, data, tmp_path / "cache").fingerprints() == first
+        assert caplog.text.count(f"{path}: corrupted or missing. The samples are") == warnings
+        assert path.read_bytes() == png
 
 
 def test_marks_without_a_column_are_a_warning(model: Path, tmp_path: Path) -> None:

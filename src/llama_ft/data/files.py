@@ -95,7 +95,7 @@ def numbered(
         except (ValueError, RecursionError) as error:
             yield place, BadSample(f'"{column}" is not JSON: {error}.')
             continue
-        yield place, values
+        yield place, BadSample(TOO_DEEP) if kinds and _is_deep(values) else values
 
 
 def _holds_json(kind: pyarrow.DataType) -> bool:

@@ -154,6 +154,16 @@ class ImageStore:
         self._whole.add(name)
         return str(path)
 
+    def is_corrupted(self, path: Path) -> bool:
+        """Return whether a file that `keep` has written has changed since, or is missing. Other
+        files are the user's."""
+        if path.parent.parent != self._folder:
+            return False
+        try:
+            return xxhash.xxh3_128_hexdigest(path.read_bytes()) != path.name
+        except OSError:
+            return True
+
 
 def _holds(path: Path, content: bytes) -> bool:
     """Return whether a file has this content. It may be a directory or a pipe, or unreadable."""

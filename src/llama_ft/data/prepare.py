@@ -45,6 +45,7 @@ from llama_ft.data.tokenize_files import (
     content_hash,
     encode_chunk,
     encode_chunks,
+    removed_for_image,
 )
 from llama_ft.errors import UserError, plural
 from llama_ft.processes import cores
@@ -428,7 +429,11 @@ def _tokenized(tokenization: _Tokenization, cache: Path, verify: bool) -> tuple[
     folder = cache / "tokenized" / key
     report = BuildReport(SplitStatistics())
     if tokenization.validation or not is_streaming:
-        build_once(folder, lambda temporary: _build(temporary, tokenization), verify)
+        build = partial(_build, tokenization=tokenization)
+        build_once(folder, build, verify)
+        images = tokenization.encoder.images
+        if images and verify and removed_for_image(folder, images.store):
+            build_once(folder, build, verify)
         report = BuildReport.load(folder / "meta.json")
     if is_streaming:
         report.train.fingerprint = _streamed_fingerprint(tokenization)

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import shutil
 import signal
 import textwrap
 import traceback
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy
 import pyarrow
 import xxhash
-from datasets import Features, List, Value
+from datasets import Dataset, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 
 from llama_ft.data.formats import (
@@ -39,7 +40,7 @@ from llama_ft.data.formats import (
     is_desirable,
     tools_of,
 )
-from llama_ft.data.image_parts import located, plain_messages
+from llama_ft.data.image_parts import ImageStore, located, plain_messages
 from llama_ft.data.loss_mask import ChatDiffers
 from llama_ft.data.processor import ImageExample, checksums_of
 from llama_ft.data.sources import Source
@@ -61,6 +62,7 @@ from llama_ft.data.tokenize import (
 from llama_ft.data.values import TOO_DEEP, in_own_names
 from llama_ft.errors import RunFailure, UserError, plural
 from llama_ft.processes import end_with
+from llama_ft.runtime.console import log
 
 # Tokenized examples or pieces of them. `group` neighboring rows of the table belong to one sample
 # and stay together. `source` is the place of that sample. `desirable` is the label of a completion
@@ -300,6 +302,21 @@ def _of_each_response(
         )
     parts = encoder.piece_rows(chat, sample)
     return [examples_of(part, "messages", encoder) for part in parts]
+
+
+def removed_for_image(folder: Path, store: ImageStore) -> bool:
+    """Delete tokenized samples if one needs an image of the cache that is corrupted or missing, and
+    return whether it is so. Tokenizing again writes the image again."""
+    for file in sorted(folder.glob("*.arrow")):
+        table = Dataset.from_file(str(file)).data
+        references = table["images"].combine_chunks().flatten().unique().to_pylist()
+        for reference in references:
+            path = Path(reference.partition(" ")[2])
+            if store.is_corrupted(path):
+                log.warning(f"{path}: corrupted or missing. The samples are tokenized again.")
+                shutil.rmtree(folder, ignore_errors=True)
+                return True
+    return False
 
 
 def encode_chunks(
