@@ -53,19 +53,11 @@ from llama_ft.runtime.console import log
 
 # increase it if streamed samples get other tokens; without streaming, the cache hashes the code
 CODE_VERSION = 8
+# modules that determine the tokens
 CODE = (
-    "chat_template",
-    "formats",
-    "image_parts",
-    "loss_mask",
-    "notes",
-    "processor",
-    "reshape",
-    "statistics",
-    "tokenize",
-    "tokenize_files",
-    "values",
-)
+    "chat_template formats image_parts loss_mask notes processor reshape "
+    "statistics tokenize tokenize_files values"
+).split()
 SECONDS_BETWEEN_LINES = 10.0
 HASHES = "{}.hashes.npy"  # of the distinct samples of a split, uint64
 TRAINED_ON = (
