@@ -254,3 +254,13 @@ def test_a_report_that_cannot_be_written_gives_a_warning(
     write_or_warn(folder)
     assert "warning: " in capfd.readouterr().err
     assert {path.name for path in folder.iterdir() if "report" in path.name} == {"report.html"}
+
+
+@pytest.mark.parametrize(
+    "attempts",
+    [5, ["a"], [{}], [{"step": 1, "changed": {"train.lr": [1]}}], [{"step": "x", "changed": {}}]],
+)
+def test_corrupted_attempts_are_left_out(run_dir: Path, attempts: object) -> None:
+    found = read_run(run_dir)
+    found.facts["attempts"] = attempts
+    assert found.attempts == [] and found.settings_over_time == found.settings

@@ -35,6 +35,20 @@ def changed_settings(
     return changed
 
 
+def readable_attempts(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the attempts in facts.json; none if they are missing or corrupted."""
+    attempts = facts.get("attempts", [])
+    try:
+        for attempt in attempts:
+            is_whole = isinstance(attempt["step"], int)
+            pairs = [*attempt["changed"].values(), *attempt.get("versions", {}).values()]
+            if not is_whole or any(len(pair) != 2 for pair in pairs):
+                return []
+        return list(attempts)
+    except (TypeError, KeyError, AttributeError):
+        return []
+
+
 def value_over_time(dotted: str, last: Any, attempts: Attempts) -> Any:
     """Return the value of a setting: `last`, or if a resume has changed it, the text `0.01 until
     step 8, then 0.001`."""

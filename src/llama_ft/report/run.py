@@ -14,7 +14,7 @@ import yaml
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from llama_ft.config.attempts import describe_changes, value_over_time
+from llama_ft.config.attempts import describe_changes, readable_attempts, value_over_time
 from llama_ft.config.paths import RUN_MARKER, folder_problem, missing_run
 from llama_ft.config.settings import SETTINGS
 from llama_ft.config.tool_flags import check, read
@@ -136,7 +136,7 @@ class Run:
     @property
     def settings_over_time(self) -> dict[str, Any]:
         """The settings. The value of one that a resume has changed is a text with all its values."""
-        attempts = self.facts.get("attempts", [])
+        attempts = readable_attempts(self.facts)
         return {
             name: value_over_time(name, value, attempts) for name, value in self.settings.items()
         }
@@ -145,7 +145,7 @@ class Run:
     def attempts(self) -> list[dict[str, Any]]:
         """The start of the run and its resumes, see `llama_ft.config.attempts`; `differences` is
         added to each, the texts of what differs from the one before."""
-        attempts = self.facts.get("attempts", [])
+        attempts = readable_attempts(self.facts)
         return [
             {**attempt, "differences": describe_changes(attempt, earlier)}
             for earlier, attempt in zip([None, *attempts], attempts, strict=False)
