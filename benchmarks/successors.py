@@ -4,7 +4,7 @@ and check that no complete checkpoint is lost.
     python benchmarks/successors.py --cases 50
 
 All are recipes/finetuning.py on 2 ranks with --resume auto, as schedulers start them: a predecessor
-is told to stop (SIGTERM), killed, or ends by itself, and one or two successors start at a random
+gets SIGTERM, is killed, or ends by itself, and one or two successors start at a random
 moment before or after. Each rank takes its own random time to write its file of a checkpoint, and to
 load weights. The ranks are forks of a process that has imported torch, as in the tests.
 

@@ -49,7 +49,7 @@ class RunFailure(UserError):
 
 
 class StopRequest(SystemExit):
-    """A signal has asked this process to stop. It is no error, and no user's function raises it."""
+    """A signal has asked this process to stop. A user's function never raises it."""
 
 
 class LostRank(RunFailure):
