@@ -55,7 +55,7 @@ from llama_ft.runtime.console import log
 CODE_VERSION = 8
 # modules that determine the tokens
 CODE = (
-    "chat_template formats image_parts loss_mask notes processor reshape "
+    "chat_template files formats image_parts loss_mask notes processor reshape "
     "statistics tokenize tokenize_files values"
 ).split()
 SECONDS_BETWEEN_LINES = 10.0
