@@ -333,7 +333,6 @@ def test_every_cell_of_the_comparison_has_a_source_or_says_not_checked() -> None
 WANTED = {
     "GRPO": ("Reinforcement learning", "GRPO"),
     "PPO": ("Reinforcement learning", "PPO"),
-    "images": ("Images, audio", "images"),
     "video or audio": ("Images, audio", "audio"),
     "kernels written for LoRA": ("Kernels", "[own]"),
     "context parallelism": ("Tensor, context, pipeline parallelism", "context"),

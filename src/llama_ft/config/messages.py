@@ -107,7 +107,7 @@ TYPO_SIMILARITY = 0.75  # at a lower similarity, unrelated names with a few comm
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate of which `word` is a misspelling, or None. Another name with a few common
-    letters may mean something else, so it is no suggestion."""
+    letters may mean something else, so it is not suggested."""
     if len(word) > LONGEST_NAME:
         return None
     names = {candidate.lower(): candidate for candidate in candidates}
