@@ -74,25 +74,28 @@ def test_settings_that_change_losses_may_not_differ() -> None:
     } == changes_losses | SECTIONS_THAT_MAY_DIFFER
 
 
+# Checkpoints of earlier versions have `packing`, which is None with padding, or no entry.
 @pytest.mark.parametrize(
     ("before", "now", "is_other"),
-    [(1, 2, True), (None, 2, True), (2, 2, False), (2, None, False)],
-    ids=["older", "not recorded", "the same", "not known yet"],
+    [
+        ({"batches": 1}, {"batches": 2}, True),
+        ({"packing": 1}, {"batches": 2}, True),
+        ({"packing": 2}, {"batches": 2}, False),
+        ({"packing": None}, {"batches": 2}, True),
+        ({}, {"batches": 2}, True),
+        ({"batches": 2}, {"batches": 2}, False),
+        ({"batches": 2}, {}, False),
+    ],
+    ids=["older", "packed", "packed alike", "padded", "not recorded", "the same", "not known yet"],
 )
-def test_a_version_that_packs_other_samples_together_does_not_resume(
-    before: int | None, now: int | None, is_other: bool
+def test_a_version_that_puts_other_samples_into_a_step_does_not_resume(
+    before: dict[str, int | None], now: dict[str, int], is_other: bool
 ) -> None:
     saved, _ = run()
     resumed, places = run()
-    saved |= {"packing": before} if before else {}
-    resumed |= {"packing": now} if now else {}
+    saved |= before
+    resumed |= now
     if is_other:
         with pytest.raises(UserError, match=r"other batches.*\n.*\n +--resume_allow_changes batch"):
             check_same_run(saved, resumed, [], places)
     check_same_run(saved, resumed, [] if not is_other else ["batching_strategy"], places)
-
-
-def test_padded_batches_do_not_depend_on_packing() -> None:
-    saved, _ = run("--batching_strategy padding")
-    resumed, places = run("--batching_strategy padding")
-    check_same_run(saved, resumed | {"packing": None}, [], places)

@@ -71,8 +71,10 @@ def best_metrics(s: Any) -> list[str]:
     endings = ["loss"]
     if s.objective in OF_TOKENS:
         endings.append("perplexity")
-    elif s.objective != "reward":
-        endings += ["rewards/accuracies", "rewards/margins"]
+    else:
+        if s.objective != "kto":  # its samples are not compared with each other
+            endings.append("rewards/accuracies")
+        endings.append("rewards/margins")
     if s.score:
         endings.append("score")
     sets = list(s.validation) if isinstance(s.validation, dict) else []

@@ -319,7 +319,9 @@ class TrainingRun:
             title = f"step {step}, {name}" if name else f"step {step}"
             self._keep_answers(title, score.samples, "scored")
         self.throughput.pause()
-        return {f"eval/{name}": value for name, value in metrics.items()}
+        result = {f"eval/{name}": value for name, value in metrics.items()}
+        self.state.best.check(result)
+        return result
 
     def show_answers(
         self,

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llama_ft.config import TrainConfig
+from llama_ft.errors import UserError
 from llama_ft.runtime import log
 
 INITIAL_FACTOR = 2.0**16
@@ -75,6 +76,16 @@ class Best:
         self.evaluations_since = 0
         self._patience = train.early_stopping_patience
         self._min_delta = train.early_stopping_min_delta
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Raise a UserError if an evaluation does not have the metric, before steps are wasted: a
+        mean over nothing is left out."""
+        if self.metric not in metrics:
+            raise UserError(
+                f"--best_by {self.metric}: the evaluation has only {', '.join(metrics)}.\n"
+                "Rewards of chosen and rejected responses, and their margin, need validation samples of both labels. "
+                "Name one of these metrics, or use another validation set."
+            )
 
     def update(self, metrics: Mapping[str, float], step: int) -> bool:
         """Count an evaluation. Return whether its value is the best so far."""
