@@ -132,7 +132,9 @@ def evaluate(
         if tasks is not None
         else None
     )
-    result, tokenizer = Evaluated(name, opened.about, held_out, answers), opened.tokenizer
+    leaks = samples[0].leaks if samples else ()
+    result = Evaluated(name, opened.about, held_out, answers, leaks=leaks)
+    tokenizer = opened.tokenizer
     del opened
     gc.collect()  # free this model before the next one is loaded
     if ranks.device.type == "cuda":

@@ -156,8 +156,8 @@ def test_training_samples_as_validation_set_are_warned_of(
         data = prepare(
             config, llama3, DataRequest(context_length=64, want_validation=True), cache=tmp_path
         )
-        assert set(data.warnings) <= set(data.facts()["warnings"])
-        return data.warnings
+        assert set(data.leaks) <= set(data.facts()["warnings"])
+        return data.leaks
 
     (warning,) = warnings(validation)
     assert "the validation set has the training samples" in warning
@@ -400,16 +400,16 @@ def test_overlap_of_training_and_validation_is_a_warning(
     messages = [{"role": "user", "content": "Hi 3"}, {"role": "assistant", "content": "yes"}]
     held_out = write_jsonl(tmp_path / "held.jsonl", [*others, *pairs(2), *pairs(1)])
     data = prepared(train, llama3, tmp_path / "cache", validation=str(held_out))
-    [warning] = data.warnings
+    [warning] = data.leaks
     assert warning.startswith("2 samples of the validation set are in the training data, too")
     assert data.report.validation is not None and data.report.validation.duplicates == 1
     assert data.facts()["warnings"] == [warning]
     other_format = write_jsonl(tmp_path / "chat.jsonl", [{"messages": messages}])
     data = prepared(train, llama3, tmp_path / "cache", validation=str(other_format))
-    assert data.warnings[0].startswith("1 sample of the validation set is in")
+    assert data.leaks[0].startswith("1 sample of the validation set is in")
     clean = write_jsonl(tmp_path / "clean.jsonl", others)
-    assert not prepared(train, llama3, tmp_path / "cache", validation=str(clean)).warnings
-    assert not prepared(train, llama3, tmp_path / "cache", validation="0.3").warnings
+    assert not prepared(train, llama3, tmp_path / "cache", validation=str(clean)).leaks
+    assert not prepared(train, llama3, tmp_path / "cache", validation="0.3").leaks
 
 
 def test_the_samples_of_a_fraction_are_written_and_are_the_same_as_a_validation_file(
@@ -437,7 +437,7 @@ def test_the_samples_of_a_fraction_are_written_and_are_the_same_as_a_validation_
 def test_duplicates_are_not_written_to_the_validation_file(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    """Also those in other columns, which the tokens show. Each node writes its file."""
+    """Also those with other ids. Each node writes its file."""
     samples = [{"question": f"Hi {n % 30}", "answer": "yes"} for n in range(60)]
     samples += [{"question": f"Hi {n}", "answer": "yes", "id": n} for n in range(30)]
     path = write_jsonl(tmp_path / "my.jsonl", samples)
@@ -449,8 +449,8 @@ def test_duplicates_are_not_written_to_the_validation_file(
     assert not output.exists()
     data = prepared(path, llama3, cache, **settings, validation_output=str(output))
     assert other.validation is not None and data.validation is not None
-    written = [json.loads(line)["instruction"] for line in output.read_text().splitlines()]
-    assert 5 < len(written) == len(data.validation) == len({*written})
+    written = [json.loads(line)["question"] for line in output.read_text().splitlines()]
+    assert 3 < len(written) == len(data.validation) == len({*written})
     again = prepared(path, llama3, cache, validation=str(output))
     assert again.fingerprints()["validation"] == other.fingerprints()["validation"]
 
@@ -471,7 +471,7 @@ def test_named_validation_sets_are_those_of_single_files(
         assert single is not None
         for column in ("input_ids", "labels"):
             assert list(data.validations[name][column]) == list(single[column])
-    [warning] = data.warnings
+    [warning] = data.leaks
     assert warning.startswith("3 samples of the validation set own are in the training data")
     assert "chat: 1 exact duplicate of earlier samples (--deduplicate leaves them out)" in (
         data.summary

@@ -428,6 +428,8 @@ def write_model_card(
     if "step" in run:
         facts["optimizer steps"] = run["step"]
         facts["validation loss"] = run["metrics"].get("eval/loss")
+        if run.get("leaks"):
+            facts["warning"] = " ".join(run["leaks"])
     if run.get(PROMPT_FORMAT) == "text":
         front[PROMPT_FORMAT] = "text"  # for llama_ft's tools
         facts["prompts"] = "text, without a chat template"

@@ -210,7 +210,8 @@ def check_same_run(
     Args:
         saved: the run in trainer.json: `config`, the resolved configuration as dicts by section,
             `contents`: model_name, dataset, validation -> a checksum of their content, and
-            `batches`: the entry of data.BATCHES_VERSION.
+            `batches`: the entry of data.BATCHES_VERSION, and `split`: data.SPLIT_VERSION if
+            a fraction of the samples is the validation set.
         now: the same for the resuming run; `contents` and `batches` may still be missing.
         allowed: names of settings that may differ.
         origins: dotted name -> where it was set.
@@ -231,6 +232,8 @@ def check_same_run(
             is_allowed = name in allowed and name != "optimizer"
             if not is_allowed and (is_other or (old != value and not may_differ)):
                 was = "as before, but its content, tokenizer or chat template has changed"
+                if is_other and saved.get("split") != now.get("split"):
+                    was = "as before, but another version of llama_ft chose the validation samples"
                 if old != value:
                     was = f"was {format_value(old)}"
                 origin = origins.get(setting.dotted, "")

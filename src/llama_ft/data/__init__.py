@@ -13,6 +13,7 @@ from llama_ft.data.batches import (
 )
 from llama_ft.data.cache import cache_dir
 from llama_ft.data.chat_template import RENDER_ERRORS, ensure_chat_template, stop_token_ids
+from llama_ft.data.content import SPLIT_VERSION
 from llama_ft.data.demo import Demo, build_demo
 from llama_ft.data.image_prompts import thumbnail
 from llama_ft.data.prefetch import Prefetcher

@@ -110,6 +110,50 @@ def plain_messages(messages: list[Message]) -> list[Message]:
     return changed
 
 
+def with_absolute_paths(sample: Sample, folder: str, columns: Iterable[str]) -> dict[str, Any]:
+    """Return a sample whose images have absolute paths, for a data file in another directory.
+
+    Args:
+        sample: as it was read.
+        folder: the directory of its data file.
+        columns: names of the columns of images.
+    """
+    images = set(columns)
+    return {
+        name: _absolute(value, folder) if name in images else _absolute_in_parts(value, folder)
+        for name, value in sample.items()
+    }
+
+
+def _absolute_in_parts(value: Any, folder: str) -> Any:
+    """Return messages whose image parts have absolute paths."""
+    if isinstance(value, list):
+        return [_absolute_in_parts(one, folder) for one in value]
+    if not isinstance(value, dict):
+        return value
+    changed = {name: _absolute_in_parts(one, folder) for name, one in value.items()}
+    if _is_image(value):
+        changed |= {name: _absolute(value[name], folder) for name in KEYS if name in value}
+    return changed
+
+
+def _absolute(value: Any, folder: str) -> Any:
+    """Return an image, or a list of them, with an absolute path if it is a file."""
+    if isinstance(value, list):
+        return [_absolute(one, folder) for one in value]
+    if isinstance(value, dict):
+        return {name: _absolute(one, folder) for name, one in value.items()}
+    if not isinstance(value, str):
+        return value
+    path = _path_of(value, folder)
+    return os.path.abspath(path) if os.path.isfile(path) else value
+
+
+def _path_of(text: str, folder: str) -> str:
+    """Return the path that a text in a data file of `folder` may mean."""
+    return os.path.join(folder, os.path.expanduser(text.removeprefix("file://")))
+
+
 class ImageStore:
     """Files of images whose bytes are in the data. Equal images are one file.
 
@@ -332,7 +376,7 @@ class _Reader:
             raise BadSample(
                 f'"{place}" is the URL {text[:80]}; expected a local file. Images are not downloaded.'
             )
-        path = os.path.join(self._folder, os.path.expanduser(text.removeprefix("file://")))
+        path = _path_of(text, self._folder)
         try:
             if os.path.isfile(path):
                 return _utf8(os.path.abspath(path), place)

@@ -1,12 +1,10 @@
 """Turn `--dataset` into tokenized samples on disk, or take them from the cache if nothing has
 changed."""
 
-import filecmp
 import hashlib
 import inspect
 import json
 import os
-import pickle
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -24,13 +22,14 @@ from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template, missing_end
 from llama_ft.data.formats import BadSample, TokenizedSample
+from llama_ft.data.held_out import write_held_out
+from llama_ft.data.image_parts import ImageStore
 from llama_ft.data.processor import Images, open_images
 from llama_ft.data.prompt_tokens import PromptFormat
 from llama_ft.data.reshape import look_at_formats, reshaped
 from llama_ft.data.sources import Source, Split, brings_validation, open_source
 from llama_ft.data.statistics import (
     BuildReport,
-    Duplicates,
     SplitStatistics,
     describe,
     note_lines,
@@ -42,8 +41,6 @@ from llama_ft.data.tokenize_files import (
     BadSamples,
     SplitWriter,
     chunks_of,
-    content_hash,
-    encode_chunk,
     encode_chunks,
     removed_for_image,
 )
@@ -55,11 +52,14 @@ from llama_ft.runtime.console import log
 CODE_VERSION = 8
 # modules that determine the tokens
 CODE = (
-    "chat_template files formats image_parts loss_mask notes processor reshape "
+    "chat_template content files formats image_parts loss_mask notes processor reshape "
     "statistics tokenize tokenize_files values"
 ).split()
 SECONDS_BETWEEN_LINES = 10.0
 HASHES = "{}.hashes.npy"  # of the distinct samples of a split, uint64
+# Numbers of the samples that a fraction keeps out of training, in the order of
+# `Source.formatted_samples`, int64.
+HELD_OUT = "held_out.npy"
 TRAINED_ON = (
     "the validation set has the training samples: its loss says nothing about other data. "
     "--validation 0.05 keeps samples out of training."
@@ -83,6 +83,8 @@ class TokenizedData:
     images: Images | None = None  # makes pixels for batches; None: no sample has an image
     prompt_format: PromptFormat = "chat"  # of the training samples
     warnings: tuple[str, ...] = ()  # about the data, for the log and the report
+    # why the validation loss is too low, for all places that show it
+    leaks: tuple[str, ...] = ()
     # validation sets that have names; each is the `train` of its data
     named: dict[str, "TokenizedData"] = field(default_factory=dict)
     hashes: Path | None = None  # file of the hashes of the training samples
@@ -124,8 +126,14 @@ class TokenizedData:
         counts = asdict(self.report)
         splits = {"train": counts["train"], "validation": counts["validation"]}
         named = {name: asdict(one.report.train) for name, one in self.named.items()}
-        warnings = [*warnings_of(self.report), *self.warnings]
-        return {"summary": self.summary, "warnings": warnings, **splits, "named": named}
+        warnings = [*warnings_of(self.report), *self.warnings, *self.leaks]
+        return {
+            "summary": self.summary,
+            "warnings": warnings,
+            "leaks": self.leaks,
+            **splits,
+            "named": named,
+        }
 
 
 @dataclass(frozen=True)
@@ -154,6 +162,7 @@ class DataRequest:
             may be added.
         use: purpose of `--dataset`, which is returned as `train`: validation selects its
             validation split.
+        images: reads the images; None: the samples decide whether `load_processor` is called.
         examples: makes the examples of a sample, `Objective.examples`.
         load_processor: returns the model's processor, called if samples have images; None: the model
             or this use of it takes no images.
@@ -166,6 +175,7 @@ class DataRequest:
     vocabulary_size: int | None = None
     add_tokens: bool = False
     use: Split = "train"
+    images: Images | None = None
     examples: ExamplesOf = one_example
     load_processor: Callable[[], Any] | None = None
     no_images: str = "only text is trained on"
@@ -210,8 +220,12 @@ def prepare(
         examples=request.examples,
     )
     report, folder = _tokenized(tokenization, cache, verify_cache)
+    if request.use == "train" and request.examples is unpaired_examples and not config.streaming:
+        _check_labels(source.name, report.train)
     if config.validation_output and verify_cache:  # on each node, which may have its own disk
-        summary.append(_write_held_out(tokenization, Path(config.validation_output).expanduser()))
+        file = Path(config.validation_output).expanduser()
+        held_out = set(numpy.load(folder / HELD_OUT).tolist())
+        summary.append(write_held_out(source, config, encoder, held_out, file))
     if not request.want_validation:
         report = replace(report, validation=None)
     is_trained_on = opened.is_trained_on
@@ -221,29 +235,31 @@ def prepare(
         is_trained_on |= report.validation.fingerprint == report.train.fingerprint
     named = dict[str, TokenizedData]()
     if request.want_validation:
-        named = _prepare_named(config, tokenizer, request, cache, verify_cache)
+        # All sets have images, or none, so that their tables have the same columns.
+        asked = replace(request, want_validation=False, use="validation", images=images)
+        for name, own in _named_configs(config).items():
+            named[name] = prepare(own, tokenizer, asked, cache, verify_cache)
     for one in named.values():
         if not report.chat_sample:
             other = one.report
             report = replace(report, chat_sample=other.chat_sample, chat_tools=other.chat_tools)
-        images = images or one.images
     statistics = {name: one.report.train for name, one in named.items()}
     summary += describe(report, statistics)
     if request.want_validation and report.validation is None and not named:
         summary.append("no validation data: --validation FILE or --validation 0.05")
-    warnings += [TRAINED_ON] if is_trained_on else []
     warnings += note_lines(report.notes)
     for name, one in named.items():
         warnings += [f"{name}: {line}" for line in one.warnings]
+    leaks = [TRAINED_ON] if is_trained_on else []
     hashes = folder / HASHES.format("train")
     if not (config.streaming or is_trained_on):
         if report.validation is not None:
-            warnings += overlap_warning(
+            leaks += overlap_warning(
                 "the validation set", folder / HASHES.format("validation"), hashes
             )
         for name, one in named.items():
             assert one.hashes is not None
-            warnings += overlap_warning(f"the validation set {name}", one.hashes, hashes)
+            leaks += overlap_warning(f"the validation set {name}", one.hashes, hashes)
             summary += [f"{name}: {line}" for line in warnings_of(one.report)]
     return TokenizedData(
         train=None if config.streaming else _open_split(folder, "train"),
@@ -253,6 +269,7 @@ def prepare(
         stream=(source, encoder, request.examples) if config.streaming else None,
         bad_samples=folder / BAD_SAMPLES_FILE if report.bad_samples else None,
         warnings=tuple(warnings),
+        leaks=tuple(leaks),
         named=named,
         hashes=None if config.streaming else hashes,
         untokenized=(source, encoder),
@@ -261,58 +278,26 @@ def prepare(
     )
 
 
-def _prepare_named(
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    request: DataRequest,
-    cache: Path,
-    verify_cache: bool,
-) -> dict[str, TokenizedData]:
-    """Return the validation sets that have names, each prepared like a training set of its own. For
-    arguments see `prepare`."""
+def _named_configs(config: DataConfig) -> dict[str, DataConfig]:
+    """Return the settings of each validation set that has a name: it is prepared like a training set
+    of its own."""
     if not isinstance(config.validation, dict):
         return {}
-    prepared = {}
-    asked = replace(request, want_validation=False, use="validation")
-    for name, path in config.validation.items():
-        own = replace(config, dataset=path, validation=None, max_samples=0, streaming=False)
-        prepared[name] = prepare(own, tokenizer, asked, cache, verify_cache)
-    return prepared
+    return {
+        name: replace(config, dataset=path, validation=None, max_samples=0, streaming=False)
+        for name, path in config.validation.items()
+    }
 
 
-def _write_held_out(tokenization: _Tokenization, file: Path) -> str:
-    """Write the samples that the fraction --validation keeps out of training, with the columns of
-    their format. Return a line for the log. Raises UserError if the file has other samples."""
-    count = 0
-    config = tokenization.config
-    samples = tokenization.source.formatted_samples(config.dataset_format)
-    assert tokenization.fraction is not None
-    duplicates = Duplicates(config.deduplicate)
-    aside = file.with_name(f".{file.name}.{os.uname().nodename}.{os.getpid()}.tmp")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with aside.open("w", encoding="utf-8") as opened:
-            for place, sample, sample_format in samples:
-                if isinstance(sample, BadSample):
-                    continue
-                if content_hash(sample) / 2**64 >= tokenization.fraction:
-                    continue
-                if config.deduplicate:
-                    chunk = [(place, pickle.dumps((sample, sample_format)))]
-                    found = encode_chunk(chunk, tokenization.encoder, tokenization.examples).samples
-                    if not duplicates.kept([place], found["encoded"], ~found["bad"]).all():
-                        continue
-                # ASCII: JSON allows half a surrogate pair, which UTF-8 cannot encode
-                opened.write(json.dumps(sample, default=str) + "\n")
-                count += 1
-        if file.exists() and not filecmp.cmp(aside, file, shallow=False):
-            raise UserError(
-                f"--validation_output {file}: exists with other samples. Name another file."
-            )
-        os.replace(aside, file)
-    finally:
-        aside.unlink(missing_ok=True)
-    return f"{plural(count, 'validation sample')}: {file}"
+def _check_labels(name: str, train: SplitStatistics) -> None:
+    """Raise a UserError if the training samples of KTO have one label only."""
+    if train.desirable and train.undesirable:
+        return
+    completions = plural(train.samples // 2, "completion")  # each one has two examples
+    raise UserError(
+        f"{name}: all {completions} have the label {bool(train.desirable)}.\n"
+        "KTO needs both. Check the column label, or use --objective sft --dataset_format prompt_completion."
+    )
 
 
 def _open_split(folder: Path, name: Split) -> Dataset:
@@ -323,6 +308,7 @@ def _open_split(folder: Path, name: Split) -> Dataset:
 class _OpenedSources(NamedTuple):
     training: Source
     validation: Source | None  # of its own; a fraction of the training samples is none
+    named: list[Source]  # validation sets that have names
     is_trained_on: bool  # the validation set is a part of the training data
 
 
@@ -333,18 +319,25 @@ def _open_sources(
     opened = partial(open_source, config=config, tokenizer=tokenizer, cache=cache)
     original = opened(config.dataset, request.use)
     training = reshaped(original, config, config.max_samples)
-    is_named = isinstance(config.validation, dict)  # see _prepare_named
-    if not request.want_validation or is_named or as_fraction(config.validation) is not None:
-        return _OpenedSources(training, None, is_trained_on=False)
+    if request.want_validation and isinstance(config.validation, dict):
+        named = []
+        for own in _named_configs(config).values():
+            one = open_source(
+                own.dataset, "validation", config=own, tokenizer=tokenizer, cache=cache
+            )
+            named.append(reshaped(one, own))
+        return _OpenedSources(training, None, named, is_trained_on=False)
+    if not request.want_validation or as_fraction(config.validation) is not None:
+        return _OpenedSources(training, None, [], is_trained_on=False)
     name: Any = config.validation  # a text or None
     if not name and brings_validation(config.dataset, config.streaming):
         name = config.dataset
     if not name:
-        return _OpenedSources(training, None, is_trained_on=False)
+        return _OpenedSources(training, None, [], is_trained_on=False)
     validation = opened(name, "validation")
     trained_on = {part.identity for part in original.parts or (original,)}
     is_trained_on = validation.identity in trained_on
-    return _OpenedSources(training, reshaped(validation, config), is_trained_on)
+    return _OpenedSources(training, reshaped(validation, config), [], is_trained_on)
 
 
 class _Found(NamedTuple):
@@ -372,7 +365,10 @@ def _make_encoder(
     sources = [source] if opened.validation is None else [source, opened.validation]
     no_images = request.no_images
     images = None
-    if request.load_processor is not None:
+    if request.images is not None:
+        images = request.images.with_store(ImageStore(cache, is_full=config.streaming))
+    elif request.load_processor is not None:
+        sources += opened.named
         images, no_images = open_images(sources, config, tokenizer, request.load_processor, cache)
     look = partial(look_at_formats, wanted=config.dataset_format, with_images=images is not None)
     trained, summary = look(source)
@@ -503,7 +499,7 @@ def _build(folder: Path, tokenization: _Tokenization) -> None:
         splits["validation"] = SplitWriter(
             folder / "validation.arrow", tokenization.encoder, deduplicate
         )
-    samples = _write_splits(tokenization, splits, bad)
+    samples, held_out = _write_splits(tokenization, splits, bad)
     bad.refuse()
     # the validation split comes last, if there is one
     *_, last_split = splits.values()
@@ -514,14 +510,7 @@ def _build(folder: Path, tokenization: _Tokenization) -> None:
             raise _nothing_left(tokenization, name, statistics, others, bad)
     train = written.get("train", SplitStatistics())
     validation = written.get("validation")
-    has_both_labels = train.desirable and train.undesirable
-    if tokenization.examples is unpaired_examples and "train" in written and not has_both_labels:
-        # unpaired_examples makes two examples per sample
-        completions = plural(train.samples // 2, "completion")
-        raise UserError(
-            f"{tokenization.source.name}: all {completions} have the label {bool(train.desirable)}.\n"
-            "KTO needs both. Check the column label, or use --objective sft --dataset_format prompt_completion."
-        )
+    numpy.save(folder / HELD_OUT, held_out)
     for name, split in splits.items():
         numpy.save(folder / HASHES.format(name), split.hashes)
     report = BuildReport(
@@ -539,9 +528,9 @@ def _build(folder: Path, tokenization: _Tokenization) -> None:
 
 def _write_splits(
     tokenization: _Tokenization, splits: dict[Split, SplitWriter], bad: BadSamples
-) -> int:
+) -> tuple[int, numpy.ndarray]:
     """Tokenize all samples, write them to their splits and count the bad ones. Return the number of
-    samples read."""
+    samples read, and the numbers of those in the validation split."""
     config = tokenization.config
     sources = list[Source]()
     if not config.streaming:
@@ -550,6 +539,7 @@ def _write_splits(
         sources.append(tokenization.validation)
     processes = config.tokenize_processes or cores()
     samples = 0
+    held_out_numbers = [numpy.empty(0, numpy.int64)]
     started = time.monotonic()
     logged = started
     for source in sources:
@@ -564,12 +554,15 @@ def _write_splits(
                     # depend on the order of the samples, and equal samples are in the same split.
                     held_out = encoded.samples["content"] / 2**64 < tokenization.fraction
                 for name, split in splits.items():
-                    split.add(chunk, encoded, held_out if name == "validation" else ~held_out)
+                    is_validation = name == "validation"
+                    kept = split.add(chunk, encoded, held_out if is_validation else ~held_out)
+                    if is_validation and tokenization.fraction is not None:
+                        held_out_numbers.append(samples + numpy.flatnonzero(kept))
                 samples += len(chunk)
                 if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
                     logged = time.monotonic()
                     log.info(f"tokenizing: {plural(samples, 'sample')} in {logged - started:.0f} s")
-    return samples
+    return samples, numpy.concatenate(held_out_numbers)
 
 
 def _nothing_left(

@@ -257,6 +257,10 @@ class Images:
         self._processor = processor
         self._max_pixels = max_pixels
 
+    def with_store(self, store: ImageStore) -> "Images":
+        """Return the same reader of images with another store."""
+        return Images(self._processor, store, self._max_pixels)
+
     @property
     def chat_template(self) -> Any:
         """The processor's chat template; None without one."""

@@ -56,7 +56,10 @@ def reshaped(source: Source, config: DataConfig, most: int = 0) -> Source:
                 yield place, BadSample(in_own_names(problem, renamed))
                 continue
             for one in changed:
-                yield place, RenamedSample(one, original_names)
+                original = sample
+                if len(changed) > 1:  # the completions of a pair may be in different splits
+                    original = {original_names.get(name, name): one[name] for name in one}
+                yield place, RenamedSample(one, original_names, original)
 
     options = json.dumps([names, most, config.repair_chats])
     return dataclasses.replace(

@@ -7,7 +7,6 @@ the console.
 """
 
 import gc
-import hashlib
 import itertools
 import json
 import multiprocessing
@@ -30,6 +29,7 @@ import xxhash
 from datasets import Dataset, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 
+from llama_ft.data.content import content_hash
 from llama_ft.data.formats import (
     PREFERENCE,
     UNPAIRED,
@@ -167,7 +167,11 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
             notes[note] = BadKind.counted(notes.get(note), 1, place)
         if sample_format == UNPAIRED:
             desirable[number] = is_desirable(sample)
-        samples[number]["content"] = content_hash(sample)
+        examples = list(itertools.chain.from_iterable(tokenized[number]))
+        images = [one.images for one in examples if isinstance(one, ImageExample)]
+        said = encoder.with_images(read, sample_format) if images else sample
+        checksums = b"".join(map(checksums_of, images))
+        samples[number]["content"] = content_hash(said, sample_format, checksums)
         samples[number]["encoded"] = _encoded_hash(tokenized[number], desirable.get(number))
     if examples_of is unpaired_examples:
         # A completion is not split, so each sample has one list of examples.
@@ -190,15 +194,6 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
     input_ids = table["input_ids"].combine_chunks().flatten().to_numpy()
     largest_id = int(input_ids.max(initial=-1))
     return EncodedChunk(table, sample_of_piece, samples, largest_id, problems, splits, notes)
-
-
-def content_hash(sample: Sample) -> int:
-    """Return a 64-bit hash of a sample's content. Equal samples share it, so that they are all in
-    the same split."""
-    text = json.dumps(sample, sort_keys=True, ensure_ascii=False, default=str)
-    # surrogatepass: JSON allows half a surrogate pair, which UTF-8 cannot encode
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big")
 
 
 def _encoded_hash(responses: list[list[Example]], is_desirable: bool | None) -> int:
@@ -428,9 +423,9 @@ class SplitWriter:
         if self._with_images:
             self._checksums.append(xxhash.xxh3_128())
 
-    def add(self, chunk: Chunk, encoded: EncodedChunk, mine: numpy.ndarray) -> None:
+    def add(self, chunk: Chunk, encoded: EncodedChunk, mine: numpy.ndarray) -> numpy.ndarray:
         """Write the results of `chunk` for the samples of this split, which `mine`, bool [samples],
-        marks."""
+        marks. Return those of them that are valid and not left out as duplicates."""
         places = [place for place, _ in chunk]
         valid = mine & ~encoded.samples["bad"]
         mine = self._duplicates.kept(places, encoded.samples["encoded"], valid)
@@ -442,7 +437,7 @@ class SplitWriter:
                     break
         kept = mine[encoded.sample_of_piece]
         if not kept.any():
-            return
+            return mine
         if not self.first_chat:
             first_kept = encoded.sample_of_piece[kept][0]
             place, packed = chunk[first_kept]
@@ -471,6 +466,7 @@ class SplitWriter:
         self.statistics.target_tokens += int(table["target_tokens"].to_numpy().sum())
         self.statistics.largest_id = max(self.statistics.largest_id, encoded.largest_id)
         self._writer.write_table(table)
+        return mine
 
     def close(self) -> SplitStatistics:
         """Finish the file and return the statistics."""

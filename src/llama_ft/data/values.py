@@ -34,11 +34,22 @@ MISSING = Missing()  # value of a field that is not there; None is a null
 
 
 class RenamedSample(dict[str, Any]):
-    """A sample whose columns were renamed. `original_names`: name here -> name in the data."""
+    """A sample whose columns were renamed, or which was changed in another way.
 
-    def __init__(self, values: Mapping[str, Any], original_names: Mapping[str, str]) -> None:
+    Attributes:
+        original_names: name here -> name in the data.
+        original: the sample as the data have it.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        original_names: Mapping[str, str],
+        original: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(values)
         self.original_names = original_names
+        self.original = values if original is None else original
 
 
 def in_own_names(problem: Exception, sample: Any) -> str:

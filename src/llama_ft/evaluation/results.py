@@ -16,13 +16,14 @@ Number = tuple[float, float | None]  # a value and its standard error
 @dataclass(frozen=True)
 class Evaluated:
     """Results of a model: its loss on the samples and its tasks, if requested; and the results of
-    its base model. `about` says what was loaded and how."""
+    its base model. `about` says what was loaded and how, `leaks` why the loss is too low."""
 
     name: str
     about: str
     held_out: dict[str, float] | None
     tasks: Metrics | None
     base: "Evaluated | None" = None
+    leaks: tuple[str, ...] = ()
 
     def numbers(self) -> dict[tuple[str, str], Number]:
         """Return (task, metric) -> value and standard error. For the loss on samples, task is
@@ -71,7 +72,9 @@ def describe(models: list[Evaluated], samples: str, limit: float | None) -> str:
         some = f", with --limit {limit:g}: not for comparison with others' numbers" if limit else ""
         titles.append(f"tasks of lm-evaluation-harness{some}")
     lines = [line.rstrip() for line in text.getvalue().splitlines()]
-    return "\n".join([", ".join(titles), *lines])
+    leaks = dict.fromkeys(leak for model in models for leak in model.leaks)
+    warnings = [f"warning: {leak}" for leak in leaks]
+    return "\n".join([", ".join(titles), *lines, *warnings])
 
 
 def write_json(

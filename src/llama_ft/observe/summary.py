@@ -29,6 +29,7 @@ class RunOutcome:
         best_value: its best value; infinite if there is none.
         best_step: its step.
         weights_of: the step of the weights in model/.
+        leaks: why this value is too low.
         has_validation: the run has a validation set, for which evaluate.py can compute the loss.
         uploads: a line about --save_to; empty without.
     """
@@ -40,11 +41,12 @@ class RunOutcome:
     best_step: int
     weights_of: int
     has_validation: bool
+    leaks: tuple[str, ...] = ()
     uploads: str = ""
 
 
 def summary(config: Config, run: Path, recipes: Path, outcome: RunOutcome) -> str:
-    """Return an empty line and at most seven lines. Their commands can be copied into a shell.
+    """Return an empty line and at most seven lines, and the leaks. Their commands can be copied into a shell.
 
     Args:
         config: the run's settings.
@@ -69,6 +71,7 @@ def summary(config: Config, run: Path, recipes: Path, outcome: RunOutcome) -> st
     if math.isfinite(outcome.best_value):
         best = f"{outcome.best_value:.4g} at step {outcome.best_step}"
         lines.append(f"Best {outcome.best_of}: {best}")
+        lines += [f"warning: {leak}" for leak in outcome.leaks]
     if outcome.uploads:
         lines.append(outcome.uploads)
     report = f"(report: {run / 'report.html'})"

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from llama_ft import checkpoint, data, models, observe, report, runtime, training
-from llama_ft.config import Config, differences, parse_duration
+from llama_ft.config import Config, as_fraction, differences, parse_duration
 from llama_ft.config.paths import PROMPT_FORMAT, unusual_output_dir
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.plan.oom_report import explain_errors
@@ -82,7 +82,7 @@ class Setup:
         """Check that sample prompts can be answered, that the final model can be saved, and that a
         resumed run has the same model and data. Return the description of the inputs for trainer.json."""
         log.info("\n".join(dataset.summary))
-        for warning in dataset.warnings:
+        for warning in (*dataset.warnings, *dataset.leaks):
             log.warning(warning)
         if dataset.images is not None:
             training.check_image_settings(config, dataset.images)
@@ -104,11 +104,13 @@ class Setup:
             checkpoint.check_export(model_config, tokenizer, folder)
         inputs = {
             "batches": data.BATCHES_VERSION[config.data.batching_strategy],
+            "split": data.SPLIT_VERSION if as_fraction(config.data.validation) else None,
             "global_batch": self.global_batch,
             "contents": {"model_name": models.fingerprint(folder), **dataset.fingerprints()},
             "chat_template": tokenizer.chat_template,
             PROMPT_FORMAT: dataset.prompt_format,
             "new_tokens": new_tokens and dataclasses.asdict(new_tokens),
+            "leaks": list(dataset.leaks),
         }
         check_same_run(self.resumed, config, inputs, self.origins)
         return inputs

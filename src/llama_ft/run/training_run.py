@@ -503,6 +503,7 @@ class TrainingRun:
             best_value=best.value,
             best_step=best.step,
             weights_of=self.weights_of,
+            leaks=self.dataset.leaks,
             has_validation=bool(self.dataset.validations),
             uploads=self.uploads.describe() if self.uploads is not None else "",
         )
