@@ -242,7 +242,8 @@ def warmup_steps(train: TrainConfig, total_steps: int) -> int:
 def learning_rate(train: TrainConfig, step: int, total_steps: int, epoch: int) -> float:
     """Return the learning rate of an optimizer step. It depends on the position only, so nothing
     must be saved. Warm-up and all schedules but step are those of transformers.get_scheduler:
-    warm-up begins with learning rate 0.
+    warm-up begins with learning rate 0. (With warmup_stable_decay and min_lr, Transformers begins
+    the warm-up with min_lr.)
 
     Args:
         train: lr, min_lr, lr_scheduler, warmup_steps, warmup_ratio, decay_ratio, gamma.
