@@ -21,7 +21,7 @@ from llama_ft.config import DataConfig, as_fraction
 from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template, missing_end
-from llama_ft.data.formats import BadSample, TokenizedSample
+from llama_ft.data.formats import TokenizedSample
 from llama_ft.data.held_out import write_held_out
 from llama_ft.data.image_parts import ImageStore
 from llama_ft.data.processor import Images, open_images
