@@ -19,7 +19,7 @@ TOKENS = {
     "check": 4300,
     "checkpoint": 28_500,
     "config": 19_000,
-    "data": 45_500,
+    "data": 47_500,
     "evaluation": 4000,
     "inference": 7500,
     "models": 65_200,
