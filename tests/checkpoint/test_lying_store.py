@@ -223,8 +223,8 @@ def test_checkpoints_that_cannot_be_read_at_all_are_an_error(saved: Saved, lying
 def test_an_owner_that_cannot_be_read_never_ends_training(
     saved: Saved, lying: Any, kind: str
 ) -> None:
-    uploads = Uploads(saved.store, saved.run, 0, 5, saved.ranks)
     saved.server.tell(lying.Lie(kind, "GET", 10**6, "owner.json"))
+    uploads = Uploads(saved.store, saved.run, 0, 5, saved.ranks)
     save(saved.run, uploads, saved.ranks, 7)
     assert uploads.error is None
     saved.server.tell(lying.Lie(kind, "GET", 3, "owner.json"))

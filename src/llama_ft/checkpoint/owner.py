@@ -51,12 +51,22 @@ def take_over(store: ObjectStore) -> Claim:
     }
     text = json.dumps(owner) + "\n"
 
+    is_written = False
+
     def write() -> None:
+        nonlocal is_written
         store.put_text(text, OWNER_FILE)
+        is_written = True
         if store.get_text(OWNER_FILE) != text:
             raise RuntimeError(f"{OWNER_FILE} is not what was written")
 
-    with_retries(write, must_exist=True)
+    try:
+        with_retries(write, must_exist=True)
+    except Exception as error:  # each package has its own errors
+        if not is_written:
+            raise
+        # every upload checks the owner, so nothing is replaced by mistake
+        log.warning(f"{store.url}: cannot read the new {OWNER_FILE} ({store_reason(error)})")
     return Claim(text, token, replaced)
 
 
