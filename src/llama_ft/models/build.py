@@ -182,7 +182,7 @@ def build_on_meta(
         config.get_text_config().vocab_size = new.rows
     skeleton = make_skeleton(config, model)
     skeleton.tie_weights()
-    if skeleton.generation_config is not None and folder != Path():
+    if skeleton.can_generate() and folder != Path():
         # Sample answers and scores end where those of the final model do.
         skeleton.generation_config.eos_token_id = stop_ids(folder, config) or None
     has_score = names_score(config)
