@@ -41,6 +41,12 @@ OLD: dict[str, Settings] = {
     "Phi-4": {"model_type": "phi3", "original_max_position_embeddings": 64, "rope_theta": 2e4, "rope_scaling": LONG},
     "GPT-NeoX": {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 50000.0},
     "GLM-4": {"model_type": "glm4", "head_dim": 16, "partial_rotary_factor": 0.5, "rope_theta": 1e5},
+    # these classes have a scaling of their own
+    "Apertus": {"model_type": "apertus", "rope_theta": 3e5, "rope_scaling": LLAMA3},
+    "gpt-oss": {"model_type": "gpt_oss", "head_dim": 16, "rope_theta": 3e5, "rope_scaling": YARN},
+    "Llama, long": {"model_type": "llama", "rope_theta": 3e5, "original_max_position_embeddings": 64,
+                    "rope_scaling": {"rope_type": "longrope", "short_factor": [1.1] * 8, "long_factor": [2.0] * 8,
+                                     "original_max_position_embeddings": 64}},
     "ModernBERT": {"model_type": "modernbert-decoder", "global_rope_theta": 3e5, "local_rope_theta": 2e4},
 }  # fmt: skip
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,

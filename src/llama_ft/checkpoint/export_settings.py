@@ -66,6 +66,8 @@ OLD_THETA = (
 )
 OLD_SHARE = ("partial_rotary_factor", "rotary_pct")
 ROPE = "rope_parameters"
+# Stood beside rope_scaling, not within it.
+SCALED_BY_NAME = ("rope_theta", "partial_rotary_factor")
 ABSENT = object()
 
 
@@ -269,32 +271,46 @@ def _old_rope(settings: Settings, kind: type[PretrainedConfig]) -> Settings:
             return {}
         return getattr(config, ROPE, None) or {}
 
+    # of one rope per kind of layers, that of the layers without a window
+    whole = rope.get("full_attention") or rope
     wanted = dict(_leaves(rope))
     default = dict(_leaves(read({})))
     # A valid share of each head, which the class would not choose itself.
     probe = 0.25 if 0.5 in default.values() else 0.5
+    # Classes with a scaling of their own (Apertus, gpt-oss) read the names only beside another one.
+    unscaled = {name: value for name, value in whole.items() if name not in SCALED_BY_NAME}
     old: Settings = {}
     for name in (*OLD_THETA, *OLD_SHARE):
-        for path, value in _leaves(read({name: probe})):
-            if value == probe and path in wanted:
-                old.setdefault(name, wanted[path])
+        for beside in ({}, {"rope_scaling": unscaled}):
+            for path, value in _leaves(read({name: probe} | beside)):
+                if value == probe and path in wanted:
+                    old.setdefault(name, wanted[path])
     if not old:
         return {}  # younger than Transformers 5
-    # of one rope per kind of layers, that of the layers without a window
-    whole = rope.get("full_attention") or rope
-    shares = {"partial_rotary_factor"} if old.keys() & {*OLD_SHARE} else set()
-    scaling = {name: whole[name] for name in whole if name not in {"rope_theta", *shares}}
+    thetas = {value for path, value in wanted.items() if path.endswith(".rope_theta")}
+    for scaling in _old_scalings(whole, settings, is_share_named=bool(old.keys() & {*OLD_SHARE})):
+        names = old | scaling
+        reread = read(names)
+        is_whole = not _differences(whole, reread.get("full_attention") or reread)
+        if is_whole and (len(thetas) == 1 or not _differences(rope, reread)):
+            return names
+    return {}
+
+
+def _old_scalings(rope: Settings, settings: Settings, is_share_named: bool) -> Iterator[Settings]:
+    """Yield the forms of rope_scaling that a class of Transformers 4 may want."""
+    named = SCALED_BY_NAME if is_share_named else SCALED_BY_NAME[:1]
+    whole = {name: value for name, value in rope.items() if name not in named}
+    scaling = dict(whole)
     length = "original_max_position_embeddings"
     if scaling.get(length) == settings.get(length, ABSENT):
         del scaling[length]
     if scaling.get("rope_type") == "longrope":  # Phi-3's class wants three settings of these names
         scaling["type"] = scaling.pop("rope_type")
-    if scaling != {"rope_type": "default"}:
-        old["rope_scaling"] = scaling
-    reread = read(old)
-    is_whole = not _differences(whole, reread.get("full_attention") or reread)
-    thetas = {value for path, value in wanted.items() if path.endswith(".rope_theta")}
-    return old if is_whole and (len(thetas) == 1 or not _differences(rope, reread)) else {}
+    if scaling == {"rope_type": "default"}:
+        yield {}
+    yield {"rope_scaling": scaling}
+    yield {"rope_scaling": whole}
 
 
 def _leaves(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:
