@@ -207,14 +207,15 @@ def test_the_same_settings_read_the_validation_file(
     assert again.fingerprints()["validation"] == data.fingerprints()["validation"]
 
 
-def test_a_mixture_of_chats_and_texts_does_not_fit_into_one_file(
-    llama3: PreTrainedTokenizerFast, tmp_path: Path
+@pytest.mark.parametrize("other", [CHATS[0], {"prompt": "Error", "completion": " 1"}])
+def test_a_mixture_with_texts_does_not_fit_into_one_file(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path, other: dict[str, Any]
 ) -> None:
-    first = write_jsonl(tmp_path / "a.jsonl", CHATS)
+    first = write_jsonl(tmp_path / "a.jsonl", [other])
     second = write_jsonl(tmp_path / "b.jsonl", [{"text": f"Text {n}"} for n in range(COUNT)])
     mixture = [{"path": str(first)}, {"path": str(second)}]
     output = tmp_path / "held.jsonl"
-    with pytest.raises(UserError, match="chats and texts, which one file cannot hold"):
+    with pytest.raises(UserError, match="format text beside those of another format, which"):
         tokenized(
             mixture,
             llama3,

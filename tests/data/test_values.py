@@ -292,6 +292,8 @@ def test_masks_of_other_trainers_take_single_answers_out_of_the_loss(
         ),
         ({"train": True, "masked": True}, '"messages[1]" has "train": true and "masked": true'),
         ({"reasoning_content": True}, '"messages[1].reasoning_content" is true; expected text'),
+        ({"thinking": {"text": "x"}}, '"messages[1].thinking" is {"text": "x"}; expected text'),
+        ({"reasoning": ["x"]}, '"messages[1].reasoning" is ["x"]; expected text'),
     ],
 )
 def test_masks_that_contradict_each_other_or_are_no_masks_are_bad(
@@ -300,6 +302,19 @@ def test_masks_that_contradict_each_other_or_are_no_masks_are_bad(
     with pytest.raises(BadSample) as caught:
         Encoder(tokenizer, 512).tokenize(chat(**keys), "messages")
     assert str(caught.value).startswith(text)
+
+
+def test_parts_of_reasoning_content_are_learned_as_their_text(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    as_text, as_parts = (
+        Encoder(tokenizer, 512).tokenize(chat(reasoning_content=reasoning), "messages")
+        for reasoning in (
+            "Hi no",
+            [{"type": "text", "text": "Hi"}, {"type": "text", "text": " no"}],
+        )
+    )
+    assert as_parts == as_text
 
 
 def test_repaired_chats_keep_masked_answers_apart(

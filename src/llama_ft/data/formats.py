@@ -367,7 +367,9 @@ def tools_of(sample: Sample) -> list[dict[str, Any]] | None:
     return _objects(_parsed_if_text(sample, "tools") or [], "tools") or None
 
 
-def content_text(content: Any, place: str) -> str:
+def content_text(
+    content: Any, place: str, expected: str = "text, or a list of text parts and image parts"
+) -> str:
     """Return a text, or the text of a list of parts.
 
     Raises:
@@ -375,9 +377,7 @@ def content_text(content: Any, place: str) -> str:
     """
     if isinstance(content, list) and all(map(_is_text_part, content)):
         return "".join(part["text"] for part in content)
-    expect(
-        isinstance(content, str), place, content, "text, or a list of text parts and image parts"
-    )
+    expect(isinstance(content, str), place, content, expected)
     return str(content)
 
 
@@ -468,8 +468,10 @@ def _checked_message(message: Any, place: str, previous_role: str | None) -> Mes
             _call(call, f"{place}.tool_calls[{number}]") for number, call in enumerate(objects)
         ]
     for key in REASONING:
-        is_text = not isinstance(others.get(key), int | float)
-        expect(is_text, f"{place}.{key}", others.get(key), "text")
+        if key in others:
+            others[key] = content_text(
+                others[key], f"{place}.{key}", "text, or a list of text parts"
+            )
     if role == "assistant":
         weight = loss_weight(others, place)
         others = {key: value for key, value in others.items() if key not in LOSS_KEYS}

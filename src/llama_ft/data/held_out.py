@@ -109,7 +109,9 @@ def _as_messages(
     """Return a sample of a mixture of formats as one of the format messages."""
     content = encoder.read(sample, sample_format)
     if not isinstance(content, list) or config.columns:
-        what = "--columns and parts of several formats" if config.columns else "chats and texts"
+        what = "--columns and parts of several formats"
+        if not config.columns:
+            what = f"samples of the format {sample_format} beside those of another format"
         raise UserError(
             f"--validation_output: the dataset mixture has {what}, which one file cannot hold.\n"
             "Write the validation samples of each part in a run of its own, or leave --validation_output out."
