@@ -439,6 +439,28 @@ def test_tiny_and_long_images_are_read_or_reported(
             prepared(model, data, tmp_path / "cache")
 
 
+def test_an_image_without_a_token_is_a_bad_sample(tmp_path: Path) -> None:
+    """LightOnOCR leaves out rows and columns of patches that do not fill a square of 2 x 2."""
+    model = save_image_model(tmp_path / "model", "Mistral 3")
+    tokens = {"image_token": "<image>", "image_break_token": "<global-img>"}
+    tokens["image_end_token"] = "<end_of_image>"
+    AutoTokenizer.from_pretrained(model, extra_special_tokens=tokens).save_pretrained(model)
+    settings = {"processor_class": "LightOnOcrProcessor", "patch_size": 14, "spatial_merge_size": 2}
+    (model / "processor_config.json").write_text(json.dumps(settings))
+    write_image(tmp_path / "a.png", 60, 40, 1)
+    write_image(tmp_path / "narrow.png", 200, 17, 1)
+    rows = [chat("a.png"), chat("a.png", "narrow.png")]
+    data = write_jsonl(tmp_path / "a.jsonl", rows)
+    message = r"a.jsonl:2: .*narrow.png gets no token in this model \(200 x 17 pixels\)"
+    with pytest.raises(UserError, match=message):
+        prepared(model, data, tmp_path / "cache")
+    skipped = prepared(model, data, tmp_path / "cache", skip_bad_rows=True)
+    assert skipped.train is not None
+    assert (len(skipped.train), skipped.report.bad_samples) == (1, 1)
+    # 60 x 40 has 5 x 3 patches
+    assert list(skipped.train[0]["input_ids"]).count(IDS["<image>"]) == 2
+
+
 def test_a_context_shorter_than_an_image_is_reported_and_drop_skips_it(
     model: Path, tmp_path: Path
 ) -> None:

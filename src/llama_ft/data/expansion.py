@@ -39,6 +39,23 @@ class Expansion:
         return self.position(start), self.position(end)
 
 
+def placeholder_of(processor: Any, replacement: str) -> str:
+    """Return the token of which an image has one for each of its features: the most frequent of the
+    processor's tokens in what it inserts for an image. Others mark its begin, rows and end.
+
+    Args:
+        processor: of Transformers.
+        replacement: what it has inserted for an image that has features.
+
+    Returns:
+        The token's text, or "" if the processor has none of its tokens there.
+    """
+    ids = [token for token in processor.image_token_ids if token is not None]
+    names = [str(name) for name in processor.tokenizer.convert_ids_to_tokens(ids)]
+    found = max(names, key=replacement.count, default="")
+    return found if found in replacement else ""
+
+
 def without_spans(spans: list[Span], removed: list[Span]) -> list[Span]:
     """Return the parts of spans that are in none of the removed ones. Both are in order."""
     kept = []

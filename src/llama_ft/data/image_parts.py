@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,17 @@ def plain_messages(messages: list[Message]) -> list[Message]:
             message = {**message, "content": [dict(part) for part in content]}
         changed.append(message)
     return changed
+
+
+def image_paths(messages: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the paths of the images in a chat, in order."""
+    paths = []
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else []:
+            if part.get("type") == "image":
+                paths.append(str(part["image"]))
+    return paths
 
 
 def with_absolute_paths(sample: Sample, folder: str, columns: Iterable[str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 
 from llama_ft.data import cross_attention
 from llama_ft.data.formats import ImagePart, Message
+from llama_ft.data.image_parts import image_paths
 from llama_ft.data.loss_mask import RenderedChat
 from llama_ft.data.processor import Images
 
@@ -106,17 +107,6 @@ def thumbnail(path: str) -> str:
         if len(url) <= THUMBNAIL_BYTES:
             return url
     return ""
-
-
-def image_paths(messages: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the paths of the images in a chat, in order."""
-    paths = []
-    for message in messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else []:
-            if part.get("type") == "image":
-                paths.append(str(part["image"]))
-    return paths
 
 
 def text_of(content: Any) -> str:

@@ -38,10 +38,10 @@ from transformers.models.auto.processing_auto import (
 from llama_ft.config import DataConfig
 from llama_ft.data import cross_attention
 from llama_ft.data.chat_template import Span, render_chat, template_for
-from llama_ft.data.expansion import Expansion, without_spans
+from llama_ft.data.expansion import Expansion, placeholder_of, without_spans
 from llama_ft.data.formats import BadSample, ImagePart, Message
 from llama_ft.data.image_files import read_image
-from llama_ft.data.image_parts import ImageStore, have_images
+from llama_ft.data.image_parts import ImageStore, have_images, image_paths
 from llama_ft.data.loss_mask import RenderedChat
 from llama_ft.data.sources import SAMPLES_LOOKED_AT, Source
 from llama_ft.errors import RunFailure, UserError, reason
@@ -316,11 +316,12 @@ class Images:
         """Let the processor put the tokens of the images into a rendered chat.
 
         Raises:
-            BadSample: an image cannot be read, or the chat has not one mark per image.
+            BadSample: an image cannot be read or gets no token, or the chat has not one mark per image.
         """
         images = []
         references = []
-        for path in _paths(messages):
+        paths = image_paths(messages)
+        for path in paths:
             image, checksum = self._open(path)
             images.append(image)
             references.append(f"{checksum} {path}")
@@ -334,6 +335,12 @@ class Images:
                 f"the chat template writes {len(replaced)} places for {len(images)} images; use "
                 "another one (--chat_template)."
             )
+        for image, path, each in zip(images, paths, replaced, strict=True):
+            if not each["replacement"] or self._placeholder not in each["replacement"]:
+                raise BadSample(
+                    f"{path} gets no token in this model ({image.width} x {image.height} pixels); "
+                    "use a larger image, or a larger --max_pixels if it is set."
+                )
         text = Expansion(replaced)
         inserted = [text.moved(each["span"][0], each["span"][1]) for each in replaced]
         spans = [text.moved(*span) for span in chat.spans]
@@ -452,6 +459,11 @@ class Images:
         return text
 
     @cached_property
+    def _placeholder(self) -> str:
+        replaced, _ = self._expanded(self._filler_text, [_grey_image()])
+        return placeholder_of(self._processor, replaced[0]["replacement"] if replaced else "")
+
+    @cached_property
     def _filler(self) -> _Filler:
         text = self._filler_text
         output = self._run([text], [[_grey_image()]], "np")
@@ -525,17 +537,6 @@ class Images:
             height = max(1, int(rgb.height * factor))
             rgb = rgb.resize((width, height), Resampling.BICUBIC)
         return rgb, checksum
-
-
-def _paths(messages: list[Message]) -> list[str]:
-    """Return the paths of the images of a chat, in order."""
-    paths = []
-    for message in messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else []:
-            if isinstance(part, ImagePart):
-                paths.append(part["image"])
-    return paths
 
 
 def _by_shape(

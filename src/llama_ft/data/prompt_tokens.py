@@ -6,7 +6,8 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ft.data.chat_template import Tools, added_bos, render_chat, template_for
 from llama_ft.data.formats import Message
-from llama_ft.data.image_prompts import image_paths, image_prompt
+from llama_ft.data.image_parts import image_paths
+from llama_ft.data.image_prompts import image_prompt
 from llama_ft.data.processor import Images
 
 # How a fine-tuned model is asked: as it was trained. text: prompts to continue, without the chat

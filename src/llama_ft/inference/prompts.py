@@ -29,8 +29,15 @@ from llama_ft.data.formats import (
     prompt_completion,
     tools_of,
 )
-from llama_ft.data.image_parts import MARK, ImageStore, have_images, located, with_image_parts
-from llama_ft.data.image_prompts import image_paths, user_message
+from llama_ft.data.image_parts import (
+    MARK,
+    ImageStore,
+    have_images,
+    image_paths,
+    located,
+    with_image_parts,
+)
+from llama_ft.data.image_prompts import user_message
 from llama_ft.data.loss_mask import ChatDiffers
 from llama_ft.data.reshape import reshaped
 from llama_ft.data.sources import Source
