@@ -16,6 +16,8 @@ from llama_ft.config import load
 from llama_ft.report import read_run
 from llama_ft.report.run import differing_settings
 
+ALLOWED = ("--resume_allow_changes", "lr,max_train_step")
+
 
 @pytest.fixture(scope="module")
 def folder(
@@ -39,9 +41,22 @@ def folder(
         folder,
         [
             flags(folder, f"from-{name}", "--resume", f"{folder}/{name}")
-            for name in ("copy", "copied/step-000001", "last", "link")
+            for name in ("copied/step-000001", "last", "link")
         ]
         + [
+            # its store, and a run from there in an empty directory
+            stored(folder, "from-copy", "--resume", str(folder / "copy")),
+            stored(
+                folder,
+                "from-store",
+                "--resume",
+                "auto",
+                "--lr",
+                "1e-3",
+                *ALLOWED,
+                "--max_train_step",
+                "3",
+            ),
             # two resumes with changed settings; the second continues the first
             changed(folder, "1e-3", "--resume", str(folder / "copy")),
             changed(folder, "1e-4", "--max_train_step", "3", "--resume", "auto"),
@@ -58,10 +73,14 @@ def flags(folder: Path, output: str, *more: str, model: str = "model") -> list[s
     return [*words.replace("@", f"{folder}/").split(), *more]
 
 
+def stored(folder: Path, output: str, *more: str) -> list[str]:
+    """Flags of a run that saves its checkpoints to a store."""
+    return flags(folder, output, "--save_to", f"file://{folder}/store", *more)
+
+
 def changed(folder: Path, lr: str, *more: str) -> list[str]:
     """Flags of a run with another learning rate than the run that it resumes."""
-    allowed = ("--resume_allow_changes", "lr,max_train_step")
-    return [*flags(folder, "changed"), "--lr", lr, *allowed, *more]
+    return [*flags(folder, "changed"), "--lr", lr, *ALLOWED, *more]
 
 
 @pytest.mark.parametrize("name", ["copy", "copied/step-000001", "link"])
@@ -98,6 +117,18 @@ def test_records_name_the_settings_of_every_step_after_two_resumes(folder: Path)
     assert "<td>train.lr: 0.01 -> 0.001<br>" in page
     # the directory of step 1's run was not found, so the plots begin at step 2
     assert page.count("<title>resumed after step 2; train.") >= 2
+
+
+def test_attempts_are_known_after_a_resume_from_a_store_on_an_empty_disk(folder: Path) -> None:
+    attempts = json.loads((folder / "from-store" / "facts.json").read_text())["attempts"]
+    assert [attempt["step"] for attempt in attempts] == [0, 1, 2]
+    assert [attempt["changed"] for attempt in attempts] == [
+        {},
+        {"checkpoint.save_to": [None, f"file://{folder}/store"]},
+        {"train.lr": [0.01, 0.001], "train.max_train_step": [2, 3]},
+    ]
+    copied = json.loads((folder / "store" / "facts.json").read_text())
+    assert copied["attempts"] == attempts
 
 
 def test_the_config_of_a_resumed_run_loads_and_says_what_held_before(folder: Path) -> None:
