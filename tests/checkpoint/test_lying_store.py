@@ -56,10 +56,7 @@ class Saved(NamedTuple):
     run: Path  # its own directory
     ranks: Ranks
     server: Any
-
-    @property
-    def store(self) -> ObjectStore:
-        return ObjectStore(self.url, "")
+    store: ObjectStore  # a new client takes as long as the requests of a start
 
     def settings(self, directory: str) -> CheckpointConfig:
         output_dir = str(self.run.with_name(directory))
@@ -126,9 +123,10 @@ def saved(server: Any, tmp_path: Path, runtime: Ranks) -> Iterator[Saved]:
     run.mkdir()
     (run / ".llama_ft-run").touch()
     url = f"s3://runs/{tmp_path.name}"
-    uploads = Uploads(ObjectStore(url, ""), run, 0, 0, runtime)
+    store = ObjectStore(url, "")
+    uploads = Uploads(store, run, 0, 0, runtime)
     save(run, uploads, runtime, 3, 5)
-    yield Saved(url, run, runtime, server)
+    yield Saved(url, run, runtime, server, store)
     server.tell(None)
 
 
