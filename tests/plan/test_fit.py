@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from model_shapes import write_config
@@ -20,6 +20,7 @@ from llama_ft.plan.fit import (
     find_fits,
     gives_up_more,
     ladder,
+    offload_note,
 )
 from llama_ft.plan.flags import device_bytes
 from llama_ft.plan.predict import predict
@@ -265,3 +266,26 @@ def test_one_gpu_casts_weights_once_per_step_if_that_fits(
     assert choose(room, "--use_peft")[0] == "FULL_SHARD"
     assert choose(room, "--precision fp32")[0] == "FULL_SHARD"
     assert choose(room, "--enable_fsdp", world=2)[0] == "FULL_SHARD"
+
+
+@pytest.mark.parametrize(
+    ("line", "device", "noted"),
+    [
+        ("--batch_size_training 4", "cuda", "2 layers x 512 tokens x 64 x 2 bytes = 0.1 MiB"),
+        (
+            "--precision fp32 --batch_size_training 1",
+            "cuda",
+            "2 layers x 2,048 tokens x 64 x 4 bytes = 1.0 MiB",
+        ),
+        ("--activation_checkpointing full --activation_offload", "cuda", ""),
+        ("--compile", "cuda", ""),
+        ("--device cpu", "cpu", ""),
+    ],
+)
+def test_what_offloaded_activations_move_is_named_but_not_planned(
+    line: str, device: str, noted: str, shallow_model: Path
+) -> None:
+    planned = SimpleNamespace(tokens=2048)
+    note = offload_note(request_for(line, 1, device, shallow_model), planned)  # type: ignore[arg-type]
+    assert noted in note and bool(note) == bool(noted)
+    assert not note or "Not planned" in note

@@ -72,7 +72,7 @@ def test_a_t4_needs_fp16() -> None:
         ("Tesla V100-32GB", "v100-32", 31.7),
         ("NVIDIA RTX A6000", "rtxa6000", 47.4),
         ("a6000", "rtxa6000", 47.4),
-        ("RTX 6000 Ada", "rtx6000ada", 47.4),
+        ("RTX 6000 Ada", "rtx6000ada", 47.3),
         ("A40", "a40", 44.3),
         ("24", "", 24.0),
         ("24GiB", "", 24.0),
@@ -100,3 +100,26 @@ def test_a_price_needs_the_name_of_a_gpu(line: str) -> None:
     with pytest.raises(UserError, match="--price 1: needs --fit with a GPU's name, .* l40s,"):
         read(line)
     assert read("--fit l40s --price 1")[2].price == 1
+
+
+def test_the_sizes_and_speeds_of_gpus_are_plausible() -> None:
+    """A driver and ECC leave 88 to 100% of a nominal size, and newer GPUs of a class are not
+    slower."""
+    nominal = {"t4": 16, "v100": 16, "v100-32": 32, "l4": 24, "a40": 48, "l40": 48, "l40s": 48}
+    nominal |= {"a10": 24, "a10g": 24, "rtx3090": 24, "rtx4080": 16, "rtx4090": 24, "rtx5080": 16}
+    nominal |= {"rtx5090": 32, "rtxa4000": 16, "rtxa5000": 24, "rtxa6000": 48, "rtx6000ada": 48}
+    nominal |= {"a100-40": 40, "a100": 80, "h100": 80, "h200": 141, "b200": 180}
+    assert nominal.keys() == GPUS.keys()
+    for gpu, gib in GPUS.items():
+        assert 0.88 * nominal[gpu] < gib < nominal[gpu], gpu
+    speeds = {gpu: peak_of(peak_name(gpu), torch.float16) for gpu in GPUS}
+    for older, newer in [("t4", "v100"), ("v100", "a100"), ("a100", "h100"), ("h100", "b200")]:
+        assert speeds[older] < speeds[newer]
+    assert speeds["a100"] == speeds["a100-40"] and speeds["h100"] == speeds["h200"]
+    assert speeds["a10g"] == 70e12, "not that of an A10"
+
+
+@pytest.mark.parametrize("gpu", ["v100", "v100-32", "t4"])
+def test_gpus_before_ampere_have_no_bf16(gpu: str) -> None:
+    with pytest.raises(UserError, match="does not compute bf16. Add --precision fp16"):
+        read(f"--fit {gpu}")

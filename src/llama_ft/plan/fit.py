@@ -88,7 +88,33 @@ def answer_fit(
     exit_code = 0
     if not is_fit:
         exit_code = 3 if fits else 4
-    return describe_fits(planned, fits, room, times), exit_code, values
+    text = describe_fits(planned, fits, room, times)
+    cheap, _ = ladder(request, room)
+    if not is_fit and not any(fit.change == change for fit in fits for change, _ in cheap):
+        text += offload_note(request, planned)
+    return text, exit_code, values
+
+
+def offload_note(request: PlanRequest, planned: Plan) -> str:
+    """Return a line on --activation_offload, whose saving no plan counts: how many bytes of layer
+    inputs it keeps on the host. "" if the run cannot use it or already does."""
+    model_config = models.load_model_config(request.folder, request.config.model.trust_remote_code)
+    text_config = model_config.get_text_config()
+    layers = getattr(text_config, "num_hidden_layers", 0)
+    width = getattr(text_config, "hidden_size", 0)
+    train = request.config.train
+    change = {"activation_checkpointing": "full", "activation_offload": True}
+    is_usable = request.device == "cuda" and changed(request.config, change, request.device)
+    if train.activation_offload or not (is_usable and layers and width):
+        return ""
+    tokens = planned.tokens // train.batch_size_training
+    size = PRECISIONS[train.precision].compute.itemsize
+    moved = size_text(layers * tokens * width * size)
+    return (
+        "\nNot planned: with micro-batches of one sample, --activation_checkpointing full --activation_offload moves "
+        f"{layers} layers x {tokens:,} tokens x {width:,} x {size} bytes = {moved} per rank to host memory. "
+        "Try it if less than that is missing."
+    )
 
 
 def find_fits(

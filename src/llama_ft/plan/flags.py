@@ -25,7 +25,8 @@ GPUS: dict[str, float] = {
     "t4": 14.5,
     "v100": 15.7,
     "v100-32": 31.7,
-    "a10": 22.0,
+    "a10": 21.9,
+    "a10g": 21.9,
     "a40": 44.3,
     "l4": 21.9,
     "l40": 44.3,
@@ -36,9 +37,9 @@ GPUS: dict[str, float] = {
     "rtx5080": 15.4,
     "rtx5090": 31.3,
     "rtxa4000": 15.6,
-    "rtxa5000": 23.6,
+    "rtxa5000": 23.5,
     "rtxa6000": 47.4,
-    "rtx6000ada": 47.4,
+    "rtx6000ada": 47.3,
     "a100-40": 39.3,
     "a100": 79.1,
     "h100": 79.1,
@@ -47,7 +48,7 @@ GPUS: dict[str, float] = {
 }
 WITHOUT_BF16 = ("t4", "v100", "v100-32")
 # Other ways to write these names, in lower case and without what is neither letter nor digit.
-OTHER_NAMES = {"a10080": "a100", "h10080": "h100", "v10016": "v100", "a10g": "a10"}
+OTHER_NAMES = {"a10080": "a100", "h10080": "h100", "v10016": "v100"}
 OTHER_NAMES |= {re.sub("[^a-z0-9]", "", name): name for name in GPUS}
 OTHER_NAMES |= {name.removeprefix("rtx"): name for name in GPUS if name.startswith("rtx")}
 VENDORS = re.compile("^(nvidia|geforce|tesla|amd|instinct)+")
