@@ -319,6 +319,20 @@ def test_the_model_card_names_the_adapter_method(tmp_path: Path) -> None:
     assert "LoRA" not in card and "\n- lora\n" not in card
 
 
+def test_the_model_card_names_the_datasets_before_and_after_a_resume(tmp_path: Path) -> None:
+    mixture = [{"path": "/data/second.jsonl"}, {"path": "/data/first.jsonl"}]
+    attempts = [
+        {"step": 0, "changed": {}},
+        {"step": 4, "changed": {"data.dataset": ["/data/first.jsonl", mixture]}},
+        {"step": 8, "changed": {"data.dataset": [mixture, "/data/third.jsonl"]}},
+    ]
+    config = {"data": {"dataset": "/data/third.jsonl"}, "peft": {"use_peft": False}}
+    run = {"step": 9, "metrics": METRICS, "config": config, "attempts": attempts}
+    write_model_card(tmp_path, "me/base", run)
+    card = (tmp_path / "README.md").read_text()
+    assert "full fine-tuning, trained on first.jsonl, second.jsonl, third.jsonl with" in card
+
+
 class Hub:
     """In place of huggingface_hub.HfApi, with one repository."""
 

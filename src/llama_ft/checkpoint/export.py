@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from llama_ft.checkpoint.export_settings import matches, write_model_settings, write_tokenizer
 from llama_ft.checkpoint.safetensors_file import Headers, SafetensorsFile
 from llama_ft.config import CheckpointConfig, parse_size
-from llama_ft.config.attempts import value_over_time
+from llama_ft.config.attempts import Attempts, value_over_time
 from llama_ft.config.paths import COPIED_FILES, MODEL_PATTERNS, PROMPT_FORMAT, looks_local
 from llama_ft.config.settings import SETTINGS
 from llama_ft.errors import RunFailure, plural
@@ -433,12 +433,13 @@ def write_model_card(
     if run.get(PROMPT_FORMAT) == "text":
         front[PROMPT_FORMAT] = "text"  # for llama_ft's tools
         facts["prompts"] = "text, without a chat template"
+    trained_on = _trained_on(settings, attempts)
     (folder / "README.md").write_text(f"""---
 {yaml.safe_dump(front, sort_keys=False)}---
 
 # {base}, fine-tuned
 
-{what}{_trained_on(settings)} with llama_ft.{"" if base == "demo" else " The base model's license applies to it, too."}
+{what}{trained_on} with llama_ft.{"" if base == "demo" else " The base model's license applies to it, too."}
 
 ```python
 from transformers import {auto_class}, AutoTokenizer
@@ -452,14 +453,16 @@ tokenizer = AutoTokenizer.from_pretrained({PLACE}){set_pad}
 """)
 
 
-def _trained_on(settings: Mapping[str, Any]) -> str:
-    """Return the end of a sentence of the model card that names the dataset; "" without one."""
-    dataset = settings.get("dataset")
-    if not dataset:
-        return ""
-    mixture = [{"path": dataset}] if isinstance(dataset, str) else dataset
-    paths = [_without_folder(part["path"]) for part in mixture]
-    return f", trained on {', '.join(paths)}"
+def _trained_on(settings: Mapping[str, Any], attempts: Attempts) -> str:
+    """Return the end of a sentence of the model card that names the dataset, and those before a
+    resume that changed it; "" without one."""
+    changes = [attempt["changed"].get("data.dataset") for attempt in attempts]
+    datasets = [*(pair[0] for pair in changes if pair), settings.get("dataset")]
+    paths = list[str]()
+    for dataset in filter(None, datasets):
+        mixture = [{"path": dataset}] if isinstance(dataset, str) else dataset
+        paths += [_without_folder(part["path"]) for part in mixture]
+    return f", trained on {', '.join(dict.fromkeys(paths))}" if paths else ""
 
 
 def _copied_files(folder: Path) -> list[str]:
