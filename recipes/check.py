@@ -6,10 +6,10 @@ The exit code is 1 if something is.
 """
 
 import sys
-from pathlib import Path
 from typing import TypeVar
 
 from llama_ft.check.flags import CheckFlags, read_check_flags
+from llama_ft.config.home import expanded
 from llama_ft.errors import before_imports
 
 if __name__ == "__main__":
@@ -38,7 +38,7 @@ def main(options: CheckFlags) -> None:
         nbytes = options.megabytes * 2**20
         facts = gather(ranks, measure_rank(ranks))
         links = measure_network(ranks, [rank.node for rank in facts], nbytes)
-        folder = Path(options.output_dir).expanduser()
+        folder = expanded(options.output_dir)
         disks = gather(ranks, try_disk(ranks, folder, nbytes))
         stores: list[StoreTrial] = []
         if options.save_to is not None:

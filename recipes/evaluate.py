@@ -11,13 +11,13 @@ import signal
 import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # Ctrl-C prints no traceback of an import; runtime.start replaces it
     signal.signal(signal.SIGINT, lambda *_: os.write(2, b"stopped by Ctrl-C\n") and os._exit(130))
 
 from llama_ft.config import FSDPConfig  # noqa: E402
+from llama_ft.config.home import expanded  # noqa: E402
 from llama_ft.errors import UserError, before_imports  # noqa: E402
 from llama_ft.evaluation.flags import Evaluation, ModelToEvaluate, read_evaluate_flags  # noqa: E402
 
@@ -75,7 +75,7 @@ def main(what: Evaluation) -> None:
             log.info(f"\n{describe(results, what.samples, flags.limit)}")
             if flags.output:
                 settings = {name: getattr(flags, name) for name in TASK_SETTINGS}
-                file = Path(flags.output).expanduser()
+                file = expanded(flags.output)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 replace_text(file, write_json(results, what.samples, settings))
                 log.info(f"\nResults: {flags.output}")

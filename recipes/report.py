@@ -7,9 +7,9 @@ writes one page with their curves in shared charts and the settings that differ.
 
 import signal
 import sys
-from pathlib import Path
 
 from llama_ft import report
+from llama_ft.config.home import expanded
 from llama_ft.errors import UserError, exit_on_error
 from llama_ft.processes import replace_text
 from llama_ft.report.run import ReportFlags, read_report_flags
@@ -18,14 +18,14 @@ from llama_ft.report.run import ReportFlags, read_report_flags
 def main(options: ReportFlags) -> None:
     """Read the runs and write the page."""
     try:
-        runs = [report.read_run(Path(name).expanduser()) for name in options.paths]
+        runs = [report.read_run(expanded(name)) for name in options.paths]
         page = report.report_page(runs[0]) if len(runs) == 1 else report.comparison_page(runs)
     except UserError:
         raise
     except Exception as error:  # files of another program, or corrupted files, may hold anything
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{', '.join(options.paths)}: cannot make a report ({reason}).") from error
-    path = Path(str(options.output)).expanduser()
+    path = expanded(str(options.output))
     try:
         replace_text(path, page)
     except OSError as error:

@@ -9,6 +9,7 @@ from huggingface_hub import constants, get_token
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from llama_ft.config.home import expanded
 from llama_ft.config.paths import (
     RUN_MARKER,
     base_model_of,
@@ -79,8 +80,8 @@ def read_export_flags(argv: list[str], description: str) -> ExportFlags:
             "CHECKPOINT and OUT are needed: what is read, and the directory that is written.",
         )
     source, out = options.paths
-    options.source = Path(source).expanduser()
-    options.out = Path(out).expanduser().absolute()
+    options.source = expanded(source)
+    options.out = expanded(out).absolute()
     options.kind = export_kind(options.source)
     if options.kind is None:
         problem = "is neither a checkpoint, nor a run's directory, nor an adapter."

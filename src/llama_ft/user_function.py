@@ -3,9 +3,9 @@
 import runpy
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from llama_ft.config.home import expanded
 from llama_ft.errors import StopRequest, UserError, text_of
 
 
@@ -13,7 +13,7 @@ def load_function(name: str) -> Callable[..., Any]:
     """Import the file of `path/to/file.py:function`. Return its function, whose errors become a
     UserError that names the line of the file. Raises UserError if it does not exist."""
     file, _, function = name.rpartition(":")
-    path = str(Path(file).expanduser())
+    path = str(expanded(file))
     try:
         found = runpy.run_path(path).get(function)
         if found is None:

@@ -208,3 +208,22 @@ def test_a_local_directory_comes_before_a_built_in_dataset(
     assert kind_of_data("alpaca") == "ready"
     (tmp_path / "alpaca").mkdir()
     assert kind_of_data("alpaca") == "folder"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--dataset ~nobody-here/a.jsonl",
+        "--dataset ~nobody-here/*.jsonl",
+        "--validation ~nobody-here/a.jsonl",
+        "--model_name ~nobody-here/m",
+        "--output_dir ~nobody-here/run",
+        "--optimizer ~nobody-here/mine.py:make",
+    ],
+)
+def test_the_home_directory_of_an_unknown_user_is_an_error(errors_of, line: str) -> None:
+    flag, value = line.split()
+    values = {"--model_name": "demo", "--dataset": "demo", flag: value}
+    words = [word for pair in values.items() for word in pair]
+    [error] = errors_of(*words, paths=True)
+    assert "~nobody-here is not a user's home directory" in error

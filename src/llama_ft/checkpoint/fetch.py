@@ -30,6 +30,7 @@ from llama_ft.checkpoint.store import (
 )
 from llama_ft.config import CheckpointConfig
 from llama_ft.config.data_names import is_url
+from llama_ft.config.home import expanded
 from llama_ft.config.messages import size_text
 from llama_ft.config.paths import FETCHED_FILE
 from llama_ft.errors import RunFailure, UserError, is_disk_full, reason
@@ -221,7 +222,7 @@ def find_stored(
         is_same = store is not None and store.url == url
         source = store if is_same else ObjectStore(url, "--resume")
     elif resume not in ("", "auto"):
-        only = _local_step(Path(resume).expanduser())
+        only = _local_step(expanded(resume))
     continues = source is store and only is None
     own = None
     if store is not None and (not is_restarted or source is store):

@@ -26,6 +26,7 @@ from llama_ft.checkpoint.run_directory import lock_continued_run
 from llama_ft.checkpoint.store import ObjectStore, is_uploaded
 from llama_ft.checkpoint.uploads import Uploads
 from llama_ft.config import CheckpointConfig, Config, TrainConfig, check_device
+from llama_ft.config.home import expanded
 from llama_ft.config.load import with_present_names
 from llama_ft.config.messages import describe_setting, format_value
 from llama_ft.config.settings import SETTINGS
@@ -147,7 +148,7 @@ def _candidates(
     if settings.resume is None:
         return []
     named = str(settings.output_dir) if settings.resume == "auto" else settings.resume
-    folder = Path(named).expanduser()
+    folder = expanded(named)
     own_files = (folder / reader.TRAINER_FILE, folder / reader.CHECKSUMS_FILE)
     if any(file.exists() for file in own_files):
         return [folder]
@@ -283,7 +284,7 @@ def finished_result(
     of --save_to, which may hold the model of a run whose disk is lost."""
     settings = config.checkpoint
     result = resumed.run / "model"
-    output_dir = Path(settings.output_dir or resumed.run).expanduser()
+    output_dir = expanded(settings.output_dir or resumed.run)
     newest = next(iter(complete_checkpoints(resumed.run)), None)
     is_newest = newest is not None and newest.name == resumed.folder.name
     is_own = output_dir.resolve() == resumed.run.resolve()

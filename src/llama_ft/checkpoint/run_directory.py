@@ -18,6 +18,7 @@ from pathlib import Path
 from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, read_bytes, run_of, step_of
 from llama_ft.config import CheckpointConfig, run_entries
 from llama_ft.config.data_names import is_url
+from llama_ft.config.home import expanded
 from llama_ft.config.paths import (
     REFERENCE_FILE,
     RUN_DIRECTORIES,
@@ -114,7 +115,7 @@ def planned_directory(settings: CheckpointConfig, ranks: Ranks) -> Path | None:
     """Return the run's directory, as the settings or an earlier attempt of this launch name it on
     this node; None if neither does."""
     if settings.output_dir is not None:
-        return Path(settings.output_dir).expanduser()
+        return expanded(settings.output_dir)
     return ranks.earlier_run
 
 
@@ -139,7 +140,7 @@ def lock_continued_run(settings: CheckpointConfig, ranks: Ranks) -> None:
     if directory is None:
         return
     directory = planned_directory(settings, ranks) or directory  # it can differ per node
-    named = Path(settings.resume or "/").expanduser().resolve()
+    named = expanded(settings.resume or "/").resolve()
     is_own = settings.resume == "auto" or named.is_relative_to(directory.resolve())
     replaces = settings.overwrite and not is_own and ranks.earlier is None
     seen = ranks.on_each_disk(partial(complete_checkpoints, directory))
@@ -158,7 +159,7 @@ def _continued_directory(settings: CheckpointConfig, ranks: Ranks) -> Path | Non
     if settings.resume == "auto" or ranks.earlier is not None:
         return planned
     if settings.resume is not None and not is_url(settings.resume):
-        named = Path(settings.resume).expanduser()
+        named = expanded(settings.resume)
         run = named if (named / RUN_MARKER).is_file() else run_of(named)
         is_own = planned is None or planned.resolve() == run.resolve()
         if is_own and (run / RUN_MARKER).is_file():

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from llama_ft.config.home import expanded
 from llama_ft.config.messages import missing_file
 
 Kind = Literal["demo", "ready", "function", "url", "file", "folder", "glob", "hub"]
@@ -67,7 +68,7 @@ def kind_of_data(name: str) -> Kind:
     built-in dataset. A name that does not exist is a Hub name if it looks like one."""
     if name == "demo":
         return "demo"
-    path = Path(name).expanduser()
+    path = expanded(name)
     exists = os.path.exists(path)  # Path.exists would raise an error without permission to look
     is_hub_name = HUB_NAME.fullmatch(name) is not None and not name.startswith(".")
     if name.removesuffix("_dataset") in READY_DATASETS and not exists:
@@ -110,16 +111,16 @@ def data_files(folder: Path) -> Iterator[Path]:
 
 def globbed(pattern: str) -> list[str]:
     """Return the files that match the pattern, sorted by path."""
-    paths = glob.glob(str(Path(pattern).expanduser()), recursive=True)
+    paths = glob.glob(str(expanded(pattern)), recursive=True)
     return sorted(path for path in paths if Path(path).is_file())
 
 
 def data_problem(name: str) -> str | None:
     """Return why `name` is not a dataset, as far as that is known without reading it, or None."""
     kind = kind_of_data(name)
-    path = Path(name).expanduser()
+    path = expanded(name)
     if kind == "function":
-        file = Path(name.rpartition(":")[0] or name).expanduser()
+        file = expanded(name.rpartition(":")[0] or name)
         if not file.is_file():
             return "no such file."
         names_function = not name.endswith((".py", ":"))

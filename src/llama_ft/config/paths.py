@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from llama_ft.config.data_names import NOT_A_FILE, data_problem, is_split_of, kind_of_data
+from llama_ft.config.home import expanded
 from llama_ft.config.messages import describe_setting, missing_file, nearest
 from llama_ft.config.rules import SECRET, as_fraction
 from llama_ft.errors import UserError, rank, reason
@@ -102,7 +103,7 @@ def check_paths(
 
     def adapter(name: str) -> str | None:
         problem = _folder(name, *ADAPTER_FILES)
-        return problem and (_result_in(Path(name).expanduser(), ADAPTER_FILES[0]) or problem)
+        return problem and (_result_in(expanded(name), ADAPTER_FILES[0]) or problem)
 
     def chat_template(name: str) -> str | None:
         problem = None if name in BUILT_IN_TEMPLATES else file_problem(name)
@@ -116,11 +117,11 @@ def check_paths(
     def validation_output(name: str) -> str | None:
         if not name.endswith(".jsonl"):
             return "expected the name of a .jsonl file."
-        file = Path(name).expanduser()
+        file = expanded(name)
         return NOT_A_FILE if file.is_dir() else not_writable(file.parent)
 
     def teacher_file(name: str) -> str | None:
-        file = Path(name).expanduser()
+        file = expanded(name)
         return file_problem(name) if file.exists() else not_writable(file.parent)
 
     def teacher(name: str) -> str | None:
@@ -190,7 +191,7 @@ def _inputs(
 
 def file_problem(name: str) -> str | None:
     """Return why the file `name` cannot be read, or None."""
-    file = Path(name).expanduser()
+    file = expanded(name)
     if not file.exists():
         return missing_file(file)
     return None if file.is_file() else NOT_A_FILE
@@ -245,8 +246,8 @@ def model_problem(name: str) -> str | None:
         return None
     problem = _folder(name, "config.json")
     if problem:
-        return _result_in(Path(name).expanduser(), "config.json") or problem
-    has_weights = any(Path(name).expanduser().glob("*.safetensors"))
+        return _result_in(expanded(name), "config.json") or problem
+    has_weights = any(expanded(name).glob("*.safetensors"))
     return None if has_weights else f"holds no *.safetensors. {TO_SAFETENSORS}"
 
 
@@ -276,7 +277,7 @@ def _result_in(folder: Path, wanted: str) -> str | None:
 
 def _folder(name: str, *files: str) -> str | None:
     """Return why `name` is not a directory that holds these files, or None."""
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     expected = " and ".join(files) or "files"
     problem = folder_problem(folder, f"a directory with {expected}")
     if problem:
@@ -303,7 +304,7 @@ def base_model_of(adapter: str) -> str:
         UserError: adapter_config.json cannot be read, names no base model, or names a revision
             other than main.
     """
-    file = Path(adapter).expanduser() / "adapter_config.json"
+    file = expanded(adapter) / "adapter_config.json"
     try:
         settings = json.loads(file.read_text())
         name = settings["base_model_name_or_path"]
@@ -356,8 +357,8 @@ def unusual_output_dir(directory: str, model_name: str) -> str | None:
         directory: output_dir, not yet written to.
         model_name: of the run; a Hub name is never among files.
     """
-    path = Path(directory).expanduser().resolve()
-    model = Path(model_name).expanduser().resolve()
+    path = expanded(directory).resolve()
+    model = expanded(model_name).resolve()
     if run_entries(path):  # a new run may have locked its directory already
         return None
     if path.is_relative_to(model) and (model / "config.json").is_file():
@@ -397,7 +398,7 @@ def output_dir_problem(
         return None
     if not is_clean(directory):
         return "has control characters, or is not UTF-8. Choose another output_dir."
-    path = Path(directory).expanduser()
+    path = expanded(directory)
     problem = not_writable(path)
     if problem:
         return problem
@@ -411,7 +412,7 @@ def output_dir_problem(
     # writes anything.
     resumes = resume == "auto" or may_be_restarted()
     if resume is not None and not resumes:
-        checkpoint = Path(resume).expanduser().resolve()
+        checkpoint = expanded(resume).resolve()
         resumes = checkpoint.is_relative_to(path.resolve())
     if not resumes and not overwrite:
         return "already holds a run. Choose another output_dir, --resume auto to continue it, or --overwrite."
@@ -425,8 +426,8 @@ def store_problem(url: str, output_dir: str | None) -> str | None:
     protocol, _, path = url.partition("://")
     if protocol not in ("file", "local") or output_dir is None:
         return None
-    store = Path(path).expanduser().resolve()
-    run = Path(output_dir).expanduser().resolve()
+    store = expanded(path).resolve()
+    run = expanded(output_dir).resolve()
     if store == run or any(store.is_relative_to(run / entry) for entry in RUN_ENTRIES):
         return f"is output_dir {output_dir} itself, or in its files. Choose a directory outside."
     return None
@@ -439,7 +440,7 @@ def model_dir_problem(
 ) -> str | None:
     """Return why a model cannot be exported into `directory`, or None. Arguments: see
     `output_dir_problem`."""
-    path = Path(directory).expanduser()
+    path = expanded(directory)
     problem = not_writable(path)
     if problem:
         return problem
@@ -498,7 +499,7 @@ def deleted_input(
             continue
         before_function = value.rpartition(".py:")[0]  # of path/to/file.py:function
         # not resolve(), which raises RuntimeError for a link to itself
-        source = Path(os.path.realpath(Path(before_function or value).expanduser()))
+        source = Path(os.path.realpath(expanded(before_function or value)))
         for entry in entries:
             if source.is_relative_to(os.path.realpath(entry)):
                 return f"--overwrite would delete {entry}, which {name} reads. Choose another directory."

@@ -6,7 +6,6 @@ import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
@@ -14,6 +13,7 @@ from tokenizers import AddedToken
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from llama_ft.commands import RECIPES
+from llama_ft.config.home import expanded
 from llama_ft.data.formats import BadSample, Message
 from llama_ft.data.template_limits import ExceededLimit, exceeded_limit, limited
 from llama_ft.errors import UserError, plural, reason
@@ -172,7 +172,7 @@ def missing_end(tokenizer: "PreTrainedTokenizerBase", stop_ids: Collection[int])
 
 
 def _read_template(name: str) -> str:
-    file = Path(name).expanduser()
+    file = expanded(name)
     try:
         if file.stat().st_size > LARGEST_FILE:
             raise ValueError(f"larger than {LARGEST_FILE:,} bytes")

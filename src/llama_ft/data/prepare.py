@@ -18,6 +18,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from llama_ft.config import DataConfig, as_fraction
+from llama_ft.config.home import expanded
 from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template, missing_end
@@ -223,7 +224,7 @@ def prepare(
     if request.use == "train" and request.examples is unpaired_examples and not config.streaming:
         _check_labels(source.name, report.train)
     if config.validation_output and verify_cache:  # on each node, which may have its own disk
-        file = Path(config.validation_output).expanduser()
+        file = expanded(config.validation_output)
         held_out = set(numpy.load(folder / HELD_OUT).tolist())
         summary.append(write_held_out(source, config, encoder, held_out, file))
     if not request.want_validation:

@@ -27,6 +27,7 @@ from llama_ft.config.data_names import (
     is_url,
     kind_of_data,
 )
+from llama_ft.config.home import expanded
 from llama_ft.config.settings import DataConfig, DatasetPart
 from llama_ft.data.demo import build_demo
 from llama_ft.data.files import (
@@ -325,7 +326,7 @@ def _sliced(split: str) -> tuple[str, slice]:
 def splits_of(name: str, streaming: bool = False) -> dict[str, Any]:
     """Return split -> its files or Dataset. For data without splits, the key is ""."""
     kind = kind_of_data(name)
-    path = Path(name).expanduser()
+    path = expanded(name)
     if kind == "hub":
         return dict(load_from_hub(name, None, streaming))
     if kind == "folder" and any((path / sign).is_file() for sign in DATASETS_MARKER_FILES):

@@ -3,7 +3,6 @@
 import importlib.util
 from collections.abc import Set
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -11,6 +10,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as settings_dataclass
 
 from llama_ft.config.data_settings import DataConfig
+from llama_ft.config.home import expanded
 from llama_ft.config.messages import format_value
 from llama_ft.config.paths import base_model_of, check_paths, looks_local, model_problem
 from llama_ft.config.rules import brings_validation
@@ -147,7 +147,7 @@ def read_evaluate_flags(argv: list[str], description: str) -> Evaluation:
 
 
 def _model_to_evaluate(place: str, flags: EvaluateFlags) -> ModelToEvaluate:
-    found = find_result(Path(place).expanduser()) if looks_local(place) else None
+    found = find_result(expanded(place)) if looks_local(place) else None
     run = settings_of_run(*found) if found else None
     base = flags.base_model or (run.model.model_name if run else None)
     if base is None and flags.base and found and found[0] == "adapter":

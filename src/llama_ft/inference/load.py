@@ -22,6 +22,7 @@ from llama_ft.config import (
     TrainConfig,
     base_model_of,
 )
+from llama_ft.config.home import expanded
 from llama_ft.config.paths import PROMPT_FORMAT, TOKENIZER_FILES, recorded_prompt_format
 from llama_ft.data.image_parts import ImageStore
 from llama_ft.data.prompt_tokens import PromptFormat
@@ -119,7 +120,7 @@ def open_model(
     chosen, note = ranks.broadcast_from_rank0(
         lambda: advise_precision(asked, is_free, ranks.device)
     )
-    kind, held = find_result(Path(place).expanduser()) or ("", Path())
+    kind, held = find_result(expanded(place)) or ("", Path())
     if kind in ("checkpoint", "run"):
         # Rank 0 alone compares checksums, which reads the whole checkpoint.
         place = str(ranks.broadcast_from_rank0(lambda: checkpoint.find_valid(held).folder))

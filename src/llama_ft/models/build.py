@@ -24,6 +24,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ModelConfig
+from llama_ft.config.home import expanded
 from llama_ft.config.paths import (
     ADAPTER_FILES,
     TO_SAFETENSORS,
@@ -75,7 +76,7 @@ def local_folder(
             the files.
         weights: the weights (safetensors) are needed, too.
     """
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if folder.is_dir():
         problem = special_file(folder)
         if problem:
@@ -108,7 +109,7 @@ def local_folder(
 def check_no_adapter(folder: Path, flag: str, continued: str | None = None) -> None:
     """Raise UserError if a model's directory also holds an adapter, which Transformers applies when
     it loads the model, unless that adapter is `continued`."""
-    is_continued = continued and Path(continued).expanduser().resolve() == folder.resolve()
+    is_continued = continued and expanded(continued).resolve() == folder.resolve()
     if (folder / ADAPTER_FILES[0]).is_file() and not is_continued:
         raise UserError(
             f"{flag} {folder}: holds a model and an adapter ({ADAPTER_FILES[0]}), and Transformers would apply it. "
@@ -119,7 +120,7 @@ def check_no_adapter(folder: Path, flag: str, continued: str | None = None) -> N
 def portable_name(name: str, folder: Path) -> str:
     """Return the model's name for files that outlive the run: its Hub name, or its directory's
     absolute path."""
-    is_local = name == "demo" or Path(name).expanduser().is_dir()
+    is_local = name == "demo" or expanded(name).is_dir()
     return str(folder.resolve()) if is_local else name
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
+from llama_ft.config.home import expanded
 from llama_ft.errors import UserError
 from llama_ft.models.adapter_config import ADAPTER_CONFIG
 from llama_ft.models.built import Adapter
@@ -160,7 +161,7 @@ def _is_same_model(adapter: Path, named: str, given: str, folder: Path) -> bool:
     recorded = _recorded_fingerprint(adapter)
     if recorded is not None:
         return recorded == fingerprint(folder)
-    place = Path(named).expanduser()
+    place = expanded(named)
     if (place / "config.json").is_file():
         is_same: bool = place.samefile(folder) or fingerprint(place) == fingerprint(folder)
         return is_same

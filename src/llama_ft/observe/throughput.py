@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ProfileConfig
+from llama_ft.config.home import expanded
 from llama_ft.config.rules import PROFILED_STEPS, STEPS_BEFORE_PROFILE
 from llama_ft.observe.flops import flop_formula, matmul_rate, published_peak
 from llama_ft.observe.run_metadata import RunMetadata
@@ -68,7 +69,7 @@ class ThroughputMeter:
         self._waited_seconds = 0.0
         self._folder = run / "profile"
         if settings.profiler_dir:
-            self._folder = Path(settings.profiler_dir).expanduser()
+            self._folder = expanded(settings.profiler_dir)
         formula = flop_formula(model)
         self._formula = formula
         ranks.all_gather_floats(0)  # a barrier: all ranks begin at the same time

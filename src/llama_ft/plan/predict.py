@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -17,6 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import checkpoint, models, training
 from llama_ft.config import Config, PreferenceConfig
+from llama_ft.config.home import expanded
 from llama_ft.data import IGNORED, Batch
 from llama_ft.models.shards import local_shard
 from llama_ft.observe.flops import flop_formula
@@ -94,7 +94,7 @@ def passes_before(config: Config) -> list[FirstPass]:
     asked = config.preference
     if asked.objective == "distill":
         file = asked.teacher_file
-        if asked.teacher_model is None or (file and Path(file).expanduser().exists()):
+        if asked.teacher_model is None or (file and expanded(file).exists()):
             return []
         return [FirstPass(teacher_config(config), "--teacher_model", partial(_teach, asked))]
     is_stored = isinstance(

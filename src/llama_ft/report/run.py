@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from llama_ft.config.attempts import describe_changes, readable_attempts, value_over_time
+from llama_ft.config.home import expanded
 from llama_ft.config.paths import RUN_MARKER, folder_problem, missing_run
 from llama_ft.config.settings import SETTINGS
 from llama_ft.config.tool_flags import check, read
@@ -62,7 +63,7 @@ def read_report_flags(argv: list[str], description: str) -> ReportFlags:
     options, _, errors = read(argv, ReportFlags, description, {"out": "output"})
     errors += [] if options.paths else ["RUN is needed: one or more run directories."]
     for name in options.paths:
-        folder = Path(name).expanduser()
+        folder = expanded(name)
         if not folder.exists():
             errors.append(f"{name}: {missing_run(folder)}")
         elif error := folder_problem(folder, "a run's directory"):
@@ -75,7 +76,7 @@ def read_report_flags(argv: list[str], description: str) -> ReportFlags:
     options.output = options.output or (
         "comparison.html" if options.paths[1:] else f"{options.paths[0]}/report.html"
     )
-    if _is_other_file(Path(options.output).expanduser()):
+    if _is_other_file(expanded(options.output)):
         raise UserError(
             f"--output {options.output}: exists, and is not a report. Name another file."
         )

@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ft import models
 from llama_ft.config import Config, PeftConfig, QuantizationConfig
+from llama_ft.config.home import expanded
 from llama_ft.config.paths import TEACHER_FILE
 from llama_ft.data import (
     IGNORED,
@@ -166,7 +167,7 @@ class TeacherPass:
         if name is None:
             return {}
         quantization = {"teacher_quantization": self._settings.teacher_quantization}
-        folder = Path(name).expanduser()
+        folder = expanded(name)
         if (folder / "config.json").is_file():
             return quantization | {"teacher_weights": models.fingerprint(folder)}
         return quantization | {"teacher_model": name}
@@ -186,7 +187,7 @@ class TeacherPass:
         """
         named = self._settings.teacher_file
         if named is not None:
-            path = Path(named).expanduser()
+            path = expanded(named)
             exists = self._ranks.all_gather_floats(path.exists())
             if exists.all():
                 self._check(path, fingerprint)
@@ -242,7 +243,7 @@ class TeacherPass:
         directory."""
         named = self._settings.teacher_file
         if named:
-            return Path(named).expanduser(), False
+            return expanded(named), False
         digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:32]
         path = cache_dir() / "teachers" / f"{digest}.safetensors"
         left = [path] if self._unfinished is None else [path, self._unfinished / TEACHER_FILE]
