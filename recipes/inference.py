@@ -17,7 +17,7 @@ if __name__ == "__main__":  # Ctrl-C prints no traceback of an import; runtime.s
 
 from llama_ft.config import FSDPConfig  # noqa: E402
 from llama_ft.errors import before_imports, plural  # noqa: E402
-from llama_ft.inference.flags import InferenceFlags, read_inference_flags  # noqa: E402
+from llama_ft.inference.flags import InferenceFlags, columns_of_run, read_inference_flags  # noqa: E402
 
 if __name__ == "__main__":
     with before_imports():
@@ -58,7 +58,12 @@ def main(options: InferenceFlags) -> None:
             lambda: options.chat or (not has_prompt and sys.stdin.isatty())
         )
         prompts = (
-            read_prompts(options.prompts, options.columns, options.skip_bad_rows)
+            read_prompts(
+                options.prompts,
+                options.columns,
+                options.skip_bad_rows,
+                columns_of_run(options.paths[0]),
+            )
             if options.prompts
             else []
         )

@@ -8,6 +8,7 @@ from llama_ft.config import Config, QuantizationConfig, TrainConfig, to_yaml
 from llama_ft.config.paths import RUN_MARKER
 from llama_ft.errors import UserError
 from llama_ft.inference.flags import (
+    columns_of_run,
     find_result,
     read_inference_flags,
     result_problem,
@@ -119,3 +120,11 @@ def test_the_settings_of_a_run_are_found_next_to_its_model_and_its_checkpoints(
     assert merged is not None and merged.quantization.mode == "none"
     (run / "config.yaml").write_text("train: {no_such_setting: 1}")
     assert settings_of_run("adapter", run / "model") is None
+
+
+def test_a_result_of_a_run_knows_its_columns(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", RUN_MARKER, *(f"model/{name}" for name in MODEL))
+    assert columns_of_run(str(run)) == columns_of_run("org/name") == []
+    (run / "config.yaml").write_text("data: {columns: [instruction=frage, output=antwort]}")
+    for place in (run, run / "model"):
+        assert columns_of_run(str(place)) == ["instruction=frage", "output=antwort"]

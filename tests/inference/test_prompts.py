@@ -90,6 +90,26 @@ def test_prompts_are_samples_in_every_format_of_the_training_data(tmp_path: Path
     assert row["id"] == 7 and messages == [TURN]
 
 
+def test_columns_of_the_run_hold_for_prompts_that_have_them(tmp_path: Path) -> None:
+    columns = ["instruction=frage", "output=antwort"]
+    for row in ({"frage": "Hi", "antwort": "Hello."}, {"frage": "Hi"}, {"instruction": "Hi"}):
+        [(_, asked)] = read_prompts(str(write(tmp_path / "a.jsonl", row)), run_columns=columns)
+        assert asked == [TURN]
+    both = str(write(tmp_path / "a.jsonl", {"frage": "other", "text": "Hi"}))
+    [(_, asked)] = read_prompts(both, ["instruction=text"], run_columns=columns)
+    assert asked == [TURN], "the flag comes first"
+
+
+def test_samples_with_the_same_fault_are_one_line(tmp_path: Path) -> None:
+    file = str(write(tmp_path / "a.jsonl", *[{"id": 1}] * 21, {"prompt": "good"}, "{"))
+    with pytest.raises(UserError) as refused:
+        read_prompts(file)
+    first, second, last = refused.value.messages
+    assert first.startswith(f"{file}:1: ") and first.endswith("(20 more samples likewise)")
+    assert second.startswith(f"{file}:23: ") and "likewise" not in second
+    assert last.startswith("--prompts: 22 bad samples")
+
+
 @pytest.mark.parametrize(
     "row",
     ["{", [1], {"question": "Hi"}, {"prompt": " "}, {"messages": [REPLY]}]

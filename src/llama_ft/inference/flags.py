@@ -10,6 +10,7 @@ import yaml
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from llama_ft.config.home import expanded
 from llama_ft.config.load import with_present_names
 from llama_ft.config.paths import (
     file_problem,
@@ -87,7 +88,8 @@ class InferenceFlags(ModelFlags):
     ignored, if there is one."""
 
     columns: list[str] = Field(default_factory=list)
-    """With --prompts: columns that have other names than in the format, as question=Question."""
+    """With --prompts: columns that have other names than in the format, as question=Question. If not
+    given: as in the run, where the file has them."""
 
     skip_bad_rows: bool = False
     """With --prompts: skip samples that cannot be used, instead of stopping."""
@@ -190,7 +192,7 @@ def check_output(name: str | None) -> list[str]:
     replaced."""
     if name is None:
         return []
-    file = Path(name).expanduser()
+    file = expanded(name)
     # lexists: also a link to nothing, through which a file would be written elsewhere
     if os.path.lexists(file):
         error: str | None = "exists already. Name another file."
@@ -216,7 +218,7 @@ def find_result(folder: Path) -> tuple[Result, Path] | None:
 def result_problem(name: str) -> str | None:
     """Return why `name` cannot be loaded (it is not a run, checkpoint, adapter, model or Hub name),
     or None."""
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if find_result(folder):
         return None
     if not folder.exists():
@@ -238,3 +240,10 @@ def settings_of_run(kind: Result, held: Path) -> Config | None:
     except (OSError, ValueError, yaml.YAMLError, TypeError):
         return None
     return replace(run, quantization=QuantizationConfig()) if kind == "model" else run
+
+
+def columns_of_run(name: str) -> list[str]:
+    """Return --columns of the run that wrote what `name` loads; none without a run."""
+    found = find_result(expanded(name))
+    run = settings_of_run(*found) if found else None
+    return run.data.columns if run else []

@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
 from llama_ft.config.data_names import data_problem
+from llama_ft.config.home import expanded
 from llama_ft.config.settings import DataConfig
 from llama_ft.data import Encoder, cache_dir, one_example, two_examples
 from llama_ft.data.files import samples_of_file
@@ -76,30 +76,43 @@ def one_prompt(options: InferenceFlags) -> str:
 
 
 def _text_of(name: str) -> str:
-    return Path(name).expanduser().read_text(encoding="utf-8-sig", errors="replace")
+    return expanded(name).read_text(encoding="utf-8-sig", errors="replace")
 
 
-def refuse_or_skip(errors: list[str], skip: bool) -> None:
-    """Raise a UserError with all bad samples, or with --skip_bad_rows log them."""
+def refuse_or_skip(errors: list[tuple[str, str]], skip: bool) -> None:
+    """Raise a UserError with all bad samples, or with --skip_bad_rows log them. `errors`: where, and
+    what is wrong."""
     if not errors:
         return
-    shown = errors[:SHOWN_BAD_SAMPLES]
+    places = dict[str, list[str]]()  # what is wrong -> where
+    for place, fault in errors:
+        places.setdefault(fault, []).append(place)
+    lines = [
+        f"{first}: {fault}"
+        + (f" ({plural(len(others), 'more sample')} likewise)" if others else "")
+        for fault, (first, *others) in places.items()
+    ]
+    shown = lines[:SHOWN_BAD_SAMPLES]
     count = plural(len(errors), "bad sample")
     if not skip:
         raise UserError(*shown, f"--prompts: {count}. --skip_bad_rows skips such samples.")
-    lines = [f"skipped {count}:", *shown]
-    if len(errors) > len(shown):
-        lines.append("...")
-    log.warning("\n  ".join(lines))
+    more = ["..."] if len(lines) > len(shown) else []
+    log.warning("\n  ".join([f"skipped {count}:", *shown, *more]))
 
 
-def read_prompts(name: str, columns: Sequence[str] = (), skip_bad_rows: bool = False) -> Prompts:
+def read_prompts(
+    name: str,
+    columns: Sequence[str] = (),
+    skip_bad_rows: bool = False,
+    run_columns: Sequence[str] = (),
+) -> Prompts:
     """Read the prompts of a file: .txt with one per line, or samples as for training.
 
     Args:
         name: the file; .jsonl, .json, .csv, .parquet or .txt.
         columns: as in --columns.
         skip_bad_rows: as in --skip_bad_rows.
+        run_columns: --columns of the run, which hold without `columns` if the file has them.
 
     Returns:
         Each sample, to which the answer will be added, and its prompt: text, or a chat without its
@@ -115,17 +128,21 @@ def read_prompts(name: str, columns: Sequence[str] = (), skip_bad_rows: bool = F
         problem = data_problem(name)
         if problem:
             raise UserError(f"--prompts {name}: {problem}")
+        source = Source(name, "", lambda: samples_of_file(expanded(name)))
+        for pair in () if columns else run_columns:
+            ours, _, theirs = pair.partition("=")
+            if theirs.strip() in source.columns and ours.strip() not in source.columns:
+                columns = [*columns, pair]
         config = DataConfig(dataset=name, columns=list(columns))
-        source = Source(name, "", lambda: samples_of_file(Path(name).expanduser()))
         prompts = []
-        bad = list[str]()
+        bad = list[tuple[str, str]]()
         for place, sample in reshaped(source, config).read():
             try:
                 if isinstance(sample, BadSample):
                     raise sample
                 prompts.append((dict(sample), _prompt_of(_with_images(sample, place))))
             except BadSample as error:
-                bad.append(f"{place}: {in_own_names(error, sample)}")
+                bad.append((place, str(in_own_names(error, sample))))
         refuse_or_skip(bad, skip_bad_rows)
     if not prompts:
         raise UserError(f"--prompts {name}: holds no prompts.")
@@ -206,7 +223,7 @@ def answer_prompts(
     tokens = []
     limits = []
     usable = []
-    bad = list[str]()
+    bad = list[tuple[str, str]]()
     for number, (sample, asked) in enumerate(prompts, start=1):
         try:
             prompt = answerer.tokens(asked, tools_of(sample))
@@ -214,7 +231,7 @@ def answer_prompts(
             tokens.append(prompt)
             usable.append((sample, asked))
         except UserError as error:
-            bad.append(f"--prompts: {_name(number, options)}: {error.messages[0]}")
+            bad.append((f"--prompts: {_name(number, options)}", error.messages[0]))
     refuse_or_skip(bad, options.skip_bad_rows)
     prompts = usable
     truncated = 0
@@ -266,7 +283,7 @@ def score_prompts(
     encoder = Encoder(opened.tokenizer, context, stop_ids=opened.stop_ids)
     tokens = list[torch.Tensor]()
     usable = list[Sample]()
-    bad = list[str]()
+    bad = list[tuple[str, str]]()
     for number, sample in enumerate(samples, 1):
         try:
             responses = _responses(sample, encoder)
@@ -274,7 +291,7 @@ def score_prompts(
             if longest > context:
                 raise BadSample(f"it has {longest} tokens, and the model {context} positions.")
         except BadSample as error:
-            bad.append(f"--prompts: {_name(number, options)}: {error}")
+            bad.append((f"--prompts: {_name(number, options)}", str(error)))
             continue
         usable.append(sample)
         tokens += [torch.tensor(ids) for ids in responses]
@@ -329,7 +346,7 @@ def _write(sample: Sample, out: IO[str]) -> None:
 
 def output_of(options: InferenceFlags, ranks: Ranks) -> AbstractContextManager[IO[str]]:
     """Open what rank 0 writes to: --output, which must not exist, or stdout."""
-    file = Path(options.output or "").expanduser()
+    file = expanded(options.output or "")
     if not (options.output and ranks.is_main):
         return nullcontext(sys.stdout)
     file.parent.mkdir(parents=True, exist_ok=True)
