@@ -17,7 +17,7 @@ LONGEST_FILE = 600  # lines
 TOKENS = {
     "": 3800,
     "check": 4300,
-    "checkpoint": 28_500,
+    "checkpoint": 28_700,
     "config": 19_000,
     "data": 47_500,
     "evaluation": 4000,
