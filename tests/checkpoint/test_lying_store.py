@@ -151,10 +151,14 @@ def test_no_kind_of_wrong_answer_restarts_a_run_or_deletes_a_checkpoint(
 ) -> None:
     lies = []
     times = itertools.cycle((4, 1, 3, 2))
+    names = itertools.cycle(("", COMMIT_FILE, "owner.json|shard"))
     for kind, requests in lying.KINDS.items():
         for request_kind in requests:
-            names = ("",) if request_kind == "LIST" else ("", COMMIT_FILE, "owner.json|shard")
-            lies += [lying.Lie(kind, request_kind, next(times), name) for name in names]
+            if request_kind == "LIST":
+                lies.append(lying.Lie(kind, request_kind, next(times)))
+            else:
+                pair = (next(names), next(names))
+                lies += [lying.Lie(kind, request_kind, next(times), name) for name in pair]
     wrong = []
     endings = set()
     for lie in lies:
@@ -170,7 +174,7 @@ def test_no_kind_of_wrong_answer_restarts_a_run_or_deletes_a_checkpoint(
             if not name.startswith(("checkpoints/step-000003", "checkpoints/step-000005")):
                 saved.store.delete(name)
     assert wrong == []
-    assert len(lies) >= 60 and 5 in endings
+    assert len(lies) >= 50 and 5 in endings
 
 
 @pytest.mark.slow
