@@ -53,8 +53,9 @@ def main(what: Evaluation) -> None:
     ) as ranks:
         tasks = find_tasks(flags.tasks, ranks) if flags.tasks else None
         results, bases = list[Evaluated](), list[tuple[Any, Evaluated]]()
+        reported = set[str]()
         for asked in what.asked:
-            tuned, tokenizer = evaluate(asked, None, tasks, what, ranks)
+            tuned, tokenizer = evaluate(asked, None, tasks, what, ranks, reported)
             base = results[0] if results else None
             if asked.base is not None:
                 # With the fine-tuned model's tokenizer and chat template, the base model gets the
@@ -67,7 +68,7 @@ def main(what: Evaluation) -> None:
                 alike = asked.base, tokenizer.chat_template, len(tokenizer), run
                 base = next((known for key, known in bases if key == alike), None)
                 if base is None:
-                    base, _ = evaluate(asked, tokenizer, tasks, what, ranks)
+                    base, _ = evaluate(asked, tokenizer, tasks, what, ranks, reported)
                     bases.append((alike, base))
                     results.append(base)
             results.append(replace(tuned, base=base))
@@ -87,9 +88,10 @@ def evaluate(
     tasks: Any,
     what: Evaluation,
     ranks: Ranks,
+    reported: set[str],
 ) -> tuple[Evaluated, PreTrainedTokenizerBase]:
     """Load a model and evaluate it. With the tokenizer of a fine-tuned model: evaluate its base
-    model."""
+    model. `reported`: as of `measure_loss`."""
     flags = replace(
         what.flags,
         precision=what.flags.precision or (asked.run.train.precision if asked.run else "auto"),
@@ -123,7 +125,7 @@ def evaluate(
             asked,
             what,
             ranks,
-            is_base=tokenizer is not None,
+            reported,
         )
     # frees cached blocks, whose sizes fit only the measurement of the loss
     torch.cuda.empty_cache()

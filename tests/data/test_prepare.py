@@ -478,3 +478,18 @@ def test_named_validation_sets_are_those_of_single_files(
     )
     assert data.fingerprints()["validation"].startswith("own ")
     assert not prepared(train, llama3, cache, validation=sets, want=False).validations
+
+
+def test_an_evaluation_reports_its_validation_sets_only(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    path = write_jsonl(tmp_path / "my.jsonl", pairs(3))
+    own = write_jsonl(tmp_path / "own.jsonl", pairs(1))
+    request = DataRequest(context_length=64, want_validation=True, evaluates=True)
+    for sets, name in ((str(own), "validation"), ({"own": str(own)}, "own")):
+        config = DataConfig(dataset=str(path), validation=sets)
+        summary = prepare(config, llama3, request, cache=tmp_path / "cache").summary
+        first_words = [line.split()[0] for line in summary]
+        assert name in first_words and "training" not in first_words
+    alone = prepare(DataConfig(dataset=str(path)), llama3, request, cache=tmp_path / "cache")
+    assert any(line.startswith("training ") for line in alone.summary)

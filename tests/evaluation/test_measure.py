@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import QUESTIONS, build_model
+from huggingface_hub import constants
 
 from llama_ft.errors import UserError
 from llama_ft.evaluation.flags import EvaluateFlags
@@ -83,6 +84,17 @@ def test_a_tied_model_with_an_adapter_on_its_embedding_is_evaluated(
         total += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
     expected = math.exp(total / len("".join(QUESTIONS)))
     assert found["mine"]["byte_perplexity"]["value"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow  # lm_eval lists its thousands of tasks
+def test_tasks_of_a_hub_that_does_not_answer_fail_without_retries(
+    tied_model: Path, ask: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    # of `datasets` while it is offline; otherwise it would be about the connection
+    with pytest.raises(UserError, match="--tasks hellaswag: cannot be loaded .*OfflineMode"):
+        ask(tied_model, tasks=["hellaswag"])
+    assert not constants.HF_HUB_OFFLINE
 
 
 def test_tasks_that_cannot_be_found_or_run_are_reported(

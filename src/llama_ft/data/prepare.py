@@ -169,6 +169,8 @@ class DataRequest:
             or this use of it takes no images.
         no_images: why it is None, for messages.
         stop_ids: the model's tokens that end generation.
+        evaluates: nothing is trained, so training samples are not reported if there is a validation
+            set.
     """
 
     context_length: int
@@ -181,6 +183,7 @@ class DataRequest:
     load_processor: Callable[[], Any] | None = None
     no_images: str = "only text is trained on"
     stop_ids: Sequence[int] = ()
+    evaluates: bool = False
 
 
 def prepare(
@@ -245,7 +248,9 @@ def prepare(
             other = one.report
             report = replace(report, chat_sample=other.chat_sample, chat_tools=other.chat_tools)
     statistics = {name: one.report.train for name, one in named.items()}
-    summary += describe(report, statistics)
+    # an evaluation gets its validation sets only
+    is_evaluated = report.validation is not None or bool(named)
+    summary += describe(report, statistics, with_training=not (request.evaluates and is_evaluated))
     if request.want_validation and report.validation is None and not named:
         summary.append("no validation data: --validation FILE or --validation 0.05")
     warnings += note_lines(report.notes)

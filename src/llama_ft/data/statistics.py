@@ -201,10 +201,16 @@ class BuildReport:
         return cls(**values)
 
 
-def describe(report: BuildReport, named: Mapping[str, SplitStatistics] = {}) -> list[str]:
+def describe(
+    report: BuildReport,
+    named: Mapping[str, SplitStatistics] = {},
+    with_training: bool = True,
+) -> list[str]:
     """Return the lines of a table of all splits, followed by the warnings. `named`: of validation
     sets that have names."""
     splits = {"training": report.train, "validation": report.validation, **named}
+    if not with_training:
+        del splits["training"]
     width = max(10, *(len(name) + 1 for name in splits))
     header = " " * width + "".join(f"{title:>13}" for title in COLUMNS.values())
     lines = []
@@ -213,7 +219,7 @@ def describe(report: BuildReport, named: Mapping[str, SplitStatistics] = {}) -> 
         if split is not None and split.samples:
             counts = [f"{getattr(split, column):13,}" for column in COLUMNS]
             lines.append(f"{name:{width}}" + "".join(counts))
-    if report.train.desirable:
+    if with_training and report.train.desirable:
         labels = f"{report.train.desirable:,} desirable, {report.train.undesirable:,} undesirable"
         lines.append(f"labels of the training data: {labels}")
     for name, split in splits.items():

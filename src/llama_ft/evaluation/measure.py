@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import datasets
+from huggingface_hub import constants, get_session
 from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
@@ -21,6 +23,7 @@ from llama_ft.evaluation.flags import EvaluateFlags, Evaluation, ModelToEvaluate
 from llama_ft.models.replaced import weights_stay_tied
 from llama_ft.runtime import Ranks, log
 
+SECONDS_TO_REACH_THE_HUB = 5.0
 Metrics = dict[str, dict[str, Any]]  # task -> metric -> {"value": ..., "stderr": ... or None}
 
 
@@ -55,6 +58,7 @@ def prepare_samples(
         data.DataRequest(
             context_length=models.resolve_context_length(config.context_length, model_config),
             want_validation=what.split is None,
+            evaluates=True,
             vocabulary_size=None if has_new_tokens else vocabulary,
             add_tokens=has_new_tokens,
             use=what.split or "train",
@@ -75,7 +79,7 @@ def measure_loss(
     asked: ModelToEvaluate,
     what: Evaluation,
     ranks: Ranks,
-    is_base: bool = False,
+    reported: set[str],
 ) -> dict[str, float]:
     """Compute the loss on samples. All ranks must call it.
 
@@ -84,7 +88,7 @@ def measure_loss(
         tokenizer: has tokenized the samples.
         tokenized: the samples.
         asked, what, ranks: as of `prepare_samples`.
-        is_base: the base model of a model that got the same samples: they are not reported again.
+        reported: the reports on data that were logged; each is logged once.
 
     Returns:
         loss (mean per token), perplexity, target_tokens, the number of tokens in the loss, and with
@@ -95,8 +99,10 @@ def measure_loss(
     split = what.split
     context_length = models.resolve_context_length(config.data.context_length, model.config)
     vocabulary = models.vocabulary_size(model.config)
-    if not is_base:
-        log.info("\n".join(tokenized.summary))
+    report = "\n".join(tokenized.summary)
+    if report not in reported:
+        log.info(report)
+        reported.add(report)
     sets = tokenized.validations
     if split and tokenized.train is not None:
         sets = {"": tokenized.train}
@@ -144,7 +150,11 @@ def find_tasks(tasks: list[str], ranks: Ranks, flag: str = "--tasks") -> Any:
             f"{flag}: needs lm-evaluation-harness. pip install -e '.[eval]' installs it."
         ) from error
     by_name = any(not name.endswith((".yaml", ".yml")) for name in tasks)
-    with ranks.local_main_process_first(), _quiet(ranks):
+    with (
+        ranks.local_main_process_first(),
+        _cache_without_hub(flag, by_name),
+        _quiet(ranks),
+    ):
         try:
             manager = TaskManager(include_defaults=by_name)
             manager.load(tasks)
@@ -198,6 +208,28 @@ def run_tasks(
             f"--tasks: lm-evaluation-harness cannot ask them: {reason(error)}."
         ) from error
     return _metrics(found) if found else {}
+
+
+@contextlib.contextmanager
+def _cache_without_hub(flag: str, is_needed: bool) -> Iterator[None]:
+    """If questions come from the Hub and it does not answer, look only into the cache. `datasets`
+    would retry for minutes before it does that, or fails."""
+    problem = ""
+    if is_needed and not constants.HF_HUB_OFFLINE:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=SECONDS_TO_REACH_THE_HUB)
+        # the session's package differs between versions of huggingface_hub
+        except Exception as error:
+            problem = reason(error)
+    if not problem:
+        yield
+        return
+    log.warning(f"{flag}: {constants.ENDPOINT}: {problem}. Only questions in the cache are found.")
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = False
 
 
 @contextlib.contextmanager
