@@ -66,7 +66,7 @@ OLD_THETA = (
 )
 OLD_SHARE = ("partial_rotary_factor", "rotary_pct")
 ROPE = "rope_parameters"
-# Stood beside rope_scaling, not within it.
+# Stood next to rope_scaling, not within it.
 SCALED_BY_NAME = ("rope_theta", "partial_rotary_factor")
 ABSENT = object()
 
@@ -277,7 +277,7 @@ def _old_rope(settings: Settings, kind: type[PretrainedConfig]) -> Settings:
     default = dict(_leaves(read({})))
     # A valid share of each head, which the class would not choose itself.
     probe = 0.25 if 0.5 in default.values() else 0.5
-    # Classes with a scaling of their own (Apertus, gpt-oss) read the names only beside another one.
+    # Classes with a scaling of their own (Apertus, gpt-oss) read the names only next to another one.
     unscaled = {name: value for name, value in whole.items() if name not in SCALED_BY_NAME}
     old: Settings = {}
     for name in (*OLD_THETA, *OLD_SHARE):
