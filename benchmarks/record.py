@@ -55,7 +55,7 @@ BENCHMARKS = {
         "Fine-tuning on images against TRL",
         3,
     ),
-    "padding": Benchmark("benchmarks/padding_trl.py", "Padding against TRL", 20),
+    "padding": Benchmark("benchmarks/padding_trl.py --settings 60", "Padding against TRL", 10),
     "optimizations": Benchmark("benchmarks/ablation.py", "What each optimization gives", 30),
     "experts": Benchmark("benchmarks/experts.py", "LoRA on experts", 5),
     "scaling": Benchmark("benchmarks/scaling.py", "Memory by length", 30),
@@ -67,8 +67,16 @@ BENCHMARKS = {
     "checkpoints": Benchmark("benchmarks/checkpoint.py", "Checkpoints", 15),
     "uploads": Benchmark("benchmarks/uploads.py", "Saves with object storage", 5),
     "kills": Benchmark("benchmarks/crash.py", "Resuming after kills", 60),
+    "successors": Benchmark(
+        "benchmarks/successors.py --cases 50", "Successors that start too early", 30
+    ),
     "store_kills": Benchmark(
         "benchmarks/store_crash.py --kills 100", "Resuming from object storage after kills", 20
+    ),
+    "store_lies": Benchmark(
+        "benchmarks/store_lies.py --lies 60 --seed 1",
+        "Resuming from object storage that gives wrong answers",
+        30,
     ),
     "start": Benchmark("benchmarks/start.py", "Start-up", 5),
 }

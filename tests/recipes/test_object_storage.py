@@ -19,6 +19,8 @@ from stores import SECRET, CuttingProxy, boto3, download, kill_when, s3_server
 from llama_ft.checkpoint import ObjectStore, is_uploaded
 from llama_ft.checkpoint.store import read_commits
 
+LAST_STEP = 8  # of a run of one epoch
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
@@ -43,7 +45,7 @@ def inputs(crash: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flags(crash: ModuleType, inputs: Path, output: Path, *more: str, epochs: int = 1) -> list[str]:
-    """The benchmark's run on 2 ranks, of epochs of 7 steps."""
+    """The benchmark's run on 2 ranks, of epochs of 8 steps."""
     words = [*crash.FLAGS, "--model_name", f"{inputs}/model", "--dataset", f"{inputs}/rows.jsonl"]
     words[words.index("--num_epochs") + 1] = str(epochs)
     return [*words, "--no_plan", "--output_dir", str(output), *more]
@@ -85,7 +87,7 @@ def test_a_run_killed_during_an_upload_resumes_on_an_empty_disk(
     words = flags(crash, inputs, run, "--save_to", url)
     kill_when(lambda: moment in store.sizes(""), words, tmp_path / "log")
     held = read_commits(store)  # on a busy machine step 2 may be left out, and nothing be held
-    was_complete = is_uploaded(store, 7)
+    was_complete = is_uploaded(store, LAST_STEP)
     shutil.rmtree(run)
     resumed = forked(RECIPE, *words, ranks=2)
     assert resumed.exit_code == 0, resumed.output
@@ -99,7 +101,7 @@ def test_a_run_killed_during_an_upload_resumes_on_an_empty_disk(
     left = s3.list_multipart_uploads(Bucket="runs", Prefix=tmp_path.name)["Uploads"]
     assert [upload["Key"] for upload in left] == parts[1:]
     assert json.loads(store.get_text("status.json"))["state"] == "finished"
-    assert is_uploaded(store, 7) and has_no_secret(tmp_path)
+    assert is_uploaded(store, LAST_STEP) and has_no_secret(tmp_path)
 
 
 def test_a_final_upload_that_was_killed_is_finished_by_resume(
@@ -114,11 +116,11 @@ def test_a_final_upload_that_was_killed_is_finished_by_resume(
     # as if the kill had come a moment earlier
     for name in ("result.json", "model/config.json"):
         store.delete(name)
-    assert not is_uploaded(store, 7)
+    assert not is_uploaded(store, LAST_STEP)
     finished = forked(RECIPE, *words, ranks=2)
     assert finished.exit_code == 0, finished.output
     assert f"its final model is {run}/model" in finished.output
-    assert is_uploaded(store, 7)
+    assert is_uploaded(store, LAST_STEP)
     assert differences(crash, url, inputs, tmp_path) == []
     owner = store.get_text("owner.json")
     shutil.rmtree(run)
@@ -211,7 +213,7 @@ def test_a_store_that_stops_answering_does_not_stop_the_run(
     # the same command uploads the rest when the store answers again
     resumed = forked(RECIPE, *words, ranks=2)
     assert resumed.exit_code == 0, resumed.output
-    assert is_uploaded(store, 7) and differences(crash, url, inputs, tmp_path) == []
+    assert is_uploaded(store, LAST_STEP) and differences(crash, url, inputs, tmp_path) == []
 
 
 @pytest.mark.slow

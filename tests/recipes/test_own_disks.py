@@ -73,7 +73,7 @@ def test_nodes_with_their_own_disks_resume_from_the_store(
         crash.differences(download(url, tmp_path / "copy"), inputs / "whole", all_checkpoints=False)
         == []
     )
-    assert is_uploaded(store, 7)
+    assert is_uploaded(store, 8)
     for disk in disks:
         assert json.loads((disk / "run" / "status.json").read_text())["state"] == "finished"
     first, second = (names(disk / "run" / "checkpoints") for disk in disks)
@@ -82,7 +82,7 @@ def test_nodes_with_their_own_disks_resume_from_the_store(
         assert {name for name in first if name.startswith("set-aside")} == first - whole != set()
     else:
         assert first == second == whole
-    newest = [disk / "run" / "checkpoints" / "step-000007" for disk in disks]
+    newest = [disk / "run" / "checkpoints" / "step-000008" for disk in disks]
     shards = [{file.name for file in folder.glob("shard-*")} for folder in newest]
     assert len(shards[0]) == len(shards[1]) == 1 and shards[0] != shards[1]
     again = two_nodes(*words)
