@@ -19,7 +19,7 @@ from safetensors.torch import load
 from llama_ft.checkpoint import Checkpoint, CheckpointWriter, checkpoint_errors, restore_weights
 from llama_ft.checkpoint.reader import shard_file
 from llama_ft.checkpoint.safetensors_file import SafetensorsFile
-from llama_ft.checkpoint.writer import RESERVED_BYTES, _warn_without_sync
+from llama_ft.checkpoint.writer import RESERVED_BYTES
 from llama_ft.config import CheckpointConfig, TrainConfig
 from llama_ft.errors import RunFailure
 from llama_ft.observe.memory import memory_use, reset_peaks
@@ -149,7 +149,7 @@ def test_a_file_system_that_cannot_flush_a_directory_is_a_warning(
 
     monkeypatch.setattr(os, "fsync", refuse_directories)
     monkeypatch.setattr("llama_ft.runtime.log.propagate", True)
-    _warn_without_sync.cache_clear()
+    monkeypatch.setattr("llama_ft.checkpoint.writer._first_warning", threading.Lock())
     model, optimizer = trained()
     with new_writer() as writer:
         writer.save(1, model, optimizer, STATE)

@@ -7,7 +7,6 @@ directory when all files are on disk. If training waits until the end, rows on t
 without a copy.
 """
 
-import functools
 import json
 import os
 import shutil
@@ -46,6 +45,7 @@ from llama_ft.processes import flush_directory
 from llama_ft.runtime import Ranks, log
 
 RESERVED_BYTES = 2**20  # for headers, trainer.json and checksums
+_first_warning = threading.Lock()  # of a file system that cannot flush directories
 
 
 class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
@@ -453,8 +453,9 @@ def _sync(path: Path) -> None:
     os.close(descriptor)
 
 
-@functools.cache  # once
 def _warn_without_sync() -> None:
+    if not _first_warning.acquire(blocking=False):
+        return  # it is never released, so the first of several threads warns
     log.warning(
         "--output_dir: its file system cannot flush a directory (fsync). A power loss may undo a checkpoint."
     )
