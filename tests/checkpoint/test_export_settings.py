@@ -1,4 +1,4 @@
-"""Files of an export other than its weights: the base's own settings stay beside those that
+"""Files of an export other than its weights: the base's own settings stay together with those that
 Transformers 5 writes, and nothing private is copied. The names of older versions are written by
 hand."""
 

@@ -215,7 +215,7 @@ def test_a_mixture_with_texts_does_not_fit_into_one_file(
     second = write_jsonl(tmp_path / "b.jsonl", [{"text": f"Text {n}"} for n in range(COUNT)])
     mixture = [{"path": str(first)}, {"path": str(second)}]
     output = tmp_path / "held.jsonl"
-    with pytest.raises(UserError, match="format text beside those of another format, which"):
+    with pytest.raises(UserError, match="format text mixed with those of another format, which"):
         tokenized(
             mixture,
             llama3,

@@ -281,8 +281,8 @@ def _old_rope(settings: Settings, kind: type[PretrainedConfig]) -> Settings:
     unscaled = {name: value for name, value in whole.items() if name not in SCALED_BY_NAME}
     old: Settings = {}
     for name in (*OLD_THETA, *OLD_SHARE):
-        for beside in ({}, {"rope_scaling": unscaled}):
-            for path, value in _leaves(read({name: probe} | beside)):
+        for scaling in ({}, {"rope_scaling": unscaled}):
+            for path, value in _leaves(read({name: probe} | scaling)):
                 if value == probe and path in wanted:
                     old.setdefault(name, wanted[path])
     if not old:

@@ -111,7 +111,7 @@ def _as_messages(
     if not isinstance(content, list) or config.columns:
         what = "--columns and parts of several formats"
         if not config.columns:
-            what = f"samples of the format {sample_format} beside those of another format"
+            what = f"samples of the format {sample_format} mixed with those of another format"
         raise UserError(
             f"--validation_output: the dataset mixture has {what}, which one file cannot hold.\n"
             "Write the validation samples of each part in a run of its own, or leave --validation_output out."
