@@ -21,7 +21,8 @@ from llama_ft.models import (
     inject_lora,
     load_model_config,
 )
-from llama_ft.models.lora import PEFT_PREFIX, first_values, inject_adapter
+from llama_ft.models.lora import first_values, inject_adapter
+from llama_ft.models.names import PEFT_PREFIX
 
 
 def skeleton(folder: Path) -> BuiltModel:

@@ -30,7 +30,7 @@ from llama_ft.models import BuiltModel
 from llama_ft.models.built import Adapter
 from llama_ft.models.conversion import SavedGroup, open_source, saved_layout
 from llama_ft.models.load_weights import account_for
-from llama_ft.models.lora import ADAPTER_WEIGHTS
+from llama_ft.models.names import ADAPTER_WEIGHTS
 from llama_ft.models.shards import ShardGroup
 from llama_ft.models.source import (
     INDEX_FILE,

@@ -53,6 +53,7 @@ from llama_ft.models.built import Adapter, settings_to_read
 from llama_ft.models.conversion import open_source, saved_layout
 from llama_ft.models.load_weights import account_for
 from llama_ft.models.model_config import untie
+from llama_ft.models.names import ADAPTER_WEIGHTS, checkpoint_key, is_adapter_weight
 from llama_ft.models.new_tokens import TokenRows
 from llama_ft.models.saved_adapter import (
     check_saved_adapter,
@@ -221,7 +222,7 @@ class Exporter:
             UserError: this kind of adapter cannot be merged, or it does not fit the base model.
         """
         settings = understood_adapter(folder)
-        file = folder / lora.ADAPTER_WEIGHTS
+        file = folder / ADAPTER_WEIGHTS
         new = tokens_added(settings, models.load_model_config(base, trust_remote_code))
         config = settings_to_read(
             Config(
@@ -327,9 +328,9 @@ class Exporter:
         }
         every = model.named_parameters(remove_duplicate=False)
         own = [
-            (lora.checkpoint_key(name), name, id(parameter))
+            (checkpoint_key(name), name, id(parameter))
             for name, parameter in every
-            if not lora.is_adapter_weight(name)
+            if not is_adapter_weight(name)
         ]
         replaced = {key: trained[number] for key, _, number in own if number in trained}
         ties = dict[int, list[str]]()  # a tied parameter has several keys
@@ -353,7 +354,7 @@ class Exporter:
             tensors |= dict.fromkeys(names, base.tensors[stored[number]])
         saved = model.state_dict().keys()
         for name, _ in model.named_buffers():
-            key = lora.checkpoint_key(name)
+            key = checkpoint_key(name)
             if name in saved and key in base.tensors:  # Transformers computes the other buffers
                 written[key] = (key, None)
                 tensors[key] = base.tensors[key]
@@ -387,9 +388,9 @@ class Exporter:
         # Blocks of rows are changed one by one: keep A, B and magnitude of the current layer only.
         read = lru_cache(maxsize=3)(self._read)
         for name, module in self.built.model.named_modules():
-            target = lora.checkpoint_key(f"{name}.base_layer.weight")
+            target = checkpoint_key(f"{name}.base_layer.weight")
             if isinstance(module, ParamWrapper):
-                changes[lora.checkpoint_key(f"{name}.{module.parameter_name}")] = self._stacked(
+                changes[checkpoint_key(f"{name}.{module.parameter_name}")] = self._stacked(
                     partial(read, name), module
                 )
             elif isinstance(module, LoraLayer):
@@ -465,9 +466,7 @@ def _check_untied(
     """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     of_words = {
-        lora.checkpoint_key(f"{name}.weight")
-        for name, module in model.named_modules()
-        if module in ends
+        checkpoint_key(f"{name}.weight") for name, module in model.named_modules() if module in ends
     }
     shared = [names for names in split if not of_words.issuperset(names)]
     modules = sorted({_common_end(names).rpartition(".")[0] for names in shared})

@@ -582,3 +582,8 @@ FORMATS: dict[str, Format] = {
         tokenized_sample,
     ),
 }
+
+COLUMNS = ("images", "image")
+PAIR = ("prompt", "chosen", "rejected")
+# columns of messages in the formats whose samples may have images
+MESSAGES = {"messages": ("messages",), "sharegpt": ("conversations",), PREFERENCE: PAIR}

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from llama_ft.config import DataConfig
-from llama_ft.data.formats import FORMATS, BadSample, Sample, SampleFormat, tools_of
-from llama_ft.data.image_parts import COLUMNS, FOLDER, located, plain_messages, with_absolute_paths
+from llama_ft.data.formats import COLUMNS, FORMATS, BadSample, Sample, SampleFormat, tools_of
+from llama_ft.data.image_parts import FOLDER, located, plain_messages, with_absolute_paths
 from llama_ft.data.sources import Source
 from llama_ft.data.tokenize import Encoder
 from llama_ft.data.values import RenamedSample

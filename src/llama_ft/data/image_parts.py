@@ -26,6 +26,8 @@ from typing import Any
 import xxhash
 
 from llama_ft.data.formats import (
+    COLUMNS,
+    MESSAGES,
     PREFERENCE,
     ROLES,
     BadSample,
@@ -38,10 +40,6 @@ from llama_ft.data.formats import (
 )
 
 MARK = "<image>"
-COLUMNS = ("images", "image")
-PAIR = ("prompt", "chosen", "rejected")
-# columns of messages in the formats whose samples may have images
-MESSAGES = {"messages": ("messages",), "sharegpt": ("conversations",), PREFERENCE: PAIR}
 PART_TYPES = ("image", "image_url")
 # keys of a part that hold the image, as TRL, OpenAI and Transformers name them
 KEYS = ("image", "image_url", "path", "url", "base64")

@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 
 from llama_ft.config.data_names import data_suffix
 from llama_ft.data.formats import (
+    COLUMNS,
     FORMATS,
     PREFERENCE,
     REASONING,
@@ -17,7 +18,7 @@ from llama_ft.data.formats import (
     Sample,
     SampleFormat,
 )
-from llama_ft.data.image_parts import COLUMNS, FILE_OF_PLACE, MARK, have_images
+from llama_ft.data.image_parts import FILE_OF_PLACE, MARK, have_images
 from llama_ft.data.values import LEARNED_IF_TRUE, LOSS_KEYS
 
 # columns that may hold messages, by format

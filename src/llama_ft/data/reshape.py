@@ -9,9 +9,17 @@ from typing import Any
 
 from llama_ft.config.settings import DataConfig
 from llama_ft.data.files import Samples
-from llama_ft.data.formats import FORMATS, PREFERENCE, ROLES, UNPAIRED, BadSample, Sample, unpaired
-from llama_ft.data.image_parts import COLUMNS as IMAGE_COLUMNS
-from llama_ft.data.image_parts import MESSAGES
+from llama_ft.data.formats import COLUMNS as IMAGE_COLUMNS
+from llama_ft.data.formats import (
+    FORMATS,
+    MESSAGES,
+    PREFERENCE,
+    ROLES,
+    UNPAIRED,
+    BadSample,
+    Sample,
+    unpaired,
+)
 from llama_ft.data.sources import Source
 from llama_ft.data.values import LEARNED_IF_TRUE, LOSS_KEYS, RenamedSample, in_own_names
 from llama_ft.errors import UserError

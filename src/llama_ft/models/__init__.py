@@ -16,7 +16,7 @@ from llama_ft.models.build import (
     resolve_context_length,
     vocabulary_size,
 )
-from llama_ft.models.built import BuildModel, BuiltModel, ModelRequest
+from llama_ft.models.built import BuildModel, BuiltModel, ModelRequest, NewTokens
 from llama_ft.models.chunked_loss import use_chunked_loss
 from llama_ft.models.compiled import choose_liger, compile_layers, fuse_layers, without_graphs
 from llama_ft.models.dtypes import set_storage_dtypes
@@ -26,7 +26,6 @@ from llama_ft.models.groups import freeze_groups
 from llama_ft.models.load_weights import LoadSettings, load_weights
 from llama_ft.models.lora import describe_experts, inject_lora
 from llama_ft.models.model_config import load_model_config
-from llama_ft.models.new_tokens import NewTokens
 from llama_ft.models.packed_attention import packed_arguments, use_packed_attention
 from llama_ft.models.published import describe_stored, remove_note, stored_method
 from llama_ft.models.quantization import choose_quantization, quantize_linears

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from llama_ft.models.lora_linear import LIBRARY
+from llama_ft.operators import LIBRARY
 from llama_ft.runtime.devices import MATMUL_FEATURES, cpu_features, cpu_vendor
 
 LONGEST = 512  # tokens of a sample

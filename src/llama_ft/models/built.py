@@ -6,7 +6,7 @@ except in the model's config.
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -15,13 +15,41 @@ from transformers.core_model_loading import WeightTransform
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import Config, QuantizationConfig
-from llama_ft.models.new_tokens import GrownRows, NewTokens
-from llama_ft.models.packed_samples import TokenMixers
 from llama_ft.models.source import StoredTensor, WeightSource
-from llama_ft.models.text_part import LeftOut
 from llama_ft.phases import PhaseMonitor
 from llama_ft.runtime.devices import PRECISIONS, Precision
 from llama_ft.runtime.process_group import Ranks
+
+if TYPE_CHECKING:
+    from llama_ft.models.packed_samples import TokenMixers
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens to add to the model's vocabulary."""
+
+    ids: list[int]  # ascending
+    stored_rows: int  # rows of the model's embedding in the checkpoint
+    rows: int  # rows that it needs; the same number if the tokens fit into spare rows
+
+
+@dataclass(frozen=True)
+class GrownRows:
+    """Parameters of a model that have fewer rows in the checkpoint."""
+
+    names: list[str]
+    stored_rows: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """The parts of a checkpoint's class that its text part lacks."""
+
+    modules: list[str]  # names of the outermost ones, and of parameters outside the text decoder
+    tensors: dict[str, int]  # their parameters and persistent buffers by name -> number of elements
+    # name of the module that makes logits; the modules around it only pass arguments on
+    causal: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,7 +156,7 @@ class BuiltModel:
     grown: GrownRows | None = None  # parameters with fewer rows in the checkpoint
     has_score: bool = False  # a reward model's head in place of the LM head
     # By the steps of the same names
-    mixers: TokenMixers | None = (
+    mixers: "TokenMixers | None" = (
         None  # use_packed_attention; None: the model is called with padding
     )
     router_coefficient: float = 0.0  # use_router_loss; 0: the loss is not computed

@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from llama_ft.config import ModelConfig, TrainConfig
 from llama_ft.errors import UserError, reason
-from llama_ft.models.build import decoder_layers
 from llama_ft.models.built import BuiltModel
+from llama_ft.models.layers import decoder_layers
 from llama_ft.models.packed_samples import report_missing_kernels
 from llama_ft.models.replaced import replace_method
 from llama_ft.models.rms_norm import rms_norm

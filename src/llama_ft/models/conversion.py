@@ -39,7 +39,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError, reason
 from llama_ft.models.built import BuiltModel
-from llama_ft.models.lora import checkpoint_key, is_adapter_weight
+from llama_ft.models.names import checkpoint_key, is_adapter_weight
 from llama_ft.models.new_tokens import GrownSource
 from llama_ft.models.published import open_dequantized
 from llama_ft.models.quantization import is_part

@@ -10,7 +10,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from llama_ft.models.build import reads
+from llama_ft.models.layers import reads
 from llama_ft.models.quantized import QuantizedStacks
 from llama_ft.models.replaced import replace_method
 from llama_ft.models.transformers_private import private

@@ -27,9 +27,9 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.config import FSDPConfig
 from llama_ft.errors import UserError
 from llama_ft.models import gloo
-from llama_ft.models.build import decoder_layers
 from llama_ft.models.built import BuiltModel, Unit
 from llama_ft.models.dtypes import fp32_modules
+from llama_ft.models.layers import decoder_layers
 from llama_ft.models.lora_linear import cast_where_used
 from llama_ft.models.quantized import weight_counts
 from llama_ft.models.torch_2_11 import allow_integers
@@ -355,3 +355,11 @@ def shard_degree(fsdp: FSDPConfig) -> int | Literal["node", "world"]:
     if fsdp.sharding_strategy == "HYBRID_SHARD":
         return fsdp.sharding_group_size or "node"
     return "world"
+
+
+def free_unsharded(model: nn.Module) -> None:
+    """Free parameters that a forward pass without backward left unsharded (root, or all with
+    SHARD_GRAD_OP)."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -20,13 +20,8 @@ from llama_ft.models.as_stored import STORED, misfit
 from llama_ft.models.built import Adapter, BuiltModel, StoredModel
 from llama_ft.models.conversion import RECOMPUTED
 from llama_ft.models.loader import Loader, ShardLoad, open_loader
-from llama_ft.models.lora import (
-    ADAPTER_WEIGHTS,
-    checkpoint_key,
-    first_values,
-    is_adapter_weight,
-    lora_layers,
-)
+from llama_ft.models.lora import first_values, lora_layers
+from llama_ft.models.names import ADAPTER_WEIGHTS, checkpoint_key, is_adapter_weight
 from llama_ft.models.new_tokens import TokenRows
 from llama_ft.models.quantization import is_4bit, is_part, read_4bit
 from llama_ft.models.quantized import FourBit, QuantizedWeight, quantized_weights

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftType, get_peft_model, get_peft_model_state_dict
-from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners import tuners_utils
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
@@ -34,24 +34,17 @@ from transformers.pytorch_utils import Conv1D
 
 from llama_ft.config import PeftConfig
 from llama_ft.errors import UserError
-from llama_ft.models.adapter_config import METHODS, saved_config
-from llama_ft.models.build import decoder_layers, read_linears
-from llama_ft.models.built import Adapter, BuiltModel
+from llama_ft.models.adapter_config import saved_config
+from llama_ft.models.built import Adapter, BuiltModel, NewTokens
+from llama_ft.models.layers import SCORE, decoder_layers, read_linears
 from llama_ft.models.lora_experts import use_split_experts
 from llama_ft.models.lora_linear import use_fused_lora
-from llama_ft.models.new_tokens import NewTokens, use_token_rows
+from llama_ft.models.names import PEFT_PREFIX, checkpoint_key
+from llama_ft.models.new_tokens import use_token_rows
 from llama_ft.models.quantized import QuantizedLinear, quantized_weights
-from llama_ft.models.score_head import SCORE
 from llama_ft.models.shards import ShardGroup, local_shard
 from llama_ft.models.source import listed
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-PEFT_PREFIX = "base_model.model."  # PEFT's prefix for the names of a wrapped model
-# prefixes of the names of an adapter's parameters
-ADAPTER_PARTS = (
-    ".trainable_tokens_delta.",
-    *(f".{PEFT_TYPE_TO_PREFIX_MAPPING[method]}" for method in METHODS),
-)
 # fields of PeftConfig
 NON_PEFT_FIELDS = {"use_peft", "peft_method", "from_peft_checkpoint", "lora_alpha", "options"}
 
@@ -500,19 +493,6 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
-
-
-def is_adapter_weight(name: str) -> bool:
-    """Return whether PEFT has added a parameter, so that the model's own checkpoint does not have
-    it."""
-    return any(part in name for part in ADAPTER_PARTS)
-
-
-def checkpoint_key(name: str) -> str:
-    """Return the name of a parameter in the model's own checkpoint, without PEFT's wrappers."""
-    # these can be one within another
-    key = name.replace("token_adapter.", "").replace("base_layer.", "")
-    return key.replace(".original_module.", ".").replace(".modules_to_save.default.", ".")
 
 
 def first_values(adapter: Adapter, seed: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -23,9 +23,10 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import register_flop_formula
 
-from llama_ft.models.lora_linear import LIBRARY, lora_linear
+from llama_ft.models.lora_linear import lora_linear
 from llama_ft.models.quantized import QuantizedStacks
 from llama_ft.models.replaced import become, reads_as
+from llama_ft.operators import LIBRARY
 
 LIBRARY.define(
     "lora_experts(Tensor x, Tensor u, Tensor weight, Tensor right, Tensor ends, float scaling) -> Tensor"

@@ -21,8 +21,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from llama_ft.models.quantized import SCHEMES, QuantizedLinear, frozen_matmul
 from llama_ft.models.replaced import become
+from llama_ft.operators import LIBRARY
 
-LIBRARY = torch.library.Library("llama_ft", "DEF")  # all operators of this package
 LIBRARY.define(
     "lora_linear(Tensor x, Tensor u, Tensor weight, Tensor? scale, Tensor? bias, Tensor b, float scaling, str scheme) "
     "-> Tensor"

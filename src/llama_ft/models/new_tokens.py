@@ -1,7 +1,7 @@
 """New tokens: their rows in the embedding and the LM head, their initial values, and LoRA for
 them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from peft.tuners.trainable_tokens import TrainableTokensLayer
@@ -10,27 +10,10 @@ from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
+from llama_ft.models.built import GrownRows, NewTokens
 from llama_ft.models.quantized import QuantizedLinear
 from llama_ft.models.replaced import become
 from llama_ft.models.source import WeightSource, blocks
-
-
-@dataclass(frozen=True)
-class NewTokens:
-    """Tokens to add to the model's vocabulary."""
-
-    ids: list[int]  # ascending
-    stored_rows: int  # rows of the model's embedding in the checkpoint
-    rows: int  # rows that it needs; the same number if the tokens fit into spare rows
-
-
-@dataclass(frozen=True)
-class GrownRows:
-    """Parameters of a model that have fewer rows in the checkpoint."""
-
-    names: list[str]
-    stored_rows: int
-    rows: int
 
 
 class GrownSource(WeightSource):

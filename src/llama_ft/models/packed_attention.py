@@ -25,8 +25,8 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models import attention_kernels, block_attention
-from llama_ft.models.build import function_of_file
 from llama_ft.models.built import BuiltModel
+from llama_ft.models.layers import function_of_file
 from llama_ft.models.packed_samples import (
     FLASH_ATTENTION_ARGUMENTS,
     PackedSamples,

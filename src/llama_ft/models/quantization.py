@@ -30,8 +30,8 @@ from llama_ft.models.as_stored import (
     names_not_converted,
     stored_scheme,
 )
-from llama_ft.models.build import read_linears
 from llama_ft.models.built import BuiltModel
+from llama_ft.models.layers import SCORE, read_linears
 from llama_ft.models.published import READERS, dequantized_dtype, remove_note, stored_method
 from llama_ft.models.quantized import (
     FourBit,
@@ -41,7 +41,6 @@ from llama_ft.models.quantized import (
     quantize_stacks,
     total_weights,
 )
-from llama_ft.models.score_head import SCORE
 from llama_ft.models.source import WeightSource, listed
 from llama_ft.models.transformers_private import private
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from llama_ft.models.lora_linear import LIBRARY
+from llama_ft.operators import LIBRARY
 
 LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
 LIBRARY.define(

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
-from llama_ft.models.build import function_of_file
 from llama_ft.models.built import BuiltModel
+from llama_ft.models.layers import function_of_file
 from llama_ft.runtime.console import log
 
 # arguments of the formula above

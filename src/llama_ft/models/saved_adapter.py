@@ -12,7 +12,7 @@ from llama_ft.config.home import expanded
 from llama_ft.errors import UserError
 from llama_ft.models.adapter_config import ADAPTER_CONFIG
 from llama_ft.models.built import Adapter
-from llama_ft.models.lora import PEFT_PREFIX, checkpoint_key, is_adapter_weight
+from llama_ft.models.names import PEFT_PREFIX, checkpoint_key, is_adapter_weight
 from llama_ft.models.source import (
     SafetensorsSource,
     StoredTensor,

@@ -19,11 +19,11 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from llama_ft.errors import UserError
+from llama_ft.models.layers import SCORE, takes_more_than_text
 from llama_ft.models.replaced import replace_method
 from llama_ft.models.source import StoredTensor, WeightSource
-from llama_ft.models.text_part import names_score, takes_more_than_text
+from llama_ft.models.text_part import names_score
 
-SCORE = "score"
 WEIGHT = f"{SCORE}.weight"
 
 

@@ -17,7 +17,6 @@ import inspect
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +34,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from llama_ft.errors import UserError
+from llama_ft.models.built import LeftOut
+from llama_ft.models.layers import takes_more_than_text
 from llama_ft.models.replaced import replace_method
 
 # Objectives whose samples may have images. The loss of orpo is over the tokens of the prompt, too.
@@ -43,16 +44,6 @@ CLASSES: dict[Any, Any] = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     AutoModelForMultimodalLM: MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 }
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """The parts of a checkpoint's class that its text part lacks."""
-
-    modules: list[str]  # names of the outermost ones, and of parameters outside the text decoder
-    tensors: dict[str, int]  # their parameters and persistent buffers by name -> number of elements
-    # name of the module that makes logits; the modules around it only pass arguments on
-    causal: str = ""
 
 
 class TextOutput(SimpleNamespace):
@@ -81,13 +72,6 @@ def stop_ids(folder: Path, config: PretrainedConfig) -> list[int]:
             known = settings["eos_token_id"]
     ids = known if isinstance(known, list) else [known]
     return [token for token in ids if isinstance(token, int)]
-
-
-def takes_more_than_text(config: PretrainedConfig) -> bool:
-    """Return whether a config belongs to a model for images or sound, too. Phi-4-multimodal has no
-    text_config."""
-    has_towers = any(key.startswith(("vision", "audio")) for key in config.sub_configs)
-    return has_towers or config.get_text_config() is not config
 
 
 def why_no_images(config: PretrainedConfig, objective: str) -> str:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, block_attention, lora_experts, lora_linear, rms_norm
-from llama_ft.models.score_head import SCORE
+from llama_ft.models.layers import SCORE
 from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
 from llama_ft.plan.attention_workspace import attention_workspace_bytes
 from llama_ft.plan.patches import counted_memory

@@ -1,5 +1,6 @@
 """What the training loop calls: the loss, one step, the learning rate, evaluation."""
 
+from llama_ft.models.fsdp import free_unsharded
 from llama_ft.training.advice import advice
 from llama_ft.training.check_packing import check_packing
 from llama_ft.training.evaluation import (
@@ -32,7 +33,6 @@ from llama_ft.training.step import (
     Step,
     accumulate_gradients,
     clip_and_reduce_norm,
-    free_unsharded,
     is_due,
     read_loss_or_stop,
     update_loss_scale,

@@ -15,11 +15,11 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.data import Images, collate
 from llama_ft.errors import UserError, reason
 from llama_ft.models import BuiltModel, packed_arguments, without_graphs
+from llama_ft.models.fsdp import free_unsharded
 from llama_ft.models.quantized import QuantizedLinear
 from llama_ft.models.rope import longrope_lengths
 from llama_ft.runtime import Ranks, log
 from llama_ft.training.objective import model_inputs
-from llama_ft.training.step import free_unsharded
 
 COMPARED_SAMPLES = 3
 SEARCHED_SAMPLES = 100  # for some with an image

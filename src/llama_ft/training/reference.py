@@ -42,12 +42,12 @@ from llama_ft.data import (
 )
 from llama_ft.errors import RunFailure, UserError, plural, reason
 from llama_ft.models import BuiltModel
+from llama_ft.models.fsdp import free_unsharded
 from llama_ft.models.lora import adapter_off
 from llama_ft.models.source import listed
 from llama_ft.phases import PhaseMonitor
 from llama_ft.runtime import Ranks, log, sent
 from llama_ft.training.objective import Objective, example_log_probabilities, target_losses
-from llama_ft.training.step import free_unsharded
 
 SECONDS_BETWEEN_LINES = 30.0
 # tensors of the file

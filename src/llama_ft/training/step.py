@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from llama_ft.config import TrainConfig
@@ -244,14 +243,6 @@ def is_due(step: int, every: int, otherwise: bool) -> bool:
     """Return whether an action every `every` steps (0: never) is due after `step`, or for another
     reason."""
     return otherwise or (every > 0 and step % every == 0)
-
-
-def free_unsharded(model: nn.Module) -> None:
-    """Free parameters that a forward pass without backward left unsharded (root, or all with
-    SHARD_GRAD_OP)."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def read_loss_or_stop(step: Step, last_checkpoint: Callable[[], Path | None], ranks: Ranks) -> None:
