@@ -10,7 +10,7 @@ from training.test_preferences import FILLER, batch, made
 
 from llama_ft.data import Batch
 from llama_ft.models import BuiltModel, use_chunked_loss, use_packed_attention
-from llama_ft.training.distillation import Distillation, most_likely, top_k_divergence
+from llama_ft.training.objectives.distill import Distillation, most_likely, top_k_divergence
 
 VOCABULARY = 50
 TARGETS = 9

@@ -15,10 +15,10 @@ from llama_ft.config import PreferenceConfig
 from llama_ft.data import Batch
 from llama_ft.models import BuiltModel, use_chunked_loss, use_packed_attention
 from llama_ft.models.lora_linear import use_fused_lora
-from llama_ft.training.kto import Kto
-from llama_ft.training.objective import logged_means
-from llama_ft.training.preferences import Preferences
-from llama_ft.training.reference import AdapterOff, StoredReference
+from llama_ft.training.objectives.base import logged_means
+from llama_ft.training.objectives.kto import Kto
+from llama_ft.training.objectives.preferences import Preferences
+from llama_ft.training.objectives.reference import AdapterOff, StoredReference
 
 # Chosen and rejected of two prompts of two tokens.
 EXAMPLES = [[1, 5, 9, 30, 2], [1, 5, 7, 8], [4, 6, 2], [4, 6, 11, 12, 13, 2]]

@@ -18,7 +18,7 @@ from llama_ft.errors import RunFailure, UserError
 from llama_ft.models import BuiltModel, ModelRequest, use_packed_attention
 from llama_ft.phases import NULL_MONITOR
 from llama_ft.training import build_objective
-from llama_ft.training.reference import ReferencePass, StoredReference, check_same_tokens
+from llama_ft.training.objectives.reference import ReferencePass, StoredReference, check_same_tokens
 
 FINGERPRINT = {"model": "abc", "dataset": "def", "precision": "fp32"}
 

@@ -26,7 +26,7 @@ from llama_ft.models import (
 )
 from llama_ft.models.conversion import open_source
 from llama_ft.models.score_head import WEIGHT, add_score
-from llama_ft.training.reward import RewardModeling
+from llama_ft.training.objectives.reward import RewardModeling
 
 SHAPE = {
     "hidden_size": 64,

@@ -16,7 +16,7 @@ from llama_ft.data import BatchLayout, DataRequest, collate, prepare
 from llama_ft.errors import RunFailure
 from llama_ft.phases import NULL_MONITOR
 from llama_ft.training import TeacherPass, build_objective
-from llama_ft.training.distillation import Distillation
+from llama_ft.training.objectives.distill import Distillation
 
 
 @pytest.mark.parametrize("quantization", ["none", "8bit"])

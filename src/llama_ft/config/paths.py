@@ -37,9 +37,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 # Marks a run's directory. Other programs also write a metrics.jsonl or checkpoints/, but none
 # writes this file.
 RUN_MARKER = ".llama_ft-run"
-# of a run and of each of its checkpoints; see training/reference.py
+# of a run and of each of its checkpoints; see training/objectives/reference.py
 REFERENCE_FILE = "reference.safetensors"
-# of a run; see training/distillation.py
+# of a run; see training/objectives/distill.py
 TEACHER_FILE = "teacher.safetensors"
 # the samples that --skip_bad_rows has skipped; see data/tokenize_files.py
 BAD_SAMPLES_FILE = "bad_samples.jsonl"

@@ -65,7 +65,7 @@ class Format(NamedTuple):
 
 PREFERENCE = "preference"  # the format of pairs, which only the objectives over pairs read
 UNPAIRED = "unpaired_preference"  # that of completions with a label, which only objective kto reads
-LOG_PROBABILITIES = "logprobs"  # vLLM's name; see training/teacher.py
+LOG_PROBABILITIES = "logprobs"  # vLLM's name; see training/objectives/teacher.py
 RESPONSES = ("output", "completion", "chosen", "rejected")  # columns that may hold a class
 # keys in which servers return reasoning content
 REASONING = ("reasoning_content", "reasoning", "thinking")

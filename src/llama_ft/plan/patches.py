@@ -32,8 +32,8 @@ from llama_ft.models.load_weights import QUANTIZED_AT_ONCE
 from llama_ft.models.source import SafetensorsSource, StoredTensor
 from llama_ft.phases import MemoryCategory
 from llama_ft.plan.fake_checkpoint import HeaderSource
-from llama_ft.training import objective
-from llama_ft.training.reference import AdapterOff, StoredReference
+from llama_ft.training.objectives import base
+from llama_ft.training.objectives.reference import AdapterOff, StoredReference
 
 try:
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
@@ -58,7 +58,7 @@ _LIMITS = (
     chunked_loss.LOGITS_AT_ONCE,
     chunked_loss.LOGITS_WITH_TRAINED_HEAD,
     QUANTIZED_AT_ONCE,
-    objective.PAD_MULTIPLE,
+    base.PAD_MULTIPLE,
 )
 Function = Callable[..., Any]
 

@@ -30,9 +30,9 @@ from llama_ft.plan.tracker import Tracker, states_of
 from llama_ft.plan.types import Peak, Plan, PlanRequest
 from llama_ft.runtime import Ranks, log
 from llama_ft.runtime.process_group import mesh_over, resolve_degree
-from llama_ft.training.reference import StoredReference, reference_config, score_examples
-from llama_ft.training.teacher import most_likely_of, teacher_config
-from llama_ft.training.teacher_file import stored_bytes
+from llama_ft.training.objectives.reference import StoredReference, reference_config, score_examples
+from llama_ft.training.objectives.teacher import most_likely_of, teacher_config
+from llama_ft.training.objectives.teacher_file import stored_bytes
 
 QUICK_LAYERS = (3, 5)
 # Reserved over allocated memory, if the CUDA allocator is not simulated. 11 simulated plans of 1B to

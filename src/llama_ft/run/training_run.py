@@ -27,7 +27,7 @@ from llama_ft.run.setup import Setup, end_run, take_newer
 from llama_ft.run.step_record import RankNumbers, StepRecord
 from llama_ft.runtime import log
 from llama_ft.runtime.exit import Stop
-from llama_ft.training.objective import LossSum, Objective
+from llama_ft.training.objectives.base import LossSum, Objective
 from llama_ft.training.step import Step, StepResult
 
 PICTURES_SHOWN = 4  # per answer in the report

@@ -12,21 +12,22 @@ from llama_ft.training.evaluation import (
     sample_prompts,
 )
 from llama_ft.training.image_inputs import check_image_settings
-from llama_ft.training.objective import (
+from llama_ft.training.objectives import build_objective, resolve_format
+from llama_ft.training.objectives.base import (
     LossSum,
     Objective,
     SupervisedFineTuning,
     target_examples,
     target_losses,
 )
-from llama_ft.training.objectives import build_objective, resolve_format
+from llama_ft.training.objectives.reference import ReferencePass
+from llama_ft.training.objectives.teacher import TeacherPass
 from llama_ft.training.optimizer import (
     build_optimizer,
     check_own_optimizer,
     learning_rate,
     warmup_steps,
 )
-from llama_ft.training.reference import ReferencePass
 from llama_ft.training.scoring import AnswerScores
 from llama_ft.training.step import (
     PendingMetrics,
@@ -38,5 +39,4 @@ from llama_ft.training.step import (
     update_loss_scale,
     update_weights,
 )
-from llama_ft.training.teacher import TeacherPass
 from llama_ft.training.train_state import TrainState

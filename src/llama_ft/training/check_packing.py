@@ -19,7 +19,7 @@ from llama_ft.models.fsdp import free_unsharded
 from llama_ft.models.quantized import QuantizedLinear
 from llama_ft.models.rope import longrope_lengths
 from llama_ft.runtime import Ranks, log
-from llama_ft.training.objective import model_inputs
+from llama_ft.training.objectives.base import model_inputs
 
 COMPARED_SAMPLES = 3
 SEARCHED_SAMPLES = 100  # for some with an image

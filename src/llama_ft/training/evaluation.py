@@ -37,7 +37,7 @@ from llama_ft.models import BuiltModel, image_features_in_root
 from llama_ft.models.fsdp import free_unsharded
 from llama_ft.runtime import Ranks, log
 from llama_ft.training.image_inputs import prompt_arguments
-from llama_ft.training.objective import Objective, logged_means
+from llama_ft.training.objectives.base import Objective, logged_means
 
 LARGEST_EXPONENT = 700.0  # math.exp overflows above 709
 PROMPT_LENGTH = 80  # characters of a prompt in a message

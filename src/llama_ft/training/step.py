@@ -20,7 +20,7 @@ from llama_ft.models.lora import clear_frozen_half
 from llama_ft.models.shards import ShardGroup, local_shard
 from llama_ft.phases import NULL_MONITOR, PhaseMonitor
 from llama_ft.runtime import Ranks
-from llama_ft.training.objective import LossSum, Objective, logged_means
+from llama_ft.training.objectives.base import LossSum, Objective, logged_means
 from llama_ft.training.train_state import LossScale
 
 MICRO_BATCHES_NAMED = 8

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from llama_ft.config import Config, stores_reference, values_of
 from llama_ft.config.rules import OF_TOKENS
 from llama_ft.data.formats import PREFERENCE, UNPAIRED
-from llama_ft.training.distillation import Distillation
-from llama_ft.training.kto import Kto
-from llama_ft.training.objective import Objective, SupervisedFineTuning
-from llama_ft.training.preferences import Preferences
-from llama_ft.training.reference import AdapterOff, StoredReference
-from llama_ft.training.reward import RewardModeling
+from llama_ft.training.objectives.base import Objective, SupervisedFineTuning
+from llama_ft.training.objectives.distill import Distillation
+from llama_ft.training.objectives.kto import Kto
+from llama_ft.training.objectives.preferences import Preferences
+from llama_ft.training.objectives.reference import AdapterOff, StoredReference
+from llama_ft.training.objectives.reward import RewardModeling
 
 
 def build_objective(config: Config) -> Objective:

@@ -1,7 +1,7 @@
 """Offline distillation: learn from the probabilities of a teacher's most likely tokens.
 
 The teacher runs once over the samples, before the student is built, and its k most likely tokens
-for each target are stored (training/teacher.py). Training holds no byte of the teacher:
+for each target are stored (training/objectives/teacher.py). Training holds no byte of the teacher:
 
     loss = (1 - w) cross-entropy + w KL(teacher || student)          w: distill_weight
 
@@ -26,13 +26,13 @@ from llama_ft.data.tokenize import Example
 from llama_ft.models import BuiltModel
 from llama_ft.models.chunked_loss import cross_entropy
 from llama_ft.runtime import Ranks, sent
-from llama_ft.training.objective import (
+from llama_ft.training.objectives.base import (
     LossSum,
     shifted_labels,
     target_losses,
     with_router_loss,
 )
-from llama_ft.training.teacher_file import TeacherFile
+from llama_ft.training.objectives.teacher_file import TeacherFile
 
 
 def top_k_divergence(

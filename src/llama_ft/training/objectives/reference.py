@@ -47,7 +47,7 @@ from llama_ft.models.lora import adapter_off
 from llama_ft.models.source import listed
 from llama_ft.phases import PhaseMonitor
 from llama_ft.runtime import Ranks, log, sent
-from llama_ft.training.objective import Objective, example_log_probabilities, target_losses
+from llama_ft.training.objectives.base import Objective, example_log_probabilities, target_losses
 
 SECONDS_BETWEEN_LINES = 30.0
 # tensors of the file

@@ -23,7 +23,7 @@ import xxhash
 
 from llama_ft.data import Batch
 from llama_ft.errors import RunFailure, UserError, reason
-from llama_ft.training.reference import example_keys
+from llama_ft.training.objectives.reference import example_keys
 
 CORRUPTED = (
     OSError,

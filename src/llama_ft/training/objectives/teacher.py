@@ -48,10 +48,10 @@ from llama_ft.models import BuiltModel
 from llama_ft.models.fsdp import free_unsharded
 from llama_ft.phases import PhaseMonitor
 from llama_ft.runtime import Ranks, log
-from llama_ft.training.distillation import Distillation, most_likely
-from llama_ft.training.objective import Objective, target_losses
-from llama_ft.training.reference import check_same_tokens, example_key, example_keys
-from llama_ft.training.teacher_file import TeacherFile, TeacherWriter, check_file
+from llama_ft.training.objectives.base import Objective, target_losses
+from llama_ft.training.objectives.distill import Distillation, most_likely
+from llama_ft.training.objectives.reference import check_same_tokens, example_key, example_keys
+from llama_ft.training.objectives.teacher_file import TeacherFile, TeacherWriter, check_file
 
 SECONDS_BETWEEN_LINES = 30.0
 EXAMPLES_AT_ONCE = 1024  # whose keys are computed

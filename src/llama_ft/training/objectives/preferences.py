@@ -31,14 +31,14 @@ from llama_ft.data.formats import Sample, SampleFormat
 from llama_ft.data.tokenize import Example
 from llama_ft.models import BuiltModel
 from llama_ft.runtime import Ranks, sent
-from llama_ft.training.objective import (
+from llama_ft.training.objectives.base import (
     LossSum,
     example_log_probabilities,
     target_losses,
     targets_per_example,
     with_router_loss,
 )
-from llama_ft.training.reference import AdapterOff, Reference
+from llama_ft.training.objectives.reference import AdapterOff, Reference
 
 LARGEST_LOG_PROBABILITY = -1e-6  # a mean per token; at 0 the odds would be infinite
 

@@ -20,13 +20,13 @@ from llama_ft.config import PreferenceConfig
 from llama_ft.data import Batch, unpaired_examples
 from llama_ft.models import BuiltModel
 from llama_ft.runtime import Ranks, sent
-from llama_ft.training.objective import (
+from llama_ft.training.objectives.base import (
     LossSum,
     example_log_probabilities,
     target_losses,
     with_router_loss,
 )
-from llama_ft.training.reference import AdapterOff, Reference, score_examples
+from llama_ft.training.objectives.reference import AdapterOff, Reference, score_examples
 
 
 class Kto:

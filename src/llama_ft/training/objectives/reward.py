@@ -18,7 +18,7 @@ from llama_ft.data.tokenize import Example
 from llama_ft.models import BuiltModel
 from llama_ft.models.routers import router_loss
 from llama_ft.runtime import Ranks, sent
-from llama_ft.training.objective import LossSum, model_inputs, with_router_loss
+from llama_ft.training.objectives.base import LossSum, model_inputs, with_router_loss
 
 
 class RewardModeling:
