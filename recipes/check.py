@@ -6,7 +6,6 @@ The exit code is 1 if something is.
 """
 
 import sys
-from typing import TypeVar
 
 from llama_ft.check.flags import CheckFlags, read_check_flags
 from llama_ft.config.home import expanded
@@ -16,8 +15,6 @@ if __name__ == "__main__":
     with before_imports():
         OPTIONS = read_check_flags(sys.argv[1:], str(__doc__))
 
-import torch.distributed as dist  # noqa: E402
-
 from llama_ft import runtime  # noqa: E402
 from llama_ft.check.disk import try_disk  # noqa: E402
 from llama_ft.check.machine import measure_rank  # noqa: E402
@@ -26,9 +23,7 @@ from llama_ft.check.result import CheckResult  # noqa: E402
 from llama_ft.check.store import StoreTrial, try_store  # noqa: E402
 from llama_ft.config import parse_duration  # noqa: E402
 from llama_ft.errors import RunFailure  # noqa: E402
-from llama_ft.runtime import Ranks, log  # noqa: E402
-
-T = TypeVar("T")
+from llama_ft.runtime import log  # noqa: E402
 
 
 def main(options: CheckFlags) -> None:
@@ -36,26 +31,19 @@ def main(options: CheckFlags) -> None:
     seconds = parse_duration(options.collective_timeout)
     with runtime.start(options.device, "world", timeout_seconds=seconds) as ranks:
         nbytes = options.megabytes * 2**20
-        facts = gather(ranks, measure_rank(ranks))
+        facts = ranks.gather(measure_rank(ranks))
         links = measure_network(ranks, [rank.node for rank in facts], nbytes)
         folder = expanded(options.output_dir)
-        disks = gather(ranks, try_disk(ranks, folder, nbytes))
+        disks = ranks.gather(try_disk(ranks, folder, nbytes))
         stores: list[StoreTrial] = []
         if options.save_to is not None:
-            stores = gather(ranks, try_store(options.save_to))
+            stores = ranks.gather(try_store(options.save_to))
         result = CheckResult(options.output_dir, facts, disks, links, options.save_to, stores)
         log.info(result.table())
         problems = result.problems()
         if problems:
             raise RunFailure(*problems)
         log.info("No problem was found.")
-
-
-def gather(ranks: Ranks, mine: T) -> list[T]:
-    """Return the objects of all ranks."""
-    everyone = [mine] * ranks.world_size
-    dist.all_gather_object(everyone, mine)
-    return everyone
 
 
 if __name__ == "__main__":

@@ -53,8 +53,7 @@ def main(folder: Path, cases: list[dict[str, Any]]) -> None:
                             for batch in todo.batches
                             for place in batch.locations
                         ]
-                        everyone: list[Any] = [None] * ranks.world_size
-                        runtime.process_group.dist.all_gather_object(everyone, own)
+                        everyone = ranks.gather(own)
                         steps.append(
                             {
                                 "step": todo.step,

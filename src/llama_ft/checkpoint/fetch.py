@@ -10,8 +10,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import torch.distributed as dist
-
 from llama_ft.checkpoint.reader import complete_checkpoints, step_folder
 from llama_ft.checkpoint.run_directory import lock_directory, planned_directory, set_aside
 from llama_ft.checkpoint.store import (
@@ -82,9 +80,7 @@ class StoredRun:
         with ranks.local_main_process_first():
             if ranks.leads_disk:
                 errors = self._fetch(step, is_resumed)
-        everyone: list[list[str]] = [[] for _ in range(ranks.world_size)]
-        dist.all_gather_object(everyone, errors)
-        return sorted({error for lines in everyone for error in lines})
+        return sorted({error for lines in ranks.gather(errors) for error in lines})
 
     def _fetch(self, step: int, is_resumed: bool) -> list[str]:
         commit = self.commits[step]

@@ -10,8 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from llama_ft import __version__
 from llama_ft.checkpoint import reader
 from llama_ft.checkpoint.fetch import StoredRun, find_stored, report_without_checkpoint
@@ -167,9 +165,7 @@ def _shared_errors(ranks: Ranks, folder: Path) -> list[str]:
         mine = pool.submit(checkpoint_errors, folder, ranks.rank, ranks.world_size)
         while not ranks.all_gather_floats(mine.done()).all():
             wait([mine], timeout=30.0)
-    everyone: list[list[str]] = [[] for _ in range(ranks.world_size)]
-    dist.all_gather_object(everyone, mine.result())
-    return list(itertools.chain.from_iterable(everyone))
+    return list(itertools.chain.from_iterable(ranks.gather(mine.result())))
 
 
 def _errors_or_fetch(ranks: Ranks, stored: StoredRun | None, folder: Path) -> list[str]:

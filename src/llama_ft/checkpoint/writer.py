@@ -302,11 +302,9 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
                 _sync(self._folder)
         except OSError as problem:
             error = f"rank {self._ranks.rank}: {reason(problem)}"
-        everyone = [""] * self._ranks.world_size
-        dist.all_gather_object(everyone, error, group=self._group)
-        for error in everyone:
-            if error:
-                raise self._failure(step, error)
+        for error_of_rank in self._ranks.gather(error, self._group):
+            if error_of_rank:
+                raise self._failure(step, error_of_rank)
 
     def _tidy_or_warn(self) -> None:
         if self._other_holder():  # its checkpoints are not ours to delete

@@ -240,7 +240,7 @@ class StreamedBatches:
                     while ENDED not in items:
                         # `attempt` returns an error, so that all ranks learn of it
                         item = attempt(next, own, ENDED) if self._is_wanted else CLOSED
-                        items = self._gather(item)
+                        items = self._ranks.gather(item, self._group)
                         stops = [
                             item for item in items if isinstance(item, Exception) or item == CLOSED
                         ]
@@ -256,12 +256,7 @@ class StreamedBatches:
                 first_chunk = 0
         finally:
             if not is_over:
-                self._gather(CLOSED)
-
-    def _gather(self, item: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self._ranks.world_size
-        dist.all_gather_object(everyone, item, group=self._group)
-        return everyone
+                self._ranks.gather(CLOSED, self._group)
 
 
 def _in_memory(table: pyarrow.Table) -> Dataset:
@@ -313,8 +308,7 @@ def plan_training(
         UserError: a rank has other samples than rank 0. Some samples would be trained on twice and
             others never.
     """
-    fingerprints: list[dict[str, str]] = [{}] * ranks.world_size
-    dist.all_gather_object(fingerprints, data.fingerprints())
+    fingerprints = ranks.gather(data.fingerprints())
     expected = fingerprints[0]
     other = [str(rank) for rank, found in enumerate(fingerprints) if found != expected]
     if other:

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import IO, Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
 from llama_ft.config.data_names import data_problem
@@ -44,7 +43,7 @@ from llama_ft.data.sources import Source
 from llama_ft.data.values import check_numbers, in_own_names
 from llama_ft.errors import RunFailure, UserError, plural
 from llama_ft.inference.flags import InferenceFlags
-from llama_ft.inference.generate import Answer, Answerer, Messages
+from llama_ft.inference.generate import Answerer, Messages
 from llama_ft.inference.load import LoadedModel
 from llama_ft.masking import printable
 from llama_ft.runtime import Ranks, log
@@ -245,11 +244,10 @@ def answer_prompts(
             stop = start
             while stop < most and limits[stop] == limits[start]:
                 stop += 1
-            everyone = [list[Answer]()] * ranks.world_size
             # A rank without a prompt answers the first one again, because every rank must join the
             # all-gathers of the weights. Nobody reads that answer.
             mine = tokens[start:stop][ranks.rank :: ranks.world_size] or tokens[:1]
-            dist.all_gather_object(everyone, answerer.answer(mine))
+            everyone = ranks.gather(answerer.answer(mine))
             for index, (sample, _) in enumerate(prompts[start:stop]):
                 answer = everyone[index % ranks.world_size][index // ranks.world_size]
                 truncated += answer.is_truncated

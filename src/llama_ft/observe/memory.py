@@ -15,7 +15,6 @@ from statistics import median_low
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -210,8 +209,7 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
         use = memory_use(self._ranks.device)
         memory = {"device memory": use.device, "host memory": use.anonymous - self._base.anonymous}
         held = held_tensors(model, optimizer, memory)
-        held_by_rank = [held] * self._ranks.world_size
-        dist.all_gather_object(held_by_rank, held)
+        held_by_rank = self._ranks.gather(held)
         warnings = find_differences(held_by_rank)
         for warning in warnings:
             log.warning(warning)
@@ -222,7 +220,7 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
         # At the end other ranks may be gone: their last values stay. Only rank 0 writes the facts.
         self._peaks_of_ranks[0] = self.by_phase
         if from_all_ranks:
-            dist.all_gather_object(self._peaks_of_ranks, self.by_phase)
+            self._peaks_of_ranks = self._ranks.gather(self.by_phase)
         phases = dict[str, list[dict[str, int]]]()
         for phase in PHASES:
             if phase in self.by_phase:

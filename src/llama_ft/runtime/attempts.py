@@ -14,9 +14,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
 from llama_ft.processes import replace_text
+from llama_ft.runtime.gather import gather
 
 _STARTS = itertools.count()  # a script can start several runs in one process
 
@@ -60,8 +59,6 @@ class AttemptFile:
                 replace_text(self._file, json.dumps(asdict(attempt)))
 
 
-def earlier_attempt(own: Attempt | None, world_size: int) -> Attempt | None:
+def earlier_attempt(own: Attempt | None) -> Attempt | None:
     """Return what this node knows of an earlier attempt, or else another node. All ranks call it."""
-    everyone: list[Attempt | None] = [None] * world_size
-    dist.all_gather_object(everyone, own)
-    return next((known for known in [own, *everyone] if known is not None), None)
+    return next((known for known in [own, *gather(own)] if known is not None), None)

@@ -33,6 +33,7 @@ from llama_ft.runtime.console import configure_console
 from llama_ft.runtime.devices import claim_device, pick_device
 from llama_ft.runtime.exit import ExitContext, Explainer, RunStatus, Stopped, exit_process
 from llama_ft.runtime.fp32_matmuls import use_fp32_matmuls
+from llama_ft.runtime.gather import gather
 from llama_ft.runtime.run_lock import RunLock
 from llama_ft.runtime.signals import StopSignals
 from llama_ft.runtime.watchdog import SECONDS_AFTER_WATCHDOG, Watchdog
@@ -121,13 +122,17 @@ class Ranks:
         """Run `make` on the leader of each disk, and return all results, by the leaders' ranks."""
         if self.shares_disk:
             return {0: self.broadcast_from_rank0(make)}
-        results: list[Any] = [None] * self.world_size
-        dist.all_gather_object(results, make() if self.leads_disk else None)
+        results: list[Any] = self.gather(make() if self.leads_disk else None)
         return {rank: results[rank] for rank in sorted(set(self.disk_leaders))}
 
     def on_each_disk(self, make: Callable[[], T]) -> T:
         """Run `make` on the leader of each disk, and return the result of this rank's disk."""
         return self.from_each_disk(make)[self.disk_leader]
+
+    def gather(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+        """Return the value of each rank, by rank. All ranks must call it, or all of `group` if there
+        is one. pickle must be able to copy the value."""
+        return gather(value, group)
 
     def all_gather_floats(self, *numbers: float) -> torch.Tensor:
         """Return the numbers of all ranks, float64 [world_size, len(numbers)]. It does not wait for
@@ -200,8 +205,7 @@ class Ranks:
             global_batch: samples, or packed sequences, per optimizer step of all ranks.
             unit: what these numbers count.
         """
-        notes: list[Any] = [None] * self.world_size
-        dist.all_gather_object(notes, self.device_note)
+        notes = self.gather(self.device_note)
         is_one_process = self.world_size == 1
         lines = []
         if not is_one_process:
@@ -301,7 +305,7 @@ def start(
                 mesh=mesh,
                 store=store,
                 attempt_file=attempt_file,
-                earlier=earlier_attempt(attempt_file.read(), launch.world_size),
+                earlier=earlier_attempt(attempt_file.read()),
                 signals=signals,
                 timeout=timeout,
             )

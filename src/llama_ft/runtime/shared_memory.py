@@ -12,19 +12,19 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 
 from llama_ft.config.messages import size_text
 from llama_ft.errors import RunFailure
+from llama_ft.runtime.gather import gather
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PROCESS_NAMESPACE = Path("/proc/self/ns/pid")
 TOKEN_BYTES = 16
 SIZE = struct.Struct("q")
-T = TypeVar("T")
 
 
 class _Offer(NamedTuple):
@@ -91,9 +91,9 @@ class SharedMemory:
                         offered.callback(os.close, writers[other])
                 host = (BOOT_ID.read_text(), os.readlink(PROCESS_NAMESPACE))
                 offer = _Offer(host, os.getpid(), memory, token, writers)
-            offers = _gathered(offer, group)
+            offers = gather(offer, group)
             opened = _open_offered(offers, rank, kept)
-            is_open = _gathered(opened is not None, group)
+            is_open = gather(opened is not None, group)
             if opened is None or not all(is_open):
                 return None
             return cls(group.size(), opened, readers, kept.pop_all())
@@ -184,12 +184,6 @@ def enlarge(descriptor: int, size: int) -> None:
                 f"{what}: is larger than a file may be. Raise the limit: ulimit -f unlimited."
             ) from error
         raise MemoryError(f"{what}: {error.strerror}") from error
-
-
-def _gathered(value: T, group: dist.ProcessGroup) -> list[T]:
-    values = [value] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def _ended(rank: int) -> RuntimeError:

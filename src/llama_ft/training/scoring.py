@@ -16,7 +16,6 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 
 import numpy
-import torch.distributed as dist
 from datasets import Dataset
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
@@ -189,10 +188,8 @@ class AnswerScores:
             }
         except UserError as error:
             scored = error
-        everyone: list[Any] = [None] * ranks.world_size
-        dist.all_gather_object(everyone, scored)
         together = dict[int, tuple[str, float]]()
-        for found in everyone:
+        for found in ranks.gather(scored):
             if isinstance(found, UserError):
                 raise found
             together |= found

@@ -263,9 +263,7 @@ def read_loss_or_stop(step: Step, last_checkpoint: Callable[[], Path | None], ra
         if math.isfinite(loss) or not math.isfinite(local_loss):
             place = f"rank {ranks.rank}, micro-batch {number}"
             lines.append(f"{place} (loss {local_loss:g}): {', '.join(batch.locations)}")
-    everyone: list[list[str]] = [[] for _ in range(ranks.world_size)]
-    dist.all_gather_object(everyone, lines)
-    all_lines = list(chain.from_iterable(everyone))
+    all_lines = list(chain.from_iterable(ranks.gather(lines)))
     sample_lines = "\n".join(all_lines[:MICRO_BATCHES_NAMED])
     kept = "No checkpoint was written yet."
     checkpoint = last_checkpoint()

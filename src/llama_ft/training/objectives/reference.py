@@ -23,7 +23,6 @@ from typing import Any, Protocol
 import numpy
 import safetensors.torch
 import torch
-import torch.distributed as dist
 import xxhash
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
@@ -155,8 +154,7 @@ class StoredReference:
                 log.info(f"reference: {plural(count, 'example')} on this rank")
         free_unsharded(built.model)
         local = (numpy.concatenate(keys), torch.cat(sums).numpy())
-        everyone: list[Any] = [None] * ranks.world_size
-        dist.all_gather_object(everyone, local)
+        everyone = ranks.gather(local)
         all_keys = numpy.concatenate([keys_of_rank for keys_of_rank, _ in everyone])
         all_sums = numpy.concatenate([sums_of_rank for _, sums_of_rank in everyone])
         # equal examples, possibly on different ranks, are stored once; sorted by key

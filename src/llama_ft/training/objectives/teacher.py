@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy
 import torch
-import torch.distributed as dist
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -225,17 +224,11 @@ class TeacherPass:
                 work()
             except (UserError, ValueError, OSError) as error:
                 problem = error
-        for found in self._gathered(problem):
+        for found in self._ranks.gather(problem):
             if isinstance(found, OSError):
                 raise UserError(f"the teacher's file cannot be written: {reason(found)}.")
             if found is not None:
                 raise found
-
-    def _gathered(self, mine: Any) -> list[Any]:
-        """Return an object of each rank."""
-        everyone: list[Any] = [None] * self._ranks.world_size
-        dist.all_gather_object(everyone, mine)
-        return everyone
 
     def _new_file(self, fingerprint: dict[str, Any]) -> tuple[Path, bool]:
         """Return where to write the file, or where a valid one is already, and which of the two it
@@ -311,7 +304,7 @@ class TeacherPass:
                 built, batch, size, temperature, self._vocabulary, self._ranks.device
             )
             numbers = token_ids.to(torch.int32).cpu().numpy(), log_probabilities.cpu().numpy()
-            yield self._gathered((indices, *numbers))
+            yield self._ranks.gather((indices, *numbers))
         free_unsharded(built.model)
 
     def _read_column(self, fingerprint: dict[str, Any]) -> Path:
