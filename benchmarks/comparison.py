@@ -197,7 +197,7 @@ class Comparison:
         samplers = [
             BatchSampler.of(
                 dataset.train,
-                BatchLayout(world_size=asked.ranks, rank=rank, micro_batch=asked.micro_batch),
+                BatchLayout(data_size=asked.ranks, data_rank=rank, micro_batch=asked.micro_batch),
                 global_batch=asked.micro_batch * asked.accumulation * asked.ranks,
                 seed=config.train.seed,
             )

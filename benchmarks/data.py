@@ -154,7 +154,7 @@ def padding_table(lengths: numpy.ndarray) -> None:
     length before they are distributed to its micro-batches."""
     print("\n| samples a micro-batch | micro-batches a step | padding |\n|---|---|---|")
     for samples in PADDED_SAMPLES:
-        layout = BatchLayout(world_size=1, rank=0, micro_batch=samples)
+        layout = BatchLayout(data_size=1, data_rank=0, micro_batch=samples)
         for micro_batches in MICRO_BATCHES_A_STEP:
             size = samples * micro_batches
             plan = BatchSampler(lengths, lengths, layout, global_batch=size, seed=1)
@@ -195,8 +195,8 @@ def speed(rows: data.TokenizedData, folder: Path, job: Ranks, turns: int) -> Non
     """Steps with packs and with padding in turns, and how long each feed was waited for."""
     assert rows.train is not None
     rows_a_pack = round(MICRO_BATCH_TOKENS / data.example_lengths(rows.train).mean())
-    packing = BatchLayout(world_size=1, rank=0, micro_batch=1, pack_length=MICRO_BATCH_TOKENS)
-    padding = BatchLayout(world_size=1, rank=0, micro_batch=rows_a_pack)
+    packing = BatchLayout(data_size=1, data_rank=0, micro_batch=1, pack_length=MICRO_BATCH_TOKENS)
+    padding = BatchLayout(data_size=1, data_rank=0, micro_batch=rows_a_pack)
     ways = {"packing": packing, "padding": padding, "dense mask": packing}
     rates: dict[str, list[float]] = {way: [] for way in ways}
     waited = dict.fromkeys(ways, 0.0)

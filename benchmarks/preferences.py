@@ -201,7 +201,7 @@ def our_order(rows: list[Row], tokenizer: Any, is_kto: bool = False) -> list[int
 def order_of(lengths: list[int], examples_per_sample: int) -> list[int]:
     """Numbers of the samples, whose examples have these lengths, in the order of our steps."""
     size = examples_per_sample
-    layout = BatchLayout(world_size=1, rank=0, micro_batch=GLOBAL_BATCH)
+    layout = BatchLayout(data_size=1, data_rank=0, micro_batch=GLOBAL_BATCH)
     plan = BatchSampler(
         lengths,
         lengths,

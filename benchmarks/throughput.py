@@ -541,7 +541,7 @@ def dense_pairs(vocabulary: int, length: int, count: int) -> list[dict[str, str]
 
 def our_order(lengths: list[int], length: int, batch: int, group: int) -> list[int]:
     """Numbers of the rows, or of the pairs where `group` is 2, in the order of our steps."""
-    layout = BatchLayout(world_size=1, rank=0, micro_batch=batch, pack_length=length)
+    layout = BatchLayout(data_size=1, data_rank=0, micro_batch=batch, pack_length=length)
     plan = BatchSampler(
         lengths,
         lengths,

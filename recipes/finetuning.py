@@ -299,7 +299,7 @@ def train(
             # Gradients are complete here: models.shards.local_shard(parameter.grad) is this rank's
             # part, on ranks.storage_device. Frozen parameters have none. Replicas (DDP,
             # HYBRID_SHARD) have equal gradients, and must draw equal noise: seed its generator with
-            # the step and ranks.mesh["shard"].get_local_rank().
+            # the step and ranks.shard.rank.
             numbers = run.gather_numbers(step)  # of all ranks: tokens, memory, requests to stop
             is_skipped = training.update_loss_scale(state.scale, step.step, result)
             failed = run.unread.failed_so_far(result, is_skipped)

@@ -28,7 +28,7 @@ def plans(
 ) -> list[BatchSampler]:
     layouts = [
         BatchLayout(
-            world_size=world_size, rank=rank, micro_batch=micro_batch, pack_length=pack_length
+            data_size=world_size, data_rank=rank, micro_batch=micro_batch, pack_length=pack_length
         )
         for rank in range(world_size)
     ]
@@ -122,7 +122,7 @@ def test_order_is_a_function_of_seed_epoch_and_step_alone() -> None:
 def test_evaluation_sees_every_sample_once(samples: int, world_size: int, batch_size: int) -> None:
     lengths = numpy.arange(samples) % 7 + 1
     layouts = [
-        BatchLayout(world_size=world_size, rank=rank, micro_batch=batch_size)
+        BatchLayout(data_size=world_size, data_rank=rank, micro_batch=batch_size)
         for rank in range(world_size)
     ]
     ranks = [evaluation_batches(lengths, layout) for layout in layouts]
@@ -137,7 +137,7 @@ def test_evaluation_sees_every_sample_once(samples: int, world_size: int, batch_
         range(samples)
     )
     assert all(len(batch) <= batch_size for batches in ranks for batch in batches)
-    layout = BatchLayout(world_size=2, rank=1, micro_batch=2)
+    layout = BatchLayout(data_size=2, data_rank=1, micro_batch=2)
     assert evaluation_batches(numpy.ones(10), layout, max_batches=2) == [[1, 3], [5, 7]]
 
 
@@ -146,7 +146,7 @@ def test_samples_of_a_step_are_drawn_without_regard_to_their_lengths(
     pack_length: int | None,
 ) -> None:
     lengths = numpy.random.default_rng(0).integers(1, 500, 8000)
-    layout = BatchLayout(world_size=1, rank=0, micro_batch=8, pack_length=pack_length)
+    layout = BatchLayout(data_size=1, data_rank=0, micro_batch=8, pack_length=pack_length)
     plan = BatchSampler(lengths, lengths, layout, global_batch=8, seed=1)
     steps = [plan.step(0, step).micro_batches[0] for step in range(plan.steps_per_epoch)]
     assert sorted(itertools.chain.from_iterable(steps)) == list(range(8000))
@@ -161,7 +161,7 @@ def test_samples_of_a_step_are_drawn_without_regard_to_their_lengths(
 
 def test_padded_samples_of_a_micro_batch_have_similar_lengths() -> None:
     lengths = numpy.random.default_rng(0).integers(1, 500, 4096)
-    layouts = [BatchLayout(world_size=2, rank=rank, micro_batch=8) for rank in (0, 1)]
+    layouts = [BatchLayout(data_size=2, data_rank=rank, micro_batch=8) for rank in (0, 1)]
     ranks = [BatchSampler(lengths, lengths, one, global_batch=128, seed=1) for one in layouts]
     padded = 0
     for plan in ranks:
@@ -209,7 +209,7 @@ def test_packed_samples_are_concatenated_and_none_predicts_the_next(samples: Dat
             [[-100] * 3],
             [],
         )
-    layout = BatchLayout(world_size=4, rank=3, micro_batch=2)
+    layout = BatchLayout(data_size=4, data_rank=3, micro_batch=2)
     plan = BatchSampler([5, 4, 3], [1, 1, 1], layout, global_batch=8, seed=0)
     assert plan.step(0, 0) == ([[]], 3, 3)
 

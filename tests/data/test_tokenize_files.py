@@ -391,7 +391,7 @@ def test_examples_of_one_sample_stay_together(
     seen = list[int]()
     for rank in range(world_size):
         layout = BatchLayout(
-            world_size=world_size, rank=rank, micro_batch=1, pack_length=pack_length
+            data_size=world_size, data_rank=rank, micro_batch=1, pack_length=pack_length
         )
         plan = BatchSampler.of(data, layout, global_batch=4, seed=1)
         for step in range(plan.steps_per_epoch):
@@ -408,7 +408,7 @@ def test_examples_of_one_sample_stay_together(
     evaluated = list[int]()
     for rank in range(world_size):
         layout = BatchLayout(
-            world_size=world_size, rank=rank, micro_batch=2, pack_length=pack_length
+            data_size=world_size, data_rank=rank, micro_batch=2, pack_length=pack_length
         )
         for indices in evaluation_batches(lengths, layout, examples_per_sample=2):
             check_pairs(indices)
@@ -479,7 +479,7 @@ def test_a_completion_with_a_label_comes_with_its_prompt_and_another_completion(
     assert at == len(examples) and data.report.bad_samples == 1
     counts = f"{15 - (truncation == 'drop')} desirable, 6 undesirable"
     assert f"labels of the training data: {counts}" in data.summary
-    layout = BatchLayout(world_size=1, rank=0, micro_batch=1, pack_length=14)
+    layout = BatchLayout(data_size=1, data_rank=0, micro_batch=1, pack_length=14)
     plan = BatchSampler.of(examples, layout, global_batch=1, seed=1)
     for step in range(plan.steps_per_epoch):
         batch = collate(examples, plan.step(0, step).micro_batches[0], 0, True)

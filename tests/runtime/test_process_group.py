@@ -2,10 +2,19 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llama_ft.errors import UserError
+from llama_ft.runtime import Ranks
 from llama_ft.runtime.devices import claim_device, pick_device
-from llama_ft.runtime.process_group import describe_uneven, resolve_degree
+from llama_ft.runtime.process_group import (
+    DataRank,
+    ShardRank,
+    describe_uneven,
+    mesh_over,
+    resolve_degree,
+)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +57,26 @@ def test_the_model_is_sharded_over_the_world_a_node_or_a_given_number_of_ranks()
         UserError, match="--sharding_group_size 4: 6 ranks .* a multiple of 4 ranks"
     ):
         resolve_degree(4, 6, 2)
+
+
+@pytest.mark.parametrize(
+    ("degree", "shard"),
+    [
+        (1, ShardRank(rank=0, size=1, copy=3, copies=4)),
+        (2, ShardRank(rank=1, size=2, copy=1, copies=2)),
+        (4, ShardRank(rank=3, size=4, copy=0, copies=1)),
+    ],
+)
+def test_a_rank_knows_its_share_of_the_samples_and_its_shard(degree: int, shard: ShardRank) -> None:
+    """The last of 4 ranks, of which `degree` share a copy of the model."""
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+    try:
+        cpu = torch.device("cpu")
+        ranks = Ranks(3, 4, 1, 2, cpu, cpu, "CPU", mesh_over("cpu", 4, degree), None)
+        assert ranks.data == DataRank(rank=3, size=4)
+        assert ranks.shard == shard
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_global_batch_that_the_ranks_cannot_divide_is_described_with_those_that_can() -> None:

@@ -149,7 +149,7 @@ def test_a_reference_model_scores_all_examples_and_is_freed(
         cache=tmp_path,
     )
     request = ModelRequest(config, tiny_model, AutoConfig.from_pretrained(tiny_model))
-    layout = BatchLayout(world_size=1, rank=0, micro_batch=4, pack_length=64)
+    layout = BatchLayout(data_size=1, data_rank=0, micro_batch=4, pack_length=64)
     scoring = ReferencePass(objective, request, tokenizer, dataset, layout, runtime)
     scoring.score_with_other_model(build_model, NULL_MONITOR)
     assert len(parameters) > 10 and not any(parameter() is not None for parameter in parameters)

@@ -57,7 +57,7 @@ def test_a_teacher_is_freed_and_its_most_likely_tokens_are_found_in_any_batch(
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     request = DataRequest(context_length=32, want_validation=False, examples=objective.examples)
     dataset = prepare(config.data, tokenizer, request, cache=tmp_path)
-    layout = BatchLayout(world_size=1, rank=0, micro_batch=2, pack_length=32)
+    layout = BatchLayout(data_size=1, data_rank=0, micro_batch=2, pack_length=32)
     teaching = TeacherPass(objective, config, tokenizer, dataset, layout, 301, runtime)
     teaching.prepare(build_model, NULL_MONITOR, None)
     assert len(parameters) > 10 and not any(parameter() is not None for parameter in parameters)

@@ -296,7 +296,7 @@ def _gathered(
     nothing, would wait for the whole export in one collective, and their watchdogs would report
     that rank 0 hangs.
     """
-    shard_group = ShardGroup(ranks.mesh)
+    shard_group = ShardGroup(ranks)
 
     def rows(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         tensor = tensors.get(name)

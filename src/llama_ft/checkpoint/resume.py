@@ -323,7 +323,7 @@ def global_batch(settings: TrainConfig, resumed: Checkpoint | None, ranks: Ranks
     """Return the packed sequences, or samples, per optimizer step. A resumed run keeps its number,
     also if torchrun has started the ranks again before the first checkpoint: with other ranks,
     batch size or accumulation the number of micro-batches changes."""
-    asked = settings.batch_size_training * settings.gradient_accumulation_steps * ranks.world_size
+    asked = settings.batch_size_training * settings.gradient_accumulation_steps * ranks.data.size
     kept = asked
     if resumed is not None:
         kept = int(resumed.trainer["global_batch"])

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from llama_ft.checkpoint.reader import Checkpoint
 from llama_ft.errors import UserError
-from llama_ft.models.shards import ShardGroup, local_shard
+from llama_ft.models.shards import local_shard
 from llama_ft.models.source import listed
 from llama_ft.runtime import Ranks
 from llama_ft.training.optimizer import create_states
@@ -35,17 +35,13 @@ def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) 
         UserError: a state of the optimizer is sharded, but it does not say so.
     """
     create_states(optimizer)  # otherwise torch makes a hidden optimizer step
-    mesh = ranks.mesh
     written = Tensors()
-    replicas = mesh["replicate"] if "replicate" in (mesh.mesh_dim_names or ()) else None
-    copy = replicas.get_local_rank() if replicas else 0  # this rank's copy of the model
-    loads = [0] * (replicas.size() if replicas else 1)  # bytes that each copy writes
-    shards = ShardGroup(mesh)
-    is_first_shard = shards.index == 0
+    shard = ranks.shard
+    loads = [0] * shard.copies  # bytes that each copy of the model writes
     weights, states = get_state_dict(model, optimizer, options=OPTIONS)
     for name, tensor in _by_name(model, weights, states).items():
         rows = local_shard(tensor)
-        if shards.size > 1 and rows.dim() and not isinstance(tensor, DTensor):
+        if shard.size > 1 and rows.dim() and not isinstance(tensor, DTensor):
             # one rank's rows would be saved, and loaded on all ranks
             raise UserError(
                 f"{type(optimizer).__name__}: its state {name} is not a DTensor, so it cannot be saved.\n"
@@ -56,7 +52,7 @@ def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) 
         )
         writer = loads.index(min(loads))
         loads[writer] += rows.nbytes
-        if writer == copy and rows.numel() and (is_first_shard or is_sharded):
+        if writer == shard.copy and rows.numel() and (shard.rank == 0 or is_sharded):
             written[name] = tensor
     written[f"rng.{ranks.rank}.cpu"] = torch.get_rng_state()
     if ranks.device.type == "cuda":

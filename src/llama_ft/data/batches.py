@@ -54,16 +54,16 @@ class BatchLayout:
     """The shape of micro-batches, and which of them are this rank's.
 
     Attributes:
-        world_size: number of ranks that share the samples.
-        rank: the rank of these micro-batches.
+        data_size: number of data ranks, which share the samples; see `Ranks.data`.
+        data_rank: the data rank of these micro-batches.
         micro_batch: maximum packed sequences, or samples without packing, of a micro-batch.
         pack_length: tokens of a packed sequence; None: samples are padded instead.
         pad_token_id: fills padded samples.
         images: makes pixels; None: no sample has an image.
     """
 
-    world_size: int
-    rank: int
+    data_size: int
+    data_rank: int
     micro_batch: int
     pack_length: int | None = None
     pad_token_id: int = 0
@@ -235,16 +235,16 @@ def evaluation_batches(
 
 
 def _shares_of_rank(items: list[list[int]], layout: BatchLayout) -> list[list[list[int]]]:
-    """Return this rank's share of each round of world_size x micro_batch items.
+    """Return this rank's share of each round of data_size x micro_batch items.
 
     In the last round there may be no item for this rank. Its share is then empty, so that all ranks
     have as many.
     """
-    round_size = layout.world_size * layout.micro_batch
+    round_size = layout.data_size * layout.micro_batch
     shares = []
     for first in range(0, len(items), round_size):
         one_round = items[first : first + round_size]
-        shares.append(one_round[layout.rank :: layout.world_size])
+        shares.append(one_round[layout.data_rank :: layout.data_size])
     return shares
 
 

@@ -277,8 +277,8 @@ def training_layout(
     sequences, `pad_token_id` fills padded samples, and `images` makes pixels."""
     is_packed = config.data.batching_strategy == "packing"
     return BatchLayout(
-        world_size=ranks.world_size,
-        rank=ranks.rank,
+        data_size=ranks.data.size,
+        data_rank=ranks.data.rank,
         micro_batch=config.train.batch_size_training,
         pack_length=context_length if is_packed else None,
         pad_token_id=pad_token_id,

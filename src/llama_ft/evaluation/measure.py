@@ -117,8 +117,8 @@ def measure_loss(
         first = next(iter(sets.values()))
         training.check_packing(built, first, context_length, model.dtype, ranks, tokenized.images)
     layout = data.BatchLayout(
-        world_size=ranks.world_size,
-        rank=ranks.rank,
+        data_size=ranks.data.size,
+        data_rank=ranks.data.rank,
         micro_batch=config.train.val_batch_size,
         pack_length=context_length if is_packed else None,
         pad_token_id=data.pad_token_id(tokenizer, vocabulary),

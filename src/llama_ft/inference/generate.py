@@ -109,7 +109,7 @@ class Answerer:
         vars(config).update(changed)
         self.model.generation_config = config
         # A single prompt is answered by all ranks, with the same random numbers.
-        offset = ranks.rank if options.prompts else 0
+        offset = ranks.data.rank if options.prompts else 0
         torch.manual_seed(options.seed + offset)
 
     def tokens(
@@ -164,7 +164,7 @@ class Answerer:
                 the context.
             show: called with each new part of the answer's text; for a single prompt.
         """
-        is_sharded = self._options.enable_fsdp and self._ranks.world_size > 1
+        is_sharded = self._options.enable_fsdp and self._ranks.shard.size > 1
         arguments = prompt_arguments(self.model, prompts, self._images, self._ranks.device)
         width = arguments["input_ids"].shape[1]
         shown = 0

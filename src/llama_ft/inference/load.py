@@ -148,7 +148,7 @@ def open_model(
         ends = data.stop_token_ids(found.tokenizer, model.generation_config.eos_token_id)
         model.generation_config.eos_token_id = ends or None
     where = f"{found.place} (with {found.base})" if found.place != found.base else str(found.base)
-    sharding = f"sharded across {ranks.world_size} ranks" if flags.enable_fsdp else ""
+    sharding = f"sharded across {ranks.shard.size} ranks" if flags.enable_fsdp else ""
     bits = quantization_name(model)
     compute = chosen[:4]  # "bf16" of bf16_pure
     facts = (where, compute, bits, sharding, str(ranks.device), note)

@@ -234,7 +234,7 @@ def answer_prompts(
     refuse_or_skip(bad, options.skip_bad_rows)
     prompts = usable
     truncated = 0
-    batch = options.batch_size * ranks.world_size
+    batch = options.batch_size * ranks.data.size
     with output_of(options, ranks) as out:
         start = 0
         while start < len(prompts):
@@ -246,10 +246,10 @@ def answer_prompts(
                 stop += 1
             # A rank without a prompt answers the first one again, because every rank must join the
             # all-gathers of the weights. Nobody reads that answer.
-            mine = tokens[start:stop][ranks.rank :: ranks.world_size] or tokens[:1]
+            mine = tokens[start:stop][ranks.data.rank :: ranks.data.size] or tokens[:1]
             everyone = ranks.gather(answerer.answer(mine))
             for index, (sample, _) in enumerate(prompts[start:stop]):
-                answer = everyone[index % ranks.world_size][index // ranks.world_size]
+                answer = everyone[index % ranks.data.size][index // ranks.data.size]
                 truncated += answer.is_truncated
                 if ranks.is_main:
                     _write({**sample, "answer": answer.text}, out)

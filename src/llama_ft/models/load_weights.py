@@ -99,7 +99,7 @@ def load_weights(
     adapter = built.adapter
     seed = settings.seed
     device = ranks.device
-    group = ShardGroup(ranks.mesh)
+    group = ShardGroup(ranks)
     replaced = trained if adapter is None else None
     loader = open_loader(built.folder, built, group, settings.scatter, seed, replaced)
     keys = account_for(model, loader.headers, built.folder)

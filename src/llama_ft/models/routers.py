@@ -113,6 +113,7 @@ def router_loss(
     targets = torch.full((1,), float(target_tokens), device=counts.device)
     total_count = counts.sum().view(1) * len(layers)
     totals = torch.cat([sent, total_count, targets])
+    # over all ranks: each has counted its own tokens
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(totals)
     fractions = totals[:-2] / totals[-2]

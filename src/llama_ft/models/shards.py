@@ -11,8 +11,9 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from llama_ft.runtime import Ranks
 
 
 def row_ranges(rows: int, shards: int) -> list[tuple[int, int]]:
@@ -41,15 +42,14 @@ def wait_for_device(tensor: torch.Tensor) -> None:
 class ShardGroup:
     """The ranks that together hold a copy of the model, and this rank's shard."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.size = mesh["shard"].size()  # number of ranks that share a copy
-        self.index = mesh["shard"].get_local_rank()  # index of this rank's shard
+    def __init__(self, ranks: Ranks) -> None:
+        shard = ranks.shard
+        self.size = shard.size
+        self.index = shard.rank
         # shares a copy with rank 0: shard i is on rank i
-        self.in_first_copy = dist.get_rank() < self.size
-        self._replicas = (
-            mesh["replicate"].get_group() if "replicate" in (mesh.mesh_dim_names or ()) else None
-        )
-        self.has_copies = self._replicas is not None
+        self.in_first_copy = shard.copy == 0
+        self.has_copies = shard.copies > 1
+        self._replicas = ranks.mesh["replicate"].get_group() if self.has_copies else None
 
     def own_rows(self, rows: int) -> tuple[int, int]:
         """Return this rank's rows [start, stop) of a parameter with `rows` rows."""

@@ -33,7 +33,7 @@ def describe_time(plan: Plan, config: Config, seconds: float | None, price: floa
     given. If the data determine the number of steps, it is the time of a million tokens instead."""
     if seconds is None:
         return "Time: not estimated; published peaks say nothing about --precision fp32 and --fsdp_cpu_offload."
-    tokens = plan.tokens * config.train.gradient_accumulation_steps * plan.world_size
+    tokens = plan.tokens * config.train.gradient_accumulation_steps * plan.data_size
     steps = config.train.max_train_step
     if steps:
         duration = seconds * steps

@@ -194,7 +194,7 @@ def _plan_with(request: PlanRequest, build_model: models.BuildModel, layers: int
     samples = config.train.batch_size_training
     tracker = Tracker(request.device)
     if request.size is not None:
-        samples = min(samples, max(1, -(-request.size // request.world_size)))
+        samples = min(samples, max(1, -(-request.size // request.data_size)))
     together = training.build_objective(config).examples_per_sample
     batch = _full_batch(request, samples * together, context_length)
     example = plan_example(request, model_config, batch.example_lengths[0])

@@ -43,6 +43,11 @@ class PlanRequest:
     samples: tuple[int, int] | None = None
     images: PlannedImages | None = None  # None: no sample has an image
 
+    @property
+    def data_size(self) -> int:
+        """Number of data ranks, which share the samples; see `Ranks.data`."""
+        return self.world_size
+
 
 @dataclass(frozen=True)
 class Peak:
@@ -74,6 +79,11 @@ class Plan:
     step_flops: int = 0  # of an optimizer step, with recomputation by activation checkpointing
     teacher_bytes_per_token: int = 0  # of the file of --objective distill, per loss token
     teacher_bytes: int = 0  # of all of that file; 0 if the data are unknown
+
+    @property
+    def data_size(self) -> int:
+        """Number of data ranks, which share the samples; see `Ranks.data`."""
+        return self.world_size
 
     @property
     def peak(self) -> Peak:

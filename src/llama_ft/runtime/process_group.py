@@ -43,12 +43,49 @@ SECONDS_TO_NOTICE = 30.0  # until a rank says that it waits for others at the st
 LEAST_SECONDS_TO_START = 600.0  # importing torch from a cold file system can take minutes
 
 
+@dataclass(frozen=True)
+class DataRank:
+    """Who gets which samples: a step's samples are divided among `size` data ranks, and this process
+    computes those of one of them. Every process is a data rank of its own. If several processes
+    computed different tokens of the same samples, they would be one data rank.
+
+    Attributes:
+        rank: 0 to size - 1.
+        size: number of data ranks.
+    """
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class ShardRank:
+    """Who holds which shard: `size` processes together hold one copy of the model.
+
+    Attributes:
+        rank: of this process's shard, 0 to size - 1.
+        size: number of shards of a copy.
+        copy: the copy of the model to which this process's shard belongs, 0 to copies - 1.
+        copies: number of copies of the model, and so of processes with the same shard.
+    """
+
+    rank: int
+    size: int
+    copy: int
+    copies: int
+
+
 @dataclass
 class Ranks:
-    """This process's rank, devices and process groups."""
+    """This process's rank, devices and process groups.
 
-    rank: int  # 0 to world_size - 1
-    world_size: int
+    `rank` and `world_size` count processes: use them for logs, files, and work that any process can
+    do. For samples use `data`, for parameters `shard`. Losses, loss tokens and squares of gradients
+    are summed over all processes, gradients over the mesh's groups.
+    """
+
+    rank: int  # of this process, 0 to world_size - 1
+    world_size: int  # number of processes
     local_rank: int  # on this node, 0 to local_world_size - 1
     local_world_size: int
     device: torch.device  # where this process computes
@@ -74,6 +111,19 @@ class Ranks:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def data(self) -> DataRank:
+        """Which samples this process computes."""
+        return DataRank(self.rank, self.world_size)
+
+    @property
+    def shard(self) -> ShardRank:
+        """Which shard of the parameters this process holds."""
+        shards = self.mesh["shard"]
+        copies = self.mesh.size() // shards.size()
+        copy = self.mesh["replicate"].get_local_rank() if copies > 1 else 0
+        return ShardRank(shards.get_local_rank(), shards.size(), copy, copies)
 
     @property
     def disk_leader(self) -> int:
@@ -154,8 +204,8 @@ class Ranks:
             raise Stopped(stop)
 
     def mean_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the mean over ranks, without gradient, on the value's device. All ranks must call
-        it."""
+        """Return the mean over all ranks, without gradient, on the value's device. All ranks must
+        call it."""
         mean = value.detach().clone()
         dist.all_reduce(mean)
         return mean / self.world_size
@@ -209,20 +259,19 @@ class Ranks:
         is_one_process = self.world_size == 1
         lines = []
         if not is_one_process:
-            shards = self.mesh["shard"].size()
-            count = self.world_size // shards
+            count = self.shard.copies
             copies = "1 copy" if count == 1 else f"{count} copies"
-            layout = f"{copies} of the model, each on {plural(shards, 'rank')}"
+            layout = f"{copies} of the model, each on {plural(self.shard.size, 'rank')}"
             lines.append(f"{self.world_size} ranks: {layout}")
         for note, count in Counter(notes).items():
             lines.append(f"{count} x {note}")
         if self.storage_device != self.device:
             lines.append("parameters and optimizer state in host memory")
-        if global_batch == self.world_size * batch_size * micro_batches:
-            product = f"ranks ({self.world_size}) x micro-batch ({batch_size}) x accumulation ({micro_batches})"
+        if global_batch == self.data.size * batch_size * micro_batches:
+            product = f"ranks ({self.data.size}) x micro-batch ({batch_size}) x accumulation ({micro_batches})"
         else:  # the resumed run began on another number of ranks
             product = f"as before, at most {batch_size} per rank and micro-batch"
-            product += describe_uneven(global_batch, self.world_size)
+            product += describe_uneven(global_batch, self.data.size)
         lines.append(f"global batch: {plural(global_batch, unit)} = {product}")
         separator = "; " if is_one_process else "\n  "
         return separator.join(lines)
@@ -411,14 +460,14 @@ def resolve_degree(shard_degree: int | str, world_size: int, local_world_size: i
     return degree
 
 
-def describe_uneven(global_batch: int, world_size: int) -> str:
+def describe_uneven(global_batch: int, ranks: int) -> str:
     """Return a note on a global batch that a number of ranks cannot divide evenly, or "". It stays
     the same, but in the last micro-batch some ranks have nothing to compute."""
-    if global_batch % world_size == 0:
+    if global_batch % ranks == 0:
         return ""
     even = [number for number in range(1, global_batch + 1) if global_batch % number == 0]
     numbers = ", ".join(map(str, even))
-    return f"; {world_size} ranks do not divide it, so some wait for others ({numbers} ranks do)"
+    return f"; {ranks} ranks do not divide it, so some wait for others ({numbers} ranks do)"
 
 
 def _silence_libraries(rank: int) -> None:

@@ -158,6 +158,7 @@ def loss_sums(
                 sums[name] += value
             count += summed.count
     local = [value.item() for value in sums.values()]
+    # each rank has the sums of its own samples
     gathered = ranks.all_gather_floats(*local, count)  # [ranks, sums + 1]
     *totals, total_count = gathered.sum(dim=0).tolist()
     return LossSums(dict(zip(sums, totals, strict=True)), int(total_count))

@@ -163,8 +163,8 @@ class AnswerScores:
         starts = range(0, len(order), self._batch_size)
         batches = [order[start : start + self._batch_size] for start in starts]
         answers = dict[int, str]()
-        for first in range(0, len(batches), ranks.world_size):
-            number = first + ranks.rank
+        for first in range(0, len(batches), ranks.data.size):
+            number = first + ranks.data.rank
             is_own = number < len(batches)
             # all ranks must generate equally often: one without a batch repeats the shortest prompt
             batch = batches[number] if is_own else order[-1:]

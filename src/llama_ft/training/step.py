@@ -135,7 +135,7 @@ def clip_and_reduce_norm(
         ranks: the ranks.
     """
     # before the norm: the frozen parts of PiSSA's adapters must not count in it
-    clear_frozen_half(built, ShardGroup(ranks.mesh))
+    clear_frozen_half(built, ShardGroup(ranks))
     gradients = [
         local_shard(parameter.grad)
         for parameter in built.model.parameters()
@@ -147,14 +147,15 @@ def clip_and_reduce_norm(
     # would lose small ones in float32.
     norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
     squares = torch.stack(list(norms)).double().square().sum()
-    copies = ranks.mesh.size() // ranks.mesh["shard"].size()  # each copy adds the whole norm
     loss_sum = torch.stack([summed.loss for summed in losses]).double().sum()
-    sums = [loss_sum, squares.to(ranks.device) / copies]
+    # `copies` ranks hold the same shard, and each adds its squares
+    sums = [loss_sum, squares.to(ranks.device) / ranks.shard.copies]
     names = sorted(set().union(*[summed.logged for summed in losses]))
     for name in names:
         values = torch.stack([summed.logged[name] for summed in losses])
         sums.append(values.double().sum())
     numbers = torch.stack(sums)
+    # over all ranks: the losses of their samples, and the squares of their shards
     if ranks.world_size > 1:
         dist.all_reduce(numbers)
     numbers[1].sqrt_()

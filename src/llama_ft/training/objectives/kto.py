@@ -61,7 +61,7 @@ class Kto:
         sums = torch.stack([kl.sum(), kl.new_full((), count)])
         sums = ranks.mean_over_ranks(sums)
         kl_sum, samples = sums.unbind()
-        least = 1 / ranks.world_size  # at least one sample over all ranks
+        least = 1 / ranks.data.size  # at least one sample over all ranks
         divergence = (kl_sum / samples.clamp(min=least)).clamp(min=0)
         losses, balance = target_losses(built, own, ranks.device, per_token=True)
         scores = example_log_probabilities(losses, own)[:count]  # [samples]
