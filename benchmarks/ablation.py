@@ -61,6 +61,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from llama_ft import data, models, runtime, training  # noqa: E402
 from llama_ft.config import Config, load  # noqa: E402
+from llama_ft.data.prefetch import StepBatches  # noqa: E402
 from llama_ft.models import lora  # noqa: E402
 from llama_ft.models.built import Unit  # noqa: E402
 from llama_ft.phases import NULL_MONITOR  # noqa: E402
@@ -243,14 +244,16 @@ class Recipe(Row):
             losses = training.accumulate_gradients(
                 self.built, objective, batches, targets, self.config.peft.use_peft, self.job
             )
-            numbers = training.clip_and_reduce_norm(
-                self.built, losses, targets, self.config.train, 1.0, self.job
+            sums = training.clip_and_reduce_norm(
+                self.built, losses, self.config.train, 1.0, self.job
             )
-            training.update_weights(self.optimizer, LR, numbers.failed)
-            unread.append(numbers)
+            step = StepBatches(batches=batches, target_tokens=targets, samples=len(batches))
+            outcome = training.StepOutcome(step, losses, targets, sums)
+            training.update_weights(self.optimizer, LR, outcome.failed)
+            unread.append(outcome)
             while len(unread) > ("late" not in self.off):
                 self.losses.append(unread.pop(0).read()[0])
-        self.losses += [numbers.read()[0] for numbers in unread]
+        self.losses += [outcome.read()[0] for outcome in unread]
 
 
 def own_bytes(row: Row) -> int:

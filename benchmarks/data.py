@@ -160,7 +160,7 @@ def padding_table(lengths: numpy.ndarray) -> None:
             plan = BatchSampler(lengths, lengths, layout, global_batch=size, seed=1)
             computed = 0
             for step in range(plan.steps_per_epoch):
-                for rows in plan.step(0, step).micro_batches:
+                for rows in plan.step(0, step):
                     computed += int(lengths[rows].max()) * len(rows)
             share = 1 - lengths.sum() / computed
             print(f"| {samples} | {micro_batches} | {share:.0%} of all tokens |")

@@ -210,7 +210,7 @@ def order_of(lengths: list[int], examples_per_sample: int) -> list[int]:
         seed=SEED,
         examples_per_sample=size,
     )
-    steps = [plan.step(0, step).micro_batches for step in range(plan.steps_per_epoch)]
+    steps = [plan.step(0, step) for step in range(plan.steps_per_epoch)]
     return [example // size for step in steps for share in step for example in share[::size]]
 
 

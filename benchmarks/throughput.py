@@ -551,9 +551,7 @@ def our_order(lengths: list[int], length: int, batch: int, group: int) -> list[i
         examples_per_sample=group,
     )
     steps = [plan.step(0, step) for step in range(plan.steps_per_epoch)]
-    return [
-        row // group for step in steps for share in step.micro_batches for row in share[::group]
-    ]
+    return [row // group for step in steps for share in step for row in share[::group]]
 
 
 def disagreement(ours: Run, theirs: Run, tolerance: float, natural: bool, steps: int) -> str:

@@ -295,40 +295,41 @@ def train(
                 built, objective, step.batches, count / scale, reduce_last_only, ranks, run.memory
             )
             run.memory.enter("optimizer step")
-            result = training.clip_and_reduce_norm(built, losses, count, settings, scale, ranks)
+            sums = training.clip_and_reduce_norm(built, losses, settings, scale, ranks)
             # Gradients are complete here: models.shards.local_shard(parameter.grad) is this rank's
             # part, on ranks.storage_device. Frozen parameters have none. Replicas (DDP,
             # HYBRID_SHARD) have equal gradients, and must draw equal noise: seed its generator with
             # the step and ranks.shard.rank.
             numbers = run.gather_numbers(step)  # of all ranks: tokens, memory, requests to stop
-            is_skipped = training.update_loss_scale(state.scale, step.step, result)
-            failed = run.unread.failed_so_far(result, is_skipped)
+            outcome = training.StepOutcome(step, losses, count, sums)
+            outcome.is_skipped = training.update_loss_scale(state.scale, outcome)
+            failed = run.unread.failed_so_far(outcome)
             lr = training.learning_rate(
                 settings, step.step - 1, run.batches.total_steps, step.epoch
             )
             training.update_weights(optimizer, lr, failed)  # not if failed; then zero_grad
 
             # What is due: eval_steps, save_steps, end of an epoch, signals, max_train_time.
-            record = run.end_step(step, numbers, is_skipped)
-            metrics = run.step_metrics(record, lr)
+            run.end_step(outcome, numbers)
+            metrics = run.step_metrics(outcome, lr)
             # Add your own here: metrics["my/number"] = ...
             # A tensor of one number is read later, so that the GPU does not wait for it.
-            read = run.read_losses(record, result, losses, metrics)  # ends the run if not finite
+            read = run.read_losses(outcome)  # ends the run if not finite
             is_best = False
-            if record.evaluation:
-                metrics |= run.evaluate(built, objective, record)
+            if outcome.evaluation:
+                metrics |= run.evaluate(built, objective, outcome)
                 if "eval/loss" in metrics:  # a signal abandons an evaluation
                     is_best = state.best.update(metrics, step.step)
             run.log_steps(read)
-            if record.answers:
-                run.show_answers(f"after step {step.step}", model, tokenizer, record)
-            if run.save_is_due(record, is_best):
-                run.save(record, is_best, model, optimizer)
+            if outcome.answers:
+                run.show_answers(f"after step {step.step}", model, tokenizer, outcome)
+            if run.save_is_due(outcome, is_best):
+                run.save(outcome, is_best, model, optimizer)
 
-            early = run.reason_to_end_early(record)  # early stopping or max_train_time
+            early = run.reason_to_end_early(outcome)  # early stopping or max_train_time
             if early:
                 run.facts.add(stopped_early=early)
-            is_over = record.is_last or early is not None
+            is_over = outcome.is_last or early is not None
             if run.must_stop(is_over):  # by Ctrl-C, SIGTERM or --stop_after
                 raise run.stopped()
             if is_over:

@@ -51,15 +51,12 @@ def test_every_sample_is_seen_once_per_epoch_within_the_token_limit(
         light = 0
         for step in range(ranks[0].steps_per_epoch):
             shares = [plan.step(epoch, step) for plan in ranks]
-            assert len({len(share.micro_batches) for share in shares}) == 1
+            assert len({len(share) for share in shares}) == 1
             tokens = [
-                [sum(LENGTHS[sample] for sample in batch) for batch in share.micro_batches]
-                for share in shares
+                [sum(LENGTHS[sample] for sample in batch) for batch in share] for share in shares
             ]
             if pack_length is None:
-                assert all(
-                    len(batch) <= micro_batch for share in shares for batch in share.micro_batches
-                )
+                assert all(len(batch) <= micro_batch for share in shares for batch in share)
             else:
                 assert max(map(max, tokens)) <= pack_length * micro_batch
             # every micro-batch has all its packed sequences
@@ -69,12 +66,9 @@ def test_every_sample_is_seen_once_per_epoch_within_the_token_limit(
                     for counts in tokens
                     for count in counts
                 )
-            samples = [
-                sample for share in shares for batch in share.micro_batches for sample in batch
-            ]
-            assert {share.target_tokens for share in shares} == {
-                sum(TARGETS[sample] for sample in samples)
-            }
+            samples = [sample for share in shares for batch in share for sample in batch]
+            targets = sum(TARGETS[sample] for sample in samples)
+            assert {plan.counts(epoch, step) for plan in ranks} == {(targets, len(samples))}
             seen += samples
         assert sorted(seen) == list(range(103))
         assert light <= 1  # one packed sequence per epoch has the rest
@@ -85,12 +79,7 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(pack_length: int | 
     def global_batches(*layout: int) -> list[set[int]]:
         ranks = plans(*layout, pack_length=pack_length)
         return [
-            {
-                sample
-                for plan in ranks
-                for batch in plan.step(1, step).micro_batches
-                for sample in batch
-            }
+            {sample for plan in ranks for batch in plan.step(1, step) for sample in batch}
             for step in range(ranks[0].steps_per_epoch)
         ]
 
@@ -109,9 +98,7 @@ def test_order_is_a_function_of_seed_epoch_and_step_alone() -> None:
     backward = {key: again.step(*key) for key in reversed(forward)}
     assert forward == backward
     firsts = {
-        str(plans(1, 50, 1, seed)[0].step(epoch, 0).micro_batches)
-        for seed in (1, 2)
-        for epoch in (0, 1, 2)
+        str(plans(1, 50, 1, seed)[0].step(epoch, 0)) for seed in (1, 2) for epoch in (0, 1, 2)
     }
     assert len(firsts) == 6
 
@@ -148,7 +135,7 @@ def test_samples_of_a_step_are_drawn_without_regard_to_their_lengths(
     lengths = numpy.random.default_rng(0).integers(1, 500, 8000)
     layout = BatchLayout(data_size=1, data_rank=0, micro_batch=8, pack_length=pack_length)
     plan = BatchSampler(lengths, lengths, layout, global_batch=8, seed=1)
-    steps = [plan.step(0, step).micro_batches[0] for step in range(plan.steps_per_epoch)]
+    steps = [plan.step(0, step)[0] for step in range(plan.steps_per_epoch)]
     assert sorted(itertools.chain.from_iterable(steps)) == list(range(8000))
     # The mean of n independent draws has the n-th part of their variance.
     means = numpy.array([lengths[step].mean() for step in steps])
@@ -166,7 +153,7 @@ def test_padded_samples_of_a_micro_batch_have_similar_lengths() -> None:
     padded = 0
     for plan in ranks:
         for step in range(plan.steps_per_epoch):
-            batches = plan.step(0, step).micro_batches
+            batches = plan.step(0, step)
             padded += sum(lengths[batch].max() * len(batch) for batch in batches)
     assert lengths.sum() > 0.88 * padded  # in random order it is 0.56
 
@@ -211,7 +198,8 @@ def test_packed_samples_are_concatenated_and_none_predicts_the_next(samples: Dat
         )
     layout = BatchLayout(data_size=4, data_rank=3, micro_batch=2)
     plan = BatchSampler([5, 4, 3], [1, 1, 1], layout, global_batch=8, seed=0)
-    assert plan.step(0, 0) == ([[]], 3, 3)
+    assert plan.step(0, 0) == [[]]
+    assert plan.counts(0, 0) == (3, 3)
 
 
 def test_pad_token_falls_back_to_the_end_of_turn_token(

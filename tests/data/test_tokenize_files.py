@@ -395,7 +395,7 @@ def test_examples_of_one_sample_stay_together(
         )
         plan = BatchSampler.of(data, layout, global_batch=4, seed=1)
         for step in range(plan.steps_per_epoch):
-            for indices in plan.step(0, step).micro_batches:
+            for indices in plan.step(0, step):
                 check_pairs(indices)
                 seen += indices
                 if not indices:
@@ -482,7 +482,7 @@ def test_a_completion_with_a_label_comes_with_its_prompt_and_another_completion(
     layout = BatchLayout(data_size=1, data_rank=0, micro_batch=1, pack_length=14)
     plan = BatchSampler.of(examples, layout, global_batch=1, seed=1)
     for step in range(plan.steps_per_epoch):
-        batch = collate(examples, plan.step(0, step).micro_batches[0], 0, True)
+        batch = collate(examples, plan.step(0, step)[0], 0, True)
         assert sum(batch.example_lengths[::2]) <= 14
         assert batch.desirable[1::2] == [None] * (len(batch.locations) // 2)
 

@@ -15,6 +15,7 @@ import finetuning
 
 from llama_ft import checkpoint, data, models, runtime, training
 from llama_ft.config import CheckpointConfig, load
+from llama_ft.data.prefetch import StepBatches
 from llama_ft.models.fsdp import free_unsharded
 from llama_ft.phases import NULL_MONITOR
 
@@ -64,8 +65,11 @@ if __name__ == "__main__":
             losses = training.accumulate_gradients(
                 built, training.SupervisedFineTuning(), [batch], targets, False, ranks
             )
-            step = training.clip_and_reduce_norm(built, losses, targets, config.train, 1.0, ranks)
-            (loss, norm), logged = step.read(), step.logged()
+            sums = training.clip_and_reduce_norm(built, losses, config.train, 1.0, ranks)
+            step = StepBatches(batches=[batch], target_tokens=targets, samples=len(lengths))
+            outcome = training.StepOutcome(step, losses, targets, sums)
+            loss, norm = outcome.read()
+            logged = outcome.logged()
             training.update_weights(optimizer, 1e-2)
             model.eval()
             with torch.no_grad():

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from llama_ft import checkpoint, runtime, training
 from llama_ft.config import CheckpointConfig, FSDPConfig, TrainConfig
 from llama_ft.data import IGNORED, Batch
+from llama_ft.data.prefetch import StepBatches
 from llama_ft.models import BuiltModel, apply_fsdp, set_storage_dtypes
 from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.training.objectives.base import SupervisedFineTuning
@@ -85,9 +86,10 @@ def train(
         losses = training.accumulate_gradients(
             built, objective, mine, count, reduce_last_only, ranks
         )
-        result = training.clip_and_reduce_norm(built, losses, count, train, 1.0, ranks)
+        sums = training.clip_and_reduce_norm(built, losses, train, 1.0, ranks)
         training.update_weights(optimizer, train.lr)
-        results.append(result.read())
+        planned = StepBatches(batches=mine, target_tokens=count, samples=len(mine))
+        results.append(training.StepOutcome(planned, losses, count, sums).read())
     return results
 
 

@@ -13,9 +13,10 @@ from forked import Finished, forked
 from torch.nn.utils import clip_grad_norm_
 
 from llama_ft.config import TrainConfig
+from llama_ft.data.prefetch import StepBatches
 from llama_ft.models import BuiltModel
 from llama_ft.runtime import Ranks
-from llama_ft.training import LossSum, clip_and_reduce_norm
+from llama_ft.training import LossSum, StepOutcome, clip_and_reduce_norm
 
 SCRIPT = Path(__file__).with_name("lagging_job.py")
 TIMES = ("perf/", "memory/")
@@ -37,9 +38,11 @@ def test_gradient_norm_and_clipping_equal_torchs(
         LossSum(torch.tensor(loss), 7, {"margin": torch.tensor(2 * loss)}) for loss in (3.0, 4.0)
     ]
     built: Any = BuiltModel(model)  # type: ignore[arg-type]  # any module has gradients
-    result = clip_and_reduce_norm(built, losses, 14, settings, scale, runtime)
-    assert result.read() == (0.5, pytest.approx(expected.item()))
-    assert result.logged() == {"train/margin": 1.0}
+    sums = clip_and_reduce_norm(built, losses, settings, scale, runtime)
+    step = StepBatches(batches=[], target_tokens=14, samples=2)
+    outcome = StepOutcome(step, losses, 14, sums)
+    assert outcome.read() == (0.5, pytest.approx(expected.item()))
+    assert outcome.logged() == {"train/margin": 1.0}
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
 

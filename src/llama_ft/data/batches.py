@@ -13,7 +13,6 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy
 import pyarrow.compute
@@ -33,20 +32,6 @@ FILLER_TOKENS = 8
 # batches that it would have seen. Packing 1 was best-fit for all lengths. Padding 1 sorted 50 global
 # batches together by length, so that all samples of a step had one length.
 BATCHES_VERSION = {"packing": 2, "padding": 2}
-
-
-class StepPlan(NamedTuple):
-    """One optimizer step of one rank.
-
-    The first field holds the indices of samples, one list per micro-batch. Every rank has the same
-    number of micro-batches; a list is empty if no sample is left for this rank. The counts are
-    those of the whole global batch over all ranks: labels in the loss, and samples (a preference
-    pair is one sample).
-    """
-
-    micro_batches: list[list[int]]
-    target_tokens: int
-    samples: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +132,9 @@ class BatchSampler:
         fill = self._sizes.sum() / (len(self) * capacity)
         return f"{plural(len(self._lengths), 'sample')} in {packed}, {fill:.1%} full"
 
-    def step(self, epoch: int, step_in_epoch: int) -> StepPlan:
-        """Return this rank's part of a step.
+    def step(self, epoch: int, step_in_epoch: int) -> list[list[int]]:
+        """Return the table rows of this rank's micro-batches in a step. Every rank has the same
+        number of micro-batches; one is empty if no sample is left for this rank.
 
         The global batch is sorted by length in descending order and distributed round-robin over
         the ranks. So all ranks compute on a similar number of tokens at the same time, and none
@@ -158,29 +144,33 @@ class BatchSampler:
             epoch: counted from 0.
             step_in_epoch: counted from 0, below steps_per_epoch.
         """
-        samples, order = self._epoch(epoch)
-        first = step_in_epoch * self.global_batch
-        batch = order[first : first + self.global_batch]
+        batch = self._global_batch(epoch, step_in_epoch)
         # A stable sort keeps the random order among equal lengths, so it is the same on all ranks.
         longest_first = numpy.argsort(-self._sizes[batch], kind="stable")
-        members = self._members(batch[longest_first], samples)
+        members = self._members(batch[longest_first], epoch)
         shares = _shares_of_rank(members, self.layout)
-        chosen = _table_rows(members)
-        return StepPlan(
-            micro_batches=[_table_rows(share, self._examples_per_sample) for share in shares],
-            target_tokens=int(self._target_tokens[chosen].sum()),
-            samples=len(chosen),
-        )
+        return [_table_rows(share, self._examples_per_sample) for share in shares]
 
-    def _members(self, items: numpy.ndarray, samples: numpy.ndarray) -> list[list[int]]:
-        """Return the samples of each item: of a packed sequence several, with padding one.
+    def counts(self, epoch: int, step_in_epoch: int) -> tuple[int, int]:
+        """Return the labels in the loss of a step's global batch, over all ranks, and its samples.
+        A preference pair is one sample."""
+        members = self._members(self._global_batch(epoch, step_in_epoch), epoch)
+        samples = _table_rows(members)
+        return int(self._target_tokens[samples].sum()), len(samples)
 
-        Args:
-            items: the items, int64 [items].
-            samples: the samples of the epoch by descending length; a pack holds slots of them.
-        """
+    def _global_batch(self, epoch: int, step_in_epoch: int) -> numpy.ndarray:
+        """Return the items of a step, of all ranks."""
+        _, order = self._epoch(epoch)
+        first = step_in_epoch * self.global_batch
+        return order[first : first + self.global_batch]
+
+    def _members(self, items: numpy.ndarray, epoch: int) -> list[list[int]]:
+        """Return the samples of each item in an epoch: of a packed sequence several, with padding
+        one. `items`: int64 [items]."""
         if self._packs is None:
             return [[int(item)] for item in items]
+        # by descending length; a packed sequence holds slots of them
+        samples, _ = self._epoch(epoch)
         return [samples[self._packs[item]].tolist() for item in items]
 
     def _epoch(self, epoch: int) -> tuple[numpy.ndarray, numpy.ndarray]:
@@ -382,11 +372,13 @@ def _concatenated(column: pyarrow.ChunkedArray) -> torch.Tensor:
     return torch.from_numpy(numbers.astype(numpy.int64))
 
 
-def collate_step(dataset: Dataset, step: StepPlan, layout: BatchLayout) -> list[Batch]:
-    """Make the micro-batches of a step, packed or padded."""
+def collate_step(
+    dataset: Dataset, micro_batches: list[list[int]], layout: BatchLayout
+) -> list[Batch]:
+    """Make the micro-batches of a step, packed or padded, from their rows."""
     return [
         collate(dataset, indices, layout.pad_token_id, layout.is_packed, layout.images)
-        for indices in step.micro_batches
+        for indices in micro_batches
     ]
 
 

@@ -18,17 +18,18 @@ STEPS_AHEAD = 2
 SECONDS_FOR_THE_END = 5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepBatches:
-    """The batches of one optimizer step on one rank."""
+    """The batches of one optimizer step on one rank. The defaults are those of a single step, as a
+    plan has it."""
 
-    step: int  # counted from 1
-    epoch: int  # counted from 0
-    epochs_seen: float  # epochs done after this step
-    ends_epoch: bool  # the last step of its epoch
-    target_tokens: int  # labels in the loss, in the whole global batch over all ranks
-    samples: int  # in the whole global batch
     batches: list[Batch]  # this rank's micro-batches; every rank has the same number
+    target_tokens: int  # labels in the loss, in the whole global batch over all ranks
+    samples: int  # in the whole global batch; a preference pair is one sample
+    step: int = 1  # counted from 1
+    epoch: int = 0  # counted from 0
+    epochs_seen: float = 0.0  # epochs done after this step
+    ends_epoch: bool = False  # the last step of its epoch
     # position of a stream after this step, for checkpoints
     position: dict[str, int] = field(default_factory=dict)
 
@@ -75,16 +76,16 @@ class PreparedBatches:
         per_epoch = plan.steps_per_epoch
         for step in range(first, last + 1):
             epoch, step_in_epoch = divmod(step - 1, per_epoch)
-            share = plan.step(epoch, step_in_epoch)
-            batches = collate_step(self._samples, share, self.layout)
+            target_tokens, samples = plan.counts(epoch, step_in_epoch)
+            micro_batches = plan.step(epoch, step_in_epoch)
             yield StepBatches(
                 step=step,
                 epoch=epoch,
                 epochs_seen=step / per_epoch,
                 ends_epoch=step_in_epoch == per_epoch - 1,
-                target_tokens=share.target_tokens,
-                samples=share.samples,
-                batches=batches,
+                target_tokens=target_tokens,
+                samples=samples,
+                batches=collate_step(self._samples, micro_batches, self.layout),
             )
 
 

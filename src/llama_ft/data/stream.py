@@ -138,16 +138,17 @@ class StreamedBatches:
                         # stop reading now, not only when the next window is full
                         self._is_wanted = False
                         return
-                    share = plan.step(0, step_in_window)
+                    target_tokens, count = plan.counts(0, step_in_window)
+                    micro_batches = plan.step(0, step_in_window)
                     is_end = ends_epoch and step_in_window == plan.steps_per_epoch - 1
                     yield StepBatches(
                         step=step,
                         epoch=start["epoch"],
                         epochs_seen=float(start["epoch"] + is_end),
                         ends_epoch=is_end,
-                        target_tokens=share.target_tokens,
-                        samples=share.samples,
-                        batches=collate_step(samples, share, self.layout),
+                        target_tokens=target_tokens,
+                        samples=count,
+                        batches=collate_step(samples, micro_batches, self.layout),
                         position={**start, "step_in_window": step_in_window + 1},
                     )
                     step += 1

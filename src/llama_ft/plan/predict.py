@@ -18,6 +18,7 @@ from llama_ft import checkpoint, models, training
 from llama_ft.config import Config, PreferenceConfig
 from llama_ft.config.home import expanded
 from llama_ft.data import IGNORED, Batch
+from llama_ft.data.prefetch import StepBatches
 from llama_ft.models.shards import local_shard
 from llama_ft.observe.flops import flop_formula
 from llama_ft.phases import MemoryCategory
@@ -289,7 +290,9 @@ def _two_steps(
         built, objective, batches, 1 / scale, reduce_last_only, ranks, tracker
     )
     tracker.enter("optimizer step")
-    training.clip_and_reduce_norm(built, losses, 1, settings, scale, ranks)
+    step = StepBatches(batches=batches, target_tokens=1, samples=1)
+    clip = training.clip_and_reduce_norm
+    training.StepOutcome(step, losses, 1, clip(built, losses, settings, scale, ranks))
     training.update_weights(optimizer, settings.lr)
     tracker.assign(states_of(optimizer), "optimizer state")
     if validation is not None:

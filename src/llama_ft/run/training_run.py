@@ -24,11 +24,10 @@ from llama_ft.data.prefetch import StepBatches
 from llama_ft.models.gloo import share_memory
 from llama_ft.run.save_requests import SaveRequests
 from llama_ft.run.setup import Setup, end_run, take_newer
-from llama_ft.run.step_record import RankNumbers, StepRecord
 from llama_ft.runtime import log
 from llama_ft.runtime.exit import Stop
-from llama_ft.training.objectives.base import LossSum, Objective
-from llama_ft.training.step import Step, StepResult
+from llama_ft.training.objectives.base import Objective
+from llama_ft.training.step import StepOutcome
 
 PICTURES_SHOWN = 4  # per answer in the report
 Metrics = dict[str, Any]  # key of metrics.jsonl -> number, or a list with one number per rank
@@ -170,33 +169,35 @@ class TrainingRun:
         if step.step == 1:
             log.info(data.describe_first_batch(step.batches[0], tokenizer))
 
-    def gather_numbers(self, step: StepBatches) -> RankNumbers:
-        """Return the numbers of all ranks, with one all-gather between hosts."""
-        gathered = self.ranks.all_gather_floats(
-            sum(batch.tokens for batch in step.batches),
-            self.throughput.flops,
-            self.memory.host_peak_bytes,
-            self.memory.device_peak_bytes,
-            self.ranks.signals.asked(),
-            self.writer.has_failed,
-            self._save_requests.read(),
-            time.monotonic() - self._first_step_at,
-            self._own_work.seconds(),
-            self._waited_seconds,
-        )  # [ranks, 10]
-        tokens, flops, _, _, asked, failed, save, seconds, work, waited = gathered.unbind(1)
-        peak_bytes = gathered[:, 2:4]
-        return RankNumbers(tokens, flops, peak_bytes, asked, failed, save, seconds, work, waited)
+    def gather_numbers(self, step: StepBatches) -> dict[str, torch.Tensor]:
+        """Return the numbers of all ranks by name, float64 [ranks], with one all-gather between
+        hosts."""
+        numbers = {
+            "tokens": sum(batch.tokens for batch in step.batches),  # without padding
+            "flops": self.throughput.flops,  # model FLOPs for these tokens
+            "host_peak_bytes": self.memory.host_peak_bytes,  # highest so far
+            "device_peak_bytes": self.memory.device_peak_bytes,
+            "stop_asked": self.ranks.signals.asked(),  # see StopSignals
+            "save_failed": self.writer.has_failed,  # 1: the pending checkpoint was not written
+            "save_requested": self._save_requests.read(),
+            "seconds": time.monotonic() - self._first_step_at,  # of this launch
+            "own_work": self._own_work.seconds(),  # seconds in which the rank itself worked
+            "waited": self._waited_seconds,  # seconds of them in which it waited for its batches
+        }
+        gathered = self.ranks.all_gather_floats(*numbers.values())
+        return dict(zip(numbers, gathered.unbind(1), strict=True))
 
-    def end_step(self, step: StepBatches, numbers: RankNumbers, is_skipped: bool) -> StepRecord:
-        """Count a step whose weights are updated, and return what is due after it."""
+    def end_step(self, outcome: StepOutcome, numbers: dict[str, torch.Tensor]) -> None:
+        """Count a step whose weights are updated, and set what is due after it. `numbers`: see
+        `gather_numbers`."""
         settings = self.config.train
-        tokens = numbers.tokens.sum().item()
-        flops = numbers.flops.sum().item()
+        step = outcome.batches
+        tokens = numbers["tokens"].sum().item()
+        flops = numbers["flops"].sum().item()
         self.memory.end_step()
         self.throughput.end_step(step.step, tokens, flops)
         if self.ranks.world_size > 1:
-            self._slow_ranks.add(numbers.own_work, numbers.waited, numbers.flops)
+            self._slow_ranks.add(numbers["own_work"], numbers["waited"], numbers["flops"])
         self.state.step = step.step
         self.state.position = step.position
         self.state.target_tokens += step.target_tokens
@@ -206,73 +207,63 @@ class TrainingRun:
             log.info(f"Memory snapshot: {file}")
         time_is_up = False
         if settings.max_train_time is not None:
-            seconds = numbers.seconds[0].item()  # all ranks use rank 0's clock
+            seconds = numbers["seconds"][0].item()  # all ranks use rank 0's clock
             time_is_up = seconds >= parse_duration(settings.max_train_time)
         is_last = time_is_up or step.step == self.batches.total_steps
-        self.stop = self.ranks.signals.agreed(numbers.stop_asked)
+        self.stop = self.ranks.signals.agreed(numbers["stop_asked"])
         ends_run = is_last or self.stop is not None
         if ends_run:
             self._announce_end()
         evaluates = training.is_due(step.step, settings.eval_steps, step.ends_epoch or is_last)
         answers = training.is_due(step.step, settings.sample_steps, False)
-        is_save_requested = bool(numbers.save_requested.any())
+        is_save_requested = bool(numbers["save_requested"].any())
         if is_save_requested:
             log.info(f"A checkpoint of step {step.step} was requested.")
-        return StepRecord(
-            batches=step,
-            numbers=numbers,
-            is_skipped=is_skipped,
-            is_last=is_last,
-            time_is_up=time_is_up,
-            is_stopping=self.stop is not None,
-            save_failed=bool(numbers.save_failed.any()),
-            evaluation=evaluates and bool(self.dataset.validations),
-            answers=answers and not is_last,
-            save=is_save_requested or self.writer.is_due(step.step, step.ends_epoch, ends_run),
-        )
+        is_save_due = self.writer.is_due(step.step, step.ends_epoch, ends_run)
+        outcome.numbers = numbers
+        outcome.is_last = is_last
+        outcome.time_is_up = time_is_up
+        outcome.is_stopping = self.stop is not None
+        outcome.save_failed = bool(numbers["save_failed"].any())
+        outcome.evaluation = evaluates and bool(self.dataset.validations)
+        outcome.answers = answers and not is_last
+        outcome.save = is_save_requested or is_save_due
+        is_logged_anyway = outcome.evaluation or is_last
+        outcome.is_logged = training.is_due(step.step, settings.log_steps, is_logged_anyway)
 
-    def step_metrics(self, record: StepRecord, lr: float) -> Metrics:
+    def step_metrics(self, outcome: StepOutcome, lr: float) -> Metrics:
         """Return the metrics of a step that are known before its loss is read. Entries that the
         recipe adds, numbers or tensors of one number, are logged like these. Rank 0 logs its own."""
+        numbers = outcome.numbers
+        peaks = torch.stack([numbers["host_peak_bytes"], numbers["device_peak_bytes"]], dim=1)
         self.metrics = {
-            "epoch": record.batches.epochs_seen,
+            "epoch": outcome.batches.epochs_seen,
             "tokens": self.state.target_tokens,
             "train/lr": lr,
-            **observe.memory_metrics(record.numbers.peak_bytes),
+            **observe.memory_metrics(peaks),
             **self.state.scale.metrics(),
         }
+        outcome.metrics = self.metrics
         return self.metrics
 
-    def read_losses(
-        self, record: StepRecord, result: StepResult, losses: Sequence[LossSum], metrics: Metrics
-    ) -> list[Step]:
+    def read_losses(self, outcome: StepOutcome) -> list[StepOutcome]:
         """Return the steps whose loss is known now, with it in their metrics. On a GPU that is the
         step before, unless this step's loss is needed.
 
         Raises:
             RunFailure: a loss or a gradient norm is not finite.
         """
-        due = record.evaluation or record.is_last
-        newest = Step(
-            step=record.step,
-            numbers=result,
-            losses=losses,
-            batches=record.batches.batches,
-            metrics=metrics,
-            is_skipped=record.is_skipped,
-            is_logged=training.is_due(record.step, self.config.train.log_steps, due),
-        )
-        steps = self.unread.push(newest, record.needs_loss)
+        steps = self.unread.push(outcome)
         for step in steps:
             training.read_loss_or_stop(step, self.writer.finish, self.ranks)
             step.metrics.update(self.throughput.metrics(step.step))
             for name, value in step.metrics.items():
                 if isinstance(value, torch.Tensor):  # of the recipe; its step has ended
                     step.metrics[name] = value.item()
-        self.ranks.record_step(record.step)
+        self.ranks.record_step(outcome.step)
         return steps
 
-    def log_steps(self, steps: Sequence[Step]) -> None:
+    def log_steps(self, steps: Sequence[StepOutcome]) -> None:
         """Log the steps that are due by log_steps, the last step, and those with an evaluation."""
         for step in steps:
             if step.is_logged:
@@ -282,7 +273,7 @@ class TrainingRun:
         self,
         built: models.BuiltModel,
         objective: Objective,
-        record: StepRecord | None = None,
+        outcome: StepOutcome | None = None,
     ) -> Metrics:
         """Return the validation loss and related metrics, also of each validation set with a name.
         All ranks call it together.
@@ -293,7 +284,7 @@ class TrainingRun:
         Args:
             built: the model, in training or evaluation mode.
             objective: of the run.
-            record: of the step after which it is due; None before step 1.
+            outcome: of the step after which it is due; None before step 1.
 
         Raises:
             Stopped: a signal has arrived before step 1.
@@ -311,10 +302,10 @@ class TrainingRun:
             }
             scores = self._scores.score(built.model, layout.pad_token_id, self.ranks)
         except runtime.Stopped as stopped:
-            self._abandon("The evaluation", stopped, record)
+            self._abandon("The evaluation", stopped, outcome)
             return {}
         metrics = training.evaluation_metrics(sums, scores, objective.counts_tokens)
-        step = 0 if record is None else record.step
+        step = 0 if outcome is None else outcome.step
         for name, score in scores.items():
             title = f"step {step}, {name}" if name else f"step {step}"
             self._keep_answers(title, score.samples, "scored")
@@ -328,7 +319,7 @@ class TrainingRun:
         when: str,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        record: StepRecord | None = None,
+        outcome: StepOutcome | None = None,
     ) -> None:
         """Log the model's answers to the sample prompts and keep them for the report, under the
         heading `when`. A signal abandons them, as in `evaluate`."""
@@ -344,7 +335,7 @@ class TrainingRun:
                 model, tokenizer, asked, length, pad, self.ranks, self.dataset.images
             )
         except runtime.Stopped as stopped:
-            self._abandon("The generation of sample answers", stopped, record)
+            self._abandon("The generation of sample answers", stopped, outcome)
             return
         training.log_answers(when, answers)
         self._keep_answers(when, answers, "samples")
@@ -364,25 +355,25 @@ class TrainingRun:
             self.facts.add_pictures(pictures)
         self.facts.add_samples(when, kept, kind)
 
-    def _abandon(self, what: str, stopped: runtime.Stopped, record: StepRecord | None) -> None:
+    def _abandon(self, what: str, stopped: runtime.Stopped, outcome: StepOutcome | None) -> None:
         """Log that `what` was abandoned. Before step 1 and after the last step there is nothing to
         save, so the run ends here."""
         log.info(f"{what} was abandoned.")
         self.stop = stopped.stop
-        if record is None:
+        if outcome is None:
             raise self.stopped()
 
-    def save_is_due(self, record: StepRecord, is_best: bool) -> bool:
+    def save_is_due(self, outcome: StepOutcome, is_best: bool) -> bool:
         """Return whether to save after this step: if the settings say so, or after the best
         validation loss so far. Raises the error of a failed save."""
-        if record.save_failed:
+        if outcome.save_failed:
             self.writer.finish()
         is_kept_as_best = is_best and self.config.checkpoint.save_model
-        return self._is_save_asked(record) or is_kept_as_best
+        return self._is_save_asked(outcome) or is_kept_as_best
 
     def save(
         self,
-        record: StepRecord,
+        outcome: StepOutcome,
         is_best: bool,
         model: PreTrainedModel,
         optimizer: torch.optim.Optimizer,
@@ -392,39 +383,39 @@ class TrainingRun:
         self.memory.enter("save")
         description = {
             "progress": self.state.state_dict(),
-            "ends_run": self._ends_run(record),
+            "ends_run": self._ends_run(outcome),
             "metrics": self.metrics,
             "trackers": self.log.tracker_ids,
         }
         best_value = self.state.best.value if is_best else None
-        is_asked = self._is_save_asked(record)
+        is_asked = self._is_save_asked(outcome)
         self.writer.save(
-            record.step,
+            outcome.step,
             model,
             optimizer,
             description,
             is_asked,
             best_value,
-            is_final=self._ends_run(record) or self.stop is not None,
+            is_final=self._ends_run(outcome) or self.stop is not None,
         )
         self.throughput.pause()
 
-    def _ends_run(self, record: StepRecord) -> bool:
-        return record.is_last or self.state.best.should_stop
+    def _ends_run(self, outcome: StepOutcome) -> bool:
+        return outcome.is_last or self.state.best.should_stop
 
-    def _is_save_asked(self, record: StepRecord) -> bool:
+    def _is_save_asked(self, outcome: StepOutcome) -> bool:
         """Return whether the settings or a request to stop ask for a checkpoint."""
-        ends_epoch = record.batches.ends_epoch
-        ends_run = self._ends_run(record) or self.stop is not None
-        return record.save or self.writer.is_due(record.step, ends_epoch, ends_run)
+        ends_epoch = outcome.batches.ends_epoch
+        ends_run = self._ends_run(outcome) or self.stop is not None
+        return outcome.save or self.writer.is_due(outcome.step, ends_epoch, ends_run)
 
-    def reason_to_end_early(self, record: StepRecord) -> str | None:
+    def reason_to_end_early(self, outcome: StepOutcome) -> str | None:
         """Return why training ends before its last step, or None: early stopping, or
         max_train_time."""
         best = self.state.best
         if best.should_stop:
             return f"the {best.title} was best at step {best.step}"
-        if record.time_is_up:
+        if outcome.time_is_up:
             return f"max_train_time {self.config.train.max_train_time} is over"
         return None
 

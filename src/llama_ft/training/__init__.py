@@ -31,7 +31,7 @@ from llama_ft.training.optimizer import (
 from llama_ft.training.scoring import AnswerScores
 from llama_ft.training.step import (
     PendingMetrics,
-    Step,
+    StepOutcome,
     accumulate_gradients,
     clip_and_reduce_norm,
     is_due,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from llama_ft.config import TrainConfig
 from llama_ft.data import Batch
+from llama_ft.data.prefetch import StepBatches
 from llama_ft.errors import RunFailure
 from llama_ft.models import BuiltModel
 from llama_ft.models.fsdp import sum_over_replicas
@@ -73,63 +74,106 @@ def accumulate_gradients(
     return losses
 
 
-class StepResult:
-    """The loss and the gradient norm of one step, over all ranks. They are on the device at once;
-    reading them on the host waits for the device, so a training loop reads them after the next step
-    was queued.
+@dataclass(eq=False)
+class StepOutcome:
+    """One optimizer step: what it has computed, and what is due after it.
 
-    Args:
-        numbers: float64 [2 + logged]: sum of the losses, L2 norm of the gradients, and further
-            sums.
-        count: losses that are summed in the global batch.
-        names: of the further sums.
+    The loss and the gradient norm are on the device at once. Reading them on the host waits for the
+    device, so a training loop reads them after the next step was queued.
 
     Attributes:
-        failed: float32 scalar on the device: 1 if one of them is not finite.
+        batches: the step's number, its position in the epoch and this rank's micro-batches.
+        losses: of this rank's micro-batches, without gradient.
+        count: losses that are summed in the global batch.
+        sums: over all ranks, float64 [2 + logged]: sum of the losses, L2 norm of the gradients, and
+            the sums that `losses` log.
+        failed: float32 scalar on the device: 1 if the loss or the norm is not finite.
+        is_skipped: gradients overflowed in fp16, and the weights did not change.
+
+    `TrainingRun.end_step` sets the others, equal on all ranks:
+        numbers: of all ranks by name, float64 [ranks].
+        metrics: known values; `read_loss_or_stop` adds the loss and the norm.
+        is_last: no step follows: all are done, or max_train_time is over.
+        time_is_up: max_train_time is over.
+        is_stopping: the run was asked to stop.
+        save_failed: a rank could not write the pending checkpoint.
+        evaluation: the validation loss is due.
+        answers: answers to the sample prompts are due.
+        save: a checkpoint is due by the settings or by a request to save or to stop.
+        is_logged: the metrics are due by log_steps, an evaluation or the last step.
     """
 
-    def __init__(self, numbers: torch.Tensor, count: int, names: Sequence[str] = ()) -> None:
-        self.failed = numbers[:2].isfinite().all().logical_not().float()
-        self._count = count
-        self._names = names
-        self._numbers = numbers
-        self._event = None
-        if numbers.is_cuda:
-            self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
-            self._numbers.copy_(numbers, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+    batches: StepBatches
+    losses: Sequence[LossSum]
+    count: int
+    sums: torch.Tensor
+    failed: torch.Tensor = field(init=False)
+    is_skipped: bool = False
+    numbers: dict[str, torch.Tensor] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    is_last: bool = False
+    time_is_up: bool = False
+    is_stopping: bool = False
+    save_failed: bool = False
+    evaluation: bool = False
+    answers: bool = False
+    save: bool = False
+    is_logged: bool = False
+
+    def __post_init__(self) -> None:
+        sums = self.sums
+        self.failed = sums[:2].isfinite().all().logical_not().float()
+        self._copied = None
+        if sums.is_cuda:
+            self.sums = torch.empty_like(sums, device="cpu", pin_memory=True)
+            self.sums.copy_(sums, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    @property
+    def step(self) -> int:
+        """Number of the step, counted from 1."""
+        return self.batches.step
+
+    @property
+    def needs_loss(self) -> bool:
+        """Whether the loss must be read now: it decides whether the weights may be used."""
+        is_used = self.evaluation or self.answers or self.save
+        return is_used or self.is_last or self.is_stopping
 
     def read(self) -> tuple[float, float]:
         """Return the mean loss and the norm. Waits until the device has computed them."""
-        if self._event is not None:
-            self._event.synchronize()
-        loss_sum, norm, *_ = self._numbers.tolist()
-        return loss_sum / self._count, norm
+        if self._copied is not None:
+            self._copied.synchronize()
+        loss_sum, norm, *_ = self.sums.tolist()
+        return loss_sum / self.count, norm
 
     def logged(self) -> dict[str, float]:
         """The means of the further sums, as `train/<name>`; after `read`."""
-        sums = dict(zip(self._names, self._numbers[2:].tolist(), strict=True))
-        means = logged_means(sums, self._count)
+        sums = dict(zip(logged_names(self.losses), self.sums[2:].tolist(), strict=True))
+        means = logged_means(sums, self.count)
         return {f"train/{name}": value for name, value in means.items()}
+
+
+def logged_names(losses: Sequence[LossSum]) -> list[str]:
+    """Return the names of the further sums, in the order of `StepOutcome.sums`."""
+    return sorted(set().union(*[summed.logged for summed in losses]))
 
 
 def clip_and_reduce_norm(
     built: BuiltModel,
     losses: Sequence[LossSum],
-    count: int,
     settings: TrainConfig,
     loss_scale: float,
     ranks: Ranks,
-) -> StepResult:
+) -> torch.Tensor:
     """Divide all gradients by `loss_scale`, and clip them by gradient_clipping, as
-    torch.nn.utils.clip_grad_norm_ does. The returned norm is the one before clipping. It takes one
-    small all-reduce and does not wait for the device.
+    torch.nn.utils.clip_grad_norm_ does. Return the `StepOutcome.sums`, with the norm before
+    clipping. It takes one small all-reduce and does not wait for the device.
 
     Args:
         built: sharded, after its backward passes.
         losses: the result of `accumulate_gradients`.
-        count: losses that are summed in the global batch.
         settings: gradient_clipping and its threshold.
         loss_scale: see training/train_state.py.
         ranks: the ranks.
@@ -150,8 +194,7 @@ def clip_and_reduce_norm(
     loss_sum = torch.stack([summed.loss for summed in losses]).double().sum()
     # `copies` ranks hold the same shard, and each adds its squares
     sums = [loss_sum, squares.to(ranks.device) / ranks.shard.copies]
-    names = sorted(set().union(*[summed.logged for summed in losses]))
-    for name in names:
+    for name in logged_names(losses):
         values = torch.stack([summed.logged[name] for summed in losses])
         sums.append(values.double().sum())
     numbers = torch.stack(sums)
@@ -163,16 +206,16 @@ def clip_and_reduce_norm(
         # 1e-6 and the clamp as in clip_grad_norm_; the factor stays on the device
         factor = (settings.gradient_clipping_threshold / (numbers[1] + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, factor.float().to(gradients[0].device))
-    return StepResult(numbers, count, names)
+    return numbers
 
 
-def update_loss_scale(scale: LossScale, step: int, result: StepResult) -> bool:
+def update_loss_scale(scale: LossScale, outcome: StepOutcome) -> bool:
     """In fp16, adapt the loss scale to the gradient norm of a step; this waits for the device.
     Return whether to skip the step because its gradients overflowed."""
     if not scale.is_used:
         return False
-    loss, norm = result.read()
-    return scale.update(step, loss, norm)
+    loss, norm = outcome.read()
+    return scale.update(outcome.step, loss, norm)
 
 
 def update_weights(
@@ -195,19 +238,6 @@ def update_weights(
     optimizer.zero_grad()
 
 
-@dataclass
-class Step:
-    """A step that was queued on the device."""
-
-    step: int
-    numbers: StepResult
-    losses: Sequence[LossSum]  # of this rank's micro-batches
-    batches: Sequence[Batch]
-    metrics: dict[str, Any]  # known values; `read_loss_or_stop` adds the loss and the norm
-    is_skipped: bool  # gradients overflowed in fp16, and the weights did not change
-    is_logged: bool
-
-
 class PendingMetrics:
     """Steps whose loss was not read yet: on a GPU the newest one. After a failed step no later one
     changes the weights, even if the failure is read later. `device`: where the model computes."""
@@ -215,25 +245,25 @@ class PendingMetrics:
     LAGGING = ("cuda",)
 
     def __init__(self, device: torch.device) -> None:
-        self._steps: list[Step] = []
+        self._steps: list[StepOutcome] = []
         self._lags = device.type in self.LAGGING
         self._failed = torch.zeros((), device=device)
 
-    def failed_so_far(self, result: StepResult, is_skipped: bool) -> torch.Tensor:
+    def failed_so_far(self, outcome: StepOutcome) -> torch.Tensor:
         """Return, on the device, not 0 if the weights must not be updated: this step or an earlier
         one has a loss or a gradient norm that is not finite. A skipped step does not count for
         later ones."""
-        if is_skipped:
-            return result.failed
-        self._failed = torch.maximum(self._failed, result.failed)
+        if outcome.is_skipped:
+            return outcome.failed
+        self._failed = torch.maximum(self._failed, outcome.failed)
         return self._failed
 
-    def push(self, newest: Step, needed: bool) -> list[Step]:
-        """Add a step. Return the steps to read now: all earlier ones, and this one if it is needed
-        or already known."""
+    def push(self, newest: StepOutcome) -> list[StepOutcome]:
+        """Add a step. Return the steps to read now: all earlier ones, and this one if its loss is
+        needed or already known."""
         self._steps.append(newest)
         count = len(self._steps)
-        if self._lags and not needed:
+        if self._lags and not newest.needs_loss:
             count -= 1
         ready = self._steps[:count]
         self._steps = self._steps[count:]
@@ -246,19 +276,22 @@ def is_due(step: int, every: int, otherwise: bool) -> bool:
     return otherwise or (every > 0 and step % every == 0)
 
 
-def read_loss_or_stop(step: Step, last_checkpoint: Callable[[], Path | None], ranks: Ranks) -> None:
+def read_loss_or_stop(
+    outcome: StepOutcome, last_checkpoint: Callable[[], Path | None], ranks: Ranks
+) -> None:
     """Add a step's loss and gradient norm to its metrics. If they are not finite, raise a
     RunFailure on every rank: the weights are then those before the step. `last_checkpoint` may wait
     for a pending save."""
-    loss, norm = step.numbers.read()
-    step.metrics["train/loss"] = loss
-    step.metrics["train/grad_norm"] = norm
-    step.metrics.update(step.numbers.logged())
+    loss, norm = outcome.read()
+    outcome.metrics["train/loss"] = loss
+    outcome.metrics["train/grad_norm"] = norm
+    outcome.metrics.update(outcome.logged())
     is_finite = math.isfinite(loss) and math.isfinite(norm)
-    if is_finite or step.is_skipped:
+    if is_finite or outcome.is_skipped:
         return
     lines = []
-    for number, (summed, batch) in enumerate(zip(step.losses, step.batches, strict=True), start=1):
+    micro_batches = zip(outcome.losses, outcome.batches.batches, strict=True)
+    for number, (summed, batch) in enumerate(micro_batches, start=1):
         local_loss = summed.loss.item()
         # If the loss is finite, any sample may have caused the norm.
         if math.isfinite(loss) or not math.isfinite(local_loss):
@@ -271,7 +304,7 @@ def read_loss_or_stop(step: Step, last_checkpoint: Callable[[], Path | None], ra
     if checkpoint is not None:
         kept = f"The last good checkpoint is {checkpoint}."
     raise RunFailure(
-        f"step {step.step}: the loss is {loss:g} and the gradient norm {norm:g}; training cannot continue.\n"
+        f"step {outcome.step}: the loss is {loss:g} and the gradient norm {norm:g}; training cannot continue.\n"
         f"The samples:\n{sample_lines}\n{kept} A lower --lr, --warmup_steps, "
         "--gradient_clipping or --precision fp32 can help."
     )
