@@ -38,9 +38,10 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> S
 
 def report_plan(
     finetuning: ModuleType, folder: Path, run: Path, *flags: str
-) -> tuple[int, Config, bool]:
+) -> tuple[int, Config, float | None]:
     """Do what a run of two ranks on the CPU does between its start and its first step. Return the
-    planner's process id, the settings with which the run continues, and whether it has room."""
+    planner's process id, the settings with which the run continues, and the planned share of the
+    free memory."""
     import torch
 
     from llama_ft.config import load
@@ -65,9 +66,9 @@ def report_plan(
     job.all_gather_floats = lambda *mine: torch.tensor([mine, mine], dtype=torch.float64)
     job.broadcast_from_rank0 = lambda make: make()
     config = start.start(config, folder, None, rows, steps, job)  # type: ignore[arg-type]
-    has_room = start.report(run, job)  # type: ignore[arg-type]
+    share = start.report(run, job)  # type: ignore[arg-type]
     assert planner.pid is not None
-    return planner.pid, config, has_room
+    return planner.pid, config, share
 
 
 @pytest.mark.parametrize(
@@ -86,32 +87,19 @@ def test_a_run_plans_the_images_of_its_data(batching: str, expected: PlannedImag
     assert planned_images(config, rows) == expected
 
 
-@pytest.fixture(autouse=True)
-def same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves glibc as it is, for the other tests."""
-    monkeypatch.setattr("llama_ft.plan.preflight.keep_freed_memory", lambda: True)
-    monkeypatch.setattr("llama_ft.plan.preflight.return_freed_memory", lambda: True)
-
-
-@pytest.mark.parametrize(
-    ("free_mib", "said_of_it"),
-    [(1000, "kept for"), (7, "returned at once"), (0, "returned at once")],
-)
-def test_freed_memory_is_kept_if_the_plan_leaves_room_and_else_returned(
+@pytest.mark.parametrize(("free_mib", "expected"), [(53, 0.1), (7, 0.755)])
+def test_the_planned_share_of_the_free_memory_is_known_after_the_plan(
     free_mib: int,
-    said_of_it: str,
+    expected: float,
     finetuning: ModuleType,
     folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    said: Said,
 ) -> None:
-    """The run takes 5.9 MiB."""
+    """The run takes 5.3 MiB."""
     monkeypatch.setattr("llama_ft.plan.preflight.free_bytes", lambda *_: free_mib * 2**20)
-    *_, has_room = report_plan(finetuning, folder, tmp_path)
-    assert has_room == (said_of_it == "kept for")
-    text = said()
-    assert text.count("Freed memory is") == text.count(f"Freed memory is {said_of_it}") == 1
+    *_, share = report_plan(finetuning, folder, tmp_path)
+    assert share == pytest.approx(expected, abs=0.01)
 
 
 def test_a_run_that_will_not_fit_gets_a_suggestion_that_does(

@@ -28,14 +28,10 @@ from llama_ft.plan.free_memory import free_bytes, free_text
 from llama_ft.plan.types import Plan, PlannedImages, PlanRequest
 from llama_ft.processes import end_with
 from llama_ft.runtime import Ranks, log
-from llama_ft.runtime.freed_memory import keep_freed_memory, return_freed_memory
 
 SECONDS_FOR_PLAN = 15.0
 SECONDS_FOR_ADVICE = 60.0
 SECONDS_FOR_CHOICE = 120.0
-# Planned share of free host memory up to which the C library keeps freed memory, which makes peaks
-# higher.
-SHARE_TO_KEEP = 2 / 3
 
 
 class Preflight:
@@ -118,31 +114,13 @@ class Preflight:
         full = dataclasses.replace(config.train, activation_checkpointing="full")
         return dataclasses.replace(config, train=full), f"full (not planned: {answer})"
 
-    def report(self, output_dir: Path, ranks: Ranks) -> bool:
-        """Write plan.json, log the predicted memory, and warn if it is more than is available. On
-        the CPU keep freed memory if there is room, and else return it at once. All ranks call it
-        together.
-
-        Returns:
-            Whether this is a run on the CPU with room for more than its plan.
-        """
-        share = ranks.broadcast_from_rank0(partial(self._report, output_dir))
-        if ranks.device.type != "cpu" or share is None:
-            return False
-        if share > SHARE_TO_KEEP:
-            if return_freed_memory():
-                log.info(
-                    "Freed memory is returned at once, since the plan leaves little room. Steps take longer."
-                )
-            return False
-        if keep_freed_memory():
-            log.info(
-                "Freed memory is kept for the next tensors, since the plan leaves room for it."
-            )
-        return True
+    def report(self, output_dir: Path, ranks: Ranks) -> float | None:
+        """Write plan.json, log the predicted memory, and warn if it is more than is available.
+        Return the planned share of the free memory, on all ranks; None if there is no plan. All
+        ranks call it together."""
+        return ranks.broadcast_from_rank0(partial(self._report, output_dir))
 
     def _report(self, output_dir: Path) -> float | None:
-        """Return the planned share of the free memory; None if there is no plan."""
         share = None
         if self._pipe is None:
             return share

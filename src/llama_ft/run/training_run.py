@@ -21,7 +21,7 @@ from llama_ft.config import Config, parse_duration, to_yaml
 from llama_ft.config.attempts import describe_attempts
 from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.prefetch import StepBatches
-from llama_ft.models.gloo import share_memory
+from llama_ft.plan.spare_memory import use_spare_memory
 from llama_ft.run.save_requests import SaveRequests
 from llama_ft.run.setup import Setup, end_run, take_newer
 from llama_ft.runtime import log
@@ -548,8 +548,8 @@ def open_run(
         (directory / "config.yaml").write_text(text)
         if dataset.bad_samples is not None:
             shutil.copyfile(dataset.bad_samples, directory / BAD_SAMPLES_FILE)
-    if setup.preflight.report(directory, ranks) and share_memory(built.model, ranks.mesh):
-        log.debug("ranks of one host exchange weights and gradients in memory that they share")
+    planned_share = setup.preflight.report(directory, ranks)
+    use_spare_memory(planned_share, built, ranks)
     setup = dataclasses.replace(setup, config=config)
     run = TrainingRun(setup, inputs, dataset, batches, built.model, scores, directory, uploads)
     run.facts.add(units=[dataclasses.asdict(unit) for unit in built.units])
