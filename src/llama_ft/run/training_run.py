@@ -549,7 +549,7 @@ def open_run(
         if dataset.bad_samples is not None:
             shutil.copyfile(dataset.bad_samples, directory / BAD_SAMPLES_FILE)
     planned_share = setup.preflight.report(directory, ranks)
-    use_spare_memory(planned_share, built, ranks)
+    use_spare_memory(planned_share, built, config, dataset.longest_example, ranks)
     setup = dataclasses.replace(setup, config=config)
     run = TrainingRun(setup, inputs, dataset, batches, built.model, scores, directory, uploads)
     run.facts.add(units=[dataclasses.asdict(unit) for unit in built.units])
