@@ -3,8 +3,10 @@ reached."""
 
 import ast
 import io
+import re
 import tokenize
 from collections import Counter
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -116,6 +118,33 @@ def test_no_folder_and_no_file_exceeds_its_budget() -> None:
     for file, text in texts.items():
         used[folder_of(file)] += count_tokens(text)
     assert not {folder: count for folder, count in used.items() if count > TOKENS[folder]}, used
+
+
+def test_only_the_class_of_the_ranks_sets_their_fields() -> None:
+    """`ranks.lock = lock` elsewhere would hide from a reader of Ranks who changes it."""
+    wrong = []
+    for file, tree in trees_of_source_and_recipes():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
+                continue
+            if re.search(r"\b_?ranks\.", ast.unparse(node)):
+                wrong.append(f"{file}:{node.lineno} sets {ast.unparse(node)}")
+    assert not wrong
+
+
+def test_one_function_gathers_objects_of_all_ranks() -> None:
+    callers = set[str]()
+    for file, tree in trees_of_source_and_recipes():
+        names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        if "all_gather_object" in names:
+            callers.add(file.name)
+    assert callers == {"gather.py"}
+
+
+@cache
+def trees_of_source_and_recipes() -> list[tuple[Path, ast.Module]]:
+    files = [*SOURCE.rglob("*.py"), *(REPOSITORY / "recipes").glob("*.py")]
+    return [(file, ast.parse(file.read_text())) for file in files]
 
 
 def test_imports_point_one_way() -> None:

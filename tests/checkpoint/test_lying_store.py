@@ -82,9 +82,7 @@ class Saved(NamedTuple):
         except UserError:
             return None
         finally:
-            if self.ranks.lock is not None:
-                self.ranks.lock.close()
-                self.ranks.lock = None
+            self.ranks.release_lock()
 
     def lost(self) -> list[str]:
         """The files of the two checkpoints that are gone or differ."""
@@ -216,9 +214,7 @@ def test_checkpoints_that_cannot_be_read_at_all_are_an_error(saved: Saved, lying
     settings = saved.settings("successor")
     with pytest.raises(UserError, match="shard-00001.* cannot be read"):
         find_checkpoint(settings, saved.ranks, open_store(settings, saved.ranks))
-    if saved.ranks.lock is not None:
-        saved.ranks.lock.close()
-        saved.ranks.lock = None
+    saved.ranks.release_lock()
 
 
 @pytest.mark.parametrize("kind", ["404", *map(slow, ("html", "403", "500", "empty", "truncated"))])

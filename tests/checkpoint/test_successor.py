@@ -1,6 +1,7 @@
 """A run that starts while its predecessor still ends: it waits for the directory, then looks for
 checkpoints, and deletes none that it has not seen."""
 
+import dataclasses
 import errno
 import fcntl
 import os
@@ -46,11 +47,10 @@ os.replace(folder.parent / "step-000007", folder / "checkpoints" / "step-000007"
 
 @pytest.fixture
 def ranks(runtime: Ranks) -> Iterator[Ranks]:
-    runtime.lock = None
-    yield runtime
-    if runtime.lock is not None:
-        runtime.lock.close()
-        runtime.lock = None
+    """Ranks of a run that has not begun."""
+    ranks = dataclasses.replace(runtime, status=None, lock=None)
+    yield ranks
+    ranks.release_lock()
 
 
 @pytest.fixture
@@ -164,7 +164,6 @@ def test_a_rejected_run_leaves_no_directory_and_who_waits_for_it_gets_another(
     tmp_path: Path, ranks: Ranks
 ) -> None:
     run = tmp_path / "new" / "run"
-    ranks.status = None
     with pytest.raises(UserError, match="no"), removed_if_unused(ranks):
         assert find_checkpoint(settings_of(run), ranks) is None
         assert (run / RUN_MARKER).is_file()

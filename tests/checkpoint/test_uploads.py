@@ -106,9 +106,7 @@ def resume(tmp_path: Path, ranks: Ranks, how: str | None = "auto") -> int | None
     try:
         found = find_checkpoint(settings, ranks, open_store(settings, ranks))
     finally:
-        if ranks.lock is not None:
-            ranks.lock.close()
-            ranks.lock = None
+        ranks.release_lock()
     return None if found is None else found.step
 
 
@@ -188,9 +186,7 @@ def test_a_checkpoint_that_is_uploaded_while_the_next_run_starts_is_resumed(
     assert [*read_commits(run.uploads.store)][:2] == [7, 5]
     with pytest.raises(RunFailure, match="another run has taken over"):
         run.save(6)
-    if runtime.lock is not None:
-        runtime.lock.close()
-        runtime.lock = None
+    runtime.release_lock()
 
 
 def test_a_local_checkpoint_that_was_not_uploaded_is_newest_and_follows(

@@ -10,7 +10,7 @@ from llama_ft.runtime import Ranks, log
 
 
 def find_disks(settings: CheckpointConfig, ranks: Ranks) -> None:
-    """Set `ranks.disk_leaders`. Without a store all nodes must share the disk. All ranks call it,
+    """Tell `ranks` who leads which disk. Without a store all nodes must share the disk. All ranks call it,
     before the run's directory exists.
 
     It writes an empty file for a moment, in the nearest existing parent of the directory.
@@ -41,7 +41,7 @@ def find_disks(settings: CheckpointConfig, ranks: Ranks) -> None:
         node = int(first)
         is_shared = bool(places[node][1])
         leaders.append(0 if is_shared else node)
-    ranks.disk_leaders = tuple(leaders)
+    ranks.use_disks(leaders)
     if not ranks.shares_disk:
         count = len(set(leaders))
         log.info(

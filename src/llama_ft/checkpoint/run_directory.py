@@ -187,10 +187,7 @@ def lock_directory(folder: Path, ranks: Ranks) -> None:
         if isinstance(found, RunLock):
             if not found.is_exclusive:
                 log.warning(f"{folder}: {NO_LOCKS}")
-            if ranks.lock is not None:
-                ranks.lock.close()
-            ranks.lock = found
-            ranks.signals.at_request = found.announce_end
+            ranks.take_lock(found)
             return ""
         limit = ENDING_WAIT_SECONDS if holder_is_ending(found) else LOCK_WAIT_SECONDS
         if time.monotonic() - started > limit:

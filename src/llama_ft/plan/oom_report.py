@@ -60,7 +60,8 @@ def explain_errors(
         watch: knows the current phase.
         planner: path of recipes/plan.py, which finds changes that would fit.
     """
-    ranks.explainer = report = MemoryReport(config, ranks, planner)
+    report = MemoryReport(config, ranks, planner)
+    ranks.explain_errors_with(report)
     if config.memory.memory_snapshot and ranks.device.type == "cuda":
         record_memory()
     try:

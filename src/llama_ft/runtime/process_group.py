@@ -13,7 +13,7 @@ import time
 import uuid
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -99,12 +99,12 @@ class Ranks:
     earlier: Attempt | None = None  # the run of an earlier attempt of this launch
     status: RunStatus | None = None  # set on each rank as soon as the run has a directory
     signals: StopSignals = field(default_factory=StopSignals)  # requests to stop the run
-    explainer: Explainer | None = None  # explains errors about memory; the recipe sets it
+    explainer: Explainer | None = None  # see `explain_errors_with`
     # how long a rank waits for others before torch raises an error; the watchdog is earlier
     timeout: timedelta = timedelta(minutes=30)
-    lock: RunLock | None = None  # where leads_disk, of the run's directory
+    lock: RunLock | None = None  # where leads_disk, of the run's directory; see `take_lock`
     # per rank the one that creates and deletes directories on its disk of --output_dir; empty: all
-    # nodes share it
+    # nodes share it. See `use_disks`.
     disk_leaders: tuple[int, ...] = ()
     _turns: int = 0
 
@@ -138,6 +138,27 @@ class Ranks:
     def shares_disk(self) -> bool:
         """Whether all ranks see the same --output_dir."""
         return not any(self.disk_leaders)
+
+    def use_disks(self, leaders: Sequence[int]) -> None:
+        """Set what `checkpoint.find_disks` has found: `disk_leaders`."""
+        self.disk_leaders = tuple(leaders)
+
+    def take_lock(self, lock: RunLock) -> None:
+        """Hold the lock of the run's directory, and release an earlier one. A request to stop is
+        announced to runs that wait for the directory."""
+        self.release_lock()
+        self.lock = lock
+        self.signals.at_request = lock.announce_end
+
+    def release_lock(self) -> None:
+        """Let other runs have the directory."""
+        if self.lock is not None:
+            self.lock.close()
+        self.lock = None
+
+    def explain_errors_with(self, explainer: Explainer) -> None:
+        """If an error about memory ends this process, `explainer` adds where the memory went."""
+        self.explainer = explainer
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
@@ -434,8 +455,7 @@ def _finish(ranks: Ranks) -> None:
         ranks.status.write("finished", 0)
     if ranks.is_main and ranks.status is not None:
         ranks.status.at_end()
-    if ranks.lock is not None:
-        ranks.lock.close()
+    ranks.release_lock()
 
 
 def mesh_over(device_type: str, world_size: int, degree: int) -> DeviceMesh:
