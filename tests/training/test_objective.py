@@ -22,7 +22,7 @@ from llama_ft.models import (
     use_packed_attention,
     use_router_loss,
 )
-from llama_ft.training import target_losses
+from llama_ft.training import SupervisedFineTuning, target_losses
 from llama_ft.training.objectives import base
 
 CPU = torch.device("cpu")
@@ -117,7 +117,7 @@ def test_label_smoothing_and_embedding_noise_apply_to_training_only(
     one = batch(samples.tolist(), samples.tolist(), 5)
     runtime = SimpleNamespace(device=CPU)
     noisy = copy.deepcopy(model)
-    smoothed = base.SupervisedFineTuning(0.1)
+    smoothed = SupervisedFineTuning(0.1)
     add_embedding_noise(noisy, 5.0)
     built = BuiltModel(noisy)
     built.has_chunked_loss = use_chunked_loss(built)
@@ -158,7 +158,7 @@ def test_dft_weights_the_loss_of_a_token_by_its_probability_in_training_only(
     if is_chunked:
         built.has_chunked_loss = use_chunked_loss(built)
     runtime = SimpleNamespace(device=CPU)
-    dft = base.SupervisedFineTuning(loss_type="dft")
+    dft = SupervisedFineTuning(loss_type="dft")
     found = dft.loss(built, one, runtime)
     assert found.count == 5
     torch.testing.assert_close(found.loss, expected)
@@ -272,7 +272,7 @@ def test_router_auxiliary_losses_of_config_json_equal_those_of_transformers(
     for (key, parameter), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-6, msg=key)
     of_tokens = expected.loss - 0.5 * expected.aux_loss
-    method = base.SupervisedFineTuning()
+    method = SupervisedFineTuning()
     ours.config.output_router_logits = False
     for coefficient, more in ((None, 0.0), (0.25, 0.25), (0.0, 0.0)):
         built.router_coefficient = use_router_loss(ours, coefficient)

@@ -16,11 +16,11 @@ from llama_ft.training.objectives import build_objective, resolve_format
 from llama_ft.training.objectives.base import (
     LossSum,
     Objective,
-    SupervisedFineTuning,
     target_examples,
     target_losses,
 )
 from llama_ft.training.objectives.reference import ReferencePass
+from llama_ft.training.objectives.sft import SupervisedFineTuning
 from llama_ft.training.objectives.teacher import TeacherPass
 from llama_ft.training.optimizer import (
     build_optimizer,

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 from llama_ft.config import Config, stores_reference, values_of
 from llama_ft.config.rules import OF_TOKENS
 from llama_ft.data.formats import PREFERENCE, UNPAIRED
-from llama_ft.training.objectives.base import Objective, SupervisedFineTuning
+from llama_ft.training.objectives.base import Objective
 from llama_ft.training.objectives.distill import Distillation
 from llama_ft.training.objectives.kto import Kto
 from llama_ft.training.objectives.preferences import Preferences
 from llama_ft.training.objectives.reference import AdapterOff, StoredReference
 from llama_ft.training.objectives.reward import RewardModeling
+from llama_ft.training.objectives.sft import SupervisedFineTuning
 
 
 def build_objective(config: Config) -> Objective:

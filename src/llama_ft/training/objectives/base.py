@@ -8,14 +8,13 @@ planner use nothing else of a method.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from llama_ft.data import IGNORED, Batch, Encoder, one_example
+from llama_ft.data import IGNORED, Batch, Encoder
 from llama_ft.data.formats import Sample, SampleFormat
 from llama_ft.data.tokenize import Example
 from llama_ft.models import BuiltModel, packed_arguments
@@ -81,66 +80,6 @@ class Objective(Protocol):
     def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
         """Compute the loss of a micro-batch by `built.model`. All ranks call it together and equally often, so it
         may exchange numbers (`ranks.mean_over_ranks`)."""
-
-
-def training_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the training loss of each token, float32 [targets]. To train with another loss, change
-    this function.
-
-    It gets a few hundred targets at a time. Any function that autograd can differentiate works. The
-    validation loss remains the plain cross-entropy, so that it can be compared between runs.
-
-    Args:
-        logits: [targets, vocab], in the model's compute dtype.
-        targets: int64 [targets], the tokens to predict.
-    """
-    return cross_entropy(logits, targets)
-
-
-def smoothed_loss(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """Return the cross-entropy with label_smoothing_factor. It takes the place of
-    `training_loss`."""
-    return F.cross_entropy(logits.float(), targets, reduction="none", label_smoothing=smoothing)
-
-
-def dft_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the loss of Dynamic Fine-Tuning: the cross-entropy times the probability of the token,
-    which has no gradient. It takes the place of `training_loss`. Source:
-    https://arxiv.org/abs/2508.05629"""
-    losses = cross_entropy(logits, targets)
-    probabilities = losses.detach().neg().exp()
-    return losses * probabilities
-
-
-class SupervisedFineTuning:
-    """Next-token prediction for the tokens in the loss, with the routers' auxiliary loss if it has
-    a coefficient.
-
-    Args:
-        smoothing: label_smoothing_factor.
-        loss_type: nll or dft.
-    """
-
-    examples_per_sample = 1
-    counts_tokens = True
-
-    def __init__(self, smoothing: float = 0.0, loss_type: str = "nll") -> None:
-        self._training_loss: LossFunction = training_loss
-        if loss_type == "dft":
-            self._training_loss = dft_loss
-        elif smoothing:
-            self._training_loss = partial(smoothed_loss, smoothing=smoothing)
-
-    @staticmethod
-    def examples(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -> list[Example]:
-        """See `Objective`. A sample is one example."""
-        return one_example(sample, sample_format, encoder)
-
-    def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
-        """See `Objective`. It counts loss tokens."""
-        loss_fn = self._training_loss if built.model.training else cross_entropy
-        losses, balance = target_losses(built, batch, ranks.device, loss_fn)
-        return with_router_loss(LossSum(losses, batch.target_tokens), balance, built)
 
 
 def with_router_loss(result: LossSum, balance: torch.Tensor | float, built: BuiltModel) -> LossSum:
