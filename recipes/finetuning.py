@@ -85,11 +85,8 @@ def main(**flags: str) -> None:
         # Plan which samples this rank sees at which step. The plan depends on (seed, epoch, step)
         # only.
         vocabulary = new_tokens.rows if new_tokens else stored_vocabulary
+        objective.prepare_model(model_config, tokenizer, vocabulary)
         pad = data.pad_token_id(tokenizer, vocabulary)
-        if config.preference.objective == "reward":
-            # a score is that of the last token that is not this one
-            tokenizer.pad_token_id = pad
-            model_config.get_text_config().pad_token_id = pad
         layout = data.training_layout(config, context_length, pad, ranks, dataset.images)
         batches = data.plan_training(config, dataset, layout, setup.global_batch, vocabulary, ranks)
         setup.check_batches(config, batches, tokenizer)
@@ -152,7 +149,7 @@ def find_model(
         folder = models.local_folder(wanted.model_name, "--model_name", ask_hub)
     models.check_no_adapter(folder, "--model_name", config.peft.from_peft_checkpoint)
     model_config = models.load_model_config(folder, wanted.trust_remote_code)
-    models.choose_head(model_config, config.preference.objective)
+    models.choose_head(model_config, config.preference.entry.has_score)
     # rejects a quantized model that cannot be fine-tuned, and corrupted files, before samples are
     # tokenized
     models.choose_quantization(config.quantization, deepcopy(model_config), config.peft.use_peft)

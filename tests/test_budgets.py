@@ -20,7 +20,7 @@ TOKENS = {
     "": 3800,
     "check": 4300,
     "checkpoint": 28_700,
-    "config": 19_000,
+    "config": 19_800,
     "data": 47_500,
     "evaluation": 4000,
     "inference": 7500,

@@ -45,7 +45,7 @@ def prepared(
 ) -> TokenizedData:
     config = AutoConfig.from_pretrained(model)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    no_images = models.why_no_images(config, "sft")
+    no_images = models.why_no_images(config)
     loader = None if no_images else partial(load_processor, model, config, tokenizer)
     request = DataRequest(
         context_length=length, want_validation=False, load_processor=loader, no_images=no_images

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 from training.test_preferences import FILLER, batch, made
 
+from llama_ft.config import Config, PreferenceConfig
 from llama_ft.data import Batch
 from llama_ft.models import BuiltModel, use_chunked_loss, use_packed_attention
 from llama_ft.training.objectives.distill import Distillation, most_likely, top_k_divergence
@@ -123,7 +124,10 @@ def test_loss_and_gradients_are_those_of_a_plain_formula(
     if is_chunked:
         assert use_chunked_loss(built)
         built.has_chunked_loss = True
-    objective = Distillation(weight, temperature, VOCABULARY)
+    settings = PreferenceConfig(
+        distill_weight=weight, distill_temperature=temperature, distill_top_k=VOCABULARY
+    )
+    objective = Distillation(Config(preference=settings))
     objective.teacher = Stored(teacher, VOCABULARY, temperature)  # type: ignore[assignment]
     found = objective.loss(built, batch(is_packed), runtime)
     assert found.count == batch(is_packed).target_tokens
@@ -138,7 +142,7 @@ def test_loss_and_gradients_are_those_of_a_plain_formula(
 
 def test_the_validation_loss_is_the_cross_entropy(runtime: Any) -> None:
     model = made(0).eval()
-    objective = Distillation(0.5, 1.0, 3)
+    objective = Distillation()
     with torch.no_grad():
         found = objective.loss(BuiltModel(model), batch(False), runtime)
         losses = []

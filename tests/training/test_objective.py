@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.config import TrainConfig
+from llama_ft.config import Config, TrainConfig
 from llama_ft.data import Batch
 from llama_ft.models import (
     BuiltModel,
@@ -117,7 +117,7 @@ def test_label_smoothing_and_embedding_noise_apply_to_training_only(
     one = batch(samples.tolist(), samples.tolist(), 5)
     runtime = SimpleNamespace(device=CPU)
     noisy = copy.deepcopy(model)
-    smoothed = SupervisedFineTuning(0.1)
+    smoothed = SupervisedFineTuning(Config(train=TrainConfig(label_smoothing_factor=0.1)))
     add_embedding_noise(noisy, 5.0)
     built = BuiltModel(noisy)
     built.has_chunked_loss = use_chunked_loss(built)
@@ -158,7 +158,7 @@ def test_dft_weights_the_loss_of_a_token_by_its_probability_in_training_only(
     if is_chunked:
         built.has_chunked_loss = use_chunked_loss(built)
     runtime = SimpleNamespace(device=CPU)
-    dft = SupervisedFineTuning(loss_type="dft")
+    dft = SupervisedFineTuning(Config(train=TrainConfig(loss_type="dft")))
     found = dft.loss(built, one, runtime)
     assert found.count == 5
     torch.testing.assert_close(found.loss, expected)

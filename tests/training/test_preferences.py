@@ -11,13 +11,12 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.functional import logsigmoid
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llama_ft.config import PreferenceConfig
+from llama_ft.config import Config, PeftConfig, PreferenceConfig
 from llama_ft.data import Batch
 from llama_ft.models import BuiltModel, use_chunked_loss, use_packed_attention
 from llama_ft.models.lora_linear import use_fused_lora
+from llama_ft.training import build_objective
 from llama_ft.training.objectives.base import logged_means
-from llama_ft.training.objectives.kto import Kto
-from llama_ft.training.objectives.preferences import Preferences
 from llama_ft.training.objectives.reference import AdapterOff, StoredReference
 
 # Chosen and rejected of two prompts of two tokens.
@@ -84,9 +83,12 @@ def batch(is_packed: bool, objective: str = "dpo") -> Batch:
 
 
 def method(settings: dict[str, Any], stored: StoredReference | None = None) -> Any:
-    return (Kto if settings["objective"] == "kto" else Preferences)(
-        PreferenceConfig(**settings), stored
-    )
+    # a new adapter: its reference is the model with the adapter off
+    config = Config(preference=PreferenceConfig(**settings), peft=PeftConfig(use_peft=True))
+    objective: Any = build_objective(config)
+    if stored is not None and objective.reference is not None:  # simpo and orpo have none
+        objective.reference = stored
+    return objective
 
 
 def mismatched(examples: list[tuple[list[int], int]]) -> list[tuple[list[int], int]]:
@@ -252,7 +254,7 @@ def test_the_reference_has_neither_adapter_nor_dropout(
     get_peft_model(ours, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear"))
     for layer in ours.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    objective = Preferences(PreferenceConfig(**DPO))
+    objective = method(DPO)
     reference = AdapterOff()
     built = BuiltModel(ours)
     ours.train()

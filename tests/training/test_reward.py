@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 from training.test_preferences import FILLER, batch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from llama_ft.config import ModelConfig, QuantizationConfig
+from llama_ft.config import Config, ModelConfig, PreferenceConfig, QuantizationConfig
 from llama_ft.data import Batch
 from llama_ft.errors import UserError
 from llama_ft.models import (
@@ -35,6 +35,8 @@ SHAPE = {
     "num_attention_heads": 2,
     "vocab_size": 50,
 }
+
+CENTERED = Config(preference=PreferenceConfig(objective="reward", center_rewards_coefficient=0.05))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +68,7 @@ def test_loss_gradients_and_logged_scores_are_those_of_transformers(
     if is_packed:
         built.mixers = use_packed_attention(built)
         examples = batch(True)
-    summed = RewardModeling(0.05).loss(built, examples, runtime)
+    summed = RewardModeling(CENTERED).loss(built, examples, runtime)
     summed.loss.backward()
     assert summed.count == 2
     torch.testing.assert_close(summed.loss, loss, rtol=1e-5, atol=1e-6)
@@ -82,7 +84,7 @@ def test_loss_gradients_and_logged_scores_are_those_of_transformers(
 def test_a_rank_without_pairs_adds_nothing(model: Any, runtime: Any) -> None:
     ours = copy.deepcopy(model).train()
     add_score(ours)
-    summed = RewardModeling(0.05).loss(BuiltModel(ours, has_score=True), FILLER, runtime)
+    summed = RewardModeling(CENTERED).loss(BuiltModel(ours, has_score=True), FILLER, runtime)
     summed.loss.backward()
     assert summed.count == summed.loss.item() == 0
     assert not any(value.item() for value in summed.logged.values())
@@ -93,7 +95,7 @@ def scored(folder: Path, **changes: Any) -> BuiltModel:
     """The skeleton of a saved model with a score head, and its config."""
     config = load_model_config(folder, False)
     vars(config).update(changes)
-    choose_head(config, "reward")
+    choose_head(config, has_score=True)
     return build_on_meta(config, ModelConfig(model_name=str(folder)))
 
 
@@ -159,7 +161,7 @@ def test_unsupported_heads_are_rejected_by_name(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
-        choose_head(AutoConfig.from_pretrained(tmp_path), objective)
+        choose_head(AutoConfig.from_pretrained(tmp_path), objective == "reward")
 
 
 def test_a_classifier_that_is_an_encoder_is_rejected(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from llama_ft import data, models
+from llama_ft import data, models, training
 from llama_ft.checkpoint import export
 from llama_ft.checkpoint.export import SavedWeights, write_model_card, written_aside
 from llama_ft.checkpoint.export_settings import write_model_settings
@@ -42,7 +42,6 @@ from llama_ft.config import (
     Config,
     ModelConfig,
     PeftConfig,
-    PreferenceConfig,
     with_present_names,
 )
 from llama_ft.config.paths import PROMPT_FORMAT, recorded_prompt_format
@@ -183,7 +182,8 @@ class Exporter:
         new = models.NewTokens(**trainer["new_tokens"]) if trainer.get("new_tokens") else None
         settings = settings_to_read(config, trust_remote_code)
         settings = replace(settings, model=replace(settings.model, model_name=named))
-        built = _skeleton(build_model, settings, base, new)
+        has_score = config.preference.entry.has_score
+        built = _skeleton(build_model, settings, base, new, has_score)
         parameters = built.model.named_parameters()
         expected = {
             f"model.{name}": parameter for name, parameter in parameters if parameter.requires_grad
@@ -195,7 +195,8 @@ class Exporter:
         tokenizer.chat_template = trainer["chat_template"]
         if tokenizer.chat_template and config.model.resize_embeddings:
             data.ensure_chat_template(tokenizer, add_tokens=True)
-        _set_pad_token(built, tokenizer)
+        if built.has_score:
+            training.set_pad_token(built.model.config, tokenizer, built.model.config.vocab_size)
         trained = checkpoint.weights()
         keys = {name: name for name in trained.tensors}
         return cls(base, named, tokenizer, built, trained, keys, new, config, trainer)
@@ -228,20 +229,19 @@ class Exporter:
             Config(
                 model=ModelConfig(model_name=str(base)),
                 peft=PeftConfig(use_peft=True, from_peft_checkpoint=str(folder)),
-                preference=PreferenceConfig(
-                    objective="reward" if settings.task_type == "SEQ_CLS" else "sft"
-                ),
             ),
             trust_remote_code,
         )
-        built = _skeleton(build_model, config, base, new)
+        has_score = settings.task_type == "SEQ_CLS"
+        built = _skeleton(build_model, config, base, new, has_score)
         adapter = built.adapter
         assert adapter is not None
         trained = SafetensorsSource([file])
         tokenizer = models.load_tokenizer(
             folder if any(folder.glob("tokenizer*")) else base, trust_remote_code
         )
-        _set_pad_token(built, tokenizer)
+        if built.has_score:
+            training.set_pad_token(built.model.config, tokenizer, built.model.config.vocab_size)
         about = {PROMPT_FORMAT: recorded_prompt_format(folder)}
         exporter = cls(
             base, base_name, tokenizer, built, trained, adapter.keys, new, Config(), about
@@ -504,10 +504,14 @@ def _with_rows(
 
 
 def _skeleton(
-    build_model: models.BuildModel, settings: Config, base: Path, new: models.NewTokens | None
+    build_model: models.BuildModel,
+    settings: Config,
+    base: Path,
+    new: models.NewTokens | None,
+    has_score: bool,
 ) -> models.BuiltModel:
     config = models.load_model_config(base, settings.model.trust_remote_code)
-    models.choose_head(config, settings.preference.objective)
+    models.choose_head(config, has_score)
     # An export copies what is stored, and a merge rejects a base in bitsandbytes' 4 bits.
     is_published = models.stored_method(config) is not None
     quantization = models.remove_note(config)
@@ -516,16 +520,6 @@ def _skeleton(
     if quantization is not None and not is_published:
         built.model.config.quantization_config = quantization
     return built
-
-
-def _set_pad_token(built: models.BuiltModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Set the padding token of a reward model as training does: its score is read at the last token
-    that is not padding."""
-    if built.has_score:
-        config = built.model.config
-        pad = data.pad_token_id(tokenizer, config.vocab_size)
-        tokenizer.pad_token_id = pad
-        config.get_text_config().pad_token_id = pad
 
 
 def recorded_config(checkpoint: Checkpoint) -> Config:

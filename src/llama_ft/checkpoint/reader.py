@@ -21,7 +21,7 @@ import xxhash
 from safetensors import safe_open
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from llama_ft.config.paths import REFERENCE_FILE
+from llama_ft.config.objectives import FILES_OF_CHECKPOINTS
 from llama_ft.errors import UserError
 from llama_ft.models.source import StoredTensor, WeightSource
 
@@ -195,7 +195,7 @@ def checkpoint_errors(
         for line in lines:
             digest, name = line.split("  ")
             listed[name] = digest
-        others = listed.keys() - {REFERENCE_FILE}
+        others = listed.keys() - {*FILES_OF_CHECKPOINTS}
         shards = {shard_file(rank) for rank in range(len(others) - 1)}
         # The file ends in a line break, and no rank's file is missing.
         if end or others != {TRAINER_FILE, *shards}:

@@ -21,6 +21,7 @@ import fsspec
 from fsspec.callbacks import Callback
 
 from llama_ft.checkpoint.reader import content_digest, file_digest
+from llama_ft.config.objectives import FILES_OF_CHECKPOINTS
 from llama_ft.errors import RunFailure, UserError, is_disk_full, reason
 from llama_ft.masking import mask_secrets
 from llama_ft.runtime import log
@@ -49,8 +50,8 @@ PROBE = "checkpoints/zz-llama_ft-probe-"
 COMMIT_NAME = re.compile(rf"checkpoints/step-(\d{{6,}})/{re.escape(COMMIT_FILE)}")
 # The names that a run deletes. Others in the same folder belong to somebody else.
 CHECKPOINT_OBJECT = re.compile(
-    r"checkpoints/step-(?P<step>\d{6,})/((shard-\d{5}-model-00001-of-00001|reference)\.safetensors|trainer\.json"
-    r"|checksums\.txt|metrics\.jsonl|facts\.json)"
+    r"checkpoints/step-(?P<step>\d{6,})/(shard-\d{5}-model-00001-of-00001\.safetensors|trainer\.json"
+    rf"|checksums\.txt|metrics\.jsonl|facts\.json|{'|'.join(map(re.escape, FILES_OF_CHECKPOINTS))})"
 )
 MODEL_OBJECT = re.compile(r"model/[\w.-]+\.safetensors")
 # Of files that are not in the local checkpoint, but in the directory of its run.

@@ -38,7 +38,7 @@ from llama_ft.checkpoint.state import Tensors, own_state
 from llama_ft.checkpoint.uploads import Uploads
 from llama_ft.config import CheckpointConfig
 from llama_ft.config.messages import size_text
-from llama_ft.config.paths import REFERENCE_FILE
+from llama_ft.config.objectives import FILES_OF_CHECKPOINTS
 from llama_ft.errors import RunFailure, UserError, reason
 from llama_ft.models.shards import local_shard
 from llama_ft.processes import flush_directory
@@ -334,12 +334,12 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             )
         _write_synced(aside / reader.TRAINER_FILE, json.dumps(record, indent=1) + "\n")
         small = [reader.TRAINER_FILE]
-        reference = self.run / REFERENCE_FILE
-        if reference.exists():
-            # not a hard link: one corrupted block would break the file of all checkpoints
-            shutil.copyfile(reference, aside / REFERENCE_FILE)
-            _sync(aside / REFERENCE_FILE)
-            small.append(REFERENCE_FILE)
+        for name in FILES_OF_CHECKPOINTS:
+            if (self.run / name).exists():
+                # not a hard link: one corrupted block would break the file of all checkpoints
+                shutil.copyfile(self.run / name, aside / name)
+                _sync(aside / name)
+                small.append(name)
         digests |= {name: reader.file_digest(aside / name) for name in small}
         lines = [f"{digest}  {name}\n" for name, digest in digests.items()]  # as of sha256sum
         _write_synced(aside / reader.CHECKSUMS_FILE, "".join(lines))

@@ -1,4 +1,4 @@
-"""Settings of the data and of the objective that is trained on them."""
+"""Settings of the data."""
 
 from typing import Annotated, Literal, NotRequired
 
@@ -23,74 +23,6 @@ class DatasetPart(TypedDict):
 
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")]
 NamedSets = Annotated[dict[SetName, Annotated[str, Field(min_length=1)]], Field(min_length=1)]
-
-
-@dataclass(config=STRICT, kw_only=True)
-class PreferenceConfig:
-    """Supervised fine-tuning, distillation, preferences or a reward model; TRL's names and
-    defaults."""
-
-    objective: Literal["sft", "distill", "dpo", "ipo", "kto", "simpo", "orpo", "reward"] = "sft"
-    """sft: supervised fine-tuning. distill: learn from a teacher's probabilities, too. kto learns
-    from completions with a label, the others from pairs of a chosen and a rejected response. dpo,
-    ipo and kto compare with a reference, which is the model before training unless reference_model
-    names another. simpo and orpo have none. reward: a reward model, with a head that scores
-    responses in place of the LM head."""
-
-    beta: Annotated[float, Field(gt=0)] = 0.1
-    """dpo, ipo, kto: strength of the reference; with a lower beta the model moves further from it.
-    simpo: factor on the margin. orpo: weight of the odds ratio."""
-
-    dpo_label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """dpo, simpo: assumed share of pairs whose responses are swapped (TRL's label_smoothing)."""
-
-    rpo_alpha: Annotated[float, Field(ge=0)] = 0.0
-    """dpo, ipo, simpo: weight of the mean cross-entropy of the chosen response's tokens, which is
-    added to the loss of a pair, such as 1 (RPO; for simpo TRL's cpo_alpha)."""
-
-    reference_model: str | None = None
-    """dpo, ipo, kto: directory or Hub name of another reference with the same tokenizer. It is
-    evaluated once before training, then freed."""
-
-    precompute_ref_log_probs: bool = False
-    """dpo, ipo, kto with a new LoRA adapter: compute the reference's log-probabilities once, before
-    training, instead of in each step. Worthwhile from the second epoch on. Without a new adapter they
-    are always computed once."""
-
-    teacher_model: str | None = None
-    """distill: directory or Hub name of the teacher, with the same tokenizer. It runs once over the
-    training samples, before the student is built. Without it, samples of tokens have its
-    probabilities in a column logprobs."""
-
-    teacher_file: str | None = None
-    """distill: file for the teacher's probabilities, which other runs can use. By default it is in the
-    run's directory. If it exists, the teacher is not run."""
-
-    teacher_quantization: Literal["none", "8bit", "4bit"] = "none"
-    """distill: quantization of the teacher."""
-
-    distill_top_k: Count = 64
-    """distill: number of the teacher's most likely tokens that are stored per token in the loss; 8
-    bytes each."""
-
-    distill_weight: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """distill: weight of the KL divergence from the teacher; the cross-entropy has the rest."""
-
-    distill_temperature: Annotated[float, Field(gt=0)] = 1.0
-    """distill: temperature of teacher and student in the KL divergence."""
-
-    simpo_gamma: Annotated[float, Field(ge=0)] = 0.5
-    """simpo: target margin between the rewards of both responses (gamma)."""
-
-    desirable_weight: Annotated[float, Field(gt=0)] = 1.0
-    """kto: factor on the losses of desirable completions."""
-
-    undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
-    """kto: factor on the losses of undesirable completions."""
-
-    center_rewards_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """reward: weight of the squared sum of both scores, which keeps scores around 0; such as
-    0.01."""
 
 
 @dataclass(config=STRICT, kw_only=True)

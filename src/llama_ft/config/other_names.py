@@ -5,6 +5,8 @@ the same, with defaults and notes; tests/test_migration.py compares them.
 axolotl's `base_model` is `model_name` and not `save_model`.
 """
 
+from llama_ft.config.objectives import OBJECTIVES
+
 # Our setting, perhaps with a value -> the names of others, of TRL, Transformers, accelerate,
 # axolotl, torchtune, LLaMA-Factory, ms-swift and unsloth, and of llama-recipes if they are not here.
 # Several settings are separated by " and ". A dotted name is only that key of that section.
@@ -201,7 +203,7 @@ _VALUES: dict[str, dict[str, str]] = {
         "HYBRID_SHARD": "hsdp",
     },
     "labels": {"assistant": "assistant_only", "completion": "completion_only"},
-    "objective": {"reward": "rm", "distill": "gkd"},
+    "objective": {name: entry.other_names for name, entry in OBJECTIVES.items()},
 }
 SAME_VALUES: dict[tuple[str, str], str] = {
     (setting, theirs): ours

@@ -21,6 +21,7 @@ import yaml
 from llama_ft.config.data_names import NOT_A_FILE, data_problem, is_split_of, kind_of_data
 from llama_ft.config.home import expanded
 from llama_ft.config.messages import describe_setting, missing_file, nearest
+from llama_ft.config.objectives import PASS_FILES, PASSES, PathKind
 from llama_ft.config.rules import SECRET, as_fraction
 from llama_ft.errors import UserError, rank, reason
 from llama_ft.masking import is_clean, is_url_with_secret
@@ -28,8 +29,8 @@ from llama_ft.processes import attempt, may_be_restarted
 
 BUILT_IN_TEMPLATES = ("llama3", "chatml", "alpaca", "mistral")
 INPUTS = (
-    "model_name", "tokenizer_name", "reference_model", "dataset", "validation", "from_peft_checkpoint", "chat_template",
-    "optimizer", "score", "teacher_model", "teacher_file",
+    "model_name", "tokenizer_name", "dataset", "validation", "from_peft_checkpoint", "chat_template", "optimizer",
+    "score", *(name for entry in PASSES for name in entry.paths),
 )  # fmt: skip
 TO_SAFETENSORS = "Convert it with Transformers:\nAutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -37,10 +38,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 # Marks a run's directory. Other programs also write a metrics.jsonl or checkpoints/, but none
 # writes this file.
 RUN_MARKER = ".llama_ft-run"
-# of a run and of each of its checkpoints; see training/objectives/reference.py
-REFERENCE_FILE = "reference.safetensors"
-# of a run; see training/objectives/distill.py
-TEACHER_FILE = "teacher.safetensors"
 # the samples that --skip_bad_rows has skipped; see data/tokenize_files.py
 BAD_SAMPLES_FILE = "bad_samples.jsonl"
 # The newest checkpoint that was fetched from --save_to. launch/run.sh does not count it as progress of
@@ -52,8 +49,8 @@ SHOWN_ENTRIES = 3  # names of other files in a warning
 # Everything that a run writes into its directory. --overwrite deletes nothing else.
 RUN_ENTRIES = (
     "status.json", "config.yaml", "metrics.jsonl", "checkpoints", "model", "facts.json", "plan.json", "report.html",
-    "profile", "tensorboard", "wandb", REFERENCE_FILE, TEACHER_FILE,
-    BAD_SAMPLES_FILE, FETCHED_FILE,
+    "profile", "tensorboard", "wandb",
+    *PASS_FILES, BAD_SAMPLES_FILE, FETCHED_FILE,
 )  # fmt: skip
 # of these; the others are files
 RUN_DIRECTORIES = {"checkpoints", "model", "profile", "tensorboard", "wandb"}
@@ -120,13 +117,19 @@ def check_paths(
         file = expanded(name)
         return NOT_A_FILE if file.is_dir() else not_writable(file.parent)
 
-    def teacher_file(name: str) -> str | None:
+    def input_or_output(name: str) -> str | None:
         file = expanded(name)
         return file_problem(name) if file.exists() else not_writable(file.parent)
 
-    def teacher(name: str) -> str | None:
-        # Its stored probabilities are enough.
+    def model_of_new_run(name: str) -> str | None:
+        # what it has computed is stored
         return None if values["resume"] else model_problem(name)
+
+    of_passes: dict[PathKind, Callable[[str], str | None]] = {
+        "model": model_problem,
+        "model_of_new_run": model_of_new_run,
+        "file": input_or_output,
+    }
 
     def output_dir(name: str) -> str | None:
         resume = values["resume"]
@@ -141,9 +144,11 @@ def check_paths(
     checks: list[tuple[str, Any, Callable[[Any], str | None]]] = [
         ("model_name", values["model_name"], model_problem),
         ("tokenizer_name", values["tokenizer_name"], tokenizer),
-        ("reference_model", values["reference_model"], model_problem),
-        ("teacher_model", values["teacher_model"], teacher),
-        ("teacher_file", values["teacher_file"], teacher_file),
+        *(
+            (name, values[name], of_passes[kind])
+            for entry in PASSES
+            for name, kind in entry.paths.items()
+        ),
         *(("dataset", name, data_problem) for name in datasets),
         ("validation", None if named else values["validation"], validation),
         *(("validation", name, data_problem) for name in named.values()),

@@ -6,11 +6,23 @@ everything is reported at once.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from llama_ft.config.data_names import has_splits, is_url, kind_of_data
 from llama_ft.config.messages import describe_setting, format_value
+from llama_ft.config.objectives import (
+    OBJECTIVES,
+    PASSES,
+    PREFERENCE,
+    UNPAIRED,
+    PassEntry,
+    first_pass_of,
+    has_setting,
+    objectives_text,
+    own_settings,
+)
 from llama_ft.config.settings import SETTINGS, Config, values_of
 from llama_ft.errors import UserError
 from llama_ft.masking import is_url_with_secret
@@ -19,11 +31,7 @@ SECRET = (
     "has what looks like a password, a key or a signature, and settings are saved in files. Remove it: s3:// and "
     "gs:// take credentials from the environment, MLflow takes MLFLOW_TRACKING_TOKEN; download the rest first."
 )
-WITH_REFERENCE = ("dpo", "ipo", "kto")
-OF_TOKENS = ("sft", "distill")  # objectives that learn from one response per sample
 PATTERNS_OF_SIZE = {"rank_pattern", "alpha_pattern"}
-PAIRS = "preference"
-UNPAIRED = "unpaired_preference"
 # of a process; llama-recipes' wait of 1, warm-up of 2, and 3 active ones
 STEPS_BEFORE_PROFILE = 3
 PROFILED_STEPS = 3
@@ -47,20 +55,6 @@ def brings_validation(s: Any) -> bool:
     return has_splits(s.dataset) or kind_of_data(s.dataset) in ("demo", "function")
 
 
-def stores_reference(s: Any) -> bool:
-    """Tell whether the reference's log-probabilities are computed once, before training: if the
-    model with its adapter off is not the reference, or on request. Settings as of
-    `brings_validation`."""
-    if s.objective not in WITH_REFERENCE:
-        return False
-    # With one of these the model with its adapter off is another one than before training.
-    changes_base = (
-        s.from_peft_checkpoint or s.bias != "none" or s.modules_to_save or s.resize_embeddings
-    )
-    is_other = s.reference_model or changes_base or not s.use_peft
-    return bool(is_other or s.precompute_ref_log_probs)
-
-
 def has_decay(s: Any) -> bool:
     """Return whether some weights decay. Settings as of `brings_validation`."""
     return bool(s.weight_decay or any(group.get("weight_decay") for group in s.groups))
@@ -68,13 +62,7 @@ def has_decay(s: Any) -> bool:
 
 def best_metrics(s: Any) -> list[str]:
     """Return the metrics that best_by can name. Settings as of `brings_validation`."""
-    endings = ["loss"]
-    if s.objective in OF_TOKENS:
-        endings.append("perplexity")
-    else:
-        if s.objective != "kto":  # its samples are not compared with each other
-            endings.append("rewards/accuracies")
-        endings.append("rewards/margins")
+    endings = ["loss", *OBJECTIVES[s.objective].metrics]
     if s.score:
         endings.append("score")
     sets = list(s.validation) if isinstance(s.validation, dict) else []
@@ -91,6 +79,32 @@ def is_out_of_range(validation: Any) -> bool:
 # The field that the message is about, what is wrong, and the message, where {} stands for the
 # field's value.
 Rule = tuple[str, Callable[[Any], Any], str]
+
+
+def _streams_before(first_pass: PassEntry, s: Any) -> bool:
+    return s.streaming and first_pass_of(s) is first_pass
+
+
+def _reads(dataset_format: str, s: Any) -> bool:
+    """Return whether the objective's samples have this format if none is set."""
+    return OBJECTIVES[s.objective].formats[:1] == (dataset_format,)
+
+
+def _has_one_response(s: Any) -> bool:
+    """Return whether the objective learns from one response per sample, of any format."""
+    return not OBJECTIVES[s.objective].formats
+
+
+def _needs_objective(dataset_format: str) -> Rule:
+    """Return the rule that samples of this format are for other objectives."""
+    names = objectives_text(lambda entry: entry.formats[:1] == (dataset_format,))
+    what_to_do = "Choose one." if " or " in names else "Add it."
+    return (
+        "dataset_format",
+        lambda s: s.dataset_format == dataset_format and _has_one_response(s),
+        f"is {{}}, which needs objective {names}. {what_to_do}",
+    )
+
 
 # Rules that look at their own field only.
 VALUE_RULES: tuple[Rule, ...] = (
@@ -272,47 +286,30 @@ RULES: tuple[Rule, ...] = (
         lambda s: s.streaming and as_fraction(s.validation) is not None,
         "is {}: a fraction cannot be taken from a stream. Use a file, or a split.",
     ),
-    (
-        "streaming",
-        lambda s: s.streaming and stores_reference(s),
-        "cannot be used: objective {objective} computes its reference once, for all samples, unless a new adapter is "
-        "trained. Leave streaming out, or use use_peft without reference_model and precompute_ref_log_probs.",
-    ),
-    (
-        "streaming",
-        lambda s: s.streaming and s.objective == "distill",
-        "cannot be used: objective distill runs its teacher once, over all samples. Leave streaming out.",
-    ),
+    *[
+        ("streaming", partial(_streams_before, first_pass), first_pass.why_no_stream)
+        for first_pass in PASSES
+    ],
     (
         "dataset_format",
-        lambda s: (
-            s.dataset_format not in ("auto", PAIRS) and s.objective not in (*OF_TOKENS, "kto")
-        ),
+        lambda s: s.dataset_format not in ("auto", PREFERENCE) and _reads(PREFERENCE, s),
         "is {}, but objective {objective} needs preference pairs. Use dataset_format preference, or leave it out.",
     ),
     (
         "dataset_format",
-        lambda s: s.dataset_format not in ("auto", UNPAIRED) and s.objective == "kto",
-        "is {}, but objective kto needs completions with a label, or pairs. Leave it out: both are recognized.",
+        lambda s: s.dataset_format not in ("auto", UNPAIRED) and _reads(UNPAIRED, s),
+        "is {}, but objective {objective} needs completions with a label, or pairs. Leave it out: both are recognized.",
     ),
-    (
-        "dataset_format",
-        lambda s: s.dataset_format == PAIRS and s.objective in OF_TOKENS,
-        "is {}, which needs objective dpo, ipo, simpo, orpo or reward. Choose one.",
-    ),
-    (
-        "dataset_format",
-        lambda s: s.dataset_format == UNPAIRED and s.objective in OF_TOKENS,
-        "is {}, which needs objective kto. Add it.",
-    ),
+    _needs_objective(PREFERENCE),
+    _needs_objective(UNPAIRED),
     (
         "truncation",
-        lambda s: s.truncation == "split" and s.objective not in OF_TOKENS,
+        lambda s: s.truncation == "split" and not _has_one_response(s),
         "is {}, which would separate the responses of a pair. Use right, left or drop.",
     ),
     (
         "labels",
-        lambda s: s.labels != "auto" and s.objective not in OF_TOKENS,
+        lambda s: s.labels != "auto" and not _has_one_response(s),
         "is {}, but objective {objective} compares whole responses. Leave it out.",
     ),
 )
@@ -330,11 +327,6 @@ NEED_CUDA += ["int8_threshold"]
 FSDP_FIELDS = (
     "sharding_strategy sharding_group_size fsdp_wrap_policy min_num_params fsdp_cpu_offload".split()
 )
-
-
-TEACHER_FIELDS = (
-    "teacher_model teacher_file distill_top_k distill_weight distill_temperature".split()
-)
 SCHEDULES_TO_MIN_LR = ("cosine", "linear", "warmup_stable_decay")
 # The fields, another field, and a function that tells whether the other field's value fits.
 Condition = tuple[list[str], str, Callable[[Any], Any]]
@@ -347,7 +339,6 @@ CONDITIONS: tuple[Condition, ...] = (
         lambda value: not value,
     ),
     (["freeze_layers"], "freeze_LLM_only", lambda value: not value),
-    (["train_vision", "freeze_LLM_only"], "objective", lambda value: value == "sft"),
     (["use_kahan_summation"], "optimizer", lambda value: value == "anyprecision"),
     # fp32 weights lose nothing to rounding
     (["use_kahan_summation"], "precision", lambda value: value == "bf16_pure"),
@@ -373,9 +364,8 @@ CONDITIONS: tuple[Condition, ...] = (
     (VALIDATION_FIELDS, "run_validation", bool),
     (["early_stopping_min_delta"], "early_stopping_patience", bool),
     (["score_tokens", "score_samples", "score_batch_size"], "score", bool),
-    (["score"], "objective", lambda value: value in OF_TOKENS),
     (["eval_tasks_limit"], "eval_tasks", bool),
-    (["eval_tasks"], "objective", lambda value: value != "reward"),
+    *[([name], "objective", partial(has_setting, name)) for name in own_settings()],
     (["validation_output"], "validation", lambda value: as_fraction(value) is not None),
     (FSDP_FIELDS, "enable_fsdp", bool),
     (NEED_CUDA, "device", lambda value: value != "cpu"),
@@ -396,22 +386,8 @@ CONDITIONS: tuple[Condition, ...] = (
         lambda value: value is None,
     ),
     (["overwrite"], "output_dir", bool),
-    (["label_smoothing_factor", "loss_type"], "objective", lambda value: value == "sft"),
     (["label_smoothing_factor"], "loss_type", lambda value: value == "nll"),
-    (["beta"], "objective", lambda value: value not in (*OF_TOKENS, "reward")),
-    (TEACHER_FIELDS, "objective", lambda value: value == "distill"),
     (["teacher_quantization"], "teacher_model", bool),
-    (["center_rewards_coefficient"], "objective", lambda value: value == "reward"),
-    (["sample_tokens"], "objective", lambda value: value != "reward"),  # value writes no text
-    (["dpo_label_smoothing"], "objective", lambda value: value in ("dpo", "simpo")),
-    (["rpo_alpha"], "objective", lambda value: value in ("dpo", "ipo", "simpo")),
-    (
-        ["reference_model", "precompute_ref_log_probs"],
-        "objective",
-        lambda value: value in WITH_REFERENCE,
-    ),
-    (["simpo_gamma"], "objective", lambda value: value == "simpo"),
-    (["desirable_weight", "undesirable_weight"], "objective", lambda value: value == "kto"),
     (["resume_allow_changes"], "resume", bool),
     (["save_dtype", "max_shard_size", "wandb_log_model", "mlflow_log_model"], "save_model", bool),
     (["profiler_dir"], "use_profiler", bool),
@@ -505,6 +481,11 @@ def drop_overridden(
         del origins[name]
     defaults = {name: SETTINGS[name].default for name in overridden}
     return values | defaults
+
+
+def needs_first_pass(config: Config) -> bool:
+    """Return whether the objective needs a pass over all samples before training."""
+    return first_pass_of(SimpleNamespace(**values_of(config))) is not None
 
 
 def check_device(config: Config, origins: Mapping[str, str], device: str) -> None:

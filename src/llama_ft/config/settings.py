@@ -22,7 +22,8 @@ from typing import (
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llama_ft.config.data_settings import DataConfig, DatasetPart, PreferenceConfig
+from llama_ft.config.data_settings import DataConfig, DatasetPart
+from llama_ft.config.objectives import PreferenceConfig
 from llama_ft.config.output_settings import (
     CheckpointConfig,
     MemoryConfig,

@@ -9,6 +9,7 @@ from itertools import compress
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
+from llama_ft.config.objectives import PREFERENCE, UNPAIRED, objectives_text
 from llama_ft.data.values import (
     LOSS_KEYS,
     MISSING,
@@ -63,8 +64,6 @@ class Format(NamedTuple):
     read: Callable[[Sample], Content]
 
 
-PREFERENCE = "preference"  # the format of pairs, which only the objectives over pairs read
-UNPAIRED = "unpaired_preference"  # that of completions with a label, which only objective kto reads
 LOG_PROBABILITIES = "logprobs"  # vLLM's name; see training/objectives/teacher.py
 RESPONSES = ("output", "completion", "chosen", "rejected")  # columns that may hold a class
 # keys in which servers return reasoning content
@@ -108,14 +107,15 @@ def find_format(dataset: str, columns: Collection[str], wanted: str) -> SampleFo
         return wanted
     plainly = [name for name in fitting if name not in ("text", PREFERENCE)] or fitting
     if wanted == "auto" and plainly == [PREFERENCE]:
+        names = objectives_text(lambda entry: PREFERENCE in entry.formats)
         raise UserError(
-            f"{dataset}: it has pairs of a chosen and a rejected response.\nTrain on them with --objective dpo, "
-            "ipo, kto, simpo, orpo or reward. Supervised fine-tuning takes --columns with messages=chosen or "
-            "completion=chosen."
+            f"{dataset}: it has pairs of a chosen and a rejected response.\nTrain on them with --objective {names}. "
+            "Supervised fine-tuning takes --columns with messages=chosen or completion=chosen."
         )
     if wanted == "auto" and UNPAIRED in fitting:
+        names = objectives_text(lambda entry: UNPAIRED in entry.formats)
         raise UserError(
-            f"{dataset}: its completions have labels, desirable or not.\n--objective kto is trained on them; with "
+            f"{dataset}: its completions have labels, desirable or not.\n--objective {names} is trained on them; with "
             "--dataset_format prompt_completion supervised fine-tuning is trained on all of them, whatever their label."
         )
     if wanted == "auto" and len(plainly) == 1:

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ft.config import DataConfig, as_fraction
 from llama_ft.config.home import expanded
+from llama_ft.config.objectives import DEFAULT_OBJECTIVE, UNPAIRED, objectives_text
 from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template, missing_end
@@ -296,13 +297,15 @@ def _named_configs(config: DataConfig) -> dict[str, DataConfig]:
 
 
 def _check_labels(name: str, train: SplitStatistics) -> None:
-    """Raise a UserError if the training samples of KTO have one label only."""
+    """Raise a UserError if all completions have the same label, desirable or undesirable."""
     if train.desirable and train.undesirable:
         return
     completions = plural(train.samples // 2, "completion")  # each one has two examples
+    objective = objectives_text(lambda entry: UNPAIRED in entry.formats)
     raise UserError(
         f"{name}: all {completions} have the label {bool(train.desirable)}.\n"
-        "KTO needs both. Check the column label, or use --objective sft --dataset_format prompt_completion."
+        f"Objective {objective} needs both. Check the column label, or use --objective {DEFAULT_OBJECTIVE} "
+        "--dataset_format prompt_completion."
     )
 
 

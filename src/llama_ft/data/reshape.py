@@ -35,7 +35,7 @@ CHATS = ("messages", "conversations")
 def reshaped(source: Source, config: DataConfig, most: int = 0) -> Source:
     """Return the source with `--columns` and `--repair_chats` applied to its samples.
 
-    KTO makes two samples of a pair.
+    A pair becomes two samples if completions with a label are trained on.
 
     Args:
         source: the original samples.

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import data, models, training
+from llama_ft.config import Config
 from llama_ft.errors import UserError, reason
 from llama_ft.evaluation.flags import EvaluateFlags, Evaluation, ModelToEvaluate
 from llama_ft.models.replaced import weights_stay_tied
@@ -49,7 +50,8 @@ def prepare_samples(
     new_tokens = request.new_tokens
     vocabulary = new_tokens.rows if new_tokens else models.vocabulary_size(model_config)
     has_new_tokens = asked.run is not None and asked.run.model.resize_embeddings
-    no_images = models.why_no_images(model_config, "sft")
+    no_images = models.why_no_images(model_config)
+    objective = training.build_objective(Config())  # the default: the loss of each token
     trust = request.config.model.trust_remote_code
     load_processor = partial(data.load_processor, request.folder, model_config, tokenizer, trust)
     return data.prepare(
@@ -62,7 +64,7 @@ def prepare_samples(
             vocabulary_size=None if has_new_tokens else vocabulary,
             add_tokens=has_new_tokens,
             use=what.split or "train",
-            examples=training.SupervisedFineTuning.examples,
+            examples=objective.examples,
             load_processor=None if no_images else load_processor,
             no_images=no_images,
             stop_ids=models.stop_ids(request.folder, model_config),
@@ -124,7 +126,7 @@ def measure_loss(
         pad_token_id=data.pad_token_id(tokenizer, vocabulary),
         images=tokenized.images,
     )
-    objective = training.SupervisedFineTuning()
+    objective = training.build_objective(Config())
     max_batches = config.train.max_eval_step
     # before the loss: a wrong function ends the program early
     answers = training.AnswerScores(config.train, sets, tokenizer, tokenized.images)

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.generation import GenerationMode
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft import checkpoint, data, models
+from llama_ft import checkpoint, data, models, training
 from llama_ft.config import (
     Config,
     DataConfig,
@@ -76,7 +76,7 @@ class _Found:
     peft: PeftConfig | None = None
     new: models.NewTokens | None = None  # tokens that the base model lacks
     trained: checkpoint.Checkpoint | None = None
-    objective: str = "sft"
+    has_score: bool = False  # the trained weights have a head for scores
 
     @property
     def prompt_format(self) -> PromptFormat:
@@ -136,11 +136,9 @@ def open_model(
     if found.trained is not None and built.adapter is not None:
         checkpoint.restore_weights(found.trained, model)
     model.requires_grad_(False)
-    if found.objective == "reward" or (built.has_score and model.config.pad_token_id is None):
-        # Transformers reads the score at the last token that is not pad_token_id.
-        pad = data.pad_token_id(found.tokenizer, models.vocabulary_size(model.config))
-        found.tokenizer.pad_token_id = pad
-        model.config.get_text_config().pad_token_id = pad
+    if found.has_score or (built.has_score and model.config.pad_token_id is None):
+        vocabulary = models.vocabulary_size(model.config)
+        training.set_pad_token(model.config, found.tokenizer, vocabulary)
     if not built.has_score:
         if (found.base / GENERATION_FILE).is_file():
             model.generation_config = read_generation_config(found.base)
@@ -193,7 +191,7 @@ def read_images(
     Raises:
         UserError: the model takes no images, or its processor cannot be used.
     """
-    problem = models.why_no_images(request.model_config, "sft")
+    problem = models.why_no_images(request.model_config)
     if problem:
         raise UserError(f"{request.folder}: the prompt has images, but {problem}.")
     if max_pixels is None and run is not None:
@@ -230,14 +228,14 @@ def _find(
         models.check_no_adapter(held, "MODEL")
     new = None
     peft = None
-    objective = "sft"
+    has_score = False
     if kind == "adapter":
         where = f"{held}/adapter_config.json (--base_model overrides it): base model"
         named = flags.base_model or base_model_of(str(held))
         base = models.local_folder(named, "--base_model" if flags.base_model else where, ask_hub)
         settings = checkpoint.understood_adapter(held)
         new = checkpoint.tokens_added(settings, models.load_model_config(base, trust))
-        objective = "reward" if settings.task_type == "SEQ_CLS" else "sft"
+        has_score = settings.task_type == "SEQ_CLS"
         peft = PeftConfig(use_peft=True, from_peft_checkpoint=str(held))
     if tokenizer is None:
         has_own = any((held / file).is_file() for file in TOKENIZER_FILES)
@@ -250,7 +248,7 @@ def _find(
             tokenizer, base, models.load_model_config(base, trust), base_of.model
         )
     run = base_of or settings_of_run(kind, held)
-    return _Found(base, held, tokenizer, run, peft, new, objective=objective)
+    return _Found(base, held, tokenizer, run, peft, new, has_score=has_score)
 
 
 def _find_checkpoint(folder: Path, flags: ModelFlags, build_model: models.BuildModel) -> _Found:
@@ -269,7 +267,7 @@ def _find_checkpoint(folder: Path, flags: ModelFlags, build_model: models.BuildM
         peft=export.config.peft if export.adapter is not None else None,
         new=export.new,
         trained=valid,
-        objective=export.config.preference.objective,
+        has_score=export.config.preference.entry.has_score,
     )
 
 
@@ -277,8 +275,8 @@ def _request(found: _Found, flags: ModelFlags, dtype: torch.dtype) -> models.Mod
     """Return what `build_model` builds to answer prompts: nothing is trained or packed, and all
     weights are stored in the dtype of the computation."""
     model_config = models.load_model_config(found.base, flags.trust_remote_code)
-    if found.objective == "reward":
-        models.choose_head(model_config, "reward")
+    if found.has_score:
+        models.choose_head(model_config, has_score=True)
     quantization = QuantizationConfig(mode=flags.quantization or "none")
     if found.run is not None and flags.quantization in (None, found.run.quantization.mode):
         quantization = found.run.quantization  # including all its other settings

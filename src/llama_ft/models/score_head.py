@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
+from llama_ft.config.objectives import objectives_text
 from llama_ft.errors import UserError
 from llama_ft.models.layers import SCORE, takes_more_than_text
 from llama_ft.models.replaced import replace_method
@@ -25,32 +26,33 @@ from llama_ft.models.source import StoredTensor, WeightSource
 from llama_ft.models.text_part import names_score
 
 WEIGHT = f"{SCORE}.weight"
+SCORING = objectives_text(lambda entry: entry.has_score)
 
 
-def choose_head(config: PretrainedConfig, objective: str) -> None:
-    """Note in a model's config that the objective `reward` needs a score head.
+def choose_head(config: PretrainedConfig, has_score: bool) -> None:
+    """Note in a model's config that it gets a score head.
 
     Args:
         config: changed: its `architectures` and `num_labels`.
-        objective: any other one needs the LM head.
+        has_score: false: the objective needs the LM head.
 
     Raises:
         UserError: the model has another head than it needs, or Transformers has no class with a
             score head for it.
     """
     named = (config.architectures or [config.model_type])[0]
-    if objective != "reward":
+    if not has_score:
         if names_score(config):
             raise UserError(
                 f"{config.name_or_path or named}: {named} has a head for scores, and no LM head.\n"
-                "Use --objective reward, or the causal model that it was made from."
+                f"Use --objective {SCORING}, or the causal model that it was made from."
             )
         return
     scored = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
     if scored is None or takes_more_than_text(config):
         raise UserError(
-            f"--objective reward: {named} (model_type {config.model_type}) is not supported. It needs a text model "
-            "that Transformers loads with AutoModelForSequenceClassification."
+            f"--objective {SCORING}: {named} (model_type {config.model_type}) is not supported. It needs a text "
+            "model that Transformers loads with AutoModelForSequenceClassification."
         )
     config.architectures = [scored]
     config.num_labels = 1
@@ -72,7 +74,7 @@ def add_score(model: PreTrainedModel) -> None:
     plain = model.forward
     if shapes != {WEIGHT: (1, model.config.get_text_config().hidden_size)}:
         raise UserError(
-            f"--objective reward: {type(model).__name__} has no linear layer {SCORE} with one output."
+            f"--objective {SCORING}: {type(model).__name__} has no linear layer {SCORE} with one output."
         )
 
     @wraps(plain)

@@ -33,13 +33,12 @@ from transformers.models.auto.modeling_auto import (
     AutoModelForSequenceClassification,
 )
 
+from llama_ft.config import OBJECTIVES
 from llama_ft.errors import UserError
 from llama_ft.models.built import LeftOut
 from llama_ft.models.layers import takes_more_than_text
 from llama_ft.models.replaced import replace_method
 
-# Objectives whose samples may have images. The loss of orpo is over the tokens of the prompt, too.
-WITH_IMAGES = ("sft", "dpo", "ipo", "simpo")
 CLASSES: dict[Any, Any] = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     AutoModelForMultimodalLM: MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
@@ -74,11 +73,11 @@ def stop_ids(folder: Path, config: PretrainedConfig) -> list[int]:
     return [token for token in ids if isinstance(token, int)]
 
 
-def why_no_images(config: PretrainedConfig, objective: str) -> str:
-    """Return why samples of a run cannot have images; empty if they can."""
+def why_no_images(config: PretrainedConfig, objective: str | None = None) -> str:
+    """Return why samples cannot have images; empty if they can. `objective`: of a run."""
     if not takes_more_than_text(config):
         return f"a {config.model_type} model takes text only"
-    if objective not in WITH_IMAGES:
+    if objective is not None and not OBJECTIVES[objective].has_images:
         return f"--objective {objective} does not support images"
     return ""
 

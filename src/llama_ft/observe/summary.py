@@ -80,7 +80,7 @@ def summary(config: Config, run: Path, recipes: Path, outcome: RunOutcome) -> st
         return "\n".join(lines)
     kind = "adapter" if is_adapter else "model"
     lines.append(f"The fine-tuned {kind} of step {outcome.weights_of}: {run / 'model'} {report}")
-    if config.preference.objective == "reward":
+    if config.preference.entry.has_score:
         lines.append(f"Score responses with it: {command('inference.py', '--prompts', 'FILE')}")
     else:
         lines.append(f"Chat with it: {command('inference.py')}")

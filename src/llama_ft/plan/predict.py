@@ -168,7 +168,7 @@ def _pass_plan(
     batch = _full_batch(request, config.train.batch_size_training, context_length)
     tracker = Tracker(request.device)
     with _fake_world(request) as ranks, planned_models(headers, request.device), tracker.planning():
-        models.choose_head(model_config, config.preference.objective)
+        models.choose_head(model_config, config.preference.entry.has_score)
         asked = models.ModelRequest(config, request.folder, model_config, purpose="reference")
         built = build_model(asked, ranks, tracker)
         tracker.watch(built)
@@ -209,7 +209,7 @@ def _plan_with(request: PlanRequest, build_model: models.BuildModel, layers: int
         if example is not None:
             validation = example.batch(validation)
     with _fake_world(request) as ranks, planned_models(headers, request.device), tracker.planning():
-        models.choose_head(model_config, config.preference.objective)
+        models.choose_head(model_config, config.preference.entry.has_score)
         asked = models.ModelRequest(
             config, request.folder, model_config, new_tokens, with_images=_has_images(request)
         )

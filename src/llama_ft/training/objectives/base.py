@@ -6,14 +6,17 @@ micro-batch. `loss` turns a micro-batch into a `LossSum`. The training step, eva
 planner use nothing else of a method.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from llama_ft.config import Config
 from llama_ft.data import IGNORED, Batch, Encoder
 from llama_ft.data.formats import Sample, SampleFormat
 from llama_ft.data.tokenize import Example
@@ -59,24 +62,41 @@ def logged_means(sums: Mapping[str, float], count: float) -> dict[str, float]:
     return means
 
 
-class Objective(Protocol):
-    """Interface of an objective for tokenization, the training step, evaluation and the planner.
+class Objective(ABC):
+    """What is trained, for tokenization, the training step, evaluation and the planner.
+
+    Args:
+        config: the settings of the run; None: all defaults.
 
     Attributes:
         examples_per_sample: number of examples per sample.
         counts_tokens: there is a loss per token; otherwise one per sample.
     """
 
-    examples_per_sample: int
-    counts_tokens: bool
+    examples_per_sample = 1
+    counts_tokens = True
+
+    def __init__(self, config: Config | None = None) -> None:
+        self.config = Config() if config is None else config
 
     @staticmethod
+    @abstractmethod
     def examples(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -> list[Example]:
         """Turn a sample into tokens and loss masks of any length. Their number is fixed, such as
         the chosen and the rejected response of a pair. They are neighbors in one micro-batch: rows
         of a padded `batch.input_ids`, or lengths in `batch.example_lengths`. `encoder.tokenize` makes one
         example from a sample of any format."""
 
+    def prepare_model(  # noqa: B027  # most need nothing
+        self,
+        model_config: PretrainedConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        vocabulary: int | None,
+    ) -> None:
+        """Change the config of the model, before it is built, and the tokenizer. `vocabulary`: rows
+        of its embeddings; None: unknown."""
+
+    @abstractmethod
     def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
         """Compute the loss of a micro-batch by `built.model`. All ranks call it together and equally often, so it
         may exchange numbers (`ranks.mean_over_ranks`)."""

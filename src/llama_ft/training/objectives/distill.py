@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 
+from llama_ft.config import Config
 from llama_ft.data import IGNORED, Batch, Encoder, one_example
 from llama_ft.data.formats import Sample, SampleFormat
 from llama_ft.data.tokenize import Example
@@ -28,6 +29,7 @@ from llama_ft.models.chunked_loss import cross_entropy
 from llama_ft.runtime import Ranks, sent
 from llama_ft.training.objectives.base import (
     LossSum,
+    Objective,
     shifted_labels,
     target_losses,
     with_router_loss,
@@ -108,27 +110,21 @@ def most_likely(
     return token_ids, values - scaled.logsumexp(-1, keepdim=True)
 
 
-class Distillation:
+class Distillation(Objective):
     """Next-token prediction mixed with the divergence from a teacher's stored probabilities. The
-    validation loss is the plain cross-entropy.
-
-    Args:
-        weight: of the divergence.
-        temperature: of teacher and student.
-        size: stored tokens per target, k.
+    validation loss is the plain cross-entropy. See `Objective`.
 
     Attributes:
         teacher: the stored probabilities; None until `TeacherPass` has them.
     """
 
-    examples_per_sample = 1
-    counts_tokens = True
-
-    def __init__(self, weight: float, temperature: float, size: int) -> None:
+    def __init__(self, config: Config | None = None) -> None:
+        super().__init__(config)
+        settings = self.config.preference
         self.teacher: TeacherFile | None = None
-        self.temperature = temperature
-        self.size = size
-        self._weight = weight
+        self._weight = settings.distill_weight
+        self._temperature = settings.distill_temperature
+        self._size = settings.distill_top_k
 
     @staticmethod
     def examples(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -> list[Example]:
@@ -150,7 +146,7 @@ class Distillation:
         def mixed_loss(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
             """Return the losses of the targets with these numbers in the micro-batch."""
             divergence = top_k_divergence(
-                logits, token_ids[numbers], log_p[numbers], self.temperature
+                logits, token_ids[numbers], log_p[numbers], self._temperature
             )
             if self._weight == 1:
                 return divergence
@@ -165,5 +161,5 @@ class Distillation:
         teacher: any numbers take as much memory."""
         if self.teacher is not None:
             return self.teacher.of(batch)
-        token_ids = torch.arange(self.size).expand(targets, self.size)
-        return token_ids, torch.full((targets, self.size), -math.log(self.size))
+        token_ids = torch.arange(self._size).expand(targets, self._size)
+        return token_ids, torch.full((targets, self._size), -math.log(self._size))

@@ -16,39 +16,36 @@ takes the completion of the sample before in the micro-batch.
 
 import torch
 
-from llama_ft.config import PreferenceConfig
+from llama_ft.config import Config
 from llama_ft.data import Batch, unpaired_examples
 from llama_ft.models import BuiltModel
 from llama_ft.runtime import Ranks, sent
 from llama_ft.training.objectives.base import (
     LossSum,
+    Objective,
     example_log_probabilities,
     target_losses,
     with_router_loss,
 )
-from llama_ft.training.objectives.reference import AdapterOff, Reference, score_examples
+from llama_ft.training.objectives.reference import build_reference, score_examples
 
 
-class Kto:
+class Kto(Objective):
     """Makes desirable completions likelier and undesirable ones less likely than the reference
-    does.
-
-    Attributes:
-        reference: by default the model with its adapter off.
-    """
+    does. See `Objective`."""
 
     examples_per_sample = 2
     counts_tokens = False
     examples = staticmethod(unpaired_examples)
 
-    def __init__(self, settings: PreferenceConfig, reference: Reference | None = None) -> None:
-        self._settings = settings
-        self.reference = AdapterOff() if reference is None else reference
+    def __init__(self, config: Config | None = None) -> None:
+        super().__init__(config)
+        self.reference = build_reference(self.config)
 
     def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
         """See `Objective`; counts samples. Examples of even number are samples, each followed by
         its prompt with another completion."""
-        settings = self._settings
+        settings = self.config.preference
         count = len(batch.locations) // 2  # 0 on a rank without samples, whose batch is a filler
         own = every_second(batch, 0)
         others = every_second(batch, 1)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from llama_ft.config import WITH_REFERENCE, PreferenceConfig
+from llama_ft.config import Config, PreferenceConfig
 from llama_ft.data import Batch, Encoder, two_examples
 from llama_ft.data.formats import Sample, SampleFormat
 from llama_ft.data.tokenize import Example
@@ -33,12 +33,13 @@ from llama_ft.models import BuiltModel
 from llama_ft.runtime import Ranks, sent
 from llama_ft.training.objectives.base import (
     LossSum,
+    Objective,
     example_log_probabilities,
     target_losses,
     targets_per_example,
     with_router_loss,
 )
-from llama_ft.training.objectives.reference import AdapterOff, Reference
+from llama_ft.training.objectives.reference import build_reference
 
 LARGEST_LOG_PROBABILITY = -1e-6  # a mean per token; at 0 the odds would be infinite
 
@@ -90,24 +91,24 @@ def orpo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
 LOSSES: dict[str, PairLoss] = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo}
 
 
-class Preferences:
+class Preferences(Objective):
     """Makes the chosen response of a pair likelier than the rejected one. The settings name one of
-    `LOSSES`.
+    `LOSSES`. See `Objective`.
 
     Attributes:
-        reference: of dpo and ipo; by default the model with its adapter off. None for other
-            objectives.
+        reference: None for losses without one.
     """
 
     examples_per_sample = 2
     counts_tokens = False
 
-    def __init__(self, settings: PreferenceConfig, reference: Reference | None = None) -> None:
-        self._settings = settings
+    def __init__(self, config: Config | None = None) -> None:
+        super().__init__(config)
+        settings = self.config.preference
         self._loss = LOSSES[settings.objective]
         self._is_mean = settings.objective in ("simpo", "orpo")
-        compared = AdapterOff() if reference is None else reference
-        self.reference = compared if settings.objective in WITH_REFERENCE else None
+        has_reference = settings.entry.first_pass is not None
+        self.reference = build_reference(self.config) if has_reference else None
 
     @staticmethod
     def examples(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -> list[Example]:
@@ -117,7 +118,7 @@ class Preferences:
     def loss(self, built: BuiltModel, batch: Batch, ranks: Ranks) -> LossSum:
         """See `Objective`; counts pairs. Examples of even number are chosen responses, each
         followed by the rejected."""
-        settings = self._settings
+        settings = self.config.preference
         count = len(batch.locations) // 2  # 0 on a rank without samples, whose batch is a filler
         reference: torch.Tensor | float = 0.0
         if self.reference is not None:

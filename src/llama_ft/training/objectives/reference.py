@@ -28,8 +28,8 @@ from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
 from llama_ft import models
-from llama_ft.config import Config, PeftConfig
-from llama_ft.config.paths import REFERENCE_FILE
+from llama_ft.config import Config, PeftConfig, needs_first_pass
+from llama_ft.config.objectives import REFERENCE
 from llama_ft.data import (
     Batch,
     BatchLayout,
@@ -74,6 +74,11 @@ class AdapterOff:
         """See `Reference`."""
         with adapter_off(built.model):
             return score_examples(built, batch, ranks)
+
+
+def build_reference(config: Config) -> Reference:
+    """Return the reference of a run. A stored one is filled before training."""
+    return StoredReference() if needs_first_pass(config) else AdapterOff()
 
 
 @torch.no_grad()
@@ -282,7 +287,7 @@ class ReferencePass:
         if self._stored is None:
             return
         for folder in folders:
-            file = folder / REFERENCE_FILE
+            file = folder / REFERENCE.file
             problem = ""
             try:
                 saved = self._stored.load(file, self._fingerprint)
@@ -332,7 +337,7 @@ class ReferencePass:
         if ranks.is_main and (stored := models.describe_stored(folder, model_config)):
             log.info(stored)
         config = reference_config(self._config)
-        models.choose_head(model_config, config.preference.objective)
+        models.choose_head(model_config, config.preference.entry.has_score)
         request = models.ModelRequest(config, folder, model_config, purpose="reference")
         built = build_model(request, ranks, memory)
         memory.enter("evaluation")
@@ -354,7 +359,7 @@ class ReferencePass:
         if not self._is_complete and not self._load_from(directory):
             self._stored.compute(built, self._batches(), self._ranks)
             self._is_complete = True
-        file = directory / REFERENCE_FILE
+        file = directory / REFERENCE.file
         if self._ranks.is_main:
             self._stored.save(file, self._fingerprint | self._settings)
         count = plural(len(self._stored), "example")
@@ -364,7 +369,7 @@ class ReferencePass:
         """Read the numbers of an attempt of this run that has ended before its first checkpoint, if
         all ranks can, and everything was the same."""
         assert self._stored is not None
-        file = directory / REFERENCE_FILE
+        file = directory / REFERENCE.file
         try:
             self._stored.load(file, self._fingerprint | self._settings)
             is_usable = True

@@ -11,29 +11,32 @@ objectives over pairs.
 
 import torch
 from torch.nn import functional as F
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from llama_ft.data import Batch, Encoder, two_examples
+from llama_ft.data import Batch, Encoder, pad_token_id, two_examples
 from llama_ft.data.formats import Sample, SampleFormat
 from llama_ft.data.tokenize import Example
 from llama_ft.models import BuiltModel
 from llama_ft.models.routers import router_loss
 from llama_ft.runtime import Ranks, sent
-from llama_ft.training.objectives.base import LossSum, model_inputs, with_router_loss
+from llama_ft.training.objectives.base import LossSum, Objective, model_inputs, with_router_loss
 
 
-class RewardModeling:
+class RewardModeling(Objective):
     """Scores the chosen response of a pair above the rejected one, with the head of
-    models/score_head.py.
-
-    Args:
-        center_rewards_coefficient: weight of the square of the sum of both scores.
-    """
+    models/score_head.py. See `Objective`."""
 
     examples_per_sample = 2
     counts_tokens = False
 
-    def __init__(self, center_rewards_coefficient: float = 0.0) -> None:
-        self._centering = center_rewards_coefficient
+    def prepare_model(
+        self,
+        model_config: PretrainedConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        vocabulary: int | None,
+    ) -> None:
+        """See `Objective`."""
+        set_pad_token(model_config, tokenizer, vocabulary)
 
     @staticmethod
     def examples(sample: Sample, sample_format: SampleFormat, encoder: Encoder) -> list[Example]:
@@ -50,7 +53,7 @@ class RewardModeling:
         positions = sent(positions, ranks.device)
         scores, router_logits = built.model(**inputs, positions=positions)  # scores: [examples]
         chosen, rejected = scores[: 2 * pairs].view(-1, 2).unbind(1)  # [pairs]
-        centering = self._centering * (chosen + rejected).square()
+        centering = self.config.preference.center_rewards_coefficient * (chosen + rejected).square()
         loss = (centering - F.logsigmoid(chosen - rejected)).sum()
         logged = {
             "rewards/chosen": chosen,
@@ -61,6 +64,16 @@ class RewardModeling:
         sums = {name: values.detach().sum() for name, values in logged.items()}
         balance = router_loss(built, router_logits, inputs.get("attention_mask"), pairs)
         return with_router_loss(LossSum(loss, pairs, sums), balance, built)
+
+
+def set_pad_token(
+    model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None
+) -> None:
+    """Set the padding token of a model with a score head and of its tokenizer: a score is read at
+    the last token that is not this one, in Transformers too. `vocabulary`: see `pad_token_id`."""
+    pad = pad_token_id(tokenizer, vocabulary)
+    tokenizer.pad_token_id = pad
+    model_config.get_text_config().pad_token_id = pad
 
 
 def last_positions(batch: Batch, pad_token_id: int) -> torch.Tensor:

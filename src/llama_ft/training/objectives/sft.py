@@ -5,13 +5,14 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
+from llama_ft.config import Config
 from llama_ft.data import Batch, Encoder, one_example
 from llama_ft.data.formats import Sample, SampleFormat
 from llama_ft.data.tokenize import Example
 from llama_ft.models import BuiltModel
 from llama_ft.models.chunked_loss import LossFunction, cross_entropy
 from llama_ft.runtime import Ranks
-from llama_ft.training.objectives.base import LossSum, target_losses, with_router_loss
+from llama_ft.training.objectives.base import LossSum, Objective, target_losses, with_router_loss
 
 
 def training_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -43,23 +44,18 @@ def dft_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return losses * probabilities
 
 
-class SupervisedFineTuning:
+class SupervisedFineTuning(Objective):
     """Next-token prediction for the tokens in the loss, with the routers' auxiliary loss if it has
-    a coefficient.
+    a coefficient. See `Objective`."""
 
-    Args:
-        smoothing: label_smoothing_factor.
-        loss_type: nll or dft.
-    """
-
-    examples_per_sample = 1
-    counts_tokens = True
-
-    def __init__(self, smoothing: float = 0.0, loss_type: str = "nll") -> None:
+    def __init__(self, config: Config | None = None) -> None:
+        super().__init__(config)
+        settings = self.config.train
         self._training_loss: LossFunction = training_loss
-        if loss_type == "dft":
+        if settings.loss_type == "dft":
             self._training_loss = dft_loss
-        elif smoothing:
+        elif settings.label_smoothing_factor:
+            smoothing = settings.label_smoothing_factor
             self._training_loss = partial(smoothed_loss, smoothing=smoothing)
 
     @staticmethod

@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from llama_ft import models
 from llama_ft.config import Config, PeftConfig, QuantizationConfig
 from llama_ft.config.home import expanded
-from llama_ft.config.paths import TEACHER_FILE
+from llama_ft.config.objectives import TEACHER
 from llama_ft.data import (
     IGNORED,
     Batch,
@@ -147,7 +147,7 @@ class TeacherPass:
         teacher. --teacher_file stays where it is."""
         if self._objective is None or self._settings.teacher_file or not self._ranks.is_main:
             return
-        kept = directory / TEACHER_FILE
+        kept = directory / TEACHER.file
         if kept.exists() and kept.samefile(self._path):
             return
         is_one_node = self._ranks.local_world_size == self._ranks.world_size
@@ -198,7 +198,7 @@ class TeacherPass:
             return None
         if resumed is None:
             return None
-        path = resumed / TEACHER_FILE
+        path = resumed / TEACHER.file
         try:
             self._check(path, fingerprint)
         except UserError as error:
@@ -239,7 +239,7 @@ class TeacherPass:
             return expanded(named), False
         digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:32]
         path = cache_dir() / "teachers" / f"{digest}.safetensors"
-        left = [path] if self._unfinished is None else [path, self._unfinished / TEACHER_FILE]
+        left = [path] if self._unfinished is None else [path, self._unfinished / TEACHER.file]
         for file in left:
             with contextlib.suppress(UserError):
                 self._check(file, fingerprint)
@@ -276,7 +276,7 @@ class TeacherPass:
         log.info(f"Teacher: {name}")
         if ranks.is_main and (stored := models.describe_stored(folder, model_config)):
             log.info(stored)
-        models.choose_head(model_config, config.preference.objective)
+        models.choose_head(model_config, config.preference.entry.has_score)
         request = models.ModelRequest(config, folder, model_config, purpose="reference")
         built = build_model(request, ranks, memory)
         memory.enter("evaluation")
