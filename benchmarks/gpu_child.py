@@ -75,9 +75,13 @@ def run_child(case_file: Path, recipe: str, toggle: str) -> None:
 
 def _compute(part: str, cases: dict[str, list[str]]) -> Iterator[dict[str, Any]]:
     """Yield what each case of a part of gpu_kernels has found."""
+    from llama_ft.runtime import Target, computing_on
+
     checks = gpu_kernels.PARTS[part]()
+    target = Target.of(torch.device(gpu_kernels.DEVICE))
     for claim in cases:
-        found, is_right = checks[claim].measure()
+        with computing_on(target):
+            found, is_right = checks[claim].measure()
         if ON_GPU:
             torch.cuda.synchronize()  # an error of this case is not the next one's
         yield {"found": found, "ok": is_right}

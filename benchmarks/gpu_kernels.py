@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -206,7 +207,8 @@ def _packed_attention(
     lengths: list[int],
     limit: float,
 ) -> Finding:
-    from llama_ft.models.attention_kernels import capability_of, choose_kernel
+    from llama_ft.models.attention_kernels import choose_kernel
+    from llama_ft.runtime import current_target
 
     parts = _queries(*heads, sum(lengths), width, dtype)
     output = _attend(parts, lengths, window)
@@ -218,7 +220,7 @@ def _packed_attention(
     pairs += [(part.grad, double.grad) for part, double in zip(parts, doubles, strict=True)]  # type: ignore[misc]
     error = _largest_error(pairs)
     is_equal = len(set(lengths)) == 1 and lengths[0] % ALIGNED == 0 and window is None
-    kernel = choose_kernel(capability_of(parts[0]), dtype, (width, width), is_equal)
+    kernel = choose_kernel(current_target().capability, dtype, (width, width), is_equal)
     return f"{kernel}: {error:.1e}", error < limit
 
 
@@ -635,9 +637,9 @@ def _early_gathers() -> Finding:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from llama_ft.config import FSDPConfig
-    from llama_ft.models import BuiltModel, apply_fsdp, fsdp
+    from llama_ft.models import BuiltModel, apply_fsdp
     from llama_ft.models.shards import local_shard
-    from llama_ft.runtime import PRECISIONS
+    from llama_ft.runtime import PRECISIONS, computing_on, current_target
 
     _shard_mixed()  # starts the group of two ranks
     mesh = init_device_mesh(DEVICE, (2,), mesh_dim_names=("shard",))
@@ -649,14 +651,15 @@ def _early_gathers() -> Finding:
         vocab_size=1024,
     )
     ids = torch.arange(512, device=DEVICE).view(2, 256)
-    is_cuda = fsdp._is_cuda
     gradients = []
     for is_early in (False, True):
-        fsdp._is_cuda = lambda _, value=is_early: value  # type: ignore[misc]
         torch.manual_seed(0)
         with torch.device(DEVICE):
             model = LlamaForCausalLM(config)
-        apply_fsdp(BuiltModel(model), mesh, FSDPConfig(enable_fsdp=True), PRECISIONS["bf16_mixed"])
+        target = replace(current_target(), device="cuda" if is_early else "cpu")
+        with computing_on(target):
+            settings = FSDPConfig(enable_fsdp=True)
+            apply_fsdp(BuiltModel(model), mesh, settings, PRECISIONS["bf16_mixed"])
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(_RepeatingGather())
@@ -664,7 +667,6 @@ def _early_gathers() -> Finding:
         for _ in range(2):
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         gradients.append([local_shard(cast(Any, value.grad)) for value in model.parameters()])
-    fsdp._is_cuda = is_cuda
     late, early = gradients
     error = _largest_error(
         [(value, other.double()) for value, other in zip(early, late, strict=True)]

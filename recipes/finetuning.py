@@ -176,7 +176,6 @@ def build_model(
     """
     config = request.config
     precision = request.precision
-    device = torch.device("cpu") if ranks is None else ranks.device
     report = log.debug if request.purpose == "read" else log.info
     quantization = models.choose_quantization(
         config.quantization,
@@ -199,7 +198,7 @@ def build_model(
         )
     if quantization is not None:
         log.info(models.quantize_linears(built, quantization))
-    models.fuse_layers(model, config.model, config.train, device)
+    models.fuse_layers(model, config.model, config.train)
     if config.data.batching_strategy == "packing":
         built.mixers = models.use_packed_attention(built)
     built.router_coefficient = models.use_router_loss(model, config.train.router_aux_loss_coef)

@@ -53,9 +53,7 @@ def gradients(kind: str, how: str, is_fused: bool) -> tuple[float, list[torch.Te
         parameter.data.normal_(std=0.2)
     settings: Any = {"activation_checkpointing": how}
     if is_fused:
-        fuse_layers(
-            model, ModelConfig(use_liger=True), TrainConfig(**settings), torch.device("cpu")
-        )
+        fuse_layers(model, ModelConfig(use_liger=True), TrainConfig(**settings))
     checkpoint_activations(BuiltModel(model), TrainConfig(**settings))
     ids = torch.arange(3, 15).view(2, 6)
     loss = model.train()(input_ids=ids, labels=ids).loss

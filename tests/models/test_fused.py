@@ -20,6 +20,7 @@ from llama_ft.errors import UserError
 from llama_ft.models import choose_liger, fuse_layers
 from llama_ft.models.compiled import AUTO_LIGER
 from llama_ft.run import Setup
+from llama_ft.runtime import Target, computing_on
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -36,11 +37,12 @@ needs_liger = pytest.mark.skipif(
 )
 
 
-def fused_norms(kind: str, device: torch.device, **settings: Any) -> list[str]:
+def fused_norms(kind: str, target: Target, **settings: Any) -> list[str]:
     """Names of the modules of a small model that fuse_layers changes."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE))
-    fuse_layers(model, ModelConfig(use_liger=False, **settings), TrainConfig(), device)
+    with computing_on(target):
+        fuse_layers(model, ModelConfig(use_liger=False, **settings), TrainConfig())
     return [
         name.removeprefix("model.")
         for name, module in model.named_modules()
@@ -48,18 +50,18 @@ def fused_norms(kind: str, device: torch.device, **settings: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("device", [CUDA, CPU], ids=str)
-def test_norms_with_the_formula_of_llama_are_fused_and_no_others(device: torch.device) -> None:
+@pytest.mark.parametrize("target", [Target("cuda"), Target("cpu")], ids=str)
+def test_norms_with_the_formula_of_llama_are_fused_and_no_others(target: Target) -> None:
     own = ["layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm"]
-    assert fused_norms("llama", device) == own
-    assert fused_norms("qwen3", device) == [
+    assert fused_norms("llama", target) == own
+    assert fused_norms("qwen3", target) == [
         "layers.0.self_attn.q_norm",
         "layers.0.self_attn.k_norm",
         *own,
     ]
     # they multiply before they round
-    assert fused_norms("olmo2", device) == fused_norms("gemma3_text", device) == []
-    assert fused_norms("llama", device, compile=True) == []
+    assert fused_norms("olmo2", target) == fused_norms("gemma3_text", target) == []
+    assert fused_norms("llama", target, compile=True) == []
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,8 @@ def test_the_fused_norm_computes_what_llama_computes(dtype: torch.dtype, roundin
     norm.weight.data.normal_()
     fused = torch.nn.Sequential(LlamaRMSNorm(96, eps=1e-5).to(dtype))
     fused.load_state_dict({"0.weight": norm.weight.data})
-    fuse_layers(fused, ModelConfig(use_liger=False), TrainConfig(), CUDA)  # type: ignore[arg-type]
+    with computing_on(Target("cuda")):
+        fuse_layers(fused, ModelConfig(use_liger=False), TrainConfig())  # type: ignore[arg-type]
 
     def passes(module: Any, weight: torch.Tensor, to: torch.dtype) -> list[torch.Tensor]:
         x = inputs.to(dtype).to(to).requires_grad_()

@@ -25,6 +25,7 @@ from llama_ft.models import BuiltModel, checkpoint_activations, lora_experts
 from llama_ft.models.lora import adapter_off, expert_names
 from llama_ft.models.lora_experts import LowRankSum, StackLora, use_split_experts
 from llama_ft.models.quantized import FourBit, Int8, Scheme, quantize_stacks
+from llama_ft.runtime import Target, computing_on
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 16,
          "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -312,14 +313,12 @@ def grouped(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_in_16_bits_small_products_of_experts_are_computed_in_fp32(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_in_16_bits_small_products_of_experts_are_computed_in_fp32() -> None:
     """They are as exact as products in 16 bits, which a GPU computes."""
     exact = grouped(torch.float32)
     ours = grouped(torch.bfloat16)
-    monkeypatch.setattr(lora_experts, "_is_cuda", lambda _: True)
-    in_16_bits = grouped(torch.bfloat16)
+    with computing_on(Target("cuda")):
+        in_16_bits = grouped(torch.bfloat16)
     for name, value in exact.items():
         error = (ours[name].float() - value).norm()
         assert error <= 1.01 * (in_16_bits[name].float() - value).norm(), name

@@ -23,6 +23,7 @@ from llama_ft.models import (
 from llama_ft.models.attention_kernels import AMPERE, HOPPER, T4
 from llama_ft.models.packed_samples import PackedSamples
 from llama_ft.models.rope import use_rope_per_sample
+from llama_ft.runtime import Target, computing_on
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -354,9 +355,8 @@ def test_samples_of_equal_length_use_cudnn_on_hopper_although_it_is_off(
     model = make("Llama", "sdpa").bfloat16()
     built = packed(model)
     per_sample = packed_logits(built, samples([128, 128]))
-    monkeypatch.setattr(attention_kernels, "capability_of", lambda _: HOPPER)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    with Seen() as seen:
+    with computing_on(Target("cuda", HOPPER)), Seen() as seen:
         alike = packed_logits(built, samples([128, 128]))
     assert seen.attended == [128, 128] * 2 and seen.heads == [(4, 2, True)] * 2  # two layers
     assert not torch.backends.cuda.cudnn_sdp_enabled()
@@ -364,15 +364,12 @@ def test_samples_of_equal_length_use_cudnn_on_hopper_although_it_is_off(
     torch.testing.assert_close(alike, per_sample)
 
 
-def test_without_flash_attention_heads_of_padded_samples_share_no_keys(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_flash_attention_heads_of_padded_samples_share_no_keys() -> None:
     model = make("Llama", "sdpa")
     ids = torch.arange(32).view(2, 16)
     found = []
-    for capability, heads in ((None, 2), (HOPPER, 4)):
-        monkeypatch.setattr(attention_kernels, "capability_of", lambda _, value=capability: value)
-        with Seen() as seen:
+    for target, heads in ((Target("cpu"), 2), (Target("cuda", HOPPER), 4)):
+        with computing_on(target), Seen() as seen:
             found.append(model(input_ids=ids, use_cache=False).logits)
         assert [keys for _, keys, _ in seen.heads] == [heads] * 2
     torch.testing.assert_close(*found)

@@ -15,7 +15,7 @@ from llama_ft.data import collate
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, checkpoint_activations, compile_layers, use_packed_attention
 from llama_ft.models.packed_samples import missing_kernels, report_missing_kernels
-from llama_ft.runtime import Ranks
+from llama_ft.runtime import Ranks, Target, computing_on
 from llama_ft.training import SupervisedFineTuning
 
 LENGTHS = [5, 19, 1, 11, 28]  # longer and shorter than convolutions (4), chunks and windows (8)
@@ -165,8 +165,9 @@ def test_missing_kernels_are_reported_on_cuda_once_with_what_to_install(
         assert [missing_kernels(mixer) for mixer in mixers.per_sample] == [expected] * 3
         caplog.clear()  # another test may have made the logger print the line about mixers
         with caplog.at_level("WARNING", logger="llama_ft"):
-            report_missing_kernels(model, torch.device("cpu"))
+            report_missing_kernels(model)
             assert not caplog.records
-            report_missing_kernels(model, torch.device("cuda"))
+            with computing_on(Target("cuda")):
+                report_missing_kernels(model)
         assert caplog.records.pop().message.endswith(f"pip install {' '.join(sorted(expected))}")
         assert not caplog.records

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_ft import runtime, training
 from llama_ft.config import FSDPConfig
-from llama_ft.models import BuiltModel, apply_fsdp, fsdp, gloo
+from llama_ft.models import BuiltModel, apply_fsdp, gloo
 
 LAYERS = 3
 # whether units are all-gathered early, as on GPUs
@@ -27,7 +27,8 @@ def run(strategy: str, is_early: bool, ranks: runtime.Ranks) -> dict[str, Any]:
     torch.manual_seed(0)
     built = BuiltModel(LlamaForCausalLM(LlamaConfig(**SHAPE, num_hidden_layers=LAYERS)))
     config = FSDPConfig(enable_fsdp=True, sharding_strategy=strategy)
-    with patch.object(fsdp, "_is_cuda", lambda _: is_early):
+    target = runtime.Target("cuda" if is_early else "cpu", backend="gloo")
+    with runtime.computing_on(target):
         built.units = apply_fsdp(built, ranks.mesh, config, runtime.PRECISIONS["fp32"])
     optimizer = training.build_optimizer(built.model, settings("fp32"))
     numbers = train(built, optimizer, "fp32", range(1), ranks, reduce_last_only=False)

@@ -21,12 +21,6 @@ BLACKWELL = 10  # B200 and GB200 (10.0), B300 (10.3); not 12.0, GeForce
 CUDNN_LENGTHS = 128
 
 
-def capability_of(tensor: torch.Tensor) -> Capability:
-    """Return the compute capability of a tensor's GPU. A plan for GPUs, made on the CPU, replaces
-    this function."""
-    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else None
-
-
 def choose_kernel(
     capability: Capability, dtype: torch.dtype, widths: tuple[int, int], equal_length: bool
 ) -> str:

@@ -35,8 +35,7 @@ LENGTH_MULTIPLE = 32
 @cache
 def is_faster(dtype: torch.dtype) -> bool:
     """Return whether this CPU multiplies matrices in bf16. One that emulates it takes longer in
-    blocks. In fp16 the products of scaled gradients could overflow. A plan for GPUs replaces this
-    function."""
+    blocks. In fp16 the products of scaled gradients could overflow."""
     features = MATMUL_FEATURES[torch.bfloat16]
     return dtype == torch.bfloat16 and not cpu_features().isdisjoint(features)
 

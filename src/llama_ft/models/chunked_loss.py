@@ -28,6 +28,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.models.built import BuiltModel
 from llama_ft.models.replaced import replace_method
 from llama_ft.models.text_part import TextOutput
+from llama_ft.runtime.target import current_target
 
 # Number of logits in memory: on CUDA 512 positions of Llama 3's 128,256 logits, 0.6 GiB in bf16 and
 # fp32.
@@ -164,7 +165,7 @@ def _head_with_loss(
         is_whole = trained_numbers >= vocabulary * hidden.shape[-1]
         is_fp16 = hidden.dtype == torch.float16
         limits = LOGITS_WITH_TRAINED_HEAD if is_whole and not is_fp16 else LOGITS_AT_ONCE
-        tiles = limits[hidden.device.type] // (vocabulary * FEWEST_POSITIONS)
+        tiles = limits[current_target().device] // (vocabulary * FEWEST_POSITIONS)
         fewest_tiles = 2 if trained else 1
         size = FEWEST_POSITIONS * max(fewest_tiles, tiles)
         chunks = _Chunks(losses_of, size, trained)

@@ -20,6 +20,7 @@ from llama_ft.models.packed_samples import report_missing_kernels
 from llama_ft.models.replaced import replace_method
 from llama_ft.models.rms_norm import rms_norm
 from llama_ft.runtime.console import log
+from llama_ft.runtime.target import current_target
 
 # Dimensions of a layer's arguments that change between steps: samples and tokens; for packed
 # sequences the number of samples and the longest. torch would compile for the first step's sizes,
@@ -132,26 +133,19 @@ def _liger_problem(
     return ""
 
 
-def fuse_layers(
-    model: PreTrainedModel, settings: ModelConfig, train: TrainConfig, device: torch.device
-) -> None:
+def fuse_layers(model: PreTrainedModel, settings: ModelConfig, train: TrainConfig) -> None:
     """Use Liger's kernels if they were chosen, and another RMSNorm for norms that compute the same as
     Llama's: torch's on CUDA, otherwise that of rms_norm.py. The model is on the meta device, without
     adapters. Layers that will be compiled are not changed."""
-    report_missing_kernels(model, device)
+    report_missing_kernels(model)
     if settings.use_liger is True:
         _apply_liger(model, train)
     if settings.compile:
         return
-    forward = _fused_rms_norm if _is_cuda(device) else rms_norm
+    forward = _fused_rms_norm if current_target().is_cuda else rms_norm
     for module in model.modules():
         if "forward" not in vars(module) and _formula(type(module)) == _formula(LlamaRMSNorm):
             replace_method(module, "forward", partial(forward, module))
-
-
-def _is_cuda(device: torch.device) -> bool:
-    """Return whether `device` is CUDA. A plan for GPUs, made on a CPU, replaces this function."""
-    return device.type == "cuda"
 
 
 def _formula(kind: type[nn.Module]) -> Any:

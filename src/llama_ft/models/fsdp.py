@@ -34,6 +34,7 @@ from llama_ft.models.lora_linear import cast_where_used
 from llama_ft.models.quantized import weight_counts
 from llama_ft.models.torch_2_11 import allow_integers
 from llama_ft.runtime.devices import Precision
+from llama_ft.runtime.target import current_target
 
 FEATURES = "get_image_features"  # a method of Transformers' models
 
@@ -84,7 +85,8 @@ def apply_fsdp(
     shard_one(model, mp_policy=policy, reshard_after_forward=False)
     # The root is unsharded first in the next forward pass, so keeping it takes no more memory.
     built.kept_unsharded = [*modules, model] if is_kept else [model]
-    if mesh["shard"].size() > 1 and _is_cuda(mesh):
+    # On a GPU the next unit can be all-gathered while one computes.
+    if mesh["shard"].size() > 1 and current_target().is_cuda:
         for layer, following in pairwise(layers):
             cast(FSDPModule, layer).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
     for module in model.modules():
@@ -97,12 +99,6 @@ def apply_fsdp(
             if gloo.is_over_gloo(mesh):
                 gloo.use_gloo_collectives(module)
     return units
-
-
-def _is_cuda(mesh: DeviceMesh) -> bool:
-    """Return whether the next unit can be all-gathered while one computes. A plan for GPUs, made on
-    the CPU, replaces this function."""
-    return mesh.device_type == "cuda"
 
 
 def _used_as_stored(

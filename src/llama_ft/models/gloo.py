@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from llama_ft.runtime.shared_memory import SharedMemory
+from llama_ft.runtime.target import current_target
 
 
 class _Allocating:
@@ -190,9 +191,8 @@ def _exchange(
 
 
 def is_over_gloo(mesh: DeviceMesh) -> bool:
-    """Return whether units are sharded over gloo. A plan for GPUs, which is made on the CPU,
-    replaces this function."""
-    return mesh.device_type == "cpu" and mesh["shard"].size() > 1
+    """Return whether units are sharded over gloo."""
+    return current_target().backend == "gloo" and mesh["shard"].size() > 1
 
 
 def use_gloo_collectives(module: FSDPModule) -> None:

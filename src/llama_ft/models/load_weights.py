@@ -42,6 +42,7 @@ from llama_ft.models.source import (
 from llama_ft.models.transformers_private import INITIALIZED, private
 from llama_ft.runtime.console import log
 from llama_ft.runtime.process_group import Ranks
+from llama_ft.runtime.target import current_target
 
 # Ends of the names of scales, codes and zero points in published formats
 PARTS_OF_QUANTIZED = (
@@ -313,7 +314,7 @@ def _to_quantized(
     by block."""
     scheme = weight.scheme
     assert not isinstance(scheme, STORED)
-    at_once = QUANTIZED_AT_ONCE[device.type]
+    at_once = QUANTIZED_AT_ONCE[current_target().device]
     shards = [local_shard(weight.weight), local_shard(weight.scale)]
     columns = weight.shape[-1]
 

@@ -27,6 +27,7 @@ from llama_ft.models.lora_linear import lora_linear
 from llama_ft.models.quantized import QuantizedStacks
 from llama_ft.models.replaced import become, reads_as
 from llama_ft.operators import LIBRARY
+from llama_ft.runtime.target import current_target
 
 LIBRARY.define(
     "lora_experts(Tensor x, Tensor u, Tensor weight, Tensor right, Tensor ends, float scaling) -> Tensor"
@@ -104,12 +105,7 @@ def _small_product(first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor
 
 def _is_as_stored(factor: torch.Tensor) -> bool:
     """Return whether small products are computed in their own dtype."""
-    return factor.dtype == torch.float32 or _is_cuda(factor)
-
-
-def _is_cuda(tensor: torch.Tensor) -> bool:
-    """A plan for GPUs, made on the CPU, replaces this function."""
-    return tensor.is_cuda
+    return factor.dtype == torch.float32 or current_target().is_cuda
 
 
 class _LowRank(torch.autograd.Function):

@@ -38,6 +38,7 @@ from llama_ft.models.torch_2_11 import shared_heads
 from llama_ft.models.transformers_private import marked, private
 from llama_ft.runtime.console import log
 from llama_ft.runtime.devices import sent
+from llama_ft.runtime.target import current_target
 
 ATEN = torch.ops.aten
 ATTENTION_IN_BLOCKS = torch.ops.llama_ft.attention_in_blocks
@@ -175,7 +176,7 @@ def _packed_sdpa(
     if samples is None or attention_mask is not None or has_extras:
         return _sample_by_sample(attend, tensors, attention_mask, samples, window)
     equal_length = samples.equal_length and (window or samples.longest) >= samples.longest
-    capability = attention_kernels.capability_of(query)
+    capability = current_target().capability
     widths = (query.shape[-1], value.shape[-1])
     kernel = attention_kernels.choose_kernel(capability, query.dtype, widths, equal_length)
     if kernel == "cudnn":

@@ -28,6 +28,7 @@ from llama_ft.models.replaced import replace_method
 from llama_ft.models.transformers_private import private
 from llama_ft.runtime.console import log
 from llama_ft.runtime.devices import sent
+from llama_ft.runtime.target import current_target
 
 # Names of the generation cache in the architectures of Transformers.
 CACHES = {
@@ -338,9 +339,9 @@ def _answer(function: Callable[..., Any]) -> str:
     return ""
 
 
-def report_missing_kernels(model: nn.Module, device: torch.device) -> None:
+def report_missing_kernels(model: nn.Module) -> None:
     """On CUDA, log once which layers compute without their kernels, and what to install."""
-    if device.type != "cuda":
+    if not current_target().is_cuda:
         return
     slow = dict[str, set[str]]()
     for module in model.modules():

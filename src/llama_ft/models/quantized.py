@@ -49,12 +49,9 @@ from llama_ft.models.double_quantization import (  # noqa: E402
 )
 from llama_ft.models.replaced import become  # noqa: E402
 from llama_ft.runtime.one_kernel import OneKernel  # noqa: E402
+from llama_ft.runtime.target import current_target  # noqa: E402
 
 OPS = torch.ops.bitsandbytes
-
-
-def _on_cuda(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda  # a plan for GPUs, made on a CPU, replaces this function
 
 
 def _rows_times_factors(
@@ -93,7 +90,7 @@ class Int8:
     ) -> torch.Tensor:
         """Return rows [n, in] in `dtype` from weight and scale."""
         factor = scale.view(torch.float32).unsqueeze(1).mul(1 / 127)
-        if _on_cuda(weight):
+        if current_target().is_cuda:
             return cast(torch.Tensor, _ROWS_TIMES_FACTORS(weight.detach(), factor, dtype))
         # the same bits 6 times as fast: torch vectorizes no mixed product
         return weight.float().mul_(factor).to(dtype)
@@ -104,7 +101,7 @@ class Int8:
         """inputs [..., in] x weight -> [..., out] in the inputs' dtype. The weight is dequantized.
         bitsandbytes' method, with only inputs above the threshold in 16 bits, is slower and
         synchronizes with the host twice."""
-        if self.threshold > 0 or not _on_cuda(inputs):
+        if self.threshold > 0 or not current_target().is_cuda:
             return functional.linear(inputs, self.dequantize(weight, scale, inputs.dtype))
         flat = inputs.reshape(-1, inputs.shape[-1])
         scale = scale.view(torch.float32)

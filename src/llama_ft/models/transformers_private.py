@@ -10,6 +10,7 @@ from transformers import masking_utils
 from transformers.integrations import moe, sdpa_attention
 
 from llama_ft.models import attention_kernels
+from llama_ft.runtime.target import current_target
 
 # Name -> its purpose. Without it, that feature is rejected with a one-line error, or works as the
 # line says.
@@ -76,7 +77,7 @@ def _shares_heads_in_flash(
     mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor
 ) -> bool:
     widths = (key.shape[-1], value.shape[-1])
-    capability = attention_kernels.capability_of(key)
+    capability = current_target().capability
     kernel = attention_kernels.choose_kernel(capability, key.dtype, widths, False)
     return kernel in ("cpu", "varlen") and _shares_heads(mask, key, value)
 

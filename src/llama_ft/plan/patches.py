@@ -16,23 +16,13 @@ from transformers.integrations import hub_kernels
 from llama_ft.errors import UserError
 from llama_ft.models import (
     as_stored,
-    attention_kernels,
-    block_attention,
-    chunked_loss,
-    compiled,
     conversion,
-    fsdp,
-    gloo,
     loader,
-    lora_experts,
     quantized,
 )
-from llama_ft.models.attention_kernels import AMPERE, T4
-from llama_ft.models.load_weights import QUANTIZED_AT_ONCE
 from llama_ft.models.source import SafetensorsSource, StoredTensor
 from llama_ft.phases import MemoryCategory
 from llama_ft.plan.fake_checkpoint import HeaderSource
-from llama_ft.training.objectives import base
 from llama_ft.training.objectives.reference import AdapterOff, StoredReference
 
 try:
@@ -53,13 +43,6 @@ ALLOCATING: dict[tuple[Any, str], MemoryCategory] = {
 if hasattr(FSDPParam, "to_accumulated_grad_if_needed"):
     ALLOCATING[FSDPParam, "to_accumulated_grad_if_needed"] = "gradients"
 
-# sizes by device
-_LIMITS = (
-    chunked_loss.LOGITS_AT_ONCE,
-    chunked_loss.LOGITS_WITH_TRAINED_HEAD,
-    QUANTIZED_AT_ONCE,
-    base.PAD_MULTIPLE,
-)
 Function = Callable[..., Any]
 
 
@@ -187,28 +170,7 @@ def _fake_tensor_patches() -> list[Any]:
 def _cuda_patches() -> list[Any]:
     """Return the patches that choose what a GPU would run. The device of fake tensors is the CPU,
     so llama_ft and torch would choose the CPU's way."""
-
-    def planned_capability(tensor: torch.Tensor) -> attention_kernels.Capability:
-        # Weights are in fp16 on a GPU without bf16, such as a T4.
-        return T4 if tensor.dtype == torch.float16 else AMPERE
-
     return [
-        # Blocks are for the CPU.
-        patch.object(block_attention, "is_faster", lambda _: False),
-        # The attention kernel depends on the GPU's generation.
-        patch.object(attention_kernels, "capability_of", planned_capability),
-        # On a GPU, units are all-gathered before they are needed.
-        patch.object(fsdp, "_is_cuda", lambda _: True),
-        # 8-bit weights: the GPU multiplies int8, the CPU a dequantized copy of the weight.
-        patch.object(quantized, "_on_cuda", lambda _: True),
-        # Small products of adapters are not computed in fp32.
-        patch.object(lora_experts, "_is_cuda", lambda _: True),
-        # NCCL's collectives instead of our own over gloo.
-        patch.object(gloo, "is_over_gloo", lambda _: False),
-        # The GPU computes RMSNorm in torch's kernel instead of in blocks.
-        patch.object(compiled, "_is_cuda", lambda _: True),
-        # That kernel on the CPU keeps more for backward.
+        # torch's RMSNorm on the CPU keeps more for backward than CUDA's kernel.
         patch.object(functional, "rms_norm", _KernelNorm.apply),
-        # Sizes of chunks and of padding differ between devices.
-        *[patch.dict(limits, cpu=limits["cuda"]) for limits in _LIMITS],
     ]

@@ -19,6 +19,7 @@ from llama_ft.config import Config, PreferenceConfig
 from llama_ft.config.home import expanded
 from llama_ft.data import IGNORED, Batch
 from llama_ft.data.prefetch import StepBatches
+from llama_ft.models.attention_kernels import AMPERE, T4
 from llama_ft.models.shards import local_shard
 from llama_ft.observe.flops import flop_formula
 from llama_ft.phases import MemoryCategory
@@ -29,7 +30,7 @@ from llama_ft.plan.images import fake_pixels, plan_example
 from llama_ft.plan.patches import planned_models
 from llama_ft.plan.tracker import Tracker, states_of
 from llama_ft.plan.types import Peak, Plan, PlanRequest
-from llama_ft.runtime import Ranks, log
+from llama_ft.runtime import Ranks, Target, computing_on, log
 from llama_ft.runtime.process_group import mesh_over, resolve_degree
 from llama_ft.training.objectives.reference import StoredReference, reference_config, score_examples
 from llama_ft.training.objectives.teacher import most_likely_of, teacher_config
@@ -488,18 +489,27 @@ def _extrapolate(few: Plan, more: Plan, layers: int) -> Plan:
     return dataclasses.replace(more, peaks=peaks, **numbers)
 
 
+def _planned_target(request: PlanRequest) -> Target:
+    if request.device == "cpu":
+        return Target()
+    # fp16 is for a GPU without bf16, such as a T4.
+    capability = T4 if request.config.train.precision == "fp16" else AMPERE
+    return Target("cuda", capability, "nccl")
+
+
 @contextmanager
 def _fake_world(request: PlanRequest) -> Iterator[Ranks]:
-    """Start a fake process group and yield its rank 0, on the CPU. Raises UserError if the ranks
-    cannot be divided."""
+    """Start a fake process group and yield its rank 0, on the CPU, with the planned target. Raises
+    UserError if the ranks cannot be divided."""
     ranks = request.world_size
     local_ranks = request.local_world_size
     degree = resolve_degree(models.shard_degree(request.config.fsdp), ranks, local_ranks)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         here = torch.device("cpu")
-        yield Ranks(
-            0, ranks, 0, local_ranks, here, here, "fake", mesh_over("cpu", ranks, degree), None
-        )
+        mesh = mesh_over("cpu", ranks, degree)
+        target = _planned_target(request)
+        with computing_on(target):
+            yield Ranks(0, ranks, 0, local_ranks, here, here, "fake", mesh, None, target=target)
     finally:
         dist.destroy_process_group()

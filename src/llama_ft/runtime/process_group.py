@@ -36,6 +36,7 @@ from llama_ft.runtime.fp32_matmuls import use_fp32_matmuls
 from llama_ft.runtime.gather import gather
 from llama_ft.runtime.run_lock import RunLock
 from llama_ft.runtime.signals import StopSignals
+from llama_ft.runtime.target import Target, computing_on
 from llama_ft.runtime.watchdog import SECONDS_AFTER_WATCHDOG, Watchdog
 
 T = TypeVar("T")
@@ -100,6 +101,7 @@ class Ranks:
     status: RunStatus | None = None  # set on each rank as soon as the run has a directory
     signals: StopSignals = field(default_factory=StopSignals)  # requests to stop the run
     explainer: Explainer | None = None  # see `explain_errors_with`
+    target: Target = Target()  # what the run computes on, also in a plan
     # how long a rank waits for others before torch raises an error; the watchdog is earlier
     timeout: timedelta = timedelta(minutes=30)
     lock: RunLock | None = None  # where leads_disk, of the run's directory; see `take_lock`
@@ -363,6 +365,7 @@ def start(
             device_note = claim_device(place, memory_fraction)
             timeout = timedelta(seconds=timeout_seconds + SECONDS_AFTER_WATCHDOG)
             mesh = _open_mesh(launch, place, store, degree, timeout)
+            target = Target.of(place)
             attempt_file = AttemptFile()
             ranks = Ranks(
                 rank=launch.rank,
@@ -377,11 +380,12 @@ def start(
                 attempt_file=attempt_file,
                 earlier=earlier_attempt(attempt_file.read()),
                 signals=signals,
+                target=target,
                 timeout=timeout,
             )
             if launch.world_size > 1:
                 watchdog = Watchdog(store, mesh, timeout_seconds, end)
-            with _watched_until_all_leave(watchdog):
+            with _watched_until_all_leave(watchdog), computing_on(target):
                 yield ranks
             _finish(ranks)
             if not is_given:

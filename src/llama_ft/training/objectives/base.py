@@ -24,7 +24,7 @@ from llama_ft.models import BuiltModel, packed_arguments
 from llama_ft.models.chunked_loss import LossFunction, cross_entropy
 from llama_ft.models.routers import router_arguments, router_loss
 from llama_ft.models.transformers_private import marked
-from llama_ft.runtime import Ranks, sent
+from llama_ft.runtime import Ranks, current_target, sent
 from llama_ft.training.image_inputs import image_arguments
 
 PAD_MULTIPLE = {"cuda": 1, "cpu": 64}  # tokens of a packed micro-batch are a multiple of these
@@ -163,7 +163,7 @@ def model_inputs(built: BuiltModel, batch: Batch, device: torch.device) -> dict[
     input_ids = batch.input_ids
     lengths = batch.example_lengths
     if batch.is_packed:
-        input_ids, lengths = _filled_up(built, batch, device)
+        input_ids, lengths = _filled_up(built, batch)
         layout = packed_arguments(built, lengths, device)
     else:
         mask = batch.attention_mask.bool()
@@ -225,16 +225,14 @@ def _count_targets(batch: Batch) -> torch.Tensor:
     return torch.bincount(target_examples(batch), minlength=len(batch.example_lengths))
 
 
-def _filled_up(
-    built: BuiltModel, batch: Batch, device: torch.device
-) -> tuple[torch.Tensor, list[int]]:
+def _filled_up(built: BuiltModel, batch: Batch) -> tuple[torch.Tensor, list[int]]:
     """Return the tokens of a packed micro-batch and the lengths of its examples, with an additional
     example without loss. Lengths of packed sequences vary by a few tokens, and oneDNN compiles and
     keeps kernels for each new shape. (Not with the routers' auxiliary loss, which would count that
     example.)"""
     input_ids = batch.input_ids
     lengths = batch.example_lengths
-    missing = -input_ids.shape[1] % PAD_MULTIPLE[device.type]
+    missing = -input_ids.shape[1] % PAD_MULTIPLE[current_target().device]
     # The new example must not have more positions than the longest one.
     is_too_long = missing > max(lengths)
     if missing == 0 or is_too_long or built.router_coefficient:
