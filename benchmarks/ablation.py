@@ -16,7 +16,7 @@ where several models may not fit, they run one after another.
     loss        chunked cross-entropy; positions without a label are skipped
     packing     packed sequences, attention within each sample, no mask and no padding
     lora        fused LoRA linear; nothing is stored that a frozen path does not need
-    sharding    the parts of models/fsdp.py beyond fully_shard on every layer and the root
+    sharding    the parts of models/sharding/fsdp.py beyond fully_shard on every layer and the root
     late        loss and norm are read one step late (CUDA)
     compile     --compile (CUDA)
 
@@ -62,7 +62,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from llama_ft import data, models, runtime, training  # noqa: E402
 from llama_ft.config import Config, load  # noqa: E402
 from llama_ft.data.prefetch import StepBatches  # noqa: E402
-from llama_ft.models import lora  # noqa: E402
+from llama_ft.models.adapters import lora  # noqa: E402
 from llama_ft.models.built import Unit  # noqa: E402
 from llama_ft.phases import NULL_MONITOR  # noqa: E402
 from llama_ft.runtime import Ranks  # noqa: E402

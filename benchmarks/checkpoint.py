@@ -48,7 +48,7 @@ from llama_ft import models, runtime  # noqa: E402
 from llama_ft.checkpoint import Checkpoint, CheckpointWriter, restore  # noqa: E402
 from llama_ft.checkpoint.state import own_state  # noqa: E402
 from llama_ft.config import CheckpointConfig, FSDPConfig, ModelConfig, PeftConfig, TrainConfig  # noqa: E402
-from llama_ft.models.shards import local_shard  # noqa: E402
+from llama_ft.models.base.shards import local_shard  # noqa: E402
 from llama_ft.runtime import Ranks  # noqa: E402
 from llama_ft.training import build_optimizer  # noqa: E402
 

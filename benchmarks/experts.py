@@ -1,4 +1,4 @@
-"""Compare LoRA on stacked experts in parts (models/lora_experts.py) with PEFT's own sum of weights.
+"""Compare LoRA on stacked experts in parts (models/adapters/lora_experts.py) with PEFT's own sum of weights.
 
     python benchmarks/experts.py
 
@@ -26,8 +26,8 @@ from peft import LoraConfig, get_peft_model  # noqa: E402
 from plan_job import HostBytes, compile_counter  # noqa: E402
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
 
-from llama_ft.models.lora_experts import use_split_experts  # noqa: E402
-from llama_ft.models.lora_linear import use_fused_lora  # noqa: E402
+from llama_ft.models.adapters.lora_experts import use_split_experts  # noqa: E402
+from llama_ft.models.adapters.lora_linear import use_fused_lora  # noqa: E402
 
 MIB = 2**20
 SHAPE = {

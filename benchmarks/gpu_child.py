@@ -177,14 +177,14 @@ def _fail_at_waits(training: ModuleType, seconds: list[float]) -> None:
 def _wait_per_micro_batch(training: ModuleType, seconds: list[float]) -> None:
     from transformers import masking_utils
 
-    from llama_ft.models import transformers_private
+    from llama_ft.models.base import transformers_private
 
     masking_utils.find_packed_sequence_indices = transformers_private._find_packed
     masking_utils._ignore_causal_mask_sdpa = transformers_private._is_causal
 
 
 def _shard_adapters(training: ModuleType, seconds: list[float]) -> None:
-    from llama_ft.models import fsdp
+    from llama_ft.models.sharding import fsdp
 
     leave_out = fsdp._used_as_stored
 

@@ -162,7 +162,7 @@ def _attend(
     samples of these lengths, or one padded sample, as [1, tokens, heads, width]."""
     from transformers import AttentionInterface
 
-    from llama_ft.models import packed_attention
+    from llama_ft.models.packing import packed_attention
 
     query, key, value = parts
     packed: dict[str, Any] = {}
@@ -186,7 +186,7 @@ def _model() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from llama_ft.models import BuiltModel
-    from llama_ft.models.packed_attention import use_packed_attention
+    from llama_ft.models.packing.packed_attention import use_packed_attention
 
     config = LlamaConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1
@@ -207,7 +207,7 @@ def _packed_attention(
     lengths: list[int],
     limit: float,
 ) -> Finding:
-    from llama_ft.models.attention_kernels import choose_kernel
+    from llama_ft.models.base.attention_kernels import choose_kernel
     from llama_ft.runtime import current_target
 
     parts = _queries(*heads, sum(lengths), width, dtype)
@@ -366,7 +366,7 @@ def _anyprecision() -> Finding:
 
 
 def _int8_pass() -> Finding:
-    from llama_ft.models.quantized import Int8
+    from llama_ft.models.quantization.quantized import Int8
 
     scheme = Int8(6.0)
     weight = torch.randn_like(_weights(), dtype=torch.float32)
@@ -375,7 +375,7 @@ def _int8_pass() -> Finding:
 
 
 def _int8_against_the_cpu() -> Finding:
-    from llama_ft.models.quantized import Int8
+    from llama_ft.models.quantization.quantized import Int8
 
     scheme = Int8(6.0)
     torch.manual_seed(0)
@@ -432,7 +432,7 @@ def _random_weight() -> torch.Tensor:
 def _four_bit(kind: Any) -> Finding:
     from bitsandbytes import functional as bnb
 
-    from llama_ft.models.quantized import FourBit
+    from llama_ft.models.quantization.quantized import FourBit
 
     scheme = FourBit(kind, 64, None)
     codes, scale = scheme.quantize(_random_weight())
@@ -446,7 +446,7 @@ def _four_bit(kind: Any) -> Finding:
 
 
 def _half(kind: Any) -> Finding:
-    from llama_ft.models.quantized import FourBit
+    from llama_ft.models.quantization.quantized import FourBit
 
     scheme = FourBit(kind, 64, None)
     weight = _random_weight()
@@ -457,7 +457,7 @@ def _half(kind: Any) -> Finding:
 
 
 def _int8() -> Finding:
-    from llama_ft.models.quantized import Int8
+    from llama_ft.models.quantization.quantized import Int8
 
     scheme = Int8(6.0)
     codes, scale = scheme.quantize(_random_weight())
@@ -469,7 +469,7 @@ def _int8() -> Finding:
 
 
 def _int8_threshold() -> Finding:
-    from llama_ft.models.quantized import Int8
+    from llama_ft.models.quantization.quantized import Int8
 
     codes, scale = Int8(6.0).quantize(_random_weight())
     inputs = torch.randn(64, 512, device=DEVICE, dtype=torch.bfloat16)
@@ -496,7 +496,7 @@ def _adamw_8bit() -> Finding:
 
 
 def _dequantize_rate(kind: str, least: float) -> Finding:
-    from llama_ft.models.quantized import FourBit, Int8
+    from llama_ft.models.quantization.quantized import FourBit, Int8
 
     shape = (4096, 14336) if ON_GPU else (256, 512)
     weight = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
@@ -553,7 +553,7 @@ def _shard_mixed() -> tuple[Any, dict[str, torch.Tensor]]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from llama_ft.models.torch_2_11 import allow_integers
+    from llama_ft.models.base.torch_2_11 import allow_integers
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     shape = (8192, 4096) if ON_GPU else (64, 32)
@@ -638,7 +638,7 @@ def _early_gathers() -> Finding:
 
     from llama_ft.config import FSDPConfig
     from llama_ft.models import BuiltModel, apply_fsdp
-    from llama_ft.models.shards import local_shard
+    from llama_ft.models.base.shards import local_shard
     from llama_ft.runtime import PRECISIONS, computing_on, current_target
 
     _shard_mixed()  # starts the group of two ranks

@@ -56,7 +56,7 @@ from transformers.modeling_utils import PreTrainedModel  # noqa: E402
 
 from llama_ft import models, observe, runtime  # noqa: E402
 from llama_ft.config import FSDPConfig, ModelConfig, PeftConfig, QuantizationConfig  # noqa: E402
-from llama_ft.models.shards import local_shard  # noqa: E402
+from llama_ft.models.base.shards import local_shard  # noqa: E402
 from llama_ft.runtime import Ranks  # noqa: E402
 
 MIB = 2**20

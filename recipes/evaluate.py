@@ -38,7 +38,7 @@ from llama_ft.evaluation.measure import (  # noqa: E402
 )
 from llama_ft.evaluation.results import Evaluated, describe, write_json  # noqa: E402
 from llama_ft.inference.load import open_model  # noqa: E402
-from llama_ft.models.text_part import names_score  # noqa: E402
+from llama_ft.models.architecture.text_part import names_score  # noqa: E402
 from llama_ft.processes import replace_text  # noqa: E402
 from llama_ft.runtime import Ranks, log  # noqa: E402
 

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models.test_compressed_tensors import (
+from models.published.test_compressed_tensors import (
     HAS_LIBRARY,
     INT4,
     NVFP4,
     note_of,
     publish_compressed,
 )
-from models.test_packed_columns import AWQ, GPTQ, publish_columns
-from models.test_published import (
+from models.published.test_packed_columns import AWQ, GPTQ, publish_columns
+from models.published.test_published import (
     DEEPSEEK_V3,
     GPT_OSS,
     LLAMA,

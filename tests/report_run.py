@@ -9,7 +9,7 @@ from llama_ft.data.statistics import SplitStatistics
 from llama_ft.observe.run_log import MetricsLog
 from llama_ft.observe.run_metadata import RunMetadata
 from llama_ft.plan.types import Peak, Plan
-from llama_ft.runtime.exit import RunStatus
+from llama_ft.runtime.ends.exit import RunStatus
 
 MARKUP = '<script>alert("x")</script><img src=https://example.com/x.png>'
 SECRET = "hf_" + "kW3xT9" * 5

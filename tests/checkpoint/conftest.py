@@ -12,7 +12,7 @@ from checkpoint_by_hand import load
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even the tensors of tiny models take several blocks of rows."""
-    monkeypatch.setattr("llama_ft.models.source.BLOCK_ELEMENTS", 500)
+    monkeypatch.setattr("llama_ft.models.base.source.BLOCK_ELEMENTS", 500)
 
 
 @pytest.fixture(scope="session")

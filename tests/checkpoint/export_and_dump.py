@@ -11,8 +11,8 @@ import torch
 from llama_ft import checkpoint, models, runtime, training
 from llama_ft.config import CheckpointConfig, FSDPConfig, ModelConfig, PeftConfig, TrainConfig
 from llama_ft.data import Batch
-from llama_ft.models.fsdp import free_unsharded
-from llama_ft.models.shards import local_shard
+from llama_ft.models.base.shards import local_shard
+from llama_ft.models.sharding.fsdp import free_unsharded
 
 
 def write_card(result: Path, aside: Path) -> None:

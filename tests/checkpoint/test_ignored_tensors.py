@@ -18,7 +18,7 @@ from llama_ft.checkpoint import Exporter, export_model, find_valid
 from llama_ft.config import CheckpointConfig, ModelConfig, PeftConfig
 from llama_ft.errors import UserError
 from llama_ft.models import build_on_meta, load_model_config, load_tokenizer
-from llama_ft.models.load_weights import LoadSettings, load_weights
+from llama_ft.models.weights.load_weights import LoadSettings, load_weights
 from llama_ft.runtime import Ranks
 
 SaveBase = Callable[[Path, str], tuple[Path, list[str]]]

@@ -18,8 +18,8 @@ from llama_ft import models
 from llama_ft.checkpoint import Exporter
 from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.errors import UserError
-from llama_ft.models.saved_adapter import other_base
-from llama_ft.models.source import SafetensorsSource, fingerprint
+from llama_ft.models.adapters.saved_adapter import other_base
+from llama_ft.models.base.source import SafetensorsSource, fingerprint
 
 ATTENTION = ["q_proj", "v_proj"]
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]

@@ -13,8 +13,8 @@ from llama_ft.checkpoint import Checkpoint, CheckpointWriter, complete_checkpoin
 from llama_ft.config import CheckpointConfig, TrainConfig
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel
-from llama_ft.models.activation_checkpointing import checkpoint_activations
-from llama_ft.models.compiled import compile_layers
+from llama_ft.models.computing.activation_checkpointing import checkpoint_activations
+from llama_ft.models.computing.compiled import compile_layers
 from llama_ft.runtime import Ranks
 from llama_ft.training import build_optimizer
 

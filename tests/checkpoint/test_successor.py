@@ -24,7 +24,7 @@ from llama_ft.config import CheckpointConfig, Config
 from llama_ft.config.paths import RUN_MARKER
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.runtime import Ranks
-from llama_ft.runtime.exit import RunStatus
+from llama_ft.runtime.ends.exit import RunStatus
 from llama_ft.runtime.run_lock import RunLock
 
 PREDECESSOR = """

@@ -18,7 +18,7 @@ from llama_ft.data.formats import BadSample
 from llama_ft.data.sources import Source, brings_validation
 from llama_ft.errors import UserError
 from llama_ft.runtime import Stopped
-from llama_ft.runtime.exit import Stop
+from llama_ft.runtime.ends.exit import Stop
 
 Opener = Callable[..., Source]
 

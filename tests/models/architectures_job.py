@@ -16,7 +16,7 @@ import finetuning
 from llama_ft import checkpoint, data, models, runtime, training
 from llama_ft.config import CheckpointConfig, load
 from llama_ft.data.prefetch import StepBatches
-from llama_ft.models.fsdp import free_unsharded
+from llama_ft.models.sharding.fsdp import free_unsharded
 from llama_ft.phases import NULL_MONITOR
 
 LENGTHS = [[24, 16], [20, 12]]  # samples per rank: one packed sequence, or a padded batch

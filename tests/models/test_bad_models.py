@@ -19,8 +19,8 @@ from llama_ft.models import (
     load_tokenizer,
     local_folder,
 )
-from llama_ft.models.adapter_config import saved_config
-from llama_ft.models.source import open_weights
+from llama_ft.models.adapters.adapter_config import saved_config
+from llama_ft.models.base.source import open_weights
 
 SMALL = {
     "hidden_size": 32,

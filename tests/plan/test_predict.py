@@ -390,7 +390,7 @@ def test_the_chunked_loss_holds_the_logits_of_one_chunk(plan: Plan, tmp_path: Pa
         flags = [*FLAGS[:-1], str(sequences), *LORA, "--precision", "fp32"]
         found.append(held(plan(folder, 2, *flags), "forward")["logits and loss"])
     once, twice = found
-    from llama_ft.models.chunked_loss import FEWEST_POSITIONS, LOGITS_AT_ONCE
+    from llama_ft.models.computing.chunked_loss import FEWEST_POSITIONS, LOGITS_AT_ONCE
 
     piece = LOGITS_AT_ONCE["cpu"] // 32_000 // FEWEST_POSITIONS * FEWEST_POSITIONS
     # Logits and their softmax; in addition the gradient of the hidden states

@@ -15,7 +15,7 @@ from training.test_preferences import expected as of_formulas
 from llama_ft import models
 from llama_ft.config import ModelConfig
 from llama_ft.data import Encoder, two_examples
-from llama_ft.models.conversion import open_source
+from llama_ft.models.weights.conversion import open_source
 
 INFERENCE = RECIPE.with_name("inference.py")
 EVALUATE = RECIPE.with_name("evaluate.py")

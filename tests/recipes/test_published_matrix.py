@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import build_model, losses, run_cases
-from models.test_load_weights import SCRIPT as LOAD_AND_DUMP
+from models.weights.test_load_weights import SCRIPT as LOAD_AND_DUMP
 from published_models import PUBLISHED
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM

@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import RECIPE, build_model, losses, run_cases
 from forked import forked
-from models.test_compressed_tensors import HAS_LIBRARY, INT4, SHAPE, publish_compressed
-from models.test_published import (
+from models.published.test_compressed_tensors import HAS_LIBRARY, INT4, SHAPE, publish_compressed
+from models.published.test_published import (
     GPT_OSS,
     LLAMA,
     MXFP4_NOTE,

@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_ft import runtime, training
 from llama_ft.config import FSDPConfig
-from llama_ft.models import BuiltModel, apply_fsdp, gloo
+from llama_ft.cpu import gloo
+from llama_ft.models import BuiltModel, apply_fsdp
 
 LAYERS = 3
 # whether units are all-gathered early, as on GPUs

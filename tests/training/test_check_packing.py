@@ -27,7 +27,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, use_chunked_loss, use_packed_attention
-from llama_ft.models.rope import use_rope_per_sample
+from llama_ft.models.packing.rope import use_rope_per_sample
 from llama_ft.runtime import Ranks
 from llama_ft.training import check_packing
 

@@ -23,7 +23,8 @@ from training.optimizers_and_dump import (
 )
 
 from llama_ft.config import TrainConfig
-from llama_ft.runtime import Ranks, one_kernel
+from llama_ft.cpu import one_kernel
+from llama_ft.runtime import Ranks
 from llama_ft.training import anyprecision, build_optimizer, learning_rate, update_weights
 from llama_ft.training.anyprecision import AnyPrecisionAdamW
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from llama_ft.config import Config, PeftConfig, PreferenceConfig
 from llama_ft.data import Batch
 from llama_ft.models import BuiltModel, use_chunked_loss, use_packed_attention
-from llama_ft.models.lora_linear import use_fused_lora
+from llama_ft.models.adapters.lora_linear import use_fused_lora
 from llama_ft.training import build_objective
 from llama_ft.training.objectives.base import logged_means
 from llama_ft.training.objectives.reference import AdapterOff, StoredReference

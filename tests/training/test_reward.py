@@ -24,8 +24,8 @@ from llama_ft.models import (
     quantize_linears,
     use_packed_attention,
 )
-from llama_ft.models.conversion import open_source
-from llama_ft.models.score_head import WEIGHT, add_score
+from llama_ft.models.architecture.score_head import WEIGHT, add_score
+from llama_ft.models.weights.conversion import open_source
 from llama_ft.training.objectives.reward import RewardModeling
 
 SHAPE = {

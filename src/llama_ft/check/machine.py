@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from llama_ft.observe.flops import matmul_rate
 from llama_ft.runtime import Ranks
-from llama_ft.runtime.out_of_memory import host_memory
+from llama_ft.runtime.ends.out_of_memory import host_memory
 
 DRIVER = Path("/proc/driver/nvidia/version")
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes")

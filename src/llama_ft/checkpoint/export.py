@@ -27,12 +27,9 @@ from llama_ft.config.settings import SETTINGS
 from llama_ft.errors import RunFailure, plural
 from llama_ft.masking import mask_secrets
 from llama_ft.models import BuiltModel
-from llama_ft.models.built import Adapter
-from llama_ft.models.conversion import SavedGroup, open_source, saved_layout
-from llama_ft.models.load_weights import account_for
-from llama_ft.models.names import ADAPTER_WEIGHTS
-from llama_ft.models.shards import ShardGroup
-from llama_ft.models.source import (
+from llama_ft.models.adapters.names import ADAPTER_WEIGHTS
+from llama_ft.models.base.shards import ShardGroup
+from llama_ft.models.base.source import (
     INDEX_FILE,
     SINGLE_FILE,
     StoredTensor,
@@ -40,6 +37,9 @@ from llama_ft.models.source import (
     blocks,
     listed,
 )
+from llama_ft.models.built import Adapter
+from llama_ft.models.weights.conversion import SavedGroup, open_source, saved_layout
+from llama_ft.models.weights.load_weights import account_for
 from llama_ft.runtime import Ranks, log
 
 # Settings that the model card shows.

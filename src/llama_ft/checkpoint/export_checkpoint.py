@@ -46,22 +46,18 @@ from llama_ft.config import (
 )
 from llama_ft.config.paths import PROMPT_FORMAT, recorded_prompt_format
 from llama_ft.errors import UserError
-from llama_ft.models import lora
-from llama_ft.models.adapter_config import ADAPTER_CONFIG, saved_config
-from llama_ft.models.built import Adapter, settings_to_read
-from llama_ft.models.conversion import open_source, saved_layout
-from llama_ft.models.load_weights import account_for
-from llama_ft.models.model_config import untie
-from llama_ft.models.names import ADAPTER_WEIGHTS, checkpoint_key, is_adapter_weight
-from llama_ft.models.new_tokens import TokenRows
-from llama_ft.models.saved_adapter import (
+from llama_ft.models.adapters import lora
+from llama_ft.models.adapters.adapter_config import ADAPTER_CONFIG, saved_config
+from llama_ft.models.adapters.names import ADAPTER_WEIGHTS, checkpoint_key, is_adapter_weight
+from llama_ft.models.adapters.saved_adapter import (
     check_saved_adapter,
     differing_copies,
     left_out,
     other_base,
     other_content,
 )
-from llama_ft.models.source import (
+from llama_ft.models.architecture.new_tokens import TokenRows
+from llama_ft.models.base.source import (
     OverlaidSource,
     SafetensorsSource,
     StoredTensor,
@@ -69,6 +65,10 @@ from llama_ft.models.source import (
     blocks,
     listed,
 )
+from llama_ft.models.built import Adapter, settings_to_read
+from llama_ft.models.model_config import untie
+from llama_ft.models.weights.conversion import open_source, saved_layout
+from llama_ft.models.weights.load_weights import account_for
 from llama_ft.phases import NULL_MONITOR
 from llama_ft.runtime import log
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from llama_ft.models.shards import local_shard
+from llama_ft.models.base.shards import local_shard
 from llama_ft.runtime import log
 
 ALIGNED_BYTES = 64  # a tensor in the block starts at a multiple of a cache line

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from llama_ft.config.objectives import FILES_OF_CHECKPOINTS
 from llama_ft.errors import UserError
-from llama_ft.models.source import StoredTensor, WeightSource
+from llama_ft.models.base.source import StoredTensor, WeightSource
 
 TRAINER_FILE = "trainer.json"
 CHECKSUMS_FILE = "checksums.txt"

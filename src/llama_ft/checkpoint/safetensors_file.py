@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from llama_ft.models.source import DTYPES, StoredTensor
+from llama_ft.models.base.source import DTYPES, StoredTensor
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PIECE_BYTES = 2**22  # hashed and written at once, while it is in the processor's cache

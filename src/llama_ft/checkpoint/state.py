@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from llama_ft.checkpoint.reader import Checkpoint
 from llama_ft.errors import UserError
-from llama_ft.models.shards import local_shard
-from llama_ft.models.source import listed
+from llama_ft.models.base.shards import local_shard
+from llama_ft.models.base.source import listed
 from llama_ft.runtime import Ranks
 from llama_ft.training.optimizer import create_states
 

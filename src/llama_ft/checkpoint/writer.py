@@ -40,7 +40,7 @@ from llama_ft.config import CheckpointConfig
 from llama_ft.config.messages import size_text
 from llama_ft.config.objectives import FILES_OF_CHECKPOINTS
 from llama_ft.errors import RunFailure, UserError, reason
-from llama_ft.models.shards import local_shard
+from llama_ft.models.base.shards import local_shard
 from llama_ft.processes import flush_directory
 from llama_ft.runtime import Ranks, log
 

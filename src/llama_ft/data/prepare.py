@@ -420,7 +420,7 @@ def _tokenized(tokenization: _Tokenization, cache: Path, verify: bool) -> tuple[
     # A change of this code must not reuse samples that the old code has tokenized.
     code = hashlib.sha256(inspect.getsource(tokenization.examples).encode())
     for name in CODE:
-        code.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+        code.update(Path(__file__).parent.joinpath(f"{name}.py").read_bytes())
     is_streaming = tokenization.config.streaming
     key = _key(tokenization, f"{code.hexdigest()} {is_streaming}")
     folder = cache / "tokenized" / key

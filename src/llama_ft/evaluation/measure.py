@@ -21,7 +21,7 @@ from llama_ft import data, models, training
 from llama_ft.config import Config
 from llama_ft.errors import UserError, reason
 from llama_ft.evaluation.flags import EvaluateFlags, Evaluation, ModelToEvaluate
-from llama_ft.models.replaced import weights_stay_tied
+from llama_ft.models.base.replaced import weights_stay_tied
 from llama_ft.runtime import Ranks, log
 
 SECONDS_TO_REACH_THE_HUB = 5.0

@@ -1,10 +1,15 @@
 """Load a checkpoint directory as a sharded model: build it on the meta device, add adapters, shard
 it, load weights."""
 
-from llama_ft.models.quantized import total_weights  # first: it imports bitsandbytes, as peft does
+from llama_ft.models.quantization.quantized import total_weights
 
 # isort: split
-from llama_ft.models.activation_checkpointing import checkpoint_activations
+from llama_ft.models.adapters.lora import describe_experts, inject_lora
+from llama_ft.models.architecture.groups import freeze_groups
+from llama_ft.models.architecture.routers import use_router_loss
+from llama_ft.models.architecture.score_head import choose_head
+from llama_ft.models.architecture.text_part import auto_class, stop_ids, why_no_images
+from llama_ft.models.base.source import fingerprint
 from llama_ft.models.build import (
     build_on_meta,
     check_no_adapter,
@@ -17,20 +22,25 @@ from llama_ft.models.build import (
     vocabulary_size,
 )
 from llama_ft.models.built import BuildModel, BuiltModel, ModelRequest, NewTokens
-from llama_ft.models.chunked_loss import use_chunked_loss
-from llama_ft.models.compiled import choose_liger, compile_layers, fuse_layers, without_graphs
-from llama_ft.models.dtypes import set_storage_dtypes
-from llama_ft.models.embedding_noise import add_embedding_noise
-from llama_ft.models.fsdp import apply_fsdp, image_features_in_root, shard_degree, unit_table
-from llama_ft.models.groups import freeze_groups
-from llama_ft.models.load_weights import LoadSettings, load_weights
-from llama_ft.models.lora import describe_experts, inject_lora
+from llama_ft.models.computing.activation_checkpointing import checkpoint_activations
+from llama_ft.models.computing.chunked_loss import use_chunked_loss
+from llama_ft.models.computing.compiled import (
+    choose_liger,
+    compile_layers,
+    fuse_layers,
+    without_graphs,
+)
+from llama_ft.models.computing.embedding_noise import add_embedding_noise
 from llama_ft.models.model_config import load_model_config
-from llama_ft.models.packed_attention import packed_arguments, use_packed_attention
-from llama_ft.models.published import describe_stored, remove_note, stored_method
-from llama_ft.models.quantization import choose_quantization, quantize_linears
-from llama_ft.models.routers import use_router_loss
-from llama_ft.models.score_head import choose_head
-from llama_ft.models.source import fingerprint
-from llama_ft.models.text_part import auto_class, stop_ids, why_no_images
+from llama_ft.models.packing.packed_attention import packed_arguments, use_packed_attention
+from llama_ft.models.published.published import describe_stored, remove_note, stored_method
+from llama_ft.models.quantization.quantization import choose_quantization, quantize_linears
+from llama_ft.models.sharding.dtypes import set_storage_dtypes
+from llama_ft.models.sharding.fsdp import (
+    apply_fsdp,
+    image_features_in_root,
+    shard_degree,
+    unit_table,
+)
 from llama_ft.models.trained_parts import choose_trained_parts, needs_image_parts, trains_images
+from llama_ft.models.weights.load_weights import LoadSettings, load_weights

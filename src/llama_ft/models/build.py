@@ -26,15 +26,15 @@ from llama_ft.config.paths import (
     special_file,
 )
 from llama_ft.errors import UserError, plural, reason
+from llama_ft.models.architecture.cross_attention import keep_cross_attention_apart
+from llama_ft.models.architecture.new_tokens import find_growth
+from llama_ft.models.architecture.score_head import add_score
+from llama_ft.models.architecture.text_part import auto_class, keep_text_part, names_score, stop_ids
+from llama_ft.models.base.layers import decoder_layers, takes_more_than_text
+from llama_ft.models.base.replaced import replace_method
+from llama_ft.models.base.source import listed
 from llama_ft.models.built import BuiltModel, LeftOut, NewTokens
-from llama_ft.models.cross_attention import keep_cross_attention_apart
-from llama_ft.models.layers import decoder_layers, takes_more_than_text
-from llama_ft.models.new_tokens import find_growth
-from llama_ft.models.replaced import replace_method
-from llama_ft.models.rope import use_rope_per_sample
-from llama_ft.models.score_head import add_score
-from llama_ft.models.source import listed
-from llama_ft.models.text_part import auto_class, keep_text_part, names_score, stop_ids
+from llama_ft.models.packing.rope import use_rope_per_sample
 from llama_ft.runtime.console import log
 
 # README.md: the header of a model card says how the model is asked

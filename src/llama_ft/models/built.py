@@ -15,13 +15,13 @@ from transformers.core_model_loading import WeightTransform
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import Config, QuantizationConfig
-from llama_ft.models.source import StoredTensor, WeightSource
+from llama_ft.models.base.source import StoredTensor, WeightSource
 from llama_ft.phases import PhaseMonitor
 from llama_ft.runtime.devices import PRECISIONS, Precision
 from llama_ft.runtime.process_group import Ranks
 
 if TYPE_CHECKING:
-    from llama_ft.models.packed_samples import TokenMixers
+    from llama_ft.models.packing.packed_samples import TokenMixers
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,19 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError, reason
-from llama_ft.models.build import make_skeleton
-from llama_ft.models.built import BuiltModel
-from llama_ft.models.conversion import ConvertedSource
-from llama_ft.models.published import open_dequantized, remove_note
-from llama_ft.models.published_note import read_note
-from llama_ft.models.source import (
+from llama_ft.models.architecture.text_part import auto_class
+from llama_ft.models.base.source import (
     BLOCK_ELEMENTS,
     StoredTensor,
     WeightSource,
     row_blocks,
     weight_files,
 )
-from llama_ft.models.text_part import auto_class
+from llama_ft.models.build import make_skeleton
+from llama_ft.models.built import BuiltModel
+from llama_ft.models.published.published import open_dequantized, remove_note
+from llama_ft.models.published.published_note import read_note
+from llama_ft.models.weights.conversion import ConvertedSource
 from llama_ft.runtime.console import log
 
 MOST_LAYERS = 10_000  # the meta device takes about a millisecond per layer

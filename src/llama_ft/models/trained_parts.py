@@ -12,11 +12,11 @@ from torch import nn
 
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
-from llama_ft.models.adapter_config import saved_config
+from llama_ft.models.adapters.adapter_config import saved_config
+from llama_ft.models.architecture.text_part import contains_model
+from llama_ft.models.base.layers import takes_more_than_text
 from llama_ft.models.build import build_on_meta
 from llama_ft.models.built import BuiltModel, ModelRequest, is_in
-from llama_ft.models.layers import takes_more_than_text
-from llama_ft.models.text_part import contains_model
 
 MERGER = "merger"  # in the names of Qwen-VL's projectors
 

@@ -116,8 +116,8 @@ def visible_pairs(length: int, window: int | None = None) -> int:
 def flop_formula(model: PreTrainedModel) -> FlopFormula:
     """Return the formula of a model as it is trained: with adapters and frozen parameters, sharded
     or not."""
-    from llama_ft.models.layers import decoder_layers
-    from llama_ft.models.quantized import weight_counts
+    from llama_ft.models.base.layers import decoder_layers
+    from llama_ft.models.quantization.quantized import weight_counts
 
     layers = decoder_layers(model)
     config = model.config.get_text_config()
@@ -239,7 +239,7 @@ def _count_matmuls(
 def _tower_parameters(model: PreTrainedModel) -> set[int]:
     """Return the ids of the parameters of a multimodal model outside of its text part, which only
     runs on images have."""
-    from llama_ft.models.layers import takes_more_than_text
+    from llama_ft.models.base.layers import takes_more_than_text
 
     if not takes_more_than_text(model.config):
         return set()

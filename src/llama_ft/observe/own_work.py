@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llama_ft.models.layers import decoder_layers
+from llama_ft.models.base.layers import decoder_layers
 from llama_ft.runtime import Ranks, log
 
 STEPS_COMPARED = 20

@@ -15,14 +15,14 @@ from transformers import PretrainedConfig
 
 from llama_ft.config import Config, ModelConfig
 from llama_ft.errors import UserError
-from llama_ft.models import conversion
+from llama_ft.models.adapters.names import checkpoint_key
+from llama_ft.models.base.layers import decoder_layers
+from llama_ft.models.base.source import StoredTensor, weight_files
 from llama_ft.models.build import build_on_meta
-from llama_ft.models.layers import decoder_layers
 from llama_ft.models.model_config import load_model_config
-from llama_ft.models.names import checkpoint_key
-from llama_ft.models.published import open_dequantized, stored_method
-from llama_ft.models.published_note import find_note
-from llama_ft.models.source import StoredTensor, weight_files
+from llama_ft.models.published.published import open_dequantized, stored_method
+from llama_ft.models.published.published_note import find_note
+from llama_ft.models.weights import conversion
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from llama_ft.phases import Phase
 from llama_ft.plan.free_memory import free_bytes, free_text
 from llama_ft.plan.types import read_plan
 from llama_ft.runtime import Ranks
-from llama_ft.runtime.out_of_memory import shortage
+from llama_ft.runtime.ends.out_of_memory import shortage
 
 SECONDS_TO_PLAN = 120.0
 FITTING_SHARE = 0.9

@@ -14,13 +14,9 @@ from torch.nn import functional
 from transformers.integrations import hub_kernels
 
 from llama_ft.errors import UserError
-from llama_ft.models import (
-    as_stored,
-    conversion,
-    loader,
-    quantized,
-)
-from llama_ft.models.source import SafetensorsSource, StoredTensor
+from llama_ft.models.base.source import SafetensorsSource, StoredTensor
+from llama_ft.models.quantization import as_stored, quantized
+from llama_ft.models.weights import conversion, loader
 from llama_ft.phases import MemoryCategory
 from llama_ft.plan.fake_checkpoint import HeaderSource
 from llama_ft.training.objectives.reference import AdapterOff, StoredReference

@@ -19,8 +19,8 @@ from llama_ft.config import Config, PreferenceConfig
 from llama_ft.config.home import expanded
 from llama_ft.data import IGNORED, Batch
 from llama_ft.data.prefetch import StepBatches
-from llama_ft.models.attention_kernels import AMPERE, T4
-from llama_ft.models.shards import local_shard
+from llama_ft.models.base.attention_kernels import AMPERE, T4
+from llama_ft.models.base.shards import local_shard
 from llama_ft.observe.flops import flop_formula
 from llama_ft.phases import MemoryCategory
 from llama_ft.plan.cuda_allocator import reserved_bytes

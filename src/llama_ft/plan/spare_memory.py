@@ -10,13 +10,13 @@ from torch import nn
 from llama_ft import training
 from llama_ft.config import Config
 from llama_ft.config.messages import size_text
+from llama_ft.cpu.freed_memory import keep_freed_memory, return_freed_memory
+from llama_ft.cpu.gloo import share_memory
 from llama_ft.models import BuiltModel, resolve_context_length, total_weights
-from llama_ft.models.gloo import share_memory
-from llama_ft.models.quantized import quantized_weights
-from llama_ft.models.shards import local_shard
+from llama_ft.models.base.shards import local_shard
+from llama_ft.models.quantization.quantized import quantized_weights
 from llama_ft.plan.free_memory import free_bytes, free_text
 from llama_ft.runtime import PRECISIONS, Ranks, log
-from llama_ft.runtime.freed_memory import keep_freed_memory, return_freed_memory
 
 # Share of the free host memory that a run may take, by its plan or by an upper bound, to keep freed
 # memory: that makes peaks higher.

@@ -17,9 +17,11 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from llama_ft.cpu import block_attention, rms_norm
 from llama_ft.errors import UserError
-from llama_ft.models import BuiltModel, block_attention, lora_experts, lora_linear, rms_norm
-from llama_ft.models.layers import SCORE
+from llama_ft.models import BuiltModel
+from llama_ft.models.adapters import lora_experts, lora_linear
+from llama_ft.models.base.layers import SCORE
 from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
 from llama_ft.plan.attention_workspace import attention_workspace_bytes
 from llama_ft.plan.patches import counted_memory

@@ -25,7 +25,7 @@ from llama_ft.plan.spare_memory import use_spare_memory
 from llama_ft.run.save_requests import SaveRequests
 from llama_ft.run.setup import Setup, end_run, take_newer
 from llama_ft.runtime import log
-from llama_ft.runtime.exit import Stop
+from llama_ft.runtime.ends.exit import Stop
 from llama_ft.training.objectives.base import Objective
 from llama_ft.training.step import StepOutcome
 

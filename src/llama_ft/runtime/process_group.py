@@ -31,13 +31,13 @@ from llama_ft.processes import cores
 from llama_ft.runtime.attempts import Attempt, AttemptFile, earlier_attempt
 from llama_ft.runtime.console import configure_console
 from llama_ft.runtime.devices import claim_device, pick_device
-from llama_ft.runtime.exit import ExitContext, Explainer, RunStatus, Stopped, exit_process
+from llama_ft.runtime.ends.exit import ExitContext, Explainer, RunStatus, Stopped, exit_process
+from llama_ft.runtime.ends.signals import StopSignals
+from llama_ft.runtime.ends.watchdog import SECONDS_AFTER_WATCHDOG, Watchdog
 from llama_ft.runtime.fp32_matmuls import use_fp32_matmuls
 from llama_ft.runtime.gather import gather
 from llama_ft.runtime.run_lock import RunLock
-from llama_ft.runtime.signals import StopSignals
 from llama_ft.runtime.target import Target, computing_on
-from llama_ft.runtime.watchdog import SECONDS_AFTER_WATCHDOG, Watchdog
 
 T = TypeVar("T")
 SECONDS_TO_NOTICE = 30.0  # until a rank says that it waits for others at the start

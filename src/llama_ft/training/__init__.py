@@ -1,6 +1,6 @@
 """What the training loop calls: the loss, one step, the learning rate, evaluation."""
 
-from llama_ft.models.fsdp import free_unsharded
+from llama_ft.models.sharding.fsdp import free_unsharded
 from llama_ft.training.advice import advice
 from llama_ft.training.check_packing import check_packing
 from llama_ft.training.evaluation import (

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from llama_ft.runtime.one_kernel import OneKernel
+from llama_ft.cpu.one_kernel import OneKernel
 from llama_ft.training.sharded_optimizer import ShardedOptimizer, ShardUpdate, States, zeros_for
 
 PIECE = 2**24  # elements per kernel call: five fp32 temporaries of 64 MiB for any parameter size

@@ -34,7 +34,7 @@ from llama_ft.data.image_prompts import text_of, user_message
 from llama_ft.data.prompt_tokens import PromptFormat, chat_prompt, response_text, text_prompt
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, image_features_in_root
-from llama_ft.models.fsdp import free_unsharded
+from llama_ft.models.sharding.fsdp import free_unsharded
 from llama_ft.runtime import Ranks, log
 from llama_ft.training.image_inputs import prompt_arguments
 from llama_ft.training.objectives.base import Objective, logged_means

@@ -15,9 +15,9 @@ from llama_ft.config import TrainConfig
 from llama_ft.config.settings import OPTIMIZERS
 from llama_ft.config.structured_values import ParameterGroup, rate_of
 from llama_ft.errors import UserError
-from llama_ft.models.groups import find_groups
-from llama_ft.models.shards import local_shard
-from llama_ft.models.source import listed
+from llama_ft.models.architecture.groups import find_groups
+from llama_ft.models.base.shards import local_shard
+from llama_ft.models.base.source import listed
 from llama_ft.user_function import load_function
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from llama_ft.models.shards import local_shard
+from llama_ft.models.base.shards import local_shard
 
 States = dict[str, Tensor]
 Group = dict[str, Any]

@@ -16,9 +16,9 @@ from llama_ft.data import Batch
 from llama_ft.data.prefetch import StepBatches
 from llama_ft.errors import RunFailure
 from llama_ft.models import BuiltModel
-from llama_ft.models.fsdp import sum_over_replicas
-from llama_ft.models.lora import clear_frozen_half
-from llama_ft.models.shards import ShardGroup, local_shard
+from llama_ft.models.adapters.lora import clear_frozen_half
+from llama_ft.models.base.shards import ShardGroup, local_shard
+from llama_ft.models.sharding.fsdp import sum_over_replicas
 from llama_ft.phases import NULL_MONITOR, PhaseMonitor
 from llama_ft.runtime import Ranks
 from llama_ft.training.objectives.base import LossSum, Objective, logged_means
@@ -67,7 +67,7 @@ def accumulate_gradients(
         watch.enter("forward")
         summed = objective.loss(built, batch, ranks)
         watch.enter("backward")
-        # FSDP adds up the ranks' gradients here (it does not average them, see models/fsdp.py).
+        # FSDP adds up the ranks' gradients here (it does not average them, see models/sharding/fsdp.py).
         (summed.loss / divisor).backward()
         losses.append(replace(summed, loss=summed.loss.detach()))
     sum_over_replicas(built.model, ranks.mesh)

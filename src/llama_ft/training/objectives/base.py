@@ -21,9 +21,9 @@ from llama_ft.data import IGNORED, Batch, Encoder
 from llama_ft.data.formats import Sample, SampleFormat
 from llama_ft.data.tokenize import Example
 from llama_ft.models import BuiltModel, packed_arguments
-from llama_ft.models.chunked_loss import LossFunction, cross_entropy
-from llama_ft.models.routers import router_arguments, router_loss
-from llama_ft.models.transformers_private import marked
+from llama_ft.models.architecture.routers import router_arguments, router_loss
+from llama_ft.models.base.transformers_private import marked
+from llama_ft.models.computing.chunked_loss import LossFunction, cross_entropy
 from llama_ft.runtime import Ranks, current_target, sent
 from llama_ft.training.image_inputs import image_arguments
 
@@ -142,7 +142,7 @@ def target_losses(
     if is_numbered:
         targets = torch.arange(len(targets), device=device)
     inputs = model_inputs(built, batch, device)
-    if built.has_chunked_loss:  # then the forward method is ours: models/chunked_loss.py
+    if built.has_chunked_loss:  # then the forward method is ours: models/computing/chunked_loss.py
         losses, router_logits = built.model(
             **inputs, positions=positions, targets=targets, loss_fn=loss_fn, per_token=per_token
         )

@@ -41,9 +41,9 @@ from llama_ft.data import (
 )
 from llama_ft.errors import RunFailure, UserError, plural, reason
 from llama_ft.models import BuiltModel
-from llama_ft.models.fsdp import free_unsharded
-from llama_ft.models.lora import adapter_off
-from llama_ft.models.source import listed
+from llama_ft.models.adapters.lora import adapter_off
+from llama_ft.models.base.source import listed
+from llama_ft.models.sharding.fsdp import free_unsharded
 from llama_ft.phases import PhaseMonitor
 from llama_ft.runtime import Ranks, log, sent
 from llama_ft.training.objectives.base import Objective, example_log_probabilities, target_losses

@@ -17,14 +17,14 @@ from llama_ft.data import Batch, Encoder, pad_token_id, two_examples
 from llama_ft.data.formats import Sample, SampleFormat
 from llama_ft.data.tokenize import Example
 from llama_ft.models import BuiltModel
-from llama_ft.models.routers import router_loss
+from llama_ft.models.architecture.routers import router_loss
 from llama_ft.runtime import Ranks, sent
 from llama_ft.training.objectives.base import LossSum, Objective, model_inputs, with_router_loss
 
 
 class RewardModeling(Objective):
     """Scores the chosen response of a pair above the rejected one, with the head of
-    models/score_head.py. See `Objective`."""
+    models/architecture/score_head.py. See `Objective`."""
 
     examples_per_sample = 2
     counts_tokens = False

@@ -10,7 +10,7 @@ from llama_ft.data import Batch, Encoder, one_example
 from llama_ft.data.formats import Sample, SampleFormat
 from llama_ft.data.tokenize import Example
 from llama_ft.models import BuiltModel
-from llama_ft.models.chunked_loss import LossFunction, cross_entropy
+from llama_ft.models.computing.chunked_loss import LossFunction, cross_entropy
 from llama_ft.runtime import Ranks
 from llama_ft.training.objectives.base import LossSum, Objective, target_losses, with_router_loss
 

@@ -44,7 +44,7 @@ from llama_ft.data import (
 from llama_ft.data.formats import LOG_PROBABILITIES, BadSample, Sample
 from llama_ft.errors import RunFailure, UserError, plural, reason
 from llama_ft.models import BuiltModel
-from llama_ft.models.fsdp import free_unsharded
+from llama_ft.models.sharding.fsdp import free_unsharded
 from llama_ft.phases import PhaseMonitor
 from llama_ft.runtime import Ranks, log
 from llama_ft.training.objectives.base import Objective, target_losses

@@ -1,0 +1,1 @@
+"""LoRA and other adapters: layers, names and saved files."""

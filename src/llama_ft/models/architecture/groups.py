@@ -1,0 +1,70 @@
+"""Groups of parameters by name: which of them have settings of their own, and which are frozen."""
+
+import re
+from collections.abc import Sequence
+
+from torch import nn
+
+from llama_ft.config.structured_values import ParameterGroup
+from llama_ft.errors import UserError
+from llama_ft.models.base.source import listed
+
+NAMES_SHOWN = 3
+
+
+def find_groups(model: nn.Module, groups: Sequence[ParameterGroup]) -> dict[str, int]:
+    """Return the name of each parameter that a group matches -> the number of the group. A tied
+    parameter has several names, and each of them counts; the result has the first.
+
+    Raises:
+        UserError: a parameter belongs to two groups.
+    """
+    patterns = [re.compile(group["match"]) for group in groups]
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = dict[str, int]()
+    if not patterns:
+        return found
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first_name = first_names[id(parameter)]
+        for number, pattern in enumerate(patterns):
+            if not pattern.search(name):
+                continue
+            other = found.setdefault(first_name, number)
+            if other != number:
+                both = f'"{groups[other]["match"]}" and "{groups[number]["match"]}"'
+                raise UserError(
+                    f"--groups: {name} matches {both}. Change the patterns so that one of them matches."
+                )
+    return found
+
+
+def freeze_groups(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
+    """Check that every group matches trained parameters, and freeze those of groups with `freeze`.
+
+    Raises:
+        UserError: a pattern matches nothing or only frozen parameters, two patterns match the same
+            one, or nothing is left to train.
+    """
+    numbers = find_groups(model, groups)
+    parameters = dict(model.named_parameters())
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    errors = []
+    for number, group in enumerate(groups):
+        members = [name for name in numbers if numbers[name] == number]
+        if not members:
+            examples = listed(trained, NAMES_SHOWN)
+            errors.append(
+                f'--groups: "{group["match"]}" matches no parameter. Trained are {examples}.'
+            )
+        elif not any(parameters[name].requires_grad for name in members):
+            examples = listed(members, NAMES_SHOWN)
+            errors.append(
+                f'--groups: "{group["match"]}" matches only frozen parameters: {examples}.'
+            )
+    if errors:
+        raise UserError(*errors)
+    for name, number in numbers.items():
+        if groups[number].get("freeze"):
+            parameters[name].requires_grad_(False)
+    if groups and not any(parameter.requires_grad for parameter in parameters.values()):
+        raise UserError("--groups: every parameter is frozen, so there is nothing to train.")

@@ -1,0 +1,1 @@
+"""What the other folders of models build on: stored tensors, shards of weights, layers, and what Transformers lacks."""

@@ -1,0 +1,1 @@
+"""How layers compute: chunked loss, fused and compiled layers, checkpointed activations."""

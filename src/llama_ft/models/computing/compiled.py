@@ -1,0 +1,173 @@
+"""Fused kernels for decoder layers: graphs of torch.compile, Liger's kernels, or an RMSNorm: torch's
+on CUDA, ours on the CPU."""
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PretrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from llama_ft.config import ModelConfig, TrainConfig
+from llama_ft.cpu.rms_norm import rms_norm
+from llama_ft.errors import UserError, reason
+from llama_ft.models.base.layers import decoder_layers
+from llama_ft.models.base.replaced import replace_method
+from llama_ft.models.built import BuiltModel
+from llama_ft.models.packing.packed_samples import report_missing_kernels
+from llama_ft.runtime.console import log
+from llama_ft.runtime.target import current_target
+
+# Dimensions of a layer's arguments that change between steps: samples and tokens; for packed
+# sequences the number of samples and the longest. torch would compile for the first step's sizes,
+# and again for each size that changes.
+VARIES = [
+    *(rf"L\['args'\]\[0\]:{dimension}" for dimension in (0, 1)),  # [samples, tokens, width]
+    *(
+        rf"L\['keywords'\]\['(position_embeddings|position_ids)'\].*:{dimension}"
+        for dimension in (0, 1)
+    ),
+    # [samples, 1, tokens, tokens]
+    *(rf"L\['keywords'\]\['attention_mask'\]:{dimension}" for dimension in (0, 2, 3)),
+    r"L\['keywords'\]\['packed_samples'\].offsets:0",
+    r"L\['keywords'\]\['packed_samples'\].longest",
+]
+# Dense architectures for use_liger auto. With use_liger true, any that liger-kernel supports,
+# including experts.
+AUTO_LIGER = frozenset(
+    "gemma gemma2 gemma3_text glm4 granite llama mistral olmo2 olmo3 phi3 qwen2 qwen3 smollm3".split()
+)
+
+
+def compile_layers(built: BuiltModel, backend: str = "inductor") -> None:
+    """Compile the `forward` of decoder layers, inside the hooks with which fully_shard all-gathers
+    their weights. Layers of one kind share a graph, which is made in the first step. Not for
+    generation: its key-value cache grows with every token."""
+    model = built.model
+    if built.mixers is not None and built.mixers.needs_scope:
+        raise UserError(
+            f"--compile: {type(model).__name__} computes packed samples one after another, which cannot be compiled.\n"
+            "Use --batching_strategy padding, or remove --compile."
+        )
+    # Upper limit of graphs per model: {training, evaluation} x kinds of layer, and the first layer,
+    # whose input may need no gradient. Beyond torch's own limit, 8, layers would run without a
+    # graph.
+    torch._dynamo.config.recompile_limit = 32
+    torch.compiler.config.dynamic_sources = ",".join(VARIES)
+    compiled = torch.compile(_forward, backend=backend)
+    layers = decoder_layers(model)
+    for layer in layers:
+        replace_method(layer, "forward", partial(_forward_or_graph, layer, compiled))
+    log.info(f"{len(layers)} decoder layers will be compiled at the first step.")
+
+
+def _forward(layer: nn.Module, *args: Any, **keywords: Any) -> Any:
+    # Not layer.forward: fully_shard replaces the class, and Transformers checkpoints only in the
+    # last class's forward.
+    return type(layer).forward(layer, *args, **keywords)
+
+
+def _forward_or_graph(
+    layer: nn.Module,
+    compiled: Any,
+    *args: Any,
+    **keywords: Any,
+) -> Any:
+    has_cache = keywords.get("past_key_values") is not None
+    run = _forward if has_cache else compiled
+    return run(layer, *args, **keywords)
+
+
+def without_graphs(model: nn.Module) -> AbstractContextManager[Any]:
+    """In the block, run layers without graphs: graphs for a few samples in evaluation mode would be
+    used only once."""
+    is_compiled = any(isinstance(layer.forward, partial) for layer in decoder_layers(model))
+    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+
+
+def choose_liger(
+    asked: bool | Literal["auto"], config: PretrainedConfig, compiles: bool, device: torch.device
+) -> tuple[bool, str]:
+    """Return whether to use Liger's kernels, and a log text on fused kernels ("" on the CPU). Raises
+    UserError if use_liger is true, but the model, the device or torch.compile does not allow it."""
+    problem = _liger_problem(config, compiles, device, is_asked=asked is True)
+    if asked is True and problem:
+        raise UserError(
+            f"--use_liger: {problem}.\n--use_liger false trains without Liger's kernels."
+        )
+    if asked is not False and not problem:
+        return True, "Fused kernels: Liger's."
+    if device.type != "cuda" or compiles:
+        return False, "Fused kernels: torch.compile's." if compiles else ""
+    return False, f"Fused kernels: torch's RMSNorm, not Liger's: {problem or 'use_liger is false'}."
+
+
+def _liger_problem(
+    config: PretrainedConfig, compiles: bool, device: torch.device, is_asked: bool
+) -> str:
+    """Return why Liger's kernels cannot replace a model's own; "" if they can."""
+    if device.type != "cuda":
+        return "Liger's kernels need CUDA"
+    if compiles:
+        return "--compile fuses the same operations"
+    try:
+        from liger_kernel.transformers import monkey_patch
+    except Exception as error:  # also errors of Triton
+        return f"liger-kernel cannot be imported ({reason(error)})"
+    if config.model_type not in (
+        monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN if is_asked else AUTO_LIGER
+    ):
+        return (
+            f"{'liger-kernel' if is_asked else 'use_liger auto'} does not know {config.model_type}"
+        )
+    usual = type(config)()  # Liger assumes each architecture's default activation function
+    names = [name for name in ("hidden_act", "hidden_activation") if hasattr(config, name)]
+    for name in names:
+        activation = getattr(config, name)
+        if activation != getattr(usual, name, None):
+            return f"liger-kernel has no {activation} for {config.model_type}"
+    return ""
+
+
+def fuse_layers(model: PreTrainedModel, settings: ModelConfig, train: TrainConfig) -> None:
+    """Use Liger's kernels if they were chosen, and another RMSNorm for norms that compute the same as
+    Llama's: torch's on CUDA, otherwise that of rms_norm.py. The model is on the meta device, without
+    adapters. Layers that will be compiled are not changed."""
+    report_missing_kernels(model)
+    if settings.use_liger is True:
+        _apply_liger(model, train)
+    if settings.compile:
+        return
+    forward = _fused_rms_norm if current_target().is_cuda else rms_norm
+    for module in model.modules():
+        if "forward" not in vars(module) and _formula(type(module)) == _formula(LlamaRMSNorm):
+            replace_method(module, "forward", partial(forward, module))
+
+
+def _formula(kind: type[nn.Module]) -> Any:
+    """Return the code of a norm without variable names, to compare it: a hundred classes repeat
+    LlamaRMSNorm's code."""
+    code = getattr(kind.forward, "__code__", None)
+    return code and (code.co_code, code.co_names, code.co_consts)
+
+
+def _fused_rms_norm(norm: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    if hidden_states.dtype != norm.weight.dtype:  # the kernel needs equal dtypes
+        return type(norm).forward(norm, hidden_states)
+    return functional.rms_norm(hidden_states, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def _apply_liger(model: PreTrainedModel, train: TrainConfig) -> None:
+    from liger_kernel.transformers import monkey_patch
+
+    # Liger rotates queries and keys in place. If selective activation checkpointing keeps them, the
+    # recomputed layer would rotate them again, and gradients would be wrong without an error.
+    # Liger's losses are not used: the loss here is a sum over loss tokens.
+    kernels = {"rope": False} if train.activation_checkpointing == "selective" else {}
+    monkey_patch._apply_liger_kernel_to_instance(
+        model, cross_entropy=False, fused_linear_cross_entropy=False, **kernels
+    )

@@ -1,0 +1,1 @@
+"""Packed sequences: samples of one sequence do not see each other."""

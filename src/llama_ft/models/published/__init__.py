@@ -1,0 +1,1 @@
+"""Read checkpoints that were published quantized."""

@@ -1,0 +1,1 @@
+"""Quantized linear layers and experts: which ones, and how they compute."""

@@ -1,0 +1,339 @@
+"""Choose which layers are quantized and how: by the settings, or as stored in the checkpoint.
+
+Transformers saves a 4-bit layer as `weight` [out * in / 2, 1], `weight.absmax` and a few tensors
+that describe them. With double quantization `weight.absmax` itself is in 8 bits, in blocks of 256
+across rows. It is converted to fp32, one scale per block, without a loss.
+"""
+
+import json
+import re
+from collections.abc import Container, Iterable
+from contextlib import suppress
+from copy import copy
+from typing import Any, NamedTuple, TypeGuard, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules.conv import _ConvNd
+from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from llama_ft.config import QuantizationConfig
+from llama_ft.errors import UserError
+from llama_ft.models.base.layers import SCORE, read_linears
+from llama_ft.models.base.source import WeightSource, listed
+from llama_ft.models.base.transformers_private import private
+from llama_ft.models.built import BuiltModel
+from llama_ft.models.published.published import (
+    READERS,
+    dequantized_dtype,
+    remove_note,
+    stored_method,
+)
+from llama_ft.models.quantization.as_stored import (
+    STORED,
+    StoredFp8,
+    StoredMxfp4,
+    names_not_converted,
+    stored_scheme,
+)
+from llama_ft.models.quantization.quantized import (
+    FourBit,
+    Int8,
+    QuantizedLinear,
+    Scheme,
+    quantize_stacks,
+    total_weights,
+)
+
+# Names of tensors that describe how another tensor is quantized.
+PART = re.compile(r"(.*\.weight)\.((nested_)?(absmax|quant_map)|quant_state\..*)")
+
+
+class Quantization(NamedTuple):
+    """The scheme of a quantization, and the layers that it excludes."""
+
+    scheme: Scheme
+    # Layers that are not quantized: names, ends of names or patterns. For a quantized checkpoint
+    # the list is complete, as Transformers reads llm_int8_skip_modules. Otherwise the LM head is
+    # excluded, too.
+    skip: list[str] | None
+    is_stored: bool  # the checkpoint is already quantized
+    # Stacked experts are quantized, too. Transformers does not do that, so a quantized checkpoint
+    # has them in 16 bits.
+    stacks: bool = True
+    linears: bool = True
+    # Modules that a published checkpoint has in 16 bits.
+    not_converted: Iterable[str] = ()
+
+
+def choose_quantization(
+    settings: QuantizationConfig, model_config: PretrainedConfig, use_peft: bool
+) -> Quantization | None:
+    """Return the requested quantization, or that of a checkpoint of bitsandbytes. The checkpoint's is
+    removed from `model_config`; formats of published.py count as 16 bits. Raises UserError if
+    the checkpoint's differs from the request, is not supported, or full fine-tuning would train it."""
+    dtype = (
+        None
+        if settings.compute_dtype == "auto"
+        else cast(torch.dtype, getattr(torch, settings.compute_dtype))
+    )
+    is_published = stored_method(model_config) is not None
+    note = remove_note(model_config)
+    if note is None or is_published:
+        if settings.mode == "none":
+            return None
+        if settings.mode == "as_stored":
+            return _as_stored(settings, note, dequantized_dtype(model_config.to_dict()))
+        four_bit = FourBit(settings.quant_type, settings.block_size, dtype, settings.double_quant)
+        asked = four_bit if settings.mode == "4bit" else Int8(settings.int8_threshold)
+        return Quantization(asked, settings.skip_modules, is_stored=False)
+    method = note.get("quant_method")
+    if method is None and "load_in_8bit" in note:
+        method = "bitsandbytes"  # whose older notes do not say so
+    if method not in (None, "bitsandbytes") or not note.get("load_in_4bit"):
+        found = f"of {method}" if method else "without quant_method"
+        raise UserError(
+            f"--model_name: config.json has a quantization_config {found} that is not supported. Supported are: "
+            f"bitsandbytes in 4 bits, {', '.join(READERS)}.\nUse a version in 16 bits or in bitsandbytes' 4 bits."
+        )
+    if settings.mode == "8bit" or settings.double_quant or not use_peft:
+        raise UserError(
+            "--model_name: already quantized in 4 bits. Use --use_peft, and no other --quantization or --double_quant."
+        )
+    # Transformers always uses blocks of 64, and does not store this number.
+    scheme = FourBit(note.get("bnb_4bit_quant_type", "fp4"), 64, dtype)
+    skip = note.get("llm_int8_skip_modules")
+    return Quantization(scheme, skip, is_stored=True, stacks=settings.mode == "4bit")
+
+
+def _as_stored(
+    settings: QuantizationConfig, note: dict[str, Any] | None, dtype: torch.dtype
+) -> Quantization:
+    """Return the quantization of a published checkpoint: linear layers in FP8, or stacked experts in
+    MXFP4. `dtype`: of dequantized weights."""
+    scheme = stored_scheme(note, dtype)
+    return Quantization(
+        scheme,
+        settings.skip_modules,
+        is_stored=False,
+        stacks=isinstance(scheme, StoredMxfp4),
+        linears=isinstance(scheme, StoredFp8),
+        not_converted=names_not_converted(note or {}),
+    )
+
+
+def quantize_linears(built: BuiltModel, quantization: Quantization) -> str:
+    """Replace linear layers and stacked experts of a model on the meta device by quantized ones.
+    Return a log text. Raises UserError if no linear layer remains to be quantized, or a name to
+    skip does not exist in the model."""
+    model = built.model
+    scheme = quantization.scheme
+    is_stored = quantization.is_stored
+    skip = _skipped_patterns(built, quantization)
+    read = read_linears(model)  # not called, so a quantized layer could not replace them
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if _is_linear(module) and module not in read
+    }
+    stacks = _stacked_weights(model)
+    names = [*linears, *stacks]
+    if not is_stored:
+        _check_skipped(quantization.skip or (), names)
+    gates = set() if is_stored else _gates(model)
+    chosen = {
+        name: module
+        for name, module in linears.items()
+        if quantization.linears
+        and module not in gates
+        and should_convert_module(name, skip)
+        and should_convert_module(f"{name}.weight", skip)
+    }
+    whole = {
+        name: linear
+        for name, linear in chosen.items()
+        if linear.in_features % scheme.block_size == 0
+    }
+    if not whole and any(isinstance(module, Conv1D) for module in model.modules()):
+        raise UserError(
+            f"--quantization: {type(model).__name__} has Transformers' Conv1D in place of linear layers, and "
+            f"Conv1D cannot be quantized. Leave --quantization out."
+        )
+    stacked = {}
+    if quantization.stacks:
+        stacked = _choose_stacks(stacks, scheme, skip)
+    if not quantization.linears and not stacked:
+        raise UserError(
+            f"--quantization as_stored: {type(model).__name__} has no stacked experts to keep in {scheme.name}.\n"
+            f"Leave --quantization out, or use 4bit."
+        )
+    is_empty = quantization.linears and not whole
+    if is_empty or (is_stored and len(whole) < len(chosen)):
+        raise UserError(
+            f"--quantization: {scheme.name} does not support this model: of {len(linears)} linear layers, "
+            f"{len(linears) - len(chosen)} are skipped and {len(chosen) - len(whole)} have a width that is not a "
+            f"multiple of {scheme.block_size}."
+        )
+    for name, linear in whole.items():
+        model.set_submodule(name, QuantizedLinear(linear, scheme, is_stored))
+    _quantize_stacks(model, stacked, scheme)
+    weights = sum(linear.weight.numel() for linear in whole.values())
+    weights += sum(stacked.values())
+    unchanged = [name for name in names if name not in whole | stacked]
+    experts = f" and {len(stacked)} stacks of experts" if stacks else ""
+    verb = "Kept in" if isinstance(scheme, STORED) else "Quantized to"
+    return (
+        f"{verb} {scheme.name}: {len(whole)} linear layers{experts}, {weights:,} of {total_weights(model):,} "
+        f"weights; not quantized: {listed(unchanged)}"
+    )
+
+
+def _skipped_patterns(built: BuiltModel, quantization: Quantization) -> list[str]:
+    """Return names, ends of names or patterns of layers that are not quantized, as
+    should_convert_module takes them."""
+    model = built.model
+    skip = [*(quantization.skip or ()), *quantization.not_converted]
+    skip += private(model, "_keep_in_fp32_modules") or ()
+    if not quantization.is_stored or quantization.skip is None:
+        skip += get_keys_to_not_convert(model)
+    if not quantization.is_stored:
+        # HY 4's indexer casts its input to the dtype of this weight, which would be that of bytes.
+        skip += private(model, "_keep_in_fp32_modules_strict") or ()
+    if built.has_score:
+        skip.append(SCORE)
+    skip += built.image_parts  # names of towers and projector: all names that begin with them
+    return skip
+
+
+def _check_skipped(patterns: Iterable[str], names: list[str]) -> None:
+    """Raise a UserError for a pattern of --skip_modules that none of the names matches."""
+    for pattern in patterns:
+        if all(should_convert_module(name, [pattern]) for name in names):
+            last_parts = [name.rsplit(".", 1)[-1] for name in names]
+            ends = ", ".join(dict.fromkeys(last_parts))
+            raise UserError(
+                f"--skip_modules [{pattern}]: no linear layer's name ends in it. They end in: {ends}."
+            )
+
+
+def _choose_stacks(
+    stacks: dict[str, nn.Parameter], scheme: Scheme, skip: list[str]
+) -> dict[str, int]:
+    """Return the names of the stacked weights that are not skipped, and their numbers of weights."""
+    stacked = dict[str, int]()
+    for name, weight in stacks.items():
+        module_name = name.rpartition(".")[0]
+        # by its own name or its module's
+        is_chosen = should_convert_module(name, skip) and should_convert_module(module_name, skip)
+        if is_chosen and weight.shape[-1] % scheme.block_size == 0:
+            stacked[name] = weight.numel()
+    return stacked
+
+
+def _quantize_stacks(model: nn.Module, names: Iterable[str], scheme: Scheme) -> None:
+    by_module = dict[str, list[str]]()  # name of the module -> its stacked weights
+    for name in names:
+        module_name, _, part = name.rpartition(".")
+        by_module.setdefault(module_name, []).append(part)
+    for module_name, parts in by_module.items():
+        quantize_stacks(model.get_submodule(module_name), parts, scheme)
+
+
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether a module computes the same as nn.Linear: it is one, or its own forward
+    (Falcon's) gives the same result with a small weight."""
+    if type(module) is nn.Linear or not isinstance(module, nn.Linear):
+        return type(module) is nn.Linear
+    small = copy(module)
+    inputs = torch.tensor([[1.0, -2.0, 3.0]])
+    weight = torch.arange(6.0).view(2, 3)
+    bias = None if module.bias is None else torch.tensor([7.0, -8.0])
+    small._parameters = {
+        "weight": nn.Parameter(weight),
+        "bias": bias if bias is None else nn.Parameter(bias),
+    }
+    with suppress(RuntimeError, TypeError, ValueError, IndexError, AttributeError), torch.no_grad():
+        return torch.equal(small(inputs), functional.linear(inputs, weight, bias))
+    return False
+
+
+def _stacked_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return stacked weights [experts, rows, columns], which their module reads itself, by name."""
+    found = dict[str, nn.Parameter]()
+    for prefix, module in model.named_modules():
+        if isinstance(module, _ConvNd):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == 3 and min(parameter.shape) > 1:
+                found[f"{prefix}.{name}"] = parameter
+    return found
+
+
+def _gates(model: nn.Module) -> set[nn.Module]:
+    """Return the linear layers that choose or weight experts: they are small and important. Routers
+    are modules whose logits Transformers can record, unless these modules contain experts."""
+    kinds = set[Any]()
+    for module in model.modules():
+        recorded = (private(module, "_can_record_outputs") or {}).get("router_logits", ())
+        for each in recorded if isinstance(recorded, list | tuple) else [recorded]:
+            kinds.add(getattr(each, "target_class", each))
+    routers = [module for module in model.modules() if type(module) in kinds]
+    gates = set[nn.Module]()
+    for router in routers:
+        linears = [linear for linear in router.modules() if type(linear) is nn.Linear]
+        if len(linears) == 1:
+            gates.update(linears)
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.out_features == 1:
+            gates.add(module)
+    return gates
+
+
+def is_part(name: str, keys: Container[str]) -> bool:
+    """Return whether a stored tensor describes the quantization of one of the weights `keys`."""
+    found = PART.fullmatch(name)
+    return found is not None and found[1] in keys
+
+
+def is_4bit(key: str, headers: Container[str]) -> bool:
+    """Return whether the checkpoint holds the weight `key` in 4 bits."""
+    return f"{key}.absmax" in headers
+
+
+def read_4bit(
+    source: WeightSource, key: str, in_features: int, scheme: FourBit, start: int, stop: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read rows [start, stop), which must be whole blocks. Return weight, uint8 [n, in / 2], and
+    scale [n, in / block size], fp32 bits as int32."""
+    # Transformers can store the bytes as another dtype
+    itemsize = source.tensors[key].dtype.itemsize
+    a_row = in_features // 2 // itemsize
+    stored = source.read_rows(key, start * a_row, stop * a_row)
+    weight = stored.contiguous().view(torch.uint8)
+    # bitsandbytes stores its settings as JSON in a uint8 tensor.
+    note = next(name for name in source.tensors if name.startswith(f"{key}.quant_state."))
+    note_bytes = bytes(source.read(note).tolist())
+    state: dict[str, Any] = json.loads(note_bytes)
+    if (state["quant_type"], state["blocksize"]) != (scheme.quant_type, scheme.block_size):
+        raise UserError(
+            f"{source.tensors[key].file}: {key} is not stored in {scheme.name}, as config.json says."
+        )
+    blocks = in_features // scheme.block_size
+    first = start * blocks
+    last = stop * blocks
+    scale = source.read_rows(f"{key}.absmax", first, last)
+    if "nested_blocksize" in state:
+        outer = torch.arange(first, last) // state["nested_blocksize"]
+        code = source.read(f"{key}.nested_quant_map")
+        outer_scale = source.read(f"{key}.nested_absmax")
+        # Double quantization: the scales are codes of 8 bits, with scales of their own.
+        inner_values = code.float()[scale.long()]
+        outer_values = outer_scale.float()[outer]
+        scale = inner_values * outer_values + state["nested_offset"]
+    scale_bits = scale.float().contiguous().view(torch.int32)
+    rows = stop - start
+    return weight.view(rows, -1), scale_bits.view(rows, -1)

@@ -1,0 +1,1 @@
+"""Shard a model with FSDP, and choose its dtypes."""

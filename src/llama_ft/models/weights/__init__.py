@@ -1,0 +1,1 @@
+"""Load weights into a sharded model."""

@@ -1,0 +1,484 @@
+"""Load the weights of a sharded model: each rank's rows are streamed from the checkpoint. Neither
+way of loading (see loader.py) holds a whole model in memory, or a whole tensor of another rank."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.config import PeftConfig
+from llama_ft.errors import UserError
+from llama_ft.models.adapters.lora import first_values, lora_layers
+from llama_ft.models.adapters.names import ADAPTER_WEIGHTS, checkpoint_key, is_adapter_weight
+from llama_ft.models.adapters.saved_adapter import (
+    check_saved_adapter,
+    differing_copies,
+    left_out,
+    other_base,
+)
+from llama_ft.models.architecture.new_tokens import TokenRows
+from llama_ft.models.base.shards import ShardGroup, local_shard
+from llama_ft.models.base.source import (
+    SafetensorsSource,
+    StoredTensor,
+    WeightSource,
+    listed,
+    open_weights,
+)
+from llama_ft.models.base.transformers_private import INITIALIZED, private
+from llama_ft.models.built import Adapter, BuiltModel, StoredModel
+from llama_ft.models.quantization import as_stored
+from llama_ft.models.quantization.as_stored import STORED, misfit
+from llama_ft.models.quantization.quantization import is_4bit, is_part, read_4bit
+from llama_ft.models.quantization.quantized import FourBit, QuantizedWeight, quantized_weights
+from llama_ft.models.weights.conversion import RECOMPUTED
+from llama_ft.models.weights.loader import Loader, ShardLoad, open_loader
+from llama_ft.runtime.console import log
+from llama_ft.runtime.process_group import Ranks
+from llama_ft.runtime.target import current_target
+
+# Ends of the names of scales, codes and zero points in published formats
+PARTS_OF_QUANTIZED = (
+    "_scale_inv",
+    "_scale",
+    "_scales",
+    "_blocks",
+    "_packed",
+    "_zero_point",
+    ".qweight",
+    ".qzeros",
+    ".scales",
+    ".g_idx",
+)
+NORM_ROWS = 1024
+# Number of weights. On the CPU, ranks held at most 11 to 54 MiB in addition to their shards. On a
+# GPU, starting kernels for so few would take longer than the work; there 2**24 weights are 32 MiB
+# in bf16.
+QUANTIZED_AT_ONCE = {"cpu": 2**19, "cuda": 2**24}
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """How weights are loaded."""
+
+    peft: PeftConfig  # where the adapter's first values come from
+    seed: int  # for the first values of an adapter and of a new score head
+    quantized_from: torch.dtype  # weights are rounded to it before they are quantized
+    scatter: bool = False  # rank 0 reads and sends (`low_cpu_fsdp`)
+
+
+def load_weights(
+    built: BuiltModel,
+    ranks: Ranks,
+    settings: LoadSettings,
+    trained: WeightSource | None = None,
+) -> StoredModel:
+    """Allocate this rank's shards on its device and load them.
+
+    Args:
+        built: the sharded model on the meta device, possibly with an adapter.
+        ranks: the ranks the model is sharded over. Shards live on their storage device, buffers
+            where they compute, and there weights are quantized.
+        settings: see LoadSettings.
+        trained: weights of a checkpoint to load later (with an adapter), or here in place of
+            the base model's of the same names; not with settings.scatter.
+
+    Returns:
+        The dtypes in the checkpoint, and its tensors that are not loaded.
+
+    Raises:
+        UserError: tensors are missing, unexpected or of another shape, or a file cannot be read.
+    """
+    model = built.model
+    adapter = built.adapter
+    seed = settings.seed
+    device = ranks.device
+    group = ShardGroup(ranks)
+    replaced = trained if adapter is None else None
+    loader = open_loader(built.folder, built, group, settings.scatter, seed, replaced)
+    keys = account_for(model, loader.headers, built.folder)
+    adapter_loader = None
+    if adapter is not None and trained is None:
+        adapter_loader = _open_saved_adapter(built, group, settings, loader.source)
+    _allocate(model, device, ranks.storage_device)
+    with torch.no_grad():
+        _fill_base(built, keys, loader, settings.quantized_from, device)
+        if adapter is not None and adapter_loader is not None:
+            parameters = dict(model.named_parameters())
+            for name, key in adapter.keys.items():
+                load = _as_stored(parameters[name], key, adapter_loader.headers)
+                adapter_loader.fill(load)
+            adapter_loader.finish()
+        elif adapter is not None and trained is None:
+            _fill_new_adapter(built, keys, loader, settings, device)
+        loader.finish()
+        if adapter is not None and trained is None and adapter_loader is None:
+            # after `finish`: they are computed from loaded weights
+            _set_dora_magnitudes(model)
+        _fill_buffers(model, loader)
+    if device.type == "cuda" and quantized_weights(model):
+        # raises earlier errors here; bitsandbytes' next call would exit
+        torch.cuda.synchronize(device)
+    for name, _ in model.named_buffers():
+        key = checkpoint_key(name)
+        if key in loader.headers:
+            keys[name] = key
+    dtypes = {name: loader.headers[key].dtype for name, key in keys.items()}
+    untouched = {name: header for name, header in loader.headers.items() if header.is_untouched}
+    return StoredModel(dtypes, untouched)
+
+
+def _open_saved_adapter(
+    built: BuiltModel, group: ShardGroup, settings: LoadSettings, base: WeightSource | None
+) -> Loader | None:
+    """Open the adapter that is continued; None if a new one is trained. `base`: the weights of the
+    base model, on ranks that read them."""
+    if not settings.peft.from_peft_checkpoint:
+        return None
+    assert built.adapter is not None
+    folder = Path(settings.peft.from_peft_checkpoint)
+    file = folder / ADAPTER_WEIGHTS
+    loader = open_loader(file, built, group, settings.scatter)
+    copies = check_saved_adapter(loader.headers, built.model, built.adapter, file)
+    warning = None
+    problem = None
+    if base is not None:
+        warning = other_base(folder, built.adapter.config.base_model_name_or_path, built.folder)
+        if copies:
+            problem = differing_copies(file, copies, built.model, base)
+    if settings.scatter:
+        box = [problem]
+        dist.broadcast_object_list(box, src=0)
+        problem = box[0]
+    if warning:
+        log.warning(warning)
+    if problem:
+        raise UserError(problem)
+    if copies:
+        log.info(left_out(file, copies))
+    return loader
+
+
+def _fill_base(
+    built: BuiltModel,
+    keys: dict[str, str],
+    loader: Loader,
+    quantized_from: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Load the weights of the base model. `keys`: parameter -> its name in the checkpoint."""
+    model = built.model
+    quantized = {id(weight.weight): weight for weight in quantized_weights(model)}
+    open_files = cache(partial(open_weights, built.folder))
+    threads = torch.get_num_threads()
+    for name, parameter in model.named_parameters():
+        weight = quantized.get(id(parameter))
+        if weight is not None and isinstance(weight.scheme, STORED):
+            loader.fill(_to_stored(weight, loader.headers[keys[name]], open_files))
+        elif weight is not None:
+            # Quantization is many small operations. If other programs use the cores, waiting for
+            # all threads after each takes longer than the work: 26 s instead of 3 s for 450 M
+            # weights in 8 bits on 4 cores.
+            torch.set_num_threads(1)
+            loader.fill(_to_quantized(weight, keys[name], quantized_from, device))
+            torch.set_num_threads(threads)
+        elif name in keys:
+            loader.fill(_as_stored(parameter, keys[name], loader.headers))
+
+
+def _fill_new_adapter(
+    built: BuiltModel,
+    keys: dict[str, str],
+    loader: Loader,
+    settings: LoadSettings,
+    device: torch.device,
+) -> None:
+    """Set the first values of a new adapter. PiSSA's and those of new tokens come from the base
+    model's weights."""
+    model = built.model
+    adapter = built.adapter
+    assert adapter is not None
+    parameters = dict(model.named_parameters())
+    for name, value in first_values(adapter, settings.seed):
+        first, last = loader.group.own_rows(len(value))
+        local_shard(parameters[name]).copy_(value[first:last])
+    if adapter.trained_rank:
+        stored = {id(parameters[name]): key for name, key in keys.items()}
+        for layer in lora_layers(model):
+            key = stored[id(layer.get_base_layer().weight)]
+            kind = settings.peft.init_lora_weights
+            _fill_singular_values(layer, key, loader, adapter, kind, device)
+    for name, module in model.named_modules():
+        if isinstance(module, TokenRows) and module.tied_adapter is None:
+            copies = module.trainable_tokens_delta["default"]
+            ids = module.token_indices["default"]
+            key = keys[f"{name}.base_layer.weight"]
+            loader.fill(_as_stored(copies, key, loader.headers, ids))
+
+
+def _as_stored(
+    parameter: torch.Tensor,
+    key: str,
+    headers: dict[str, StoredTensor],
+    ids: list[int] | None = None,
+) -> ShardLoad:
+    """Return the load of a stored tensor's rows, or of the rows `ids`."""
+
+    def make(source: WeightSource, start: int, stop: int) -> list[torch.Tensor]:
+        if ids is None:
+            return [source.read_rows(key, start, stop)]
+        rows = []
+        for id_ in ids[start:stop]:
+            rows.append(source.read_rows(key, id_, id_ + 1))
+        return [torch.cat(rows)]
+
+    shard = local_shard(parameter)
+    # Send the narrower of the two dtypes: the conversion gives the same bits on both sides.
+    wire = min(headers[key].dtype, shard.dtype, key=lambda dtype: dtype.itemsize)
+    return ShardLoad([shard], tuple(parameter.shape), [wire], make)
+
+
+def _fill_singular_values(
+    layer: Any,
+    key: str,
+    loader: Loader,
+    adapter: Adapter,
+    kind: str,
+    device: torch.device,
+) -> None:
+    """Set PiSSA's initial A [2r, in] and B [out, 2r] of a layer (see lora.py), from the weight
+    named `key`. They are computed on `device`."""
+
+    @cache  # A and B have one decomposition
+    def factors() -> tuple[torch.Tensor, torch.Tensor]:
+        rank = adapter.trained_rank
+        source = cast(WeightSource, loader.source)
+        weight = source.read(key).to(device, torch.float32)
+        weight = weight.T if layer.fan_in_fan_out else weight
+        if kind == "pissa":
+            u, values, v = torch.linalg.svd(weight, full_matrices=False)
+        else:
+            torch.manual_seed(0)  # the same on every rank; the training loop seeds again
+            iterations = int(kind.rpartition("_")[2])  # "pissa_niter_16": 16
+            u, values, v = torch.svd_lowrank(weight, rank, niter=iterations)
+            v = v.T
+        root = (values[:rank] / layer.scaling["default"]).sqrt()
+        # as peft's pissa_init
+        a = root[:, None] * v[:rank]
+        b = u[:, :rank] * root
+        # [A; A0] and [B, -B0]: the trained half and the frozen one cancel out at first.
+        doubled_a = torch.cat([a, a])
+        doubled_b = torch.cat([b, -b], dim=1)
+        return doubled_a, doubled_b
+
+    def rows_of_a(_: WeightSource, start: int, stop: int) -> list[torch.Tensor]:
+        return [factors()[0][start:stop]]
+
+    def rows_of_b(_: WeightSource, start: int, stop: int) -> list[torch.Tensor]:
+        return [factors()[1][start:stop]]
+
+    for part, make in ((layer.lora_A, rows_of_a), (layer.lora_B, rows_of_b)):
+        weight = part["default"].weight
+        shape = tuple(weight.shape)
+        loader.fill(ShardLoad([local_shard(weight)], shape, [weight.dtype], make))
+
+
+def _to_stored(
+    weight: QuantizedWeight,
+    header: StoredTensor,
+    open_files: Callable[[], SafetensorsSource],
+) -> ShardLoad:
+    """Return the load of rows that stay as they are stored. They are read from the files, because
+    the loader's source shows them in 16 bits."""
+    shards = [local_shard(weight.weight), local_shard(weight.scale)]
+
+    def make(_: WeightSource, start: int, stop: int) -> Sequence[torch.Tensor]:
+        assert isinstance(weight.scheme, STORED)
+        return as_stored.read_stored(open_files, weight.scheme, header, start, stop)
+
+    return ShardLoad(shards, weight.shape, [shard.dtype for shard in shards], make)
+
+
+def _to_quantized(
+    weight: QuantizedWeight, key: str, dtype: torch.dtype, device: torch.device
+) -> ShardLoad:
+    """Return the load of rows that are quantized from `dtype` on `device`, or read as they are if
+    the checkpoint is quantized. In a stack a "row" is an expert, and its rows are quantized block
+    by block."""
+    scheme = weight.scheme
+    assert not isinstance(scheme, STORED)
+    at_once = QUANTIZED_AT_ONCE[current_target().device]
+    shards = [local_shard(weight.weight), local_shard(weight.scale)]
+    columns = weight.shape[-1]
+
+    def make(source: WeightSource, start: int, stop: int) -> Sequence[torch.Tensor]:
+        if weight.is_stored and isinstance(scheme, FourBit):
+            return read_4bit(source, key, columns, scheme, start, stop)
+        rows = source.read_rows(key, start, stop).reshape(-1, columns)
+        rows_at_once = max(1, at_once // columns)
+        parts = [
+            scheme.quantize(block.to(device=device, dtype=dtype))
+            for block in rows.split(rows_at_once)
+        ]
+        made: Sequence[torch.Tensor] = parts[0]
+        if len(parts) > 1:
+            made = [torch.cat(blocks) for blocks in zip(*parts, strict=True)]
+        return [
+            part.view(stop - start, *shard.shape[1:])
+            for part, shard in zip(made, shards, strict=True)
+        ]
+
+    return ShardLoad(shards, weight.shape, [shard.dtype for shard in shards], make, at_once)
+
+
+def account_for(
+    model: PreTrainedModel, headers: dict[str, StoredTensor], folder: Path
+) -> dict[str, str]:
+    """Return parameter name -> name in the checkpoint. Raises UserError if a name has no
+    counterpart."""
+    aliases = defaultdict[int, list[str]](list)  # a tied weight may have either name
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not is_adapter_weight(name):
+            aliases[id(parameter)].append(checkpoint_key(name))
+    quantized = {id(weight.weight): weight for weight in quantized_weights(model)}
+    scales = {id(weight.scale) for weight in quantized.values()}
+    missing = []
+    unlike = []
+    not_stored = []
+    keys = dict[str, str]()
+    ties = model.all_tied_weights_keys
+    for name, parameter in model.named_parameters():
+        if is_adapter_weight(name) or id(parameter) in scales:
+            continue
+        weight = quantized.get(id(parameter))
+        shape = tuple(parameter.shape) if weight is None else weight.shape
+        own_names = aliases[id(parameter)]
+        tied_names = [ties[alias] for alias in own_names if alias in ties]
+        candidates = own_names + tied_names
+        key = next((candidate for candidate in candidates if candidate in headers), None)
+        if key is None:
+            missing.append(candidates[0])
+            continue
+        keys[name] = key
+        stored = headers[key]
+        packed = is_4bit(key, headers)
+        # In 4 bits the tensor is flat, and its bytes may be stored as another dtype.
+        fits_in_4_bits = packed and 2 * stored.nbytes == torch.Size(shape).numel()
+        fits = fits_in_4_bits or stored.shape == shape
+        expects_packed = weight is not None and weight.is_stored
+        if not fits or packed != expects_packed:
+            form = " in 4 bits" if packed else ""
+            unlike.append(
+                f"{key} is {list(stored.shape)}{form}, config.json makes it {list(shape)}"
+            )
+        elif weight is not None and isinstance(weight.scheme, STORED):
+            problem = misfit(weight.scheme, stored)
+            if problem is not None:
+                not_stored.append(f"{key} {problem}")
+    known = {name for names in aliases.values() for name in names}
+    known |= {checkpoint_key(name) for name, _ in model.named_buffers()}
+    held = set(keys.values())
+    extra = [
+        key
+        for key, header in headers.items()
+        if not (key in known or header.is_untouched or is_part(key, held))
+        and not RECOMPUTED.search(key)
+    ]
+    wrong = {"missing": missing, "not part of the model": extra, "not as in config.json": unlike}
+    lines = [f"{title}: {listed(names)}" for title, names in wrong.items() if names]
+    if any(key.endswith(PARTS_OF_QUANTIZED) for key in extra):
+        lines.append(
+            "Some belong to quantized weights, but not as config.json's quantization_config says. "
+            "Download the model again with its config.json, or use a version in 16 bits."
+        )
+    if not_stored and not lines:
+        raise UserError(
+            f"{folder}: --quantization as_stored cannot keep {listed(not_stored)}.\n"
+            f"Name such modules in --skip_modules: they are read in 16 bits."
+        )
+    if lines:
+        raise UserError("\n".join([f"{folder}: its weights do not match its config.json.", *lines]))
+    return keys
+
+
+def _allocate(model: nn.Module, device: torch.device, storage_device: torch.device) -> None:
+    """Allocate every shard and buffer. to_empty makes two parameters of a tied weight, so tie them
+    again."""
+    places = defaultdict[int, list[tuple[nn.Module, str]]](list)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places[id(parameter)].append((module, name))
+    model.to_empty(device=storage_device)
+    # With CPU offload only parameters are stored on the host. Buffers are not sharded.
+    if storage_device != device:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, torch.empty_like(buffer, device=device))
+    for (first_module, first_name), *others in places.values():
+        for module, name in others:
+            setattr(module, name, getattr(first_module, first_name))
+
+
+def _set_dora_magnitudes(model: nn.Module) -> None:
+    """Set DoRA's magnitudes to the norm of each row of W + scaling * B A, where B is zero at first.
+    No communication is needed, because weight and magnitude are split into the same rows."""
+    for module in model.modules():
+        for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
+            weight = local_shard(cast(nn.Linear, module.base_layer).weight)
+            norms = local_shard(magnitude.weight)
+            # Blocks limit the size of the fp32 copy.
+            blocks = zip(weight.split(NORM_ROWS), norms.split(NORM_ROWS), strict=True)
+            for weight_rows, norm_rows in blocks:
+                norm_rows.copy_(torch.linalg.vector_norm(weight_rows.float(), dim=1))
+
+
+def _fill_buffers(model: PreTrainedModel, loader: Loader) -> None:
+    """Read the buffers of the checkpoint, and let Transformers compute the others (rotary
+    frequencies). Raises UserError if it does not compute one of them."""
+    computed = {}
+    for name, buffer in model.named_buffers():
+        key = checkpoint_key(name)
+        if key not in loader.headers:
+            # autograd's counter of in-place writes
+            computed[name] = (buffer, buffer._version)
+            continue
+        if loader.source is not None:
+            buffer.copy_(loader.source.read(key))
+        if loader.scatter:
+            dist.broadcast(buffer, src=0)
+        setattr(buffer, INITIALIZED, True)
+    for parameter in model.parameters():
+        setattr(parameter, INITIALIZED, True)
+    compute_buffers(model, model)
+    left = [
+        name
+        for name, (buffer, version) in computed.items()
+        if model.get_buffer(name) is buffer and buffer._version == version
+    ]
+    if left:
+        raise UserError(
+            f"--model_name: model_type {model.config.model_type} is not supported: neither the checkpoint nor "
+            f"Transformers has values for:\n{listed(left)}"
+        )
+
+
+def compute_buffers(module: nn.Module, model: PreTrainedModel) -> None:
+    """Let Transformers initialize the modules of `module` with buffers, in its own order: children
+    first, each by the innermost model around it. Falcon-H1's decoder fills buffers of its
+    layers."""
+    model = module if isinstance(module, PreTrainedModel) else model
+    for child in module.children():
+        compute_buffers(child, model)
+    has_buffers = any(True for _ in module.buffers())
+    if not has_buffers:
+        return
+    fill = private(model, "_init_weights")
+    if fill:
+        fill(module)

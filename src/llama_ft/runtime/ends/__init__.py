@@ -1,0 +1,1 @@
+"""How a run ends: errors, lost ranks, signals, hangs and memory."""
