@@ -61,7 +61,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from llama_ft import data, models, runtime, training  # noqa: E402
 from llama_ft.config import Config, load  # noqa: E402
-from llama_ft.data.prefetch import StepBatches  # noqa: E402
+from llama_ft.data.batches.prefetch import StepBatches  # noqa: E402
 from llama_ft.models.adapters import lora  # noqa: E402
 from llama_ft.models.built import Unit  # noqa: E402
 from llama_ft.phases import NULL_MONITOR  # noqa: E402

@@ -3,7 +3,7 @@
 Read it from top to bottom: `main` is the path of a run, `build_model` loads a sharded model,
 `train` is the training loop. The functions that they call are in src/llama_ft, one folder per step.
 To change the loss, see llama_ft/training/objectives/sft.py; to change how samples are read,
-llama_ft/data/formats.py.
+llama_ft/data/read/formats.py.
 """
 
 from pathlib import Path

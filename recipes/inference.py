@@ -31,7 +31,7 @@ from finetuning import build_model  # noqa: E402
 
 from llama_ft import models, runtime  # noqa: E402
 from llama_ft.data import AS_TEXT  # noqa: E402
-from llama_ft.data.image_prompts import user_message  # noqa: E402
+from llama_ft.data.images.image_prompts import user_message  # noqa: E402
 from llama_ft.inference.generate import Answerer, Messages  # noqa: E402
 from llama_ft.inference.load import TakesImages, open_model, read_images  # noqa: E402
 from llama_ft.inference.prompts import (  # noqa: E402

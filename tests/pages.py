@@ -255,7 +255,7 @@ def lay_out(folder: Path, save_model: Callable[..., Path]) -> Path:
     models, each with a tokenizer and the chat template of Llama 3.1, and data."""
     from transformers import AutoTokenizer
 
-    from llama_ft.data.chat_template import BUILT_IN
+    from llama_ft.data.chat.chat_template import BUILT_IN
 
     for name in ("recipes", "src", "configs", "launch", "docs", "examples"):
         if (REPOSITORY / name).exists():

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_ft.config import load, to_yaml
-from llama_ft.data.statistics import SplitStatistics
+from llama_ft.data.tokenize.statistics import SplitStatistics
 from llama_ft.observe.run_log import MetricsLog
 from llama_ft.observe.run_metadata import RunMetadata
 from llama_ft.plan.types import Peak, Plan

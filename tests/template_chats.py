@@ -5,11 +5,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llama_ft.data.formats import Message
+from llama_ft.data.read.formats import Message
 
 STOCK = {
     file.stem: file.read_text()
-    for file in sorted(Path(__file__).with_name("data").joinpath("chat_templates").glob("*.jinja"))
+    for file in sorted(
+        Path(__file__).with_name("data").joinpath("chat", "chat_templates").glob("*.jinja")
+    )
 }
 # Text in templates that a real tokenizer has as one token.
 SPECIAL = re.compile(

@@ -15,7 +15,7 @@ import finetuning
 
 from llama_ft import checkpoint, data, models, runtime, training
 from llama_ft.config import CheckpointConfig, load
-from llama_ft.data.prefetch import StepBatches
+from llama_ft.data.batches.prefetch import StepBatches
 from llama_ft.models.sharding.fsdp import free_unsharded
 from llama_ft.phases import NULL_MONITOR
 

@@ -45,7 +45,7 @@ def report_plan(
     import torch
 
     from llama_ft.config import load
-    from llama_ft.data.statistics import BuildReport, SplitStatistics
+    from llama_ft.data.tokenize.statistics import BuildReport, SplitStatistics
     from llama_ft.plan.preflight import Preflight
 
     if torch.__version__ >= "2.15":

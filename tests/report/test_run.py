@@ -13,7 +13,7 @@ from forked import Finished
 from report_run import write_run
 
 from llama_ft.config.paths import RUN_MARKER
-from llama_ft.data.statistics import BadKind, BuildReport, SplitStatistics, warnings_of
+from llama_ft.data.tokenize.statistics import BadKind, BuildReport, SplitStatistics, warnings_of
 from llama_ft.errors import UserError
 from llama_ft.report import read_run, report_page, write_or_warn
 from llama_ft.report.run import differing_settings

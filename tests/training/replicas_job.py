@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from llama_ft import checkpoint, runtime, training
 from llama_ft.config import CheckpointConfig, FSDPConfig, TrainConfig
 from llama_ft.data import IGNORED, Batch
-from llama_ft.data.prefetch import StepBatches
+from llama_ft.data.batches.prefetch import StepBatches
 from llama_ft.models import BuiltModel, apply_fsdp, set_storage_dtypes
 from llama_ft.models.adapters.lora_linear import use_fused_lora
 from llama_ft.training.objectives.sft import SupervisedFineTuning

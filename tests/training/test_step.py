@@ -13,7 +13,7 @@ from forked import Finished, forked
 from torch.nn.utils import clip_grad_norm_
 
 from llama_ft.config import TrainConfig
-from llama_ft.data.prefetch import StepBatches
+from llama_ft.data.batches.prefetch import StepBatches
 from llama_ft.models import BuiltModel
 from llama_ft.runtime import Ranks
 from llama_ft.training import LossSum, StepOutcome, clip_and_reduce_norm

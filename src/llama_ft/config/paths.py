@@ -38,7 +38,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 # Marks a run's directory. Other programs also write a metrics.jsonl or checkpoints/, but none
 # writes this file.
 RUN_MARKER = ".llama_ft-run"
-# the samples that --skip_bad_rows has skipped; see data/tokenize_files.py
+# the samples that --skip_bad_rows has skipped; see data/tokenize/tokenize_files.py
 BAD_SAMPLES_FILE = "bad_samples.jsonl"
 # The newest checkpoint that was fetched from --save_to. launch/run.sh does not count it as progress of
 # the run.

@@ -1,7 +1,7 @@
 """Raw samples -> messages -> tokens and loss mask -> batches. The embedded demo is one of the
 datasets."""
 
-from llama_ft.data.batches import (
+from llama_ft.data.batches.batches import (
     BATCHES_VERSION,
     Batch,
     BatchLayout,
@@ -11,19 +11,19 @@ from llama_ft.data.batches import (
     group_size,
     pad_token_id,
 )
+from llama_ft.data.batches.prefetch import Prefetcher
+from llama_ft.data.batches.stream import TrainingBatches, plan_training, training_layout
 from llama_ft.data.cache import cache_dir
-from llama_ft.data.chat_template import RENDER_ERRORS, ensure_chat_template, stop_token_ids
-from llama_ft.data.content import SPLIT_VERSION
+from llama_ft.data.chat.chat_template import RENDER_ERRORS, ensure_chat_template, stop_token_ids
 from llama_ft.data.demo import Demo, build_demo
-from llama_ft.data.image_prompts import thumbnail
-from llama_ft.data.prefetch import Prefetcher
+from llama_ft.data.images.image_prompts import thumbnail
+from llama_ft.data.images.processor import Images, load_processor
 from llama_ft.data.prepare import DataRequest, TokenizedData, prepare
-from llama_ft.data.processor import Images, load_processor
-from llama_ft.data.prompt_tokens import AS_TEXT
+from llama_ft.data.read.sources import open_source
 from llama_ft.data.samples import describe_first_batch, show_samples
-from llama_ft.data.sources import open_source
-from llama_ft.data.stream import TrainingBatches, plan_training, training_layout
-from llama_ft.data.tokenize import (
+from llama_ft.data.tokenize.content import SPLIT_VERSION
+from llama_ft.data.tokenize.prompt_tokens import AS_TEXT
+from llama_ft.data.tokenize.tokenize import (
     IGNORED,
     Encoder,
     check_ids,

@@ -22,15 +22,15 @@ from llama_ft.config.home import expanded
 from llama_ft.config.objectives import DEFAULT_OBJECTIVE, UNPAIRED, objectives_text
 from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.data.cache import build_once
-from llama_ft.data.chat_template import ensure_chat_template, missing_end
-from llama_ft.data.formats import TokenizedSample
-from llama_ft.data.held_out import write_held_out
-from llama_ft.data.image_parts import ImageStore
-from llama_ft.data.processor import Images, open_images
-from llama_ft.data.prompt_tokens import PromptFormat
-from llama_ft.data.reshape import look_at_formats, reshaped
-from llama_ft.data.sources import Source, Split, brings_validation, open_source
-from llama_ft.data.statistics import (
+from llama_ft.data.chat.chat_template import ensure_chat_template, missing_end
+from llama_ft.data.images.image_parts import ImageStore
+from llama_ft.data.images.processor import Images, open_images
+from llama_ft.data.read.formats import TokenizedSample
+from llama_ft.data.read.reshape import look_at_formats, reshaped
+from llama_ft.data.read.sources import Source, Split, brings_validation, open_source
+from llama_ft.data.tokenize.held_out import write_held_out
+from llama_ft.data.tokenize.prompt_tokens import PromptFormat
+from llama_ft.data.tokenize.statistics import (
     BuildReport,
     SplitStatistics,
     describe,
@@ -38,8 +38,14 @@ from llama_ft.data.statistics import (
     overlap_warning,
     warnings_of,
 )
-from llama_ft.data.tokenize import Encoder, ExamplesOf, check_ids, one_example, unpaired_examples
-from llama_ft.data.tokenize_files import (
+from llama_ft.data.tokenize.tokenize import (
+    Encoder,
+    ExamplesOf,
+    check_ids,
+    one_example,
+    unpaired_examples,
+)
+from llama_ft.data.tokenize.tokenize_files import (
     BadSamples,
     SplitWriter,
     chunks_of,
@@ -54,8 +60,8 @@ from llama_ft.runtime.console import log
 CODE_VERSION = 8
 # modules that determine the tokens
 CODE = (
-    "chat_template content files formats image_parts loss_mask notes processor reshape "
-    "statistics tokenize tokenize_files values"
+    "chat/chat_template tokenize/content read/files read/formats images/image_parts chat/loss_mask tokenize/notes "
+    "images/processor read/reshape tokenize/statistics tokenize/tokenize tokenize/tokenize_files read/values"
 ).split()
 SECONDS_BETWEEN_LINES = 10.0
 HASHES = "{}.hashes.npy"  # of the distinct samples of a split, uint64

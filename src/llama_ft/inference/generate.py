@@ -15,8 +15,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 from llama_ft.data import check_ids, pad_token_id
-from llama_ft.data.formats import BadSample
-from llama_ft.data.prompt_tokens import chat_prompt, text_prompt
+from llama_ft.data.read.formats import BadSample
+from llama_ft.data.tokenize.prompt_tokens import chat_prompt, text_prompt
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.load import LoadedModel

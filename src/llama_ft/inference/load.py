@@ -24,8 +24,8 @@ from llama_ft.config import (
 )
 from llama_ft.config.home import expanded
 from llama_ft.config.paths import PROMPT_FORMAT, TOKENIZER_FILES, recorded_prompt_format
-from llama_ft.data.image_parts import ImageStore
-from llama_ft.data.prompt_tokens import PromptFormat
+from llama_ft.data.images.image_parts import ImageStore
+from llama_ft.data.tokenize.prompt_tokens import PromptFormat
 from llama_ft.errors import UserError, reason
 from llama_ft.inference.flags import ModelFlags, find_result, settings_of_run
 from llama_ft.models.quantization.quantized import quantization_name

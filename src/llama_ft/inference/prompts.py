@@ -15,8 +15,18 @@ from llama_ft.config.data_names import data_problem
 from llama_ft.config.home import expanded
 from llama_ft.config.settings import DataConfig
 from llama_ft.data import Encoder, cache_dir, one_example, two_examples
-from llama_ft.data.files import samples_of_file
-from llama_ft.data.formats import (
+from llama_ft.data.chat.loss_mask import ChatDiffers
+from llama_ft.data.images.image_parts import (
+    MARK,
+    ImageStore,
+    have_images,
+    image_paths,
+    located,
+    with_image_parts,
+)
+from llama_ft.data.images.image_prompts import user_message
+from llama_ft.data.read.files import samples_of_file
+from llama_ft.data.read.formats import (
     PREFERENCE,
     ROLES,
     BadSample,
@@ -28,19 +38,9 @@ from llama_ft.data.formats import (
     prompt_completion,
     tools_of,
 )
-from llama_ft.data.image_parts import (
-    MARK,
-    ImageStore,
-    have_images,
-    image_paths,
-    located,
-    with_image_parts,
-)
-from llama_ft.data.image_prompts import user_message
-from llama_ft.data.loss_mask import ChatDiffers
-from llama_ft.data.reshape import reshaped
-from llama_ft.data.sources import Source
-from llama_ft.data.values import check_numbers, in_own_names
+from llama_ft.data.read.reshape import reshaped
+from llama_ft.data.read.sources import Source
+from llama_ft.data.read.values import check_numbers, in_own_names
 from llama_ft.errors import RunFailure, UserError, plural
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.generate import Answerer, Messages

@@ -10,9 +10,9 @@ from transformers import PretrainedConfig
 from llama_ft import data, models
 from llama_ft.config import Config
 from llama_ft.data import Batch
-from llama_ft.data.image_parts import ImageStore
-from llama_ft.data.prefetch import STEPS_AHEAD
-from llama_ft.data.processor import ImageTensors
+from llama_ft.data.batches.prefetch import STEPS_AHEAD
+from llama_ft.data.images.image_parts import ImageStore
+from llama_ft.data.images.processor import ImageTensors
 from llama_ft.errors import UserError
 from llama_ft.plan.types import PlannedImages, PlanRequest
 

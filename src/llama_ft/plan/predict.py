@@ -18,7 +18,7 @@ from llama_ft import checkpoint, models, training
 from llama_ft.config import Config, PreferenceConfig
 from llama_ft.config.home import expanded
 from llama_ft.data import IGNORED, Batch
-from llama_ft.data.prefetch import StepBatches
+from llama_ft.data.batches.prefetch import StepBatches
 from llama_ft.models.base.attention_kernels import AMPERE, T4
 from llama_ft.models.base.shards import local_shard
 from llama_ft.observe.flops import flop_formula

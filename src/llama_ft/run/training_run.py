@@ -20,7 +20,7 @@ from llama_ft import checkpoint, data, models, observe, runtime, training
 from llama_ft.config import Config, parse_duration, to_yaml
 from llama_ft.config.attempts import describe_attempts
 from llama_ft.config.paths import BAD_SAMPLES_FILE
-from llama_ft.data.prefetch import StepBatches
+from llama_ft.data.batches.prefetch import StepBatches
 from llama_ft.plan.spare_memory import use_spare_memory
 from llama_ft.run.save_requests import SaveRequests
 from llama_ft.run.setup import Setup, end_run, take_newer

@@ -27,11 +27,16 @@ from llama_ft.data import (
     group_size,
     stop_token_ids,
 )
-from llama_ft.data.chat_template import Tools
-from llama_ft.data.formats import BadSample, Message
-from llama_ft.data.image_parts import image_paths
-from llama_ft.data.image_prompts import text_of, user_message
-from llama_ft.data.prompt_tokens import PromptFormat, chat_prompt, response_text, text_prompt
+from llama_ft.data.chat.chat_template import Tools
+from llama_ft.data.images.image_parts import image_paths
+from llama_ft.data.images.image_prompts import text_of, user_message
+from llama_ft.data.read.formats import BadSample, Message
+from llama_ft.data.tokenize.prompt_tokens import (
+    PromptFormat,
+    chat_prompt,
+    response_text,
+    text_prompt,
+)
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, image_features_in_root
 from llama_ft.models.sharding.fsdp import free_unsharded

@@ -16,7 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import Config
 from llama_ft.data import Batch, Images
-from llama_ft.data.image_prompts import ImagePrompt, prompt_tensors
+from llama_ft.data.images.image_prompts import ImagePrompt, prompt_tensors
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel
 from llama_ft.runtime.devices import sent

@@ -22,7 +22,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
 from llama_ft.data import IGNORED, Images, stop_token_ids
-from llama_ft.data.image_prompts import ImagePrompt
+from llama_ft.data.images.image_prompts import ImagePrompt
 from llama_ft.errors import UserError
 from llama_ft.runtime import Ranks
 from llama_ft.training.evaluation import SetScore, generate_batch, longest_answer

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from llama_ft.config import TrainConfig
 from llama_ft.data import Batch
-from llama_ft.data.prefetch import StepBatches
+from llama_ft.data.batches.prefetch import StepBatches
 from llama_ft.errors import RunFailure
 from llama_ft.models import BuiltModel
 from llama_ft.models.adapters.lora import clear_frozen_half

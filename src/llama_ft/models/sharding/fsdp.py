@@ -193,7 +193,7 @@ def _modules_to_wrap(
 
 def _tower_units(built: BuiltModel) -> list[nn.Module]:
     """Return the layers of towers, each a unit. Every rank runs them in every micro-batch (see
-    data/processor.py), so no rank waits for an all-gather that others skip. The rest of a tower is
+    data/images/processor.py), so no rank waits for an all-gather that others skip. The rest of a tower is
     in the root unit: Transformers finds by a tower's class what it can return, and fully_shard would
     change this class."""
     units = []

@@ -41,7 +41,7 @@ from llama_ft.data import (
     evaluation_batches,
     example_lengths,
 )
-from llama_ft.data.formats import LOG_PROBABILITIES, BadSample, Sample
+from llama_ft.data.read.formats import LOG_PROBABILITIES, BadSample, Sample
 from llama_ft.errors import RunFailure, UserError, plural, reason
 from llama_ft.models import BuiltModel
 from llama_ft.models.sharding.fsdp import free_unsharded

@@ -1,0 +1,1 @@
+"""Pack samples, and plan and make the micro-batches of all steps."""

@@ -1,0 +1,443 @@
+"""Find the characters of a rendered chat that are in the loss: exactly those that the model must
+write at inference, after exactly the prompt that it gets there."""
+
+import json
+import re
+from collections.abc import Collection, Iterator
+from os.path import commonprefix
+from typing import TYPE_CHECKING, NamedTuple
+
+from llama_ft.data.chat.chat_template import (
+    PROBE,
+    Span,
+    Tools,
+    render_chat,
+    template_for,
+    turn_ends,
+)
+from llama_ft.data.read.formats import REASONING, BadSample, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# Reasoning content that a generation prompt opens, such as <think> and a line break. Group 1: it
+# is also closed, so the model answers without reasoning.
+OPENED_REASONING = re.compile(r"<think>\s*(</think>\s*)?\Z")
+OPENED_IN_TEXT = re.compile(r"\s*<think>")
+CLOSED_IN_TEXT = re.compile(r"\s*</think>")
+EMPTY_REASONING = re.compile(r"\s*<think>\s*</think>\s*")
+# What closes reasoning content, as DeepSeek R1 and Qwen3 write it, before two line breaks.
+END_OF_REASONING = "\n</think>"
+EXCERPT = 40  # characters of a text in a message
+
+
+class RenderedChat(NamedTuple):
+    """A chat as text."""
+
+    text: str
+    spans: list[Span]  # characters in the loss
+    prompts: list[int]  # for each response in the loss, where the prompt ends that inference has
+
+
+class _Piece(NamedTuple):
+    """A response with its prompt as at inference."""
+
+    text: str
+    spans: list[Span]  # characters in the loss
+    start: int  # end of the prompt
+    end: int  # end of the response
+
+
+class ChatDiffers(Exception):
+    """A template writes a response of this chat differently from how it does so at inference.
+
+    Attributes:
+        pieces: one chat per response in the loss. It ends with that response, and the others have
+            weight 0.
+        text: the whole chat.
+        reason: the first difference.
+    """
+
+    def __init__(self, pieces: list[list[Message]], text: str, reason: str) -> None:
+        super().__init__(reason)
+        self.pieces = pieces
+        self.text = text
+        self.reason = reason
+
+
+class ChatRenderer:
+    """Renders messages with the tokenizer's template and finds the characters in the loss.
+
+    At inference the model gets a prompt: the messages before the response, rendered with
+    `add_generation_prompt=True`. It must write what the template adds for the response as the last
+    message, up to its end-of-turn token, without the line break that may follow. If the template
+    has `{% generation %}` blocks, they choose among these characters.
+
+    Some templates render a message differently if others follow: Qwen3 drops its reasoning
+    content, Mistral moves the system prompt, gpt-oss ends it with another token. `ChatDiffers` is
+    raised if a chat does not begin with the prompt and text of each response in the loss.
+
+    Args:
+        tokenizer: with a chat template.
+        labels: assistant, completion (the last assistant message) or all. Responses of weight 0 are
+            never in the loss.
+        template: one of the tokenizer's; None: the one for chats without tools.
+        stop_ids: the model's, see `turn_ends`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        labels: str = "assistant",
+        template: str | None = None,
+        stop_ids: Collection[int] = (),
+    ) -> None:
+        self.template = template or template_for(tokenizer, None)
+        self.labels = labels
+        self.has_generation_block = bool(GENERATION_BLOCK.search(self.template))
+        self._opens_responses = "add_generation_prompt" in self.template
+        self._special_tokens = tokenizer.special_tokens_map
+        # Blocks choose the end themselves.
+        self._turn_ends = dict[str, str]()
+        if not self.has_generation_block:
+            self._turn_ends = turn_ends(tokenizer, self.template, stop_ids)
+        self._tokens = tuple(tokenizer.get_added_vocab())
+        # Of several alternatives re takes the first one that fits, so the longest come first.
+        longest_first = sorted(self._tokens, key=len, reverse=True)
+        any_token = "|".join(re.escape(token) for token in longest_first)
+        matches_nothing = "(?!)"  # an empty pattern would match everywhere
+        self._token = re.compile(any_token or matches_nothing)
+
+    def render(self, messages: list[Message], tools: Tools | None = None) -> RenderedChat:
+        """Return a chat as text, with what is in the loss.
+
+        Raises:
+            BadSample: the template rejects these messages or drops a part, or a response cannot be
+                found in the text.
+            ChatDiffers: the chat must be split into one sample per response.
+        """
+        text, blocks = self._with_end(messages, tools)
+        for what in self._left_out(messages, tools, text):
+            raise _dropped(what)
+        if self.labels == "all":
+            for index, message in enumerate(messages):
+                if message["role"] == "assistant":
+                    _refuse_dropped(index, message, text)
+            return RenderedChat(text, self._all_but(messages, tools, text), [])
+        wanted = self._wanted(messages)
+        last = len(messages) - 1
+        pieces = []
+        for index in wanted:
+            # The last response ends the chat, which is rendered already.
+            rendered = (text, blocks) if index == last else None
+            pieces.append(self._piece(messages[: index + 1], tools, rendered))
+        for index, piece in zip(wanted, pieces, strict=True):
+            at_inference = piece.text[: piece.end]
+            if text.startswith(at_inference):
+                continue
+            if wanted == [last]:
+                return RenderedChat(piece.text, piece.spans, [piece.start])
+            reason = _difference(index, at_inference, text)
+            raise ChatDiffers(self.pieces(messages), text, reason)
+        spans = [span for piece in pieces for span in piece.spans]
+        if self.has_generation_block:
+            # a block may hold more after the end of a chat than inside of it (Phi-3)
+            spans = []
+            for index, piece in zip(wanted, pieces, strict=True):
+                end = len(text) if index == last else piece.end
+                spans += _clipped(blocks, piece.start, end)
+        return RenderedChat(text, spans, [piece.start for piece in pieces])
+
+    def pieces(self, messages: list[Message]) -> list[list[Message]]:
+        """Return a chat per response in the loss. It ends with that response, and the responses
+        before it have weight 0."""
+        unweighted = []
+        for message in messages:
+            if message["role"] == "assistant":
+                message = {**message, "weight": 0}
+            unweighted.append(message)
+        conversations = []
+        for index in self._wanted(messages):
+            conversations.append([*unweighted[:index], messages[index]])
+        return conversations
+
+    def _wanted(self, messages: list[Message]) -> list[int]:
+        """Return the indices of the responses in the loss."""
+        roles = [message["role"] for message in messages]
+        responses = [index for index, role in enumerate(roles) if role == "assistant"]
+        if self.labels == "completion":
+            responses = responses[-1:]
+        return [index for index in responses if messages[index].get("weight") != 0]
+
+    def _left_out(self, messages: list[Message], tools: Tools | None, text: str) -> Iterator[str]:
+        """Yield the parts of a chat that this template drops, among those that some templates are
+        known to drop. For reasoning content see `_dropped_of_response`."""
+        has_calls = any(message.get("tool_calls") for message in messages)
+        for name, is_used in {"tools": bool(tools), "tool_calls": has_calls}.items():
+            # A template that writes them must name the variable.
+            if is_used and not re.search(rf"\b{name}\b", self.template):
+                yield name
+        first = messages[0]
+        if first["role"] == "system" and first["content"].strip() not in text:
+            yield "the system message"
+
+    def _with_end(self, messages: list[Message], tools: Tools | None) -> tuple[str, list[Span]]:
+        """Return the text of a chat that ends with a response, after which comes the token that ends
+        it, and the blocks."""
+        text, blocks = render_chat(
+            self.template, self._special_tokens, messages, tools, self.has_generation_block
+        )
+        next_role = "tool" if messages[-1].get("tool_calls") else "user"
+        return text + self._turn_ends.get(next_role, ""), blocks
+
+    def _text(self, messages: list[Message], tools: Tools | None, open_answer: bool = False) -> str:
+        text, _ = render_chat(
+            self.template, self._special_tokens, messages, tools, open_answer=open_answer
+        )
+        return text
+
+    def _piece(
+        self,
+        messages: list[Message],
+        tools: Tools | None,
+        rendered: tuple[str, list[Span]] | None = None,
+    ) -> _Piece:
+        """Return the prompt of the last message, which is a response, and the text that the
+        template writes for it.
+
+        Args:
+            messages: up to the response.
+            tools: JSON schemas of functions.
+            rendered: the text of these messages and its blocks, if they are known.
+        """
+        message = messages[-1]
+        prompt = self._text(messages[:-1], tools, open_answer=True)
+        text, blocks = rendered or self._with_end(messages, tools)
+        closing = ""
+        if text.startswith(prompt):
+            written_from = len(prompt)
+        else:
+            written_from, closing = self._written(prompt, messages, tools, text)
+        start = len(prompt)
+        # where a character of `text` stands behind the prompt
+        moved = start + len(closing) - written_from
+        end = self._message_end(text, written_from, messages, tools) + moved
+        if self.has_generation_block:
+            # Blocks of earlier responses are not behind the prompt, and do not move.
+            shifted = []
+            for first, last in blocks:
+                if last > written_from:
+                    shifted.append((first + moved, last + moved))
+            spans = _clipped(shifted, start, start + len(closing) + len(text))
+            if not spans:
+                raise BadSample(
+                    f'"messages[{len(messages) - 1}]": the chat template has no '
+                    "{% generation %} block for this response."
+                )
+            if closing:
+                spans[0] = (start, spans[0][1])
+        elif self._opens_responses or closing:
+            spans = [(start, end)]
+        else:
+            response_start = self._heading_end(messages, tools, text, start)
+            spans = [(response_start, end)]
+        written = closing + text[written_from:]
+        _refuse_dropped(len(messages) - 1, message, written)
+        return _Piece(prompt + written, spans, start, end)
+
+    def _heading_end(
+        self, messages: list[Message], tools: Tools | None, text: str, prompt_end: int
+    ) -> int:
+        """Return where a response begins under a template without a generation prompt, which
+        writes a heading, such as a space, before responses only."""
+        probed = [*messages[:-1], {"role": "assistant", "content": PROBE}]
+        heading, found, _ = self._text(probed, tools).partition(PROBE)
+        return len(heading) if found and text.startswith(heading) else prompt_end
+
+    def _written(
+        self, prompt: str, messages: list[Message], tools: Tools | None, text: str
+    ) -> tuple[int, str]:
+        """Find what the template writes for the last message, in a text that does not begin with
+        its prompt: the prompt opens reasoning content that the text lacks (DeepSeek R1, Nemotron),
+        or other messages are written differently in it (LFM2.5).
+
+        Returns:
+            Where the text continues after the prompt; and the reasoning content with its end, if the
+            prompt opens it and the template does not write it.
+        """
+        place = f'"messages[{len(messages) - 1}]"'
+        before_heading = commonprefix([self._text(messages[:-1], tools), prompt])
+        heading = prompt[len(before_heading) :]
+        opened = OPENED_REASONING.search(heading)
+        bare = heading[: opened.start()] if opened else heading
+        probed = [*messages[:-1], {"role": "assistant", "content": PROBE}]
+        before, found, _ = self._text(probed, tools).partition(PROBE)
+        at = before.rfind(bare) if bare else -1
+        start = at + len(bare)
+        if not found or at < 0 or not text.startswith(before[:start]):
+            raise BadSample(
+                f"{place}: with this response, the chat template writes what is before it differently "
+                "from the prompt that inference has; use another one (--chat_template)."
+            )
+        if opened is None:
+            return start, ""
+        reasoning = _reasoning(messages[-1])
+        if opened[1] and reasoning:
+            raise BadSample(
+                f"{place}: the generation prompt of the chat template ends with empty reasoning "
+                "content, so the model never writes this response's own. Use --reasoning_content "
+                "drop, or a template whose generation prompt leaves it open (--chat_template)."
+            )
+        tag = OPENED_IN_TEXT.match(text, start)
+        if opened[1]:
+            empty = EMPTY_REASONING.match(text, start)
+            return (empty.end() if empty else start), ""
+        if tag is None and CLOSED_IN_TEXT.match(text, start):
+            return start, ""
+        if tag is None:
+            closing = reasoning + END_OF_REASONING
+            if not text.startswith("\n", start):
+                closing += "\n\n"
+            return start, closing
+        # The white space that the prompt has after <think> is part of the prompt in the text, too.
+        opening = opened[0].removeprefix("<think>")
+        shared = commonprefix([opening, text[tag.end() :]])
+        return tag.end() + len(shared), ""
+
+    def _all_but(self, messages: list[Message], tools: Tools | None, text: str) -> list[Span]:
+        """Return the characters of a text that do not belong to responses of weight 0."""
+        bounds = [0]
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant" or message.get("weight") != 0:
+                continue
+            piece = self._piece(messages[: index + 1], tools)
+            start = piece.spans[0][0]
+            end = piece.spans[-1][1]
+            if not text.startswith(piece.text[:end]):
+                # Written differently inside of the chat: search for it, without its reasoning
+                # content and its last token.
+                content = piece.text[start:end].rpartition("</think>")[2].lstrip()
+                tokens_at = [match.start() for match in self._token.finditer(content)]
+                if tokens_at:
+                    content = content[: tokens_at[-1]]
+                start = text.find(content, bounds[-1])
+                end = start + len(content)
+                ending = self._token.match(text, end)
+                end = ending.end() if ending else end
+            if start < 0:
+                raise BadSample(
+                    f'"messages[{index}]" has weight 0 and cannot be found in the rendered chat; '
+                    "use another --chat_template, or --labels assistant."
+                )
+            bounds += [start, end]
+        bounds.append(len(text))
+        pairs = zip(bounds[::2], bounds[1::2], strict=True)
+        return [(start, end) for start, end in pairs if start < end]
+
+    def _message_end(
+        self, text: str, start: int, messages: list[Message], tools: Tools | None
+    ) -> int:
+        """Return the end of a response at the end of the text: after its end-of-turn token, before
+        a line break."""
+        trimmed = text.rstrip()
+        last = next((token for token in self._tokens if trimmed.endswith(token)), None)
+        if last is None or len(trimmed) <= start:
+            return len(text)
+        if any(trimmed.endswith(end) for end in self._turn_ends.values()):
+            return len(trimmed)
+        before = trimmed[: -len(last)].rstrip()
+        ends = []
+        if len(before) > start and before.endswith(self._tokens):
+            # Of two tokens, both may belong to the message (Qwen's </tool_call> <|im_end|>), or the
+            # second one ends the chat and is missing if a message follows (Phi-3's <|end|>
+            # <|endoftext|>).
+            common = commonprefix([trimmed, self._text(messages, tools, open_answer=True)])
+            ends = [match.end() for match in self._token.finditer(common, start)]
+        return ends[-1] if ends else len(trimmed)
+
+
+def _clipped(blocks: list[Span], start: int, end: int) -> list[Span]:
+    """Return the blocks of the response at [start, end), without what its prompt has of them."""
+    clipped = []
+    for first, last in blocks:
+        if last > start and first < end:
+            clipped.append((max(first, start), last))
+    return clipped
+
+
+def drop_reasoning(messages: list[Message]) -> list[Message]:
+    """Return a chat without the reasoning content of its responses: neither in a field nor in
+    <think> tags.
+
+    Raises:
+        BadSample: nothing is left of a response.
+    """
+    kept = []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            message = {key: value for key, value in message.items() if key not in REASONING}
+            content = message["content"] or ""
+            if "</think>" in content:
+                message["content"] = content.rpartition("</think>")[2].lstrip()
+            if not (message["content"] or message.get("tool_calls")):
+                raise BadSample(
+                    f'"messages[{index}]" has nothing but reasoning content, and '
+                    "--reasoning_content is drop."
+                )
+        kept.append(message)
+    return kept
+
+
+def _reasoning(message: Message) -> str:
+    """Return the reasoning content of a response: that of a field, else that before </think>."""
+    for key in REASONING:
+        if isinstance(message.get(key), str) and message[key].strip():
+            return str(message[key]).strip()
+    before, ended, _ = (message["content"] or "").partition("</think>")
+    return before.rpartition("<think>")[2].strip() if ended else ""
+
+
+def _dropped_of_response(message: Message, written: str) -> Iterator[str]:
+    """Yield the parts of a response that are not in the text that a template writes for it."""
+    before, ended, answer = (message["content"] or "").rpartition("</think>")
+    reasoning = {}
+    for key in REASONING:
+        if isinstance(message.get(key), str):
+            reasoning[f'"{key}"'] = message[key]
+    if ended:
+        reasoning["what is before </think>"] = before.rpartition("<think>")[2]
+    for what, content in reasoning.items():
+        if content.strip() not in written:
+            yield what
+    if message.get("tool_calls") and answer.strip() not in written:
+        yield 'the text next to "tool_calls"'
+    # Idefics 3's template writes lists of parts only. The first word suffices: templates may change
+    # white space.
+    words = answer.split()
+    if words and words[0] not in written:
+        yield "the content"
+
+
+def _refuse_dropped(index: int, message: Message, written: str) -> None:
+    """Raise BadSample if a part of a response is not in the text that a template writes for it."""
+    for what in _dropped_of_response(message, written):
+        is_reasoning = "tool_calls" not in what and what != "the content"
+        also = ", or remove it with --reasoning_content drop" if is_reasoning else ""
+        raise _dropped(f"{what} of messages[{index}]", also)
+
+
+def _dropped(what: str, also: str = "") -> BadSample:
+    """Return the error for a part of a chat that the template does not write."""
+    return BadSample(
+        f"the chat template drops {what}; use one that keeps it (--chat_template){also}."
+    )
+
+
+def _difference(index: int, at_inference: str, text: str) -> str:
+    """Describe the first difference between a response at inference and in the whole chat."""
+    at = len(commonprefix([at_inference, text]))
+    around = slice(max(0, at - EXCERPT // 2), at + EXCERPT // 2)
+    expected = json.dumps(at_inference[around], ensure_ascii=False)
+    found = json.dumps(text[around], ensure_ascii=False)
+    return f"messages[{index}] is {expected} at inference, and {found} inside the chat"

@@ -1,0 +1,1 @@
+"""Read files, and turn their samples into one form."""

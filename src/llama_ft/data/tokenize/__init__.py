@@ -1,0 +1,1 @@
+"""Turn samples into tokens and loss masks."""

@@ -1,0 +1,78 @@
+"""Tokenize prompts as training tokenizes them: chats with the chat template, or text without it."""
+
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from llama_ft.data.chat.chat_template import Tools, added_bos, render_chat, template_for
+from llama_ft.data.images.image_parts import image_paths
+from llama_ft.data.images.image_prompts import image_prompt
+from llama_ft.data.images.processor import Images
+from llama_ft.data.read.formats import Message
+
+# How a fine-tuned model is asked: as it was trained. text: prompts to continue, without the chat
+# template.
+PromptFormat = Literal["chat", "text"]
+AS_TEXT = "asked as text without the chat template, like the samples of the fine-tuning"
+
+
+def text_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the tokens of a text to continue: BOS if the tokenizer adds one, but never the EOS that
+    some tokenizers append."""
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    bos = added_bos(tokenizer)
+    return ids if ids[: len(bos)] == bos else [*bos, *ids]
+
+
+def chat_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    tools: Tools | None = None,
+    images: Images | None = None,
+    is_today: bool = False,
+) -> list[int]:
+    """Return the tokens of a chat up to the place of the answer; of one with images as an
+    `ImagePrompt`.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: of the chat; images as their parts.
+        tools: JSON schemas of functions.
+        images: the model's processor; None: only text is read.
+        is_today: templates write today's date instead of that of training samples.
+
+    Raises:
+        BadSample: the template rejects the chat, or an image cannot be read.
+        UserError: the template exceeds a limit, or Transformers chooses none of several ones.
+    """
+    text, _ = render_chat(
+        template_for(tokenizer, tools),
+        tokenizer.special_tokens_map,
+        messages,
+        tools,
+        open_answer=True,
+        is_today=is_today,
+    )
+    if images is not None and image_paths(messages):
+        return image_prompt(images, text, messages)
+    # the template has written BOS
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def response_text(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Tools | None = None
+) -> str | None:
+    """Return what the chat template writes for the last message, a response, without special tokens;
+    None if it writes what is before it differently.
+
+    Raises:
+        BadSample: the template rejects the chat.
+    """
+    template = template_for(tokenizer, tools)
+    names = tokenizer.special_tokens_map
+    prompt, _ = render_chat(template, names, messages[:-1], tools, open_answer=True)
+    text, _ = render_chat(template, names, messages, tools)
+    if not text.startswith(prompt):
+        return None
+    ids = tokenizer(text[len(prompt) :], add_special_tokens=False)["input_ids"]
+    return str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
