@@ -357,7 +357,7 @@ def _pass(compute: Callable[[], Any], nbytes: int) -> Finding:
 
 
 def _anyprecision() -> Finding:
-    from llama_ft.training.anyprecision import AnyPrecisionAdamW
+    from llama_ft.training.optimizers.anyprecision import AnyPrecisionAdamW
 
     weight = nn.Parameter(_weights())
     weight.grad = torch.ones_like(weight)
@@ -480,7 +480,7 @@ def _int8_threshold() -> Finding:
 
 
 def _adamw_8bit() -> Finding:
-    from llama_ft.training.adamw_8bit import AdamW8bit
+    from llama_ft.training.optimizers.adamw_8bit import AdamW8bit
 
     values = []
     for device in ("cpu", DEVICE):

@@ -19,7 +19,7 @@ from plain_losses import (
     write_pairs,
     write_tokenized,
 )
-from training.test_preferences import expected as of_formulas
+from training.objectives.test_preferences import expected as of_formulas
 
 from llama_ft.data import Encoder, two_examples
 

@@ -10,7 +10,7 @@ import torch
 from conftest import RECIPE, Finished, metrics, run_cases, write_jsonl
 from forked import forked
 from plain_losses import load_model, read_jsonl, write_pairs
-from training.test_preferences import expected as of_formulas
+from training.objectives.test_preferences import expected as of_formulas
 
 from llama_ft import models
 from llama_ft.config import ModelConfig

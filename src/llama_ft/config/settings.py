@@ -38,10 +38,10 @@ Rate = Annotated[float, Field(gt=0)]
 # "RMSprop": "torch.optim.RMSprop".
 OPTIMIZERS = {
     "AdamW": "llama_ft.training.optimizer.AdamW",
-    "anyprecision": "llama_ft.training.anyprecision.AnyPrecisionAdamW",
-    "AdamW8bit": "llama_ft.training.adamw_8bit.AdamW8bit",
+    "anyprecision": "llama_ft.training.optimizers.anyprecision.AnyPrecisionAdamW",
+    "AdamW8bit": "llama_ft.training.optimizers.adamw_8bit.AdamW8bit",
     "SGD": "llama_ft.training.optimizer.SGD",
-    "Adafactor": "llama_ft.training.adafactor.Adafactor",
+    "Adafactor": "llama_ft.training.optimizers.adafactor.Adafactor",
 }
 if TYPE_CHECKING:
     Optimizer = str

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from plain_losses import write_pairs
-from training.test_preferences import EXAMPLES, FILLER, batch, log_probabilities, made
+from training.objectives.test_preferences import EXAMPLES, FILLER, batch, log_probabilities, made
 from transformers import AutoConfig, AutoTokenizer
 
 from llama_ft.config import Config, DataConfig, ModelConfig, PreferenceConfig

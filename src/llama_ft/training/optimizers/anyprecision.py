@@ -7,7 +7,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from llama_ft.cpu.one_kernel import OneKernel
-from llama_ft.training.sharded_optimizer import ShardedOptimizer, ShardUpdate, States, zeros_for
+from llama_ft.training.optimizers.sharded_optimizer import (
+    ShardedOptimizer,
+    ShardUpdate,
+    States,
+    zeros_for,
+)
 
 PIECE = 2**24  # elements per kernel call: five fp32 temporaries of 64 MiB for any parameter size
 # elements; pieces are whole rows of them, so that a kernel for any number of rows can read 16 bytes

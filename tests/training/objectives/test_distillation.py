@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from training.test_preferences import FILLER, batch, made
+from training.objectives.test_preferences import FILLER, batch, made
 
 from llama_ft.config import Config, PreferenceConfig
 from llama_ft.data import Batch

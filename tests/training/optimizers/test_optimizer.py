@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from forked import forked
-from training.optimizers_and_dump import (
+from training.optimizers.optimizers_and_dump import (
     CASES,
     FOREIGN,
     LR,
@@ -25,8 +25,9 @@ from training.optimizers_and_dump import (
 from llama_ft.config import TrainConfig
 from llama_ft.cpu import one_kernel
 from llama_ft.runtime import Ranks
-from llama_ft.training import anyprecision, build_optimizer, learning_rate, update_weights
-from llama_ft.training.anyprecision import AnyPrecisionAdamW
+from llama_ft.training import build_optimizer, learning_rate, update_weights
+from llama_ft.training.optimizers import anyprecision
+from llama_ft.training.optimizers.anyprecision import AnyPrecisionAdamW
 
 
 def rates(total: int, **settings: object) -> list[float]:

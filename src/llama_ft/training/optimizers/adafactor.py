@@ -5,7 +5,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from llama_ft.training.sharded_optimizer import ShardedOptimizer, ShardUpdate, States, zeros_for
+from llama_ft.training.optimizers.sharded_optimizer import (
+    ShardedOptimizer,
+    ShardUpdate,
+    States,
+    zeros_for,
+)
 
 DECAY = -0.8
 SMALLEST = torch.finfo(torch.float32).eps

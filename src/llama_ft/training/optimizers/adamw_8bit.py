@@ -5,7 +5,12 @@ from typing import Any
 from torch import Tensor, float32, uint8
 from torch.nn.functional import pad
 
-from llama_ft.training.sharded_optimizer import ShardedOptimizer, ShardUpdate, States, zeros_for
+from llama_ft.training.optimizers.sharded_optimizer import (
+    ShardedOptimizer,
+    ShardUpdate,
+    States,
+    zeros_for,
+)
 
 BLOCK = 256  # elements that share a scale; a constant of bitsandbytes' kernels
 FEWEST = 4096  # smaller parameters keep fp32 states, as in bitsandbytes

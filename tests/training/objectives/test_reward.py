@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
-from training.test_preferences import FILLER, batch
+from training.objectives.test_preferences import FILLER, batch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from llama_ft.config import Config, ModelConfig, PreferenceConfig, QuantizationConfig

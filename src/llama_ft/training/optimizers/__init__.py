@@ -1,0 +1,1 @@
+"""Optimizers that torch lacks, on this rank's shards."""
