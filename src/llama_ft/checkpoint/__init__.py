@@ -2,21 +2,6 @@
 Face format."""
 
 from llama_ft.checkpoint.attempts import attempts_of
-from llama_ft.checkpoint.disks import find_disks
-from llama_ft.checkpoint.export import (
-    export_adapter,
-    export_model,
-    save_dtype,
-    write_model_card,
-)
-from llama_ft.checkpoint.export_checkpoint import (
-    Exporter,
-    find_valid,
-    tokens_added,
-    understood_adapter,
-)
-from llama_ft.checkpoint.export_settings import check_export
-from llama_ft.checkpoint.fetch import fetch_to_each_disk, open_store
 from llama_ft.checkpoint.host_block import HostBlock
 from llama_ft.checkpoint.reader import Checkpoint, checkpoint_errors, complete_checkpoints
 from llama_ft.checkpoint.resume import (
@@ -36,6 +21,11 @@ from llama_ft.checkpoint.run_directory import (
     unfinished_directory,
 )
 from llama_ft.checkpoint.state import own_state, restore, restore_weights
-from llama_ft.checkpoint.store import ObjectStore, is_uploaded
-from llama_ft.checkpoint.uploads import Uploads, open_uploads, upload_grace_seconds
+from llama_ft.checkpoint.store.disks import find_disks
+from llama_ft.checkpoint.store.fetch import fetch_to_each_disk, open_store
+from llama_ft.checkpoint.store.store import ObjectStore, is_uploaded
+from llama_ft.checkpoint.store.uploads import Uploads, open_uploads, upload_grace_seconds
 from llama_ft.checkpoint.writer import CheckpointWriter
+from llama_ft.export.export import export_adapter, export_model, save_dtype, write_model_card
+from llama_ft.export.export_checkpoint import Exporter, find_valid, tokens_added, understood_adapter
+from llama_ft.export.export_settings import check_export

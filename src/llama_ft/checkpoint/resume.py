@@ -12,7 +12,6 @@ from typing import Any
 
 from llama_ft import __version__
 from llama_ft.checkpoint import reader
-from llama_ft.checkpoint.fetch import StoredRun, find_stored, report_without_checkpoint
 from llama_ft.checkpoint.reader import (
     Checkpoint,
     checkpoint_errors,
@@ -21,8 +20,9 @@ from llama_ft.checkpoint.reader import (
     step_of,
 )
 from llama_ft.checkpoint.run_directory import lock_continued_run
-from llama_ft.checkpoint.store import ObjectStore, is_uploaded
-from llama_ft.checkpoint.uploads import Uploads
+from llama_ft.checkpoint.store.fetch import StoredRun, find_stored, report_without_checkpoint
+from llama_ft.checkpoint.store.store import ObjectStore, is_uploaded
+from llama_ft.checkpoint.store.uploads import Uploads
 from llama_ft.config import CheckpointConfig, Config, TrainConfig, check_device
 from llama_ft.config.home import expanded
 from llama_ft.config.load import with_present_names

@@ -35,7 +35,7 @@ from llama_ft.checkpoint.reader import complete_checkpoints, step_folder, step_o
 from llama_ft.checkpoint.retention import SavedCheckpoint, surplus
 from llama_ft.checkpoint.safetensors_file import SafetensorsFile
 from llama_ft.checkpoint.state import Tensors, own_state
-from llama_ft.checkpoint.uploads import Uploads
+from llama_ft.checkpoint.store.uploads import Uploads
 from llama_ft.config import CheckpointConfig
 from llama_ft.config.messages import size_text
 from llama_ft.config.objectives import FILES_OF_CHECKPOINTS

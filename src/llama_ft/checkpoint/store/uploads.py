@@ -20,10 +20,10 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from llama_ft.checkpoint import reader
-from llama_ft.checkpoint.owner import Claim, check_owner, take_over
 from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, step_folder
 from llama_ft.checkpoint.retention import SavedCheckpoint, surplus
-from llama_ft.checkpoint.store import (
+from llama_ft.checkpoint.store.owner import Claim, check_owner, take_over
+from llama_ft.checkpoint.store.store import (
     CHECKPOINT_OBJECT,
     COMMIT_FILE,
     RESULT_FILE,

@@ -12,7 +12,7 @@ import uuid
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from llama_ft.checkpoint.store import OWNER_FILE, ObjectStore, store_reason, with_retries
+from llama_ft.checkpoint.store.store import OWNER_FILE, ObjectStore, store_reason, with_retries
 from llama_ft.errors import RunFailure
 from llama_ft.runtime import log
 

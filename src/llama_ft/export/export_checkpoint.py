@@ -32,9 +32,6 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from llama_ft import data, models, training
-from llama_ft.checkpoint import export
-from llama_ft.checkpoint.export import SavedWeights, write_model_card, written_aside
-from llama_ft.checkpoint.export_settings import write_model_settings
 from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, step_folder
 from llama_ft.checkpoint.resume import first_valid, result_step
 from llama_ft.checkpoint.state import check_same_tensors
@@ -46,6 +43,9 @@ from llama_ft.config import (
 )
 from llama_ft.config.paths import PROMPT_FORMAT, recorded_prompt_format
 from llama_ft.errors import UserError
+from llama_ft.export import export
+from llama_ft.export.export import SavedWeights, write_model_card, written_aside
+from llama_ft.export.export_settings import write_model_settings
 from llama_ft.models.adapters import lora
 from llama_ft.models.adapters.adapter_config import ADAPTER_CONFIG, saved_config
 from llama_ft.models.adapters.names import ADAPTER_WEIGHTS, checkpoint_key, is_adapter_weight

@@ -178,8 +178,8 @@ def test_plain_pytorch_reads_a_checkpoint_on_one_process(results: Path, tiny_mod
 def test_a_wrong_end_token_is_an_error_before_training(
     tiny_model: Path, tmp_path: Path, value: object
 ) -> None:
-    from llama_ft.checkpoint.export_settings import check_export
     from llama_ft.errors import UserError
+    from llama_ft.export.export_settings import check_export
     from llama_ft.models import load_model_config, load_tokenizer
 
     folder = shutil.copytree(tiny_model, tmp_path / "model")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from llama_ft.checkpoint.export_settings import write_model_settings, write_tokenizer
+from llama_ft.export.export_settings import write_model_settings, write_tokenizer
 from llama_ft.models import load_model_config, load_tokenizer
 
 Settings = dict[str, Any]

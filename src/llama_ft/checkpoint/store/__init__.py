@@ -1,0 +1,1 @@
+"""Checkpoints in an object store (--save_to), and on the disks of several nodes."""

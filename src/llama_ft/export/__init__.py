@@ -1,0 +1,1 @@
+"""Write models and adapters for Transformers and PEFT."""
