@@ -99,8 +99,8 @@ def _run_recipe(
     """
     from llama_ft import training
     from llama_ft.checkpoint import host_block
-    from llama_ft.config.load import load
-    from llama_ft.config.parse import as_keywords
+    from llama_ft.config.reading.load import load
+    from llama_ft.config.reading.parse import as_keywords
     from llama_ft.errors import exit_on_error
     from llama_ft.inference.flags import read_inference_flags
     from llama_ft.inference.generate import Answerer

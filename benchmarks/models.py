@@ -56,7 +56,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: 
 
 from llama_ft import models  # noqa: E402
 from llama_ft.config import load  # noqa: E402
-from llama_ft.config.parse import as_keywords  # noqa: E402
+from llama_ft.config.reading.parse import as_keywords  # noqa: E402
 from llama_ft.plan.flags import read_plan_flags  # noqa: E402
 
 DECODERS: dict[str, str] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

@@ -24,7 +24,7 @@ from peft import PeftModel  # noqa: E402
 
 sys.path[:] = path
 
-from llama_ft.config.parse import as_keywords  # noqa: E402
+from llama_ft.config.reading.parse import as_keywords  # noqa: E402
 
 RESULTS = REPOSITORY / "benchmarks" / "results" / "models_images.jsonl"
 LR = 0.01

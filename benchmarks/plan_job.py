@@ -26,7 +26,7 @@ sys.path.insert(0, str(REPOSITORY / "src"))
 import torch  # noqa: E402
 
 from llama_ft import observe, training  # noqa: E402
-from llama_ft.config.parse import as_keywords  # noqa: E402
+from llama_ft.config.reading.parse import as_keywords  # noqa: E402
 from llama_ft.phases import Phase  # noqa: E402
 from llama_ft.run import training_run  # noqa: E402
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from llama_ft.commands import VERBS
-from llama_ft.config.dump import json_schema
-from llama_ft.config.messages import format_value
-from llama_ft.config.settings import SECTIONS, SETTINGS, Setting, settings_of
+from llama_ft.config.reading.dump import json_schema
+from llama_ft.config.settings.settings import SECTIONS, SETTINGS, Setting, settings_of
+from llama_ft.config.wording.messages import format_value
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

@@ -21,8 +21,8 @@ from forked import ENVIRONMENT, REPOSITORY, Finished
 
 from llama_ft.commands import VERBS
 from llama_ft.config import load
-from llama_ft.config.messages import known
-from llama_ft.config.settings import settings_of
+from llama_ft.config.settings.settings import settings_of
+from llama_ft.config.wording.messages import known
 from llama_ft.errors import UserError
 from llama_ft.plan.flags import PlanFlags, read_plan_flags
 

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from llama_ft.config.parse import as_keywords
+from llama_ft.config.reading.parse import as_keywords
 from llama_ft.observe import flops
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "finetuning.py"

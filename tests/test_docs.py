@@ -29,9 +29,9 @@ from pages import (
 from torch.distributed.run import get_args_parser
 
 from llama_ft.config import load
-from llama_ft.config.dump import help_text
 from llama_ft.config.paths import RUN_ENTRIES
-from llama_ft.config.settings import SETTINGS, DataConfig
+from llama_ft.config.reading.dump import help_text
+from llama_ft.config.settings.settings import SETTINGS, DataConfig
 from llama_ft.errors import UserError
 
 OTHERS = (

@@ -10,9 +10,9 @@ import pytest
 from pages import Page
 
 from llama_ft.config import load
-from llama_ft.config.load import convert
-from llama_ft.config.messages import explain_unknown, format_value, known
-from llama_ft.config.other_names import EXPORTING, SAME_AS, SAME_VALUES, WITHOUT_COUNTERPART
+from llama_ft.config.reading.load import convert
+from llama_ft.config.wording.messages import explain_unknown, format_value, known
+from llama_ft.config.wording.other_names import EXPORTING, SAME_AS, SAME_VALUES, WITHOUT_COUNTERPART
 from llama_ft.errors import UserError
 
 LLAMA_RECIPES_PAGE = "docs/migrate/llama-recipes.md"

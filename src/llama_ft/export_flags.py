@@ -17,7 +17,7 @@ from llama_ft.config.paths import (
     model_dir_problem,
     model_problem,
 )
-from llama_ft.config.tool_flags import check, read
+from llama_ft.config.reading.tool_flags import check, read
 from llama_ft.config.value_types import STRICT, Size
 from llama_ft.errors import UserError
 

@@ -6,7 +6,7 @@ import pytest
 
 from llama_ft.checkpoint.resume import MAY_DIFFER, SECTIONS_THAT_MAY_DIFFER, check_same_run
 from llama_ft.config import load
-from llama_ft.config.settings import SETTINGS
+from llama_ft.config.settings.settings import SETTINGS
 from llama_ft.errors import UserError
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from llama_ft.config.dump import COMMON_SETTINGS, exit_with_help
-from llama_ft.config.settings import SETTINGS
+from llama_ft.config.reading.dump import COMMON_SETTINGS, exit_with_help
+from llama_ft.config.settings.settings import SETTINGS
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 SCRIPT = """

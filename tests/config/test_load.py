@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llama_ft.config import Config, load, with_present_names
-from llama_ft.config.dump import to_yaml
+from llama_ft.config.reading.dump import to_yaml
 
 
 @pytest.mark.parametrize(

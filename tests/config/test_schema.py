@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from llama_ft.config import Config, differences, load, to_yaml
-from llama_ft.config.dump import json_schema
-from llama_ft.config.settings import SETTINGS
+from llama_ft.config.reading.dump import json_schema
+from llama_ft.config.settings.settings import SETTINGS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 CONFIG_FILES = sorted(CONFIGS.glob("*.yaml"))

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 import finetuning
 
 from llama_ft import models, training
-from llama_ft.config.parse import as_keywords
+from llama_ft.config.reading.parse import as_keywords
 
 RANK = int(os.environ["RANK"])
 KEPT: list[Any] = []

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from llama_ft.config.output_settings import TrackingConfig
+from llama_ft.config.settings.output_settings import TrackingConfig
 from llama_ft.observe.run_log import RunLog
 
 pytest.importorskip("cryptography")

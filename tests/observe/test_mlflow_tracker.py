@@ -19,7 +19,7 @@ import pytest
 from local_server import serve
 from mlflow import MlflowClient
 
-from llama_ft.config.settings import TrackingConfig
+from llama_ft.config.settings.settings import TrackingConfig
 from llama_ft.errors import UserError
 from llama_ft.observe import ResumedLog, RunLog, check_trackers
 from llama_ft.observe.run_metadata import git_commit

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from llama_ft.config.settings import TrackingConfig
+from llama_ft.config.settings.settings import TrackingConfig
 from llama_ft.observe import ResumedLog, RunLog
 
 NO_TRACKERS = TrackingConfig()

@@ -15,7 +15,7 @@ from forked import forked
 from local_server import serve
 from wandb.proto.wandb_internal_pb2 import Record
 
-from llama_ft.config.settings import TrackingConfig
+from llama_ft.config.settings.settings import TrackingConfig
 from llama_ft.errors import UserError
 from llama_ft.observe.run_log import ResumedLog, RunLog
 from llama_ft.observe.run_metadata import git_commit
@@ -26,7 +26,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 CHECK_KEY = """
 import sys
-from llama_ft.config.settings import TrackingConfig
+from llama_ft.config.settings.settings import TrackingConfig
 from llama_ft.errors import UserError
 from llama_ft.observe import check_trackers
 from llama_ft.runtime.console import configure_console

@@ -10,7 +10,7 @@ import pytest
 from model_shapes import write_config
 
 from llama_ft.config import Config, load, to_yaml
-from llama_ft.config.messages import size_text
+from llama_ft.config.wording.messages import size_text
 from llama_ft.plan.fit import (
     USABLE,
     Fit,

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_ft.config import Config
-from llama_ft.config.messages import size_text
+from llama_ft.config.wording.messages import size_text
 from llama_ft.plan.oom_report import MemoryReport, held_most, module_at_work
 from llama_ft.runtime import Ranks
 

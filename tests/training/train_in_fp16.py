@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 import finetuning
 
 from llama_ft import checkpoint
-from llama_ft.config.parse import as_keywords
+from llama_ft.config.reading.parse import as_keywords
 from llama_ft.training import train_state
 
 if __name__ == "__main__":

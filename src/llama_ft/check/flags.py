@@ -6,8 +6,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llama_ft.config.data_names import is_url
+from llama_ft.config.reading.tool_flags import check, read
 from llama_ft.config.rules import SECRET
-from llama_ft.config.tool_flags import check, read
 from llama_ft.config.value_types import STRICT, Duration
 from llama_ft.masking import is_url_with_secret
 

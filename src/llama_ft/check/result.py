@@ -9,7 +9,7 @@ from llama_ft.check.disk import DiskTrial
 from llama_ft.check.machine import RankFacts
 from llama_ft.check.network import Link
 from llama_ft.check.store import StoreTrial
-from llama_ft.config.messages import size_text
+from llama_ft.config.wording.messages import size_text
 from llama_ft.errors import plural
 
 LEAST_FREE = 0.9  # share of a GPU's memory: a desktop takes a few percent, another process more

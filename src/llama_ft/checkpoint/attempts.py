@@ -7,8 +7,8 @@ from typing import Any
 
 from llama_ft.checkpoint.reader import Checkpoint
 from llama_ft.config.attempts import OTHER_CONTENT, changed_settings
-from llama_ft.config.load import with_present_names
-from llama_ft.config.settings import SETTINGS
+from llama_ft.config.reading.load import with_present_names
+from llama_ft.config.settings.settings import SETTINGS
 from llama_ft.runtime import Ranks
 
 

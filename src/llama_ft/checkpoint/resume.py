@@ -25,9 +25,9 @@ from llama_ft.checkpoint.store.store import ObjectStore, is_uploaded
 from llama_ft.checkpoint.store.uploads import Uploads
 from llama_ft.config import CheckpointConfig, Config, TrainConfig, check_device
 from llama_ft.config.home import expanded
-from llama_ft.config.load import with_present_names
-from llama_ft.config.messages import describe_setting, format_value
-from llama_ft.config.settings import SETTINGS
+from llama_ft.config.reading.load import with_present_names
+from llama_ft.config.settings.settings import SETTINGS
+from llama_ft.config.wording.messages import describe_setting, format_value
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.runtime import Ranks, advise_precision, log
 

@@ -37,8 +37,8 @@ from llama_ft.checkpoint.safetensors_file import SafetensorsFile
 from llama_ft.checkpoint.state import Tensors, own_state
 from llama_ft.checkpoint.store.uploads import Uploads
 from llama_ft.config import CheckpointConfig
-from llama_ft.config.messages import size_text
 from llama_ft.config.objectives import FILES_OF_CHECKPOINTS
+from llama_ft.config.wording.messages import size_text
 from llama_ft.errors import RunFailure, UserError, reason
 from llama_ft.models.base.shards import local_shard
 from llama_ft.processes import flush_directory

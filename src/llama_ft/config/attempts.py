@@ -13,9 +13,9 @@ value of each setting that differs from the attempt before, by its dotted name.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llama_ft.config.dump import SETTINGS_OF_ONE_RUN
-from llama_ft.config.messages import format_value
-from llama_ft.config.settings import SETTINGS
+from llama_ft.config.reading.dump import SETTINGS_OF_ONE_RUN
+from llama_ft.config.settings.settings import SETTINGS
+from llama_ft.config.wording.messages import format_value
 
 Attempts = Sequence[Mapping[str, Any]]
 OTHER_CONTENT = " (other content)"  # of a dataset or a model whose name has not changed

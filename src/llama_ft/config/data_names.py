@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llama_ft.config.home import expanded
-from llama_ft.config.messages import missing_file
+from llama_ft.config.wording.messages import missing_file
 
 Kind = Literal["demo", "ready", "function", "url", "file", "folder", "glob", "hub"]
 # llama-recipes' names; samsum_dataset and so on also work

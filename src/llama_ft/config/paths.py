@@ -20,9 +20,9 @@ import yaml
 
 from llama_ft.config.data_names import NOT_A_FILE, data_problem, is_split_of, kind_of_data
 from llama_ft.config.home import expanded
-from llama_ft.config.messages import describe_setting, missing_file, nearest
 from llama_ft.config.objectives import PASS_FILES, PASSES, PathKind
 from llama_ft.config.rules import SECRET, as_fraction
+from llama_ft.config.wording.messages import describe_setting, missing_file, nearest
 from llama_ft.errors import UserError, rank, reason
 from llama_ft.masking import is_clean, is_url_with_secret
 from llama_ft.processes import attempt, may_be_restarted

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from llama_ft.config.data_names import has_splits, is_url, kind_of_data
-from llama_ft.config.messages import describe_setting, format_value
 from llama_ft.config.objectives import (
     OBJECTIVES,
     PASSES,
@@ -23,7 +22,8 @@ from llama_ft.config.objectives import (
     objectives_text,
     own_settings,
 )
-from llama_ft.config.settings import SETTINGS, Config, values_of
+from llama_ft.config.settings.settings import SETTINGS, Config, values_of
+from llama_ft.config.wording.messages import describe_setting, format_value
 from llama_ft.errors import UserError
 from llama_ft.masking import is_url_with_secret
 

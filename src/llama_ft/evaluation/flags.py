@@ -9,14 +9,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 from pydantic.dataclasses import dataclass as settings_dataclass
 
-from llama_ft.config.data_settings import DataConfig
 from llama_ft.config.home import expanded
-from llama_ft.config.messages import format_value
 from llama_ft.config.paths import base_model_of, check_paths, looks_local, model_problem
+from llama_ft.config.reading.tool_flags import check, read
 from llama_ft.config.rules import brings_validation
-from llama_ft.config.settings import SETTINGS, Config, Score, values_of
-from llama_ft.config.tool_flags import check, read
+from llama_ft.config.settings.data_settings import DataConfig
+from llama_ft.config.settings.settings import SETTINGS, Config, Score, values_of
 from llama_ft.config.value_types import STRICT, Count, CountOrZero
+from llama_ft.config.wording.messages import format_value
 from llama_ft.errors import UserError
 from llama_ft.inference.flags import (
     EARLIER_FLAGS,

@@ -22,7 +22,7 @@ from llama_ft.checkpoint.safetensors_file import Headers, SafetensorsFile
 from llama_ft.config import CheckpointConfig, parse_size
 from llama_ft.config.attempts import Attempts, value_over_time
 from llama_ft.config.paths import COPIED_FILES, MODEL_PATTERNS, PROMPT_FORMAT, looks_local
-from llama_ft.config.settings import SETTINGS
+from llama_ft.config.settings.settings import SETTINGS
 from llama_ft.errors import RunFailure, plural
 from llama_ft.export.export_settings import matches, write_model_settings, write_tokenizer
 from llama_ft.masking import mask_secrets

@@ -11,7 +11,6 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llama_ft.config.home import expanded
-from llama_ft.config.load import with_present_names
 from llama_ft.config.paths import (
     file_problem,
     folder_problem,
@@ -21,8 +20,9 @@ from llama_ft.config.paths import (
     not_writable,
     similar_run,
 )
-from llama_ft.config.settings import Config, QuantizationConfig
-from llama_ft.config.tool_flags import check, read
+from llama_ft.config.reading.load import with_present_names
+from llama_ft.config.reading.tool_flags import check, read
+from llama_ft.config.settings.settings import Config, QuantizationConfig
 from llama_ft.config.value_types import STRICT, Count, CountOrZero
 from llama_ft.export_flags import export_kind
 

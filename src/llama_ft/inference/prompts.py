@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from llama_ft.config.data_names import data_problem
 from llama_ft.config.home import expanded
-from llama_ft.config.settings import DataConfig
+from llama_ft.config.settings.settings import DataConfig
 from llama_ft.data import Encoder, cache_dir, one_example, two_examples
 from llama_ft.data.chat.loss_mask import ChatDiffers
 from llama_ft.data.images.image_parts import (

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from llama_ft.config.messages import size_text
+from llama_ft.config.wording.messages import size_text
 from llama_ft.observe.run_metadata import RunMetadata
 from llama_ft.phases import PHASES, MemoryCategory, Phase
 from llama_ft.runtime import Ranks, log

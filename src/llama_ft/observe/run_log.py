@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llama_ft.config.output_settings import TrackingConfig
+from llama_ft.config.settings.output_settings import TrackingConfig
 from llama_ft.errors import plural, reason
 from llama_ft.masking import mask_secrets
 from llama_ft.observe.kubeflow import kubeflow_tracker

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from llama_ft.config.output_settings import TrackingConfig
+from llama_ft.config.settings.output_settings import TrackingConfig
 from llama_ft.errors import UserError, reason
 from llama_ft.masking import mask_secrets
 from llama_ft.observe.run_metadata import git_commit, masked

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from llama_ft import models
 from llama_ft.config import Config
-from llama_ft.config.load import convert
-from llama_ft.config.messages import format_value, size_text
+from llama_ft.config.reading.load import convert
 from llama_ft.config.rules import CONDITIONS, broken_rules
-from llama_ft.config.settings import SETTINGS, values_of
+from llama_ft.config.settings.settings import SETTINGS, values_of
+from llama_ft.config.wording.messages import format_value, size_text
 from llama_ft.errors import UserError
 from llama_ft.plan.duration import describe_time, step_seconds
 from llama_ft.plan.flags import PlanFlags

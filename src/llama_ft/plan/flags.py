@@ -9,11 +9,11 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llama_ft.config.dump import asks_for_help, exit_with_help, flags_text, help_text
-from llama_ft.config.load import load
-from llama_ft.config.parse import words_of
-from llama_ft.config.settings import Config, settings_of
-from llama_ft.config.tool_flags import check, read
+from llama_ft.config.reading.dump import asks_for_help, exit_with_help, flags_text, help_text
+from llama_ft.config.reading.load import load
+from llama_ft.config.reading.parse import words_of
+from llama_ft.config.reading.tool_flags import check, read
+from llama_ft.config.settings.settings import Config, settings_of
 from llama_ft.config.value_types import STRICT, Count, CountOrZero, parse_size
 from llama_ft.errors import UserError
 
@@ -101,7 +101,7 @@ def read_plan_flags(
     """Return the settings, where each was set, and the plan's own flags with resolved
     `nproc_per_node` and `fit_bytes`. Files need not exist. Raises UserError with one message per
     error. --help prints `description` and exits. For the other arguments see
-    `llama_ft.config.load`."""
+    `llama_ft.config.reading.load`."""
     own = settings_of(PlanFlags)
     if asks_for_help(argv):
         text = help_text(description, sys.argv[0], everything="all" in argv)

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from llama_ft.config.messages import size_text
+from llama_ft.config.wording.messages import size_text
 from llama_ft.runtime.ends.out_of_memory import host_memory
 
 # CUDA's context with the kernels of libraries, and NCCL's buffers for a few communicators; torch

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from llama_ft.config import Config, to_yaml
-from llama_ft.config.messages import size_text
+from llama_ft.config.wording.messages import size_text
 from llama_ft.observe.memory import (
     MemoryMonitor,
     held_tensors,

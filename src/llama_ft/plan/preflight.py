@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from llama_ft.config import Config
-from llama_ft.config.messages import size_text
+from llama_ft.config.wording.messages import size_text
 from llama_ft.data import TokenizedData, TrainingBatches
 from llama_ft.errors import reason
 from llama_ft.models import BuildModel, NewTokens

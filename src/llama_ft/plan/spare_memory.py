@@ -9,7 +9,7 @@ from torch import nn
 
 from llama_ft import training
 from llama_ft.config import Config
-from llama_ft.config.messages import size_text
+from llama_ft.config.wording.messages import size_text
 from llama_ft.cpu.freed_memory import keep_freed_memory, return_freed_memory
 from llama_ft.cpu.gloo import share_memory
 from llama_ft.models import BuiltModel, resolve_context_length, total_weights

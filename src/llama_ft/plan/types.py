@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from llama_ft.config import Config
-from llama_ft.config.messages import size_text
+from llama_ft.config.wording.messages import size_text
 from llama_ft.models import NewTokens
 from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
 

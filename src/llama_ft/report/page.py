@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy
 from markupsafe import Markup
 
-from llama_ft.config.messages import size_text
+from llama_ft.config.wording.messages import size_text
 from llama_ft.phases import MEMORY_CATEGORIES, PHASES
 from llama_ft.report.plot import TEMPLATES, Plot, Series, number, smoothed
 from llama_ft.report.run import Run, differing_settings

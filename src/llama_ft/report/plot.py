@@ -16,7 +16,7 @@ import numpy
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup, escape
 
-from llama_ft.config.messages import format_value, size_text
+from llama_ft.config.wording.messages import format_value, size_text
 from llama_ft.masking import mask_secrets
 
 BINS = 240  # a plot is about 400 pixels wide; more than two points per bin cannot be seen

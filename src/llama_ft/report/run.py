@@ -17,8 +17,8 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from llama_ft.config.attempts import describe_changes, readable_attempts, value_over_time
 from llama_ft.config.home import expanded
 from llama_ft.config.paths import RUN_MARKER, folder_problem, missing_run
-from llama_ft.config.settings import SETTINGS
-from llama_ft.config.tool_flags import check, read
+from llama_ft.config.reading.tool_flags import check, read
+from llama_ft.config.settings.settings import SETTINGS
 from llama_ft.config.value_types import STRICT
 from llama_ft.errors import UserError, reason
 from llama_ft.processes import is_locked

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from llama_ft.config.messages import size_text
+from llama_ft.config.wording.messages import size_text
 from llama_ft.errors import UserError, reason
 
 # CPU features with which oneDNN multiplies matrices in 16 bits, on x86 and on Arm. Without them it

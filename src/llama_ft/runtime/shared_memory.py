@@ -17,7 +17,7 @@ from typing import NamedTuple, Self
 import torch
 import torch.distributed as dist
 
-from llama_ft.config.messages import size_text
+from llama_ft.config.wording.messages import size_text
 from llama_ft.errors import RunFailure
 from llama_ft.runtime.gather import gather
 

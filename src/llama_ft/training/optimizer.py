@@ -12,8 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llama_ft.config import TrainConfig
-from llama_ft.config.settings import OPTIMIZERS
-from llama_ft.config.structured_values import ParameterGroup, rate_of
+from llama_ft.config.settings.settings import OPTIMIZERS
+from llama_ft.config.settings.structured_values import ParameterGroup, rate_of
 from llama_ft.errors import UserError
 from llama_ft.models.architecture.groups import find_groups
 from llama_ft.models.base.shards import local_shard

@@ -10,7 +10,7 @@ from conftest import write_jsonl
 from forked import forked
 from transformers import PreTrainedTokenizerFast
 
-from llama_ft.config.settings import DataConfig
+from llama_ft.config.settings.settings import DataConfig
 from llama_ft.data import DataRequest, TokenizedData, prepare, two_examples
 from llama_ft.data.tokenize.tokenize import Encoder
 from llama_ft.errors import UserError

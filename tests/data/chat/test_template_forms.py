@@ -12,7 +12,7 @@ from template_chats import CALL, CALLED, SPECIAL, STOCK, TOOLS, assistant, tool,
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from llama_ft.config.settings import DataConfig
+from llama_ft.config.settings.settings import DataConfig
 from llama_ft.data import DataRequest, Encoder, ensure_chat_template, prepare
 from llama_ft.data.chat import template_limits
 from llama_ft.data.chat.chat_template import stop_token_ids

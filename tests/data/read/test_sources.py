@@ -12,7 +12,7 @@ import fsspec
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from llama_ft.config.settings import DataConfig, DatasetPart
+from llama_ft.config.settings.settings import DataConfig, DatasetPart
 from llama_ft.data import open_source
 from llama_ft.data.read.formats import BadSample
 from llama_ft.data.read.sources import Source, brings_validation

@@ -14,7 +14,7 @@ import pytest
 from conftest import write_jsonl
 from transformers import PreTrainedTokenizerFast
 
-from llama_ft.config.settings import DataConfig
+from llama_ft.config.settings.settings import DataConfig
 from llama_ft.data import DataRequest, TokenizedData, prepare
 from llama_ft.data.read.formats import BadSample
 from llama_ft.data.tokenize.tokenize import Encoder, two_examples, unpaired_examples

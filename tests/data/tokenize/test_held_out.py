@@ -13,7 +13,7 @@ from conftest import write_jsonl
 from image_models import save_image_model, write_image
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
-from llama_ft.config.settings import DataConfig
+from llama_ft.config.settings.settings import DataConfig
 from llama_ft.data import (
     DataRequest,
     TokenizedData,

@@ -19,7 +19,7 @@ from conftest import write_jsonl
 from forked import forked
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from llama_ft.config.settings import DataConfig
+from llama_ft.config.settings.settings import DataConfig
 from llama_ft.data import (
     BatchLayout,
     DataRequest,
@@ -218,7 +218,7 @@ TOKENIZE = """
 import os, sys
 from pathlib import Path
 from transformers import AutoTokenizer
-from llama_ft.config.settings import DataConfig
+from llama_ft.config.settings.settings import DataConfig
 from llama_ft.data import DataRequest, prepare
 folder = Path(sys.argv[1])
 tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llama_ft.config import ModelConfig, PeftConfig
-from llama_ft.config.structured_values import PeftOptions
+from llama_ft.config.settings.structured_values import PeftOptions
 from llama_ft.errors import UserError
 from llama_ft.models import (
     BuiltModel,

@@ -12,7 +12,7 @@ from conftest import REPOSITORY
 
 from llama_ft.config import Config, PreferenceConfig
 from llama_ft.config.objectives import OBJECTIVES
-from llama_ft.config.settings import SETTINGS
+from llama_ft.config.settings.settings import SETTINGS
 from llama_ft.training import Objective, build_objective
 
 SOURCE = REPOSITORY / "src" / "llama_ft"

@@ -29,8 +29,8 @@ from llama_ft.checkpoint.store.store import (
 from llama_ft.config import CheckpointConfig
 from llama_ft.config.data_names import is_url
 from llama_ft.config.home import expanded
-from llama_ft.config.messages import size_text
 from llama_ft.config.paths import FETCHED_FILE
+from llama_ft.config.wording.messages import size_text
 from llama_ft.errors import RunFailure, UserError, is_disk_full, reason
 from llama_ft.runtime import Ranks, log
 

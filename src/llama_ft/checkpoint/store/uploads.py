@@ -39,8 +39,8 @@ from llama_ft.checkpoint.store.store import (
     with_retries,
 )
 from llama_ft.config import CheckpointConfig
-from llama_ft.config.messages import size_text
 from llama_ft.config.paths import BAD_SAMPLES_FILE
+from llama_ft.config.wording.messages import size_text
 from llama_ft.errors import RunFailure, reason
 from llama_ft.models.base.torch_2_11 import IS_TORCH_2_11
 from llama_ft.runtime import Ranks, log

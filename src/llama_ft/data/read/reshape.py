@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from llama_ft.config.settings import DataConfig
+from llama_ft.config.settings.settings import DataConfig
 from llama_ft.data.read.files import Samples
 from llama_ft.data.read.formats import COLUMNS as IMAGE_COLUMNS
 from llama_ft.data.read.formats import (

@@ -28,7 +28,7 @@ from llama_ft.config.data_names import (
     kind_of_data,
 )
 from llama_ft.config.home import expanded
-from llama_ft.config.settings import DataConfig, DatasetPart
+from llama_ft.config.settings.settings import DataConfig, DatasetPart
 from llama_ft.data.demo import build_demo
 from llama_ft.data.read.files import (
     ROWS_AT_ONCE,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from llama_ft.config.structured_values import ParameterGroup
+from llama_ft.config.settings.structured_values import ParameterGroup
 from llama_ft.errors import UserError
 from llama_ft.models.base.source import listed
 

@@ -11,21 +11,21 @@ from typing import Any
 from pydantic import ValidationError
 
 from llama_ft import __version__
-from llama_ft.config.data_settings import DatasetPart
-from llama_ft.config.dump import asks_for_help, exit_with_help, help_text
-from llama_ft.config.messages import (
+from llama_ft.config.paths import check_paths
+from llama_ft.config.reading.dump import asks_for_help, exit_with_help, help_text
+from llama_ft.config.reading.parse import Parsed, Repeated, as_keywords, read_flags, read_yaml
+from llama_ft.config.rules import broken_rules, broken_values, drop_overridden
+from llama_ft.config.settings.data_settings import DatasetPart
+from llama_ft.config.settings.settings import SETTINGS, Config, Setting, settings_of, values_of
+from llama_ft.config.settings.structured_values import ParameterGroup, PeftOptions
+from llama_ft.config.wording.messages import (
     MOST_ERRORS,
     UNSUPPORTED_VALUES,
     describe_setting,
     format_value,
     nearest,
 )
-from llama_ft.config.other_names import SAME_VALUES
-from llama_ft.config.parse import Parsed, Repeated, as_keywords, read_flags, read_yaml
-from llama_ft.config.paths import check_paths
-from llama_ft.config.rules import broken_rules, broken_values, drop_overridden
-from llama_ft.config.settings import SETTINGS, Config, Setting, settings_of, values_of
-from llama_ft.config.structured_values import ParameterGroup, PeftOptions
+from llama_ft.config.wording.other_names import SAME_VALUES
 from llama_ft.environment import Launch
 from llama_ft.errors import UserError, before_imports, exit_on_error, plural, rank
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llama_ft.config.other_names import EXPORTING, SAME_AS, WITHOUT_COUNTERPART
-from llama_ft.config.settings import SECTIONS, SETTINGS, Setting
+from llama_ft.config.settings.settings import SECTIONS, SETTINGS, Setting
+from llama_ft.config.wording.other_names import EXPORTING, SAME_AS, WITHOUT_COUNTERPART
 from llama_ft.masking import mask_secrets
 
 TRANSLATIONS = "docs/migrate translates other trainers' names."

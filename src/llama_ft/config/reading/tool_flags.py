@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llama_ft.config.dump import WIDTH, asks_for_help, exit_with_help, flags_text
-from llama_ft.config.load import convert
-from llama_ft.config.messages import nearest
-from llama_ft.config.parse import Parsed, read_flags
-from llama_ft.config.settings import Setting, settings_of
+from llama_ft.config.reading.dump import WIDTH, asks_for_help, exit_with_help, flags_text
+from llama_ft.config.reading.load import convert
+from llama_ft.config.reading.parse import Parsed, read_flags
+from llama_ft.config.settings.settings import Setting, settings_of
+from llama_ft.config.wording.messages import nearest
 from llama_ft.errors import UserError
 
 

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import yaml
 from pydantic import TypeAdapter
 
-from llama_ft.config.messages import format_value
-from llama_ft.config.settings import SECTIONS, SETTINGS, Config, Setting, values_of
+from llama_ft.config.settings.settings import SECTIONS, SETTINGS, Config, Setting, values_of
+from llama_ft.config.wording.messages import format_value
 
 WIDTH = 100  # characters per line of --help
 COLUMN = 36  # where the meanings begin

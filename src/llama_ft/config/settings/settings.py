@@ -22,15 +22,15 @@ from typing import (
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llama_ft.config.data_settings import DataConfig, DatasetPart
 from llama_ft.config.objectives import PreferenceConfig
-from llama_ft.config.output_settings import (
+from llama_ft.config.settings.data_settings import DataConfig, DatasetPart
+from llama_ft.config.settings.output_settings import (
     CheckpointConfig,
     MemoryConfig,
     ProfileConfig,
     TrackingConfig,
 )
-from llama_ft.config.structured_values import CheckedGroup, ParameterGroup, PeftOptions
+from llama_ft.config.settings.structured_values import CheckedGroup, ParameterGroup, PeftOptions
 from llama_ft.config.value_types import STRICT, Count, CountOrZero, Duration
 
 Rate = Annotated[float, Field(gt=0)]

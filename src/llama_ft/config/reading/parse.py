@@ -17,7 +17,9 @@ from typing import Any
 import yaml
 
 from llama_ft.config.data_names import listed_names
-from llama_ft.config.messages import (
+from llama_ft.config.paths import file_problem
+from llama_ft.config.settings.settings import SECTIONS, SETTINGS, Setting
+from llama_ft.config.wording.messages import (
     EARLIER_NAMES,
     MOST_ERRORS,
     MOST_SHOWN,
@@ -26,8 +28,6 @@ from llama_ft.config.messages import (
     is_other_name,
     known,
 )
-from llama_ft.config.paths import file_problem
-from llama_ft.config.settings import SECTIONS, SETTINGS, Setting
 from llama_ft.errors import rank, reason
 
 # The spellings that pydantic takes for a switch, and the opposite of each.

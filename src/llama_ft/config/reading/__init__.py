@@ -1,0 +1,1 @@
+"""Read the command line and YAML, and say what is wrong in them."""

@@ -1,0 +1,1 @@
+"""How settings are named and described in messages."""
