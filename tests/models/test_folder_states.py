@@ -25,7 +25,7 @@ from llama_ft.models import (
     load_tokenizer,
 )
 from llama_ft.phases import NULL_MONITOR
-from llama_ft.plan.fake_checkpoint import read_headers
+from llama_ft.plan.fake.fake_checkpoint import read_headers
 from llama_ft.runtime import PRECISIONS, Ranks
 
 SINGLE = "model.safetensors"

@@ -11,7 +11,7 @@ import torch
 import torch.nn.attention.varlen  # registers its operator
 from model_shapes import write_llama
 
-from llama_ft.plan.attention_workspace import attention_workspace_bytes
+from llama_ft.plan.fake.attention_workspace import attention_workspace_bytes
 
 Plan = Callable[..., Any]
 ATEN = torch.ops.aten

@@ -24,11 +24,11 @@ from llama_ft.models.base.shards import local_shard
 from llama_ft.observe.flops import flop_formula
 from llama_ft.phases import MemoryCategory
 from llama_ft.plan.cuda_allocator import reserved_bytes
-from llama_ft.plan.fake_checkpoint import layers_are_alike, read_headers
+from llama_ft.plan.fake.fake_checkpoint import layers_are_alike, read_headers
+from llama_ft.plan.fake.images import fake_pixels, plan_example
+from llama_ft.plan.fake.patches import planned_models
+from llama_ft.plan.fake.tracker import Tracker, states_of
 from llama_ft.plan.free_memory import CUDA_CONTEXT_BYTES, NCCL_BYTES
-from llama_ft.plan.images import fake_pixels, plan_example
-from llama_ft.plan.patches import planned_models
-from llama_ft.plan.tracker import Tracker, states_of
 from llama_ft.plan.types import Peak, Plan, PlanRequest
 from llama_ft.runtime import Ranks, Target, computing_on, log
 from llama_ft.runtime.process_group import mesh_over, resolve_degree

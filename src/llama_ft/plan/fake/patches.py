@@ -18,7 +18,7 @@ from llama_ft.models.base.source import SafetensorsSource, StoredTensor
 from llama_ft.models.quantization import as_stored, quantized
 from llama_ft.models.weights import conversion, loader
 from llama_ft.phases import MemoryCategory
-from llama_ft.plan.fake_checkpoint import HeaderSource
+from llama_ft.plan.fake.fake_checkpoint import HeaderSource
 from llama_ft.training.objectives.reference import AdapterOff, StoredReference
 
 try:

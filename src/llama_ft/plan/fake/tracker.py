@@ -23,8 +23,8 @@ from llama_ft.models import BuiltModel
 from llama_ft.models.adapters import lora_experts, lora_linear
 from llama_ft.models.base.layers import SCORE
 from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
-from llama_ft.plan.attention_workspace import attention_workspace_bytes
-from llama_ft.plan.patches import counted_memory
+from llama_ft.plan.fake.attention_workspace import attention_workspace_bytes
+from llama_ft.plan.fake.patches import counted_memory
 from llama_ft.plan.types import Peak
 from llama_ft.runtime import fp32_matmuls
 

@@ -1,0 +1,1 @@
+"""Run a model on fake tensors and count its memory."""
