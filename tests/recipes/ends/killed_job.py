@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "finetuning.py"
+RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "finetuning.py"
 
 
 def kill_at(path: Path) -> None:
