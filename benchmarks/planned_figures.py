@@ -6,7 +6,7 @@
 It writes the numbers of the configs' head comments and of the tables that repeat them, for the
 hardware in the configs' names. Plans are quick, as with recipes/plan.py --quick. The models'
 config.json comes from tests/model_shapes.py: it needs no GPU, no weights and no network.
-tests/test_configs.py checks the figures. docs/pictures/plans.py renews those of the pictures.
+tests/repository/test_configs.py checks the figures. docs/pictures/plans.py renews those of the pictures.
 """
 
 import argparse

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_budgets
 from conftest import REPOSITORY
 from pages import Page
+from repository import test_budgets
 
 from llama_ft.data.read.formats import (
     FORMATS,

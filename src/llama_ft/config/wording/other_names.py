@@ -1,5 +1,5 @@
 """Names and values of other trainers, and what replaces them here. The tables in docs/migrate have
-the same, with defaults and notes; tests/test_migration.py compares them.
+the same, with defaults and notes; tests/repository/test_migration.py compares them.
 
 `explain_unknown` looks here first. A name that is only spelled similarly may mean something else:
 axolotl's `base_model` is `model_name` and not `save_model`.
