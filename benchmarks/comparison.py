@@ -63,7 +63,7 @@ from transformers import AutoConfig  # noqa: E402
 from llama_ft import data, models, training  # noqa: E402
 from llama_ft.config import Config  # noqa: E402
 from llama_ft.config.reading.load import load  # noqa: E402
-from llama_ft.data.batches.batches import BatchLayout, BatchSampler, collate_step  # noqa: E402
+from llama_ft.data.batches.sampler import BatchLayout, BatchSampler, collate_step  # noqa: E402
 from llama_ft.data.smollm2 import quickstart_model  # noqa: E402
 
 LIMIT = 0.01  # of the difference of two validation losses

@@ -35,8 +35,8 @@ from transformers.modeling_utils import PreTrainedModel  # noqa: E402
 
 from llama_ft import data, models, runtime, training  # noqa: E402
 from llama_ft.config import DataConfig, FSDPConfig, ModelConfig, PeftConfig  # noqa: E402
-from llama_ft.data.batches.batches import Batch, BatchLayout, BatchSampler, pack_samples  # noqa: E402
 from llama_ft.data.batches.prefetch import PreparedBatches, StepBatches  # noqa: E402
+from llama_ft.data.batches.sampler import Batch, BatchLayout, BatchSampler, pack_samples  # noqa: E402
 from llama_ft.data.cache import checksum  # noqa: E402
 from llama_ft.processes import cores  # noqa: E402
 from llama_ft.runtime import Ranks  # noqa: E402

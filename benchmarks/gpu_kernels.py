@@ -366,7 +366,7 @@ def _anyprecision() -> Finding:
 
 
 def _int8_pass() -> Finding:
-    from llama_ft.models.quantization.quantized import Int8
+    from llama_ft.models.quantization.layers import Int8
 
     scheme = Int8(6.0)
     weight = torch.randn_like(_weights(), dtype=torch.float32)
@@ -375,7 +375,7 @@ def _int8_pass() -> Finding:
 
 
 def _int8_against_the_cpu() -> Finding:
-    from llama_ft.models.quantization.quantized import Int8
+    from llama_ft.models.quantization.layers import Int8
 
     scheme = Int8(6.0)
     torch.manual_seed(0)
@@ -432,7 +432,7 @@ def _random_weight() -> torch.Tensor:
 def _four_bit(kind: Any) -> Finding:
     from bitsandbytes import functional as bnb
 
-    from llama_ft.models.quantization.quantized import FourBit
+    from llama_ft.models.quantization.layers import FourBit
 
     scheme = FourBit(kind, 64, None)
     codes, scale = scheme.quantize(_random_weight())
@@ -446,7 +446,7 @@ def _four_bit(kind: Any) -> Finding:
 
 
 def _half(kind: Any) -> Finding:
-    from llama_ft.models.quantization.quantized import FourBit
+    from llama_ft.models.quantization.layers import FourBit
 
     scheme = FourBit(kind, 64, None)
     weight = _random_weight()
@@ -457,7 +457,7 @@ def _half(kind: Any) -> Finding:
 
 
 def _int8() -> Finding:
-    from llama_ft.models.quantization.quantized import Int8
+    from llama_ft.models.quantization.layers import Int8
 
     scheme = Int8(6.0)
     codes, scale = scheme.quantize(_random_weight())
@@ -469,7 +469,7 @@ def _int8() -> Finding:
 
 
 def _int8_threshold() -> Finding:
-    from llama_ft.models.quantization.quantized import Int8
+    from llama_ft.models.quantization.layers import Int8
 
     codes, scale = Int8(6.0).quantize(_random_weight())
     inputs = torch.randn(64, 512, device=DEVICE, dtype=torch.bfloat16)
@@ -496,7 +496,7 @@ def _adamw_8bit() -> Finding:
 
 
 def _dequantize_rate(kind: str, least: float) -> Finding:
-    from llama_ft.models.quantization.quantized import FourBit, Int8
+    from llama_ft.models.quantization.layers import FourBit, Int8
 
     shape = (4096, 14336) if ON_GPU else (256, 512)
     weight = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)

@@ -33,7 +33,7 @@ from text_files import read_json_lines  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from llama_ft.data import Encoder, build_demo, cache_dir, one_example, two_examples  # noqa: E402
-from llama_ft.data.batches.batches import BatchLayout, BatchSampler  # noqa: E402
+from llama_ft.data.batches.sampler import BatchLayout, BatchSampler  # noqa: E402
 
 STEPS = 10
 GLOBAL_BATCH = 4

@@ -29,7 +29,12 @@ sys.path.insert(1, str(crash.REPOSITORY / "tests"))
 from forked import start_forked  # noqa: E402
 
 from llama_ft.checkpoint import ObjectStore  # noqa: E402
-from llama_ft.checkpoint.store.store import COMMIT_FILE, commit_name, read_commits, stored_file  # noqa: E402
+from llama_ft.checkpoint.store.object_store import (  # noqa: E402
+    COMMIT_FILE,
+    commit_name,
+    read_commits,
+    stored_file,
+)
 
 RECIPE = crash.REPOSITORY / "recipes" / "finetuning.py"
 SECONDS = 600  # for a launch

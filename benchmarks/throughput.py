@@ -67,7 +67,7 @@ from tokenizers.models import WordLevel  # noqa: E402
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 from llama_ft.data import build_demo, cache_dir  # noqa: E402
-from llama_ft.data.batches.batches import BatchLayout, BatchSampler  # noqa: E402
+from llama_ft.data.batches.sampler import BatchLayout, BatchSampler  # noqa: E402
 
 MIB = 2**20
 LR = 1e-4

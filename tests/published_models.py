@@ -16,7 +16,7 @@ from models.published.test_compressed_tensors import (
     publish_compressed,
 )
 from models.published.test_packed_columns import AWQ, GPTQ, publish_columns
-from models.published.test_published import (
+from models.published.test_sources import (
     DEEPSEEK_V3,
     GPT_OSS,
     LLAMA,

@@ -23,7 +23,7 @@ from conftest import RECIPE
 from forked import start_forked
 
 from llama_ft.checkpoint import ObjectStore
-from llama_ft.checkpoint.store.store import with_retries
+from llama_ft.checkpoint.store.object_store import with_retries
 
 pytest.importorskip("s3fs")
 boto3 = pytest.importorskip("boto3")

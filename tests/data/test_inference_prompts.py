@@ -20,7 +20,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from llama_ft.data import Encoder
 from llama_ft.data.chat.chat_template import BUILT_IN
 from llama_ft.data.read.formats import BadSample, Message
-from llama_ft.data.tokenize.tokenize import Encoded
+from llama_ft.data.tokenize.encoder import Encoded
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
 TEMPLATES = STOCK | {f"built-in {name}": template for name, template in BUILT_IN.items()}

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from checkpoint_by_hand import stored
 from conftest import build_model, run_cases
-from models.published.test_published import DEEPSEEK_V3, fp8_note, in_blocks, publish
+from models.published.test_sources import DEEPSEEK_V3, fp8_note, in_blocks, publish
 from safetensors.torch import load_file, save_file
 
 from llama_ft.checkpoint import Exporter, find_valid

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from llama_ft.checkpoint import ObjectStore
-from llama_ft.checkpoint.store.store import store_reason
+from llama_ft.checkpoint.store.object_store import store_reason
 
 # texts of S3, Google and Azure, and of their packages
 WRONG_CREDENTIALS = re.compile(

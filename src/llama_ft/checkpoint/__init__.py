@@ -23,9 +23,9 @@ from llama_ft.checkpoint.run_directory import (
 from llama_ft.checkpoint.state import own_state, restore, restore_weights
 from llama_ft.checkpoint.store.disks import find_disks
 from llama_ft.checkpoint.store.fetch import fetch_to_each_disk, open_store
-from llama_ft.checkpoint.store.store import ObjectStore, is_uploaded
+from llama_ft.checkpoint.store.object_store import ObjectStore, is_uploaded
 from llama_ft.checkpoint.store.uploads import Uploads, open_uploads, upload_grace_seconds
 from llama_ft.checkpoint.writer import CheckpointWriter
-from llama_ft.export.export import export_adapter, export_model, save_dtype, write_model_card
 from llama_ft.export.export_checkpoint import Exporter, find_valid, tokens_added, understood_adapter
 from llama_ft.export.export_settings import check_export
+from llama_ft.export.weights import export_adapter, export_model, save_dtype, write_model_card

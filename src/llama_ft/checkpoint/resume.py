@@ -21,7 +21,7 @@ from llama_ft.checkpoint.reader import (
 )
 from llama_ft.checkpoint.run_directory import lock_continued_run
 from llama_ft.checkpoint.store.fetch import StoredRun, find_stored, report_without_checkpoint
-from llama_ft.checkpoint.store.store import ObjectStore, is_uploaded
+from llama_ft.checkpoint.store.object_store import ObjectStore, is_uploaded
 from llama_ft.checkpoint.store.uploads import Uploads
 from llama_ft.config import CheckpointConfig, Config, TrainConfig, check_device
 from llama_ft.config.home import expanded

@@ -70,7 +70,7 @@ MODEL_PATTERNS = (
 COPIED_FILES = "copied_from_base_model"  # in the header of a model card: names of files
 # in the header of a model card, and in trainer.json: text if the samples had no chat template
 PROMPT_FORMAT = "prompt_format"
-CARD_TAG = "\n- llama_ft\n"  # in the header of every model card that export/export.py writes
+CARD_TAG = "\n- llama_ft\n"  # in the header of every model card that export/weights.py writes
 
 
 def check_paths(

@@ -1,7 +1,8 @@
 """Raw samples -> messages -> tokens and loss mask -> batches. The embedded demo is one of the
 datasets."""
 
-from llama_ft.data.batches.batches import (
+from llama_ft.data.batches.prefetch import Prefetcher
+from llama_ft.data.batches.sampler import (
     BATCHES_VERSION,
     Batch,
     BatchLayout,
@@ -11,7 +12,6 @@ from llama_ft.data.batches.batches import (
     group_size,
     pad_token_id,
 )
-from llama_ft.data.batches.prefetch import Prefetcher
 from llama_ft.data.batches.stream import TrainingBatches, plan_training, training_layout
 from llama_ft.data.cache import cache_dir
 from llama_ft.data.chat.chat_template import RENDER_ERRORS, ensure_chat_template, stop_token_ids
@@ -22,8 +22,7 @@ from llama_ft.data.prepare import DataRequest, TokenizedData, prepare
 from llama_ft.data.read.sources import open_source
 from llama_ft.data.samples import describe_first_batch, show_samples
 from llama_ft.data.tokenize.content import SPLIT_VERSION
-from llama_ft.data.tokenize.prompt_tokens import AS_TEXT
-from llama_ft.data.tokenize.tokenize import (
+from llama_ft.data.tokenize.encoder import (
     IGNORED,
     Encoder,
     check_ids,
@@ -31,3 +30,4 @@ from llama_ft.data.tokenize.tokenize import (
     two_examples,
     unpaired_examples,
 )
+from llama_ft.data.tokenize.prompt_tokens import AS_TEXT

@@ -28,6 +28,13 @@ from llama_ft.data.images.processor import Images, open_images
 from llama_ft.data.read.formats import TokenizedSample
 from llama_ft.data.read.reshape import look_at_formats, reshaped
 from llama_ft.data.read.sources import Source, Split, brings_validation, open_source
+from llama_ft.data.tokenize.encoder import (
+    Encoder,
+    ExamplesOf,
+    check_ids,
+    one_example,
+    unpaired_examples,
+)
 from llama_ft.data.tokenize.held_out import write_held_out
 from llama_ft.data.tokenize.prompt_tokens import PromptFormat
 from llama_ft.data.tokenize.statistics import (
@@ -37,13 +44,6 @@ from llama_ft.data.tokenize.statistics import (
     note_lines,
     overlap_warning,
     warnings_of,
-)
-from llama_ft.data.tokenize.tokenize import (
-    Encoder,
-    ExamplesOf,
-    check_ids,
-    one_example,
-    unpaired_examples,
 )
 from llama_ft.data.tokenize.tokenize_files import (
     BadSamples,
@@ -61,7 +61,7 @@ CODE_VERSION = 8
 # modules that determine the tokens
 CODE = (
     "chat/chat_template tokenize/content read/files read/formats images/image_parts chat/loss_mask tokenize/notes "
-    "images/processor read/reshape tokenize/statistics tokenize/tokenize tokenize/tokenize_files read/values"
+    "images/processor read/reshape tokenize/statistics tokenize/encoder tokenize/tokenize_files read/values"
 ).split()
 SECONDS_BETWEEN_LINES = 10.0
 HASHES = "{}.hashes.npy"  # of the distinct samples of a split, uint64

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
-from llama_ft.data.tokenize.tokenize import IGNORED
+from llama_ft.data.tokenize.encoder import IGNORED
 from llama_ft.errors import plural
 from llama_ft.runtime.console import log
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-    from llama_ft.data.batches.batches import Batch
+    from llama_ft.data.batches.sampler import Batch
 
 # most tokens shown per sample
 SAMPLE_TOKENS = 2000

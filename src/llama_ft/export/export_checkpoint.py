@@ -43,9 +43,9 @@ from llama_ft.config import (
 )
 from llama_ft.config.paths import PROMPT_FORMAT, recorded_prompt_format
 from llama_ft.errors import UserError
-from llama_ft.export import export
-from llama_ft.export.export import SavedWeights, write_model_card, written_aside
+from llama_ft.export import weights as export
 from llama_ft.export.export_settings import write_model_settings
+from llama_ft.export.weights import SavedWeights, write_model_card, written_aside
 from llama_ft.models.adapters import lora
 from llama_ft.models.adapters.adapter_config import ADAPTER_CONFIG, saved_config
 from llama_ft.models.adapters.names import ADAPTER_WEIGHTS, checkpoint_key, is_adapter_weight

@@ -28,7 +28,7 @@ from llama_ft.data.images.image_parts import ImageStore
 from llama_ft.data.tokenize.prompt_tokens import PromptFormat
 from llama_ft.errors import UserError, reason
 from llama_ft.inference.flags import ModelFlags, find_result, settings_of_run
-from llama_ft.models.quantization.quantized import quantization_name
+from llama_ft.models.quantization.layers import quantization_name
 from llama_ft.phases import NULL_MONITOR
 from llama_ft.runtime import PRECISIONS, Precision, Ranks, advise_precision
 

@@ -1,7 +1,7 @@
 """Load a checkpoint directory as a sharded model: build it on the meta device, add adapters, shard
 it, load weights."""
 
-from llama_ft.models.quantization.quantized import total_weights
+from llama_ft.models.quantization.layers import total_weights
 
 # isort: split
 from llama_ft.models.adapters.lora import describe_experts, inject_lora
@@ -33,8 +33,8 @@ from llama_ft.models.computing.compiled import (
 from llama_ft.models.computing.embedding_noise import add_embedding_noise
 from llama_ft.models.model_config import load_model_config
 from llama_ft.models.packing.packed_attention import packed_arguments, use_packed_attention
-from llama_ft.models.published.published import describe_stored, remove_note, stored_method
-from llama_ft.models.quantization.quantization import choose_quantization, quantize_linears
+from llama_ft.models.published.sources import describe_stored, remove_note, stored_method
+from llama_ft.models.quantization.choice import choose_quantization, quantize_linears
 from llama_ft.models.sharding.dtypes import set_storage_dtypes
 from llama_ft.models.sharding.fsdp import (
     apply_fsdp,

@@ -22,8 +22,8 @@ from llama_ft.models.base.source import (
 )
 from llama_ft.models.build import make_skeleton
 from llama_ft.models.built import BuiltModel
-from llama_ft.models.published.published import open_dequantized, remove_note
 from llama_ft.models.published.published_note import read_note
+from llama_ft.models.published.sources import open_dequantized, remove_note
 from llama_ft.models.weights.conversion import ConvertedSource
 from llama_ft.runtime.console import log
 

@@ -117,7 +117,7 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
     """Return the formula of a model as it is trained: with adapters and frozen parameters, sharded
     or not."""
     from llama_ft.models.base.layers import decoder_layers
-    from llama_ft.models.quantization.quantized import weight_counts
+    from llama_ft.models.quantization.layers import weight_counts
 
     layers = decoder_layers(model)
     config = model.config.get_text_config()

@@ -14,7 +14,7 @@ from llama_ft.cpu.freed_memory import keep_freed_memory, return_freed_memory
 from llama_ft.cpu.gloo import share_memory
 from llama_ft.models import BuiltModel, resolve_context_length, total_weights
 from llama_ft.models.base.shards import local_shard
-from llama_ft.models.quantization.quantized import quantized_weights
+from llama_ft.models.quantization.layers import quantized_weights
 from llama_ft.plan.free_memory import free_bytes, free_text
 from llama_ft.runtime import PRECISIONS, Ranks, log
 

@@ -16,7 +16,7 @@ from llama_ft.data import Images, collate
 from llama_ft.errors import UserError, reason
 from llama_ft.models import BuiltModel, packed_arguments, without_graphs
 from llama_ft.models.packing.rope import longrope_lengths
-from llama_ft.models.quantization.quantized import QuantizedLinear
+from llama_ft.models.quantization.layers import QuantizedLinear
 from llama_ft.models.sharding.fsdp import free_unsharded
 from llama_ft.runtime import Ranks, log
 from llama_ft.training.objectives.base import model_inputs

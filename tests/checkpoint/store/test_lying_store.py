@@ -15,8 +15,13 @@ from stores import AWS, environment
 
 from llama_ft.checkpoint import CheckpointWriter, ObjectStore, Uploads, open_store
 from llama_ft.checkpoint.resume import find_checkpoint, take_newer
+from llama_ft.checkpoint.store.object_store import (
+    COMMIT_FILE,
+    commit_name,
+    read_commits,
+    stored_file,
+)
 from llama_ft.checkpoint.store.owner import take_over
-from llama_ft.checkpoint.store.store import COMMIT_FILE, commit_name, read_commits, stored_file
 from llama_ft.config import CheckpointConfig
 from llama_ft.errors import UserError
 from llama_ft.runtime import Ranks, log
@@ -39,8 +44,8 @@ def server(lying: Any) -> Any:
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many attempts as in a run, and no time between them."""
-    monkeypatch.setattr("llama_ft.checkpoint.store.store.RETRY_SECONDS", (0.01,) * 6)
-    monkeypatch.setattr("llama_ft.checkpoint.store.store.ACCESS_RETRY_SECONDS", (0.01,) * 4)
+    monkeypatch.setattr("llama_ft.checkpoint.store.object_store.RETRY_SECONDS", (0.01,) * 6)
+    monkeypatch.setattr("llama_ft.checkpoint.store.object_store.ACCESS_RETRY_SECONDS", (0.01,) * 4)
     # s3fs waits 0.1 s or longer before it repeats a request after a status of 500
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
 

@@ -28,7 +28,7 @@ from llama_ft.checkpoint import (
     upload_grace_seconds,
 )
 from llama_ft.checkpoint.resume import find_checkpoint, take_newer
-from llama_ft.checkpoint.store.store import NoAnswer, read_commits
+from llama_ft.checkpoint.store.object_store import NoAnswer, read_commits
 from llama_ft.config import CheckpointConfig
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.runtime import Ranks
@@ -75,7 +75,7 @@ def start(tmp_path: Path, runtime: Ranks) -> Callable[..., Run]:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llama_ft.checkpoint.store.store.RETRY_SECONDS", (0.01, 0.01))
+    monkeypatch.setattr("llama_ft.checkpoint.store.object_store.RETRY_SECONDS", (0.01, 0.01))
 
 
 @pytest.fixture
@@ -328,7 +328,7 @@ def test_a_report_that_cannot_be_uploaded_does_not_delay_the_exit(
     start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start()
-    monkeypatch.setattr("llama_ft.checkpoint.store.store.RETRY_SECONDS", (300,))
+    monkeypatch.setattr("llama_ft.checkpoint.store.object_store.RETRY_SECONDS", (300,))
     monkeypatch.setattr("llama_ft.checkpoint.store.uploads.SECONDS_FOR_SMALL_FILES", 0.2)
     (tmp_path / "store" / "metrics.jsonl").mkdir()  # where a file has to go
     before = set(threading.enumerate())
@@ -375,7 +375,7 @@ def test_a_store_that_stops_answering_is_one_warning_and_the_run_ends(
     monkeypatch: pytest.MonkeyPatch,
     warnings: list[str],
 ) -> None:
-    monkeypatch.setattr("llama_ft.checkpoint.store.store.SECONDS_WITHOUT_PROGRESS", 0.2)
+    monkeypatch.setattr("llama_ft.checkpoint.store.object_store.SECONDS_WITHOUT_PROGRESS", 0.2)
     run = start()
     run.uploads.store = ObjectStore("s3://bucket/run", "--save_to")
     run.save(3)
@@ -408,7 +408,7 @@ def test_only_a_request_without_progress_is_cancelled(
     store = ObjectStore("slow://run", "--save_to")
     file = tmp_path / "file"
     file.write_text("content")
-    monkeypatch.setattr("llama_ft.checkpoint.store.store.SECONDS_WITHOUT_PROGRESS", 1.0)
+    monkeypatch.setattr("llama_ft.checkpoint.store.object_store.SECONDS_WITHOUT_PROGRESS", 1.0)
     store.put_file(file, "name")  # takes longer in all
     monkeypatch.setattr(SlowStore, "hangs", True)
     with pytest.raises(NoAnswer, match="no progress for 1 s"):
@@ -463,7 +463,7 @@ def test_after_a_signal_an_upload_leaves_10_seconds_of_those_that_torchrun_gives
 def test_a_run_to_resume_without_credentials_is_an_error_at_once(
     runtime: Ranks, aws: socket.socket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("llama_ft.checkpoint.store.store.RETRY_SECONDS", (300,))
+    monkeypatch.setattr("llama_ft.checkpoint.store.object_store.RETRY_SECONDS", (300,))
     for name in CREDENTIALS:
         monkeypatch.delenv(name)
     settings = CheckpointConfig(output_dir=str(tmp_path / "run"), resume="s3://bucket/run")

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from llama_ft.config.settings.settings import DataConfig
 from llama_ft.data import DataRequest, TokenizedData, prepare, two_examples
-from llama_ft.data.tokenize.tokenize import Encoder
+from llama_ft.data.tokenize.encoder import Encoder
 from llama_ft.errors import UserError
 
 QWEN3 = Path(__file__).with_name("chat_templates") / "qwen3.jinja"

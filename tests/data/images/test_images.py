@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoTokenizer
 from llama_ft import models
 from llama_ft.config import DataConfig
 from llama_ft.data import TokenizedData, load_processor, prepare
-from llama_ft.data.batches.batches import collate
+from llama_ft.data.batches.sampler import collate
 from llama_ft.data.images.image_files import read_image
 from llama_ft.data.images.image_parts import ImageStore
 from llama_ft.data.prepare import DataRequest

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from llama_ft.config.settings.settings import DataConfig
 from llama_ft.data import DataRequest, TokenizedData, prepare
 from llama_ft.data.read.formats import BadSample
-from llama_ft.data.tokenize.tokenize import Encoder, two_examples, unpaired_examples
+from llama_ft.data.tokenize.encoder import Encoder, two_examples, unpaired_examples
 from llama_ft.errors import UserError
 
 TEMPLATE = (

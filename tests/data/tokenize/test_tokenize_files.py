@@ -30,7 +30,7 @@ from llama_ft.data import (
     prepare,
     unpaired_examples,
 )
-from llama_ft.data.batches.batches import (
+from llama_ft.data.batches.sampler import (
     BatchSampler,
     evaluation_batches,
     example_lengths,

@@ -25,7 +25,7 @@ from llama_ft.models import BuiltModel, checkpoint_activations
 from llama_ft.models.adapters import lora_experts
 from llama_ft.models.adapters.lora import adapter_off, expert_names
 from llama_ft.models.adapters.lora_experts import LowRankSum, StackLora, use_split_experts
-from llama_ft.models.quantization.quantized import FourBit, Int8, Scheme, quantize_stacks
+from llama_ft.models.quantization.layers import FourBit, Int8, Scheme, quantize_stacks
 from llama_ft.runtime import Target, computing_on
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 16,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llama_ft.models.adapters.lora_linear import FusedLora, use_fused_lora
-from llama_ft.models.quantization.quantized import FourBit, Int8, QuantizedLinear, Scheme
+from llama_ft.models.quantization.layers import FourBit, Int8, QuantizedLinear, Scheme
 
 IN = 128
 OUT = 96

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from models.published.test_published import LLAMA, Tensors, publish
+from models.published.test_sources import LLAMA, Tensors, publish
 from safetensors.torch import load_file, save_file
 
 from llama_ft.config import QuantizationConfig
 from llama_ft.errors import UserError
 from llama_ft.models import choose_quantization, load_model_config
-from llama_ft.models.published.published import open_dequantized
+from llama_ft.models.published.sources import open_dequantized
 
 # requirements-dev.txt has it, so in CI a missing library is a failure
 HAS_LIBRARY = "CI" in os.environ or importlib.util.find_spec("compressed_tensors") is not None

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from models.published.test_published import LLAMA, Tensors, publish
+from models.published.test_sources import LLAMA, Tensors, publish
 from safetensors.torch import load_file, save_file
 
 from llama_ft.config import ModelConfig, QuantizationConfig
 from llama_ft.errors import UserError
 from llama_ft.models import build_on_meta, choose_quantization, load_model_config
-from llama_ft.models.published.published import describe_stored, open_dequantized, remove_note
+from llama_ft.models.published.sources import describe_stored, open_dequantized, remove_note
 from llama_ft.models.weights.conversion import open_source
 from llama_ft.models.weights.load_weights import account_for
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.published.test_published import (
+from models.published.test_sources import (
     FP8_CASES,
     GPT_OSS,
     LLAMA,
@@ -33,8 +33,8 @@ from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, build_on_meta, choose_quantization, load_model_config
 from llama_ft.models.base.source import open_weights
 from llama_ft.models.quantization.as_stored import STORED, read_stored
-from llama_ft.models.quantization.quantization import quantize_linears
-from llama_ft.models.quantization.quantized import QuantizedLinear, quantized_weights
+from llama_ft.models.quantization.choice import quantize_linears
+from llama_ft.models.quantization.layers import QuantizedLinear, quantized_weights
 from llama_ft.models.weights.conversion import open_source
 from llama_ft.models.weights.load_weights import account_for
 

@@ -14,8 +14,8 @@ from llama_ft.config import FSDPConfig, TrainConfig
 from llama_ft.models import BuiltModel, apply_fsdp, set_storage_dtypes, shard_degree
 from llama_ft.models.adapters.lora_linear import use_fused_lora
 from llama_ft.models.base.shards import local_shard
-from llama_ft.models.quantization.quantization import Quantization, quantize_linears
-from llama_ft.models.quantization.quantized import FourBit
+from llama_ft.models.quantization.choice import Quantization, quantize_linears
+from llama_ft.models.quantization.layers import FourBit
 from llama_ft.models.sharding.fsdp import Unit, _describe_units, _modules_to_wrap
 from llama_ft.models.weights.load_weights import compute_buffers
 from llama_ft.runtime import PRECISIONS, Ranks

@@ -24,7 +24,7 @@ from stores import (
 )
 
 from llama_ft.checkpoint import ObjectStore, is_uploaded
-from llama_ft.checkpoint.store.store import read_commits, with_retries
+from llama_ft.checkpoint.store.object_store import read_commits, with_retries
 
 # of Azurite's documentation, the same everywhere
 AZURE_ACCOUNT = "devstoreaccount1"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoint_by_hand import stored
 from conftest import build_model, losses, run_cases
-from models.published.test_published import Tensors, fp8_note, per_tensor
+from models.published.test_sources import Tensors, fp8_note, per_tensor
 from models.test_architectures import SHAPE, VISION
 from safetensors.torch import load_file, save_file
 from transformers import FineGrainedFP8Config, Mistral3Config, Mistral3ForConditionalGeneration

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import RECIPE, build_model, losses, run_cases
 from forked import forked
-from models.published.test_published import (
+from models.published.test_sources import (
     GPT_OSS,
     LLAMA,
     MXFP4_NOTE,

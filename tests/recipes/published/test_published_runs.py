@@ -10,7 +10,7 @@ import torch
 from conftest import RECIPE, build_model, losses, run_cases
 from forked import forked
 from models.published.test_compressed_tensors import HAS_LIBRARY, INT4, SHAPE, publish_compressed
-from models.published.test_published import (
+from models.published.test_sources import (
     GPT_OSS,
     LLAMA,
     MXFP4_NOTE,

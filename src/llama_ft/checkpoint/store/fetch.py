@@ -12,7 +12,7 @@ from pathlib import Path
 
 from llama_ft.checkpoint.reader import complete_checkpoints, step_folder
 from llama_ft.checkpoint.run_directory import lock_directory, planned_directory, set_aside
-from llama_ft.checkpoint.store.store import (
+from llama_ft.checkpoint.store.object_store import (
     OWNER_FILE,
     RUN_FILES,
     Commit,

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from llama_ft.checkpoint import reader
 from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, step_folder
 from llama_ft.checkpoint.retention import SavedCheckpoint, surplus
-from llama_ft.checkpoint.store.owner import Claim, check_owner, take_over
-from llama_ft.checkpoint.store.store import (
+from llama_ft.checkpoint.store.object_store import (
     CHECKPOINT_OBJECT,
     COMMIT_FILE,
     RESULT_FILE,
@@ -38,6 +37,7 @@ from llama_ft.checkpoint.store.store import (
     unreachable,
     with_retries,
 )
+from llama_ft.checkpoint.store.owner import Claim, check_owner, take_over
 from llama_ft.config import CheckpointConfig
 from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.config.wording.messages import size_text

@@ -9,7 +9,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from datasets import Dataset
 
-from llama_ft.data.batches.batches import Batch, BatchSampler, collate_step
+from llama_ft.data.batches.sampler import Batch, BatchSampler, collate_step
 from llama_ft.errors import plural
 
 T = TypeVar("T")

@@ -21,12 +21,12 @@ from datasets import Dataset
 from datasets.table import InMemoryTable
 
 from llama_ft.config import Config
-from llama_ft.data.batches.batches import BatchLayout, BatchSampler, collate_step, combine_seeds
 from llama_ft.data.batches.prefetch import Prefetcher, PreparedBatches, StepBatches
+from llama_ft.data.batches.sampler import BatchLayout, BatchSampler, collate_step, combine_seeds
 from llama_ft.data.images.processor import Images
 from llama_ft.data.prepare import TokenizedData
 from llama_ft.data.read.sources import Source
-from llama_ft.data.tokenize.tokenize import Encoder, ExamplesOf, check_ids
+from llama_ft.data.tokenize.encoder import Encoder, ExamplesOf, check_ids
 from llama_ft.data.tokenize.tokenize_files import (
     BadSamples,
     EncodedChunk,

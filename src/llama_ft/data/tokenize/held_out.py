@@ -15,7 +15,7 @@ from llama_ft.data.images.image_parts import FOLDER, located, plain_messages, wi
 from llama_ft.data.read.formats import COLUMNS, FORMATS, BadSample, Sample, SampleFormat, tools_of
 from llama_ft.data.read.sources import Source
 from llama_ft.data.read.values import RenamedSample
-from llama_ft.data.tokenize.tokenize import Encoder
+from llama_ft.data.tokenize.encoder import Encoder
 from llama_ft.errors import UserError, plural
 
 

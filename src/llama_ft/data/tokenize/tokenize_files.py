@@ -45,20 +45,20 @@ from llama_ft.data.read.formats import (
 from llama_ft.data.read.sources import Source
 from llama_ft.data.read.values import TOO_DEEP, in_own_names
 from llama_ft.data.tokenize.content import content_hash
-from llama_ft.data.tokenize.statistics import (
-    SAMPLE_FIELDS,
-    BadKind,
-    Duplicates,
-    SplitStatistics,
-    describe_kind,
-)
-from llama_ft.data.tokenize.tokenize import (
+from llama_ft.data.tokenize.encoder import (
     Encoded,
     Encoder,
     Example,
     ExamplesOf,
     mismatch,
     unpaired_examples,
+)
+from llama_ft.data.tokenize.statistics import (
+    SAMPLE_FIELDS,
+    BadKind,
+    Duplicates,
+    SplitStatistics,
+    describe_kind,
 )
 from llama_ft.errors import RunFailure, UserError, plural
 from llama_ft.processes import end_with

@@ -43,7 +43,7 @@ from llama_ft.models.base.layers import SCORE, decoder_layers, read_linears
 from llama_ft.models.base.shards import ShardGroup, local_shard
 from llama_ft.models.base.source import listed
 from llama_ft.models.built import Adapter, BuiltModel, NewTokens
-from llama_ft.models.quantization.quantized import QuantizedLinear, quantized_weights
+from llama_ft.models.quantization.layers import QuantizedLinear, quantized_weights
 
 # fields of PeftConfig
 NON_PEFT_FIELDS = {"use_peft", "peft_method", "from_peft_checkpoint", "lora_alpha", "options"}

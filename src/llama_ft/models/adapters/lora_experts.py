@@ -25,7 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from llama_ft.models.adapters.lora_linear import lora_linear
 from llama_ft.models.base.replaced import become, reads_as
-from llama_ft.models.quantization.quantized import QuantizedStacks
+from llama_ft.models.quantization.layers import QuantizedStacks
 from llama_ft.operators import LIBRARY
 from llama_ft.runtime.target import current_target
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
 from llama_ft.models.base.replaced import become
-from llama_ft.models.quantization.quantized import SCHEMES, QuantizedLinear, frozen_matmul
+from llama_ft.models.quantization.layers import SCHEMES, QuantizedLinear, frozen_matmul
 from llama_ft.operators import LIBRARY
 
 LIBRARY.define(

@@ -13,7 +13,7 @@ from llama_ft.errors import UserError
 from llama_ft.models.base.replaced import become
 from llama_ft.models.base.source import WeightSource, blocks
 from llama_ft.models.built import GrownRows, NewTokens
-from llama_ft.models.quantization.quantized import QuantizedLinear
+from llama_ft.models.quantization.layers import QuantizedLinear
 
 
 class GrownSource(WeightSource):

@@ -13,7 +13,7 @@ from torch import nn
 from llama_ft.models.base.layers import reads
 from llama_ft.models.base.replaced import replace_method
 from llama_ft.models.base.transformers_private import private
-from llama_ft.models.quantization.quantized import QuantizedStacks
+from llama_ft.models.quantization.layers import QuantizedStacks
 from llama_ft.runtime.devices import Precision
 
 # Classes without weights whose torch operations mix dtypes if their inputs are in 16 bits.

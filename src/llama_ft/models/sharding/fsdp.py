@@ -31,7 +31,7 @@ from llama_ft.models.adapters.lora_linear import cast_where_used
 from llama_ft.models.base.layers import decoder_layers
 from llama_ft.models.base.torch_2_11 import allow_integers
 from llama_ft.models.built import BuiltModel, Unit
-from llama_ft.models.quantization.quantized import weight_counts
+from llama_ft.models.quantization.layers import weight_counts
 from llama_ft.models.sharding.dtypes import fp32_modules
 from llama_ft.runtime.devices import Precision
 from llama_ft.runtime.target import current_target

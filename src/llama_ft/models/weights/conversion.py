@@ -44,9 +44,9 @@ from llama_ft.models.architecture.score_head import ScoredSource
 from llama_ft.models.base.source import StoredTensor, WeightSource
 from llama_ft.models.base.transformers_private import private
 from llama_ft.models.built import BuiltModel
-from llama_ft.models.published.published import open_dequantized
-from llama_ft.models.quantization.quantization import is_part
-from llama_ft.models.quantization.quantized import quantized_weights
+from llama_ft.models.published.sources import open_dequantized
+from llama_ft.models.quantization.choice import is_part
+from llama_ft.models.quantization.layers import quantized_weights
 
 # Rotary frequencies. Llama 2's checkpoints have them per layer; models compute them.
 RECOMPUTED = re.compile(r"inv_freq$")

@@ -36,8 +36,8 @@ from llama_ft.models.base.transformers_private import INITIALIZED, private
 from llama_ft.models.built import Adapter, BuiltModel, StoredModel
 from llama_ft.models.quantization import as_stored
 from llama_ft.models.quantization.as_stored import STORED, misfit
-from llama_ft.models.quantization.quantization import is_4bit, is_part, read_4bit
-from llama_ft.models.quantization.quantized import FourBit, QuantizedWeight, quantized_weights
+from llama_ft.models.quantization.choice import is_4bit, is_part, read_4bit
+from llama_ft.models.quantization.layers import FourBit, QuantizedWeight, quantized_weights
 from llama_ft.models.weights.conversion import RECOMPUTED
 from llama_ft.models.weights.loader import Loader, ShardLoad, open_loader
 from llama_ft.runtime.console import log

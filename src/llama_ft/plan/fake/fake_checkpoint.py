@@ -20,8 +20,8 @@ from llama_ft.models.base.layers import decoder_layers
 from llama_ft.models.base.source import StoredTensor, weight_files
 from llama_ft.models.build import build_on_meta
 from llama_ft.models.model_config import load_model_config
-from llama_ft.models.published.published import open_dequantized, stored_method
 from llama_ft.models.published.published_note import find_note
+from llama_ft.models.published.sources import open_dequantized, stored_method
 from llama_ft.models.weights import conversion
 
 

@@ -15,7 +15,8 @@ from transformers.integrations import hub_kernels
 
 from llama_ft.errors import UserError
 from llama_ft.models.base.source import SafetensorsSource, StoredTensor
-from llama_ft.models.quantization import as_stored, quantized
+from llama_ft.models.quantization import as_stored
+from llama_ft.models.quantization import layers as quantized
 from llama_ft.models.weights import conversion, loader
 from llama_ft.phases import MemoryCategory
 from llama_ft.plan.fake.fake_checkpoint import HeaderSource

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from llama_ft.config import Config
 from llama_ft.data import IGNORED, Batch, Encoder
 from llama_ft.data.read.formats import Sample, SampleFormat
-from llama_ft.data.tokenize.tokenize import Example
+from llama_ft.data.tokenize.encoder import Example
 from llama_ft.models import BuiltModel, packed_arguments
 from llama_ft.models.architecture.routers import router_arguments, router_loss
 from llama_ft.models.base.transformers_private import marked

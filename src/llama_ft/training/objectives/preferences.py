@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from llama_ft.config import Config, PreferenceConfig
 from llama_ft.data import Batch, Encoder, two_examples
 from llama_ft.data.read.formats import Sample, SampleFormat
-from llama_ft.data.tokenize.tokenize import Example
+from llama_ft.data.tokenize.encoder import Example
 from llama_ft.models import BuiltModel
 from llama_ft.runtime import Ranks, sent
 from llama_ft.training.objectives.base import (

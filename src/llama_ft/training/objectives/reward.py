@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from llama_ft.data import Batch, Encoder, pad_token_id, two_examples
 from llama_ft.data.read.formats import Sample, SampleFormat
-from llama_ft.data.tokenize.tokenize import Example
+from llama_ft.data.tokenize.encoder import Example
 from llama_ft.models import BuiltModel
 from llama_ft.models.architecture.routers import router_loss
 from llama_ft.runtime import Ranks, sent

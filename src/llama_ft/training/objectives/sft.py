@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from llama_ft.config import Config
 from llama_ft.data import Batch, Encoder, one_example
 from llama_ft.data.read.formats import Sample, SampleFormat
-from llama_ft.data.tokenize.tokenize import Example
+from llama_ft.data.tokenize.encoder import Example
 from llama_ft.models import BuiltModel
 from llama_ft.models.computing.chunked_loss import LossFunction, cross_entropy
 from llama_ft.runtime import Ranks

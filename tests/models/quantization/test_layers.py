@@ -22,8 +22,8 @@ from llama_ft.models import (
     quantize_linears,
     total_weights,
 )
-from llama_ft.models.quantization.quantization import Quantization
-from llama_ft.models.quantization.quantized import (
+from llama_ft.models.quantization.choice import Quantization
+from llama_ft.models.quantization.layers import (
     FourBit,
     Int8,
     QuantizedLinear,

@@ -27,12 +27,7 @@ from llama_ft.models.base.layers import SCORE, read_linears
 from llama_ft.models.base.source import WeightSource, listed
 from llama_ft.models.base.transformers_private import private
 from llama_ft.models.built import BuiltModel
-from llama_ft.models.published.published import (
-    READERS,
-    dequantized_dtype,
-    remove_note,
-    stored_method,
-)
+from llama_ft.models.published.sources import READERS, dequantized_dtype, remove_note, stored_method
 from llama_ft.models.quantization.as_stored import (
     STORED,
     StoredFp8,
@@ -40,7 +35,7 @@ from llama_ft.models.quantization.as_stored import (
     names_not_converted,
     stored_scheme,
 )
-from llama_ft.models.quantization.quantized import (
+from llama_ft.models.quantization.layers import (
     FourBit,
     Int8,
     QuantizedLinear,

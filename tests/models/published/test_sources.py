@@ -21,7 +21,7 @@ from transformers import (
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
 from llama_ft.models import BuiltModel, build_on_meta, load_model_config
-from llama_ft.models.published.published import (
+from llama_ft.models.published.sources import (
     describe_stored,
     open_dequantized,
     remove_note,

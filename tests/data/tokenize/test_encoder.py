@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_ft.data import Demo, Encoder, ensure_chat_template
 from llama_ft.data.read.formats import BadSample
-from llama_ft.data.tokenize.tokenize import IGNORED, Encoded, tokens_of_spans
+from llama_ft.data.tokenize.encoder import IGNORED, Encoded, tokens_of_spans
 
 ALPACA = {"instruction": "Hi", "output": "yes"}
 CHAT = {

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ft.data.batches.packing import pack_samples
 from llama_ft.data.images.processor import Images, ImageTensors
-from llama_ft.data.tokenize.tokenize import IGNORED
+from llama_ft.data.tokenize.encoder import IGNORED
 from llama_ft.errors import plural
 
 FILLER_TOKENS = 8

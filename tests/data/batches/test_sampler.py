@@ -12,7 +12,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_ft.data import BatchLayout, Demo, collate, evaluation_batches, pad_token_id
-from llama_ft.data.batches.batches import BatchSampler, pack_samples
+from llama_ft.data.batches.sampler import BatchSampler, pack_samples
 
 LENGTHS = [(7 * sample) % 53 + 2 for sample in range(103)]
 TARGETS = [length // 2 for length in LENGTHS]
