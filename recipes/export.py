@@ -12,6 +12,7 @@ from pathlib import Path
 
 from llama_ft.config import parse_size
 from llama_ft.errors import RunFailure, UserError, before_imports, exit_on_error, reason
+from llama_ft.export import Exporter, find_valid, save_dtype  # noqa: E402
 from llama_ft.export_flags import ExportFlags, read_export_flags
 
 if __name__ == "__main__":
@@ -52,19 +53,19 @@ def main(options: ExportFlags) -> None:
 def export(options: ExportFlags) -> None:
     """Write the model or the adapter."""
     folder, place = options.out, options.source
-    write = (folder, checkpoint.save_dtype(options.save_dtype), parse_size(options.max_shard_size))
+    write = (folder, save_dtype(options.save_dtype), parse_size(options.max_shard_size))
     if options.kind == "adapter" and options.base_model:
         base = models.local_folder(
             options.base_model, f"{place} (--base_model overrides it): base model"
         )
         log.info(f"The adapter: {place}")
-        exporter = checkpoint.Exporter.of_adapter(
+        exporter = Exporter.of_adapter(
             place, build_model, base, options.base_model, options.trust_remote_code
         )
     else:
-        valid = checkpoint.find_valid(place)
+        valid = find_valid(place)
         log.info(f"The checkpoint: {valid.folder}, after step {valid.step}")
-        exporter = checkpoint.Exporter.prepare(
+        exporter = Exporter.prepare(
             valid,
             build_model,
             options.base_model,

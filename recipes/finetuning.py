@@ -9,6 +9,7 @@ llama_ft/data/read/formats.py.
 from pathlib import Path
 
 from llama_ft.config import Config, check_command_line, load_flags
+from llama_ft.export import export_adapter, export_model, write_model_card  # noqa: E402
 
 PLANNER = Path(__file__).with_name("plan.py")
 DEMO_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
@@ -24,7 +25,7 @@ import fire  # noqa: E402
 import torch  # noqa: E402
 from transformers import PretrainedConfig, PreTrainedTokenizerBase  # noqa: E402
 
-from llama_ft import checkpoint, data, models, runtime, training  # noqa: E402
+from llama_ft import data, models, runtime, training  # noqa: E402
 from llama_ft.evaluation.final_tasks import FinalTasks  # noqa: E402
 from llama_ft.phases import PhaseMonitor  # noqa: E402
 from llama_ft.run import TrainingRun, open_run, start_run  # noqa: E402
@@ -344,12 +345,12 @@ def export(run: TrainingRun, built: models.BuiltModel, tokenizer: PreTrainedToke
     torch.cuda.empty_cache()  # NCCL allocates buffers outside of torch's cache at the first send
     auto_class = models.auto_class(built.model.config, config.model.trust_remote_code)
     write_card = partial(
-        checkpoint.write_model_card,
+        write_model_card,
         base_model=config.model.model_name,
         trainer=run.trainer_record(),
         auto_class=auto_class.__name__,
     )
-    write = checkpoint.export_model if built.adapter is None else checkpoint.export_adapter
+    write = export_model if built.adapter is None else export_adapter
     write(built, result, config.checkpoint, tokenizer, write_card, run.ranks)
     run.log_result(result)
 

@@ -16,12 +16,12 @@ from llama_ft.checkpoint import (
     CheckpointWriter,
     checkpoint_errors,
     complete_checkpoints,
-    find_valid,
     restore_weights,
 )
 from llama_ft.checkpoint.reader import file_digest, shard_file
 from llama_ft.config import CheckpointConfig
 from llama_ft.errors import UserError
+from llama_ft.export import find_valid
 from llama_ft.runtime import Ranks
 
 

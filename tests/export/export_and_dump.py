@@ -11,13 +11,14 @@ import torch
 from llama_ft import checkpoint, models, runtime, training
 from llama_ft.config import CheckpointConfig, FSDPConfig, ModelConfig, PeftConfig, TrainConfig
 from llama_ft.data import Batch
+from llama_ft.export import export_adapter, export_model, write_model_card
 from llama_ft.models.base.shards import local_shard
 from llama_ft.models.sharding.fsdp import free_unsharded
 
 
 def write_card(result: Path, aside: Path) -> None:
     assert not result.exists(), "it would stand there without its card"
-    checkpoint.write_model_card(aside, "meta-llama/Llama-3.1-8B")
+    write_model_card(aside, "meta-llama/Llama-3.1-8B")
 
 
 if __name__ == "__main__":
@@ -68,7 +69,7 @@ if __name__ == "__main__":
             saving = CheckpointConfig(save_dtype=case["dtype"] or "auto", max_shard_size="60KB")
             card = partial(write_card, target / "model")
             is_whole = built.adapter is None
-            export = checkpoint.export_model if is_whole else checkpoint.export_adapter
+            export = export_model if is_whole else export_adapter
             export(built, target / "model", saving, tokenizer, card, ranks)
 
             # Spoil the trained weights, then take them back from the checkpoint.

@@ -14,7 +14,6 @@ import yaml
 from checkpoint_by_hand import METRICS, load, logits, save_checkpoint, stored, tuned
 from conftest import REPOSITORY, build_model, load_script
 
-from llama_ft.checkpoint import Exporter, find_valid, write_model_card
 from llama_ft.config import (
     CheckpointConfig,
     Config,
@@ -25,6 +24,7 @@ from llama_ft.config import (
 )
 from llama_ft.config.paths import model_dir_problem, recorded_prompt_format
 from llama_ft.errors import RunFailure, UserError
+from llama_ft.export import Exporter, find_valid, write_model_card
 
 LORA = {
     "use_peft": True,

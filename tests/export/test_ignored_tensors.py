@@ -14,9 +14,9 @@ from checkpoint_by_hand import stored
 from conftest import REPOSITORY, build_model, load_script, run_cases
 from safetensors.torch import load_file, save_file
 
-from llama_ft.checkpoint import Exporter, export_model, find_valid
 from llama_ft.config import CheckpointConfig, ModelConfig, PeftConfig
 from llama_ft.errors import UserError
+from llama_ft.export import Exporter, export_model, find_valid
 from llama_ft.models import build_on_meta, load_model_config, load_tokenizer
 from llama_ft.models.weights.load_weights import LoadSettings, load_weights
 from llama_ft.runtime import Ranks

@@ -15,9 +15,9 @@ from conftest import build_model
 from safetensors.torch import save_file
 
 from llama_ft import models
-from llama_ft.checkpoint import Exporter
 from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.errors import UserError
+from llama_ft.export import Exporter
 from llama_ft.models.adapters.saved_adapter import other_base
 from llama_ft.models.base.source import SafetensorsSource, fingerprint
 

@@ -11,7 +11,7 @@ from conftest import build_model, run_cases
 from models.published.test_sources import DEEPSEEK_V3, fp8_note, in_blocks, publish
 from safetensors.torch import load_file, save_file
 
-from llama_ft.checkpoint import Exporter, find_valid
+from llama_ft.export import Exporter, find_valid
 
 MTP = "model.layers.61."
 

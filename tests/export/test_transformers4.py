@@ -12,8 +12,8 @@ from checkpoint_by_hand import save_checkpoint
 from conftest import REPOSITORY, build_model
 from transformers4_job import MODELS, TEXT, TOKENS, auto_class
 
-from llama_ft.checkpoint import Exporter, find_valid
 from llama_ft.config import Config, ModelConfig
+from llama_ft.export import Exporter, find_valid
 
 pytestmark = pytest.mark.slow
 REQUIREMENTS = ["transformers==4.57.6", "huggingface_hub<1", "tokenizers<0.23"]

@@ -13,9 +13,10 @@ from datasets import Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 import finetuning
 
-from llama_ft import checkpoint, data, models, runtime, training
+from llama_ft import data, models, runtime, training
 from llama_ft.config import CheckpointConfig, load
 from llama_ft.data.batches.prefetch import StepBatches
+from llama_ft.export import export_adapter, export_model, write_model_card
 from llama_ft.models.sharding.fsdp import free_unsharded
 from llama_ft.phases import NULL_MONITOR
 
@@ -75,9 +76,9 @@ if __name__ == "__main__":
             with torch.no_grad():
                 logits = model(input_ids=tokens, use_cache=False).logits
             free_unsharded(model)
-            card = partial(checkpoint.write_model_card, base_model=config.model.model_name)
+            card = partial(write_model_card, base_model=config.model.model_name)
             is_whole = built.adapter is None
-            export = checkpoint.export_model if is_whole else checkpoint.export_adapter
+            export = export_model if is_whole else export_adapter
             sizes = CheckpointConfig(max_shard_size="60KB")
             export(built, result / "model", sizes, tokenizer, card, ranks)
             if ranks.is_main:

@@ -14,7 +14,7 @@ import torch
 from checkpoint_by_hand import stored
 from conftest import build_model, run_cases
 
-from llama_ft.checkpoint import Exporter
+from llama_ft.export import Exporter
 
 SCRIPT = Path(__file__).with_name("architectures_job.py")
 SHAPE = {

@@ -14,9 +14,9 @@ from conftest import build_model
 from image_models import model_of, save_image_model
 from safetensors.torch import load_file, save_file
 
-from llama_ft.checkpoint import Exporter, export_adapter, export_model
 from llama_ft.config import CheckpointConfig, Config, ModelConfig, PeftConfig, QuantizationConfig
 from llama_ft.errors import UserError
+from llama_ft.export import Exporter, export_adapter, export_model
 from llama_ft.models import (
     BuiltModel,
     ModelRequest,

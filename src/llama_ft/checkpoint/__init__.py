@@ -1,5 +1,4 @@
-"""Files of a run: its directory, complete checkpoints, and the final model or adapter in Hugging
-Face format."""
+"""Files of a run: its directory and complete checkpoints, also in an object store."""
 
 from llama_ft.checkpoint.attempts import attempts_of
 from llama_ft.checkpoint.host_block import HostBlock
@@ -26,6 +25,3 @@ from llama_ft.checkpoint.store.fetch import fetch_to_each_disk, open_store
 from llama_ft.checkpoint.store.object_store import ObjectStore, is_uploaded
 from llama_ft.checkpoint.store.uploads import Uploads, open_uploads, upload_grace_seconds
 from llama_ft.checkpoint.writer import CheckpointWriter
-from llama_ft.export.export_checkpoint import Exporter, find_valid, tokens_added, understood_adapter
-from llama_ft.export.export_settings import check_export
-from llama_ft.export.weights import export_adapter, export_model, save_dtype, write_model_card

@@ -38,6 +38,7 @@ from llama_ft.data.tokenize.encoder import (
 from llama_ft.data.tokenize.held_out import write_held_out
 from llama_ft.data.tokenize.prompt_tokens import PromptFormat
 from llama_ft.data.tokenize.statistics import (
+    TRAINED_ON,
     BuildReport,
     SplitStatistics,
     describe,
@@ -68,10 +69,6 @@ HASHES = "{}.hashes.npy"  # of the distinct samples of a split, uint64
 # Numbers of the samples that a fraction keeps out of training, in the order of
 # `Source.formatted_samples`, int64.
 HELD_OUT = "held_out.npy"
-TRAINED_ON = (
-    "the validation set has the training samples: its loss says nothing about other data. "
-    "--validation 0.05 keeps samples out of training."
-)
 
 
 @dataclass(frozen=True)
@@ -593,11 +590,10 @@ def _nothing_left(
         source = tokenization.validation
     taken = ""
     if tokenization.fraction is not None:
-        share = f"--validation {tokenization.fraction:g}"
-        taken = f"{share} put {plural(others, 'sample')} into the other split, "
+        samples = plural(others, "sample")
+        taken = f"--validation {tokenization.fraction:g} put {samples} into the other split, "
     return UserError(
-        f"{source.name}: no sample is left for {name}: {taken}"
-        f"{statistics.skipped:,} are longer than "
+        f"{source.name}: no sample is left for {name}: {taken}{statistics.skipped:,} are longer than "
         f"--context_length {tokenization.encoder.context_length} (see --truncation) or "
         f"have no tokens in the loss, "
         f"{bad.count:,} are bad.\nUse other data, another fraction, or --run_validation False."

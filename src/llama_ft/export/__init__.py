@@ -1,1 +1,5 @@
-"""Write models and adapters for Transformers and PEFT."""
+"""Write the final model or adapter in Hugging Face format, for Transformers and PEFT."""
+
+from llama_ft.export.export_checkpoint import Exporter, find_valid, tokens_added, understood_adapter
+from llama_ft.export.export_settings import check_export
+from llama_ft.export.weights import export_adapter, export_model, save_dtype, write_model_card

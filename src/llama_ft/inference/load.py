@@ -27,6 +27,7 @@ from llama_ft.config.paths import PROMPT_FORMAT, TOKENIZER_FILES, recorded_promp
 from llama_ft.data.images.image_parts import ImageStore
 from llama_ft.data.tokenize.prompt_tokens import PromptFormat
 from llama_ft.errors import UserError, reason
+from llama_ft.export import Exporter, find_valid, tokens_added, understood_adapter
 from llama_ft.inference.flags import ModelFlags, find_result, settings_of_run
 from llama_ft.models.quantization.layers import quantization_name
 from llama_ft.phases import NULL_MONITOR
@@ -123,7 +124,7 @@ def open_model(
     kind, held = find_result(expanded(place)) or ("", Path())
     if kind in ("checkpoint", "run"):
         # Rank 0 alone compares checksums, which reads the whole checkpoint.
-        place = str(ranks.broadcast_from_rank0(lambda: checkpoint.find_valid(held).folder))
+        place = str(ranks.broadcast_from_rank0(lambda: find_valid(held).folder))
     # The first process of each node downloads the model; the others find it in the Hub's cache.
     with ranks.local_main_process_first():
         found = _find(place, flags, ranks, build_model, base_of, tokenizer)
@@ -233,8 +234,8 @@ def _find(
         where = f"{held}/adapter_config.json (--base_model overrides it): base model"
         named = flags.base_model or base_model_of(str(held))
         base = models.local_folder(named, "--base_model" if flags.base_model else where, ask_hub)
-        settings = checkpoint.understood_adapter(held)
-        new = checkpoint.tokens_added(settings, models.load_model_config(base, trust))
+        settings = understood_adapter(held)
+        new = tokens_added(settings, models.load_model_config(base, trust))
         has_score = settings.task_type == "SEQ_CLS"
         peft = PeftConfig(use_peft=True, from_peft_checkpoint=str(held))
     if tokenizer is None:
@@ -256,7 +257,7 @@ def _find_checkpoint(folder: Path, flags: ModelFlags, build_model: models.BuildM
     export."""
     valid = checkpoint.Checkpoint(folder)
     trust = flags.trust_remote_code
-    export = checkpoint.Exporter.prepare(
+    export = Exporter.prepare(
         valid, build_model, flags.base_model, flags.tokenizer_name, trust, merge=True
     )
     return _Found(

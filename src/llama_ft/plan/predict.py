@@ -19,6 +19,7 @@ from llama_ft.config import Config, PreferenceConfig
 from llama_ft.config.home import expanded
 from llama_ft.data import IGNORED, Batch
 from llama_ft.data.batches.prefetch import StepBatches
+from llama_ft.export import save_dtype
 from llama_ft.models.base.attention_kernels import AMPERE, T4
 from llama_ft.models.base.shards import local_shard
 from llama_ft.observe.flops import flop_formula
@@ -436,7 +437,7 @@ def _plannable(config: Config) -> Config:
 def _result_bytes(config: Config, built: models.BuiltModel) -> int:
     if not config.checkpoint.save_model:
         return 0
-    asked = checkpoint.save_dtype(config.checkpoint.save_dtype)
+    asked = save_dtype(config.checkpoint.save_dtype)
     is_lora = config.peft.use_peft
     parameters = built.model.named_parameters()
     total = 0

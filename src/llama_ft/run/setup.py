@@ -15,6 +15,7 @@ from llama_ft import checkpoint, data, models, observe, report, runtime, trainin
 from llama_ft.config import Config, as_fraction, differences, parse_duration
 from llama_ft.config.paths import PROMPT_FORMAT, unusual_output_dir
 from llama_ft.errors import RunFailure, UserError
+from llama_ft.export import check_export
 from llama_ft.plan.oom_report import explain_errors
 from llama_ft.plan.preflight import Preflight, resolve_checkpointing
 from llama_ft.runtime import Ranks, log
@@ -101,7 +102,7 @@ class Setup:
         if tokenizer.chat_template and any(isinstance(one.prompt, str) for one in asked):
             log.info(f"sample prompts: {data.AS_TEXT}")
         if self.ranks.is_main:
-            checkpoint.check_export(model_config, tokenizer, folder)
+            check_export(model_config, tokenizer, folder)
         inputs = {
             "batches": data.BATCHES_VERSION[config.data.batching_strategy],
             "split": data.SPLIT_VERSION if as_fraction(config.data.validation) else None,

@@ -464,7 +464,7 @@ class TrainingRun:
             self.weights_of = kept.step
 
     def trainer_record(self) -> dict[str, Any]:
-        """Return the description of the run for the model card; see checkpoint.write_model_card."""
+        """Return the description of the run for the model card; see export.write_model_card."""
         return {**self._outcome(), **self._description}
 
     def log_result(self, result: Path) -> None:

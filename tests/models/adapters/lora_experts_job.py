@@ -10,8 +10,9 @@ from datasets import Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "recipes"))
 import finetuning
 
-from llama_ft import checkpoint, data, models, runtime, training
+from llama_ft import data, models, runtime, training
 from llama_ft.config import CheckpointConfig, load
+from llama_ft.export import export_adapter
 from llama_ft.phases import NULL_MONITOR
 
 FLAGS = [
@@ -52,8 +53,6 @@ if __name__ == "__main__":
                 whole = getattr(gradient, "full_tensor", lambda gradient=gradient: gradient)
                 gradients[key] = whole()
             result = work / "results" / str(ranks.world_size) / name
-            checkpoint.export_adapter(
-                built, result / "model", CheckpointConfig(), tokenizer, str, ranks
-            )
+            export_adapter(built, result / "model", CheckpointConfig(), tokenizer, str, ranks)
             if ranks.is_main:
                 torch.save(gradients, result / "gradients.pt")

@@ -11,9 +11,9 @@ import torch
 from checkpoint_by_hand import stored
 from conftest import build_model, losses, metrics, run_cases
 
-from llama_ft.checkpoint import Exporter, find_valid
 from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.errors import UserError
+from llama_ft.export import Exporter, find_valid
 from llama_ft.models import NewTokens, build_on_meta, inject_lora, load_model_config, load_tokenizer
 from llama_ft.models.architecture.new_tokens import use_token_rows
 

@@ -12,8 +12,8 @@ from checkpoint_by_hand import logits, stored
 from conftest import build_model, run_cases
 from models.test_architectures import SHAPE, VISION
 
-from llama_ft.checkpoint import Exporter, find_valid
 from llama_ft.errors import UserError
+from llama_ft.export import Exporter, find_valid
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.load import open_model
 from llama_ft.runtime import Ranks

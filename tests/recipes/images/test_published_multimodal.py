@@ -15,7 +15,7 @@ from models.test_architectures import SHAPE, VISION
 from safetensors.torch import load_file, save_file
 from transformers import FineGrainedFP8Config, Mistral3Config, Mistral3ForConditionalGeneration
 
-from llama_ft.checkpoint import Exporter, find_valid
+from llama_ft.export import Exporter, find_valid
 
 WORLD_SIZES = [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 NOTE = fp8_note(

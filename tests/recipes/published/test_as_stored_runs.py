@@ -20,7 +20,7 @@ from models.published.test_sources import (
 )
 from safetensors.torch import load_file
 
-from llama_ft.checkpoint import Exporter, find_valid
+from llama_ft.export import Exporter, find_valid
 
 WORLD_SIZES = [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 SAMPLES = 8

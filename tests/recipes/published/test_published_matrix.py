@@ -15,7 +15,7 @@ from published_models import PUBLISHED
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from llama_ft.checkpoint import Exporter, find_valid
+from llama_ft.export import Exporter, find_valid
 
 pytestmark = pytest.mark.slow
 

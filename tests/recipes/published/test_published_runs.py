@@ -189,7 +189,7 @@ def test_an_adapter_names_the_published_base_and_merges_into_16_bits(
 ) -> None:
     from peft import PeftModel
 
-    from llama_ft.checkpoint import Exporter, find_valid
+    from llama_ft.export import Exporter, find_valid
 
     model = CASES[name][0]
     adapter = runs / name / "model"

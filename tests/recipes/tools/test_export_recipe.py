@@ -112,7 +112,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_the_last_checkpoint_exports_the_final_model_byte_for_byte(
     name: str, runs: Path, tmp_path: Path
 ) -> None:
-    from llama_ft.checkpoint import Exporter, find_valid
+    from llama_ft.export import Exporter, find_valid
 
     exporter = Exporter.prepare(
         find_valid(runs / name), build_model(), None, None, trust_remote_code=False, merge=False
@@ -235,7 +235,7 @@ from checkpoint_by_hand import save_checkpoint
 from forked import REPOSITORY
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from llama_ft.checkpoint import Exporter, find_valid
+from llama_ft.export import Exporter, find_valid
 from llama_ft.config import Config, ModelConfig
 
 sys.path.insert(0, str(REPOSITORY / "recipes"))

@@ -13,6 +13,10 @@ from llama_ft.data.read.formats import Message
 from llama_ft.errors import plural
 
 # of the table: field of SplitStatistics -> title
+TRAINED_ON = (
+    "the validation set has the training samples: its loss says nothing about other data. "
+    "--validation 0.05 keeps samples out of training."
+)
 COLUMNS = {
     "samples": "samples",
     "tokens": "tokens",
