@@ -11,7 +11,7 @@ import torch
 import torch.nn.attention.varlen  # registers its operator
 from model_shapes import write_llama
 
-from llama_ft.plan.fake.attention_workspace import attention_workspace_bytes
+from llama_ft.plan.fake.attention_workspace import attention_workspace_bytes, efficient_bytes
 
 Plan = Callable[..., Any]
 ATEN = torch.ops.aten
@@ -63,12 +63,18 @@ def test_efficient_attention_takes_the_buffers_of_its_kernel() -> None:
         "gradient of values": (FP32, 4, summed_keys, 128),
     }
     backward = ATEN._efficient_attention_backward.default
-    args = (value, query, query, value, None, value)
+    no_offsets = (None, None, None, None)
+    args = (value, query, query, value, None, value, *no_offsets)
     assert attention_workspace_bytes(backward, args) == sum(map(prod, shapes.values()))
     narrow = tensor(1, 1000, 4, 64)
     in_registers = {"delta": (FP32, 4, 1000), "gradient of queries": (FP32, 4, 1024, 64)}
-    args = (narrow, narrow, narrow, narrow, None, narrow)
+    args = (narrow, narrow, narrow, narrow, None, narrow, *no_offsets)
     assert attention_workspace_bytes(backward, args) == sum(map(prod, in_registers.values()))
+    # 3 packed samples, which take buffers for the longest one each
+    offsets = tensor(4, dtype=torch.int32)
+    args = (narrow, narrow, narrow, narrow, None, narrow, offsets, offsets, 500, 500)
+    per_sample = {"delta": (FP32, 3, 4, 500), "gradient of queries": (FP32, 3, 4, 512, 64)}
+    assert attention_workspace_bytes(backward, args) == sum(map(prod, per_sample.values()))
 
 
 def peak(plan: Any, phase: str) -> Any:
@@ -88,6 +94,36 @@ def test_the_backward_peak_of_a_gpu_holds_the_workspace(plan: Plan, tmp_path: Pa
     cublas = 32 * 2**20
     temporaries = peak(planned, "backward").holders["temporaries"]
     assert temporaries == pytest.approx(workspace + cublas, rel=0.001)
+
+
+def test_a_gpu_without_flash_attention_is_planned_with_the_memory_efficient_kernel(
+    plan: Plan, tmp_path: Path
+) -> None:
+    """fp16 is for a T4. Its kernel sums in fp32 per block of 128 keys and queries, and query heads
+    share no keys."""
+    narrow = {"hidden_size": 32, "intermediate_size": 16, "vocab_size": 64, "num_hidden_layers": 1}
+    folder = write_llama(tmp_path / "model", **narrow, head_dim=128, max_position_embeddings=16_384)
+    tokens = 16_384
+    heads = 4
+    flags = ("--context_length", str(tokens), "--batch_size_training", "1", "--precision", "fp16")
+    planned = plan(folder, 1, *flags, "--activation_checkpointing", "off", device="cuda")
+    summed = min(200 // heads * 128, tokens)
+    workspace = FP32 * heads * (tokens + tokens * 128 + summed * (128 + 128))
+    cublas = 32 * 2**20
+    temporaries = peak(planned, "backward").holders["temporaries"]
+    assert temporaries == pytest.approx(workspace + cublas, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("heads", "widths", "tokens", "mebibytes"),
+    [(128, (192, 128), 4096, 538), (16, (192, 128), 4096, 100.25), (32, (128, 128), 2048, 56.25)],
+)
+def test_the_workspace_of_the_memory_efficient_kernel_in_numbers(
+    heads: int, widths: tuple[int, int], tokens: int, mebibytes: float
+) -> None:
+    """DeepSeek V3's attention, one with fewer heads, and Llama's in fp16."""
+    nbytes = efficient_bytes(1, tokens, tokens, heads, widths, itemsize=2)
+    assert nbytes / 2**20 == pytest.approx(mebibytes)
 
 
 @pytest.mark.parametrize("layers", [2, 3])

@@ -286,10 +286,6 @@ def _call_for(samples: PackedSamples, first: int, end: int) -> _Call:
     return _Call(sum(lengths), max(lengths), offsets)
 
 
-def _is_cuda(query: torch.Tensor) -> bool:
-    return query.is_cuda
-
-
 class _SampleAttention(torch.autograd.Function):
     """Causal attention within each sample: [1, heads, tokens, head_dim] in and out. The CPU kernel
     lets query heads share keys and values; for the memory-efficient kernel they are repeated, for
@@ -300,8 +296,9 @@ class _SampleAttention(torch.autograd.Function):
         ctx: Any, query: Any, key: Any, value: Any, samples: PackedSamples, *how: Any
     ) -> torch.Tensor:
         scale, window, is_efficient = how
-        ctx.calls = _divide_into_calls(samples, together=_is_cuda(query))
+        ctx.calls = _divide_into_calls(samples, together=is_efficient)
         ctx.how = (scale, window)
+        ctx.is_efficient = is_efficient
         ctx.groups = query.shape[1] // key.shape[1] if is_efficient else 1
         is_short = samples.longest <= min(
             block_attention.LONGEST, window or block_attention.LONGEST
@@ -316,15 +313,14 @@ class _SampleAttention(torch.autograd.Function):
         _, heads, tokens, _ = query.shape
         memory = query.new_empty(1, tokens, heads, value.shape[3])
         output = memory.transpose(1, 2)
-        compute = _efficient_forward if _is_cuda(query) else _cpu_forward
+        compute = _efficient_forward if is_efficient else _cpu_forward
         sums = []
         tokens_of_calls = tuple(call.tokens for call in ctx.calls)
         parts = _samples(tokens_of_calls, query, key, value, output)
         for call, (sample, *shared, sample_output) in zip(ctx.calls, parts, strict=True):
             repeated = [repeat_kv(part, ctx.groups) for part in shared]
             made, log_sums = compute([sample, *repeated], call, *ctx.how)
-            # in a plan, torch's fake kernel returns the query's width
-            sample_output.copy_(made[..., : value.shape[3]])
+            sample_output.copy_(made)
             sums.append(log_sums)
         if ctx.in_blocks:
             ctx.save_for_backward(query, key, value)
@@ -341,7 +337,7 @@ class _SampleAttention(torch.autograd.Function):
         tokens_of_calls = tuple(call.tokens for call in ctx.calls)
         samples = _samples(tokens_of_calls, gradient, query, key, value, output)
         targets = _samples(tokens_of_calls, *gradients)
-        compute = _efficient_backward if _is_cuda(query) else _cpu_backward
+        compute = _efficient_backward if ctx.is_efficient else _cpu_backward
         for sample, call, log_sums, of_call in zip(samples, ctx.calls, sums, targets, strict=True):
             # the keys and values among [gradient, query, key, value, output]
             sample[2:4] = [repeat_kv(part, ctx.groups) for part in sample[2:4]]

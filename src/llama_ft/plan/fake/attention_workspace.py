@@ -89,10 +89,14 @@ def _sdpa(args: tuple[Any, ...]) -> int:
 
 
 def _efficient(args: tuple[Any, ...]) -> int:
-    _, query, key, value, *_ = args  # query: [samples, tokens, heads, width]
+    # query: [samples, tokens, heads, width], or of packed samples [1, all tokens, heads, width]
+    _, query, key, value, _, _, offsets, _, longest, longest_key, *_ = args
     samples, tokens, heads, width = query.shape
     widths = (width, value.shape[3])
-    return efficient_bytes(samples, tokens, key.shape[1], heads, widths, query.itemsize)
+    if offsets is None:
+        return efficient_bytes(samples, tokens, key.shape[1], heads, widths, query.itemsize)
+    packed = len(offsets) - 1
+    return efficient_bytes(packed, longest, longest_key, heads, widths, query.itemsize)
 
 
 # Operators of a plan. Tensors of a plan are on the CPU, so sdpa chooses the CPU's operator; on the

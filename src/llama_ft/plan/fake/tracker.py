@@ -54,6 +54,7 @@ MASKED_SELECT = torch.ops.aten.masked_select.default
 NEW_EMPTY = torch.ops.aten.new_empty.default
 FACTORIES = (torch.ops.aten.arange, torch.ops.aten.linspace)  # of positions
 GROUPED_MM = torch.ops.aten._grouped_mm.default  # a matmul per expert
+EFFICIENT_BACKWARD = torch.ops.aten._efficient_attention_backward.default
 
 
 class Tracker(TorchDispatchMode):
@@ -124,6 +125,11 @@ class Tracker(TorchDispatchMode):
             inputs, weights, *others = args
             result = func(inputs.bfloat16(), weights.bfloat16(), *others, **kwargs)
             result = result.to(inputs.dtype)
+        elif func is EFFICIENT_BACKWARD:
+            # torch's fake kernel lacks the arguments `out` and `window_size`.
+            _, query, key, value, *_ = args
+            gradients = [torch.empty_like(part) for part in (query, key, value)]
+            result = (*gradients, query.new_empty(()))  # the last one is of a bias
         else:
             result = func(*args, **kwargs)
         workspace = attention_workspace_bytes(func, args) if self._is_cuda else 0
