@@ -61,11 +61,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from llama_ft import data, models, runtime, training  # noqa: E402
 from llama_ft.config import Config, load  # noqa: E402
-from llama_ft.data.batches.prefetch import StepBatches  # noqa: E402
 from llama_ft.models.adapters import lora  # noqa: E402
 from llama_ft.models.built import Unit  # noqa: E402
 from llama_ft.phases import NULL_MONITOR  # noqa: E402
 from llama_ft.runtime import Ranks  # noqa: E402
+from llama_ft.training.train_state import LossScale  # noqa: E402
 
 LENGTH = 512
 LORA_RANK = 16
@@ -234,6 +234,8 @@ class Recipe(Row):
             self.built = finetuning.build_model(request, job, NULL_MONITOR)
         self.model = self.built.model
         self.optimizer = training.build_optimizer(self.model, config.train)
+        training.set_learning_rate(self.optimizer, LR)
+        self.loop = training.LoopState(config, LossScale(1.0), job.device)
         self.model.train()
 
     def steps(self, count: int) -> None:
@@ -241,15 +243,10 @@ class Recipe(Row):
         for _ in range(count):
             batches, targets = self.next_batches()
             objective = training.SupervisedFineTuning()
-            losses = training.accumulate_gradients(
-                self.built, objective, batches, targets, self.config.peft.use_peft, self.job
+            step = data.StepBatches(batches=batches, target_tokens=targets, samples=len(batches))
+            outcome = finetuning.train_step(
+                self.built, objective, self.optimizer, step, self.loop, self.job
             )
-            sums = training.clip_and_reduce_norm(
-                self.built, losses, self.config.train, 1.0, self.job
-            )
-            step = StepBatches(batches=batches, target_tokens=targets, samples=len(batches))
-            outcome = training.StepOutcome(step, losses, targets, sums)
-            training.update_weights(self.optimizer, LR, outcome.failed)
             unread.append(outcome)
             while len(unread) > ("late" not in self.off):
                 self.losses.append(unread.pop(0).read()[0])

@@ -34,12 +34,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase  # noqa: E402
 from transformers.modeling_utils import PreTrainedModel  # noqa: E402
 
 from llama_ft import data, models, runtime, training  # noqa: E402
-from llama_ft.config import DataConfig, FSDPConfig, ModelConfig, PeftConfig  # noqa: E402
+from llama_ft.config import Config, DataConfig, FSDPConfig, ModelConfig, PeftConfig  # noqa: E402
 from llama_ft.data.batches.prefetch import PreparedBatches, StepBatches  # noqa: E402
 from llama_ft.data.batches.sampler import Batch, BatchLayout, BatchSampler, pack_samples  # noqa: E402
 from llama_ft.data.cache import checksum  # noqa: E402
 from llama_ft.processes import cores  # noqa: E402
 from llama_ft.runtime import Ranks  # noqa: E402
+from llama_ft.training.train_state import LossScale  # noqa: E402
 
 GIB = 2**30
 CAPACITIES = (256, 1024, 2048)
@@ -202,6 +203,7 @@ def speed(rows: data.TokenizedData, folder: Path, job: Ranks, turns: int) -> Non
     waited = dict.fromkeys(ways, 0.0)
     stepped = dict.fromkeys(ways, 0.0)
     built = {way: build(folder, job, way == "packing") for way in ways}
+    loop = training.LoopState(Config(), LossScale(1.0), job.device)
     with contextlib.ExitStack() as stack:
         feeds: dict[str, Iterator[StepBatches]] = {}
         ahead = {}
@@ -219,9 +221,9 @@ def speed(rows: data.TokenizedData, folder: Path, job: Ranks, turns: int) -> Non
                     (dense(one.model, todo.batches[0], job.device) / todo.target_tokens).backward()
                 else:
                     objective = training.SupervisedFineTuning()
-                    training.accumulate_gradients(
-                        one, objective, todo.batches, todo.target_tokens, False, job
-                    )
+                    for batch in training.micro_batches(one, todo, loop, job):
+                        loss = objective.loss(one, batch, job).loss
+                        (loss / todo.target_tokens).backward()
                 one.model.zero_grad()
                 if job.device.type == "cuda":
                     torch.cuda.synchronize()

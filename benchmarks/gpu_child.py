@@ -97,7 +97,6 @@ def _run_recipe(
         the most pinned host memory, of torch's allocator and for checkpoints; `pinning_seconds`:
         in CUDA's calls for it.
     """
-    from llama_ft import training
     from llama_ft.checkpoint import host_block
     from llama_ft.config.reading.load import load
     from llama_ft.config.reading.parse import as_keywords
@@ -127,8 +126,9 @@ def _run_recipe(
 
     host_block._pin = timed_pin
     if toggle:
-        TOGGLES[toggle](training, seconds)
-    training.accumulate_gradients = functools.partial(timed, training.accumulate_gradients)
+        TOGGLES[toggle](module, seconds)
+    if recipe == "finetuning":
+        module.train_step = functools.partial(timed, module.train_step)
     answer = Answerer.answer
     Answerer.answer = lambda *args, **kwargs: timed(answer, *args, **kwargs)
     for name, case_flags in cases.items():
@@ -152,7 +152,7 @@ def _run_recipe(
         }
 
 
-def _fail_at_waits(training: ModuleType, seconds: list[float]) -> None:
+def _fail_at_waits(recipe: ModuleType, seconds: list[float]) -> None:
     """End the process where the host waits for the device in a step after the first."""
 
     def watched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -170,11 +170,10 @@ def _fail_at_waits(training: ModuleType, seconds: list[float]) -> None:
             sys.exit(f"the host waits for the device: {'; '.join(sorted(found))}")
         return result
 
-    for name in ("accumulate_gradients", "clip_and_reduce_norm", "update_weights"):
-        setattr(training, name, functools.partial(watched, getattr(training, name)))
+    recipe.train_step = functools.partial(watched, recipe.train_step)
 
 
-def _wait_per_micro_batch(training: ModuleType, seconds: list[float]) -> None:
+def _wait_per_micro_batch(recipe: ModuleType, seconds: list[float]) -> None:
     from transformers import masking_utils
 
     from llama_ft.models.base import transformers_private
@@ -183,7 +182,7 @@ def _wait_per_micro_batch(training: ModuleType, seconds: list[float]) -> None:
     masking_utils._ignore_causal_mask_sdpa = transformers_private._is_causal
 
 
-def _shard_adapters(training: ModuleType, seconds: list[float]) -> None:
+def _shard_adapters(recipe: ModuleType, seconds: list[float]) -> None:
     from llama_ft.models.sharding import fsdp
 
     leave_out = fsdp._used_as_stored
@@ -194,7 +193,7 @@ def _shard_adapters(training: ModuleType, seconds: list[float]) -> None:
     fsdp._used_as_stored = leave_out_frozen
 
 
-def _set_cudnn(enabled: bool, training: ModuleType, seconds: list[float]) -> None:
+def _set_cudnn(enabled: bool, recipe: ModuleType, seconds: list[float]) -> None:
     """For all of the process, whatever it asks for later."""
     torch.backends.cuda.enable_cudnn_sdp(enabled)
     torch.backends.cuda.enable_cudnn_sdp = lambda _: None

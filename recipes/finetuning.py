@@ -249,6 +249,41 @@ def build_model(
     return built
 
 
+def train_step(
+    built: models.BuiltModel,
+    objective: training.Objective,
+    optimizer: torch.optim.Optimizer,
+    step: data.StepBatches,
+    loop: training.LoopState,
+    ranks: Ranks,
+) -> training.StepOutcome:
+    """Update the weights once, by the mean over the losses of all ranks: of tokens, or of samples."""
+    count = step.target_tokens if objective.counts_tokens else step.samples
+    losses = []
+    for batch in training.micro_batches(built, step, loop, ranks):
+        loop.memory.enter("forward")
+        loss = objective.loss(built, batch, ranks)
+        loop.memory.enter("backward")
+        # FSDP adds up the gradients of all ranks (it does not average them, see models/sharding/fsdp.py).
+        (loss.loss / (count / loop.scale.factor)).backward()  # the factor is 1 but in fp16
+        losses.append(loss.detach())
+    del loss  # frees its graph
+    loop.memory.enter("optimizer step")
+    gradients = training.local_gradients(built, loop.scale, ranks)
+    sums = training.reduce_losses_and_norm(losses, gradients, ranks)
+    training.clip_grad_norm(gradients, sums[1], loop.settings)
+    # Gradients are complete here: `gradients` are this rank's part of each, on ranks.storage_device.
+    # Frozen parameters have none. Replicas (DDP, HYBRID_SHARD) have equal gradients, and must draw
+    # equal noise: seed its generator with the step and ranks.shard.rank.
+    outcome = training.StepOutcome(step, losses, count, sums)
+    outcome.is_skipped = loop.update_loss_scale(outcome)
+    failed = loop.failed_so_far(outcome)
+    if training.may_update(optimizer, failed):
+        optimizer.step()
+    optimizer.zero_grad()
+    return outcome
+
+
 def train(
     run: TrainingRun,
     built: models.BuiltModel,
@@ -269,9 +304,7 @@ def train(
     state = run.state
     model = built.model
     optimizer = training.build_optimizer(model, settings)  # AdamW, unless --optimizer names another
-    # Gradients of LoRA are small: each rank accumulates its own, and only the last micro-batch
-    # reduces them.
-    reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
+    loop = training.LoopState(config, state.scale, ranks.device, run.memory)
     torch.manual_seed(settings.seed + ranks.rank)  # a different dropout on each rank
     run.restore(model, optimizer)  # from the resumed checkpoint, if there is one
 
@@ -284,30 +317,15 @@ def train(
         for step in steps:
             run.begin_step(step, steps.waited_seconds, tokenizer)
 
-            # Forward, objective.loss and backward on this rank's micro-batches. The loss is the
-            # mean over `count` losses of all ranks: tokens, or samples.
-            scale = state.scale.factor  # loss scale in fp16, otherwise 1
-            count = step.target_tokens if objective.counts_tokens else step.samples
-            losses = training.accumulate_gradients(
-                built, objective, step.batches, count / scale, reduce_last_only, ranks, run.memory
-            )
-            run.memory.enter("optimizer step")
-            sums = training.clip_and_reduce_norm(built, losses, settings, scale, ranks)
-            # Gradients are complete here: models.shards.local_shard(parameter.grad) is this rank's
-            # part, on ranks.storage_device. Frozen parameters have none. Replicas (DDP,
-            # HYBRID_SHARD) have equal gradients, and must draw equal noise: seed its generator with
-            # the step and ranks.shard.rank.
-            numbers = run.gather_numbers(step)  # of all ranks: tokens, memory, requests to stop
-            outcome = training.StepOutcome(step, losses, count, sums)
-            outcome.is_skipped = training.update_loss_scale(state.scale, outcome)
-            failed = run.unread.failed_so_far(outcome)
             lr = training.learning_rate(
                 settings, step.step - 1, run.batches.total_steps, step.epoch
             )
-            training.update_weights(optimizer, lr, failed)  # not if failed; then zero_grad
+            training.set_learning_rate(optimizer, lr)
+            outcome = train_step(built, objective, optimizer, step, loop, ranks)
 
-            # What is due: eval_steps, save_steps, end of an epoch, signals, max_train_time.
-            run.end_step(outcome, numbers)
+            # What is due: eval_steps, save_steps, end of an epoch, signals, max_train_time. The
+            # numbers of all ranks are gathered: tokens, memory, requests to stop.
+            run.end_step(outcome)
             metrics = run.step_metrics(outcome, lr)
             # Add your own here: metrics["my/number"] = ...
             # A tensor of one number is read later, so that the GPU does not wait for it.

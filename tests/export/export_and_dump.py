@@ -8,12 +8,23 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
+import finetuning
+
 from llama_ft import checkpoint, models, runtime, training
-from llama_ft.config import CheckpointConfig, FSDPConfig, ModelConfig, PeftConfig, TrainConfig
-from llama_ft.data import Batch
+from llama_ft.config import (
+    CheckpointConfig,
+    Config,
+    FSDPConfig,
+    ModelConfig,
+    PeftConfig,
+    TrainConfig,
+)
+from llama_ft.data import Batch, StepBatches
 from llama_ft.export import export_adapter, export_model, write_model_card
 from llama_ft.models.base.shards import local_shard
 from llama_ft.models.sharding.fsdp import free_unsharded
+from llama_ft.training.train_state import LossScale
 
 
 def write_card(result: Path, aside: Path) -> None:
@@ -46,17 +57,13 @@ if __name__ == "__main__":
             how = models.LoadSettings(peft, 0, precision.frozen, scatter=True)
             built.stored = models.load_weights(built, ranks, how)
             optimizer = training.build_optimizer(model, TrainConfig(lr=1e-2))
+            objective = training.SupervisedFineTuning()
+            loop = training.LoopState(Config(), LossScale(1.0), ranks.device)
+            targets = 58 * ranks.world_size
+            step = StepBatches(batches=[batch], target_tokens=targets, samples=2)
             model.train()
             for _ in range(3):
-                training.accumulate_gradients(
-                    built,
-                    training.SupervisedFineTuning(),
-                    [batch],
-                    58 * ranks.world_size,
-                    False,
-                    ranks,
-                )
-                training.update_weights(optimizer, 1e-2)
+                finetuning.train_step(built, objective, optimizer, step, loop, ranks)
 
             target = out / name
             target.mkdir(exist_ok=True)

@@ -15,10 +15,10 @@ import finetuning
 
 from llama_ft import data, models, runtime, training
 from llama_ft.config import CheckpointConfig, load
-from llama_ft.data.batches.prefetch import StepBatches
 from llama_ft.export import export_adapter, export_model, write_model_card
 from llama_ft.models.sharding.fsdp import free_unsharded
 from llama_ft.phases import NULL_MONITOR
+from llama_ft.training.train_state import LossScale
 
 LENGTHS = [[24, 16], [20, 12]]  # samples per rank: one packed sequence, or a padded batch
 
@@ -63,15 +63,13 @@ if __name__ == "__main__":
                 training.check_packing(built, own, 256, torch.float32, ranks)
             optimizer = training.build_optimizer(model, config.train)
             model.train()
-            losses = training.accumulate_gradients(
-                built, training.SupervisedFineTuning(), [batch], targets, False, ranks
-            )
-            sums = training.clip_and_reduce_norm(built, losses, config.train, 1.0, ranks)
-            step = StepBatches(batches=[batch], target_tokens=targets, samples=len(lengths))
-            outcome = training.StepOutcome(step, losses, targets, sums)
+            objective = training.SupervisedFineTuning()
+            step = data.StepBatches(batches=[batch], target_tokens=targets, samples=len(lengths))
+            loop = training.LoopState(config, LossScale(1.0), ranks.device)
+            training.set_learning_rate(optimizer, 1e-2)
+            outcome = finetuning.train_step(built, objective, optimizer, step, loop, ranks)
             loss, norm = outcome.read()
             logged = outcome.logged()
-            training.update_weights(optimizer, 1e-2)
             model.eval()
             with torch.no_grad():
                 logits = model(input_ids=tokens, use_cache=False).logits

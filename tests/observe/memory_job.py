@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 import finetuning
 
-from llama_ft import models, training
+from llama_ft import models
 from llama_ft.config.reading.parse import as_keywords
 
 RANK = int(os.environ["RANK"])
@@ -35,21 +35,22 @@ def load_whole_model_too(built: models.BuiltModel, *arguments: Any, **keywords: 
 
 
 def keep_states_of_the_whole_model(
-    optimizer: torch.optim.Optimizer, *arguments: Any, **keywords: Any
+    built: models.BuiltModel, objective: Any, optimizer: torch.optim.Optimizer, *arguments: Any
 ) -> Any:
-    """Run update_weights. Rank 1 has one more state, which is not sharded."""
-    UPDATE_WEIGHTS(optimizer, *arguments, **keywords)
+    """Run train_step. Rank 1 has one more state, which is not sharded."""
+    outcome = TRAIN_STEP(built, objective, optimizer, *arguments)
     if RANK == 1:
         for parameter, state in optimizer.state.items():
             state.setdefault("whole", torch.ones(parameter.shape))
+    return outcome
 
 
 MATERIALIZE = models.load_weights
-UPDATE_WEIGHTS = training.update_weights
+TRAIN_STEP = finetuning.train_step
 BROKEN = {
     "nothing": [],
     "loading": [patch.object(models, "load_weights", load_whole_model_too)],
-    "states": [patch.object(training, "update_weights", keep_states_of_the_whole_model)],
+    "states": [patch.object(finetuning, "train_step", keep_states_of_the_whole_model)],
 }
 
 if __name__ == "__main__":

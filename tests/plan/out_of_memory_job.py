@@ -3,14 +3,15 @@ then has, in STEP."""
 
 import os
 import resource
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
-from llama_ft import training
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
+import finetuning
+import fire
 
-accumulate = training.accumulate_gradients
+train_step = finetuning.train_step
 steps = 0
 
 
@@ -27,13 +28,12 @@ def with_a_limit(*arguments: Any, **more: Any) -> Any:
             (pages * resource.getpagesize() + int(os.environ["MIB"]) * 2**20, limits[1]),
         )
     try:
-        return accumulate(*arguments, **more)
+        return train_step(*arguments, **more)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)  # what is asked for advice has all there is
 
 
 if __name__ == "__main__":
-    training.accumulate_gradients = with_a_limit
+    finetuning.train_step = with_a_limit
     sys.argv = sys.argv[1:]
-    sys.path[0] = os.path.dirname(sys.argv[0])
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    fire.Fire(finetuning.main)

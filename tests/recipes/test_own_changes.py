@@ -9,14 +9,12 @@ from forked import forked
 OWN_METRIC = (
     '            # Add your own here: metrics["my/number"] = ...\n'  # the first of two lines
 )
-NOISE_PLACE = "            numbers = run.gather_numbers(step)  # of all ranks: tokens, memory, requests to stop\n"
+NOISE_PLACE = "    outcome = training.StepOutcome(step, losses, count, sums)\n"
 # As the comment at this place says: replicas draw the same noise.
 NOISE = """\
-            shard = ranks.mesh["shard"].get_local_rank()
-            generator = torch.Generator().manual_seed(1000 * step.step + shard)
-            for parameter in model.parameters():
-                gradient = models.shards.local_shard(parameter.grad)
-                gradient += 0.1 * torch.randn(gradient.shape, generator=generator)
+    generator = torch.Generator().manual_seed(1000 * step.step + ranks.shard.rank)
+    for gradient in gradients:
+        gradient += 0.1 * torch.randn(gradient.shape, generator=generator)
 """
 SPREAD = """\
             total = sum(parameter.to_local().sum() for parameter in model.parameters())

@@ -9,30 +9,40 @@ import json
 import os
 import runpy
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from llama_ft import training
+from llama_ft.data import Batch
 
 RECIPE = Path(__file__).resolve().parent.parent.parent / "recipes" / "finetuning.py"
-ACCUMULATE = training.accumulate_gradients
+MICRO_BATCHES = training.micro_batches
+REDUCE = training.reduce_losses_and_norm
 
 
 def run(lags: bool, bad_step: int, sums: str, flags: list[str]) -> None:
     found: list[float] = []
 
-    def accumulate(built: Any, *arguments: Any, **keywords: Any) -> list[training.LossSum]:
+    def micro_batches(built: Any, *arguments: Any) -> Iterator[Batch]:
         trained = [parameter for parameter in built.model.parameters() if parameter.requires_grad]
         found.append(sum(parameter.to_local().double().abs().sum().item() for parameter in trained))
-        losses = ACCUMULATE(built, *arguments, **keywords)
-        if len(found) == bad_step and os.environ["RANK"] == "1":
-            losses[0].loss.fill_(float("nan"))
-            trained[0].grad.to_local().fill_(float("nan"))
         if os.environ["RANK"] == "0":
             Path(sums).write_text("\n".join(map(repr, found)))
-        return losses
+        return MICRO_BATCHES(built, *arguments)
 
-    training.accumulate_gradients = accumulate  # type: ignore[assignment]
+    def reduce(
+        losses: Sequence[training.LossSum], gradients: Sequence[torch.Tensor], *arguments: Any
+    ) -> torch.Tensor:
+        if len(found) == bad_step and os.environ["RANK"] == "1":
+            losses[0].loss.fill_(float("nan"))
+            gradients[0].fill_(float("nan"))
+        return REDUCE(losses, gradients, *arguments)
+
+    training.micro_batches = micro_batches  # type: ignore[assignment]
+    training.reduce_losses_and_norm = reduce  # type: ignore[assignment]
     training.PendingMetrics.LAGGING = ("cpu",) if lags else ()  # type: ignore[assignment]
     sys.argv = [str(RECIPE), *flags]
     runpy.run_path(str(RECIPE), run_name="__main__")

@@ -9,13 +9,16 @@ import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
+import finetuning
+
 from llama_ft import checkpoint, runtime, training
-from llama_ft.config import CheckpointConfig, FSDPConfig, TrainConfig
-from llama_ft.data import IGNORED, Batch
-from llama_ft.data.batches.prefetch import StepBatches
+from llama_ft.config import CheckpointConfig, Config, FSDPConfig, PeftConfig, TrainConfig
+from llama_ft.data import IGNORED, Batch, StepBatches
 from llama_ft.models import BuiltModel, apply_fsdp, set_storage_dtypes
 from llama_ft.models.adapters.lora_linear import use_fused_lora
 from llama_ft.training.objectives.sft import SupervisedFineTuning
+from llama_ft.training.train_state import LossScale
 
 STEPS = 4  # the checkpoint is after half of them
 MICRO_BATCHES = 8  # of all ranks in a step
@@ -76,20 +79,17 @@ def train(
     reduce_last_only: bool = True,
 ) -> list[tuple[float, float]]:
     """Train for `steps`. Return the loss and the gradient norm of each."""
-    train = settings(precision)
+    config = Config(train=settings(precision), peft=PeftConfig(use_peft=reduce_last_only))
+    loop = training.LoopState(config, LossScale(1.0), ranks.device)
     objective = SupervisedFineTuning()
     built.model.train()
     results = []
     for step in steps:
         mine = batches(step, ranks)
         count = round(ranks.all_gather_floats(sum(b.target_tokens for b in mine)).sum().item())
-        losses = training.accumulate_gradients(
-            built, objective, mine, count, reduce_last_only, ranks
-        )
-        sums = training.clip_and_reduce_norm(built, losses, train, 1.0, ranks)
-        training.update_weights(optimizer, train.lr)
-        planned = StepBatches(batches=mine, target_tokens=count, samples=len(mine))
-        results.append(training.StepOutcome(planned, losses, count, sums).read())
+        batches_of_step = StepBatches(batches=mine, target_tokens=count, samples=len(mine))
+        outcome = finetuning.train_step(built, objective, optimizer, batches_of_step, loop, ranks)
+        results.append(outcome.read())
     return results
 
 

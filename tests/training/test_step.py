@@ -13,10 +13,17 @@ from forked import Finished, forked
 from torch.nn.utils import clip_grad_norm_
 
 from llama_ft.config import TrainConfig
-from llama_ft.data.batches.prefetch import StepBatches
+from llama_ft.data import StepBatches
 from llama_ft.models import BuiltModel
 from llama_ft.runtime import Ranks
-from llama_ft.training import LossSum, StepOutcome, clip_and_reduce_norm
+from llama_ft.training import (
+    LossSum,
+    StepOutcome,
+    clip_grad_norm,
+    local_gradients,
+    reduce_losses_and_norm,
+)
+from llama_ft.training.train_state import LossScale
 
 SCRIPT = Path(__file__).with_name("lagging_job.py")
 TIMES = ("perf/", "memory/")
@@ -38,7 +45,9 @@ def test_gradient_norm_and_clipping_equal_torchs(
         LossSum(torch.tensor(loss), 7, {"margin": torch.tensor(2 * loss)}) for loss in (3.0, 4.0)
     ]
     built: Any = BuiltModel(model)  # type: ignore[arg-type]  # any module has gradients
-    sums = clip_and_reduce_norm(built, losses, settings, scale, runtime)
+    gradients = local_gradients(built, LossScale(scale), runtime)
+    sums = reduce_losses_and_norm(losses, gradients, runtime)
+    clip_grad_norm(gradients, sums[1], settings)
     step = StepBatches(batches=[], target_tokens=14, samples=2)
     outcome = StepOutcome(step, losses, 14, sums)
     assert outcome.read() == (0.5, pytest.approx(expected.item()))

@@ -1,7 +1,7 @@
 """Raw samples -> messages -> tokens and loss mask -> batches. The embedded demo is one of the
 datasets."""
 
-from llama_ft.data.batches.prefetch import Prefetcher
+from llama_ft.data.batches.prefetch import Prefetcher, StepBatches
 from llama_ft.data.batches.sampler import (
     BATCHES_VERSION,
     Batch,

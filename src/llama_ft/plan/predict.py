@@ -285,17 +285,11 @@ def _two_steps(
     tracker.assign(states_of(optimizer), "optimizer state")
     tracker.peaks = {"load": tracker.peaks["load"]}
 
-    reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
-    scale = training.TrainState(settings).scale.factor
+    scale = training.TrainState(settings).scale
+    loop = training.LoopState(config, scale, None, tracker)
     batches = [batch] * min(settings.gradient_accumulation_steps, PLANNED_MICRO_BATCHES)
-    losses = training.accumulate_gradients(
-        built, objective, batches, 1 / scale, reduce_last_only, ranks, tracker
-    )
-    tracker.enter("optimizer step")
     step = StepBatches(batches=batches, target_tokens=1, samples=1)
-    clip = training.clip_and_reduce_norm
-    training.StepOutcome(step, losses, 1, clip(built, losses, settings, scale, ranks))
-    training.update_weights(optimizer, settings.lr)
+    losses = _train_step(built, objective, optimizer, step, loop, ranks)
     tracker.assign(states_of(optimizer), "optimizer state")
     if validation is not None:
         tracker.enter("evaluation")
@@ -304,7 +298,35 @@ def _two_steps(
             objective.loss(built, validation, ranks)
         training.free_unsharded(model)
         model.train()
+    del losses  # they exist during an evaluation
     return optimizer
+
+
+def _train_step(
+    built: models.BuiltModel,
+    objective: training.Objective,
+    optimizer: torch.optim.Optimizer,
+    step: StepBatches,
+    loop: training.LoopState,
+    ranks: Ranks,
+) -> list[training.LossSum]:
+    """Run a step like the recipe's."""
+    losses = []
+    for batch in training.micro_batches(built, step, loop, ranks):
+        loop.memory.enter("forward")
+        loss = objective.loss(built, batch, ranks)
+        loop.memory.enter("backward")
+        (loss.loss / (1 / loop.scale.factor)).backward()
+        losses.append(loss.detach())
+    del loss
+    loop.memory.enter("optimizer step")
+    gradients = training.local_gradients(built, loop.scale, ranks)
+    sums = training.reduce_losses_and_norm(losses, gradients, ranks)
+    training.clip_grad_norm(gradients, sums[1], loop.settings)
+    training.StepOutcome(step, losses, 1, sums)
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses
 
 
 def _answer(

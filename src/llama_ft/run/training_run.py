@@ -169,7 +169,7 @@ class TrainingRun:
         if step.step == 1:
             log.info(data.describe_first_batch(step.batches[0], tokenizer))
 
-    def gather_numbers(self, step: StepBatches) -> dict[str, torch.Tensor]:
+    def _gather_numbers(self, step: StepBatches) -> dict[str, torch.Tensor]:
         """Return the numbers of all ranks by name, float64 [ranks], with one all-gather between
         hosts."""
         numbers = {
@@ -187,11 +187,12 @@ class TrainingRun:
         gathered = self.ranks.all_gather_floats(*numbers.values())
         return dict(zip(numbers, gathered.unbind(1), strict=True))
 
-    def end_step(self, outcome: StepOutcome, numbers: dict[str, torch.Tensor]) -> None:
-        """Count a step whose weights are updated, and set what is due after it. `numbers`: see
-        `gather_numbers`."""
+    def end_step(self, outcome: StepOutcome) -> None:
+        """Count a step whose weights are updated, gather the numbers of all ranks, and set what is
+        due after it."""
         settings = self.config.train
         step = outcome.batches
+        numbers = self._gather_numbers(step)
         tokens = numbers["tokens"].sum().item()
         flops = numbers["flops"].sum().item()
         self.memory.end_step()

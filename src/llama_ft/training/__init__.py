@@ -31,13 +31,16 @@ from llama_ft.training.optimizer import (
 )
 from llama_ft.training.scoring import AnswerScores
 from llama_ft.training.step import (
+    LoopState,
     PendingMetrics,
     StepOutcome,
-    accumulate_gradients,
-    clip_and_reduce_norm,
+    clip_grad_norm,
     is_due,
+    local_gradients,
+    may_update,
+    micro_batches,
     read_loss_or_stop,
-    update_loss_scale,
-    update_weights,
+    reduce_losses_and_norm,
+    set_learning_rate,
 )
 from llama_ft.training.train_state import TrainState

@@ -1,8 +1,9 @@
-"""One optimizer step: micro-batches in, gradients summed over ranks, weights updated."""
+"""The parts of the recipe's `train_step`: micro-batches, gradients over ranks, clipping, what a failed
+step must not update, and the outcome."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from llama_ft.config import TrainConfig
+from llama_ft.config import Config, TrainConfig
 from llama_ft.data import Batch
 from llama_ft.data.batches.prefetch import StepBatches
 from llama_ft.errors import RunFailure
@@ -21,57 +22,83 @@ from llama_ft.models.base.shards import ShardGroup, local_shard
 from llama_ft.models.sharding.fsdp import sum_over_replicas
 from llama_ft.phases import NULL_MONITOR, PhaseMonitor
 from llama_ft.runtime import Ranks
-from llama_ft.training.objectives.base import LossSum, Objective, logged_means
+from llama_ft.training.objectives.base import LossSum, logged_means
 from llama_ft.training.train_state import LossScale
 
 MICRO_BATCHES_NAMED = 8
 
 
-def accumulate_gradients(
-    built: BuiltModel,
-    objective: Objective,
-    micro_batches: Sequence[Batch],
-    divisor: float,
-    reduce_last_only: bool,
-    ranks: Ranks,
-    watch: PhaseMonitor = NULL_MONITOR,
-) -> list[LossSum]:
-    """Run forward and backward of this rank's micro-batches. Gradients are those of the mean over
-    the global batch.
+class LoopState:
+    """What a step needs of the training loop and of the steps before it.
 
     Args:
-        built: the sharded model; its backward pass sums gradients over ranks.
-        objective: computes the loss of a micro-batch.
-        micro_batches: those of this rank; every rank must have the same number.
-        divisor: how many losses are summed in the global batch, over all ranks and micro-batches:
-            loss tokens, or pairs. Gradients come out divided by it. In fp16 it is divided by the
-            loss scale; see training/train_state.py.
+        config: gradient clipping, and how gradients are accumulated.
+        scale: of the loss in fp16; its factor is 1 for other precisions.
+        device: where the model computes; None in a plan: tensors have no values, and no step fails.
+        memory: informed when a phase of a step begins.
+
+    Attributes:
         reduce_last_only: keep unsharded gradients until the last micro-batch and reduce them once.
             Right for LoRA, whose gradients are small; in full fine-tuning it keeps a whole model's
             gradients on every rank, so there every micro-batch is reduced into the shards.
-        ranks: the ranks.
-        watch: informed when a forward or backward pass begins.
+    """
 
-    Returns:
-        The loss of each micro-batch, detached.
+    def __init__(
+        self,
+        config: Config,
+        scale: LossScale,
+        device: torch.device | None,
+        memory: PhaseMonitor = NULL_MONITOR,
+    ) -> None:
+        self.settings = config.train
+        self.reduce_last_only = config.peft.use_peft or config.train.accumulate_unsharded
+        self.scale = scale
+        self.memory = memory
+        self._failed = None if device is None else torch.zeros((), device=device)
+
+    def update_loss_scale(self, outcome: "StepOutcome") -> bool:
+        """In fp16, adapt the loss scale to the gradient norm of a step; this waits for the device.
+        Return whether to skip the step because its gradients overflowed."""
+        if not self.scale.is_used or self._failed is None:
+            return False
+        loss, norm = outcome.read()
+        return self.scale.update(outcome.step, loss, norm)
+
+    def failed_so_far(self, outcome: "StepOutcome") -> torch.Tensor | None:
+        """Return, on the device, not 0 if the weights must not be updated: this step or an earlier
+        one has a loss or a gradient norm that is not finite. A skipped step does not count for
+        later ones."""
+        if self._failed is None:
+            return None
+        if outcome.is_skipped:
+            return outcome.failed
+        self._failed = torch.maximum(self._failed, outcome.failed)
+        return self._failed
+
+
+def micro_batches(
+    built: BuiltModel, step: StepBatches, loop: LoopState, ranks: Ranks
+) -> Iterator[Batch]:
+    """Yield this rank's micro-batches of a step, for a forward and a backward pass each, and set how
+    FSDP reduces gradients in the backward pass: each time into the shards (or only the last time),
+    and the last time over copies of the model (DDP, HYBRID_SHARD).
+
+    Args:
+        built: the sharded model.
+        step: every rank must have the same number of micro-batches.
+        loop: see `LoopState.reduce_last_only`.
+        ranks: the ranks.
     """
     sharded = cast(FSDPModule, built.model)  # fully_shard has changed its class
-    losses = []
-    for number, batch in enumerate(micro_batches):
-        is_last = number == len(micro_batches) - 1
-        sharded.set_requires_gradient_sync(is_last or not reduce_last_only)
+    for number, batch in enumerate(step.batches):
+        is_last = number == len(step.batches) - 1
+        sharded.set_requires_gradient_sync(is_last or not loop.reduce_last_only)
         # copies of the model (replicate) need the sum only once
         sharded.set_requires_all_reduce(is_last)
         for module in built.kept_unsharded:
             cast(FSDPModule, module).set_reshard_after_backward(is_last, recurse=False)
-        watch.enter("forward")
-        summed = objective.loss(built, batch, ranks)
-        watch.enter("backward")
-        # FSDP adds up the ranks' gradients here (it does not average them, see models/sharding/fsdp.py).
-        (summed.loss / divisor).backward()
-        losses.append(replace(summed, loss=summed.loss.detach()))
+        yield batch
     sum_over_replicas(built.model, ranks.mesh)
-    return losses
 
 
 @dataclass(eq=False)
@@ -160,24 +187,9 @@ def logged_names(losses: Sequence[LossSum]) -> list[str]:
     return sorted(set().union(*[summed.logged for summed in losses]))
 
 
-def clip_and_reduce_norm(
-    built: BuiltModel,
-    losses: Sequence[LossSum],
-    settings: TrainConfig,
-    loss_scale: float,
-    ranks: Ranks,
-) -> torch.Tensor:
-    """Divide all gradients by `loss_scale`, and clip them by gradient_clipping, as
-    torch.nn.utils.clip_grad_norm_ does. Return the `StepOutcome.sums`, with the norm before
-    clipping. It takes one small all-reduce and does not wait for the device.
-
-    Args:
-        built: sharded, after its backward passes.
-        losses: the result of `accumulate_gradients`.
-        settings: gradient_clipping and its threshold.
-        loss_scale: see training/train_state.py.
-        ranks: the ranks.
-    """
+def local_gradients(built: BuiltModel, scale: LossScale, ranks: Ranks) -> list[torch.Tensor]:
+    """Return this rank's part of each gradient after the backward passes, divided by the loss scale
+    of fp16. Frozen parameters have none."""
     # before the norm: the frozen parts of PiSSA's adapters must not count in it
     clear_frozen_half(built, ShardGroup(ranks))
     gradients = [
@@ -185,78 +197,80 @@ def clip_and_reduce_norm(
         for parameter in built.model.parameters()
         if parameter.grad is not None
     ]
-    if loss_scale != 1.0:
-        torch._foreach_div_(gradients, loss_scale)
+    if scale.is_used:
+        torch._foreach_div_(gradients, scale.factor)
+    return gradients
+
+
+def reduce_losses_and_norm(
+    losses: Sequence[LossSum], gradients: list[torch.Tensor], ranks: Ranks
+) -> torch.Tensor:
+    """Return `StepOutcome.sums`: the sum of the losses, the L2 norm of all gradients, and further
+    sums, over all ranks. It takes one small all-reduce and does not wait for the device.
+
+    Args:
+        losses: of this rank's micro-batches.
+        gradients: the result of `local_gradients`.
+        ranks: the ranks.
+    """
     # One kernel for all gradients. Their squares are added in float64: a sum over many parameters
     # would lose small ones in float32.
     norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
     squares = torch.stack(list(norms)).double().square().sum()
     loss_sum = torch.stack([summed.loss for summed in losses]).double().sum()
     # `copies` ranks hold the same shard, and each adds its squares
-    sums = [loss_sum, squares.to(ranks.device) / ranks.shard.copies]
+    numbers = [loss_sum, squares.to(ranks.device) / ranks.shard.copies]
     for name in logged_names(losses):
         values = torch.stack([summed.logged[name] for summed in losses])
-        sums.append(values.double().sum())
-    numbers = torch.stack(sums)
+        numbers.append(values.double().sum())
+    sums = torch.stack(numbers)
     # over all ranks: the losses of their samples, and the squares of their shards
     if ranks.world_size > 1:
-        dist.all_reduce(numbers)
-    numbers[1].sqrt_()
+        dist.all_reduce(sums)
+    sums[1].sqrt_()
+    return sums
+
+
+def clip_grad_norm(
+    gradients: list[torch.Tensor], norm: torch.Tensor, settings: TrainConfig
+) -> None:
+    """With gradient_clipping, multiply the gradients in place so that their norm is at most its
+    threshold, as torch.nn.utils.clip_grad_norm_ does. `norm` is that of all ranks."""
     if settings.gradient_clipping:
         # 1e-6 and the clamp as in clip_grad_norm_; the factor stays on the device
-        factor = (settings.gradient_clipping_threshold / (numbers[1] + 1e-6)).clamp(max=1.0)
+        factor = (settings.gradient_clipping_threshold / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, factor.float().to(gradients[0].device))
-    return numbers
 
 
-def update_loss_scale(scale: LossScale, outcome: StepOutcome) -> bool:
-    """In fp16, adapt the loss scale to the gradient norm of a step; this waits for the device.
-    Return whether to skip the step because its gradients overflowed."""
-    if not scale.is_used:
-        return False
-    loss, norm = outcome.read()
-    return scale.update(outcome.step, loss, norm)
-
-
-def update_weights(
-    optimizer: torch.optim.Optimizer, lr: float, failed: torch.Tensor | None = None
-) -> None:
-    """Update the weights with learning rate `lr`, and free the gradients. If the scalar `failed` is
-    not 0, weights and states do not change. Fused optimizers check it on the device; for others the
-    host waits for it."""
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of the next step. A group of parameters may have a multiple of it."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_ratio", 1.0)
-    if optimizer.defaults.get("fused"):
-        # torch would not wait for its copy to the host, where offloaded weights are
-        if failed is not None:
-            first = optimizer.param_groups[0]["params"][0]
-            failed = failed.to(local_shard(first).device)
-        optimizer.found_inf = failed  # type: ignore[attr-defined]  # what torch.amp.GradScaler hands it
-        optimizer.step()
-    elif failed is None or not failed.item():
-        optimizer.step()
-    optimizer.zero_grad()
+
+
+def may_update(optimizer: torch.optim.Optimizer, failed: torch.Tensor | None) -> bool:
+    """Return whether to call `optimizer.step()`: not if the scalar `failed` is not 0. The host
+    waits for it, unless the optimizer is fused: that gets `failed` here, as torch.amp.GradScaler
+    does it, and then changes no weight or state itself."""
+    if not optimizer.defaults.get("fused"):
+        return failed is None or not failed.item()
+    # torch would not wait for its copy to the host, where offloaded weights are
+    if failed is not None:
+        first = optimizer.param_groups[0]["params"][0]
+        failed = failed.to(local_shard(first).device)
+    optimizer.found_inf = failed  # type: ignore[attr-defined]
+    return True
 
 
 class PendingMetrics:
-    """Steps whose loss was not read yet: on a GPU the newest one. After a failed step no later one
-    changes the weights, even if the failure is read later. `device`: where the model computes."""
+    """Steps whose loss was not read yet: on a GPU the newest one. `device`: where the model
+    computes."""
 
     LAGGING = ("cuda",)
 
     def __init__(self, device: torch.device) -> None:
         self._steps: list[StepOutcome] = []
         self._lags = device.type in self.LAGGING
-        self._failed = torch.zeros((), device=device)
-
-    def failed_so_far(self, outcome: StepOutcome) -> torch.Tensor:
-        """Return, on the device, not 0 if the weights must not be updated: this step or an earlier
-        one has a loss or a gradient norm that is not finite. A skipped step does not count for
-        later ones."""
-        if outcome.is_skipped:
-            return outcome.failed
-        self._failed = torch.maximum(self._failed, outcome.failed)
-        return self._failed
 
     def push(self, newest: StepOutcome) -> list[StepOutcome]:
         """Add a step. Return the steps to read now: all earlier ones, and this one if its loss is

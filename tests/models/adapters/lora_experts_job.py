@@ -14,6 +14,7 @@ from llama_ft import data, models, runtime, training
 from llama_ft.config import CheckpointConfig, load
 from llama_ft.export import export_adapter
 from llama_ft.phases import NULL_MONITOR
+from llama_ft.training.train_state import LossScale
 
 FLAGS = [
     "--precision", "fp32", "--device", "cpu", "--enable_fsdp", "--dataset", "demo",
@@ -43,9 +44,11 @@ if __name__ == "__main__":
             batches = [data.collate(rows, [number], 0, True) for number in range(len(own))]
             targets = sum(len(sample) - 1 for sample in samples)
             built.model.train()
-            training.accumulate_gradients(
-                built, training.SupervisedFineTuning(), batches, targets, True, ranks
-            )
+            objective = training.SupervisedFineTuning()
+            step = data.StepBatches(batches=batches, target_tokens=targets, samples=len(batches))
+            loop = training.LoopState(config, LossScale(1.0), ranks.device)
+            for batch in training.micro_batches(built, step, loop, ranks):
+                (objective.loss(built, batch, ranks).loss / targets).backward()
             assert built.adapter is not None
             gradients = {}
             for parameter_name, key in built.adapter.keys.items():

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llama_ft import checkpoint, runtime, training
 from llama_ft.config import CheckpointConfig, TrainConfig
-from llama_ft.training.step import update_weights
 
 STEPS = 6  # the checkpoint is after half of them
 LR = 2e-3
@@ -120,7 +119,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range
             if isinstance(parameter, DTensor):
                 gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
             parameter.grad = gradient
-        update_weights(optimizer, LR)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ from training.optimizers.optimizers_and_dump import (
 from llama_ft.config import TrainConfig
 from llama_ft.cpu import one_kernel
 from llama_ft.runtime import Ranks
-from llama_ft.training import build_optimizer, learning_rate, update_weights
+from llama_ft.training import build_optimizer, learning_rate, set_learning_rate
 from llama_ft.training.optimizers import anyprecision
 from llama_ft.training.optimizers.anyprecision import AnyPrecisionAdamW
 
@@ -116,7 +116,7 @@ def test_lora_plus_has_the_groups_of_peft() -> None:
     model = get_peft_model(LlamaForCausalLM(small), LoraConfig(target_modules="all-linear"))
     theirs = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-4, loraplus_lr_ratio=16)
     ours = build_optimizer(model, TrainConfig(lr=1e-4, loraplus_lr_ratio=16))
-    update_weights(ours, 1e-4)
+    set_learning_rate(ours, 1e-4)
     expected = {id(p): group["lr"] for group in theirs.param_groups for p in group["params"]}
     assert {id(p): group["lr"] for group in ours.param_groups for p in group["params"]} == expected
     assert len(set(expected.values())) == 2

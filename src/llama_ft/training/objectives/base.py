@@ -8,7 +8,7 @@ planner use nothing else of a method.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,10 @@ class LossSum:
     count: int  # how many losses it is the sum of: loss tokens, or pairs
     # Further sums by name, float32 scalars without gradient; `logged_means` of them are logged.
     logged: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def detach(self) -> "LossSum":
+        """Return it without gradient."""
+        return replace(self, loss=self.loss.detach())
 
 
 def logged_means(sums: Mapping[str, float], count: float) -> dict[str, float]:
