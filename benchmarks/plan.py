@@ -344,7 +344,7 @@ def predict(cases: list[Case], folder: Path, device: str) -> dict[Case, Plan]:
             "cuda" if device == "cuda" else "cpu",
             images=PlannedImages(2, IMAGE_TOKENS) if case.method in IMAGES else None,
         )
-        plans[case] = planner.predict(request, finetuning.build_model)
+        plans[case] = planner.predict(request, finetuning.RECIPE)
     return plans
 
 

@@ -41,7 +41,7 @@ def plan_config(file: Path, nodes: int, ranks_per_node: int) -> Plan:
         model = dataclasses.replace(config.model, model_name=str(folder))
         config = dataclasses.replace(config, model=model)
         request = PlanRequest(config, folder, ranks, ranks_per_node, "cuda")
-        return predict(request, finetuning.build_model, quick=True)
+        return predict(request, finetuning.RECIPE, quick=True)
 
 
 def hardware_of(stem: str) -> tuple[int, int]:

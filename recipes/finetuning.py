@@ -1,7 +1,8 @@
 """Fine-tune a language model on your data, on any number of processes.
 
 Read it from top to bottom: `main` is the path of a run, `build_model` loads a sharded model,
-`train` is the training loop. The functions that they call are in src/llama_ft, one folder per step.
+`train_step` updates its weights once, `train` is the training loop. The functions that they call are
+in src/llama_ft, one folder per step.
 To change the loss, see llama_ft/training/objectives/sft.py; to change how samples are read,
 llama_ft/data/read/formats.py.
 """
@@ -28,6 +29,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase  # noqa: E402
 from llama_ft import data, models, runtime, training  # noqa: E402
 from llama_ft.evaluation.final_tasks import FinalTasks  # noqa: E402
 from llama_ft.phases import PhaseMonitor  # noqa: E402
+from llama_ft.plan.types import Recipe  # noqa: E402
 from llama_ft.run import TrainingRun, open_run, start_run  # noqa: E402
 from llama_ft.runtime import Ranks, log  # noqa: E402
 
@@ -36,16 +38,14 @@ from llama_ft.runtime import Ranks, log  # noqa: E402
 def main(**flags: str) -> None:
     """Run a fine-tuning, from the settings to the final model or adapter on disk."""
     config, origins = load_flags(flags, DEMO_CONFIG)
-    with start_run(config, origins, build_model, PLANNER) as setup:
+    with start_run(config, origins, RECIPE, PLANNER) as setup:
         if setup.is_finished:
             return
         config = setup.config
         ranks = setup.ranks
         resumed = setup.resumed
         memory = setup.memory
-        # Cross-entropy of the next token over the tokens in the loss, or another objective by
-        # --objective.
-        objective = training.build_objective(config)
+        objective = build_objective(config)
 
         # Find the model, and tokenize samples. The first rank of each node fills the cache that its
         # other ranks read.
@@ -249,6 +249,12 @@ def build_model(
     return built
 
 
+def build_objective(config: Config) -> training.Objective:
+    """Return what is trained: cross-entropy of the next token over the tokens in the loss, or
+    another objective by --objective."""
+    return training.build_objective(config)
+
+
 def train_step(
     built: models.BuiltModel,
     objective: training.Objective,
@@ -257,7 +263,8 @@ def train_step(
     loop: training.LoopState,
     ranks: Ranks,
 ) -> training.StepOutcome:
-    """Update the weights once, by the mean over the losses of all ranks: of tokens, or of samples."""
+    """Update the weights once, by the mean over the losses of all ranks: of tokens, or of samples.
+    The planner runs it, too."""
     count = step.target_tokens if objective.counts_tokens else step.samples
     losses = []
     for batch in training.micro_batches(built, step, loop, ranks):
@@ -282,6 +289,10 @@ def train_step(
         optimizer.step()
     optimizer.zero_grad()
     return outcome
+
+
+# The planner runs these, on tensors without values: what you change in them is planned.
+RECIPE = Recipe(build_model, build_objective, train_step)
 
 
 def train(

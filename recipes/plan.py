@@ -24,7 +24,7 @@ if __name__ == "__main__":
         CONFIG, _, OPTIONS = read_plan_flags(sys.argv[1:], DEMO_CONFIG, str(__doc__))
 
 import torch  # noqa: E402
-from finetuning import build_model  # noqa: E402
+from finetuning import RECIPE  # noqa: E402
 
 from llama_ft import data, models  # noqa: E402
 from llama_ft.plan.free_memory import free_bytes  # noqa: E402
@@ -63,11 +63,11 @@ def main(config: Config, options: PlanFlags) -> int:
             room = options.fit_bytes or free_bytes(
                 torch.device(request.device), request.local_world_size
             )
-            chosen, why, planned = choose_checkpointing(request, build_model, room, quick)
+            chosen, why, planned = choose_checkpointing(request, RECIPE, room, quick)
             report(f"activation_checkpointing auto: {why}")
             request = dataclasses.replace(request, config=chosen)
         else:
-            planned = predict(request, build_model, quick)
+            planned = predict(request, RECIPE, quick)
     # mostly errors of the model's own code
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise RunFailure(
@@ -76,7 +76,7 @@ def main(config: Config, options: PlanFlags) -> int:
     values: dict[str, object] = {"plan": dataclasses.asdict(planned)}
     text, exit_code = describe(planned), 0
     if options.fit:
-        answer, exit_code, own = answer_fit(request, build_model, planned, options, report)
+        answer, exit_code, own = answer_fit(request, RECIPE, planned, options, report)
         text, values = f"{text}\n\n{answer}", values | own
     print(json.dumps(values) if options.json else text, flush=True)
     return exit_code

@@ -27,6 +27,6 @@ def plan(finetuning: ModuleType) -> Callable[..., Any]:
         config, _ = load(["--model_name", str(folder), "--dataset", "demo", *flags], paths=False)
         ranks_of_a_node = min(8, world_size)
         request = PlanRequest(config, folder, world_size, ranks_of_a_node, device, images=images)  # type: ignore[arg-type]
-        return predict(request, finetuning.build_model, quick)
+        return predict(request, finetuning.RECIPE, quick)
 
     return planned

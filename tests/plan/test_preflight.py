@@ -55,7 +55,7 @@ def report_plan(
     config, _ = load(
         ["--model_name", str(folder), "--dataset", "demo", *FLAGS, *flags], paths=False
     )
-    start = Preflight(finetuning.build_model, off=False)
+    start = Preflight(finetuning.RECIPE, off=False)
     planner = start._process
     report = BuildReport(train=SplitStatistics(samples=4, target_tokens=100))
     rows = SimpleNamespace(
@@ -149,7 +149,7 @@ def test_the_planner_ends_when_its_run_is_killed(finetuning: ModuleType) -> None
     run = os.fork()
     if run == 0:
         try:
-            start = Preflight(finetuning.build_model, off=False)
+            start = Preflight(finetuning.RECIPE, off=False)
             os.write(writing_end, str(start._process.pid).encode())
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -185,7 +185,7 @@ def chosen(finetuning: ModuleType, folder: Path, room: float, *flags: str) -> An
     ]
     config, _ = load(line, paths=False)
     config, why, plan = choose_checkpointing(
-        PlanRequest(config, folder, 2, 2, "cpu"), finetuning.build_model, room
+        PlanRequest(config, folder, 2, 2, "cpu"), finetuning.RECIPE, room
     )
     return config.train.activation_checkpointing, why, plan.device_bytes
 

@@ -37,7 +37,7 @@ def planned(
         flags.append("--enable_fsdp")
     config, _ = load(flags, paths=False)
     request = PlanRequest(config, folder, ranks, min(ranks, 8), "cuda")
-    plan = predict(request, finetuning.build_model, quick=True)
+    plan = predict(request, finetuning.RECIPE, quick=True)
     gc.collect()
     return plan
 

@@ -29,7 +29,7 @@ def plan(
     request = PlanRequest(
         config, folder, 1, 1, "cuda", has_validation=False, samples=(1000, 100_000)
     )
-    return predict(request, finetuning.build_model, quick)
+    return predict(request, finetuning.RECIPE, quick)
 
 
 @pytest.mark.parametrize("quick", [False, True])

@@ -154,7 +154,7 @@ def test_the_plan_of_an_example_has_the_figure_of_the_table(
 ) -> None:
     config, _ = load([f"--config={file}"], paths=False)
     request = request_for(config, Hardware(1, 1, "24gb"), tmp_path / "model")
-    plan = predict(request, finetuning.build_model, quick=True)
+    plan = predict(request, finetuning.RECIPE, quick=True)
     text = EXAMPLES.read_text()
     [planned] = re.findall(example_row(file), text)
     if file.stem.startswith("charts"):  # images are planned with the model's tokenizer, of the Hub
@@ -239,9 +239,7 @@ def test_the_plan_has_the_figures_of_the_head_comment_and_fits(
 ) -> None:
     config, _ = load([f"--config={CONFIG_FILES[stem]}"], paths=False)
     hardware = hardware_of(stem)
-    plan = predict(
-        request_for(config, hardware, tmp_path / "model"), finetuning.build_model, quick=True
-    )
+    plan = predict(request_for(config, hardware, tmp_path / "model"), finetuning.RECIPE, quick=True)
     gc.collect()
     host_bytes = max(plan.host_load_bytes, plan.host_save_bytes)
     planned = (plan.device_bytes, host_bytes, plan.checkpoint_bytes, plan.result_bytes)

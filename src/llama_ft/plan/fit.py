@@ -25,7 +25,7 @@ from llama_ft.plan.duration import describe_time, step_seconds
 from llama_ft.plan.flags import PlanFlags
 from llama_ft.plan.free_memory import free_text
 from llama_ft.plan.predict import predict
-from llama_ft.plan.types import Plan, PlanRequest
+from llama_ft.plan.types import Plan, PlanRequest, Recipe
 from llama_ft.runtime.devices import PRECISIONS
 
 USABLE = 0.97  # plans are right within 3% (measured with benchmarks/plan.py)
@@ -52,7 +52,7 @@ class Fit(NamedTuple):
 
 def answer_fit(
     request: PlanRequest,
-    build_model: models.BuildModel,
+    recipe: Recipe,
     planned: Plan,
     options: PlanFlags,
     report: Callable[[str], Any],
@@ -60,7 +60,7 @@ def answer_fit(
     """Return the answer to --fit: a text, the exit code (0: the run fits, 3: with changes, 4: not),
     and values for --json. For the arguments see `find_fits`."""
     room = options.fit_bytes
-    fits = find_fits(request, build_model, room, planned, bool(options.quick), report)
+    fits = find_fits(request, recipe, room, planned, bool(options.quick), report)
     is_fit = has_room(planned, room)
     runs = [(fit.plan, fit.config) for fit in fits]
     if not runs:
@@ -119,7 +119,7 @@ def offload_note(request: PlanRequest, planned: Plan) -> str:
 
 def find_fits(
     request: PlanRequest,
-    build_model: models.BuildModel,
+    recipe: Recipe,
     room: float,
     planned: Plan,
     quick: bool,
@@ -130,7 +130,7 @@ def find_fits(
 
     Args:
         request: the run. This process must not have a process group.
-        build_model: the recipe's function.
+        recipe: the functions that a plan runs.
         room: bytes of device memory per rank.
         planned: the plan of the unchanged run.
         quick: extrapolate every plan. Otherwise a change that fits by a quick plan is also planned
@@ -150,9 +150,9 @@ def find_fits(
             continue
         asked = dataclasses.replace(request, config=config, world_size=ranks)
         try:
-            plan = predict(asked, build_model, quick=True)
+            plan = predict(asked, recipe, quick=True)
             if has_room(plan, room) and not quick:
-                plan = predict(asked, build_model)
+                plan = predict(asked, recipe)
         except UserError:
             continue
         report(f"Planned {' '.join(flags)}: {size_text(plan.device_bytes)} per rank")
@@ -282,7 +282,7 @@ def _usable(candidates: list[Candidate]) -> list[Change]:
 
 
 def choose_checkpointing(
-    request: PlanRequest, build_model: models.BuildModel, free: float, quick: bool = True
+    request: PlanRequest, recipe: Recipe, free: float, quick: bool = True
 ) -> tuple[Config, str, Plan]:
     """Choose for `--activation_checkpointing auto`: the first of off, selective and full that fits
     `free` bytes (inf: unknown), else the one with the least memory. What fits by a quick plan is
@@ -296,11 +296,11 @@ def choose_checkpointing(
             continue  # selective needs layers that are FSDP units
         try:
             asked = dataclasses.replace(request, config=config)
-            plan = predict(asked, build_model, quick=True)
+            plan = predict(asked, recipe, quick=True)
             # the last choice is planned in full whether it fits or not
             is_chosen = has_room(plan, free) or how == "full"
             if is_chosen and plan.is_quick and not quick:
-                plan = predict(asked, build_model)
+                plan = predict(asked, recipe)
         except UserError:
             if how == "off":
                 raise
@@ -309,12 +309,12 @@ def choose_checkpointing(
         choice = config, f"{how} (planned: {', '.join(planned)}; free: {free_text(free)})", plan
         if has_room(plan, free):
             break
-    return _keep_cast_weights(request, build_model, free, quick, choice)
+    return _keep_cast_weights(request, recipe, free, quick, choice)
 
 
 def _keep_cast_weights(
     request: PlanRequest,
-    build_model: models.BuildModel,
+    recipe: Recipe,
     free: float,
     quick: bool,
     choice: tuple[Config, str, Plan],
@@ -331,7 +331,7 @@ def _keep_cast_weights(
     if kept is None or not has_room(plan, free):
         return choice
     asked = dataclasses.replace(request, config=kept)
-    larger = predict(asked, build_model, quick)
+    larger = predict(asked, recipe, quick)
     if not has_room(larger, free):
         return choice
     size = size_text(larger.device_bytes)

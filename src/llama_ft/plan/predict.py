@@ -17,8 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft import checkpoint, models, training
 from llama_ft.config import Config, PreferenceConfig
 from llama_ft.config.home import expanded
-from llama_ft.data import IGNORED, Batch
-from llama_ft.data.batches.prefetch import StepBatches
+from llama_ft.data import IGNORED, Batch, StepBatches
 from llama_ft.export import save_dtype
 from llama_ft.models.base.attention_kernels import AMPERE, T4
 from llama_ft.models.base.shards import local_shard
@@ -30,7 +29,7 @@ from llama_ft.plan.fake.images import fake_pixels, plan_example
 from llama_ft.plan.fake.patches import planned_models
 from llama_ft.plan.fake.tracker import Tracker, states_of
 from llama_ft.plan.free_memory import CUDA_CONTEXT_BYTES, NCCL_BYTES
-from llama_ft.plan.types import Peak, Plan, PlanRequest
+from llama_ft.plan.types import Peak, Plan, PlanRequest, Recipe
 from llama_ft.runtime import Ranks, Target, computing_on, log
 from llama_ft.runtime.process_group import mesh_over, resolve_degree
 from llama_ft.training.objectives.reference import StoredReference, reference_config, score_examples
@@ -50,12 +49,12 @@ OFFLOADED: tuple[MemoryCategory, ...] = (
 )
 
 
-def predict(request: PlanRequest, build_model: models.BuildModel, quick: bool = False) -> Plan:
+def predict(request: PlanRequest, recipe: Recipe, quick: bool = False) -> Plan:
     """Predict the memory of rank 0.
 
     Args:
         request: the run. This process must not have a process group yet.
-        build_model: the recipe's function, which runs on fake tensors.
+        recipe: its functions run on fake tensors.
         quick: extrapolate from models with 3 and 5 layers, if all layers are alike.
 
     Raises:
@@ -65,10 +64,10 @@ def predict(request: PlanRequest, build_model: models.BuildModel, quick: bool = 
         model_config = models.load_model_config(
             request.folder, request.config.model.trust_remote_code
         )
-        plan_with = partial(_plan_with, request, build_model)
+        plan_with = partial(_plan_with, request, recipe)
         plan = _plan_quickly(plan_with, model_config, request.config, quick)
-        for first in passes_before(request.config):
-            plan = _with_pass(plan, first, request, build_model, quick)
+        for first in passes_before(request.config, recipe.build_objective(request.config)):
+            plan = _with_pass(plan, first, request, recipe.build_model, quick)
         if request.config.preference.objective == "distill":
             size = request.config.preference.distill_top_k
             per_token = stored_bytes(0, 1, size)
@@ -91,7 +90,7 @@ class FirstPass(NamedTuple):
     compute: Callable[[models.BuiltModel, Batch, Ranks], object]
 
 
-def passes_before(config: Config) -> list[FirstPass]:
+def passes_before(config: Config, objective: training.Objective) -> list[FirstPass]:
     """Return the passes of a run: of --reference_model, or of --teacher_model unless its file
     exists."""
     asked = config.preference
@@ -100,9 +99,7 @@ def passes_before(config: Config) -> list[FirstPass]:
         if asked.teacher_model is None or (file and expanded(file).exists()):
             return []
         return [FirstPass(teacher_config(config), "--teacher_model", partial(_teach, asked))]
-    is_stored = isinstance(
-        getattr(training.build_objective(config), "reference", None), StoredReference
-    )
+    is_stored = isinstance(getattr(objective, "reference", None), StoredReference)
     if asked.reference_model is None or not is_stored:
         return []
     return [FirstPass(reference_config(config), "--reference_model", score_examples)]
@@ -187,42 +184,41 @@ def _pass_plan(
     )
 
 
-def _plan_with(request: PlanRequest, build_model: models.BuildModel, layers: int | None) -> Plan:
+def _plan_with(request: PlanRequest, recipe: Recipe, layers: int | None) -> Plan:
+    """Run the recipe's functions on fake tensors, with all layers or with so many."""
     config = _plannable(request.config)
     new_tokens = request.new_tokens
     model_config, headers = read_headers(
         request.folder, config.model, layers, with_images=_has_images(request)
     )
-    context_length = models.resolve_context_length(config.data.context_length, model_config)
-    samples = config.train.batch_size_training
     tracker = Tracker(request.device)
-    if request.size is not None:
-        samples = min(samples, max(1, -(-request.size // request.data_size)))
-    together = training.build_objective(config).examples_per_sample
-    batch = _full_batch(request, samples * together, context_length)
-    example = plan_example(request, model_config, batch.example_lengths[0])
-    if example is not None:
-        batch = example.batch(batch)
-    is_validated = config.train.run_validation and request.has_validation
-    validation = None
-    if is_validated:
-        count = config.train.val_batch_size * together
-        validation = _full_batch(request, count, context_length)
-        if example is not None:
-            validation = example.batch(validation)
+    together = recipe.build_objective(config).examples_per_sample
+    context_length = models.resolve_context_length(config.data.context_length, model_config)
+    batch, validation = _largest_batches(request, model_config, context_length, together)
+    is_validated = validation is not None
     with _fake_world(request) as ranks, planned_models(headers, request.device), tracker.planning():
         models.choose_head(model_config, config.preference.entry.has_score)
         asked = models.ModelRequest(
             config, request.folder, model_config, new_tokens, with_images=_has_images(request)
         )
-        built = build_model(asked, ranks, tracker)
+        built = recipe.build_model(asked, ranks, tracker)
         model = built.model
         tracker.watch(built)
         waiting = fake_pixels(batch, config, request.device)
         if validation is not None:
             fake_pixels(validation, config, "cuda")
         step_flops = _step_flops(config, model, batch, request.target_share)
-        optimizer = _two_steps(config, built, batch, validation, tracker, ranks)
+        objective = recipe.build_objective(config)
+        optimizer = _build_optimizer(model, config, tracker)
+        loop = training.LoopState(config, training.TrainState(config.train).scale, None, tracker)
+        step = _step_of(batch, config)
+        outcome = recipe.train_step(built, objective, optimizer, step, loop, ranks)
+        losses = outcome.losses  # they exist during an evaluation
+        del outcome
+        tracker.assign(states_of(optimizer), "optimizer state")
+        if validation is not None:
+            _validate(built, objective, validation, tracker, ranks)
+        del losses
         if is_validated and config.train.score:
             _answer(request, model, context_length, tracker)
         del waiting
@@ -261,20 +257,39 @@ def _saves_copies(config: Config, is_validated: bool) -> bool:
     return settings.save_async and in_training
 
 
-def _two_steps(
-    config: Config,
-    built: models.BuiltModel,
-    batch: Batch,
-    validation: Batch | None,
-    tracker: Tracker,
-    ranks: Ranks,
+def _largest_batches(
+    request: PlanRequest, model_config: PretrainedConfig, context_length: int, together: int
+) -> tuple[Batch, Batch | None]:
+    """Return the largest micro-batches of training and of validation; None without validation.
+    `together`: the objective's examples per sample."""
+    config = request.config
+    samples = config.train.batch_size_training
+    if request.size is not None:
+        samples = min(samples, max(1, -(-request.size // request.data_size)))
+    batch = _full_batch(request, samples * together, context_length)
+    example = plan_example(request, model_config, batch.example_lengths[0])
+    if example is not None:
+        batch = example.batch(batch)
+    if not (config.train.run_validation and request.has_validation):
+        return batch, None
+    validation = _full_batch(request, config.train.val_batch_size * together, context_length)
+    if example is not None:
+        validation = example.batch(validation)
+    return batch, validation
+
+
+def _step_of(batch: Batch, config: Config) -> StepBatches:
+    """Return a step of equal micro-batches."""
+    count = min(config.train.gradient_accumulation_steps, PLANNED_MICRO_BATCHES)
+    return StepBatches(batches=[batch] * count, target_tokens=1, samples=1)
+
+
+def _build_optimizer(
+    model: PreTrainedModel, config: Config, tracker: Tracker
 ) -> torch.optim.Optimizer:
-    """Run two steps and an evaluation like the recipe's training loop, and return the optimizer.
-    The first step only creates the optimizer states, so it needs no forward pass."""
-    settings = config.train
-    model = built.model
-    objective = training.build_objective(config)
-    optimizer = training.build_optimizer(model, settings)
+    """Return the optimizer after a first step, which only creates its states: that needs no forward
+    pass. Peaks of this step do not count, since the step after it has them, too."""
+    optimizer = training.build_optimizer(model, config.train)
     model.train()
     tracker.enter("optimizer step")
     for parameter in model.parameters():
@@ -284,49 +299,23 @@ def _two_steps(
     optimizer.zero_grad()
     tracker.assign(states_of(optimizer), "optimizer state")
     tracker.peaks = {"load": tracker.peaks["load"]}
-
-    scale = training.TrainState(settings).scale
-    loop = training.LoopState(config, scale, None, tracker)
-    batches = [batch] * min(settings.gradient_accumulation_steps, PLANNED_MICRO_BATCHES)
-    step = StepBatches(batches=batches, target_tokens=1, samples=1)
-    losses = _train_step(built, objective, optimizer, step, loop, ranks)
-    tracker.assign(states_of(optimizer), "optimizer state")
-    if validation is not None:
-        tracker.enter("evaluation")
-        model.eval()
-        with torch.no_grad():
-            objective.loss(built, validation, ranks)
-        training.free_unsharded(model)
-        model.train()
-    del losses  # they exist during an evaluation
     return optimizer
 
 
-def _train_step(
+def _validate(
     built: models.BuiltModel,
     objective: training.Objective,
-    optimizer: torch.optim.Optimizer,
-    step: StepBatches,
-    loop: training.LoopState,
+    batch: Batch,
+    tracker: Tracker,
     ranks: Ranks,
-) -> list[training.LossSum]:
-    """Run a step like the recipe's."""
-    losses = []
-    for batch in training.micro_batches(built, step, loop, ranks):
-        loop.memory.enter("forward")
-        loss = objective.loss(built, batch, ranks)
-        loop.memory.enter("backward")
-        (loss.loss / (1 / loop.scale.factor)).backward()
-        losses.append(loss.detach())
-    del loss
-    loop.memory.enter("optimizer step")
-    gradients = training.local_gradients(built, loop.scale, ranks)
-    sums = training.reduce_losses_and_norm(losses, gradients, ranks)
-    training.clip_grad_norm(gradients, sums[1], loop.settings)
-    training.StepOutcome(step, losses, 1, sums)
-    optimizer.step()
-    optimizer.zero_grad()
-    return losses
+) -> None:
+    """Run an evaluation of one batch."""
+    tracker.enter("evaluation")
+    built.model.eval()
+    with torch.no_grad():
+        objective.loss(built, batch, ranks)
+    training.free_unsharded(built.model)
+    built.model.train()
 
 
 def _answer(

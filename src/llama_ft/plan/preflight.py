@@ -23,9 +23,9 @@ from llama_ft.config import Config
 from llama_ft.config.wording.messages import size_text
 from llama_ft.data import TokenizedData, TrainingBatches
 from llama_ft.errors import reason
-from llama_ft.models import BuildModel, NewTokens
+from llama_ft.models import NewTokens
 from llama_ft.plan.free_memory import free_bytes, free_text
-from llama_ft.plan.types import Plan, PlannedImages, PlanRequest
+from llama_ft.plan.types import Plan, PlannedImages, PlanRequest, Recipe
 from llama_ft.processes import end_with
 from llama_ft.runtime import Ranks, log
 
@@ -39,18 +39,18 @@ class Preflight:
     nothing.
 
     Args:
-        build_model: the recipe's function.
+        recipe: the functions that a plan runs.
         off: do not plan.
     """
 
-    def __init__(self, build_model: BuildModel, off: bool) -> None:
+    def __init__(self, recipe: Recipe, off: bool) -> None:
         self._pipe: Connection | None = None
         if off or os.environ.get("RANK", "0") != "0":
             return
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, build_model, os.getpid()), daemon=True
+            target=_serve, args=(theirs, recipe, os.getpid()), daemon=True
         )
         self._process.start()
         theirs.close()
@@ -177,7 +177,7 @@ def planned_images(config: Config, dataset: TokenizedData) -> PlannedImages | No
     return PlannedImages(count, tokens, train.images / train.tokens if is_packed else 0.0)
 
 
-def _serve(pipe: Connection, build_model: BuildModel, parent: int) -> None:
+def _serve(pipe: Connection, recipe: Recipe, parent: int) -> None:
     """Run as the forked process: answer one request."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the run, which ends this process
     os.nice(10)
@@ -185,11 +185,11 @@ def _serve(pipe: Connection, build_model: BuildModel, parent: int) -> None:
     torch.set_num_threads(1)
     with suppress(EOFError, OSError):
         request, free = pipe.recv()
-        for answer in _answers(request, free, build_model):
+        for answer in _answers(request, free, recipe):
             pipe.send(answer)
 
 
-def _answers(request: PlanRequest, free: float, build_model: BuildModel) -> Iterator[Any]:
+def _answers(request: PlanRequest, free: float, recipe: Recipe) -> Iterator[Any]:
     """Yield the choice for `activation_checkpointing auto` if it is set, the plan, and if it does
     not fit, a text with changes that would fit. After an error, yield a text that describes it
     instead."""
@@ -198,14 +198,14 @@ def _answers(request: PlanRequest, free: float, build_model: BuildModel) -> Iter
         from llama_ft.plan.predict import predict
 
         if request.config.train.activation_checkpointing == "auto":
-            config, why, plan = choose_checkpointing(request, build_model, free)
+            config, why, plan = choose_checkpointing(request, recipe, free)
             yield config, why
             request = dataclasses.replace(request, config=config)
         else:
-            plan = predict(request, build_model, quick=True)
+            plan = predict(request, recipe, quick=True)
         yield plan
         if plan.device_bytes > free:
-            fits = find_fits(request, build_model, free, plan, True, log.debug)
+            fits = find_fits(request, recipe, free, plan, True, log.debug)
             lines = list[str]()
             for fit in fits:
                 size = size_text(fit.plan.device_bytes)

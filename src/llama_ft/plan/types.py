@@ -3,17 +3,34 @@ a plan."""
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from llama_ft.config import Config
 from llama_ft.config.wording.messages import size_text
-from llama_ft.models import NewTokens
+from llama_ft.data import StepBatches
+from llama_ft.models import BuildModel, BuiltModel, NewTokens
 from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
+from llama_ft.runtime import Ranks
+from llama_ft.training import LoopState, Objective, StepOutcome
 
 PLAN_FILE = "plan.json"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The functions of a recipe that a plan runs, on tensors without values. What a copy of the
+    recipe changes in them is planned."""
+
+    build_model: BuildModel
+    build_objective: Callable[[Config], Objective]
+    train_step: Callable[
+        [BuiltModel, Objective, torch.optim.Optimizer, StepBatches, LoopState, Ranks], StepOutcome
+    ]
 
 
 @dataclass(frozen=True)

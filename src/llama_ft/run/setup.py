@@ -18,6 +18,7 @@ from llama_ft.errors import RunFailure, UserError
 from llama_ft.export import check_export
 from llama_ft.plan.oom_report import explain_errors
 from llama_ft.plan.preflight import Preflight, resolve_checkpointing
+from llama_ft.plan.types import Recipe
 from llama_ft.runtime import Ranks, log
 
 
@@ -203,19 +204,19 @@ def take_newer(
 
 @contextmanager
 def start_run(
-    config: Config, origins: dict[str, str], build_model: models.BuildModel, planner: Path
+    config: Config, origins: dict[str, str], recipe: Recipe, planner: Path
 ) -> Iterator[Setup]:
     """Start the ranks, and find the checkpoint to resume from.
 
     Args:
         config: the settings of the command line and YAML.
         origins: dotted name -> the flag or the YAML line that set it.
-        build_model: the recipe's function; the planner runs it on fake tensors.
+        recipe: the functions that the planner runs on fake tensors.
         planner: path of recipes/plan.py.
     """
     fsdp = config.fsdp
     # it forks, so before any thread starts
-    preflight = Preflight(build_model, off=not config.memory.plan_memory)
+    preflight = Preflight(recipe, off=not config.memory.plan_memory)
     timeout = parse_duration(config.train.collective_timeout)
     fraction = config.train.device_memory_fraction
     degree = models.shard_degree(fsdp)
