@@ -29,7 +29,7 @@ TOKENS = {
     "inference": 7500,
     "models": 60_000,
     "observe": 13_600,
-    "plan": 20_100,
+    "plan": 18_600,
     "report": 5900,
     "run": 6500,
     "runtime": 12_400,

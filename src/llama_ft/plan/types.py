@@ -83,7 +83,8 @@ class Plan:
     device: Literal["cuda", "cpu"]
     world_size: int
     peaks: list[Peak]  # one per phase of the run, in order
-    reserved_bytes: int  # reserved by torch's CUDA allocator; on the CPU the largest peak
+    # what torch's CUDA allocator reserves: 3% more than the largest peak; on the CPU that peak
+    reserved_bytes: int
     # CUDA context and NCCL's buffers (an assumption), not counted by torch; 0 on the CPU
     outside_bytes: int
     # host memory for tensors of this rank while loading; on the CPU the load peak

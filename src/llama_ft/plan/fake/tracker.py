@@ -64,20 +64,16 @@ class Tracker(TorchDispatchMode):
 
     Attributes:
         peaks: the peak of each phase.
-        events: (number of a storage, change in bytes) for each change of memory.
     """
 
     def __init__(self, device: str) -> None:
         super().__init__()
         self.peaks: dict[Phase, Peak] = {}
-        self.events: list[tuple[int, int]] = []
-        # bytes of all living storages; number of storages so far
-        self._now = 0
-        self._numbered = 0
+        self._now = 0  # bytes of all living storages
         self._holders: dict[MemoryCategory, int] = dict.fromkeys(MEMORY_CATEGORIES, 0)
         self._holder: MemoryCategory = "temporaries"  # category of new storages
         self._phase: Phase | None = None  # the phase whose peak is measured
-        self._alive: dict[int, tuple[int, int, MemoryCategory]] = {}  # number, bytes and category
+        self._alive: dict[int, tuple[int, MemoryCategory]] = {}  # bytes and category
         self._is_cuda = device == "cuda"
         self._workspace_bytes = CUBLAS_BYTES if self._is_cuda else 0  # not allocated yet
         self._model: nn.Module | None = None
@@ -134,12 +130,12 @@ class Tracker(TorchDispatchMode):
             result = func(*args, **kwargs)
         workspace = attention_workspace_bytes(func, args) if self._is_cuda else 0
         if workspace:
-            number = self.count_workspace(workspace, is_kept=True)
+            self.count_workspace(workspace, is_kept=True)
         for value in _tensors((result,)):
             if not isinstance(value, DTensor):
                 self.count_storage(value.untyped_storage())
         if workspace:
-            self._change(number, -workspace, "temporaries")
+            self._change(-workspace, "temporaries")
         return result
 
     @contextmanager
@@ -210,24 +206,20 @@ class Tracker(TorchDispatchMode):
         """Count a storage that may be new or resized."""
         key = storage._cdata
         nbytes = storage.nbytes()
-        number, before, holder = self._alive.get(key, (0, 0, self._holder))
+        before, holder = self._alive.get(key, (0, self._holder))
         if key not in self._alive:
-            self._numbered = number = self._numbered + 1
             weakref.finalize(storage, self._drop, key)
         if nbytes != before:
-            self._change(number, nbytes - before, holder)
-        self._alive[key] = (number, nbytes, holder)
+            self._change(nbytes - before, holder)
+        self._alive[key] = (nbytes, holder)
 
-    def count_workspace(self, nbytes: int, is_kept: bool = False) -> int:
-        """Count memory that an operator allocates, and frees before it returns unless `is_kept`.
-        Return its number in `events`."""
-        self._numbered += 1
-        if is_kept:
-            self._change(self._numbered, nbytes, "temporaries")
-        elif nbytes:
-            self._change(self._numbered, nbytes, "temporaries")
-            self._change(self._numbered, -nbytes, "temporaries")
-        return self._numbered
+    def count_workspace(self, nbytes: int, is_kept: bool = False) -> None:
+        """Count memory that an operator allocates, and frees before it returns unless `is_kept`."""
+        if not nbytes:
+            return
+        self._change(nbytes, "temporaries")
+        if not is_kept:
+            self._change(-nbytes, "temporaries")
 
     def assign(self, tensors: Iterable[torch.Tensor | None], holder: MemoryCategory) -> None:
         """Set the category of living tensors; of a DTensor only this rank's part."""
@@ -237,8 +229,8 @@ class Tracker(TorchDispatchMode):
                 continue
             key = local.untyped_storage()._cdata
             if key in self._alive:
-                number, nbytes, before = self._alive[key]
-                self._alive[key] = (number, nbytes, holder)
+                nbytes, before = self._alive[key]
+                self._alive[key] = (nbytes, holder)
                 self._holders[before] -= nbytes
                 self._holders[holder] += nbytes
 
@@ -250,17 +242,16 @@ class Tracker(TorchDispatchMode):
         if peak is None or self._now > peak.bytes:
             self.peaks[phase] = Peak(phase, self._now, dict(self._holders))
 
-    def _change(self, number: int, more: int, holder: MemoryCategory) -> None:
+    def _change(self, more: int, holder: MemoryCategory) -> None:
         self._now += more
         self._holders[holder] += more
-        self.events.append((number, more))
         if more > 0:
             self._update_peak()
 
     def _drop(self, key: int) -> None:
-        number, nbytes, holder = self._alive.pop(key)
+        nbytes, holder = self._alive.pop(key)
         if nbytes:
-            self._change(number, -nbytes, holder)
+            self._change(-nbytes, holder)
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
