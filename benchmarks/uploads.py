@@ -41,7 +41,7 @@ from text_files import print_columns, read_json_lines
 from torchrun_command import torchrun_command
 
 from llama_ft import runtime
-from llama_ft.checkpoint import CheckpointWriter, ObjectStore, Uploads
+from llama_ft.checkpoint import CheckpointWriter, ObjectStore, SaveHooks, Uploads
 from llama_ft.config import CheckpointConfig
 from llama_ft.runtime import log
 
@@ -84,10 +84,12 @@ def worker(asked: argparse.Namespace) -> None:
             run.mkdir()
         dist.barrier()
         uploads = None
+        hooks = SaveHooks()
         if asked.way != "local":
             store = ObjectStore(f"s3://runs/{name}", "--save_to")
             uploads = Uploads(store, run, keep_last=1, resumed_step=0, ranks=ranks)
-        writer = CheckpointWriter(run, CheckpointConfig(keep_last=1), {}, ranks, uploads)
+            hooks = uploads.hooks()
+        writer = CheckpointWriter(run, CheckpointConfig(keep_last=1), {}, ranks, hooks)
         found: Turn = {"way": asked.way, "stalls": [], "cpu": [], "core": [], "steps": []}
         for save in range(asked.saves + 1):
             is_uploading = ranks.broadcast_from_rank0(lambda: bool(uploads and uploads.in_use()))

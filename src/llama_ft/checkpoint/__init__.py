@@ -24,4 +24,4 @@ from llama_ft.checkpoint.store.disks import find_disks
 from llama_ft.checkpoint.store.fetch import fetch_to_each_disk, open_store
 from llama_ft.checkpoint.store.object_store import ObjectStore, is_uploaded
 from llama_ft.checkpoint.store.uploads import Uploads, open_uploads, upload_grace_seconds
-from llama_ft.checkpoint.writer import CheckpointWriter
+from llama_ft.checkpoint.writer import CheckpointWriter, SaveHooks

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,6 @@ from llama_ft.checkpoint.reader import complete_checkpoints, step_folder, step_o
 from llama_ft.checkpoint.retention import SavedCheckpoint, surplus
 from llama_ft.checkpoint.safetensors_file import SafetensorsFile
 from llama_ft.checkpoint.state import Tensors, own_state
-from llama_ft.checkpoint.store.uploads import Uploads
 from llama_ft.config import CheckpointConfig
 from llama_ft.config.objectives import FILES_OF_CHECKPOINTS
 from llama_ft.config.wording.messages import size_text
@@ -48,6 +48,23 @@ RESERVED_BYTES = 2**20  # for headers, trainer.json and checksums
 _first_warning = threading.Lock()  # of a file system that cannot flush directories
 
 
+@dataclass(frozen=True)
+class SaveHooks:
+    """What else happens to checkpoints, such as uploads.
+
+    Attributes:
+        saved: called with the step of each complete checkpoint, on all ranks, in another thread.
+        in_use: returns the steps whose files must stay on the disk.
+        failure: returns an error that must end the run, on any rank; else None.
+        finish: waits at most so many seconds (None: any time) until no file is in use.
+    """
+
+    saved: Callable[[int], None] = lambda step: None
+    in_use: Callable[[], set[int]] = set
+    failure: Callable[[], RunFailure | None] = lambda: None
+    finish: Callable[[float | None], None] = lambda seconds: None
+
+
 class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     """Writes the checkpoints of a run, one at a time. All ranks create it and call its methods
     together.
@@ -57,7 +74,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         settings: when to save, save_async and keep_last.
         about: part of every trainer.json: the configuration and other data that identify the run.
         ranks: the ranks.
-        uploads: to an object store; None without --save_to.
+        hooks: what else happens to checkpoints.
 
     As a context manager it waits for a pending save, if the run ends in the same way on all ranks.
 
@@ -72,10 +89,10 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         settings: CheckpointConfig,
         about: Mapping[str, Any],
         ranks: Ranks,
-        uploads: Uploads | None = None,
+        hooks: SaveHooks = SaveHooks(),
     ) -> None:
         self.run = output_dir
-        self._uploads = uploads
+        self._hooks = hooks
         self._settings = settings
         self._about = about
         self._ranks = ranks
@@ -97,14 +114,12 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             self._tidy(next(iter(complete_checkpoints(output_dir)), None))
         complete = ranks.on_each_disk(lambda: complete_checkpoints(output_dir))
         self.last: Path | None = next(iter(complete), None)
-        if uploads is not None:
-            uploads.add_missing()
 
     @property
     def has_failed(self) -> bool:
         """Whether the pending save has failed, or another run has taken over the directory or
         --save_to. `finish` will raise the error."""
-        if self._uploads is not None and self._uploads.error is not None:
+        if self._hooks.failure() is not None:
             return True
         lock = self._ranks.lock
         if lock is not None and not lock.is_exclusive and lock.taken_by():
@@ -223,8 +238,9 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         self._in_flight = None
         if in_flight is not None:
             in_flight.result()
-        if self._uploads is not None and self._uploads.error is not None:
-            raise self._uploads.error
+        failure = self._hooks.failure()
+        if failure is not None:
+            raise failure
         lock = self._ranks.lock
         if lock is not None and not lock.is_exclusive and (holder := self._other_holder()):
             raise RunFailure(
@@ -233,12 +249,11 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         return self.last
 
     def finish_uploads(self, seconds: float | None = None) -> None:
-        """Wait at most `seconds` until all checkpoints are uploaded, and abandon the rest. All
-        ranks call it after `finish`."""
-        if self._uploads is not None:
-            self._uploads.finish(seconds)
-            if self._ranks.leads_disk:
-                self._tidy_or_warn()  # those that were kept to be uploaded
+        """Wait at most `seconds` until no checkpoint is in use by the hooks, and abandon the rest.
+        All ranks call it after `finish`."""
+        self._hooks.finish(seconds)
+        if self._ranks.leads_disk:
+            self._tidy_or_warn()  # those that were in use
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if kind is None or isinstance(error, UserError):
@@ -279,8 +294,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         if not self._ranks.shares_disk:
             self._complete_other_disks(record["step"], aside, final)
         self.last = final
-        if self._uploads is not None:
-            self._uploads.add(record["step"])
+        self._hooks.saved(record["step"])
         if self._ranks.leads_disk:
             self._tidy_or_warn()
 
@@ -379,7 +393,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             text = json.dumps({"checkpoint": name, "step": best.step, **value})
             _write_synced(self._folder / ".best.json", text + "\n")
             os.replace(self._folder / ".best.json", self._folder / "best.json")
-        in_use = set() if self._uploads is None else self._uploads.in_use()
+        in_use = self._hooks.in_use()
         for step in doomed:
             if step not in in_use:
                 folder = step_folder(self.run, step)

@@ -109,9 +109,12 @@ class TrainingRun:
             attempts=self._description["attempts"],
             total_steps=last_step,
         )
+        hooks = checkpoint.SaveHooks() if uploads is None else uploads.hooks()
         self.writer = checkpoint.CheckpointWriter(
-            directory, config.checkpoint, self._description, self.ranks, uploads
+            directory, config.checkpoint, self._description, self.ranks, hooks
         )
+        if uploads is not None:
+            uploads.add_missing()
         dtype = runtime.PRECISIONS[config.train.precision].compute
         self._save_requests = SaveRequests(directory, self.ranks)
         self.throughput = observe.ThroughputMeter(

@@ -106,13 +106,14 @@ class Saved(NamedTuple):
         return lost
 
 
-def save(run: Path, uploads: Uploads | None, ranks: Ranks, *steps: int) -> None:
+def save(run: Path, uploads: Uploads, ranks: Ranks, *steps: int) -> None:
     """Write checkpoints, and upload them."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 9)))
-    writer = CheckpointWriter(run, CheckpointConfig(keep_last=0), {}, ranks, uploads)
+    writer = CheckpointWriter(run, CheckpointConfig(keep_last=0), {}, ranks, uploads.hooks())
+    uploads.add_missing()
     for step in steps:
         writer.save(step, model, optimizer, STATE)
         writer.finish()

@@ -38,6 +38,7 @@ from llama_ft.checkpoint.store.object_store import (
     with_retries,
 )
 from llama_ft.checkpoint.store.owner import Claim, check_owner, take_over
+from llama_ft.checkpoint.writer import SaveHooks
 from llama_ft.config import CheckpointConfig
 from llama_ft.config.paths import BAD_SAMPLES_FILE
 from llama_ft.config.wording.messages import size_text
@@ -182,6 +183,10 @@ class Uploads:
         step = self._ranks.broadcast_from_rank0(missing)
         if step is not None:
             self.add(step)
+
+    def hooks(self) -> SaveHooks:
+        """Return what a writer of checkpoints must call and ask."""
+        return SaveHooks(self.add, self.in_use, lambda: self.error, self.finish)
 
     def in_use(self) -> set[int]:
         """Return the steps whose files are still needed on disk."""
