@@ -27,10 +27,16 @@ import torch  # noqa: E402
 from transformers import PretrainedConfig, PreTrainedTokenizerBase  # noqa: E402
 
 from llama_ft import data, models, runtime, training  # noqa: E402
-from llama_ft.evaluation.final_tasks import FinalTasks  # noqa: E402
 from llama_ft.phases import PhaseMonitor  # noqa: E402
 from llama_ft.plan.types import Recipe  # noqa: E402
-from llama_ft.run import TrainingRun, open_run, start_run  # noqa: E402
+from llama_ft.run import (  # noqa: E402
+    TrainingRun,
+    load_best_weights,
+    open_run,
+    run_parts,
+    start_run,
+    trainer_record,
+)
 from llama_ft.runtime import Ranks, log  # noqa: E402
 
 
@@ -78,10 +84,8 @@ def main(**flags: str) -> None:
             )
         new_tokens = models.find_new_tokens(tokenizer, folder, model_config, config.model)
         inputs = setup.check_inputs(config, folder, model_config, tokenizer, new_tokens, dataset)
-        # --score: generates answers to the validation samples and scores them
-        scores = training.AnswerScores(config.train, dataset.validations, tokenizer, dataset.images)
-        # --eval_tasks: asks the final model questions of lm-evaluation-harness
-        final_tasks = FinalTasks(config.train, ranks)
+        # What the run does in addition, such as --eval_tasks and --save_to. Add your own `Part` here.
+        parts = run_parts(setup, config, inputs)
 
         # Plan which samples this rank sees at which step. The plan depends on (seed, epoch, step)
         # only.
@@ -120,15 +124,13 @@ def main(**flags: str) -> None:
                 built, batches.first_samples(), context_length, dtype, ranks, dataset.images
             )
 
-        with open_run(setup, config, inputs, dataset, batches, built, scores) as run:
+        with open_run(setup, config, inputs, batches, built, parts) as run:
             reference.complete(built, run.directory)
             teacher.keep(run.directory)
-            train(run, built, objective, tokenizer)
+            train(run, built, objective)
             if config.checkpoint.save_model:
                 export(run, built, tokenizer)
-            final_tasks.run(built, tokenizer, run.directory)
-            run.finish_uploads()  # with --save_to
-            run.log_summary(PLANNER.parent)
+            run.finish()  # the parts; the last one logs a summary
 
 
 def find_model(
@@ -299,7 +301,6 @@ def train(
     run: TrainingRun,
     built: models.BuiltModel,
     objective: training.Objective,
-    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Run the training loop. All ranks call it together; rank 0 writes the log.
 
@@ -321,12 +322,12 @@ def train(
 
     with run.training(model, optimizer), data.Prefetcher(run.remaining_steps) as steps:
         if run.resumed is None:
-            run.show_answers("before fine-tuning", model, tokenizer)
+            run.show_answers("before fine-tuning")
             if run.dataset.validations:
-                run.log.log_step(0, run.evaluate(built, objective))
+                run.log.log_step(0, run.evaluate(objective))
         model.train()
         for step in steps:
-            run.begin_step(step, steps.waited_seconds, tokenizer)
+            run.begin_step(step, steps.waited_seconds)
 
             lr = training.learning_rate(
                 settings, step.step - 1, run.batches.total_steps, step.epoch
@@ -336,33 +337,25 @@ def train(
 
             # What is due: eval_steps, save_steps, end of an epoch, signals, max_train_time. The
             # numbers of all ranks are gathered: tokens, memory, requests to stop.
-            run.end_step(outcome)
-            metrics = run.step_metrics(outcome, lr)
+            metrics = run.end_step(outcome, lr)
             # Add your own here: metrics["my/number"] = ...
             # A tensor of one number is read later, so that the GPU does not wait for it.
             read = run.read_losses(outcome)  # ends the run if not finite
             is_best = False
             if outcome.evaluation:
-                metrics |= run.evaluate(built, objective, outcome)
+                metrics |= run.evaluate(objective, outcome)
                 if "eval/loss" in metrics:  # a signal abandons an evaluation
                     is_best = state.best.update(metrics, step.step)
             run.log_steps(read)
             if outcome.answers:
-                run.show_answers(f"after step {step.step}", model, tokenizer, outcome)
+                run.show_answers(f"after step {step.step}", outcome)
             if run.save_is_due(outcome, is_best):
                 run.save(outcome, is_best, model, optimizer)
-
-            early = run.reason_to_end_early(outcome)  # early stopping or max_train_time
-            if early:
-                run.facts.add(stopped_early=early)
-            is_over = outcome.is_last or early is not None
-            if run.must_stop(is_over):  # by Ctrl-C, SIGTERM or --stop_after
-                raise run.stopped()
-            if is_over:
-                run.end(early or "all steps are done")
+            # all steps, early stopping or max_train_time; Ctrl-C, SIGTERM and --stop_after raise
+            if run.is_over(outcome):
                 break
-        run.load_best_weights(model)
-        run.show_answers("after fine-tuning", model, tokenizer)
+        load_best_weights(run)
+        run.show_answers("after fine-tuning")
 
 
 def export(run: TrainingRun, built: models.BuiltModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -376,12 +369,11 @@ def export(run: TrainingRun, built: models.BuiltModel, tokenizer: PreTrainedToke
     write_card = partial(
         write_model_card,
         base_model=config.model.model_name,
-        trainer=run.trainer_record(),
+        trainer=trainer_record(run),
         auto_class=auto_class.__name__,
     )
     write = export_model if built.adapter is None else export_adapter
     write(built, result, config.checkpoint, tokenizer, write_card, run.ranks)
-    run.log_result(result)
 
 
 if __name__ == "__main__":

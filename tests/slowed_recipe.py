@@ -23,12 +23,13 @@ from llama_ft.checkpoint.store import object_store as store
 from llama_ft.config.reading.parse import as_keywords
 from llama_ft.observe import flops
 from llama_ft.run import TrainingRun
+from llama_ft.run.parts.slow_ranks import SlowRanks
 
 begin_step = TrainingRun.begin_step
 delays = list[float]()
 
 
-def slowly(run: TrainingRun, step: Any, waited_seconds: float, tokenizer: Any) -> None:
+def slowly(run: TrainingRun, step: Any, waited_seconds: float) -> None:
     if os.environ.get("HOLD_AT") == str(step.step):
         threading.Event().wait()
     with suppress(OSError, ValueError):  # no brake, or it is being written
@@ -37,12 +38,14 @@ def slowly(run: TrainingRun, step: Any, waited_seconds: float, tokenizer: Any) -
     if is_slow:
         delay = 0.1
         if delays:  # so that it is slow on any machine
-            delay = max(delay, run._own_work.seconds() - delays[-1])
+            slow_ranks = next(part for part in run._parts if isinstance(part, SlowRanks))
+            numbers = slow_ranks.numbers(run)
+            delay = max(delay, numbers["own_work"] - delays[-1])
         delays.append(delay)
     if late == "data":
         time.sleep(delay)
         waited_seconds += delay
-    begin_step(run, step, waited_seconds, tokenizer)
+    begin_step(run, step, waited_seconds)
     if late == "computing":
         end = time.perf_counter() + delay
         while time.perf_counter() < end:

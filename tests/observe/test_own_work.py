@@ -10,7 +10,8 @@ from agents import SLOWED
 from forked import forked
 from transformers import AutoModelForCausalLM
 
-from llama_ft.observe.own_work import OwnWork, slow_ranks
+from llama_ft.observe import OwnWork
+from llama_ft.run.parts.slow_ranks import slow_ranks
 from llama_ft.runtime import Ranks
 
 
@@ -80,7 +81,8 @@ def test_on_a_gpu_the_forward_passes_of_a_layer_are_counted_for_all(
     cuda = torch.device("cuda")
     mesh: Any = None
     ranks = Ranks(0, 2, 0, 2, cuda, cuda, "GPU", mesh, None)
-    work = OwnWork(model, ranks)
+    work = OwnWork(ranks)
+    work.watch(model)
     tokens = torch.tensor([[1, 2, 3]])
     model.eval()(tokens)
     assert recorded == []

@@ -9,7 +9,7 @@ from llama_ft.observe.memory import (
     reset_peaks,
     write_snapshot,
 )
-from llama_ft.observe.own_work import OwnWork, SlowRanks
+from llama_ft.observe.own_work import OwnWork
 from llama_ft.observe.run_log import ResumedLog, RunLog
 from llama_ft.observe.run_metadata import RunMetadata, environment
 from llama_ft.observe.summary import RunOutcome, summary

@@ -31,7 +31,7 @@ class RunOutcome:
         weights_of: the step of the weights in model/.
         leaks: why this value is too low.
         has_validation: the run has a validation set, for which evaluate.py can compute the loss.
-        uploads: a line about --save_to; empty without.
+        further_lines: of parts of the run, such as its uploads.
     """
 
     ended: str
@@ -42,7 +42,7 @@ class RunOutcome:
     weights_of: int
     has_validation: bool
     leaks: tuple[str, ...] = ()
-    uploads: str = ""
+    further_lines: tuple[str, ...] = ()
 
 
 def summary(config: Config, run: Path, recipes: Path, outcome: RunOutcome) -> str:
@@ -72,8 +72,7 @@ def summary(config: Config, run: Path, recipes: Path, outcome: RunOutcome) -> st
         best = f"{outcome.best_value:.4g} at step {outcome.best_step}"
         lines.append(f"Best {outcome.best_of}: {best}")
         lines += [f"warning: {leak}" for leak in outcome.leaks]
-    if outcome.uploads:
-        lines.append(outcome.uploads)
+    lines += outcome.further_lines
     report = f"(report: {run / 'report.html'})"
     if not has_model:
         lines.append(f"No model was saved: {run} {report}")

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from llama_ft import checkpoint, data, models, observe, report, runtime, training
+from llama_ft import checkpoint, data, models, observe, runtime, training
 from llama_ft.config import Config, as_fraction, differences, parse_duration
 from llama_ft.config.paths import PROMPT_FORMAT, unusual_output_dir
 from llama_ft.errors import RunFailure, UserError
@@ -19,7 +19,26 @@ from llama_ft.export import check_export
 from llama_ft.plan.oom_report import explain_errors
 from llama_ft.plan.preflight import Preflight, resolve_checkpointing
 from llama_ft.plan.types import Recipe
+from llama_ft.run.evaluation import Evaluation
+from llama_ft.run.result import end_run
 from llama_ft.runtime import Ranks, log
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What a run reads, checked: see `Setup.check_inputs`.
+
+    Attributes:
+        tokenizer: of the run.
+        dataset: the tokenized data.
+        description: for trainer.json; a resumed run must have the same.
+        evaluation: of the model: losses and answers.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    dataset: data.TokenizedData
+    description: dict[str, Any]
+    evaluation: Evaluation
 
 
 @dataclass(frozen=True)
@@ -42,6 +61,7 @@ class Setup:
         global_batch: packed sequences, or samples, of an optimizer step over all ranks.
         layout: a line about the ranks and the batch size.
         preflight: plans the memory in another process.
+        recipes: the directory of the recipes.
         started_at: time.monotonic() at the start.
     """
 
@@ -56,6 +76,7 @@ class Setup:
     global_batch: int
     layout: str
     preflight: Preflight
+    recipes: Path
     started_at: float
 
     def choose_kernels(self, config: Config, model_config: PretrainedConfig) -> Config:
@@ -80,9 +101,9 @@ class Setup:
         tokenizer: PreTrainedTokenizerBase,
         new_tokens: models.NewTokens | None,
         dataset: data.TokenizedData,
-    ) -> dict[str, Any]:
+    ) -> RunInputs:
         """Check that sample prompts can be answered, that the final model can be saved, and that a
-        resumed run has the same model and data. Return the description of the inputs for trainer.json."""
+        resumed run has the same model and data."""
         log.info("\n".join(dataset.summary))
         for warning in (*dataset.warnings, *dataset.leaks):
             log.warning(warning)
@@ -96,15 +117,15 @@ class Setup:
             )
         vocabulary = new_tokens.rows if new_tokens else models.vocabulary_size(model_config)
         report = dataset.report
-        asked = training.sample_prompts(
+        prompts = training.sample_prompts(
             config.train, report.chat_sample, report.chat_tools, dataset.prompt_format
         )
-        training.check_sample_prompts(asked, tokenizer, vocabulary, dataset.images)
-        if tokenizer.chat_template and any(isinstance(one.prompt, str) for one in asked):
+        training.check_sample_prompts(prompts, tokenizer, vocabulary, dataset.images)
+        if tokenizer.chat_template and any(isinstance(one.prompt, str) for one in prompts):
             log.info(f"sample prompts: {data.AS_TEXT}")
         if self.ranks.is_main:
             check_export(model_config, tokenizer, folder)
-        inputs = {
+        description = {
             "batches": data.BATCHES_VERSION[config.data.batching_strategy],
             "split": data.SPLIT_VERSION if as_fraction(config.data.validation) else None,
             "global_batch": self.global_batch,
@@ -114,8 +135,9 @@ class Setup:
             "new_tokens": new_tokens and dataclasses.asdict(new_tokens),
             "leaks": list(dataset.leaks),
         }
-        check_same_run(self.resumed, config, inputs, self.origins)
-        return inputs
+        check_same_run(self.resumed, config, description, self.origins)
+        scores = training.AnswerScores(config.train, dataset.validations, tokenizer, dataset.images)
+        return RunInputs(tokenizer, dataset, description, Evaluation(tokenizer, prompts, scores))
 
     def check_batches(
         self, config: Config, batches: data.TrainingBatches, tokenizer: PreTrainedTokenizerBase
@@ -263,6 +285,7 @@ def start_run(
             global_batch=global_batch,
             layout=layout,
             preflight=preflight,
+            recipes=planner.parent,
             started_at=time.monotonic(),
         )
 
@@ -295,13 +318,3 @@ def end_if_finished(
         uploads.finish()
         uploads.put_model()
     return True
-
-
-def end_run(directory: Path, uploads: checkpoint.Uploads | None, ranks: Ranks) -> None:
-    """Write the report of a run that has ended in any way, and upload it. A rank that ends the run
-    on another disk than rank 0's has only the status."""
-    has_log = ranks.disk_leader == 0
-    if has_log:
-        report.write_or_warn(directory)
-    if uploads is not None and ranks.status is not None:
-        uploads.put_outcome(ranks.status.step, has_log)

@@ -1,7 +1,8 @@
 """Tasks of lm-evaluation-harness at the end of a run, for --eval_tasks."""
 
-from pathlib import Path
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -9,35 +10,40 @@ from llama_ft.config import TrainConfig
 from llama_ft.evaluation.flags import EvaluateFlags
 from llama_ft.evaluation.measure import find_tasks, run_tasks
 from llama_ft.evaluation.results import Evaluated, describe, write_json
-from llama_ft.models import BuiltModel
 from llama_ft.processes import replace_text
+from llama_ft.run.parts.part import Part
 from llama_ft.runtime import Ranks, log
+
+if TYPE_CHECKING:
+    from llama_ft.run.training_run import TrainingRun
 
 RESULTS = "tasks.json"  # in the directory of the run; in the form of evaluate.py --output
 
 
-class FinalTasks:
-    """Asks the final model the questions of --eval_tasks. Without it, `run` does nothing.
+class FinalTasks(Part):
+    """Asks the final model the questions of --eval_tasks.
 
     Args:
-        settings: eval_tasks and eval_tasks_limit.
-        ranks: the ranks. All of them call every method together.
+        settings: eval_tasks, which names at least one, and eval_tasks_limit.
+        tokenizer: of the run.
+        ranks: the ranks. All of them create it together.
 
     Raises:
         UserError: lm_eval is not installed, or a task cannot be loaded.
     """
 
-    def __init__(self, settings: TrainConfig, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(
+        self, settings: TrainConfig, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
+    ) -> None:
+        self._tokenizer = tokenizer
         self._flags = EvaluateFlags(tasks=settings.eval_tasks, limit=settings.eval_tasks_limit)
-        self._tasks: Any = None
-        if settings.eval_tasks:
-            self._tasks = find_tasks(settings.eval_tasks, ranks, "--eval_tasks")
+        self._tasks: Any = find_tasks(settings.eval_tasks, ranks, "--eval_tasks")
 
-    def run(self, built: BuiltModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-        """Evaluate the model, log a table, and write it into the directory of the run."""
-        if self._tasks is None:
+    def ended(self, run: TrainingRun, how: Literal["finished", "stopped"]) -> None:
+        """Evaluate the final model, log a table, and write it into the directory of the run."""
+        if how == "stopped":
             return
+        built = run.built
         flags = self._flags
         config = built.mixers.config if built.mixers is not None else built.model.config
         log.info(f"Tasks of lm-evaluation-harness: {', '.join(flags.tasks)}")
@@ -46,12 +52,12 @@ class FinalTasks:
         config._attn_implementation = attention.removeprefix("packed_") or None
         built.model.eval()
         try:
-            found = run_tasks(self._tasks, built.model, tokenizer, flags, self._ranks)
+            found = run_tasks(self._tasks, built.model, self._tokenizer, flags, run.ranks)
         finally:
             config._attn_implementation = attention or None
-        if self._ranks.is_main:
+        if run.ranks.is_main:
             results = [Evaluated("final model", "", held_out=None, tasks=found)]
             log.info(f"\n{describe(results, '', flags.limit)}")
             text = write_json(results, "", {"limit": flags.limit})
-            replace_text(directory / RESULTS, text)
-            log.info(f"\nResults of the tasks: {directory / RESULTS}")
+            replace_text(run.directory / RESULTS, text)
+            log.info(f"\nResults of the tasks: {run.directory / RESULTS}")

@@ -1,0 +1,141 @@
+"""Open a run: its directory, its trackers, and its parts."""
+
+import dataclasses
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from llama_ft import checkpoint, data, models, observe
+from llama_ft.config import Config, to_yaml
+from llama_ft.config.attempts import describe_attempts
+from llama_ft.config.paths import BAD_SAMPLES_FILE
+from llama_ft.plan.spare_memory import use_spare_memory
+from llama_ft.run.parts import Part
+from llama_ft.run.parts.final_tasks import FinalTasks
+from llama_ft.run.parts.report import ReportFacts
+from llama_ft.run.parts.save_requests import SaveRequests
+from llama_ft.run.parts.slow_ranks import SlowRanks
+from llama_ft.run.parts.snapshots import MemorySnapshot
+from llama_ft.run.parts.summary import Summary
+from llama_ft.run.parts.tracked_model import TrackedModel
+from llama_ft.run.parts.uploads import UploadedRun
+from llama_ft.run.result import end_run
+from llama_ft.run.setup import RunInputs, Setup, take_newer
+from llama_ft.run.training_run import TrainingRun
+from llama_ft.runtime import log
+
+
+def run_parts(setup: Setup, config: Config, inputs: RunInputs) -> list[Part]:
+    """Return what the run does in addition to training, in order; uploads and the summary follow,
+    see `open_run`. Errors in settings are raised here, before the model is loaded. All ranks call it
+    together.
+
+    Args:
+        setup: what is known before.
+        config: the settings.
+        inputs: the result of `Setup.check_inputs`.
+    """
+    ranks = setup.ranks
+    parts = list[Part]()
+    if ranks.world_size > 1:
+        parts.append(SlowRanks(ranks))
+    if config.memory.memory_snapshot:
+        parts.append(MemorySnapshot())
+    parts.append(SaveRequests(ranks))
+    if config.checkpoint.save_model:
+        parts.append(TrackedModel())
+    if config.train.eval_tasks:
+        parts.append(FinalTasks(config.train, inputs.tokenizer, ranks))
+    return parts
+
+
+@contextmanager
+def open_run(
+    setup: Setup,
+    config: Config,
+    inputs: RunInputs,
+    batches: data.TrainingBatches,
+    built: models.BuiltModel,
+    parts: Sequence[Part],
+) -> Iterator[TrainingRun]:
+    """Create the run's directory (nothing is written before) and start the trackers.
+
+    Args:
+        setup: what was known before.
+        config: the settings, with all choices made.
+        inputs: the result of `Setup.check_inputs`.
+        batches: the plan of all steps.
+        built: the loaded model; its FSDP units are for the report.
+        parts: the result of `run_parts`, and your own.
+    """
+    ranks = setup.ranks
+    name = config.model.model_name
+    directory = checkpoint.create_run_directory(config.checkpoint, name, ranks, setup.resumed)
+    log.info(f"Run directory: {directory}")
+    resumed = setup.resumed
+    uploads = checkpoint.open_uploads(setup.store, directory, config.checkpoint, resumed, ranks)
+    setup = take_newer(setup, config, inputs.description, batches, uploads)
+    setup = dataclasses.replace(setup, config=config)
+    resumed = setup.resumed
+    at_end = partial(end_run, directory, uploads, ranks)
+    step = resumed.step if resumed else 0
+    ranks.begin_run(directory, step, at_end, setup.global_batch)
+    description = checkpoint.describe_run(config) | inputs.description
+    attempts = checkpoint.attempts_of(resumed, description, ranks)
+    description["attempts"] = attempts
+    inputs = dataclasses.replace(inputs, description=description)
+    if ranks.is_main:
+        text = to_yaml(config, _about_config(directory, attempts))
+        (directory / "config.yaml").write_text(text)
+        bad_samples = inputs.dataset.bad_samples
+        if bad_samples is not None:
+            shutil.copyfile(bad_samples, directory / BAD_SAMPLES_FILE)
+    planned_share = setup.preflight.report(directory, ranks)
+    use_spare_memory(planned_share, built, config, inputs.dataset.longest_example, ranks)
+    hooks = checkpoint.SaveHooks()
+    if uploads is not None:
+        hooks = uploads.hooks()
+        parts = [*parts, UploadedRun(uploads)]
+    parts = [ReportFacts(setup.layout), *parts, Summary(setup.recipes, setup.started_at)]
+
+    def saved(step: int) -> None:
+        for part in parts:
+            part.saved(run, step)
+
+    hooks = dataclasses.replace(hooks, saved=saved)
+    writer = checkpoint.CheckpointWriter(directory, config.checkpoint, description, ranks, hooks)
+    run_log = _open_log(setup, directory, attempts, batches.total_steps)
+    run = TrainingRun(setup, inputs, batches, built, writer, run_log, parts)
+    with run.log:
+        for part in parts:
+            part.opened(run)
+        yield run
+
+
+def _open_log(
+    setup: Setup, directory: Path, attempts: Sequence[dict[str, Any]], total_steps: int
+) -> observe.RunLog:
+    """Open metrics.jsonl and the trackers, which get the settings and their changes by resumes."""
+    resumed = None
+    if setup.resumed is not None:
+        trackers = setup.resumed.trainer["trackers"]
+        resumed = observe.ResumedLog(setup.resumed.step, setup.resumed.run, trackers)
+    changes = describe_attempts(attempts)
+    settings = dataclasses.asdict(setup.config) | ({"resumes": changes} if changes else {})
+    return observe.RunLog(
+        directory, setup.config.tracking, settings, total_steps, setup.ranks.rank, resumed
+    )
+
+
+def _about_config(directory: Path, attempts: Sequence[dict[str, Any]]) -> str:
+    """Return the comment of config.yaml: how to use it, and what held before a resume."""
+    repeats = f"--config {directory}/config.yaml repeats this run"
+    changes = describe_attempts(attempts)
+    if not changes:
+        return repeats
+    return "\n".join(
+        [f"{repeats} with the settings of its last steps. Resumes have changed,", *changes]
+    )

@@ -1,0 +1,51 @@
+"""What a run leaves behind: the weights of its final model, and its report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llama_ft import checkpoint, report
+from llama_ft.runtime import Ranks
+
+if TYPE_CHECKING:
+    from llama_ft.run.training_run import TrainingRun
+
+
+def load_best_weights(run: TrainingRun) -> None:
+    """With early stopping, load the weights with the best validation loss."""
+    run.writer.finish()
+    run.weights_of = run.state.step
+    step = checkpoint.result_step(run.config, run.state.step, run.state.best.step)
+    if step != run.state.step:
+        if run.store is not None and not run.ranks.shares_disk:
+            run.writer.finish_uploads()
+            checkpoint.fetch_to_each_disk(run.store, run.directory, step, run.ranks)
+        kept = checkpoint.open_best(step, run.directory, run.resumed, run.ranks)
+        checkpoint.restore_weights(kept, run.built.model)
+        run.weights_of = kept.step
+
+
+def outcome_of(run: TrainingRun) -> dict[str, Any]:
+    """Return the last step and its metrics, and the steps of the weights and of the best ones."""
+    return {
+        "step": run.state.step,
+        "metrics": run.metrics,
+        "weights_of": run.weights_of,
+        "best_step": run.state.best.step,
+    }
+
+
+def trainer_record(run: TrainingRun) -> dict[str, Any]:
+    """Return the description of a run for the model card; see export.write_model_card."""
+    return {**outcome_of(run), **run.description}
+
+
+def end_run(directory: Path, uploads: checkpoint.Uploads | None, ranks: Ranks) -> None:
+    """Write the report of a run that has ended in any way, and upload it. A rank that ends the run
+    on another disk than rank 0's has only the status."""
+    has_log = ranks.disk_leader == 0
+    if has_log:
+        report.write_or_warn(directory)
+    if uploads is not None and ranks.status is not None:
+        uploads.put_outcome(ranks.status.step, has_log)
