@@ -12,7 +12,6 @@ from llama_ft.checkpoint.resume import (
     open_best,
     resolve_precision,
     result_step,
-    take_newer,
 )
 from llama_ft.checkpoint.run_directory import (
     create_run_directory,

@@ -22,7 +22,6 @@ from llama_ft.checkpoint.reader import (
 from llama_ft.checkpoint.run_directory import lock_continued_run
 from llama_ft.checkpoint.store.fetch import StoredRun, find_stored, report_without_checkpoint
 from llama_ft.checkpoint.store.object_store import ObjectStore, is_uploaded
-from llama_ft.checkpoint.store.uploads import Uploads
 from llama_ft.config import CheckpointConfig, Config, TrainConfig, check_device
 from llama_ft.config.home import expanded
 from llama_ft.config.reading.load import with_present_names
@@ -97,23 +96,6 @@ def find_checkpoint(
         _fetch_best(checkpoint, stored, ranks)
     log.info(f"Resuming from {checkpoint.folder}, after step {checkpoint.step}")
     return checkpoint
-
-
-def take_newer(
-    resumed: Checkpoint | None, settings: CheckpointConfig, ranks: Ranks, uploads: Uploads | None
-) -> Checkpoint | None:
-    """Return `resumed`, or a newer checkpoint of the store: an earlier run may have uploaded it while
-    this one was starting, or a listing was wrong. All ranks call it, after the uploads have taken
-    over the prefix: no other run writes there any more. Raises the errors of `find_checkpoint`."""
-    if uploads is None or not uploads.newer:
-        return resumed
-    newest = f"step-{max(uploads.newer):06d}"
-    log.info(
-        f"{uploads.store.url} now holds {newest}: looking again for the newest valid checkpoint."
-    )
-    found = find_checkpoint(settings, ranks, uploads.store)
-    uploads.resume_at(0 if found is None else found.step)
-    return found
 
 
 def first_valid(

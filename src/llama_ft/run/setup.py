@@ -211,7 +211,10 @@ def take_newer(
         UserError: it is of other settings or inputs, or after the last step.
         RunFailure: it is of another global batch, for which other batches must be planned.
     """
-    resumed = checkpoint.take_newer(setup.resumed, config.checkpoint, setup.ranks, uploads)
+    resumed = setup.resumed
+    if uploads is not None:
+        find = partial(checkpoint.find_checkpoint, config.checkpoint, setup.ranks, setup.store)
+        resumed = uploads.take_newer(resumed, find)
     if resumed is None or resumed is setup.resumed:
         return dataclasses.replace(setup, resumed=resumed)
     check_same_run(resumed, config, inputs, setup.origins)

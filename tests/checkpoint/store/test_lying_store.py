@@ -14,7 +14,7 @@ from conftest import REPOSITORY, load_script
 from stores import AWS, environment
 
 from llama_ft.checkpoint import CheckpointWriter, ObjectStore, Uploads, open_store
-from llama_ft.checkpoint.resume import find_checkpoint, take_newer
+from llama_ft.checkpoint.resume import find_checkpoint
 from llama_ft.checkpoint.store.object_store import (
     COMMIT_FILE,
     commit_name,
@@ -79,7 +79,9 @@ class Saved(NamedTuple):
             assert store is not None
             run.mkdir(exist_ok=True)
             uploads = Uploads(store, run, 0, resumed.step if resumed else 0, self.ranks)
-            resumed = take_newer(resumed, settings, self.ranks, uploads)
+            resumed = uploads.take_newer(
+                resumed, lambda: find_checkpoint(settings, self.ranks, uploads.store)
+            )
             step = resumed.step if resumed else 0
             save(run, uploads, self.ranks, step + 1)
             uploads.put_model()

@@ -27,7 +27,7 @@ from llama_ft.checkpoint import (
     open_store,
     upload_grace_seconds,
 )
-from llama_ft.checkpoint.resume import find_checkpoint, take_newer
+from llama_ft.checkpoint.resume import find_checkpoint
 from llama_ft.checkpoint.store.object_store import NoAnswer, read_commits
 from llama_ft.config import CheckpointConfig
 from llama_ft.errors import RunFailure, UserError
@@ -181,7 +181,8 @@ def test_a_checkpoint_that_is_uploaded_while_the_next_run_starts_is_resumed(
     assert (None if found is None else found.step) == before
     run.save(5)  # e.g. after SIGTERM, while the next run loads its model
     following = start(resumed_step=before or 0, directory="next")
-    newer = take_newer(found, settings, runtime, following.uploads)
+    store = following.uploads.store
+    newer = following.uploads.take_newer(found, lambda: find_checkpoint(settings, runtime, store))
     assert newer is not None and newer.step == 5
     following.save(7)
     assert [*read_commits(run.uploads.store)][:2] == [7, 5]

@@ -134,6 +134,22 @@ class Uploads:
         ones are not of this run."""
         self._commits = {key: commit for key, commit in self._found.items() if key <= step}
 
+    def take_newer(
+        self, resumed: Checkpoint | None, find: Callable[[], Checkpoint | None]
+    ) -> Checkpoint | None:
+        """Return `resumed`, or a newer checkpoint of the store: an earlier run may have uploaded it
+        while this one was starting, or a listing was wrong. No other run writes there any more. All
+        ranks call it. `find` looks again for the newest valid checkpoint."""
+        if not self.newer:
+            return resumed
+        newest = f"step-{max(self.newer):06d}"
+        log.info(
+            f"{self.store.url} now holds {newest}: looking again for the newest valid checkpoint."
+        )
+        found = find()
+        self.resume_at(0 if found is None else found.step)
+        return found
+
     def _check_owner(self, is_retried: bool = True) -> None:
         """Raise RunFailure if another run has taken over the prefix, and another error if that cannot
         be read."""
