@@ -10,7 +10,6 @@ llama_ft/data/read/formats.py.
 from pathlib import Path
 
 from llama_ft.config import Config, check_command_line, load_flags
-from llama_ft.export import export_adapter, export_model, write_model_card  # noqa: E402
 
 PLANNER = Path(__file__).with_name("plan.py")
 DEMO_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
@@ -27,6 +26,7 @@ import torch  # noqa: E402
 from transformers import PretrainedConfig, PreTrainedTokenizerBase  # noqa: E402
 
 from llama_ft import data, models, runtime, training  # noqa: E402
+from llama_ft.export import export_adapter, export_model, write_model_card  # noqa: E402
 from llama_ft.phases import PhaseMonitor  # noqa: E402
 from llama_ft.plan.types import Recipe  # noqa: E402
 from llama_ft.run import (  # noqa: E402
