@@ -7,6 +7,7 @@ Python's start or torchrun's agent."""
 
 import importlib.util
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -153,6 +154,17 @@ def _sigpipe_stays_ignored() -> Iterator[None]:
     yield
     handler = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     assert handler == signal.SIG_IGN
+
+
+@pytest.fixture(autouse=True)
+def _log_of_a_new_process() -> Iterator[None]:
+    """Undo configure_console of an earlier test of this process: caplog would see no record, or those
+    of other levels."""
+    log = logging.getLogger("llama_ft")
+    log.handlers = []
+    log.setLevel(logging.NOTSET)
+    log.propagate = True
+    yield
 
 
 @pytest.fixture(scope="session")
