@@ -2,15 +2,13 @@
 so been run."""
 
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from forked import ENVIRONMENT, REPOSITORY, Finished, forked
+from forked import REPOSITORY, Finished, forked, start_forked
 
 SCRIPT = REPOSITORY / "benchmarks" / "gpu_check.py"
 RUNS_THE_RECIPES = "waits,resume,save,ends,lora8b,quant8b,full,fixes,inference,cases,methods"
@@ -34,12 +32,17 @@ def check(parts: str, output: Path, seconds: float) -> list[dict[str, str]]:
     return rows
 
 
-def test_kernel_and_sharding_checks_pass_on_the_cpu(tmp_path: Path) -> None:
-    rows = check("start,attention,quantized,sharded", tmp_path, 200)
+def test_checks_of_sharded_tensors_pass_on_the_cpu(tmp_path: Path) -> None:
+    rows = check("sharded", tmp_path, 200)
     found = {row["claim"]: row["found"] for row in rows}
     assert {
         found[f"torch.{dtype} gathered"] for dtype in ("int8", "uint8", "int32", "bfloat16")
     } == {"equal"}
+
+
+@pytest.mark.slow
+def test_kernel_checks_pass_on_the_cpu(tmp_path: Path) -> None:
+    check("start,attention,quantized", tmp_path, 200)
 
 
 def test_a_command_ends_in_time_and_lists_skipped_cases(tmp_path: Path) -> None:
@@ -74,16 +77,17 @@ def test_a_failed_computation_is_recorded_and_the_others_still_run(tmp_path: Pat
 
 def test_a_terminated_command_ends_the_processes_that_it_started(tmp_path: Path) -> None:
     directories = ["--output", str(tmp_path / "results"), "--scratch", str(tmp_path / "scratch")]
-    command = [sys.executable, str(SCRIPT), "--only", "ends", "--seconds", "200", *directories]
-    environment = {**os.environ, **ENVIRONMENT}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    words = ["--only", "ends", "--seconds", "200", *directories]
+    running = start_forked(SCRIPT, *words, output=tmp_path / "output")
+    [process] = running.processes
+    assert process.pid is not None
     started: list[psutil.Process] = []
     until = time.monotonic() + 100
     while len(started) < 2 and time.monotonic() < until:  # torchrun and its rank
         time.sleep(0.1)
         started = psutil.Process(process.pid).children(recursive=True)
     process.terminate()
-    assert process.wait(60) == 143
+    assert running.wait(60) == 143, (tmp_path / "output").read_text()
     _, alive = psutil.wait_procs(started, timeout=60)
     assert len(started) >= 2
     assert not alive

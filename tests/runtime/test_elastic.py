@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import agents
 import pytest
 from conftest import RECIPE, Finished, losses, run
 from forked import forked
@@ -80,17 +81,18 @@ def test_a_later_user_error_on_one_node_ends_both(tmp_path: Path) -> None:
     assert (failed["state"], failed["exit_code"]) == ("failed", 2)
 
 
+@pytest.mark.parametrize("is_command", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_nodes_have_the_losses_of_one_process(
-    tmp_path: Path, tiny_model: Path, rows16: Path
+    tmp_path: Path, tiny_model: Path, rows16: Path, is_command: bool
 ) -> None:
     how = f"--precision fp32 --optimizer SGD --lr 0.1 --num_epochs 3 --model_name {tiny_model} --dataset {rows16}"
     how += " --batching_strategy padding --context_length 200 --no_run_validation --save_model False --output_dir"
     alone = forked(RECIPE, *how.split(), tmp_path / "alone", "--batch_size_training", "16")
     assert alone.exit_code == 0, alone.output
     own = [*how.split(), str(tmp_path / "nodes"), "--batch_size_training", "8", "--enable_fsdp"]
-    nodes = two_nodes(
-        "--nproc_per_node", "1", str(RECIPE), *own, "--no_plan", "--collective_timeout", "2m"
-    )
-    assert [node.exit_code for node in nodes] == [0, 0], nodes[0].output + nodes[1].output
+    own += ["--no_plan", "--collective_timeout", "2m"]
+    with agents.nodes(2, tmp_path, own, is_command) as started:
+        both = [started.start(name) for name in ("first", "second")]
+        assert [node.wait() for node in both] == [0, 0], started.output
     assert len(losses(tmp_path / "nodes")) == 3
     assert losses(tmp_path / "nodes") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)

@@ -77,16 +77,21 @@ def test_a_user_error_is_printed_once_without_a_traceback(
     assert_nothing_is_left(finished)
 
 
-def test_a_killed_rank_ends_the_job_within_30_seconds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_agent", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_killed_rank_ends_the_job_within_30_seconds(tmp_path: Path, with_agent: bool) -> None:
     (tmp_path / "checkpoints" / "step-000003").mkdir(parents=True)
-    finished = torchrun(2, JOB, "one rank is killed", str(tmp_path))
+    if with_agent:
+        finished = torchrun(2, JOB, "one rank is killed", str(tmp_path))
+        assert finished.exit_code == 1
+        assert "exitcode  : -9" in finished.output
+    else:
+        finished = forked(JOB, "one rank is killed", tmp_path, ranks=2)
+        assert finished.exit_code == -signal.SIGKILL
     assert seconds_since_failure(tmp_path) < SOON_SECONDS
-    assert finished.exit_code == 1
     assert (
         f"To resume from the last complete checkpoint, add --output_dir {tmp_path} --resume auto to the command.\n"
         in finished.output
     )
-    assert "exitcode  : -9" in finished.output
     lost = (
         r"^error: lost contact with another rank: rank 1 \(process \d+\) has ended, "
         r"most likely killed \(exit code -9\)"
