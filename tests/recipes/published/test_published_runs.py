@@ -1,7 +1,8 @@
 """Runs on checkpoints that are published quantized, compared with Transformers' dequantized model."""
 
+import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,26 +54,55 @@ if HAS_LIBRARY:
 for model in MODELS:
     for bits, words in BITS.items():
         CASES[f"{model}-lora-{bits}"] = (model, [*LORA, "--quantization", *words])
+LINES = {
+    "fp8": "FP8 in blocks of 128 x 128",
+    "mxfp4": "experts in MXFP4",
+    "int4": "integers of 4 or 8 bits in groups",
+}
 SAMPLES = 8
+Launch = Callable[[str], Path]
+
+
+def marked(names: Iterable[str]) -> list[Any]:
+    """Names of models or of cases; those of the other formats than FP8, which test_published and
+    test_compressed_tensors load in one process, are slow."""
+    return [
+        pytest.param(name, marks=[] if name.startswith("fp8") else pytest.mark.slow)
+        for name in names
+    ]
 
 
 @pytest.fixture(scope="module", params=WORLD_SIZES)
-def runs(
+def launch(
     request: pytest.FixtureRequest,
     save_tokenizer: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Path:
+) -> Launch:
+    """The runs of a model, which is named alone or as the first part of a case."""
+
+    @functools.cache
+    def runs_of(model: str) -> Path:
+        folder = tmp_path_factory.mktemp("published")
+        publish_model(folder, model, save_tokenizer)
+        plain = save_dequantized(folder, model, save_tokenizer)
+        run_all(folder, model, plain, request.param)
+        return folder
+
+    return lambda name: runs_of(name.partition("-")[0])
+
+
+def publish_model(folder: Path, model: str, save_tokenizer: Callable[..., Path]) -> None:
+    save_tokenizer(folder / model)
+    if MODELS[model]:
+        publish(folder / model, *MODELS[model])
+    else:
+        expected = publish_compressed(folder / model, "pack-quantized", INT4)
+        torch.save(expected, folder / "int4.pt")
+
+
+def run_all(folder: Path, model: str, plain: Path, ranks: int) -> None:
     """Two steps of each case, with all samples in each step, and a second run of each from the
     first step's checkpoint."""
-    ranks: int = request.param
-    folder = tmp_path_factory.mktemp("published")
-    for name, published in MODELS.items():
-        save_tokenizer(folder / name)
-        if published:
-            publish(folder / name, *published)
-        else:
-            expected = publish_compressed(folder / name, "pack-quantized", INT4)
-            torch.save(expected, folder / "int4.pt")
     generator = torch.Generator().manual_seed(1)
     samples = []
     for number in range(SAMPLES):
@@ -84,20 +114,17 @@ def runs(
     common += ["--batching_strategy", "padding", "--batch_size_training", str(SAMPLES // ranks)]
     common += ["--max_train_step", "2", "--num_epochs", "2"]
     flags = []
-    for model in MODELS:
-        plain = save_dequantized(folder, model, save_tokenizer)
-        run = [*common, *LORA, "--model_name", str(plain)]
-        for bits, words in BITS.items():
-            name = f"{folder}/{model}-plain-{bits}"
-            flags.append([*run, "--quantization", *words, "--output_dir", name])
-    for name, (model, settings) in CASES.items():
-        run = [*common, "--model_name", f"{folder}/{model}", *settings]
-        checkpoint = f"{folder}/{name}/checkpoints/step-000001"
-        flags.append([*run, "--output_dir", f"{folder}/{name}"])
-        flags.append([*run, "--output_dir", f"{folder}/{name}-resumed", "--resume", checkpoint])
+    for bits, words in BITS.items():
+        run = [*common, *LORA, "--model_name", str(plain), "--quantization", *words]
+        flags.append([*run, "--output_dir", f"{folder}/{model}-plain-{bits}"])
+    for name, (base, settings) in CASES.items():
+        if base == model:
+            run = [*common, "--model_name", f"{folder}/{model}", *settings]
+            again = ["--resume", f"{folder}/{name}/checkpoints/step-000001"]
+            flags.append([*run, "--output_dir", f"{folder}/{name}"])
+            flags.append([*run, "--output_dir", f"{folder}/{name}-resumed", *again])
     finished = run_cases(folder, flags, ranks=0 if ranks == 1 else ranks)
     (folder / "output.txt").write_text(finished.output)
-    return folder
 
 
 def dequantized(folder: Path, name: str) -> Any:
@@ -129,16 +156,18 @@ def save_dequantized(folder: Path, name: str, save_tokenizer: Callable[..., Path
     return place
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", marked(MODELS))
 @pytest.mark.parametrize("bits", BITS)
 def test_quantized_again_it_trains_as_the_dequantized_model(
-    runs: Path, model: str, bits: str
+    launch: Launch, model: str, bits: str
 ) -> None:
+    runs = launch(model)
     assert losses(runs / f"{model}-lora-{bits}") == losses(runs / f"{model}-plain-{bits}")
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "bit" not in name])
-def test_the_first_loss_is_that_of_the_dequantized_model(runs: Path, name: str) -> None:
+@pytest.mark.parametrize("name", marked(name for name in CASES if "bit" not in name))
+def test_the_first_loss_is_that_of_the_dequantized_model(launch: Launch, name: str) -> None:
+    runs = launch(name)
     model = dequantized(runs, CASES[name][0])
     if "bf16" in name:
         model = model.bfloat16()
@@ -154,21 +183,21 @@ def test_the_first_loss_is_that_of_the_dequantized_model(runs: Path, name: str) 
     assert losses(runs / name)[0] == pytest.approx(total / tokens, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_resumed_run_has_the_same_last_loss(runs: Path, name: str) -> None:
+@pytest.mark.parametrize("name", marked(CASES))
+def test_a_resumed_run_has_the_same_last_loss(launch: Launch, name: str) -> None:
+    runs = launch(name)
     assert losses(runs / f"{name}-resumed")[-1] == losses(runs / name)[-1]
 
 
-def test_the_start_says_what_was_found(runs: Path) -> None:
-    output = " ".join((runs / "output.txt").read_text().split())
-    assert "quantized: FP8 in blocks of 128 x 128" in output
-    assert "quantized: experts in MXFP4" in output
-    if HAS_LIBRARY:
-        assert "quantized: integers of 4 or 8 bits in groups" in output
+@pytest.mark.parametrize("model", marked(MODELS))
+def test_the_start_says_what_was_found(launch: Launch, model: str) -> None:
+    output = " ".join((launch(model) / "output.txt").read_text().split())
+    assert f"quantized: {LINES[model]}" in output
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_full_fine_tuning_writes_16_bits(runs: Path, model: str) -> None:
+@pytest.mark.parametrize("model", marked(MODELS))
+def test_full_fine_tuning_writes_16_bits(launch: Launch, model: str) -> None:
+    runs = launch(model)
     folder = runs / f"{model}-full" / "model"
     config = json.loads((folder / "config.json").read_text())
     assert "quantization_config" not in config
@@ -183,14 +212,15 @@ def test_full_fine_tuning_writes_16_bits(runs: Path, model: str) -> None:
         torch.testing.assert_close(tensor, expected[name], rtol=1e-2, atol=3e-3)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "lora" in name])
+@pytest.mark.parametrize("name", marked(name for name in CASES if "lora" in name))
 def test_an_adapter_names_the_published_base_and_merges_into_16_bits(
-    runs: Path, tmp_path: Path, name: str
+    launch: Launch, tmp_path: Path, name: str
 ) -> None:
     from peft import PeftModel
 
     from llama_ft.export import Exporter, find_valid
 
+    runs = launch(name)
     model = CASES[name][0]
     adapter = runs / name / "model"
     settings = json.loads((adapter / "adapter_config.json").read_text())
@@ -248,9 +278,9 @@ def test_a_scale_of_another_shape_is_found_before_samples_are_read(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_merge_says_how_to_quantize_again(runs: Path, tmp_path: Path) -> None:
+def test_a_merge_says_how_to_quantize_again(launch: Launch, tmp_path: Path) -> None:
     script = RECIPE.with_name("export.py")
-    finished = forked(script, str(runs / "fp8-lora"), str(tmp_path / "merged"), "--merge")
+    finished = forked(script, str(launch("fp8") / "fp8-lora"), str(tmp_path / "merged"), "--merge")
     assert finished.exit_code == 0, finished.output
     text = " ".join(finished.output.split())
     assert "quantized: FP8 in blocks of 128 x 128. It is read in 16 bits" in text
