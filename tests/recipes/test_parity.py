@@ -38,7 +38,7 @@ LAUNCHES = [
 ]
 # Cases on 2 ranks that have a launch of their own among the slow tests: what is new in each is in
 # another case, too, or is proven apart from the loop: in test_packed_attention (eager), test_fsdp,
-# test_activation_checkpointing and test_load_weights.
+# test_activation_checkpointing, test_load_weights and test_quantized (bf16).
 FURTHER = (
     "full, 4 micro-batches",
     "lora, padded",
@@ -55,6 +55,8 @@ FURTHER = (
     "stored in 4bit",
     "8bit, whole model each",
     "pissa, every rank reads",
+    "8bit in bf16_mixed",
+    "4bit in bf16_mixed",
 )
 LEARNING_RATE = 2e-3
 WEIGHT_DECAY = 0.1

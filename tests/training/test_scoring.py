@@ -40,8 +40,7 @@ def chat(question: str, answer: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs with two validation sets: whole, on two ranks, and resumed; and evaluations of the result
-    on 1, 2 and 4 ranks."""
+    """Runs with two validation sets: whole, on two ranks, and resumed."""
     folder = tmp_path_factory.mktemp("scored")
     (folder / "own.py").write_text(OWN)
     pairs = [chat(q, a.split()[0]) for q, a in zip(QUESTIONS, ANSWERS, strict=True)]
@@ -68,12 +67,15 @@ def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "two").mkdir()
     two = [*common, "--batch_size_training", "4", "--enable_fsdp", "--max_train_step", "1"]
     run_cases(folder / "two", [[*two, "--output_dir", f"{folder}/two/run"]], ranks=2)
-    for ranks in (0, 2, 4):
-        flags = [f"{folder}/one", "--device", "cpu", "--output", f"{folder}/on{ranks}.json"]
-        if ranks:
-            flags.append("--enable_fsdp")
-        run_cases(folder, [flags], ranks=ranks, script=EVALUATE)
     return folder
+
+
+def evaluate(folder: Path, ranks: int) -> None:
+    """recipes/evaluate.py on the result of the whole run, into a file of this number of ranks."""
+    flags = [f"{folder}/one", "--device", "cpu", "--output", f"{folder}/on{ranks}.json"]
+    if ranks:
+        flags.append("--enable_fsdp")
+    run_cases(folder, [flags], ranks=ranks, script=EVALUATE)
 
 
 def plain_answers(model: Path, samples: list[dict[str, Any]]) -> list[str]:
@@ -171,12 +173,18 @@ def plain_loss(model: Any, tokenizer: Any, sample: dict[str, Any]) -> tuple[bool
     return whole[: len(prompt)] == prompt, loss, len(labels)
 
 
-def test_scores_do_not_depend_on_ranks_and_are_those_of_evaluate(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "evaluated_on", [(0, 2), pytest.param((4,), marks=pytest.mark.slow)], ids=["0, 2", "4"]
+)
+def test_scores_do_not_depend_on_ranks_and_are_those_of_evaluate(
+    folder: Path, evaluated_on: tuple[int, ...]
+) -> None:
     runs = [evaluations(folder / name)[0] for name in ("one", "two/run")]
     for key in ("eval/score", "eval/chat/score", "eval/code/score"):
         assert runs[0][key] == runs[1][key]
     expected = evaluations(folder / "one")[40]
-    for ranks in (0, 2, 4):
+    for ranks in evaluated_on:
+        evaluate(folder, ranks)
         [model] = json.loads((folder / f"on{ranks}.json").read_text())["models"]
         found = model["held_out"]
         for key in ("score", "chat/score", "code/score"):

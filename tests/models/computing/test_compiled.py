@@ -102,7 +102,7 @@ def forward(built: BuiltModel, lengths: list[int]) -> torch.Tensor:
     return built.model(input_ids=ids, use_cache=False, **arguments).logits.logsumexp(-1).sum()
 
 
-@pytest.mark.parametrize("how", ["off", "full"])
+@pytest.mark.parametrize("how", [pytest.param("off", marks=pytest.mark.slow), "full"])
 def test_one_graph_trains_on_all_packed_sequences_and_one_evaluates(
     how: str, varlen_on_the_cpu: None
 ) -> None:

@@ -67,9 +67,12 @@ def has_no_secret(folder: Path) -> bool:
 @pytest.mark.parametrize(
     "moment",
     [
-        "checkpoints/step-000004/shard-00001-model-00001-of-00001.safetensors",
+        pytest.param(
+            "checkpoints/step-000004/shard-00001-model-00001-of-00001.safetensors",
+            marks=pytest.mark.slow,
+        ),
         "checkpoints/step-000006/commit.json",
-        "model/config.json",
+        pytest.param("model/config.json", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_killed_during_an_upload_resumes_on_an_empty_disk(

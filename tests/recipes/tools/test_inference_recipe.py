@@ -154,7 +154,11 @@ def test_an_adapter_answers_as_with_peft(runs: Path) -> None:
     assert answers(runs, runs / "lora") == by_transformers(with_adapter, runs / "lora" / "model")
 
 
-@pytest.mark.parametrize("flags", [["--enable_fsdp"], []], ids=["sharded", "whole on each"])
+@pytest.mark.parametrize(
+    "flags",
+    [["--enable_fsdp"], pytest.param([], marks=pytest.mark.slow)],
+    ids=["sharded", "whole on each"],
+)
 def test_two_ranks_answer_as_one_process(
     flags: list[str], runs: Path, full_answers: list[str]
 ) -> None:

@@ -156,7 +156,10 @@ def test_sigterm_to_torchrun_stops_all_ranks_after_the_same_step(tmp_path: Path)
     }
 
 
-@pytest.mark.parametrize(("start", "has_checkpoint"), [(torchrun, False), (forked, True)])
+@pytest.mark.parametrize(
+    ("start", "has_checkpoint"),
+    [pytest.param(torchrun, False, marks=pytest.mark.slow), (forked, True)],
+)
 def test_a_second_ctrl_c_ends_all_ranks_without_waiting_for_the_save(
     start: Any, has_checkpoint: bool, tmp_path: Path
 ) -> None:

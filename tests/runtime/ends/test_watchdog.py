@@ -32,7 +32,7 @@ def state_of(folder: Path) -> object:
     ("waiting_in", "line"),
     [
         ("gloo", "all_gather_floats(3.0)"),
-        ("gloo, weights", "GlooAllGather()("),
+        pytest.param("gloo, weights", "GlooAllGather()(", marks=pytest.mark.slow),
         ("shared memory", "memory.wait(1)"),
     ],
 )
