@@ -71,6 +71,12 @@ def report_plan(
     return planner.pid, config, share
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine plans for longer than a run waits."""
+    monkeypatch.setattr("llama_ft.plan.preflight.SECONDS_FOR_PLAN", 200.0)
+
+
 @pytest.mark.parametrize(
     ("batching", "expected"),
     [
