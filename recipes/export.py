@@ -12,7 +12,6 @@ from pathlib import Path
 
 from llama_ft.config import parse_size
 from llama_ft.errors import RunFailure, UserError, before_imports, exit_on_error, reason
-from llama_ft.export import Exporter, find_valid, save_dtype  # noqa: E402
 from llama_ft.export_flags import ExportFlags, read_export_flags
 
 if __name__ == "__main__":
@@ -24,6 +23,7 @@ from huggingface_hub import HfApi, constants  # noqa: E402
 from huggingface_hub.errors import HTTPError  # noqa: E402
 
 from llama_ft import checkpoint, models  # noqa: E402
+from llama_ft.export import Exporter, find_valid, save_dtype  # noqa: E402
 from llama_ft.runtime import configure_console, log  # noqa: E402
 
 ATTEMPTS = 3  # to read the newest checkpoint of a run that deletes older ones
