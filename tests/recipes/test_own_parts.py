@@ -1,10 +1,12 @@
 """A part of a run in its own file, and one line in a copy of the recipe."""
 
 import json
+import textwrap
 from pathlib import Path
 
 from conftest import RECIPE, metrics, write_rows
 from forked import forked
+from pages import Page
 
 LIST = "        parts = run_parts(setup, config, inputs)\n"
 PART = '''
@@ -44,16 +46,19 @@ class Diary(Part):
 '''
 
 
-def test_a_part_of_its_own_is_a_file_and_a_line_and_sees_the_run_on_two_ranks(
+def test_a_part_is_a_file_and_a_line_and_sees_the_run_on_two_ranks(
     tiny_model: Path, tmp_path: Path
 ) -> None:
+    """Also the example of the documentation."""
     (tmp_path / "diary.py").write_text(PART)
+    example, added = Page("docs/development/add-a-part.md").blocks("python")
+    (tmp_path / "waiting.py").write_text(example)
+    lines = ["from diary import Diary", "from waiting import WaitingTimes"]
+    lines += [*added.splitlines(), "parts.append(Diary(ranks))"]
     text = RECIPE.read_text()
     assert text.count(LIST) == 1
     copy = tmp_path / "mine.py"
-    copy.write_text(
-        text.replace(LIST, f"{LIST}        from diary import Diary; parts.append(Diary(ranks))\n")
-    )
+    copy.write_text(text.replace(LIST, textwrap.indent("\n".join(lines), " " * 8) + "\n"))
     write_rows(tmp_path / "rows.jsonl", 12)
     run = tmp_path / "run"
     flags = f"--model_name {tiny_model} --dataset {tmp_path}/rows.jsonl --output_dir {run}"
@@ -67,6 +72,9 @@ def test_a_part_of_its_own_is_a_file_and_a_line_and_sees_the_run_on_two_ranks(
         assert (run / f"diary-{rank}.txt").read_text().splitlines() == expected
     assert [line["diary/pages"] for line in metrics(run)] == [21.0] * 3
     assert "The diary is written." in finished.output
+    waited = [float(line) for line in (run / "waiting.txt").read_text().splitlines()]
+    longest = [line["my/longest_wait"] for line in metrics(run)]
+    assert len(waited) == 3 and all(map(float.__le__, waited, longest))
     # without a plan, an upper bound says that there is memory to spare
     assert "Freed memory is kept for the next tensors: without a plan" in finished.output
     assert json.loads((run / "status.json").read_text())["state"] == "finished"

@@ -52,8 +52,9 @@ def gather_numbers(
 ) -> dict[str, torch.Tensor]:
     """Return the numbers of all ranks by name, float64 [ranks], with one all-gather between hosts:
     the `own` ones of this rank and those of its parts."""
-    numbers = dict(own)
+    numbers = dict[str, float]()
     for part in parts:
         numbers |= part.numbers(run)
+    numbers |= own
     gathered = run.ranks.all_gather_floats(*numbers.values())
     return dict(zip(numbers, gathered.unbind(1), strict=True))
