@@ -273,14 +273,15 @@ def train_step(
         loop.memory.enter("forward")
         loss = objective.loss(built, batch, ranks)
         loop.memory.enter("backward")
-        # FSDP adds up the gradients of all ranks (it does not average them, see models/sharding/fsdp.py).
+        # FSDP adds up gradients of ranks, it does not average them: see models/sharding/fsdp.py.
         (loss.loss / (count / loop.scale.factor)).backward()  # the factor is 1 but in fp16
         losses.append(loss.detach())
     del loss  # frees its graph
     loop.memory.enter("optimizer step")
     gradients = training.local_gradients(built, loop.scale, ranks)
     sums = training.reduce_losses_and_norm(losses, gradients, ranks)
-    training.clip_grad_norm(gradients, sums[1], loop.settings)
+    norm = sums[1]  # of the gradients, before clipping
+    training.clip_grad_norm(gradients, norm, loop.settings)
     # Gradients are complete here: `gradients` are this rank's part of each, on ranks.storage_device.
     # Frozen parameters have none. Replicas (DDP, HYBRID_SHARD) have equal gradients, and must draw
     # equal noise: seed its generator with the step and ranks.shard.rank.
