@@ -238,13 +238,7 @@ def build_model(
 
     memory.enter("load")
     started = time.perf_counter()
-    how = models.LoadSettings(
-        peft=config.peft,
-        seed=config.train.seed,
-        quantized_from=request.quantized_from or precision.frozen,
-        scatter=config.fsdp.low_cpu_fsdp,
-    )
-    built.stored = models.load_weights(built, ranks, how, request.trained)
+    built.stored = models.load_weights(built, ranks, models.LoadSettings.of(request))
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     counts = f"{trained:,} of {models.total_weights(model):,} parameters are trainable"
     report(f"Weights loaded in {time.perf_counter() - started:.1f} s; {counts}")

@@ -4,6 +4,7 @@ The recipe's `build_model` fills it from top to bottom. Nothing of it is stored 
 except in the model's config.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -68,6 +69,8 @@ class ModelRequest:
     trained: WeightSource | None = None
     storage: Precision | None = None  # None: that of the settings
     quantized_from: torch.dtype | None = None  # None: the dtype of frozen weights
+    # by a plan, which reads no weights: opens a Loader, as `open_loader` does; None: that one
+    open_loader: Callable[..., Any] | None = None
 
     @property
     def precision(self) -> Precision:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,13 +22,13 @@ from llama_ft.models.base.attention_kernels import AMPERE, T4
 from llama_ft.models.base.shards import local_shard
 from llama_ft.observe.flops import flop_formula
 from llama_ft.phases import MemoryCategory
-from llama_ft.plan.fake.fake_checkpoint import layers_are_alike, read_headers
+from llama_ft.plan.fake.fake_checkpoint import layers_are_alike, loader_of_headers, read_headers
 from llama_ft.plan.fake.images import fake_pixels, plan_example
 from llama_ft.plan.fake.patches import planned_models
 from llama_ft.plan.fake.tracker import Tracker, states_of
 from llama_ft.plan.free_memory import CUDA_CONTEXT_BYTES, NCCL_BYTES
 from llama_ft.plan.types import Peak, Plan, PlanRequest, Recipe
-from llama_ft.runtime import Ranks, Target, computing_on, log
+from llama_ft.runtime import Ranks, Target, computing_on, log_off
 from llama_ft.runtime.process_group import mesh_over, resolve_degree
 from llama_ft.training.objectives.reference import StoredReference, reference_config, score_examples
 from llama_ft.training.objectives.teacher import most_likely_of, teacher_config
@@ -59,7 +58,7 @@ def predict(request: PlanRequest, recipe: Recipe, quick: bool = False) -> Plan:
     Raises:
         UserError: the run itself would raise it, too.
     """
-    with patch.object(log, "disabled", True):  # the run itself logs these messages
+    with log_off():  # the run itself logs these messages
         model_config = models.load_model_config(
             request.folder, request.config.model.trust_remote_code
         )
@@ -165,9 +164,15 @@ def _pass_plan(
     context_length = models.resolve_context_length(config.data.context_length, model_config)
     batch = _full_batch(request, config.train.batch_size_training, context_length)
     tracker = Tracker(request.device)
-    with _fake_world(request) as ranks, planned_models(headers, request.device), tracker.planning():
+    with _fake_world(request) as ranks, planned_models(request.device), tracker.planning():
         models.choose_head(model_config, config.preference.entry.has_score)
-        asked = models.ModelRequest(config, request.folder, model_config, purpose="reference")
+        asked = models.ModelRequest(
+            config,
+            request.folder,
+            model_config,
+            purpose="reference",
+            open_loader=loader_of_headers(headers),
+        )
         built = build_model(asked, ranks, tracker)
         tracker.watch(built)
         tracker.enter("evaluation")
@@ -195,10 +200,15 @@ def _plan_with(request: PlanRequest, recipe: Recipe, layers: int | None) -> Plan
     context_length = models.resolve_context_length(config.data.context_length, model_config)
     batch, validation = _largest_batches(request, model_config, context_length, together)
     is_validated = validation is not None
-    with _fake_world(request) as ranks, planned_models(headers, request.device), tracker.planning():
+    with _fake_world(request) as ranks, planned_models(request.device), tracker.planning():
         models.choose_head(model_config, config.preference.entry.has_score)
         asked = models.ModelRequest(
-            config, request.folder, model_config, new_tokens, with_images=_has_images(request)
+            config,
+            request.folder,
+            model_config,
+            new_tokens,
+            with_images=_has_images(request),
+            open_loader=loader_of_headers(headers),
         )
         built = recipe.build_model(asked, ranks, tracker)
         model = built.model

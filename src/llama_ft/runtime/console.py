@@ -5,6 +5,8 @@ import gc
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -65,6 +67,17 @@ def configure_console(rank: int) -> None:
     log.handlers = [_ConsoleHandler()]
     log.setLevel(logging.INFO if rank == 0 else logging.CRITICAL)
     log.propagate = False
+
+
+@contextmanager
+def log_off() -> Iterator[None]:
+    """In the block, log nothing, not even warnings."""
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def set_quiet(quiet: bool) -> None:

@@ -70,7 +70,7 @@ def dequantized(folder: Path, built: BuiltModel, parts: int = 37) -> Tensors:
         read = []
         for start in range(0, count, parts):
             stop = min(start + parts, count)
-            read.append(read_stored(lambda: files, scheme, header, start, stop))
+            read.append(read_stored(files, scheme, header, start, stop))
         codes, scale = (torch.cat(tensors) for tensors in zip(*read, strict=True))
         for part, parameter in ((codes, weight.weight), (scale, weight.scale)):
             assert part.shape == parameter.shape and part.dtype == parameter.dtype

@@ -11,7 +11,7 @@ parameters. While a weight is used, it is dequantized to the values that publish
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, cast
@@ -175,7 +175,7 @@ def misfit(scheme: StoredFp8 | StoredMxfp4, header: StoredTensor) -> str | None:
 
 
 def read_stored(
-    open_files: Callable[[], SafetensorsSource],
+    files: SafetensorsSource,
     scheme: StoredFp8 | StoredMxfp4,
     header: StoredTensor,
     start: int,
@@ -185,12 +185,11 @@ def read_stored(
     parameters hold them. Raises UserError for values that are not finite.
 
     Args:
-        open_files: returns the checkpoint's files.
+        files: the checkpoint's.
         scheme: how it is stored.
         header: which tensors it consists of.
         start, stop: the rows.
     """
-    files = open_files()
     packed = cast(ScaledWeight | Mxfp4Stack, header.packed)
     codes = files.read_rows(packed.codes, start, stop).view(torch.uint8)
     if isinstance(packed, Mxfp4Stack):

@@ -62,7 +62,11 @@ def open_source(folder: Path, built: BuiltModel, seed: int = 0) -> WeightSource:
     headers only. The conversions that it needs remain in `built.conversions`. `seed` is for the
     first values of a score head. Raises UserError if the weights are missing, unreadable or cannot
     be converted."""
-    source = open_dequantized(folder)
+    return converted_source(open_dequantized(folder), built, seed)
+
+
+def converted_source(source: WeightSource, built: BuiltModel, seed: int = 0) -> WeightSource:
+    """Return the tensors of a source under the model's own names; see `open_source`."""
     converted = ConvertedSource(source, built)
     built.conversions = converted.used
     if not converted.changes_nothing:

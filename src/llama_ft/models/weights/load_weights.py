@@ -4,7 +4,7 @@ way of loading (see loader.py) holds a whole model in memory, or a whole tensor 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,15 +26,12 @@ from llama_ft.models.adapters.saved_adapter import (
 from llama_ft.models.architecture.new_tokens import TokenRows
 from llama_ft.models.base.shards import ShardGroup, local_shard
 from llama_ft.models.base.source import (
-    SafetensorsSource,
     StoredTensor,
     WeightSource,
     listed,
-    open_weights,
 )
 from llama_ft.models.base.transformers_private import INITIALIZED, private
-from llama_ft.models.built import Adapter, BuiltModel, StoredModel
-from llama_ft.models.quantization import as_stored
+from llama_ft.models.built import Adapter, BuiltModel, ModelRequest, StoredModel
 from llama_ft.models.quantization.as_stored import STORED, misfit
 from llama_ft.models.quantization.choice import is_4bit, is_part, read_4bit
 from llama_ft.models.quantization.layers import FourBit, QuantizedWeight, quantized_weights
@@ -72,14 +69,26 @@ class LoadSettings:
     seed: int  # for the first values of an adapter and of a new score head
     quantized_from: torch.dtype  # weights are rounded to it before they are quantized
     scatter: bool = False  # rank 0 reads and sends (`low_cpu_fsdp`)
+    # weights of a checkpoint to load later (with an adapter), or now in place of the base model's of
+    # the same names; not with `scatter`
+    trained: WeightSource | None = None
+    open_loader: Callable[..., Loader] = open_loader  # a plan has one that reads no weights
+
+    @staticmethod
+    def of(request: ModelRequest) -> "LoadSettings":
+        """Return how the weights of a requested model are loaded."""
+        config = request.config
+        return LoadSettings(
+            peft=config.peft,
+            seed=config.train.seed,
+            quantized_from=request.quantized_from or request.precision.frozen,
+            scatter=config.fsdp.low_cpu_fsdp,
+            trained=request.trained,
+            open_loader=request.open_loader or open_loader,
+        )
 
 
-def load_weights(
-    built: BuiltModel,
-    ranks: Ranks,
-    settings: LoadSettings,
-    trained: WeightSource | None = None,
-) -> StoredModel:
+def load_weights(built: BuiltModel, ranks: Ranks, settings: LoadSettings) -> StoredModel:
     """Allocate this rank's shards on its device and load them.
 
     Args:
@@ -87,8 +96,6 @@ def load_weights(
         ranks: the ranks the model is sharded over. Shards live on their storage device, buffers
             where they compute, and there weights are quantized.
         settings: see LoadSettings.
-        trained: weights of a checkpoint to load later (with an adapter), or here in place of
-            the base model's of the same names; not with settings.scatter.
 
     Returns:
         The dtypes in the checkpoint, and its tensors that are not loaded.
@@ -98,11 +105,13 @@ def load_weights(
     """
     model = built.model
     adapter = built.adapter
-    seed = settings.seed
+    trained = settings.trained
     device = ranks.device
     group = ShardGroup(ranks)
     replaced = trained if adapter is None else None
-    loader = open_loader(built.folder, built, group, settings.scatter, seed, replaced)
+    loader = settings.open_loader(
+        built.folder, built, group, settings.scatter, settings.seed, replaced
+    )
     keys = account_for(model, loader.headers, built.folder)
     adapter_loader = None
     if adapter is not None and trained is None:
@@ -145,7 +154,7 @@ def _open_saved_adapter(
     assert built.adapter is not None
     folder = Path(settings.peft.from_peft_checkpoint)
     file = folder / ADAPTER_WEIGHTS
-    loader = open_loader(file, built, group, settings.scatter)
+    loader = settings.open_loader(file, built, group, settings.scatter)
     copies = check_saved_adapter(loader.headers, built.model, built.adapter, file)
     warning = None
     problem = None
@@ -176,12 +185,11 @@ def _fill_base(
     """Load the weights of the base model. `keys`: parameter -> its name in the checkpoint."""
     model = built.model
     quantized = {id(weight.weight): weight for weight in quantized_weights(model)}
-    open_files = cache(partial(open_weights, built.folder))
     threads = torch.get_num_threads()
     for name, parameter in model.named_parameters():
         weight = quantized.get(id(parameter))
         if weight is not None and isinstance(weight.scheme, STORED):
-            loader.fill(_to_stored(weight, loader.headers[keys[name]], open_files))
+            loader.fill(_to_stored(weight, keys[name], loader))
         elif weight is not None:
             # Quantization is many small operations. If other programs use the cores, waiting for
             # all threads after each takes longer than the work: 26 s instead of 3 s for 450 M
@@ -290,18 +298,14 @@ def _fill_singular_values(
         loader.fill(ShardLoad([local_shard(weight)], shape, [weight.dtype], make))
 
 
-def _to_stored(
-    weight: QuantizedWeight,
-    header: StoredTensor,
-    open_files: Callable[[], SafetensorsSource],
-) -> ShardLoad:
-    """Return the load of rows that stay as they are stored. They are read from the files, because
-    the loader's source shows them in 16 bits."""
+def _to_stored(weight: QuantizedWeight, key: str, loader: Loader) -> ShardLoad:
+    """Return the load of rows that stay as they are stored."""
+    header = loader.headers[key]
     shards = [local_shard(weight.weight), local_shard(weight.scale)]
 
     def make(_: WeightSource, start: int, stop: int) -> Sequence[torch.Tensor]:
         assert isinstance(weight.scheme, STORED)
-        return as_stored.read_stored(open_files, weight.scheme, header, start, stop)
+        return loader.read_stored(weight.scheme, header, start, stop)
 
     return ShardLoad(shards, weight.shape, [shard.dtype for shard in shards], make)
 

@@ -9,6 +9,7 @@ few blocks in addition to the shards.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,9 +22,11 @@ from llama_ft.models.base.source import (
     SafetensorsSource,
     StoredTensor,
     WeightSource,
+    open_weights,
     row_blocks,
 )
 from llama_ft.models.built import BuiltModel
+from llama_ft.models.quantization.as_stored import StoredFp8, StoredMxfp4, read_stored
 from llama_ft.models.weights.conversion import open_source
 
 # copying 550 M weights takes 0.1 s in blocks of 2**22 to 2**24, up to 1.1 s in 2**19
@@ -53,6 +56,7 @@ class Loader:
     headers: dict[str, StoredTensor]  # shape and dtype of every stored tensor, on all ranks
     group: ShardGroup  # knows the rows of this rank
     scatter: bool  # rank 0 reads and sends; otherwise every rank reads
+    files: Path  # a model's directory, or one safetensors file
     # kept until sent
     in_flight: deque[tuple[dist.Work, torch.Tensor]] = field(default_factory=deque)
 
@@ -69,6 +73,16 @@ class Loader:
             self.finish()  # only one communicator at a time
             for shard in load.shards:
                 self.group.replicate(shard)
+
+    def read_stored(
+        self, scheme: StoredFp8 | StoredMxfp4, header: StoredTensor, start: int, stop: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read rows as they are stored, from the model's files: `source` shows them in 16 bits."""
+        return read_stored(self._opened_files, scheme, header, start, stop)
+
+    @cached_property
+    def _opened_files(self) -> SafetensorsSource:
+        return open_weights(self.files)
 
     def finish(self, most_bytes: int = 0) -> None:
         """Wait until at most `most_bytes` are being sent. With a limit above 0, reading and sending
@@ -135,8 +149,16 @@ def open_loader(
     if not scatter or dist.get_rank() == 0:
         source = open_source(files, built, seed) if files.is_dir() else SafetensorsSource([files])
         source = source if tuned is None else OverlaidSource(source, tuned)
+    return Loader(source, shared_headers(source, built, scatter), group, scatter, files)
+
+
+def shared_headers(
+    source: WeightSource | None, built: BuiltModel, scatter: bool
+) -> dict[str, StoredTensor]:
+    """Return the headers of a source on all ranks. With `scatter`, rank 0 sends them to the others,
+    with the conversions that it needs: only rank 0 has opened it."""
     box: list[Any] = [source and source.tensors, built.conversions]
     if scatter:
         dist.broadcast_object_list(box, src=0)
-    headers, built.conversions = box  # rank 0 knows which conversions are needed
-    return Loader(source, headers, group, scatter)
+    headers, built.conversions = box
+    return cast(dict[str, StoredTensor], headers)

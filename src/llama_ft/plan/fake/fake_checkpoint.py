@@ -5,8 +5,9 @@ other.
 """
 
 import re
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,17 @@ from llama_ft.config import Config, ModelConfig
 from llama_ft.errors import UserError
 from llama_ft.models.adapters.names import checkpoint_key
 from llama_ft.models.base.layers import decoder_layers
-from llama_ft.models.base.source import StoredTensor, weight_files
+from llama_ft.models.base.shards import ShardGroup
+from llama_ft.models.base.source import SafetensorsSource, StoredTensor, weight_files
 from llama_ft.models.build import build_on_meta
+from llama_ft.models.built import BuiltModel
 from llama_ft.models.model_config import load_model_config
 from llama_ft.models.published.published_note import find_note
 from llama_ft.models.published.sources import open_dequantized, stored_method
+from llama_ft.models.quantization.layers import Scheme, empty_parts
 from llama_ft.models.weights import conversion
+from llama_ft.models.weights.conversion import converted_source
+from llama_ft.models.weights.loader import Loader, ShardLoad, shared_headers
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,47 @@ class HeaderSource:
         header = self.tensors[name]
         element = torch.empty((), dtype=header.dtype)
         return element.expand(header.shape)
+
+
+@dataclass(frozen=True)
+class HeaderLoader(Loader):
+    """Loads tensors without values. Parameters of the same shapes and dtypes take the same memory
+    while they load, so only the first of them is loaded."""
+
+    loaded: set[object] = field(default_factory=set)
+
+    def fill(self, load: ShardLoad) -> None:
+        """See `Loader`."""
+        dtypes = [shard.dtype for shard in load.shards]
+        kind = (load.shape, *load.wire, *dtypes)
+        if kind not in self.loaded:
+            self.loaded.add(kind)
+            super().fill(load)
+
+    def read_stored(
+        self, scheme: Scheme, header: StoredTensor, start: int, stop: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Loader`."""
+        return empty_parts((stop - start, *header.shape[1:]), scheme)
+
+
+def loader_of_headers(headers: dict[str, StoredTensor]) -> Callable[..., HeaderLoader]:
+    """Return a function like `open_loader`, for a model with these headers in any directory: its
+    weights may be on the Hub only, or of a model with fewer layers. A saved adapter has the headers
+    of its file."""
+
+    def open_headers(
+        files: Path, built: BuiltModel, group: ShardGroup, scatter: bool, seed: int = 0, *_: None
+    ) -> HeaderLoader:
+        source: Any = HeaderSource(headers)
+        if files.is_dir():
+            source = converted_source(source, built, seed)
+        else:
+            source = HeaderSource(SafetensorsSource([files]).tensors)
+        shared = shared_headers(source, built, scatter)
+        return HeaderLoader(source, shared, group, scatter, files)
+
+    return open_headers
 
 
 def read_headers(

@@ -14,12 +14,7 @@ from torch.nn import functional
 from transformers.integrations import hub_kernels
 
 from llama_ft.errors import UserError
-from llama_ft.models.base.source import SafetensorsSource, StoredTensor
-from llama_ft.models.quantization import as_stored
-from llama_ft.models.quantization import layers as quantized
-from llama_ft.models.weights import conversion, loader
 from llama_ft.phases import MemoryCategory
-from llama_ft.plan.fake.fake_checkpoint import HeaderSource
 from llama_ft.training.objectives.reference import AdapterOff, StoredReference
 
 try:
@@ -105,51 +100,17 @@ def counted_memory(
 
 
 @contextmanager
-def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[None]:
-    """In the block, llama_ft.models loads weights with these headers from any directory, and
-    computes in ways that work with fake tensors, which stand for tensors on `device`."""
-    patches = [*_loading_patches(headers), *_fake_tensor_patches()]
+def planned_models(device: str) -> Iterator[None]:
+    """In the block, torch and Transformers compute in ways that work with fake tensors, which stand
+    for tensors on `device`."""
+    patches = [*_fake_tensor_patches()]
     if device == "cuda":
-        patches += _cuda_patches()
+        # torch's RMSNorm on the CPU keeps more for backward than CUDA's kernel.
+        patches.append(patch.object(functional, "rms_norm", _KernelNorm.apply))
     with ExitStack() as stack:
         for each in patches:
             stack.enter_context(each)
         yield
-
-
-def _loading_patches(headers: dict[str, StoredTensor]) -> list[Any]:
-    """Return the patches that load weights without values."""
-    fill = loader.Loader.fill
-    filled = set[object]()
-
-    def open_headers(folder: object) -> HeaderSource:
-        return HeaderSource(headers)
-
-    def open_adapter(files: Any) -> HeaderSource:
-        return HeaderSource(SafetensorsSource(files).tensors)
-
-    def read_stored(
-        _: object, scheme: quantized.Scheme, header: StoredTensor, start: int, stop: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return quantized.empty_parts((stop - start, *header.shape[1:]), scheme)
-
-    def fill_one_of_a_kind(to: loader.Loader, load: loader.ShardLoad) -> None:
-        dtypes = [shard.dtype for shard in load.shards]
-        kind = (id(to), load.shape, *load.wire, *dtypes)
-        if kind not in filled:
-            filled.add(kind)
-            fill(to, load)
-
-    return [
-        # The weights may be on the Hub only, or of a model with fewer layers.
-        patch.object(conversion, "open_dequantized", open_headers),
-        patch.object(as_stored, "read_stored", read_stored),
-        # Of a saved adapter; fake tensors cannot be read from a file.
-        patch.object(loader, "SafetensorsSource", open_adapter),
-        # Parameters of the same shapes and dtypes take the same memory while they load. Loading
-        # one of them is enough.
-        patch.object(loader.Loader, "fill", fill_one_of_a_kind),
-    ]
 
 
 def _fake_tensor_patches() -> list[Any]:
@@ -161,13 +122,4 @@ def _fake_tensor_patches() -> list[Any]:
         # Planned as a forward pass in each step: a pass of the same model holds no more. Another
         # model's is planned by itself.
         patch.object(StoredReference, "log_probabilities", AdapterOff.log_probabilities),
-    ]
-
-
-def _cuda_patches() -> list[Any]:
-    """Return the patches that choose what a GPU would run. The device of fake tensors is the CPU,
-    so llama_ft and torch would choose the CPU's way."""
-    return [
-        # torch's RMSNorm on the CPU keeps more for backward than CUDA's kernel.
-        patch.object(functional, "rms_norm", _KernelNorm.apply),
     ]
