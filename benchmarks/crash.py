@@ -45,7 +45,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from torchrun_command import torchrun_command  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
-from llama_ft.checkpoint import checkpoint_errors, complete_checkpoints, find_valid  # noqa: E402
+from llama_ft.checkpoint import checkpoint_errors, complete_checkpoints  # noqa: E402
+from llama_ft.export import find_valid  # noqa: E402
 
 FLAGS = (
     "--enable_fsdp --precision fp32 --lr 1e-2 --batch_size_training 2 --gradient_accumulation_steps 2 --num_epochs 3 "
